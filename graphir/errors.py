@@ -1,0 +1,92 @@
+"""Every error that graphir raises, as one tree under :class:`GraphirError`.
+
+A message says what is wrong on its first line, then where (``at``, ``in``) and what to do (``fix``)::
+
+    PlacementError: blob 'gpu_0/relu' is on gpu:1 but read on gpu:0
+      at   gpu_0/fc2 : f32[64,1000] @gpu:0 = aten.addmm(gpu_0/fc2.bias, gpu_0/relu, gpu_0/fc2.weight.t)
+      in   program 'mlp', after shift_activations{activations=[relu], shifts={0: 1}}
+      fix  run inject_copies before emit
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+__all__ = [
+    "CaptureError",
+    "EquivalenceError",
+    "FileError",
+    "GraphirError",
+    "ParseError",
+    "PassError",
+    "PlacementError",
+    "PlanError",
+    "RunError",
+    "SessionError",
+    "VerifyError",
+    "nearest",
+]
+
+
+class GraphirError(Exception):
+    """What is wrong, where, and how to fix it.
+
+    Args:
+        what: one line, what is wrong.
+        at: the operator or instruction, as text.
+        where: the program, module, pass or file.
+        fix: what the user can do.
+    """
+
+    def __init__(self, what: str, *, at: str = "", where: str = "", fix: str = "") -> None:
+        self.what, self.at, self.where, self.fix = what, at, where, fix
+        lines = [what]
+        lines += [f"  {label:<4} {text}" for label, text in (("at", at), ("in", where), ("fix", fix)) if text]
+        super().__init__("\n".join(lines))
+
+
+class CaptureError(GraphirError):
+    """A model, loss or optimizer that cannot be captured exactly."""
+
+
+class PassError(GraphirError):
+    """A pass was given options that do not fit the program."""
+
+
+class VerifyError(GraphirError):
+    """A program or plan breaks the invariants of the IR; lists every one it breaks."""
+
+
+class PlacementError(VerifyError):
+    """The only broken invariants are operands on the wrong device."""
+
+
+class ParseError(GraphirError):
+    """Text that is not a net, a program, a plan or a pipeline."""
+
+
+class FileError(GraphirError):
+    """A file that cannot be read: missing, damaged, of another kind, or of a newer format."""
+
+
+class EquivalenceError(GraphirError):
+    """Two programs that do not compute the same values."""
+
+
+class PlanError(GraphirError):
+    """A program that cannot become a plan, or a plan that cannot be run."""
+
+
+class SessionError(GraphirError):
+    """A session was used wrongly: inputs that do not fit the plan, state that is missing, use after close."""
+
+
+class RunError(GraphirError):
+    """An operator failed while a plan ran; the operator's own exception is the cause."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``; did you mean 'a' or 'b'?`` for the known names closest to *name*, or nothing."""
+    close = get_close_matches(name, list(known), n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else ""

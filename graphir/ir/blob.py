@@ -1,0 +1,86 @@
+"""Blobs: the named values of a net, and the storages that hold their bytes."""
+
+from __future__ import annotations
+
+from typing import Final, Literal, NamedTuple, TypeAlias, get_args
+
+from .device import Device
+from .dtype import ITEMSIZE
+from .size import Dims, Shape, Size, bind, numel
+
+__all__ = ["ROLES", "STATE_ROLES", "Blob", "Role", "contiguous_strides", "dense_nbytes"]
+
+Role: TypeAlias = Literal[
+    "param", "buffer", "state", "input", "constant", "activation", "gradient", "temporary", "output"
+]
+"""What a blob is for: a module's parameter or buffer, optimizer *state*, a step's *input*, a tensor that the model
+holds as a plain attribute (*constant*), a forward value that depends on an input (*activation*), the gradient of a
+parameter or activation, a result handed back (*output*), or none of these (*temporary*)."""
+
+ROLES: Final[tuple[str, ...]] = get_args(Role)
+
+STATE_ROLES: Final = frozenset({"param", "buffer", "state", "constant"})
+"""Roles of blobs that live from step to step; ``init`` fills them."""
+
+
+class Blob(NamedTuple):
+    """A named value: its geometry, where it lives, and the storage that holds its bytes.
+
+    A blob whose ``storage`` is another blob's name is a *view* of it (or the result of an in-place operator): it has
+    no bytes of its own, and lives where that storage lives.
+
+    Attributes:
+        name: with the replica's prefix, if any.
+        shape: one size a dimension; None where it is not known (imported nets).
+        dtype: a short name from :mod:`.dtype`; None where it is not known.
+        device: the logical device that holds the storage.
+        role: see :data:`Role`.
+        storage: the blob that owns the bytes; its own name unless it is a view.
+        strides: in elements; None for contiguous (row-major) ones.
+        offset: of the first element, in elements, from the start of the storage.
+    """
+
+    name: str
+    shape: Shape | None
+    dtype: str | None
+    device: Device
+    role: Role
+    storage: str
+    strides: Shape | None = None
+    offset: Size = 0
+
+    @property
+    def is_view(self) -> bool:
+        """Whether another blob owns the bytes."""
+        return self.storage != self.name
+
+    def nbytes(self, dims: Dims) -> int:
+        """Bytes that a storage of this geometry takes: up to its last element, so that gaps count, repeats don't."""
+        if self.shape is None or self.dtype is None:
+            return 0
+        itemsize = ITEMSIZE[self.dtype]
+        if self.strides is None:
+            return numel(self.shape, dims) * itemsize
+        last = 0
+        for size, stride in zip(self.shape, self.strides, strict=True):
+            n = bind(size, dims)
+            if n == 0:
+                return 0
+            last += (n - 1) * bind(stride, dims)
+        return (last + 1) * itemsize
+
+
+def dense_nbytes(blob: Blob, dims: Dims) -> int:
+    """Bytes of the blob's elements, however they are laid out: what a copy of it has to move."""
+    if blob.shape is None or blob.dtype is None:
+        return 0
+    return numel(blob.shape, dims) * ITEMSIZE[blob.dtype]
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Row-major strides of a bound shape, as torch computes them (an empty dimension counts as one)."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

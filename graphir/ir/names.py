@@ -1,0 +1,38 @@
+"""How a blob's name says whose copy of the model it belongs to: the one place that reads and writes prefixes.
+
+``gpu_0/conv1`` is the blob ``conv1`` of the replica whose prefix is ``gpu_0/``. A captured program has no prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+__all__ = ["base_name", "fresh", "prefix_of", "replica_prefix"]
+
+
+def replica_prefix(device_index: int, kind: str = "gpu") -> str:
+    """``gpu_<index>/``."""
+    return f"{kind}_{device_index}/"
+
+
+def prefix_of(name: str) -> str:
+    """``gpu_0/`` of ``gpu_0/conv1``; empty where there is none."""
+    head, slash, _ = name.partition("/")
+    kind, underscore, number = head.partition("_")
+    if slash and underscore and kind in ("gpu", "cpu") and number.isdecimal():
+        return head + "/"
+    return ""
+
+
+def base_name(name: str) -> str:
+    """``conv1`` of ``gpu_0/conv1``."""
+    return name[len(prefix_of(name)) :]
+
+
+def fresh(base: str, taken: Container[str]) -> str:
+    """*base*, or *base* with the first of ``_1``, ``_2``, … that nobody has taken."""
+    name, n = base, 0
+    while name in taken:
+        n += 1
+        name = f"{base}_{n}"
+    return name

@@ -1,0 +1,128 @@
+"""Nets: ordered operators over named blobs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from ..errors import GraphirError, nearest
+from .blob import Blob
+from .device import Device
+from .operator import Operator
+
+if TYPE_CHECKING:
+    import networkx
+
+__all__ = ["Net"]
+
+
+@dataclass(frozen=True)
+class Net:
+    """An ordered list of operators over named blobs.
+
+    A name may have several *versions*: version k is the k-th value that it takes, counted from 0; what is external
+    has version 0 before the first operator. Operators say which versions they read and make; ``verify`` holds that
+    against their order.
+
+    Attributes:
+        name: of the net, without a prefix.
+        ops: in program order.
+        blobs: by name, in the order of declaration: external inputs first, then as operators make them.
+        external_inputs: blobs that hold a value before the first operator: parameters, state, constants, inputs.
+        external_outputs: blobs whose last value is handed back: losses, outputs, and gradients without an optimizer.
+        gradients: each activation's gradient blob. One gradient may serve several activations.
+    """
+
+    name: str
+    ops: tuple[Operator, ...]
+    blobs: Mapping[str, Blob]
+    external_inputs: tuple[str, ...] = ()
+    external_outputs: tuple[str, ...] = ()
+    gradients: Mapping[str, str] = field(default_factory=dict)
+
+    def with_(self, **changes: Any) -> Net:  # dataclasses.replace has this signature
+        """This net with some attributes replaced."""
+        return replace(self, **changes)
+
+    @cached_property
+    def _producers(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for i, op in enumerate(self.ops):
+            for name in op.outputs:
+                found.setdefault(name, []).append(i)
+        return found
+
+    @cached_property
+    def _consumers(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for i, op in enumerate(self.ops):
+            for name in dict.fromkeys(op.inputs):
+                found.setdefault(name, []).append(i)
+        return found
+
+    def blob(self, name: str) -> Blob:
+        """The blob called *name*.
+
+        Raises:
+            GraphirError: there is none; the nearest names are given.
+        """
+        try:
+            return self.blobs[name]
+        except KeyError:
+            raise GraphirError(f"no blob {name!r} in net {self.name!r}{nearest(name, self.blobs)}") from None
+
+    def producer(self, blob: str, before: int | None = None) -> Operator | None:
+        """The last operator that writes *blob*, or the last one before position *before*; None where it is external.
+
+        Raises:
+            GraphirError: there is no such blob.
+        """
+        self.blob(blob)
+        writers = self._producers.get(blob, ())
+        for i in reversed(writers):
+            if before is None or i < before:
+                return self.ops[i]
+        return None
+
+    def consumers(self, blob: str) -> list[Operator]:
+        """The operators that read *blob*, in program order.
+
+        Raises:
+            GraphirError: there is no such blob.
+        """
+        self.blob(blob)
+        return [self.ops[i] for i in self._consumers.get(blob, ())]
+
+    @cached_property
+    def devices(self) -> tuple[Device, ...]:
+        """Every device that an operator or a blob of the net is on: gpus by number, then the cpu."""
+        found = {op.device for op in self.ops} | {blob.device for blob in self.blobs.values()}
+        return tuple(sorted(found, key=lambda d: (d.kind == "cpu", d.index)))
+
+    def to_networkx(self) -> networkx.DiGraph:
+        """A bipartite graph of operators and values.
+
+        Operator nodes are ``("op", position)`` with the attribute ``op``; value nodes are ``(name, version)`` with the
+        attribute ``blob``. Edges follow the flow of data.
+        """
+        import networkx
+
+        graph = networkx.DiGraph(name=self.name)
+        for name in self.external_inputs:
+            graph.add_node((name, 0), blob=self.blobs[name])
+        for i, op in enumerate(self.ops):
+            graph.add_node(("op", i), op=op)
+            for name, version in op.reads:
+                graph.add_node((name, version), blob=self.blobs[name])
+                graph.add_edge((name, version), ("op", i))
+            for name, version in op.makes:
+                graph.add_node((name, version), blob=self.blobs[name])
+                graph.add_edge(("op", i), (name, version))
+        return graph
+
+    def __str__(self) -> str:
+        from .text import print_net
+
+        return print_net(self)

@@ -1,0 +1,140 @@
+"""Operators: what reads and writes blobs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final, Literal, NamedTuple, TypeAlias, get_args
+
+from .device import Device
+from .dtype import TORCH_NAME
+from .size import Affine
+
+__all__ = ["PHASES", "PURE", "SYMBOLS", "Arg", "Effects", "Operator", "Phase", "Symbol", "groups", "leaves"]
+
+Phase: TypeAlias = Literal["init", "forward", "backward", "reduce", "update"]
+PHASES: Final[tuple[str, ...]] = get_args(Phase)
+
+
+class Symbol(str):
+    """An argument that names one of torch's constants: an element type, a layout or a memory format."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+SYMBOLS: Final = frozenset(TORCH_NAME) | {
+    "contiguous_format",
+    "preserve_format",
+    "channels_last",
+    "channels_last_3d",
+    "strided",
+}
+"""Every text that a :class:`Symbol` may have."""
+
+Arg: TypeAlias = "int | float | bool | str | Affine | Symbol | tuple[Arg, ...] | None"
+"""A non-tensor argument. Lists are tuples; a string that is a :class:`Symbol` stands for a torch constant."""
+
+
+class Effects(NamedTuple):
+    """What an operator does beside computing fresh values.
+
+    Attributes:
+        writes: (output, input) positions: that output is the input's storage with a new value.
+        views: (output, input) positions: that output is a view of the input's storage.
+        random: it draws random numbers.
+    """
+
+    writes: tuple[tuple[int, int], ...] = ()
+    views: tuple[tuple[int, int], ...] = ()
+    random: bool = False
+
+
+PURE: Final = Effects()
+
+
+class Operator(NamedTuple):
+    """One operator of a net. Values are immutable; ``op._replace(device=…)`` makes a changed one.
+
+    Attributes:
+        type: ``aten.convolution.default``, ``graphir.sgd``, ``Copy``, ``AllReduce``, ``FC``, …
+        inputs: names of the blobs read, in the order of the type's tensor parameters.
+        outputs: names of the blobs written: one for each tensor that the type returns, then one for each operand
+            that it overwrites and does not return.
+        args: the non-tensor arguments by the type's parameter names, without those that equal its defaults.
+        device: where it runs.
+        phase: init, forward, backward, reduce or update.
+        module: path of the module that it came from.
+        by: name of the pass that made, moved or changed it last; empty as captured.
+        seed: the seed id, if it draws random numbers.
+        operands: how ``inputs`` fill the type's tensor parameters, see :func:`groups`; None: one each.
+        results: how ``outputs`` fill what the type returns, in the same notation; None: one each.
+        effects: aliases, mutations, randomness.
+        input_versions: which version of each input is read; None: the first (0) of each.
+        output_versions: which version of each output this makes; None: the first (0) of each.
+    """
+
+    type: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    args: Mapping[str, Arg]
+    device: Device
+    phase: Phase = "forward"
+    module: str = ""
+    by: str = ""
+    seed: int | None = None
+    operands: str | None = None
+    results: str | None = None
+    effects: Effects = PURE
+    input_versions: tuple[int, ...] | None = None
+    output_versions: tuple[int, ...] | None = None
+
+    @property
+    def reads(self) -> Iterator[tuple[str, int]]:
+        """(name, version) of each input."""
+        versions = self.input_versions
+        return zip(self.inputs, versions if versions else (0,) * len(self.inputs), strict=True)
+
+    @property
+    def makes(self) -> Iterator[tuple[str, int]]:
+        """(name, version) of each output."""
+        versions = self.output_versions
+        return zip(self.outputs, versions if versions else (0,) * len(self.outputs), strict=True)
+
+
+def groups(pattern: str | None, count: int) -> list[int | list[int | None] | None]:
+    """Arrange the positions ``0 … count-1`` by a pattern: ``t`` takes the next, ``_`` is absent, ``[…]`` a list.
+
+    ``groups("t_[t_]", 2)`` is ``[0, None, [1, None]]``. Without a pattern each position stands alone. Positions beyond
+    the pattern (operands that an operator overwrites and does not return) are left out.
+    """
+    if pattern is None:
+        return list(range(count))
+    position = 0
+    arranged: list[int | list[int | None] | None] = []
+    inner: list[int | None] | None = None
+    for char in pattern:
+        if char == "[":
+            inner = []
+            arranged.append(inner)
+        elif char == "]":
+            inner = None
+        else:
+            item = None
+            if char == "t":
+                item, position = position, position + 1
+            if inner is None:
+                arranged.append(item)
+            else:
+                inner.append(item)
+    return arranged
+
+
+def leaves(arg: Arg) -> Iterator[Arg]:
+    """The scalars of an argument, depth first."""
+    if isinstance(arg, tuple) and not isinstance(arg, Affine):
+        for item in arg:
+            yield from leaves(item)
+    else:
+        yield arg

@@ -1,0 +1,236 @@
+"""What an operator type takes, returns, overwrites and aliases.
+
+One notation serves all types: torch's schema language. For ``aten`` types the schema is torch's own; graphir's own
+types are declared here. Schemas do not say everything, so :data:`_CORRECTIONS` adds what torch leaves out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from ..errors import GraphirError
+from .dtype import TORCH_NAME
+from .operator import Arg, Effects, Symbol, groups
+
+__all__ = ["NAMESPACES", "OWN", "Param", "Signature", "effects_of", "overload", "signature", "to_symbol", "to_torch"]
+
+NAMESPACES: Final = frozenset({"aten", "prims"})
+"""Namespaces of torch operators that a program may name."""
+
+OWN: Final[Mapping[str, str]] = {
+    "Copy": "Copy(Tensor source) -> Tensor",
+    "AllReduce": "AllReduce(Tensor[] inputs, *, str reduction='sum', SymInt[] shares=[]) -> Tensor[]",
+    "graphir.load": "load(*, str key) -> Tensor",
+    "graphir.sgd": (
+        "sgd(Tensor(a!) param, Tensor grad, Tensor(b!)? momentum_buffer, Tensor lr, *, str form='for_loop', "
+        "float momentum=0., float weight_decay=0., bool nesterov=False, bool maximize=False) -> ()"
+    ),
+    "graphir.adam": (
+        "adam(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? max_exp_avg_sq, "
+        "Tensor(e!) step, Tensor lr, *, str form='for_loop', float beta1=0.9, float beta2=0.999, float eps=1e-08, "
+        "float weight_decay=0., bool maximize=False) -> ()"
+    ),
+    "graphir.adamw": (
+        "adamw(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? max_exp_avg_sq, "
+        "Tensor(e!) step, Tensor lr, *, str form='for_loop', float beta1=0.9, float beta2=0.999, float eps=1e-08, "
+        "float weight_decay=0., bool maximize=False) -> ()"
+    ),
+}
+"""graphir's own types.
+
+``Copy`` brings a blob to its device, strides kept. ``AllReduce`` gives every participant the sum of all inputs, added
+in participant order; with ``reduction="mean"`` input r is first scaled by ``shares[r] * n / sum(shares)`` (not at all
+where the shares are equal) and the sum divided by n. ``graphir.load`` reads ``program.state[key]``. The optimizers
+update one parameter in place, as ``torch.optim`` does in its ``fused`` or its ``for_loop`` form.
+"""
+
+
+class Param(NamedTuple):
+    """A parameter of a type.
+
+    Attributes:
+        name: as in the schema.
+        kind: ``tensor``, ``tensors`` (a list) or ``value``.
+        type: torch's text for the type of a value (``int``, ``Optional[ScalarType]``, ``List[int]``, …).
+        required: it has no default.
+        default: the default, as torch gives it.
+        keyword: it can be passed by keyword only.
+        alias: the name of its alias set; empty where it has none.
+        written: it is overwritten.
+    """
+
+    name: str
+    kind: str
+    type: str
+    required: bool
+    default: Any
+    keyword: bool
+    alias: str
+    written: bool
+
+
+class Result(NamedTuple):
+    """One thing that a type returns: ``many`` for a list of tensors; aliases as in :class:`Param`."""
+
+    many: bool
+    alias: str
+    written: bool
+
+
+class Signature(NamedTuple):
+    """The parameters and results of a type."""
+
+    params: tuple[Param, ...]
+    results: tuple[Result, ...]
+
+    @property
+    def tensors(self) -> tuple[Param, ...]:
+        """The parameters that take tensors, in order: what an operator's ``operands`` pattern runs over."""
+        return tuple(p for p in self.params if p.kind != "value")
+
+
+def overload(type: str) -> torch._ops.OpOverload:
+    """The torch operator of a type such as ``aten.addmm.default``.
+
+    Raises:
+        GraphirError: the type is not of an allowed namespace, or this torch does not have it.
+    """
+    namespace, _, rest = type.partition(".")
+    name, _, variant = rest.partition(".")
+    if namespace in NAMESPACES:
+        packet = getattr(getattr(torch.ops, namespace), name, None)
+        found = getattr(packet, variant, None) if isinstance(packet, torch._ops.OpOverloadPacket) else None
+        if isinstance(found, torch._ops.OpOverload):
+            return found
+        raise GraphirError(
+            f"torch {torch.__version__} has no operator {type!r}", fix="check the name and torch's version"
+        )
+    allowed = ", ".join(sorted(NAMESPACES))
+    raise GraphirError(f"unknown operator type {type!r}", fix=f"types are graphir's own and those of {allowed}")
+
+
+@cache
+def signature(type: str) -> Signature:
+    """The signature of a type.
+
+    Raises:
+        GraphirError: there is no such type.
+    """
+    schema = torch._C.parse_schema("graphir::" + OWN[type]) if type in OWN else overload(type)._schema
+    return Signature(tuple(map(_param, schema.arguments)), tuple(map(_result, schema.returns)))
+
+
+def _alias(info: Any) -> tuple[str, bool]:
+    return (next(iter(info.before_set), ""), info.is_write) if info is not None else ("", False)
+
+
+def _param(arg: Any) -> Param:
+    text = str(arg.real_type)
+    kind = {"Tensor": "tensor", "Optional[Tensor]": "tensor"}.get(text, "tensors" if "Tensor" in text else "value")
+    alias, written = _alias(arg.alias_info)
+    required = not arg.has_default_value()
+    return Param(arg.name, kind, text, required, arg.default_value, arg.kwarg_only, alias, written)
+
+
+def _result(returned: Any) -> Result:
+    return Result(str(returned.real_type) == "List[Tensor]", *_alias(returned.alias_info))
+
+
+def _batch_norm_statistics(args: Mapping[str, Arg]) -> tuple[str, ...]:
+    return ("running_mean", "running_var") if args.get("training") else ()
+
+
+_CORRECTIONS: Final[Mapping[str, Callable[[Mapping[str, Arg]], tuple[str, ...]]]] = {
+    "aten.native_batch_norm.default": _batch_norm_statistics,
+    "aten.cudnn_batch_norm.default": _batch_norm_statistics,
+    "aten.miopen_batch_norm.default": _batch_norm_statistics,
+}
+"""Types that overwrite operands without declaring it: the names of those parameters, given the arguments."""
+
+_UNDECLARED_VIEWS: Final = frozenset(
+    {"aten._unsafe_view.default", "aten.unsafe_split.Tensor", "aten.unsafe_chunk.default"}
+)
+"""Types whose results alias their first operand without declaring it."""
+
+
+def effects_of(
+    type: str, args: Mapping[str, Arg], operands: str | None, inputs: int, results: str | None, outputs: int
+) -> Effects:
+    """The effects of an operator of *type* with these arguments, operand pattern and numbers of inputs and outputs.
+
+    Operands that are overwritten but not returned are the outputs beyond the ``results`` pattern, in the order of the
+    parameters; so *outputs* may be given without them.
+    """
+    sig = signature(type)
+    arranged = groups(operands, inputs)
+    written: dict[int, None] = {}
+    by_alias: dict[str, list[int]] = {}
+    hidden = _CORRECTIONS[type](args) if type in _CORRECTIONS else ()
+    for param, group in zip(sig.tensors, arranged, strict=False):
+        positions = [i for i in (group if isinstance(group, list) else [group]) if i is not None]
+        if param.alias:
+            by_alias.setdefault(param.alias, []).extend(positions)
+        if param.written or param.name in hidden:
+            written.update(dict.fromkeys(positions))
+
+    writes: list[tuple[int, int]] = []
+    views: list[tuple[int, int]] = []
+    returned = groups(results, len(sig.results) if results is None else results.count("t"))
+    count = 0
+    for result, group in zip(sig.results, returned, strict=False):
+        produced = [o for o in (group if isinstance(group, list) else [group]) if o is not None]
+        count += len(produced)
+        # The alias set of a returned list ("Tensor(a)[]") is not exposed: it is that of the one aliased operand.
+        sources = (
+            by_alias.get(result.alias, [])
+            if not result.many
+            else [s for s in by_alias.get("a", []) if s not in written]
+        )
+        if type in _UNDECLARED_VIEWS:
+            sources = [0]
+        for k, output in enumerate(produced):
+            if sources:
+                source = sources[min(k, len(sources) - 1)]
+                (writes if source in written else views).append((output, source))
+    taken = {source for _, source in writes}
+    for source in written:
+        if source not in taken:
+            writes.append((count, source))
+            count += 1
+    return Effects(tuple(writes), tuple(views), _is_random(type))
+
+
+@cache
+def _is_random(type: str) -> bool:
+    if type in OWN:
+        return False
+    op = overload(type)
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
+_TO_TORCH: Final[dict[str, Any]] = {short: getattr(torch, name) for short, name in TORCH_NAME.items()} | {
+    name: getattr(torch, name)
+    for name in ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d", "strided")
+}
+_TO_SYMBOL: Final[dict[Any, Symbol]] = {value: Symbol(name) for name, value in _TO_TORCH.items()}
+
+
+def to_torch(symbol: str) -> Any:
+    """The torch constant that a symbol names."""
+    return _TO_TORCH[symbol]
+
+
+def to_symbol(constant: torch.dtype | torch.layout | torch.memory_format) -> Symbol:
+    """The symbol of a torch constant.
+
+    Raises:
+        GraphirError: graphir has no name for it.
+    """
+    try:
+        return _TO_SYMBOL[constant]
+    except KeyError:
+        raise GraphirError(f"{constant} is not supported", fix=f"supported: {', '.join(sorted(_TO_TORCH))}") from None

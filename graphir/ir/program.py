@@ -1,0 +1,138 @@
+"""Programs: a net that fills the state, a net that is one step, and how a caller's arguments become blobs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from .device import Device
+from .net import Net
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Feed", "Interface", "ParamGroup", "Program", "Scalar"]
+
+Scalar: TypeAlias = int | float | bool | str | None
+
+
+class Feed(NamedTuple):
+    """One leaf of a step's arguments.
+
+    Attributes:
+        blob: the blob that takes the tensor, without prefix; None where the leaf is not a tensor.
+        batch_dim: the dimension along which it is split over replicas; None: passed whole to each.
+        value: the leaf itself where it is not a tensor; a step must be called with an equal one.
+    """
+
+    blob: str | None
+    batch_dim: int | None = None
+    value: Scalar = None
+
+
+class ParamGroup(NamedTuple):
+    """One parameter group of the captured optimizer.
+
+    Attributes:
+        lr: the blob that holds its learning rate (``f64[] @cpu:0``, no prefix).
+        params: the parameters' blobs, without prefix, in the optimizer's order.
+        options: the group's other entries, as in ``optimizer.param_groups``, and ``lr`` as it was when captured.
+    """
+
+    lr: str
+    params: tuple[str, ...]
+    options: Mapping[str, Scalar | tuple[Scalar, ...]]
+
+
+@dataclass(frozen=True)
+class Interface:
+    """How the caller's world maps to blobs. All blob names are without prefix.
+
+    Attributes:
+        arguments: ``torch.utils._pytree``'s JSON text of the structure ``(args, kwargs)`` of a step's arguments,
+            targets appended to args.
+        feeds: the leaves of that structure, in order.
+        loss: the blob of the scalar loss; None for a forward-only program.
+        outputs: blobs of a forward-only program's outputs, in order.
+        results: the JSON text of the structure of those outputs; None for a training step.
+        output_batch_dims: for each output, the dimension along which replicas' outputs are gathered; None: replica 0's.
+        module_state: each name of ``module.state_dict()`` and its blob; tied names share one.
+        optimizer: name of the captured optimizer's class; empty where there is none.
+        optimizer_state: for each parameter, its optimizer state's blobs by the optimizer's own names
+            (``{"fc1.weight": {"momentum_buffer": "fc1.weight.momentum_buffer"}}``).
+        param_groups: see :class:`ParamGroup`.
+    """
+
+    arguments: str = ""
+    feeds: tuple[Feed, ...] = ()
+    loss: str | None = None
+    outputs: tuple[str, ...] = ()
+    results: str | None = None
+    output_batch_dims: tuple[int | None, ...] = ()
+    module_state: Mapping[str, str] = field(default_factory=dict)
+    optimizer: str = ""
+    optimizer_state: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    param_groups: tuple[ParamGroup, ...] = ()
+
+
+@dataclass(frozen=True)
+class Program:
+    """A pair of nets and the state that they start from. Values are immutable: passes return new ones.
+
+    Attributes:
+        name: of the program.
+        init: fills every blob that lives from step to step; a captured program's loads each one from ``state``.
+        step: one training or inference step.
+        dims: the captured value of each named dimension. A captured program has ``batch``; a replicated one has
+            ``gpu_0/batch``, ``gpu_1/batch``, ….
+        fixed: why sizes are plain numbers where they are; empty where they follow the dimensions.
+        replicas: the prefix of each replica, by position; ``("",)`` as captured.
+        interface: how arguments and results map to blobs.
+        history: the text of each pass that was run, in order.
+        state: the module's and the optimizer's own (unprefixed) names, and ``step``, to tensors; empty where the
+            model was captured on the meta device. Not part of equality.
+        module: the captured module. Not saved, not part of equality.
+    """
+
+    name: str
+    init: Net
+    step: Net
+    dims: Mapping[str, int] = field(default_factory=dict)
+    fixed: str = ""
+    replicas: tuple[str, ...] = ("",)
+    interface: Interface = field(default_factory=Interface)
+    history: tuple[str, ...] = ()
+    state: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+    module: torch.nn.Module | None = field(default=None, compare=False, repr=False)
+
+    def with_(self, **changes: Any) -> Program:  # dataclasses.replace has this signature
+        """This program with some attributes replaced."""
+        return replace(self, **changes)
+
+    @cached_property
+    def devices(self) -> tuple[Device, ...]:
+        """Every device of the program: gpus by number, then the cpu."""
+        found = {*self.init.devices, *self.step.devices}
+        return tuple(sorted(found, key=lambda d: (d.kind == "cpu", d.index)))
+
+    @cached_property
+    def params(self) -> tuple[str, ...]:
+        """Names of the parameters' blobs, prefixes included."""
+        return tuple(name for name, blob in self.step.blobs.items() if blob.role == "param")
+
+    def __str__(self) -> str:
+        from .text import print_program
+
+        return print_program(self)
+
+    def save(self, path: str | Path, state: bool = False) -> None:
+        """Write the program as JSON; with *state*, its tensors beside it as ``<path>.safetensors``.
+
+        The files are written whole or not at all.
+        """
+        from .files import save_program
+
+        save_program(self, Path(path), state=state)

@@ -1,0 +1,144 @@
+"""Plans: the contract between the passes, which emit them, and the runtime, which executes them.
+
+A plan is a placed program and a list of instructions. Each instruction belongs to a *lane*: the computation of a
+device, or its incoming or outgoing copies. Lanes run at the same time; what orders them are events::
+
+    gpu:0.compute:  run x = …     record x                       wait x by gpu:1.copy_in   free x
+                                        \\                        /
+    gpu:1.copy_in:                 wait x by gpu:0.compute    copy x_gpu_1 <- x   record x   record x_gpu_1
+                                                                                                  \\
+    gpu:1.compute:                                              wait x_gpu_1 by gpu:1.copy_in   run y = …
+
+The list is one total order in which every record comes before the waits for it, and each lane is its projection; so
+executing the list from top to bottom in one thread is correct, and no executor that keeps each lane's order can
+deadlock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
+
+from .ir.device import Device
+from .ir.net import Net
+from .ir.program import Program
+
+__all__ = ["KINDS", "STREAMS", "Event", "Instruction", "Kind", "Plan", "lane", "lane_device"]
+
+Kind: TypeAlias = Literal["run", "copy", "collective", "record", "wait", "free"]
+KINDS: Final[tuple[str, ...]] = get_args(Kind)
+
+STREAMS: Final = ("compute", "copy_in", "copy_out")
+"""The lanes of a device. A copy belongs to the destination's ``copy_in``, or to the source's ``copy_out`` where the
+destination is the cpu."""
+
+
+def lane(device: Device, stream: str) -> str:
+    """``gpu:0.compute``."""
+    return f"{device}.{stream}"
+
+
+def lane_device(lane: str) -> Device:
+    """The device of a lane."""
+    return Device.parse(lane.partition(".")[0])
+
+
+class Event(NamedTuple):
+    """A version of a blob has been dealt with (made or read) by a lane. Printed ``gpu_0/fc1 by gpu:1.copy_in``.
+
+    A lane may record an event again later; a wait is for the last record before it in the plan's order.
+    """
+
+    blob: str
+    version: int
+    lane: str
+
+
+class Instruction(NamedTuple):
+    """One instruction of a lane.
+
+    Attributes:
+        kind: ``run``, ``copy`` and ``collective`` execute an operator of ``plan.step``; ``record`` and ``wait`` an
+            event; ``free`` drops a storage.
+        lane: the lane that executes it.
+        op: position of the operator in ``plan.step.ops`` (run, copy, collective), else -1.
+        part: which participant of a collective this is; its lane is the compute lane of that participant's device.
+        event: of a record or a wait.
+        storage: of a free.
+    """
+
+    kind: Kind
+    lane: str
+    op: int = -1
+    part: int = 0
+    event: Event | None = None
+    storage: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A placed program, the sizes that its predictions are for, and its instructions in issue order.
+
+    Attributes:
+        program: without state and module.
+        dims: the value of each dimension that predicted bytes and seconds refer to. The instructions hold for every
+            value.
+        instructions: the total order; ``run``, ``copy`` and ``collective`` follow the order of ``step.ops``.
+    """
+
+    program: Program
+    dims: Mapping[str, int]
+    instructions: tuple[Instruction, ...]
+
+    @property
+    def name(self) -> str:
+        """The program's name."""
+        return self.program.name
+
+    @property
+    def step(self) -> Net:
+        """The program's step."""
+        return self.program.step
+
+    @property
+    def init(self) -> Net:
+        """The program's init."""
+        return self.program.init
+
+    @property
+    def history(self) -> tuple[str, ...]:
+        """The passes that the program went through."""
+        return self.program.history
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The program's devices."""
+        return self.program.devices
+
+    @cached_property
+    def lanes(self) -> Mapping[str, tuple[Instruction, ...]]:
+        """Each lane's instructions, lanes in device order and in the order of :data:`STREAMS`."""
+        found: dict[str, list[Instruction]] = {
+            lane(device, stream): [] for device in self.devices for stream in STREAMS
+        }
+        for instruction in self.instructions:
+            found[instruction.lane].append(instruction)
+        return {name: tuple(instructions) for name, instructions in found.items() if instructions}
+
+    def with_(self, **changes: Any) -> Plan:  # dataclasses.replace has this signature
+        """This plan with some attributes replaced."""
+        return replace(self, **changes)
+
+    def __str__(self) -> str:
+        from .ir.text import print_plan
+
+        return print_plan(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON, whole or not at all."""
+        from .ir.files import save_plan
+
+        save_plan(self, Path(path))
