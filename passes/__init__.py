@@ -1,0 +1,29 @@
+"""What one can do to a program: one pass a file, each a function from program to program.
+
+In the order in which they are usually run: replicate, shift_activations, inject_copies, share_storage, emit.
+"""
+
+from .activations import find_activations
+from .base import Pass, Pipeline, Run, Timing
+from .copies import InjectCopies, inject_copies
+from .emit import emit
+from .replicate import Replicate, replicate
+from .shift import ShiftActivations, shift_activations
+from .storage import ShareStorage, share_storage
+
+__all__ = [
+    "InjectCopies",
+    "Pass",
+    "Pipeline",
+    "Replicate",
+    "Run",
+    "ShareStorage",
+    "ShiftActivations",
+    "Timing",
+    "emit",
+    "find_activations",
+    "inject_copies",
+    "replicate",
+    "share_storage",
+    "shift_activations",
+]

@@ -1,0 +1,42 @@
+"""Which blobs are activations: what one can shift, park or recompute.
+
+The definition is Caffe2's ``data_parallel_model_utils.GetActivationBlobs``: an output of the first replica that is
+read, is not a parameter, and whose gradient is read. Captured programs know each gradient; views move no bytes and
+are not activations.
+"""
+
+from __future__ import annotations
+
+from graphir.ir.program import Program
+
+__all__ = ["activation_names", "find_activations"]
+
+
+def find_activations(program: Program) -> list[str]:
+    """The activations of a program, without prefix, in program order, each once.
+
+    A forward-only program has no gradients; there, every value that depends on an input and is read counts.
+    """
+    prefix = program.replicas[0]
+    names = activation_names(program)
+    return [name[len(prefix) :] for name in _in_order(program) if name in names]
+
+
+def activation_names(program: Program) -> set[str]:
+    """The activations of a program, prefix included, in no order."""
+    step, prefix = program.step, program.replicas[0]
+    blobs, gradients = step.blobs, step.gradients
+    read = set().union(*[op.inputs for op in step.ops])
+    if gradients:
+        named = [name for name, grad in gradients.items() if grad in read and name in read]
+        return {name for name in named if name.startswith(prefix) and blobs[name].role != "param"}
+    forward = [name for op in step.ops if op.phase == "forward" for name in op.outputs if name in read]
+    return {
+        name
+        for name in forward
+        if name.startswith(prefix) and blobs[name].role == "activation" and not blobs[name].is_view
+    }
+
+
+def _in_order(program: Program) -> dict[str, None]:
+    return dict.fromkeys([name for op in program.step.ops for name in op.outputs])

@@ -1,0 +1,292 @@
+"""What a pass is, how its text is written and read, and how passes are chained.
+
+A pass is a small frozen model whose fields are its options, so that ``shift_activations{activations=[relu],
+shifts={0: 1}}`` is both what a program's history says and what :class:`Pipeline` reads. Running one returns a new
+program; the one given is never changed, and the new one is verified before it is handed back.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar, Final, NamedTuple, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from graphir.errors import ParseError, PassError, nearest
+from graphir.ir.program import Program
+from graphir.ir.verify import verify
+
+__all__ = ["Pass", "Pipeline", "Run", "Timing", "build", "parse_pipeline", "print_option", "register"]
+
+P = TypeVar("P", bound="type[Pass]")
+
+_REGISTRY: Final[dict[str, type[Pass]]] = {}
+
+
+class Pass(BaseModel):
+    """One transformation of a program. Its fields are its options.
+
+    A subclass sets ``name`` and writes :meth:`rewrite`; calling the pass adds its text to the program's history and
+    verifies the result.
+
+    Attributes:
+        name: as in a pipeline's text; the name of the function and of the file.
+        leaves_placed: whether operands are where their operators need them afterwards if they were before.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: ClassVar[str] = ""
+    leaves_placed: ClassVar[bool] = True
+
+    def rewrite(self, program: Program) -> Program:
+        """The program with the change made, not yet verified.
+
+        Raises:
+            PassError: the options do not fit the program.
+        """
+        raise NotImplementedError
+
+    def __call__(self, program: Program) -> Program:
+        """Run the pass and verify what it made."""
+        result = self.recorded(program)
+        verify(result, placed=False)
+        return result
+
+    def recorded(self, program: Program) -> Program:
+        """Run the pass and add its text to the history, without verifying."""
+        with _collector_paused():
+            return self.rewrite(program).with_(history=(*program.history, str(self)))
+
+    def __str__(self) -> str:
+        given = [
+            f"{field}={print_option(getattr(self, field))}"
+            for field, info in type(self).model_fields.items()
+            if getattr(self, field) != info.default
+        ]
+        return self.name + (f"{{{', '.join(given)}}}" if given else "")
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Keep the cyclic garbage collector still while a pass runs.
+
+    A pass makes up to millions of small immutable values that stay, none of them in a cycle; the collector would walk
+    through all of them again and again, which costs more than the pass and grows faster than the program.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def register(cls: P) -> P:
+    """Make a pass known to :class:`Pipeline` by its name."""
+    _REGISTRY[cls.name] = cls
+    return cls
+
+
+def build(cls: type[Pass], **options: Any) -> Pass:
+    """``cls(**options)``, with pydantic's complaints turned into one :class:`~graphir.errors.PassError`."""
+    try:
+        return cls(**options)
+    except ValidationError as e:
+        first = e.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "options"
+        message = first["msg"].removeprefix("Value error, ")
+        known = ", ".join(cls.model_fields) or "none"
+        raise PassError(f"{cls.name}: {field}: {message}", fix=f"options of {cls.name}: {known}") from None
+
+
+class Timing(NamedTuple):
+    """Seconds that a pass took, and that the verification of its result took."""
+
+    name: str
+    seconds: float
+    verify_seconds: float
+
+
+class Run(NamedTuple):
+    """What :meth:`Pipeline.run` returns: the last pass's program, and each pass's time."""
+
+    program: Program
+    timings: tuple[Timing, ...]
+
+
+class Pipeline:
+    """Passes run one after the other.
+
+    Args:
+        passes: their text, such as ``replicate{devices=[0, 1]} | inject_copies``, or the passes themselves.
+
+    Raises:
+        ParseError: the text is not a pipeline.
+        PassError: it names an unknown pass or option.
+    """
+
+    def __init__(self, passes: str | Iterable[Pass]) -> None:
+        self.passes: tuple[Pass, ...] = parse_pipeline(passes) if isinstance(passes, str) else tuple(passes)
+
+    def __call__(self, program: Program) -> Program:
+        """Run every pass and return the last one's program."""
+        return self.run(program).program
+
+    def run(self, program: Program) -> Run:
+        """Run every pass and time it."""
+        timings = []
+        for step in self.passes:
+            start = time.perf_counter()
+            program = step.recorded(program)
+            made = time.perf_counter()
+            verify(program, placed=False)
+            timings.append(Timing(step.name, made - start, time.perf_counter() - made))
+        return Run(program, tuple(timings))
+
+    def __str__(self) -> str:
+        return " | ".join(map(str, self.passes))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Pipeline) and self.passes == other.passes
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+
+_BARE: Final = re.compile(r"[A-Za-z_][\w./:-]*")
+_NUMBER: Final = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?")
+_STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
+_WORDS: Final[Mapping[str, object]] = {"true": True, "false": False, "none": None}
+
+
+def print_option(value: object) -> str:
+    """An option's value as pipeline text."""
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    if isinstance(value, str):
+        plain = _BARE.fullmatch(value) and value not in _WORDS
+        return value if plain else '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{print_option(k)}: {print_option(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(print_option, value)) + "]"
+    return str(value)
+
+
+def parse_pipeline(text: str) -> tuple[Pass, ...]:
+    """Read what ``str(pipeline)`` prints.
+
+    Raises:
+        ParseError: the text is not a pipeline.
+        PassError: it names an unknown pass or option.
+    """
+    return _Reader(text).pipeline()
+
+
+class _Reader:
+    """A recursive-descent reader of pipeline text.
+
+    ::
+
+        pipeline = pass { "|" pass }
+        pass     = name [ "{" [ name "=" value { "," name "=" value } ] "}" ]
+        value    = number | word | string | "[" values "]" | "{" value ":" value … "}"
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text, self.position = text, 0
+
+    def pipeline(self) -> tuple[Pass, ...]:
+        passes = [self.one_pass()]
+        while self.take("|"):
+            passes.append(self.one_pass())
+        self.skip()
+        if self.position < len(self.text):
+            raise self.error("expected '|' or the end")
+        return tuple(passes)
+
+    def one_pass(self) -> Pass:
+        name = self.match(_BARE, "the name of a pass")
+        options: dict[str, Any] = {}
+        if self.take("{"):
+            for key, value in self.items("}", self.option):
+                if key in options:
+                    raise self.error(f"option {key!r} is given twice")
+                options[key] = value
+        if name not in _REGISTRY:
+            known = ", ".join(sorted(_REGISTRY))
+            raise PassError(f"unknown pass {name!r}{nearest(name, _REGISTRY)}", fix=f"passes: {known}")
+        return build(_REGISTRY[name], **options)
+
+    def option(self) -> tuple[str, object]:
+        key = self.match(_BARE, "the name of an option")
+        self.expect("=")
+        return key, self.value()
+
+    def value(self) -> object:
+        if self.take("["):
+            return self.items("]", self.value)
+        if self.take("{"):
+            return dict(self.items("}", self.pair))
+        self.skip()
+        if match := _STRING.match(self.text, self.position):
+            self.position = match.end()
+            return re.sub(r"\\(.)", r"\1", match[0][1:-1], flags=re.DOTALL)
+        if match := _NUMBER.match(self.text, self.position):
+            self.position = match.end()
+            return float(match[0]) if match[1] or match[2] else int(match[0])
+        word = self.match(_BARE, "a value")
+        return _WORDS.get(word, word)
+
+    def pair(self) -> tuple[object, object]:
+        key = self.value()
+        self.expect(":")
+        return key, self.value()
+
+    T = TypeVar("T")
+
+    def items(self, end: str, one: Callable[[], T]) -> list[T]:
+        found: list[Any] = []
+        if self.take(end):
+            return found
+        while True:
+            found.append(one())
+            if self.take(end):
+                return found
+            self.expect(",")
+
+    def skip(self) -> None:
+        while self.position < len(self.text) and self.text[self.position].isspace():
+            self.position += 1
+
+    def take(self, token: str) -> bool:
+        self.skip()
+        found = self.text.startswith(token, self.position)
+        self.position += len(token) if found else 0
+        return found
+
+    def expect(self, token: str) -> None:
+        if not self.take(token):
+            raise self.error(f"expected {token!r}")
+
+    def match(self, pattern: re.Pattern[str], what: str) -> str:
+        self.skip()
+        match = pattern.match(self.text, self.position)
+        if not match:
+            raise self.error(f"expected {what}")
+        self.position = match.end()
+        return match[0]
+
+    def error(self, what: str) -> ParseError:
+        window = self.text[max(0, self.position - 30) : self.position + 30]
+        return ParseError(
+            f"pipeline text, character {self.position}: {what}",
+            at=window,
+            fix="write passes as name{option=value, …} separated by |",
+        )

@@ -1,0 +1,204 @@
+"""Put in the copies that a placement needs.
+
+A copy stands directly before the first operator that needs it and serves every later reader of the same version::
+
+    gpu_0/fc1 @gpu:0 = aten.addmm(…)            gpu_0/fc1 @gpu:0 = aten.addmm(…)
+    gpu_0/relu @gpu:1 = aten.relu(gpu_0/fc1) ─▶ gpu_0/fc1_gpu_1 @gpu:1 = Copy(gpu_0/fc1)
+                                                gpu_0/relu @gpu:1 = aten.relu(gpu_0/fc1_gpu_1)
+
+It follows Caffe2's ``core.InjectCrossDeviceCopies`` (names, positions), but keys copies by version, so none goes stale,
+and writes an update that was made to a copy back to where the blob lives.
+
+Where a view is needed elsewhere, the smaller of view and storage crosses: either the view itself, its strides kept, or
+the storage, on whose copy the view operators are replayed.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from graphir.ir.blob import Blob, dense_nbytes
+from graphir.ir.device import Device
+from graphir.ir.names import fresh
+from graphir.ir.net import Net
+from graphir.ir.operator import Operator, Phase
+from graphir.ir.placement import required_devices
+from graphir.ir.program import Program
+from graphir.ir.size import Dims, bind, bind_shape
+
+from .base import Pass, build, register
+
+__all__ = ["InjectCopies", "inject_copies"]
+
+
+@register
+class InjectCopies(Pass):
+    """See :func:`inject_copies`."""
+
+    name: ClassVar[str] = "inject_copies"
+
+    def rewrite(self, program: Program) -> Program:
+        return program.with_(
+            init=_Injection(program.init, program.dims).run(),
+            step=_Injection(program.step, program.dims).run(),
+        )
+
+
+def inject_copies(program: Program) -> Program:
+    """The program with a copy wherever an operator needs a blob that lives elsewhere.
+
+    A copy of ``b`` is called ``b_gpu_<n>`` or ``b_cpu`` (and ``…_1`` where that name is taken). No operator is moved
+    and nothing is copied that is already there.
+    """
+    return build(InjectCopies)(program)
+
+
+class _Injection:
+    """One sweep over a net.
+
+    ``local`` remembers, for a (name, version) and a device, the (name, version) of what stands for it there;
+    ``replayed`` those of them that are views of a copy of the whole storage; ``makers`` the operator behind each view.
+    """
+
+    def __init__(self, net: Net, dims: Dims) -> None:
+        self.net, self.dims = net, dims
+        self.blobs = dict(net.blobs)
+        self.ops: list[Operator] = []
+        self.local: dict[tuple[str, int, Device], tuple[str, int]] = {}
+        self.replayed: dict[tuple[str, int, Device], tuple[str, int]] = {}
+        self.versions: dict[str, int] = {}
+        self.makers: dict[tuple[str, int], Operator] = {}
+
+    def run(self) -> Net:
+        blobs, append = self.blobs, self.ops.append
+        for op in self.net.ops:
+            device = op.device
+            for name in op.inputs:
+                if blobs[name].device is not device:
+                    self.place(op)
+                    break
+            else:
+                append(op)
+            if op.effects.views:
+                self.makers.update((made, op) for made in op.makes)
+        if len(self.ops) == len(self.net.ops):
+            return self.net
+        return self.net.with_(ops=tuple(self.ops), blobs=self.blobs)
+
+    def place(self, op: Operator) -> None:
+        """Append *op*, with copies before it of what it needs from elsewhere, and after it of what it updated."""
+        needed, _ = required_devices(op, self.blobs)
+        inputs, versions = list(op.inputs), list(op.input_versions or (0,) * len(op.inputs))
+        for i, (name, version) in enumerate(op.reads):
+            if self.blobs[name].device != needed[i]:
+                inputs[i], versions[i] = self.bring(name, version, needed[i], op.phase)
+        if inputs == list(op.inputs):
+            self.ops.append(op)
+            return
+        outputs, made = list(op.outputs), list(op.output_versions or (0,) * len(op.outputs))
+        written_back = []
+        for position, source in op.effects.writes:
+            if inputs[source] != op.inputs[source]:
+                home = outputs[position], made[position]
+                outputs[position] = inputs[source]
+                made[position] = self.next_version(inputs[source])
+                written_back.append((home, (outputs[position], made[position])))
+        self.ops.append(
+            op._replace(
+                inputs=tuple(inputs),
+                outputs=tuple(outputs),
+                input_versions=tuple(versions) if any(versions) else None,
+                output_versions=tuple(made) if any(made) else None,
+            )
+        )
+        for (name, version), (source, source_version) in written_back:
+            self.local[name, version, self.blobs[source].device] = source, source_version
+            self.copy((source, source_version), (name, version), op.phase)
+
+    def bring(self, name: str, version: int, device: Device, phase: Phase) -> tuple[str, int]:
+        """What stands for a (name, version) on *device*; made now if there is nothing yet."""
+        key = name, version, device
+        found = self.local.get(key) or self.replayed.get(key)
+        if found is None:
+            blob = self.blobs[name]
+            if (name, version) in self.makers and not self.crosses_as_itself(blob):
+                return self.replay(name, version, device, phase)
+            found = self.local[key] = self.declare(blob, device)
+            self.copy((name, version), found, phase)
+        return found
+
+    def declare(self, blob: Blob, device: Device) -> tuple[str, int]:
+        """A new blob on *device* that a copy of *blob* will fill."""
+        suffix = "cpu" if device.kind == "cpu" else f"gpu_{device.index}"
+        name = fresh(f"{blob.name}_{suffix}", self.blobs)
+        self.blobs[name] = blob._replace(name=name, device=device, role="temporary", storage=name, offset=0)
+        return name, 0
+
+    def copy(self, source: tuple[str, int], target: tuple[str, int], phase: Phase) -> None:
+        """Append a copy between two (name, version)s."""
+        self.ops.append(
+            Operator(
+                type="Copy",
+                inputs=(source[0],),
+                outputs=(target[0],),
+                args={},
+                device=self.blobs[target[0]].device,
+                phase=phase,
+                by=InjectCopies.name,
+                input_versions=(source[1],) if source[1] else None,
+                output_versions=(target[1],) if target[1] else None,
+            )
+        )
+
+    def replay(self, name: str, version: int, device: Device, phase: Phase) -> tuple[str, int]:
+        """Make a view again on *device*, over a copy of its whole storage."""
+        maker = self.makers.get((name, version))
+        if maker is None:
+            return self.bring(name, version, device, phase)
+        if (name, version, device) not in self.replayed:
+            inputs, versions = zip(*[self.replay(*read, device, phase) for read in maker.reads], strict=True)
+            outputs = []
+            for made, (position, source) in zip(maker.makes, sorted(maker.effects.views), strict=True):
+                blob = self.blobs[maker.outputs[position]]
+                local, _ = self.declare(blob, device)
+                storage = self.blobs[inputs[source]].storage
+                self.blobs[local] = self.blobs[local]._replace(storage=storage, offset=blob.offset)
+                outputs.append(local)
+                self.replayed[(*made, device)] = local, 0
+            self.ops.append(
+                maker._replace(
+                    inputs=inputs,
+                    outputs=tuple(outputs),
+                    input_versions=versions if any(versions) else None,
+                    output_versions=None,
+                    device=device,
+                    phase=phase,
+                    by=InjectCopies.name,
+                )
+            )
+        return self.replayed[name, version, device]
+
+    def crosses_as_itself(self, view: Blob) -> bool:
+        """Whether a view has fewer bytes than its storage, and can be laid out alone with its own strides."""
+        storage = self.blobs[view.storage]
+        return dense_nbytes(view, self.dims) < dense_nbytes(storage, self.dims) and not _overlaps(view, self.dims)
+
+    def next_version(self, name: str) -> int:
+        """The version that the next write to a copy makes."""
+        self.versions[name] = self.versions.get(name, 0) + 1
+        return self.versions[name]
+
+
+def _overlaps(blob: Blob, dims: Dims) -> bool:
+    """Whether two elements of the blob may share an address."""
+    if blob.shape is None or blob.strides is None:
+        return False
+    reach = 0
+    sizes = bind_shape(blob.shape, dims)
+    strides = [bind(stride, dims) for stride in blob.strides]
+    for stride, size in sorted(zip(strides, sizes, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False

@@ -1,0 +1,209 @@
+"""Move the operators that handle chosen activations to other devices, by label propagation.
+
+This is ``ShiftActivationDevices`` of Caffe2's ``data_parallel_model_utils`` over storages instead of names. A label
+says whether a storage goes along. Chosen activations start with "moves", the other activations with "stays". One sweep
+in program order then labels everything else on the source device::
+
+    an operator takes the label of the last activation among its inputs and outputs;
+                if there is none, the first label among them;
+                if there is none, it stays;
+    and gives it to every storage that it touches and that has no label yet.
+
+So parameters follow the first operator that computes with them, and gradients and updates follow both. Views are
+transparent: they live where their storage lives, and do not label it. A fresh value lives where its operator runs,
+state lives where its label says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from pydantic import field_validator
+
+from graphir.errors import PassError, nearest
+from graphir.ir.blob import Blob
+from graphir.ir.device import Device, gpu
+from graphir.ir.net import Net
+from graphir.ir.operator import PURE, Operator
+from graphir.ir.program import Program
+
+from .activations import activation_names
+from .base import Pass, build, register
+
+__all__ = ["ShiftActivations", "shift_activations"]
+
+
+@register
+class ShiftActivations(Pass):
+    """See :func:`shift_activations`."""
+
+    name: ClassVar[str] = "shift_activations"
+
+    activations: tuple[str, ...]
+    shifts: dict[int, int]
+    strict: bool = True
+
+    @field_validator("shifts")
+    @classmethod
+    def _disjoint(cls, shifts: dict[int, int]) -> dict[int, int]:
+        negative = sorted(d for pair in shifts.items() for d in pair if d < 0)
+        if negative:
+            raise ValueError(f"{negative[0]} is not a device number; they count from 0")
+        both = sorted(shifts.keys() & set(shifts.values()))
+        if both:
+            raise ValueError(f"device {both[0]} is both a source and a target; shift in two calls, targets first")
+        return shifts
+
+    def rewrite(self, program: Program) -> Program:
+        prefix = program.replicas[0]
+        known = {name[len(prefix) :] for name in activation_names(program)}
+        self._refuse_unknown(program, known)
+        moves = {gpu(source): gpu(target) for source, target in self.shifts.items()}
+        sweep = _Sweep(program, known, set(self.activations), moves)
+        sweep.run()
+        blobs = sweep.blobs()
+        step = program.step.with_(ops=tuple(sweep.ops(blobs)), blobs=blobs)
+        return program.with_(init=_follow(program.init, blobs), step=step)
+
+    def _refuse_unknown(self, program: Program, known: set[str]) -> None:
+        used = [device for device in program.devices if device.kind == "gpu"]
+        for source in self.shifts:
+            if self.strict and gpu(source) not in used:
+                raise PassError(
+                    f"no operator of program {program.name!r} is on gpu:{source}",
+                    fix=f"sources can be {', '.join(used)}",
+                )
+        for name in self.activations:
+            if self.strict and name not in known:
+                raise PassError(
+                    f"{name!r} is not an activation of program {program.name!r}{nearest(name, sorted(known))}",
+                    fix="passes.find_activations(program) lists them, without a replica's prefix",
+                )
+
+
+def shift_activations(
+    program: Program, activations: Sequence[str], shifts: Mapping[int, int], *, strict: bool = True
+) -> Program:
+    """Move what handles *activations* from device ``i`` to device ``shifts[i]``.
+
+    Names have no prefix: the activation moves in every replica that has it on a source device. The result needs
+    :func:`inject_copies` before it can be emitted.
+
+    Args:
+        program: captured, or replicated.
+        activations: names as :func:`find_activations` gives them.
+        shifts: source device number to target device number.
+        strict: refuse names that are not activations and sources that nothing is on. Otherwise such names are weak
+            labels: they move what has no other label, as in Caffe2.
+
+    Raises:
+        PassError: an unknown name or device, or a device that is both source and target. Nothing has changed then.
+    """
+    return build(ShiftActivations, activations=tuple(activations), shifts=dict(shifts), strict=strict)(program)
+
+
+class _Sweep:
+    """The labels of one shift, and what follows from them.
+
+    Attributes:
+        activation: by storage of an activation, whether it moves; these labels decide.
+        found: by storage, whether it moves; activations included.
+        moved: by position of an operator that moves, its new device.
+        made: by storage that an operator makes against its label, the device of that operator.
+        followers: positions of view operators and collectives, which are where their operands are.
+    """
+
+    def __init__(self, program: Program, known: set[str], chosen: set[str], moves: Mapping[Device, Device]) -> None:
+        self.net, self.moves = program.step, moves
+        self.activation: dict[str, bool] = {}
+        self.found: dict[str, bool] = {}
+        self.moved: dict[int, Device] = {}
+        self.made: dict[str, Device] = {}
+        self.followers: list[int] = []
+        for prefix in program.replicas:
+            for name in known | chosen:
+                blob = self.net.blobs.get(prefix + name)
+                if blob is not None:
+                    self.found[blob.storage] = name in chosen
+                    if name in known:
+                        self.activation[blob.storage] = name in chosen
+
+    def run(self) -> None:
+        """Label every storage and find the operators that move, in program order."""
+        blobs, moves, activation, found = self.net.blobs, self.moves, self.activation, self.found
+        for i, op in enumerate(self.net.ops):
+            if op.effects is not PURE and op.effects.views and not op.effects.writes:
+                self.followers.append(i)
+                continue
+            device = op.device
+            if op.type == "AllReduce":
+                self.followers.append(i)
+                self.label_participants(op)
+                continue
+            if device not in moves:
+                continue
+            decided = label = None
+            touched = [blob.storage for blob in map(blobs.__getitem__, op.inputs + op.outputs) if blob.device == device]
+            for storage in touched:
+                if storage in activation:
+                    decided = activation[storage]
+                elif label is None:
+                    label = found.get(storage)
+            moved = bool(label if decided is None else decided)
+            for storage in touched:
+                if found.setdefault(storage, moved) is not moved and storage in op.outputs:
+                    self.made[storage] = moves[device] if moved else device
+            if moved:
+                self.moved[i] = moves[device]
+
+    def label_participants(self, op: Operator) -> None:
+        """Results of a collective go where their participants go."""
+        for source, result in zip(op.inputs, op.outputs, strict=True):
+            label = self.found.get(self.net.blobs[source].storage)
+            if label is not None:
+                self.found.setdefault(self.net.blobs[result].storage, label)
+
+    def blobs(self) -> dict[str, Blob]:
+        """Every blob where its storage now lives.
+
+        State lives where its label says. A storage that an operator makes lives where that operator runs, which
+        differs from its label where an operator with several results took the label of another one.
+        """
+        blobs = dict(self.net.blobs)
+        home: dict[str, Device] = {}
+        for storage, moves in self.found.items():
+            if moves:
+                device = blobs[storage].device
+                home[storage] = self.moves.get(device, device)
+        external = set(self.net.external_inputs)
+        home.update((name, device) for name, device in self.made.items() if name not in external)
+        for name, device in home.items():
+            blobs[name] = blobs[name]._replace(device=device)
+        for name, blob in self.net.blobs.items():
+            if blob.storage != name and blob.storage in home:
+                blobs[name] = blob._replace(device=home[blob.storage])
+        return blobs
+
+    def ops(self, blobs: Mapping[str, Blob]) -> list[Operator]:
+        """Every operator on its new device."""
+        ops = list(self.net.ops)
+        for i in self.followers:
+            device = blobs[ops[i].inputs[0]].device
+            if device != ops[i].device:
+                self.moved[i] = device
+        for i, device in self.moved.items():
+            ops[i] = ops[i]._replace(device=device, by=ShiftActivations.name)
+        return ops
+
+
+def _follow(init: Net, moved: Mapping[str, Blob]) -> Net:
+    """Fill every blob of the step where it now lives."""
+    blobs = {
+        name: blob._replace(device=moved[name].device) if name in moved else blob for name, blob in init.blobs.items()
+    }
+    ops = []
+    for op in init.ops:
+        device = blobs[op.outputs[0]].device
+        ops.append(op if device == op.device else op._replace(device=device, by=ShiftActivations.name))
+    return init.with_(ops=tuple(ops), blobs=blobs)

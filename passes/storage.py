@@ -1,0 +1,120 @@
+"""Let operators overwrite what nobody reads any more.
+
+Capture records ``relu_`` as ``relu``, so that placement meets mutation only on state. This pass, the last one before
+emit, puts elementwise operators in place where that changes no value::
+
+    bn1  = aten.native_batch_norm(…)            bn1  = aten.native_batch_norm(…)
+    relu = aten.relu(bn1)              ───▶     relu in bn1 = aten.relu_(bn1)
+
+The operand must be made in the step, by an operator that owns its whole storage, on the same device, with the geometry
+of the result; and this must be the last read of that storage, views of it included. Readers on other lanes come
+earlier in program order, and emit makes the writer wait for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Final
+
+from graphir.ir.blob import Blob
+from graphir.ir.net import Net
+from graphir.ir.operator import Effects
+from graphir.ir.program import Program
+
+from .base import Pass, build, register
+
+__all__ = ["IN_PLACE", "ShareStorage", "share_storage"]
+
+IN_PLACE: Final[Mapping[str, str]] = {
+    f"aten.{name}.{variant}": f"aten.{name}_.{variant}"
+    for name, variant in (
+        ("add", "Tensor"),
+        ("clamp", "default"),
+        ("clamp_min", "default"),
+        ("div", "Scalar"),
+        ("div", "Tensor"),
+        ("elu", "default"),
+        ("exp", "default"),
+        ("gelu", "default"),
+        ("hardswish", "default"),
+        ("hardtanh", "default"),
+        ("leaky_relu", "default"),
+        ("masked_fill", "Scalar"),
+        ("mul", "Scalar"),
+        ("mul", "Tensor"),
+        ("neg", "default"),
+        ("relu", "default"),
+        ("sigmoid", "default"),
+        ("silu", "default"),
+        ("sub", "Tensor"),
+        ("tanh", "default"),
+    )
+}
+"""Elementwise types and their in-place forms, which take the same arguments and compute the same bits."""
+
+
+@register
+class ShareStorage(Pass):
+    """See :func:`share_storage`."""
+
+    name: ClassVar[str] = "share_storage"
+
+    def rewrite(self, program: Program) -> Program:
+        return program.with_(step=_share(program.step))
+
+
+def share_storage(program: Program) -> Program:
+    """The program with elementwise operators in place where their operand is dead afterwards. Changes no value."""
+    return build(ShareStorage)(program)
+
+
+def _share(net: Net) -> Net:
+    owner = {name: blob.storage for name, blob in net.blobs.items()}
+    last_read: dict[str, int] = {}
+    for i, op in enumerate(net.ops):
+        for name in op.inputs:
+            last_read[owner[name]] = i
+    kept = {owner[name] for name in (*net.external_inputs, *net.external_outputs)}
+
+    merged: dict[str, str] = {}
+
+    def root(storage: str) -> str:
+        while storage in merged:
+            storage = merged[storage]
+        return storage
+
+    ops = list(net.ops)
+    for i, op in enumerate(ops):
+        if op.type not in IN_PLACE or op.input_versions or op.output_versions:
+            continue
+        operand, result = net.blobs[op.inputs[0]], net.blobs[op.outputs[0]]
+        storage = root(operand.storage)
+        if (
+            storage not in kept
+            and owner[result.name] == result.name
+            and last_read[storage] == i
+            and _same_place(operand, net.blobs[storage])
+            and _same_place(operand, result)
+            and all(root(owner[name]) != storage for name in op.inputs[1:])
+        ):
+            merged[result.name] = storage
+            last_read[storage] = last_read.get(result.name, i)
+            if result.name in kept:
+                kept.add(storage)
+            ops[i] = op._replace(type=IN_PLACE[op.type], effects=_OVERWRITES, by=ShareStorage.name)
+    if not merged:
+        return net
+    blobs = {name: _in_storage(blob, root(blob.storage), net) for name, blob in net.blobs.items()}
+    return net.with_(ops=tuple(ops), blobs=blobs)
+
+
+_OVERWRITES: Final = Effects(writes=((0, 0),))
+
+
+def _same_place(a: Blob, b: Blob) -> bool:
+    """Whether two blobs have the same geometry, element type and device."""
+    return a[1:4] == b[1:4] and a.strides == b.strides and a.offset == b.offset == 0
+
+
+def _in_storage(blob: Blob, storage: str, net: Net) -> Blob:
+    return blob if blob.storage == storage else blob._replace(storage=storage, role=net.blobs[storage].role)

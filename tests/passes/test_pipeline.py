@@ -1,0 +1,73 @@
+"""Passes as text: printing, reading, timing, refusing."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small import two_layers
+
+from graphir import passes
+from graphir.errors import ParseError, PassError
+
+TEXT = "replicate{devices=[0, 1]} | shift_activations{activations=[fc2, loss], shifts={0: 2, 1: 3}} | inject_copies"
+
+
+def test_text_round_trips() -> None:
+    assert str(passes.Pipeline(TEXT)) == TEXT
+    assert passes.Pipeline(str(passes.Pipeline(TEXT))) == passes.Pipeline(TEXT)
+
+
+def test_space_does_not_matter() -> None:
+    squeezed = "replicate{devices=[0,1]}|shift_activations{activations=[fc2,loss],shifts={0:2,1:3}}|inject_copies{}"
+    assert passes.Pipeline(squeezed) == passes.Pipeline(TEXT)
+
+
+@given(names=st.lists(st.text(max_size=12), max_size=4), strict=st.booleans(), source=st.integers(0, 5))
+def test_any_name_round_trips(names: list[str], strict: bool, source: int) -> None:
+    step = passes.ShiftActivations(activations=tuple(names), shifts={source: source + 1}, strict=strict)
+    assert passes.Pipeline(str(step)).passes == (step,)
+
+
+def test_history_is_the_pipeline_that_made_the_program() -> None:
+    program = passes.Pipeline(TEXT)(two_layers())
+    assert " | ".join(program.history) == TEXT
+    assert passes.Pipeline(" | ".join(program.history))(two_layers()) == program
+
+
+def test_functions_and_pipelines_agree() -> None:
+    program = passes.replicate(two_layers(), devices=[0, 1])
+    program = passes.shift_activations(program, ["fc2", "loss"], shifts={0: 2, 1: 3})
+    assert passes.inject_copies(program) == passes.Pipeline(TEXT)(two_layers())
+
+
+def test_a_run_times_each_pass() -> None:
+    run = passes.Pipeline(TEXT).run(two_layers())
+    assert [timing.name for timing in run.timings] == ["replicate", "shift_activations", "inject_copies"]
+    assert all(timing.seconds > 0 and timing.verify_seconds > 0 for timing in run.timings)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "character 0: expected the name of a pass"),
+        ("inject_copies |", "character 15: expected the name of a pass"),
+        ("inject_copies inject_copies", "character 14: expected '|' or the end"),
+        ("replicate{devices=[0, 1}", "character 23: expected ','"),
+        ("replicate{devices}", "character 17: expected '='"),
+        ("replicate{devices=[0], devices=[1]}", "option 'devices' is given twice"),
+    ],
+)
+def test_bad_text_says_where(text: str, message: str) -> None:
+    with pytest.raises(ParseError, match=message.replace("|", r"\|").replace("[", r"\[")):
+        passes.Pipeline(text)
+
+
+def test_unknown_pass_names_the_nearest() -> None:
+    with pytest.raises(PassError, match="unknown pass 'inject_copy'; did you mean 'inject_copies'"):
+        passes.Pipeline("inject_copy")
+
+
+def test_unknown_option_is_refused() -> None:
+    with pytest.raises(PassError, match=r"replicate: devises: Extra inputs .*\n.*options of replicate: devices"):
+        passes.Pipeline("replicate{devices=[0], devises=[1]}")

@@ -1,0 +1,113 @@
+"""passes.replicate: one copy per device, gradients reduced in replica order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import nets
+import pytest
+from small import two_layers
+
+import graphir
+from graphir import passes
+from graphir.errors import PassError
+
+
+def test_text_of_two_replicas(golden: Callable[[str, str], None]) -> None:
+    golden("two_layers.replicated", str(passes.replicate(two_layers(), devices=[0, 1]).step))
+
+
+def test_every_replica_has_its_own_state_and_shares_the_learning_rate() -> None:
+    program = passes.replicate(nets.random_program(1), devices=[3, 0])
+    assert program.replicas == ("gpu_3/", "gpu_0/")
+    names = set(program.step.external_inputs)
+    assert {"gpu_3/fc1.weight", "gpu_0/fc1.weight", "lr"} <= names
+    assert not any(name.endswith("/lr") for name in names)
+    assert program.step.blobs["gpu_3/fc1.weight"].device == "gpu:3"
+
+
+def test_dimensions_are_each_replicas_own() -> None:
+    program = passes.replicate(nets.random_program(1), devices=[0, 1])
+    assert set(program.dims) == {"gpu_0/batch", "gpu_1/batch"}
+    assert str(program.step.blobs["gpu_1/x"].shape[0]) == "gpu_1/batch"
+
+
+def test_mean_weighs_by_shares_and_sum_does_not() -> None:
+    mean = passes.replicate(nets.random_program(1), devices=[0, 1])
+    total = passes.replicate(nets.random_program(1), devices=[0, 1], reduction="sum")
+    reduction = next(op for op in mean.step.ops if op.type == "AllReduce")
+    assert reduction.args["reduction"] == "mean"
+    assert [str(share) for share in reduction.args["shares"]] == ["gpu_0/batch", "gpu_1/batch"]
+    assert next(op for op in total.step.ops if op.type == "AllReduce").args == {}
+
+
+def test_updates_read_reduced_gradients_only() -> None:
+    program = passes.replicate(nets.random_program(4), devices=[0, 1, 2])
+    reduced = {name for op in program.step.ops if op.type == "AllReduce" for name in op.outputs}
+    updates = [op for op in program.step.ops if op.phase == "update"]
+    assert updates
+    assert all(op.inputs[1] in reduced for op in updates)
+
+
+def test_gradients_that_are_outputs_are_reduced() -> None:
+    program = passes.replicate(nets.random_program(5, mutate=False), devices=[0, 1])
+    gradients = [name for name in program.step.external_outputs if program.step.blobs[name].role == "gradient"]
+    assert gradients
+    assert all(name.endswith("_reduced") for name in gradients)
+
+
+def test_one_replica_only_gets_its_prefix() -> None:
+    program = passes.replicate(two_layers(), devices=[2])
+    assert all(op.type != "AllReduce" for op in program.step.ops)
+    assert len(program.step.ops) == len(two_layers().step.ops)
+    assert {op.device for op in program.step.ops} == {"gpu:2"}
+
+
+def test_added_operators_say_so() -> None:
+    program = passes.replicate(two_layers(), devices=[0, 1])
+    assert {op.by for op in program.step.ops if op.outputs[0].startswith("gpu_1/")} == {"replicate"}
+    assert {op.by for op in program.step.ops if op.type == "AllReduce"} == {"replicate"}
+
+
+def test_the_captured_program_is_untouched() -> None:
+    program = two_layers()
+    before = str(program)
+    passes.replicate(program, devices=[0, 1])
+    assert str(program) == before
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        ([0, 1, 0], "device 0 is given more than once"),
+        ([], "no devices"),
+        ([0, -1], "-1 is not a device number"),
+        (["a"], "valid integer"),
+    ],
+)
+def test_bad_devices_are_refused(devices: list[int], message: str) -> None:
+    with pytest.raises(PassError, match=message) as caught:
+        passes.replicate(two_layers(), devices=devices)
+    assert "options of replicate: devices, reduction" in str(caught.value)
+
+
+def test_unknown_reduction_is_refused() -> None:
+    with pytest.raises(PassError, match="reduction: Input should be 'mean' or 'sum'"):
+        passes.replicate(two_layers(), devices=[0], reduction="max")  # type: ignore[arg-type]
+
+
+def test_replicating_twice_is_refused() -> None:
+    once = passes.replicate(two_layers(), devices=[0, 1])
+    with pytest.raises(PassError, match="is replicated already, as gpu_0/, gpu_1/"):
+        passes.replicate(once, devices=[0, 1])
+
+
+def test_replicating_a_shifted_program_is_refused() -> None:
+    shifted = passes.shift_activations(two_layers(), ["relu"], shifts={0: 1})
+    with pytest.raises(PassError, match="is placed on gpu:1 already"):
+        passes.replicate(shifted, devices=[0, 1])
+
+
+def test_random_programs_verify() -> None:
+    for seed in range(40):
+        graphir.verify(passes.replicate(nets.random_program(seed), devices=[seed % 3, 5, 3]))

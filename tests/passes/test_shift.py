@@ -1,0 +1,174 @@
+"""passes.shift_activations: label propagation over storages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import nets
+import pytest
+from small import program_of, two_layers
+
+import graphir
+from graphir import passes
+from graphir.errors import PassError
+from graphir.ir.program import Program
+from graphir.ir.verify import verify
+
+
+def devices(program: Program) -> dict[str, str]:
+    """Where each blob lives."""
+    return {name: str(blob.device) for name, blob in program.step.blobs.items()}
+
+
+def test_text_of_a_shifted_program(golden: Callable[[str, str], None]) -> None:
+    golden("two_layers.shifted", str(passes.shift_activations(two_layers(), ["fc2", "loss"], shifts={0: 1}).step))
+
+
+def test_parameters_gradients_and_updates_follow() -> None:
+    at = devices(passes.shift_activations(two_layers(), ["fc2", "loss"], shifts={0: 1}))
+    for name in ("fc2", "fc2.weight", "fc2.weight.t", "fc2.weight.momentum_buffer", "loss", "loss_grad", "fc2_grad"):
+        assert at[name] == "gpu:1", name
+    for name in ("fc1", "fc1.weight", "relu", "fc1_grad", "x"):
+        assert at[name] == "gpu:0", name
+
+
+def test_a_gradient_operator_stays_with_the_activation_that_it_reads_last() -> None:
+    # mm(fc2_grad.t, relu) reads relu, which stays: Caffe2's rule, the last known activation decides.
+    at = devices(passes.shift_activations(two_layers(), ["fc2", "loss"], shifts={0: 1}))
+    assert at["fc2.weight_grad"] == "gpu:0"
+
+
+def test_a_view_of_a_parameter_does_not_pin_it() -> None:
+    # aten.t(fc2.weight) runs before anything that moves; it must not label the weight.
+    program = passes.shift_activations(two_layers(), ["fc2"], shifts={0: 1})
+    op = program.step.producer("fc2.weight.t")
+    assert op is not None
+    assert op.device == "gpu:1"
+
+
+def test_init_follows_the_parameters() -> None:
+    program = passes.shift_activations(two_layers(), ["fc2"], shifts={0: 1})
+    loads = {op.outputs[0]: op for op in program.init.ops}
+    assert loads["fc2.weight"].device == "gpu:1"
+    assert loads["fc2.weight"].by == "shift_activations"
+    assert loads["fc1.weight"].device == "gpu:0"
+
+
+def test_several_shifts_act_on_their_own_replicas() -> None:
+    program = passes.replicate(two_layers(), devices=[0, 1])
+    at = devices(passes.shift_activations(program, ["fc2"], shifts={0: 2, 1: 3}))
+    assert (at["gpu_0/fc2"], at["gpu_1/fc2"]) == ("gpu:2", "gpu:3")
+    assert (at["gpu_0/fc2.weight"], at["gpu_1/fc2.weight"]) == ("gpu:2", "gpu:3")
+    one = devices(passes.shift_activations(program, ["fc2"], shifts={1: 3}))
+    assert (one["gpu_0/fc2"], one["gpu_1/fc2"]) == ("gpu:0", "gpu:3")
+
+
+def test_shifts_at_once_equal_shifts_one_by_one() -> None:
+    for seed in range(20):
+        program = passes.replicate(nets.random_program(seed), devices=[0, 1])
+        chosen = passes.find_activations(program)[::2]
+        at_once = passes.shift_activations(program, chosen, shifts={0: 2, 1: 3})
+        one_by_one = passes.shift_activations(passes.shift_activations(program, chosen, {0: 2}), chosen, {1: 3})
+        assert at_once.step == one_by_one.step
+        assert at_once.init == one_by_one.init
+
+
+def test_a_second_shift_moves_what_the_first_one_moved() -> None:
+    once = passes.shift_activations(two_layers(), ["fc2", "loss"], shifts={0: 1})
+    twice = passes.shift_activations(once, ["fc2", "loss"], shifts={1: 2})
+    assert devices(twice)["fc2.weight"] == "gpu:2"
+    assert "gpu:1" not in devices(twice).values()
+
+
+def test_the_result_of_an_operator_lives_where_it_runs() -> None:
+    # var_mean makes two activations; the last one decides, so "var" stays with "mean" although it was chosen.
+    body = """
+    input x : f32[6,4] @gpu:0
+    var : f32[4] @gpu:0, mean : f32[4] @gpu:0 = aten.var_mean.correction(x, dim=[0])
+    output loss : f32[4] @gpu:0 = aten.mul.Tensor(var, mean)
+    var_grad : f32[4] @gpu:0 = aten.ones_like(var) {phase=backward}
+    temporary end : f32[4] @gpu:0 = aten.relu(var_grad) {phase=backward}
+    output loss
+    grad var -> var_grad
+    grad mean -> var_grad
+    """
+    shifted = passes.shift_activations(program_of(body), ["var"], shifts={0: 1})
+    assert devices(shifted)["var"] == "gpu:0"
+    assert devices(passes.shift_activations(program_of(body), ["mean"], shifts={0: 1}))["var"] == "gpu:1"
+
+
+def test_collectives_follow_their_participants() -> None:
+    program = passes.replicate(two_layers(), devices=[0, 1])
+    shifted = passes.shift_activations(program, passes.find_activations(program), shifts={0: 2, 1: 3})
+    for op in shifted.step.ops:
+        if op.type == "AllReduce":
+            at = devices(shifted)
+            assert [at[name] for name in op.inputs] == [at[name] for name in op.outputs]
+            assert op.device == at[op.inputs[0]]
+
+
+def test_moved_operators_say_so() -> None:
+    program = two_layers()
+    shifted = passes.shift_activations(program, ["fc2"], shifts={0: 1})
+    for old, new in zip(program.step.ops, shifted.step.ops, strict=True):
+        assert new.by == ("shift_activations" if new.device != old.device else old.by)
+
+
+def test_nothing_chosen_moves_nothing() -> None:
+    program = two_layers()
+    assert passes.shift_activations(program, [], shifts={0: 1}).step == program.step
+
+
+def test_an_unplaced_result_is_refused_by_emit_with_the_remedy() -> None:
+    shifted = passes.shift_activations(two_layers(), ["fc2"], shifts={0: 1})
+    with pytest.raises(graphir.PlacementError, match=r"fix +run inject_copies before emit"):
+        passes.emit(shifted)
+
+
+def test_forward_only_programs_shift() -> None:
+    body = """
+    param w : f32[3] @gpu:0
+    input x : f32[3] @gpu:0
+    a : f32[3] @gpu:0 = aten.relu(x)
+    b : f32[3] @gpu:0 = aten.mul.Tensor(a, w)
+    output c : f32[3] @gpu:0 = aten.exp(b)
+    output c
+    """
+    at = devices(passes.shift_activations(program_of(body), ["b"], shifts={0: 1}))
+    assert at == {"w": "gpu:1", "x": "gpu:0", "a": "gpu:0", "b": "gpu:1", "c": "gpu:1"}
+
+
+def test_unknown_activation_names_the_nearest() -> None:
+    with pytest.raises(PassError, match="'relu1' is not an activation of program 'small'; did you mean 'relu'"):
+        passes.shift_activations(two_layers(), ["relu1"], shifts={0: 1})
+
+
+def test_unknown_names_are_weak_labels_when_not_strict() -> None:
+    moved = passes.shift_activations(two_layers(), ["fc2.weight", "nobody"], shifts={0: 1}, strict=False)
+    # Every operator that reads the weight also has an activation, which decides; its update has none.
+    assert devices(moved)["fc2.weight"] == "gpu:1"
+    assert devices(moved)["fc2"] == "gpu:0"
+
+
+def test_unknown_device_is_refused() -> None:
+    with pytest.raises(PassError, match=r"no operator of program 'small' is on gpu:5\n.*sources can be gpu:0"):
+        passes.shift_activations(two_layers(), ["relu"], shifts={5: 6})
+
+
+@pytest.mark.parametrize(
+    ("shifts", "message"),
+    [({0: 1, 1: 2}, "device 1 is both a source and a target"), ({0: -1}, "-1 is not a device number")],
+)
+def test_bad_shifts_are_refused(shifts: dict[int, int], message: str) -> None:
+    program = passes.replicate(two_layers(), devices=[0, 1])
+    before = str(program)
+    with pytest.raises(PassError, match=message):
+        passes.shift_activations(program, ["relu"], shifts=shifts)
+    assert str(program) == before
+
+
+def test_random_programs_are_well_formed_after_a_shift() -> None:
+    for seed in range(40):
+        program = nets.random_program(seed)
+        chosen = passes.find_activations(program)[seed % 3 :: 2]
+        verify(passes.shift_activations(program, chosen, shifts={0: 1}), placed=False)
