@@ -31,7 +31,7 @@ class Device(str):
         Raises:
             GraphirError: *text* is not a device.
         """
-        return _parse(str(text))
+        return _parse("cpu:0" if text == "cpu" else str(text))
 
     @property
     def kind(self) -> str:
@@ -46,7 +46,6 @@ class Device(str):
 
 @lru_cache(maxsize=4096)
 def _parse(text: str) -> Device:
-    text = "cpu:0" if text == "cpu" else text
     if not _TEXT.fullmatch(text):
         raise GraphirError(f"{text!r} is not a device", fix="write gpu:0, gpu:1, … or cpu")
     return Device(text)

@@ -103,7 +103,7 @@ def overload(type: str) -> torch._ops.OpOverload:
     name, _, variant = rest.partition(".")
     if namespace in NAMESPACES:
         packet = getattr(getattr(torch.ops, namespace), name, None)
-        found = getattr(packet, variant, None) if isinstance(packet, torch._ops.OpOverloadPacket) else None
+        found = getattr(packet, variant, None) if variant and isinstance(packet, torch._ops.OpOverloadPacket) else None
         if isinstance(found, torch._ops.OpOverload):
             return found
         raise GraphirError(
@@ -201,15 +201,19 @@ def effects_of(
         if source not in taken:
             writes.append((count, source))
             count += 1
-    return Effects(tuple(writes), tuple(views), _is_random(type))
+    return Effects(tuple(writes), tuple(views), _is_random(type, args))
 
 
 @cache
-def _is_random(type: str) -> bool:
-    if type in OWN:
+def _may_be_random(type: str) -> bool:
+    return type not in OWN and torch.Tag.nondeterministic_seeded in overload(type).tags
+
+
+def _is_random(type: str, args: Mapping[str, Arg]) -> bool:
+    if not _may_be_random(type):
         return False
-    op = overload(type)
-    return torch.Tag.nondeterministic_seeded in op.tags
+    # Attention kernels draw random numbers for their own dropout only.
+    return args.get("dropout_p", 0.0) != 0.0 or all(p.name != "dropout_p" for p in signature(type).params)
 
 
 _TO_TORCH: Final[dict[str, Any]] = {short: getattr(torch, name) for short, name in TORCH_NAME.items()} | {

@@ -81,7 +81,10 @@ def rename_dims(size: Size, rename: Callable[[str], str]) -> Size:
     """*size* with each dimension renamed."""
     if isinstance(size, int):
         return size
-    return Affine.of({rename(dim): k for dim, k in size.terms}, size.constant)
+    terms: dict[str, int] = {}
+    for dim, k in size.terms:
+        terms[rename(dim)] = terms.get(rename(dim), 0) + k
+    return Affine.of(terms, size.constant)
 
 
 def parse_size(text: str) -> Size:

@@ -1,0 +1,303 @@
+"""What differs between two programs, plans or nets."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, TypeAlias
+
+from pydantic import BaseModel, ConfigDict
+
+from ..errors import GraphirError
+from ..ir.blob import Blob, dense_nbytes
+from ..ir.net import Net
+from ..ir.operator import Operator
+from ..ir.program import Program
+from ..ir.size import Dims
+from ..ir.text import nbytes_text
+from ..plan import Plan
+from .memory import memory
+
+__all__ = ["BlobChange", "Diff", "OperatorChange", "OperatorEntry", "OperatorMove", "Peak", "diff"]
+
+_Subject: TypeAlias = Program | Plan | Net
+_Nets: TypeAlias = Sequence[tuple[str, Net]]
+
+_MOST_PRINTED: Final = 12
+_WIDTH: Final = 100
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class OperatorEntry(_Entry):
+    """An operator that one side has alone; *nbytes* is what a copy moves, 0 for others.
+
+    An operator is known by its first output, with ``;version`` where that isn't 0.
+    """
+
+    output: str
+    type: str
+    device: str
+    by: str = ""
+    nbytes: int = 0
+
+    def __str__(self) -> str:
+        size = f", {nbytes_text(self.nbytes)}" if self.nbytes else ""
+        return f"{self.output} = {self.type} @{self.device}{size}"
+
+
+class OperatorMove(_Entry):
+    """An operator that runs on another device."""
+
+    output: str
+    type: str
+    before: str
+    after: str
+    by: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.output} = {self.type}: {self.before} -> {self.after}" + (f" by {self.by}" if self.by else "")
+
+
+class OperatorChange(_Entry):
+    """An operator whose type, inputs, arguments, phase, seed or effects differ."""
+
+    output: str
+    field: str
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{self.output}: {self.field} {self.before} -> {self.after}"
+
+
+class BlobChange(_Entry):
+    """A blob whose shape, type, role, device or layout differs, or that one side has alone (*field* is ``blob``)."""
+
+    name: str
+    field: str
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.field} {self.before} -> {self.after}"
+
+
+class Peak(_Entry):
+    """The most bytes that a device holds at once."""
+
+    device: str
+    before: int
+    after: int
+
+    def __str__(self) -> str:
+        sign = "-" if self.after < self.before else "+"
+        delta = nbytes_text(abs(self.after - self.before))
+        return f"{self.device:<8}{nbytes_text(self.before):>12} -> {nbytes_text(self.after):>12}  {sign}{delta}"
+
+
+class Diff(_Entry):
+    """What differs between *before* and *after*.
+
+    Attributes:
+        before: name of the first.
+        after: name of the second.
+        moved: operators on another device.
+        copies: copies that were added, with their bytes.
+        added: other operators that the second has alone.
+        removed: operators that the first has alone, copies among them.
+        changed: operators that read or do something else.
+        order: how many operators of both come in another order.
+        blobs: blobs of both that changed, in another way than by moving with the operator that makes them.
+        peaks: by device; none for bare nets, or where sizes are not known.
+    """
+
+    before: str
+    after: str
+    moved: tuple[OperatorMove, ...] = ()
+    copies: tuple[OperatorEntry, ...] = ()
+    added: tuple[OperatorEntry, ...] = ()
+    removed: tuple[OperatorEntry, ...] = ()
+    changed: tuple[OperatorChange, ...] = ()
+    order: int = 0
+    blobs: tuple[BlobChange, ...] = ()
+    peaks: tuple[Peak, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing differs."""
+        lists = (self.moved, self.copies, self.added, self.removed, self.changed, self.blobs)
+        return not any(lists) and not self.order and all(p.before == p.after for p in self.peaks)
+
+    def to_json(self) -> str:
+        """The whole difference as JSON text."""
+        return self.model_dump_json()
+
+    def __str__(self) -> str:
+        lines = [f"diff {self.before!r} -> {self.after!r}"]
+        if self.is_empty:
+            return lines[0] + ": no difference"
+        copied = sum(copy.nbytes for copy in self.copies)
+        for title, entries in (
+            ("operators moved", self.moved),
+            (f"copies added ({nbytes_text(copied)})", self.copies),
+            ("operators added", self.added),
+            ("operators removed", self.removed),
+            ("operators changed", self.changed),
+            ("blobs changed", self.blobs),
+        ):
+            lines += _section(title, entries)
+        if self.order:
+            lines.append(f"{self.order} operators in another order")
+        if self.peaks:
+            lines.append("peak bytes")
+            lines += [f"  {peak}" for peak in self.peaks]
+        return "\n".join(lines)
+
+
+def _section(title: str, entries: Sequence[_Entry]) -> list[str]:
+    if not entries:
+        return []
+    lines = [f"{len(entries)} {title}"]
+    lines += [_clip(f"  {entry}") for entry in entries[:_MOST_PRINTED]]
+    hidden = len(entries) - _MOST_PRINTED
+    return lines + ([f"  … and {hidden} more"] if hidden > 0 else [])
+
+
+def _clip(line: str) -> str:
+    return line if len(line) <= _WIDTH else line[: _WIDTH - 1] + "…"
+
+
+def diff(before: _Subject, after: _Subject) -> Diff:
+    """What differs between two programs, plans or nets: operators are matched by what they make."""
+    ours, theirs = _nets(before), _nets(after)
+    dims: Dims = {} if isinstance(before, Net) else _dims(before)
+    found = _Compared({} if isinstance(after, Net) else {**dims, **_dims(after)})
+    pairs = dict(theirs)
+    for name, net in ours:
+        if name in pairs:
+            found.nets(net, pairs[name])
+    return Diff(
+        before=before.name,
+        after=after.name,
+        moved=tuple(found.moved),
+        copies=tuple(found.copies),
+        added=tuple(found.added),
+        removed=tuple(found.removed),
+        changed=tuple(found.changed),
+        order=found.order,
+        blobs=tuple(found.blobs),
+        peaks=_peaks(before, after),
+    )
+
+
+def _nets(subject: _Subject) -> _Nets:
+    """The nets to compare; a bare net is compared with a step."""
+    return [("step", subject)] if isinstance(subject, Net) else [("init", subject.init), ("step", subject.step)]
+
+
+def _dims(subject: Program | Plan) -> Dims:
+    return subject.dims if isinstance(subject, Program) else {**subject.program.dims, **subject.dims}
+
+
+def _peaks(before: _Subject, after: _Subject) -> tuple[Peak, ...]:
+    if isinstance(before, Net) or isinstance(after, Net):
+        return ()
+    a, b = memory(before).peak, memory(after).peak
+    return tuple(Peak(device=d, before=a.get(d, 0), after=b.get(d, 0)) for d in {**a, **b})
+
+
+class _Compared:
+    """What was found to differ so far."""
+
+    def __init__(self, dims: Dims) -> None:
+        self.dims = dims
+        self.moved: list[OperatorMove] = []
+        self.copies: list[OperatorEntry] = []
+        self.added: list[OperatorEntry] = []
+        self.removed: list[OperatorEntry] = []
+        self.changed: list[OperatorChange] = []
+        self.blobs: list[BlobChange] = []
+        self.order = 0
+
+    def nets(self, before: Net, after: Net) -> None:
+        ours, theirs = _by_output(before.ops), _by_output(after.ops)
+        for key, op in ours.items():
+            if key not in theirs:
+                self.removed.append(self.entry(key, op, before))
+            elif op is not theirs[key]:
+                self.operator(key, op, theirs[key])
+        for key, op in theirs.items():
+            if key not in ours:
+                (self.copies if op.type == "Copy" else self.added).append(self.entry(key, op, after))
+        self.order += _displaced(ours, theirs)
+        for name, blob in before.blobs.items():
+            other = after.blobs.get(name)
+            if other is not None and other is not blob and other != blob:
+                self.blob(blob, other)
+
+    def operator(self, key: str, a: Operator, b: Operator) -> None:
+        if a.device != b.device:
+            self.moved.append(OperatorMove(output=key, type=b.type, before=a.device, after=b.device, by=b.by))
+        for name in ("type", "inputs", "outputs", "args", "phase", "seed", "effects"):
+            x, y = getattr(a, name), getattr(b, name)
+            same = x == y if name != "args" else repr(x) == repr(y)  # 1, 1.0 and True are different arguments
+            if not same and not (name == "effects" and a.type != b.type):
+                was, now = _differing(x, y)
+                self.changed.append(OperatorChange(output=key, field=name, before=was, after=now))
+
+    def blob(self, a: Blob, b: Blob) -> None:
+        for name, x, y in zip(a._fields, a, b, strict=True):
+            if x != y:
+                self.blobs.append(BlobChange(name=a.name, field=name, before=_words(x), after=_words(y)))
+
+    def entry(self, key: str, op: Operator, net: Net) -> OperatorEntry:
+        nbytes = 0
+        if op.type == "Copy":
+            try:
+                nbytes = dense_nbytes(net.blobs[op.outputs[0]], self.dims)
+            except GraphirError:  # a dimension without a value
+                nbytes = 0
+        return OperatorEntry(output=key, type=op.type, device=op.device, by=op.by, nbytes=nbytes)
+
+
+def _by_output(ops: Iterable[Operator]) -> dict[str, Operator]:
+    found: dict[str, Operator] = {}
+    for op in ops:
+        name, version = next(op.makes, (f"{op.type}({', '.join(op.inputs)})", 0))
+        key = f"{name};{version}" if version else name
+        while key in found:
+            key += "'"
+        found[key] = op
+    return found
+
+
+def _displaced(ours: Mapping[str, Operator], theirs: Mapping[str, Operator]) -> int:
+    """How many of the operators of both come in another order: all but the longest run that keeps it."""
+    places = {key: i for i, key in enumerate(theirs)}
+    common = [places[key] for key in ours if key in places]
+    ends: list[int] = []
+    for place in common:
+        at = bisect_left(ends, place)
+        ends[at : at + 1] = [place]
+    return len(common) - len(ends)
+
+
+def _differing(a: object, b: object) -> tuple[str, str]:
+    """Two values of a field as text; of arguments and operands, what differs alone."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        names = [n for n in {**a, **b} if n not in a or n not in b or repr(a[n]) != repr(b[n])]
+        was, now = (", ".join(f"{n}={_words(m[n])}" for n in names if n in m) or "-" for m in (a, b))
+        return was, now
+    if isinstance(a, tuple) and isinstance(b, tuple) and not hasattr(a, "_fields") and len(a) == len(b):
+        pairs = dict.fromkeys((x, y) for x, y in zip(a, b, strict=True) if x != y)
+        return ", ".join(_words(x) for x, _ in pairs), ", ".join(_words(y) for _, y in pairs)
+    return _words(a), _words(b)
+
+
+def _words(value: object) -> str:
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return "[" + ", ".join(_words(item) for item in value) + "]"
+    return str(value)

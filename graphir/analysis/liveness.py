@@ -1,0 +1,80 @@
+"""From when to when each storage of a step holds bytes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+from ..ir.blob import STATE_ROLES
+from ..ir.net import Net
+from ..ir.program import Program
+from ..plan import Plan
+
+__all__ = ["Lifetime", "liveness"]
+
+
+class Lifetime(NamedTuple):
+    """The positions at which a storage is live: ``start <= position < end``.
+
+    Positions count the operators of a step, or the instructions of a plan. A storage is live at the position that
+    first writes it, and at the position of its last use.
+    """
+
+    start: int
+    end: int
+
+
+def liveness(subject: Program | Plan | Net) -> dict[str, Lifetime]:
+    """The lifetime of each storage of a step, in the order in which they begin.
+
+    State lives throughout, inputs from the start, what is handed back to the end. In a net or program everything else
+    lives from its first write to its last use in program order; in a plan, from the first instruction that writes it
+    to the one that frees it.
+    """
+    if isinstance(subject, Plan):
+        return _of_plan(subject)
+    return _of_net(subject.step if isinstance(subject, Program) else subject)
+
+
+_Ends: TypeAlias = dict[str, int]
+
+
+def _external(net: Net) -> tuple[_Ends, set[str]]:
+    """The storages that are live at the start, and those that are live at the end."""
+    blobs = net.blobs
+    start = {blobs[name].storage: 0 for name in net.external_inputs}
+    kept = {blobs[name].storage for name in net.external_outputs}
+    kept |= {blobs[name].storage for name in net.external_inputs if blobs[name].role in STATE_ROLES}
+    return start, kept
+
+
+def _of_net(net: Net) -> dict[str, Lifetime]:
+    blobs = net.blobs
+    start, kept = _external(net)
+    end = dict.fromkeys(start, 0)
+    for position, op in enumerate(net.ops):
+        for name in op.inputs:
+            end[blobs[name].storage] = position + 1
+        for name in op.outputs:
+            storage = blobs[name].storage
+            end[storage] = position + 1
+            if storage not in start:
+                start[storage] = position
+    count = len(net.ops)
+    return {s: Lifetime(first, count if s in kept else end.get(s, first + 1)) for s, first in start.items()}
+
+
+def _of_plan(plan: Plan) -> dict[str, Lifetime]:
+    net, blobs = plan.step, plan.step.blobs
+    start, _ = _external(net)
+    end: _Ends = {}
+    for position, instruction in enumerate(plan.instructions):
+        if instruction.kind == "free":
+            end[instruction.storage] = position
+        elif instruction.op >= 0:
+            outputs = net.ops[instruction.op].outputs
+            if instruction.kind == "collective":
+                outputs = outputs[instruction.part : instruction.part + 1]
+            for name in outputs:
+                start.setdefault(blobs[name].storage, position)
+    count = len(plan.instructions)
+    return {s: Lifetime(first, end.get(s, count)) for s, first in start.items()}

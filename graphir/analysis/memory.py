@@ -1,0 +1,180 @@
+"""How many bytes each device holds, when, and what for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..ir.blob import STATE_ROLES, Blob
+from ..ir.device import Device
+from ..ir.net import Net
+from ..ir.program import Program
+from ..ir.size import Dims
+from ..ir.text import nbytes_text
+from ..plan import Plan
+from .liveness import liveness
+
+__all__ = ["CATEGORIES", "Memory", "StorageUse", "memory"]
+
+CATEGORIES: Final = (
+    "parameters",
+    "buffers",
+    "optimizer state",
+    "constants",
+    "inputs",
+    "activations",
+    "gradients",
+    "temporaries",
+    "copies",
+    "outputs",
+)
+"""What bytes are for: the role of the storage's blob; what a ``Copy`` makes is a copy, whatever its role."""
+
+_CATEGORY: Final[Mapping[str, str]] = {
+    "param": "parameters",
+    "buffer": "buffers",
+    "state": "optimizer state",
+    "constant": "constants",
+    "input": "inputs",
+    "activation": "activations",
+    "gradient": "gradients",
+    "temporary": "temporaries",
+    "output": "outputs",
+}
+_COLUMNS: Final = 7
+"""Devices side by side in the table, so that it stays within 100 columns."""
+
+
+class StorageUse(NamedTuple):
+    """A storage that takes bytes on a device, for positions ``start <= position < end``."""
+
+    blob: str
+    category: str
+    nbytes: int
+    device: Device
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The bytes of a step, by device, category and position.
+
+    Positions count the operators of a program's step, or a plan's instructions. Bytes are those of storages; what an
+    operator allocates inside, and what an allocator rounds up, is not in them.
+
+    Attributes:
+        name: of the program.
+        dims: the value of each dimension.
+        peak: by device, the most bytes that are live at once, state and inputs included.
+        state: by device, the bytes of parameters, buffers, optimizer state and constants.
+        at_peak: by device, the bytes of each category at the (first) position of the peak; without empty categories.
+        positions: how many positions there are.
+        uses: every storage, in the order in which they begin.
+    """
+
+    name: str
+    dims: Mapping[str, int]
+    peak: Mapping[str, int]
+    state: Mapping[str, int]
+    at_peak: Mapping[str, Mapping[str, int]]
+    positions: int
+    uses: tuple[StorageUse, ...] = field(repr=False)
+
+    def timeline(self, device: str, category: str | None = None) -> NDArray[np.int64]:
+        """The live bytes on *device* at each position, of one category or of all."""
+        return _timeline(
+            [u for u in self.uses if u.device == device and category in (None, u.category)], self.positions
+        )
+
+    def peak_position(self, device: str) -> int:
+        """The first position at which *device* holds the most."""
+        return int(self.timeline(device).argmax())
+
+    def largest(self, device: str, n: int = 10) -> list[StorageUse]:
+        """The *n* largest storages that *device* holds at its peak, largest first."""
+        at = self.peak_position(device)
+        live = [u for u in self.uses if u.device == device and u.start <= at < u.end]
+        return sorted(live, key=lambda u: -u.nbytes)[:n]
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{dim}={value}" for dim, value in self.dims.items())
+        if len(sizes) > 60:
+            sizes = f"{len(self.dims)} dimensions"
+        head = f"memory of {self.name!r}" + (f" at {sizes}" if sizes else "") + ": bytes at each device's peak"
+        devices = list(self.peak)
+        blocks = [devices[i : i + _COLUMNS] for i in range(0, len(devices), _COLUMNS)]
+        return "\n".join([head, *("\n".join(self._table(block)) for block in blocks)])
+
+    def _table(self, devices: list[str]) -> list[str]:
+        def row(label: str, cells: list[str]) -> str:
+            return f"  {label:<16}" + "".join(f"{cell:>11}" for cell in cells)
+
+        lines = [row("", devices)]
+        for category in CATEGORIES:
+            values = [self.at_peak[device].get(category, 0) for device in devices]
+            if any(values):
+                lines.append(row(category, [nbytes_text(v) if v else "-" for v in values]))
+        lines.append(row("peak", [nbytes_text(self.peak[device]) for device in devices]))
+        lines.append(row("of it state", [nbytes_text(self.state[device]) for device in devices]))
+        return lines
+
+
+def memory(subject: Program | Plan, dims: Dims | None = None) -> Memory:
+    """Predict the bytes that a step holds on each device.
+
+    Args:
+        subject: a program, whose operators are taken in program order with each storage freed after its last use; or a
+            plan, whose own frees count.
+        dims: the value of each dimension; the captured ones, or those that the plan was emitted for, by default.
+
+    Raises:
+        GraphirError: a dimension has no value.
+    """
+    own = subject.dims if isinstance(subject, Program) else {**subject.program.dims, **subject.dims}
+    sizes = {**own, **(dims or {})}
+    net = subject.step
+    positions = max(len(subject.instructions if isinstance(subject, Plan) else net.ops), 1)
+    uses = _uses(subject, net, sizes, positions)
+    by_device: dict[str, list[StorageUse]] = {device: [] for device in net.devices}
+    for use in uses:
+        by_device[use.device].append(use)
+
+    peak: dict[str, int] = {}
+    state: dict[str, int] = {}
+    at_peak: dict[str, dict[str, int]] = {}
+    kept = {_CATEGORY[role] for role in STATE_ROLES}
+    for device, held in by_device.items():
+        timeline = _timeline(held, positions)
+        at = int(timeline.argmax())
+        peak[device] = int(timeline[at])
+        state[device] = sum(u.nbytes for u in held if u.category in kept)
+        found = dict.fromkeys(CATEGORIES, 0)
+        for use in held:
+            if use.start <= at < use.end:
+                found[use.category] += use.nbytes
+        at_peak[device] = {category: nbytes for category, nbytes in found.items() if nbytes}
+    return Memory(subject.name, sizes, peak, state, at_peak, positions, tuple(uses))
+
+
+def _uses(subject: Program | Plan, net: Net, dims: Dims, positions: int) -> list[StorageUse]:
+    copies = {op.outputs[0] for op in net.ops if op.type == "Copy"}
+    uses = []
+    for storage, (start, end) in liveness(subject).items():
+        blob: Blob = net.blobs[storage]
+        category = "copies" if storage in copies else _CATEGORY[blob.role]
+        uses.append(StorageUse(storage, category, blob.nbytes(dims), blob.device, start, max(end, start + 1)))
+    return uses
+
+
+def _timeline(uses: list[StorageUse], positions: int) -> NDArray[np.int64]:
+    change = np.zeros(positions + 1, np.int64)
+    if uses:
+        nbytes = np.array([u.nbytes for u in uses], np.int64)
+        np.add.at(change, [u.start for u in uses], nbytes)
+        np.subtract.at(change, [min(u.end, positions) for u in uses], nbytes)
+    return change[:-1].cumsum()

@@ -1,0 +1,356 @@
+"""Symbolic values: numbers that are equal only if what they stand for is, bit for bit.
+
+The value of an operator's output is its canonical functional operator, its arguments, its seed, and the values and
+layouts of its inputs. Devices and copies are no part of it. A storage holds a *root*: the value last written to all of
+it; reading a blob gives the root itself, or a view (root, geometry) of it::
+
+    x      root 7                   read x            7
+    x_t    a view of x              read x_t          (view 7, shape, strides, offset) = 9
+    x_t_1  Copy(x_t)                root 7 seen from x_t's offset, so that
+                                    read x_t_1        (view 7, shape, strides, offset) = 9
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from ..errors import GraphirError
+from ..ir.blob import Blob
+from ..ir.dtype import ITEMSIZE
+from ..ir.names import prefix_of
+from ..ir.net import Net
+from ..ir.operator import Arg, Operator, groups
+from ..ir.opset import NAMESPACES, overload, signature
+from ..ir.program import Program
+from ..ir.size import Affine, Shape, Size
+
+__all__ = ["Numbering", "Trace", "canonical_type"]
+
+_Key: TypeAlias = tuple[Any, ...]
+_Root: TypeAlias = "tuple[int, Size]"
+"""A storage's content: a value, and at which byte of that value's own storage this storage begins."""
+
+_IGNORES_FIRST: Final = frozenset(
+    {
+        "aten.copy.default",
+        "aten.fill.Scalar",
+        "aten.fill.Tensor",
+        "aten.zero.default",
+        "aten.zeros_like.default",
+        "aten.ones_like.default",
+        "aten.full_like.default",
+        "aten.rand_like.default",
+        "aten.randn_like.default",
+        "aten.new_zeros.default",
+        "aten.new_ones.default",
+        "aten.new_full.default",
+        "aten.bernoulli.p",
+        "aten.bernoulli.float",
+        "aten.uniform.default",
+        "aten.normal_functional.default",
+    }
+)
+"""Types that take only the geometry of their first operand, not its value."""
+
+_BATCH_NORM: Final = frozenset(
+    {
+        "aten.native_batch_norm.default",
+        "aten._native_batch_norm_legit.default",
+        "aten._native_batch_norm_legit.no_stats",
+        "aten._native_batch_norm_legit_functional.default",
+        "aten.cudnn_batch_norm.default",
+        "aten.miopen_batch_norm.default",
+    }
+)
+
+
+@cache
+def canonical_type(type: str) -> str:
+    """The functional operator that computes what *type* does: ``aten.relu.default`` for ``aten.relu_.default``."""
+    namespace, _, rest = type.partition(".")
+    name, _, variant = rest.partition(".")
+    if namespace not in NAMESPACES or not name.endswith("_") or name.endswith("__"):
+        return type
+    functional = f"{namespace}.{name[:-1]}.{variant}"
+    try:
+        overload(functional)
+    except GraphirError:
+        return type
+    ours, theirs = signature(type).params, signature(functional).params
+    same = [(p.name, p.type) for p in ours] == [(p.name, p.type) for p in theirs]
+    return functional if same else type
+
+
+def _is_empty(type: str) -> bool:
+    return type.startswith(("aten.empty", "aten.new_empty"))
+
+
+class Made(NamedTuple):
+    """A value that a program gave to a version of a blob: by which operator, in which net and step (-1 is init)."""
+
+    step: int
+    position: int
+    name: str
+    version: int
+    value: int
+
+
+class Trace(NamedTuple):
+    """What one program computes.
+
+    Attributes:
+        outputs: the value of each external output after each step.
+        final: the value of each parameter, buffer and optimizer state after the last step.
+        made: every value, in the order of execution; empty unless it was asked for.
+    """
+
+    outputs: tuple[dict[str, int], ...]
+    final: dict[str, int]
+    made: list[Made]
+
+
+class Numbering:
+    """One table of values, so that the numbers of several programs can be compared."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[_Key, int] = {}
+        self.geometry: list[int] = []
+
+    def number(self, key: _Key, geometry: int = -1) -> int:
+        """The number of *key*; *geometry* is the layout in which it was computed."""
+        found = self.numbers.get(key)
+        if found is None:
+            found = self.numbers[key] = len(self.geometry)
+            self.geometry.append(geometry)
+        return found
+
+    def unique(self, geometry: int) -> int:
+        """A number that nothing else has: the content of memory that nobody has written."""
+        return self.number(("unique", len(self.geometry)), geometry)
+
+    def trace(self, program: Program, steps: int = 2, *, record: bool = False) -> Trace:
+        """Number everything that ``init`` and *steps* steps of the program compute."""
+        run = _Run(self, program, record)
+        run.net(program.init, -1)
+        outputs = []
+        for step in range(steps):
+            run.net(program.step, step)
+            outputs.append(run.values(program.step.external_outputs))
+        lasting = [
+            n for n in program.step.external_inputs if program.step.blobs[n].role in ("param", "buffer", "state")
+        ]
+        return Trace(tuple(outputs), run.values(lasting), run.made)
+
+
+class _Run:
+    """The storages of one program while it is executed on values."""
+
+    def __init__(self, table: Numbering, program: Program, record: bool) -> None:
+        self.table, self.program, self.record = table, program, record
+        self.roots: dict[str, _Root] = {}
+        self.made: list[Made] = []
+        self.replicas = {prefix: r for r, prefix in enumerate(program.replicas)}
+        self.blobs: Mapping[str, Blob] = {}
+        self.geometries: dict[str, int] = {}
+        self.operators: dict[int, tuple[_Operator, ...]] = {}
+
+    def net(self, net: Net, step: int) -> None:
+        blobs, roots, table = net.blobs, self.roots, self.table
+        if blobs is not self.blobs:
+            self.blobs = blobs
+            self.geometries = {name: table.number(_geometry(blob)) for name, blob in blobs.items()}
+        for name in net.external_inputs:
+            storage = blobs[name].storage
+            if blobs[name].role == "input" or storage not in roots:
+                when = step if blobs[name].role == "input" else -1
+                geometry = self.geometries[storage]
+                roots[storage] = (table.number(("external", storage, when, geometry), geometry), 0)
+        if id(net) not in self.operators:
+            self.operators[id(net)] = tuple(_Operator(op, self) for op in net.ops)
+        for position, (op, form) in enumerate(zip(net.ops, self.operators[id(net)], strict=True)):
+            form.execute(self, op, step)
+            if self.record:
+                self.made += [Made(step, position, name, v, self.read(name)) for name, v in op.makes]
+
+    def values(self, names: Iterable[str]) -> dict[str, int]:
+        return {name: self.read(name) for name in names}
+
+    def read(self, name: str) -> int:
+        """The value of a blob, layout included."""
+        blob = self.blobs[name]
+        root, start = self.roots[blob.storage]
+        table = self.table
+        geometry = self.geometries[name] if start == 0 else table.number(_geometry(blob, start))
+        return root if geometry == table.geometry[root] else table.number(("view", root, geometry))
+
+    def write(self, name: str, value: int) -> None:
+        """Give a blob a value of its own geometry; where it is only a part of its storage, the rest stays."""
+        blob = self.blobs[name]
+        base = self.blobs[blob.storage]
+        if blob.storage == name or _covers(blob, base):
+            self.roots[blob.storage] = (value, 0)
+            return
+        old, start = self.roots[blob.storage]
+        key = ("write", old, start, self.geometries[base.name], self.geometries[name], value)
+        self.roots[blob.storage] = (self.table.number(key, self.geometries[base.name]), 0)
+
+
+class _Operator:
+    """What stays the same when an operator is executed again: its key without its inputs' values."""
+
+    __slots__ = ("batch_norm", "effects", "empty", "geometries", "kind", "random", "static", "views")
+
+    def __init__(self, op: Operator, run: _Run) -> None:
+        table = run.table
+        kind = canonical_type(op.type)
+        self.kind, self.empty = kind, _is_empty(op.type)
+        self.batch_norm = kind in _BATCH_NORM and bool(op.args.get("training", True))
+        self.views = frozenset(output for output, _ in op.effects.views)
+        self.effects = op.effects
+        args = tuple(sorted((name, _freeze(arg)) for name, arg in op.args.items()))
+        replica = run.replicas.get(prefix_of(op.outputs[0]) if op.outputs else "", -1)
+        self.random = op.seed is not None
+        seed = (op.seed, replica) if self.random else ()
+        self.static = table.number(("operator", kind, op.operands, op.results, args, seed))
+        self.geometries = [run.geometries[name] for name in op.outputs]
+
+    def execute(self, run: _Run, op: Operator, step: int) -> None:
+        table = run.table
+        if self.kind == "Copy":
+            self.copy(run, op)
+            return
+        if len(self.views) == len(op.outputs):
+            self.view(run, op)
+            return
+        if self.empty:
+            for name, geometry in zip(op.outputs, self.geometries, strict=True):
+                run.write(name, table.unique(geometry))
+            return
+        inputs = [run.read(name) for name in op.inputs]
+        if self.kind in _IGNORES_FIRST and inputs:
+            inputs[0] = -1 - table.number(_geometry(run.blobs[op.inputs[0]]._replace(offset=0)))
+        if self.batch_norm:
+            self.normalize(run, op, inputs)
+            return
+        key = (self.static, step if self.random else None, *inputs)
+        if self.kind == "AllReduce":
+            for name, geometry in zip(op.outputs, self.geometries, strict=True):
+                run.write(name, table.number((*key, geometry), geometry))
+            return
+        call = table.number(key)
+        for position, (name, geometry) in enumerate(zip(op.outputs, self.geometries, strict=True)):
+            if position not in self.views:
+                run.write(name, table.number((call, position, geometry), geometry))
+
+    def view(self, run: _Run, op: Operator) -> None:
+        """A view is its storage's value and its own geometry, so there is nothing to note: unless it reaches beyond
+        its operand, into what a copy of a part of a storage does not have."""
+        if not self.kind.startswith("aten.as_strided"):
+            return
+        storage = run.blobs[op.inputs[0]].storage
+        root, start = run.roots[storage]
+        if start != 0 or run.geometries[storage] != run.table.geometry[root]:
+            run.roots[storage] = (run.table.unique(run.geometries[storage]), 0)
+
+    def copy(self, run: _Run, op: Operator) -> None:
+        """The copy's storage is the source's storage, seen from where the source begins."""
+        (source,), (target,) = op.inputs, op.outputs
+        blob, kept = run.blobs[source], run.blobs[target]
+        root, start = run.roots[blob.storage]
+        same = (kept.shape, kept.strides, kept.dtype, kept.offset) == (blob.shape, blob.strides, blob.dtype, 0)
+        if same and not kept.is_view:
+            run.roots[target] = (root, _sum(_byte_offset(blob), start))
+        else:
+            key = ("laid out", run.read(source), run.geometries[target])
+            run.write(target, run.table.number(key, run.geometries[target]))
+
+    def normalize(self, run: _Run, op: Operator, inputs: list[int]) -> None:
+        """Batch norm in training: its results don't depend on the running statistics, which follow the results."""
+        table = run.table
+        operands = zip(signature(op.type).tensors, groups(op.operands, len(inputs)), strict=False)
+        given = {param.name: inputs[group] for param, group in operands if isinstance(group, int)}
+        running = {n: given.pop(n) for n in ("running_mean", "running_var") if n in given}
+        eps = op.args.get("eps", op.args.get("epsilon"))
+        call = table.number(("batch norm", _family(op.type), _freeze(eps), tuple(given.items())))
+        statistics = min((output for output, _ in self.effects.writes), default=3)
+        momentum = _freeze(op.args.get("momentum", op.args.get("exponential_average_factor")))
+        for position, (name, geometry) in enumerate(zip(op.outputs, self.geometries, strict=True)):
+            key: _Key = (call, position, geometry)
+            if running and position >= statistics:
+                old = running["running_mean" if position == statistics else "running_var"]
+                key = (call, "running", position - statistics, momentum, old, geometry)
+            run.write(name, table.number(key, geometry))
+
+
+def _family(type: str) -> str:
+    """Kernels that give the same bits."""
+    name = type.split(".")[1]
+    return name.partition("_")[0] if name.startswith(("cudnn", "miopen")) else "native"
+
+
+def _geometry(blob: Blob, start: Size = 0) -> _Key:
+    """The layout of a blob whose storage begins at the byte *start* of another one."""
+    return ("geometry", blob.shape, blob.dtype, blob.strides, _sum(_byte_offset(blob), start))
+
+
+def _byte_offset(blob: Blob) -> Size:
+    """Views of one storage may count in elements of different sizes."""
+    itemsize = ITEMSIZE[blob.dtype] if blob.dtype else 1
+    offset = blob.offset
+    if isinstance(offset, int):
+        return offset * itemsize
+    return Affine.of({dim: k * itemsize for dim, k in offset.terms}, offset.constant * itemsize)
+
+
+def _covers(blob: Blob, base: Blob) -> bool:
+    """Whether a write to *blob* leaves nothing of its storage's old value."""
+    if (blob.shape, blob.strides, blob.offset, blob.dtype) == (base.shape, base.strides, base.offset, base.dtype):
+        return True
+    if blob.shape is None or base.shape is None:
+        return True  # an imported net overwrites whole blobs
+    dense = blob.strides is None and base.strides is None and blob.offset == 0 and blob.dtype == base.dtype
+    return dense and _elements(blob.shape) == _elements(base.shape)
+
+
+def _elements(shape: Shape) -> dict[tuple[str, ...], int]:
+    """The number of elements as a polynomial of the dimensions: the coefficient of each product of names."""
+    product: dict[tuple[str, ...], int] = {(): 1}
+    for size in shape:
+        terms = list(_terms(size))
+        grown: dict[tuple[str, ...], int] = {}
+        for names, factor in product.items():
+            for more, k in terms:
+                key = tuple(sorted((*names, *more)))
+                grown[key] = grown.get(key, 0) + factor * k
+        product = grown
+    return product
+
+
+def _terms(size: Size) -> Iterator[tuple[tuple[str, ...], int]]:
+    if isinstance(size, int):
+        yield (), size
+        return
+    yield from (((dim,), k) for dim, k in size.terms)
+    if size.constant:
+        yield (), size.constant
+
+
+def _sum(a: Size, b: Size) -> Size:
+    if isinstance(a, int) and isinstance(b, int):
+        return a + b
+    a, b = (Affine((), s) if isinstance(s, int) else s for s in (a, b))
+    terms = dict(a.terms)
+    for dim, k in b.terms:
+        terms[dim] = terms.get(dim, 0) + k
+    return Affine.of(terms, a.constant + b.constant)
+
+
+def _freeze(arg: Arg) -> Any:
+    """An argument as a key that tells apart whatever gives other bits: 1 from 1.0, 0.0 from -0.0."""
+    if isinstance(arg, Affine):
+        return ("size", arg)
+    if isinstance(arg, tuple):
+        return tuple([_freeze(item) for item in arg])
+    return (type(arg).__name__, repr(arg) if isinstance(arg, float) else arg)

@@ -1,0 +1,192 @@
+"""Values from their file form: what the models cannot check is checked here."""
+
+from __future__ import annotations
+
+from pydantic import JsonValue
+
+from ..errors import GraphirError, nearest
+from ..plan import Event, Instruction, Plan
+from .blob import Blob
+from .device import Device
+from .dtype import ITEMSIZE
+from .net import Net
+from .operator import PURE, SYMBOLS, Arg, Effects, Operator, Symbol
+from .program import Feed, Interface, ParamGroup, Program, Scalar
+from .records import (
+    AnyFile,
+    BlobRecord,
+    InstructionRecord,
+    InterfaceRecord,
+    NetFile,
+    NetRecord,
+    OperatorRecord,
+    PlanFile,
+    ProgramRecord,
+    SizeText,
+)
+from .size import Shape, Size, parse_size
+
+__all__ = ["value_of"]
+
+
+def value_of(file: AnyFile) -> Net | Program | Plan:
+    """What a file holds; a program without its state.
+
+    Raises:
+        GraphirError: the file says something that cannot be; ``where`` is the place in the file.
+    """
+    if isinstance(file, NetFile):
+        return _net(file.net, "net")
+    program = _program(file.program)
+    if not isinstance(file, PlanFile):
+        return program
+    instructions: list[Instruction] = []
+    try:
+        for record in file.instructions:
+            instructions.append(_instruction(record, len(program.step.ops)))
+    except GraphirError as e:
+        raise _placed(f"instructions[{len(instructions)}]", e) from None
+    return Plan(program, file.dims, tuple(instructions))
+
+
+def _size(text: SizeText) -> Size:
+    return text if isinstance(text, int) else parse_size(text)
+
+
+def _shape(texts: tuple[SizeText, ...] | None) -> Shape | None:
+    return None if texts is None else tuple([_size(text) for text in texts])
+
+
+def _arg(value: JsonValue) -> Arg:
+    if isinstance(value, list):
+        return tuple([_arg(item) for item in value])
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        ((kind, text),) = value.items()
+        if kind == "size" and isinstance(text, str):
+            return parse_size(text)
+        if kind == "symbol" and isinstance(text, str) and text in SYMBOLS:
+            return Symbol(text)
+        if kind == "float" and isinstance(text, str) and text in ("inf", "-inf", "nan"):
+            return float(text)
+    raise GraphirError(f"{value} is not an argument", fix="an object is one size, one symbol or one float")
+
+
+def _placed(place: str, e: GraphirError) -> GraphirError:
+    return GraphirError(e.what, where=place, fix=e.fix)
+
+
+def _blob(record: BlobRecord) -> Blob:
+    if record.dtype is not None and record.dtype not in ITEMSIZE:
+        raise GraphirError(f"{record.dtype!r} is not an element type{nearest(record.dtype, ITEMSIZE)}")
+    return Blob(
+        record.name,
+        _shape(record.shape),
+        record.dtype,
+        Device.parse(record.device),
+        record.role,
+        record.name if record.storage is None else record.storage,
+        _shape(record.strides),
+        _size(record.offset),
+    )
+
+
+def _operator(record: OperatorRecord, effects: tuple[Effects, ...]) -> Operator:
+    if record.effects is not None and not 0 <= record.effects < len(effects):
+        raise GraphirError(f"effects {record.effects} are not in the table", fix=f"it has {len(effects)} entries")
+    return Operator(
+        record.type,
+        record.inputs,
+        record.outputs,
+        {name: _arg(value) for name, value in record.args.items()} if record.args else {},
+        Device.parse(record.device),
+        record.phase,
+        record.module,
+        record.by,
+        record.seed,
+        record.operands,
+        record.results,
+        PURE if record.effects is None else effects[record.effects],
+        record.input_versions,
+        record.output_versions,
+    )
+
+
+def _net(record: NetRecord, place: str) -> Net:
+    effects = tuple(Effects(e.writes, e.views, e.random) for e in record.effects)
+    blobs: dict[str, Blob] = {}
+    ops: list[Operator] = []
+    try:
+        for blob in record.blobs:
+            if blob.name in blobs:
+                raise GraphirError(f"blob {blob.name!r} is declared twice")
+            blobs[blob.name] = _blob(blob)
+    except GraphirError as e:
+        raise _placed(f"{place}.blobs[{len(blobs)}]", e) from None
+    try:
+        for op in record.ops:
+            ops.append(_operator(op, effects))
+    except GraphirError as e:
+        raise _placed(f"{place}.ops[{len(ops)}]", e) from None
+    return Net(record.name, tuple(ops), blobs, record.external_inputs, record.external_outputs, record.gradients)
+
+
+def _scalar(value: JsonValue) -> Scalar:
+    found = _arg(value)
+    if found is None or isinstance(found, (bool, int, float, str)):
+        return found
+    raise GraphirError(f"{value} is not a number, a string, true, false or null")
+
+
+def _option(value: JsonValue) -> Scalar | tuple[Scalar, ...]:
+    return tuple(map(_scalar, value)) if isinstance(value, list) else _scalar(value)
+
+
+def _interface(record: InterfaceRecord, place: str) -> Interface:
+    try:
+        if len(record.outputs) != len(record.output_batch_dims):
+            raise GraphirError(f"{len(record.outputs)} outputs have {len(record.output_batch_dims)} batch dimensions")
+        return Interface(
+            record.arguments,
+            tuple(Feed(f.blob, f.batch_dim, _scalar(f.value)) for f in record.feeds),
+            record.loss,
+            record.outputs,
+            record.results,
+            record.output_batch_dims,
+            record.module_state,
+            record.optimizer,
+            record.optimizer_state,
+            tuple(
+                ParamGroup(g.lr, g.params, {n: _option(v) for n, v in g.options.items()}) for g in record.param_groups
+            ),
+        )
+    except GraphirError as e:
+        raise _placed(place, e) from None
+
+
+def _program(record: ProgramRecord) -> Program:
+    return Program(
+        record.name,
+        _net(record.init, "program.init"),
+        _net(record.step, "program.step"),
+        record.dims,
+        record.fixed,
+        record.replicas,
+        _interface(record.interface, "program.interface"),
+        record.history,
+    )
+
+
+def _instruction(record: InstructionRecord, ops: int) -> Instruction:
+    executes = record.kind in ("run", "copy", "collective")
+    if not (0 <= record.op < ops if executes else record.op == -1):
+        raise GraphirError(f"{record.kind} of operator {record.op}", fix=f"the step has {ops} operators")
+    if (record.event is not None) != (record.kind in ("record", "wait")):
+        raise GraphirError(f"{record.kind} with the wrong fields", fix="record and wait have an event, others none")
+    return Instruction(record.kind, record.lane, record.op, record.part, _event(record), record.storage)
+
+
+def _event(record: InstructionRecord) -> Event | None:
+    event = record.event
+    return None if event is None else Event(event.blob, event.version, event.lane or record.lane)

@@ -1,0 +1,156 @@
+"""Values to their file form. Arguments stand as JSON where JSON can tell them apart; what it cannot tell is an object
+with one key: ``{"size": "2*batch+1"}``, ``{"symbol": "f32"}``, ``{"float": "inf"}``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from pydantic import JsonValue
+
+from ..plan import Instruction, Plan
+from .blob import Blob
+from .net import Net
+from .operator import PURE, Arg, Effects, Symbol
+from .program import Interface, Program
+from .records import (
+    VERSION,
+    AnyFile,
+    BlobRecord,
+    EffectsRecord,
+    EventRecord,
+    FeedRecord,
+    GroupRecord,
+    InstructionRecord,
+    InterfaceRecord,
+    NetFile,
+    NetRecord,
+    OperatorRecord,
+    PlanFile,
+    ProgramFile,
+    ProgramRecord,
+    SizeText,
+    TensorRecord,
+)
+from .size import Affine, Shape, Size
+
+__all__ = ["file_of"]
+
+
+def file_of(x: Net | Program | Plan, state: Mapping[str, TensorRecord] | None = None) -> AnyFile:
+    """The file of a net, a program or a plan; of a program with its tensors beside it if *state* describes them."""
+    if isinstance(x, Net):
+        return NetFile(format="graphir.net", version=VERSION, net=_net(x))
+    if isinstance(x, Program):
+        return ProgramFile(format="graphir.program", version=VERSION, program=_program(x, state))
+    return PlanFile(
+        format="graphir.plan",
+        version=VERSION,
+        program=_program(x.program, None),
+        dims=dict(x.dims),
+        instructions=tuple(map(_instruction, x.instructions)),
+    )
+
+
+def _size(size: Size) -> SizeText:
+    return size if isinstance(size, int) else str(size)
+
+
+def _shape(shape: Shape | None) -> tuple[SizeText, ...] | None:
+    return None if shape is None else tuple([_size(size) for size in shape])
+
+
+def _json(arg: Arg) -> JsonValue:
+    if isinstance(arg, Affine):
+        return {"size": str(arg)}
+    if isinstance(arg, Symbol):
+        return {"symbol": str(arg)}
+    if isinstance(arg, float) and not math.isfinite(arg):
+        return {"float": repr(arg)}
+    if isinstance(arg, tuple):
+        return [_json(item) for item in arg]
+    return arg
+
+
+def _blob(blob: Blob) -> BlobRecord:
+    return BlobRecord(
+        name=blob.name,
+        shape=_shape(blob.shape),
+        dtype=blob.dtype,
+        device=blob.device,
+        role=blob.role,
+        storage=blob.storage if blob.is_view else None,
+        strides=_shape(blob.strides),
+        offset=_size(blob.offset),
+    )
+
+
+def _net(net: Net) -> NetRecord:
+    table: dict[Effects, int] = {}
+    ops = [
+        OperatorRecord(
+            type=op.type,
+            inputs=op.inputs,
+            outputs=op.outputs,
+            args={name: _json(arg) for name, arg in op.args.items()} if op.args else {},
+            device=op.device,
+            phase=op.phase,
+            module=op.module,
+            by=op.by,
+            seed=op.seed,
+            operands=op.operands,
+            results=op.results,
+            effects=None if op.effects == PURE else table.setdefault(op.effects, len(table)),
+            input_versions=op.input_versions,
+            output_versions=op.output_versions,
+        )
+        for op in net.ops
+    ]
+    return NetRecord(
+        name=net.name,
+        external_inputs=net.external_inputs,
+        external_outputs=net.external_outputs,
+        effects=tuple(EffectsRecord(writes=e.writes, views=e.views, random=e.random) for e in table),
+        blobs=tuple(map(_blob, net.blobs.values())),
+        ops=tuple(ops),
+        gradients=dict(net.gradients),
+    )
+
+
+def _interface(interface: Interface) -> InterfaceRecord:
+    return InterfaceRecord(
+        arguments=interface.arguments,
+        feeds=tuple(FeedRecord(blob=f.blob, batch_dim=f.batch_dim, value=_json(f.value)) for f in interface.feeds),
+        loss=interface.loss,
+        outputs=interface.outputs,
+        results=interface.results,
+        output_batch_dims=interface.output_batch_dims,
+        module_state=dict(interface.module_state),
+        optimizer=interface.optimizer,
+        optimizer_state={param: dict(states) for param, states in interface.optimizer_state.items()},
+        param_groups=tuple(
+            GroupRecord(lr=g.lr, params=g.params, options={name: _json(value) for name, value in g.options.items()})
+            for g in interface.param_groups
+        ),
+    )
+
+
+def _program(program: Program, state: Mapping[str, TensorRecord] | None) -> ProgramRecord:
+    return ProgramRecord(
+        name=program.name,
+        dims=dict(program.dims),
+        fixed=program.fixed,
+        replicas=program.replicas,
+        history=program.history,
+        interface=_interface(program.interface),
+        state=None if state is None else dict(state),
+        init=_net(program.init),
+        step=_net(program.step),
+    )
+
+
+def _instruction(i: Instruction) -> InstructionRecord:
+    event = i.event and EventRecord(
+        blob=i.event.blob, version=i.event.version, lane=None if i.event.lane == i.lane else i.event.lane
+    )
+    return InstructionRecord(kind=i.kind, lane=i.lane, op=i.op, part=i.part, event=event, storage=i.storage)

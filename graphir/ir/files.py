@@ -1,0 +1,199 @@
+"""Files of nets, programs and plans: JSON, written whole or not at all, and refused where they are not what they say.
+
+Reading builds values and nothing else; it needs no torch but for a program's tensors, which stand beside the program
+as ``<path>.safetensors``. What a file may cost is bounded before it is read: its size by :data:`MOST_BYTES`, its
+nesting by the JSON parser.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import PydanticSerializationError
+
+from ..errors import FileError, GraphirError, nearest
+from ..plan import Plan
+from .decode import value_of
+from .encode import file_of
+from .net import Net
+from .program import Program
+from .records import VERSION, AnyFile, Header, NetFile, PlanFile, ProgramFile, TensorRecord
+
+__all__ = ["MOST_BYTES", "load", "load_net", "load_plan", "load_program", "save_net", "save_plan", "save_program"]
+
+MOST_BYTES: Final = 1 << 30
+"""The size above which a JSON file is not read (1 GiB)."""
+
+T = TypeVar("T", Net, Program, Plan)
+
+_FORMATS: Final[Mapping[str, type[AnyFile]]] = {
+    "graphir.net": NetFile,
+    "graphir.program": ProgramFile,
+    "graphir.plan": PlanFile,
+}
+
+
+def save_net(net: Net, path: str | Path) -> None:
+    """Write a net as JSON.
+
+    Raises:
+        FileError: the file cannot be written; one that stood there before is as it was.
+    """
+    _save(net, Path(path))
+
+
+def save_plan(plan: Plan, path: str | Path) -> None:
+    """Write a plan as JSON; raises as :func:`save_net`."""
+    _save(plan, Path(path))
+
+
+def save_program(program: Program, path: str | Path, state: bool = False) -> None:
+    """Write a program as JSON, with *state* its tensors beside it as ``<path>.safetensors``.
+
+    Raises:
+        GraphirError: *state* is asked for and the program has none.
+        FileError: as :func:`save_net`.
+    """
+    path = Path(path)
+    if not state:
+        _save(program, path)
+        return
+    if not program.state:
+        raise GraphirError(
+            f"program {program.name!r} has no state to save", fix="capture a model that is not on meta, or state=False"
+        )
+    from .tensors import describe, write_tensors
+
+    tensors = dict(program.state)
+    records = describe(tensors)
+    with _whole(_tensors_path(path)) as beside:
+        write_tensors(tensors, beside)
+        _save(program, path, records)
+
+
+def load(path: str | Path) -> Net | Program | Plan:
+    """Read a net, a program or a plan, by what the file says it is.
+
+    A program's tensors, if they were saved, are read as they are first asked for, with the strides of their blobs.
+
+    Raises:
+        FileError: the file is missing, too large, damaged, of another kind or of a newer format.
+    """
+    path = Path(path)
+    text = _read(path)
+    try:
+        header = Header.model_validate_json(text)
+    except ValidationError as e:
+        raise _damaged(e, path, "this is no file of graphir's, or it was cut short") from None
+    model = _FORMATS.get(header.format)
+    if model is None:
+        raise FileError(
+            f"files of format {header.format!r} cannot be read{nearest(header.format, _FORMATS)}",
+            where=str(path),
+            fix=f"formats: {', '.join(_FORMATS)}",
+        )
+    if header.version != VERSION:
+        raise FileError(
+            f"the file has version {header.version} of its format, this graphir reads version {VERSION}",
+            where=str(path),
+            fix="install a graphir that reads it, or write the file again with this one",
+        )
+    try:
+        found = model.model_validate_json(text)
+        value = value_of(found)
+    except ValidationError as e:
+        raise _damaged(e, path, "the file was damaged or edited; write it again") from None
+    except GraphirError as e:
+        raise FileError(e.what, where=f"{path}, at {e.where}", fix=e.fix) from None
+    if isinstance(found, ProgramFile) and isinstance(value, Program) and found.program.state is not None:
+        from .tensors import StoredTensors, stored_layouts
+
+        return value.with_(state=StoredTensors(_tensors_path(path), found.program.state, stored_layouts(value)))
+    return value
+
+
+def load_net(path: str | Path) -> Net:
+    """Read a net; raises as :func:`load`, and where the file holds something else."""
+    return _of_kind(path, Net)
+
+
+def load_program(path: str | Path) -> Program:
+    """Read a program; raises as :func:`load`, and where the file holds something else."""
+    return _of_kind(path, Program)
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read a plan; raises as :func:`load`, and where the file holds something else."""
+    return _of_kind(path, Plan)
+
+
+def _of_kind(path: str | Path, kind: type[T]) -> T:
+    found = load(path)
+    if not isinstance(found, kind):
+        held, wanted = type(found).__name__.lower(), kind.__name__.lower()
+        raise FileError(f"the file holds a {held}, not a {wanted}", where=str(path), fix=f"give the file of a {wanted}")
+    return found
+
+
+def _tensors_path(path: Path) -> Path:
+    return path.with_name(path.name + ".safetensors")
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            text = file.read(MOST_BYTES + 1) if nbytes <= MOST_BYTES else b""
+    except OSError as e:
+        raise FileError(f"the file cannot be read: {e.strerror}", where=str(path), fix="check the path") from None
+    if max(nbytes, len(text)) > MOST_BYTES:
+        raise FileError(
+            f"the file has {max(nbytes, len(text))} bytes; more than {MOST_BYTES} are not read", where=str(path)
+        )
+    return text
+
+
+def _damaged(e: ValidationError, path: Path, fix: str) -> FileError:
+    first = e.errors(include_url=False, include_input=False)[0]
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    return FileError(
+        f"the file is damaged: {first['msg']}", where=f"{path}, at {place}" if place else str(path), fix=fix
+    )
+
+
+def _save(x: Net | Program | Plan, path: Path, state: Mapping[str, TensorRecord] | None = None) -> None:
+    try:
+        text = file_of(x, state).model_dump_json(exclude_defaults=True).encode()
+    except (ValidationError, PydanticSerializationError, UnicodeEncodeError) as e:
+        raise FileError(f"the value cannot be written as JSON: {e}", where=str(path)) from e
+    if len(text) > MOST_BYTES:
+        raise FileError(f"the file would have {len(text)} bytes; more than {MOST_BYTES} are not read", where=str(path))
+    with _whole(path) as temporary:
+        temporary.write_bytes(text)
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """A new file in the same folder, which takes the place of *path* at the end, or goes if anything fails."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    try:
+        temporary.touch(exist_ok=False)
+        mode = temporary.stat().st_mode
+        yield temporary
+        temporary.chmod(mode)  # whoever wrote it may have put a private file in its place
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as e:
+        temporary.unlink(missing_ok=True)
+        raise FileError(
+            f"the file cannot be written: {e.strerror or e}", where=str(path), fix="check the path"
+        ) from None
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,302 @@
+"""What an operator returns: shapes, element types and strides, as torch's meta device computes them.
+
+Results are kept by the operator's signature, with every size bound to a number, so that the repeated layers of a
+model, its replicas, and the next verification cost a lookup each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import torch
+
+from ..errors import GraphirError
+from .blob import Blob, contiguous_strides
+from .operator import Arg, Effects, Operator, Symbol, groups
+from .opset import NAMESPACES, OWN, Signature, effects_of, overload, signature, to_symbol, to_torch
+from .size import Affine, Dims, bind, bind_shape
+
+__all__ = ["Geometry", "Inferred", "geometry", "infer", "is_known", "same_layout"]
+
+
+class Geometry(NamedTuple):
+    """A blob's shape, element type and layout with every size bound; ``strides`` None for contiguous ones."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    strides: tuple[int, ...] | None = None
+    offset: int = 0
+
+    def __str__(self) -> str:
+        text = f"{self.dtype}[{','.join(map(str, self.shape))}]"
+        if self.strides is not None:
+            text += f" strides [{','.join(map(str, self.strides))}]"
+        return text + (f" offset {self.offset}" if self.offset else "")
+
+
+class Inferred(NamedTuple):
+    """What is known of a call.
+
+    Attributes:
+        outputs: the geometry of each output, None where it can't be known; None for an operator that can't be
+            computed on the meta device.
+        effects: those of its schema; None where the type is not known.
+        complaint: why the call is wrong; empty where it isn't.
+        loose: strides are the backend's choice, so that any may be declared.
+    """
+
+    outputs: tuple[Geometry | None, ...] | None
+    effects: Effects | None
+    complaint: str = ""
+    loose: bool = False
+
+
+Inputs: TypeAlias = Sequence[Geometry | None]
+
+_MOST_KEPT: Final = 100_000
+_kept: dict[tuple[Any, ...], Inferred] = {}
+
+_BACKEND_STRIDES: Final = frozenset({"aten.convolution.default", "aten.convolution_backward.default"})
+"""Types whose output strides are the backend's choice (mkldnn and cudnn keep channels last, meta does not)."""
+
+_BACKEND_SHAPES: Final = frozenset({"aten.mkldnn_rnn_layer.default", "aten._cudnn_rnn.default"})
+"""Types with outputs, such as workspaces, whose shapes are the backend's choice."""
+
+
+def geometry(blob: Blob, dims: Dims) -> Geometry | None:
+    """The blob's geometry under *dims*; None where its shape or type is not known.
+
+    Raises:
+        GraphirError: a dimension has no value.
+    """
+    shape, dtype, strides, offset = blob.shape, blob.dtype, blob.strides, blob.offset
+    if shape is None or dtype is None:
+        return None
+    return Geometry(
+        bind_shape(shape, dims),
+        dtype,
+        None if strides is None else bind_shape(strides, dims),
+        offset if isinstance(offset, int) else bind(offset, dims),
+    )
+
+
+def is_known(type: str) -> bool:
+    """Whether operators of *type* can be checked: graphir's own ones and those of torch's namespaces."""
+    return type in OWN or type.partition(".")[0] in NAMESPACES
+
+
+def same_layout(a: Geometry, b: Geometry) -> bool:
+    """Whether two geometries of one shape put each element at the same place, counted from the first.
+
+    The stride of a dimension of size 1, and all strides of an empty tensor, say nothing.
+    """
+    if a.strides == b.strides or 0 in a.shape:
+        return True
+    ours, theirs = a.strides or contiguous_strides(a.shape), b.strides or contiguous_strides(b.shape)
+    return all(x == y for size, x, y in zip(a.shape, ours, theirs, strict=True) if size != 1)
+
+
+def infer(op: Operator, inputs: Inputs, dims: Dims) -> Inferred:
+    """What *op* returns on inputs of these geometries.
+
+    Raises:
+        GraphirError: a dimension has no value, or torch does not have the operator.
+    """
+    op_type, op_args, outputs = op.type, op.args, len(op.outputs)
+    args = _args_key(op_args, dims) if op_args else ()
+    key = (op_type, args, op.operands, op.results, outputs, *inputs)
+    found = _kept.get(key)
+    if found is None:
+        found = _infer(op, inputs, {name: _bind(arg, dims) for name, arg in op_args.items()})
+        if len(_kept) >= _MOST_KEPT:
+            _kept.clear()
+        _kept[key] = found
+    return found
+
+
+def _args_key(args: Mapping[str, Arg], dims: Dims) -> tuple[Any, ...]:
+    """The arguments as a hashable value that tells 1, 1.0 and True apart, as a type promotion does."""
+    key: list[Any] = []
+    for name, arg in args.items():
+        kind: type = arg.__class__
+        if kind is tuple:
+            for item in arg:  # type: ignore[union-attr]  # it is a tuple
+                if item.__class__ is Affine or item.__class__ is tuple:
+                    arg = _bind(arg, dims)
+                    break
+        elif kind is Affine:
+            kind, arg = int, _bind(arg, dims)
+        key += (name, kind, arg)
+    return tuple(key)
+
+
+def _bind(arg: Arg, dims: Dims) -> Arg:
+    if isinstance(arg, Affine):
+        return bind(arg, dims)
+    if isinstance(arg, tuple):
+        return tuple([_bind(item, dims) for item in arg])
+    return arg
+
+
+def _infer(op: Operator, inputs: Inputs, args: Mapping[str, Arg]) -> Inferred:
+    if not is_known(op.type):
+        return Inferred(None, None)
+    sig = signature(op.type)
+    effects = effects_of(op.type, args, op.operands, len(inputs), op.results, len(op.outputs))
+    complaint = _complaint(op, sig, effects)
+    if complaint or None in inputs or op.type in _BACKEND_SHAPES:
+        return Inferred(None, effects, complaint)
+    known = [g for g in inputs if g is not None]
+    rule = _RULES.get(op.type, _OPTIMIZER if op.type in OWN else _on_meta)
+    try:
+        returned = rule(op, sig, known, args)
+    except _Refused as e:
+        return Inferred(None, effects, str(e))
+    if returned is None:
+        return Inferred(None, effects)
+    outputs: _Outputs = [*returned, *[None] * (len(op.outputs) - len(returned))]
+    for output, source in effects.writes:
+        if output >= len(returned):
+            outputs[output] = known[source]
+    return Inferred(tuple(outputs), effects, loose=op.type in _BACKEND_STRIDES)
+
+
+def _complaint(op: Operator, sig: Signature, effects: Effects) -> str:
+    """What the signature has against the call: unknown or missing arguments, wrong numbers of inputs or outputs."""
+    names = {p.name for p in sig.params}
+    unknown = [name for name in op.args if name not in names]
+    if unknown:
+        return f"{op.type} has no argument {unknown[0]!r}"
+    arranged = groups(op.operands, len(op.inputs))
+    used = sum(len(g) - g.count(None) if isinstance(g, list) else g is not None for g in arranged)
+    if used != len(op.inputs) or len(arranged) > len(sig.tensors):
+        return f"{op.type} has {len(op.inputs)} inputs where its signature takes {used or len(sig.tensors)}"
+    given = {p.name for p, g in zip(sig.tensors, arranged, strict=False) if g is not None} | set(op.args)
+    optional = {p.name for p in sig.params if not p.required or p.type.startswith("Optional")}
+    missing = names - given - optional - {"generator", "device"}
+    if missing:
+        return f"{op.type} needs an argument {min(missing)!r}"
+    count = len(sig.results) if op.results is None else op.results.count("t")
+    count += sum(output >= count for output, _ in effects.writes)
+    if count != len(op.outputs):
+        return f"{op.type} makes {count} outputs but {len(op.outputs)} are named"
+    return ""
+
+
+class _Refused(Exception):
+    """The operator does not accept such operands; the text says why."""
+
+
+_Outputs: TypeAlias = "list[Geometry | None]"
+_Rule: TypeAlias = Callable[[Operator, Signature, Sequence[Geometry], Mapping[str, Arg]], "_Outputs | None"]
+
+
+def _copy(op: Operator, sig: Signature, inputs: Sequence[Geometry], args: Mapping[str, Arg]) -> _Outputs:
+    return [inputs[0]._replace(offset=0)]
+
+
+def _load(op: Operator, sig: Signature, inputs: Sequence[Geometry], args: Mapping[str, Arg]) -> _Outputs:
+    return [None]
+
+
+def _all_reduce(op: Operator, sig: Signature, inputs: Sequence[Geometry], args: Mapping[str, Arg]) -> _Outputs:
+    first = inputs[0]
+    for other in inputs:
+        if (other.shape, other.dtype) != (first.shape, first.dtype):
+            raise _Refused(f"AllReduce adds {first} and {other}")
+    shares = args.get("shares", ())
+    if shares and isinstance(shares, tuple) and len(shares) != len(inputs):
+        raise _Refused(f"AllReduce has {len(shares)} shares for {len(inputs)} participants")
+    total = _tensor(first)
+    for other in inputs[1:]:
+        total = total + _tensor(other)
+    return [_geometry(total.div(1))] * len(inputs)
+
+
+def _optimizer(op: Operator, sig: Signature, inputs: Sequence[Geometry], args: Mapping[str, Arg]) -> _Outputs:
+    param = inputs[0]
+    for info, group in zip(sig.tensors, groups(op.operands, len(inputs)), strict=False):
+        if not isinstance(group, int):
+            continue
+        scalar = info.name in ("lr", "step")
+        wanted = () if scalar else param.shape
+        if inputs[group].shape != wanted:
+            raise _Refused(f"{op.type} takes {info.name} of shape {list(wanted)}, not {inputs[group]}")
+    return []
+
+
+_OPTIMIZER: Final[_Rule] = _optimizer
+_RULES: Final[Mapping[str, _Rule]] = {"Copy": _copy, "AllReduce": _all_reduce, "graphir.load": _load}
+
+
+def _on_meta(op: Operator, sig: Signature, inputs: Sequence[Geometry], args: Mapping[str, Arg]) -> _Outputs | None:
+    """Each output that the operator returns; None where there is no meta kernel."""
+    tensors = [_tensor(g) for g in inputs]
+    arguments: dict[str, Any] = {name: _to_torch(arg) for name, arg in args.items()}
+    for param, group in zip(sig.tensors, groups(op.operands, len(inputs)), strict=False):
+        if isinstance(group, list):
+            arguments[param.name] = [None if i is None else tensors[i] for i in group]
+        elif group is not None:
+            arguments[param.name] = tensors[group]
+    if any(p.name == "device" for p in sig.params):
+        arguments["device"] = "meta"
+    if any(p.name == "generator" and p.required for p in sig.params):
+        arguments["generator"] = None
+    positional = [arguments.pop(p.name, p.default) for p in sig.params if not p.keyword]
+    try:
+        with torch.no_grad():
+            returned = overload(op.type)(*positional, **arguments)
+    except (NotImplementedError, ArithmeticError, AssertionError):  # no kernel, or one that fails on odd sizes
+        return None
+    except (RuntimeError, IndexError, TypeError, ValueError) as e:
+        text = str(e).strip().partition("\n")[0] or type(e).__name__
+        if "meta" in text.lower():  # the value of a tensor is needed, and a meta tensor has none
+            return None
+        raise _Refused(f"{op.type} refuses its operands: {text}") from None
+    if len(sig.results) == 1:
+        returned = (returned,)
+    return _arrange(op, returned or ())
+
+
+def _arrange(op: Operator, things: Sequence[Any]) -> _Outputs:
+    """The geometry of each returned tensor, by the operator's ``results`` pattern."""
+    outputs: _Outputs = []
+    for thing, group in zip(things, groups(op.results, len(things)), strict=False):
+        members = list(thing) if isinstance(group, list) and isinstance(thing, tuple | list) else [thing]
+        wanted = group if isinstance(group, list) else [group]
+        if len(members) != len(wanted):
+            raise _Refused(f"{op.type} returns {len(members)} tensors where {len(wanted)} are named")
+        for tensor, position in zip(members, wanted, strict=True):
+            if position is not None:
+                if not isinstance(tensor, torch.Tensor):
+                    raise _Refused(f"{op.type} does not return its output {position}")
+                outputs.append(_geometry(tensor))
+    return outputs
+
+
+def _to_torch(arg: Arg) -> Any:
+    if isinstance(arg, Symbol):
+        return to_torch(arg)
+    return [_to_torch(item) for item in arg] if isinstance(arg, tuple) else arg
+
+
+def _tensor(g: Geometry) -> torch.Tensor:
+    dtype, strides = to_torch(g.dtype), g.strides or contiguous_strides(g.shape)
+    if not g.offset:
+        return torch.empty_strided(g.shape, strides, dtype=dtype, device="meta")
+    last = sum((size - 1) * stride for size, stride in zip(g.shape, strides, strict=True))
+    storage = torch.empty(g.offset + max(last, 0) + 1, dtype=dtype, device="meta")
+    return storage.as_strided(g.shape, strides, g.offset)
+
+
+def _geometry(tensor: torch.Tensor) -> Geometry | None:
+    if tensor.layout is not torch.strided:
+        return None
+    shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+    try:
+        dtype = to_symbol(tensor.dtype)
+    except GraphirError:
+        return None
+    dense = strides == contiguous_strides(shape)
+    return Geometry(shape, str(dtype), None if dense else strides, int(tensor.storage_offset()))

@@ -1,0 +1,296 @@
+"""The text form: reading what :mod:`.text` prints. This file reads programs and plans, :mod:`.parse_net` nets.
+
+One statement stands in each line, so the parser goes through the lines once, and through the words of each once. It
+builds values and nothing else: no text is evaluated, and whether a net makes sense is for ``verify`` to say.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Final, cast
+
+from ..errors import nearest
+from ..plan import KINDS, STREAMS, Event, Instruction, Kind, Plan
+from .net import Net
+from .parse_net import NetReader, read_net
+from .program import Feed, Interface, ParamGroup, Program, Scalar
+from .tokens import Line, Lines
+
+__all__ = ["parse"]
+
+_PASS: Final = re.compile(r'\s*(?=[^\s|])((?:"(?:[^"\\\n]|\\.)*"|[^|"#\n])+?)\s*(?:\||$)')
+
+
+def parse(text: str) -> Net | Program | Plan:
+    """Read a net, a program or a plan from its text; ``parse(str(x)) == x``. Comments (``# …``) are ignored.
+
+    A program's ``state`` and ``module`` are not part of its text; they come back empty.
+
+    Raises:
+        ParseError: *text* is not one; says in which line and how to write it.
+    """
+    reader = Lines(text)
+    line = reader.next("a net, a program or a plan")
+    word = line.peek()
+    if word == "program":
+        found: Net | Program | Plan = _program(reader, line)
+    elif word == "plan":
+        found = _plan(reader, line)
+    elif word in ("net", "init"):
+        found = read_net(reader, line).net()
+    else:
+        raise line.error(
+            f"expected a net, a program or a plan, found {line.shown()}", "begin with net, init net, program or plan"
+        )
+    if reader.more():
+        raise Line(reader).error("text after the end", "parse one net, program or plan at a time")
+    return found
+
+
+# Programs
+
+
+def _program(reader: Lines, line: Line) -> Program:
+    line.expect("program", "write program NAME {")
+    header = _Header(line)
+    line.expect("{", "write program NAME {")
+    line.end()
+    while True:
+        line = reader.next(f"}} of program {header.name!r}")
+        if line.taken("}"):
+            line.end()
+            return header.program(line)
+        if not header.statement(reader, line):
+            raise line.error(
+                f"unknown statement {line.shown()}", "a program has dims, fixed, replicas, passes, nets, interface"
+            )
+
+
+class _Header:
+    """What programs and plans have in common."""
+
+    def __init__(self, line: Line) -> None:
+        self.name = line.name()
+        self.dims: dict[str, int] = {}
+        self.fixed = ""
+        self.replicas: tuple[str, ...] = ("",)
+        self.history: tuple[str, ...] = ()
+        self.nets: list[NetReader] = []
+        self.interface = Interface()
+
+    def statement(self, reader: Lines, line: Line) -> bool:
+        """Read a line of the header; False where it is none."""
+        word = line.peek()
+        if word in ("net", "init"):
+            if len(self.nets) == 2:
+                raise line.error("a third net", "a program has two nets, init and step")
+            self.nets.append(read_net(reader, line))
+            return True
+        line.take()
+        if word == "dims":
+            self.dims = line.assignments(line.whole)
+        elif word == "fixed":
+            self.fixed = line.string(line.take())
+        elif word == "replicas":
+            self.replicas = line.names()
+        elif word == "passes":
+            self.history = _passes(line)
+        elif word == "interface":
+            self.interface = _interface(reader, line)
+            return True
+        else:
+            line.i -= 1
+            return False
+        line.end()
+        return True
+
+    def program(self, line: Line) -> Program:
+        if len(self.nets) != 2:
+            raise line.error(f"{self.name!r} has {len(self.nets)} nets", "a program has two nets, init and step")
+        init, step = (reader.net() for reader in self.nets)
+        return Program(self.name, init, step, self.dims, self.fixed, self.replicas, self.interface, self.history)
+
+
+def _passes(line: Line) -> tuple[str, ...]:
+    text, position = line.rest(), 0
+    found: list[str] = []
+    while position < len(text):
+        match = _PASS.match(text, position)
+        if not match:
+            raise line.error("the passes cannot be read", "separate passes by |, put odd ones in quotes")
+        found.append(line.string(match[1]) if match[1][0] == '"' else match[1])
+        position = match.end()
+    return tuple(found)
+
+
+def _interface(reader: Lines, line: Line) -> Interface:
+    line.expect("{", "write interface {")
+    line.end()
+    feeds: list[Feed] = []
+    outputs: list[tuple[str, int | None]] = []
+    groups: list[ParamGroup] = []
+    module_state: dict[str, str] = {}
+    optimizer_state: dict[str, dict[str, str]] = {}
+    found = Interface()
+    while True:
+        line = reader.next("} of the interface")
+        word = line.take()
+        if word == "}":
+            line.end()
+            return replace(
+                found,
+                feeds=tuple(feeds),
+                outputs=tuple(name for name, _ in outputs),
+                output_batch_dims=tuple(dim for _, dim in outputs),
+                module_state=module_state,
+                optimizer_state=optimizer_state,
+                param_groups=tuple(groups),
+            )
+        if word in ("arguments", "results"):
+            text = line.raw()
+            found = replace(found, arguments=text) if word == "arguments" else replace(found, results=text)
+        elif word == "loss":
+            found = replace(found, loss=line.name())
+        elif word == "optimizer":
+            found = replace(found, optimizer=line.name())
+        elif word == "feed":
+            blob = None if line.taken("_") else line.name()
+            feeds.append(Feed(blob, _batch_dim(line), _scalar(line) if line.taken("=") else None))
+        elif word == "output":
+            outputs.append((line.name(), _batch_dim(line)))
+        elif word == "module":
+            name, blob = line.renamed(str)
+            module_state[name] = blob
+        elif word == "group":
+            groups.append(_group(line))
+        elif word == "state":
+            param = line.name()
+            optimizer_state[param] = _optimizer_state(line, param)
+        else:
+            raise line.error(
+                f"unknown statement {word!r}",
+                "an interface has arguments, feed, loss, output, results, module, optimizer, group, state",
+            )
+        line.end()
+
+
+def _batch_dim(line: Line) -> int | None:
+    return line.whole() if line.taken("dim") else None
+
+
+def _scalar(line: Line) -> Scalar:
+    found = line.value()
+    if found is None or isinstance(found, (bool, int, float, str)):
+        return found
+    raise line.error("expected a number, a string, true, false or none", "lists and sizes cannot stand here")
+
+
+def _group(line: Line) -> ParamGroup:
+    lr = line.name()
+    line.expect("{", "write group LR {name=value, …} = PARAM, …")
+    options = cast("dict[str, Scalar | tuple[Scalar, ...]]", line.assignments(line.value, "}"))
+    line.expect("=", "write group LR {name=value, …} = PARAM, …")
+    return ParamGroup(lr, line.names(), options)
+
+
+def _optimizer_state(line: Line, param: str) -> dict[str, str]:
+    line.expect(":", "write state PARAM : NAME, …")
+    found: dict[str, str] = {}
+    while line.i < line.n:
+        if found:
+            line.expect(",", "separate names by commas")
+        name, blob = line.renamed(lambda name: f"{param}.{name}")
+        found[name] = blob
+    return found
+
+
+# Plans
+
+
+def _plan(reader: Lines, line: Line) -> Plan:
+    line.expect("plan", "write plan NAME on gpu:0 {")
+    header = _Header(line)
+    if line.taken("on"):
+        line.device()
+        while line.taken(","):
+            line.device()
+    line.expect("{", "write plan NAME on gpu:0 {")
+    line.end()
+    sizes: dict[str, int] | None = None
+    instructions: list[Instruction] = []
+    reading: _InstructionReader | None = None
+    while True:
+        line = reader.next(f"}} of plan {header.name!r}")
+        if line.tokens[0][:4] in ("gpu:", "cpu:"):
+            if len(header.nets) < 2:
+                raise line.error("an instruction before the plan's nets", "write both nets, then the instructions")
+            reading = reading or _InstructionReader(header.nets[1])
+            instructions.append(reading.instruction(line))
+            line.end()
+        elif line.taken("}"):
+            line.end()
+            program = header.program(line)
+            return Plan(program, program.dims if sizes is None else sizes, tuple(instructions))
+        elif line.taken("sizes"):
+            sizes = line.assignments(line.whole)
+        elif not header.statement(reader, line):
+            raise line.error(f"unknown statement {line.shown()}", "write instructions as gpu:0.compute: run …")
+
+
+class _InstructionReader:
+    """Reads the instructions of a plan; those that show an operator for the first time add it to the step."""
+
+    def __init__(self, step: NetReader) -> None:
+        self.step = step
+        self.makers = {next(op.makes): i for i, op in enumerate(step.ops) if op.outputs}
+
+    def instruction(self, line: Line) -> Instruction:
+        lane = self.lane(line)
+        line.expect(":", "write LANE: INSTRUCTION, such as gpu:0.compute: run …")
+        word = line.take()
+        if word not in KINDS:
+            raise line.error(
+                f"{word!r} is not an instruction{nearest(word, KINDS)}", f"instructions: {', '.join(KINDS)}"
+            )
+        kind = cast("Kind", word)
+        if kind == "free":
+            return Instruction(kind, lane, storage=line.name())
+        if kind in ("record", "wait"):
+            return Instruction(kind, lane, event=self.event(line, kind, lane))
+        part = line.whole() if kind == "collective" else 0
+        return Instruction(kind, lane, self.position(line), part)
+
+    def event(self, line: Line, kind: str, lane: str) -> Event:
+        name, version = line.versioned()
+        if line.taken("by"):
+            lane = self.lane(line)
+        elif kind == "wait":
+            raise line.error(f"expected 'by', found {line.shown()}", "write wait BLOB by LANE")
+        return Event(name, version or 0, lane)
+
+    def lane(self, line: Line) -> str:
+        token = line.take()
+        device, _, stream = token.partition(".")
+        if device[:4] not in ("gpu:", "cpu:") or stream not in STREAMS:
+            raise line.error(f"{token!r} is not a lane", f"write DEVICE.STREAM; streams: {', '.join(STREAMS)}")
+        return token
+
+    def position(self, line: Line) -> int:
+        """Where the instruction's operator stands in the step."""
+        ops = self.step.ops
+        if not line.taken("of"):
+            op = self.step.operator(line)
+            ops.append(op)
+            if op.outputs:
+                self.makers[next(op.makes)] = len(ops) - 1
+            return len(ops) - 1
+        if line.taken("op"):
+            position = line.whole()
+            if not 0 <= position < len(ops):
+                raise line.error(f"there is no operator {position}", f"the step has {len(ops)} operators so far")
+            return position
+        name, version = line.versioned()
+        if (name, version or 0) not in self.makers:
+            raise line.error(f"no operator makes {name!r} so far", "refer to the first output of an operator above")
+        return self.makers[name, version or 0]

@@ -1,0 +1,346 @@
+"""Reading the text form of nets: declarations, operators, and their attributes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+from ..errors import nearest
+from .blob import ROLES, Blob
+from .device import Device
+from .dtype import ITEMSIZE
+from .net import Net
+from .operator import PHASES, PURE, Arg, Effects, Operator
+from .printer import default_module, default_role, shown_pattern
+from .size import Shape, Size
+from .tokens import Line, Lines
+
+__all__ = ["NetReader", "read_net"]
+
+_ROLES: Final = frozenset(ROLES)
+
+
+class _Output(NamedTuple):
+    """What is left of ``=``: one output and, where it is declared there, its geometry."""
+
+    name: str
+    version: int | None
+    role: str | None
+    geometry: tuple[Shape | None, str | None, Device, str, Shape | None, Size] | None
+
+
+class NetReader:
+    """Reads the statements of one net."""
+
+    def __init__(self, name: str, phase: str) -> None:
+        self.name, self.phase = name, phase
+        self.ops: list[Operator] = []
+        self.blobs: dict[str, Blob] = {}
+        self.external: list[str] = []
+        self.results: list[str] = []
+        self.gradients: dict[str, str] = {}
+        self.types: dict[str, tuple[str | None, Shape | None]] = {}
+
+    def net(self) -> Net:
+        return Net(self.name, tuple(self.ops), self.blobs, tuple(self.external), tuple(self.results), self.gradients)
+
+    def statement(self, line: Line) -> None:
+        word = line.tokens[0]
+        if word == "output" and line.n == 2:
+            line.take()
+            self.results.append(line.name())
+        elif word == "grad":
+            line.take()
+            activation = line.name()
+            line.expect("->", "write grad ACTIVATION -> GRADIENT")
+            self.gradients[activation] = line.name()
+        elif word == "external":
+            line.take()
+            self.external.append(line.name())
+        elif word == "blob" or (word in _ROLES and "=" not in line.tokens):
+            self.declaration(line)
+        else:
+            self.ops.append(self.operator(line))
+        line.end()
+
+    def declaration(self, line: Line) -> None:
+        made_here = not line.taken("blob")
+        role = line.take()
+        if role not in _ROLES:
+            raise line.error(f"{role!r} is not a role{nearest(role, ROLES)}", f"roles: {', '.join(ROLES)}")
+        name = line.name()
+        line.expect(":", "write ROLE NAME : TYPE @DEVICE")
+        self.declare(line, _Output(name, None, role, self.geometry(line, name)))
+        if made_here:
+            self.external.append(name)
+
+    def declare(self, line: Line, output: _Output, type: str = "", phase: str = "forward") -> None:
+        assert output.geometry is not None
+        name = output.name
+        if name in self.blobs:
+            raise line.error(f"blob {name!r} is declared twice", "give its type where it first appears")
+        shape, dtype, device, storage, strides, offset = output.geometry
+        role = output.role or default_role(type, phase, self.blobs.get(storage))
+        self.blobs[name] = Blob(name, shape, dtype, device, role, storage, strides, offset)  # type: ignore[arg-type]
+
+    def geometry(self, line: Line, name: str) -> tuple[Shape | None, str | None, Device, str, Shape | None, Size]:
+        token = line.take()
+        known = self.types.get(token)
+        if known is None:
+            known = self.types[token] = _type(line, token)
+        dtype, shape = known
+        storage = name
+        strides: Shape | None = None
+        offset: Size = 0
+        while True:
+            token = line.take()
+            if token[:1] == "@":
+                return shape, dtype, line.try_(Device.parse, token[1:]), storage, strides, offset
+            if token == "strides":
+                strides = line.sizes()
+            elif token == "offset":
+                offset = line.size(line.take())
+            elif token == "in":
+                storage = line.name()
+            else:
+                line.i -= 1
+                raise line.error(f"expected @DEVICE, found {line.shown()}", "write NAME : TYPE @gpu:0")
+
+    def output(self, line: Line) -> _Output:
+        role = line.take() if line.peek() in _ROLES else None
+        name, version = line.versioned()
+        return _Output(name, version, role, self.geometry(line, name) if line.taken(":") else None)
+
+    def operator(self, line: Line) -> Operator:
+        """``OUTPUTS = TYPE(inputs, name=value) {attributes}``, or ``OUTPUT <- INPUT {attributes}``."""
+        outputs, results = self.outputs(line)
+        args: dict[str, Arg] = {}
+        if line.tokens[line.i - 1] == "<-":
+            type, inputs, operands = "Copy", [line.versioned()], None
+        else:
+            type = self.type_name(line)
+            line.expect("(", "write OUTPUT : TYPE @DEVICE = OPERATOR(inputs, name=value)")
+            inputs, operands = self.arguments(line, args)
+        given = self.attributes(line) if line.taken("{") else {}
+
+        phase = given.get("phase", self.phase)
+        for output in outputs:
+            if output.geometry is not None:
+                self.declare(line, output, type, phase)
+        names = tuple([output.name for output in outputs])
+        device = given.get("device")
+        if device is None:
+            if not names or names[0] not in self.blobs:
+                raise line.error(
+                    "the operator's device is not known", "write {device=gpu:0} after it, or its output's type"
+                )
+            device = self.blobs[names[0]].device
+        return Operator(
+            type,
+            tuple([name for name, _ in inputs]),
+            names,
+            args,
+            device,
+            phase,
+            given.get("module", default_module(type, phase, names)),
+            given.get("by", ""),
+            given.get("seed"),
+            given.get("operands", operands),
+            given.get("results", results),
+            given.get("effects", PURE),
+            _versions([version for _, version in inputs]),
+            _versions([output.version for output in outputs]),
+        )
+
+    def outputs(self, line: Line) -> tuple[list[_Output], str | None]:
+        """The outputs up to ``=`` or ``<-``, and the pattern that they show."""
+        found: list[_Output] = []
+        chars, nested, overwritten = "", False, 0
+        if line.taken("("):
+            line.expect(")", "write () for an operator without outputs")
+            line.expect("=", "write () = OPERATOR(inputs)")
+            return found, None
+        while True:
+            token = line.peek()
+            if token in ("[", "_"):
+                line.i += 1
+                chars += token
+                nested |= token == "["
+                if token == "[":
+                    if not line.taken("]"):
+                        continue
+                    chars += "]"
+                    nested = False
+            else:
+                output = self.output(line)
+                found.append(output)
+                chars += "t"
+                overwritten = 0 if output.geometry else overwritten + 1
+            if nested and line.taken("]"):
+                chars += "]"
+                nested = False
+            token = line.take()
+            if token in ("=", "<-") and not nested:
+                return found, shown_pattern(chars, overwritten)
+            if token != ",":
+                line.i -= 1
+                raise line.error(
+                    f"expected ',' or '=', found {line.shown()}", "write OUTPUT : TYPE @DEVICE = OPERATOR(inputs)"
+                )
+
+    def type_name(self, line: Line) -> str:
+        token = line.peek()
+        name = line.name()
+        if token[0] != '"' and token.count(".") == 1 and token.startswith(("aten.", "prims.")):
+            return name + ".default"
+        return name
+
+    def arguments(self, line: Line, args: dict[str, Arg]) -> tuple[list[tuple[str, int | None]], str | None]:
+        """The operands and arguments up to ``)``; operands are returned with the pattern that they show."""
+        tokens = line.tokens
+        inputs: list[tuple[str, int | None]] = []
+        chars, nested, first = "", False, True
+        while not (not nested and first and line.taken(")")):
+            first = False
+            token = line.peek()
+            if not nested and line.i + 1 < line.n and tokens[line.i + 1] == "=":
+                name = line.name()
+                line.i += 1
+                if name in args:
+                    raise line.error(f"argument {name} is given twice", "give it once")
+                args[name] = line.value()
+            elif args:
+                raise line.error(f"expected name=value, found {line.shown()}", "write operands first, then name=value")
+            elif token == "[" and not nested:
+                line.i += 1
+                chars += "["
+                if not line.taken("]"):
+                    nested = True
+                    continue
+                chars += "]"
+            elif token == "_":
+                line.i += 1
+                chars += "_"
+            else:
+                inputs.append(line.versioned())
+                chars += "t"
+            if nested and line.taken("]"):
+                chars += "]"
+                nested = False
+            token = line.take()
+            if token == ")" and not nested:
+                break
+            if token != ",":
+                line.i -= 1
+                raise line.error(f"expected ',' or ')', found {line.shown()}", "write OPERATOR(a, [b, c], name=value)")
+        return inputs, shown_pattern(chars)
+
+    def attributes(self, line: Line) -> dict[str, Any]:
+        """``name=value, …}``, with writes, views and random put together as effects."""
+        found: dict[str, Any] = {}
+        effects: dict[str, Any] = {}
+        while True:
+            key = line.take()
+            if key == "random":
+                effects["random"] = True
+            elif key not in _ATTRIBUTES:
+                raise line.error(
+                    f"unknown attribute {key!r}{nearest(key, _ATTRIBUTES)}", f"known: {', '.join(_ATTRIBUTES)}"
+                )
+            else:
+                line.expect("=", f"write {key}=value")
+                if key in found or key in effects:
+                    raise line.error(f"attribute {key} is given twice", "give it once")
+                (effects if key in ("writes", "views") else found)[key] = _ATTRIBUTES[key](line)
+            if line.taken("}"):
+                break
+            line.expect(",", "separate attributes by commas, close them with }")
+        if effects:
+            found["effects"] = Effects(**effects)
+        return found
+
+
+def _versions(versions: list[int | None]) -> tuple[int, ...] | None:
+    """A version written on any name says that of every name; without any, all are the first."""
+    for version in versions:
+        if version is not None:
+            return tuple([version or 0 for version in versions])
+    return None
+
+
+def _phase(line: Line) -> str:
+    phase = line.name()
+    if phase not in PHASES:
+        raise line.error(f"{phase!r} is not a phase{nearest(phase, PHASES)}", f"phases: {', '.join(PHASES)}")
+    return phase
+
+
+def _pattern(line: Line) -> str | None:
+    token = line.take()
+    if token == "none":
+        return None
+    if not re.fullmatch(r'"(?:[t_]|\[[t_]*\])*"', token):
+        raise line.error(f"{token} is not a pattern", 'write "t_[tt]": t for a tensor, _ for none, [ ] for a list')
+    return token[1:-1]
+
+
+def _pairs(line: Line) -> tuple[tuple[int, int], ...]:
+    line.expect("[", "write pairs as [0:0, 1:2]")
+    found: list[tuple[int, int]] = []
+    while not line.taken("]"):
+        if found:
+            line.expect(",", "separate pairs by commas")
+        output, colon, source = line.take().partition(":")
+        if not colon:
+            raise line.error("expected a pair of positions", "write OUTPUT:INPUT, such as 0:0")
+        found.append((line.integer(output), line.integer(source)))
+    return tuple(found)
+
+
+_ATTRIBUTES: Final[Mapping[str, Callable[[Line], Any]]] = {
+    "phase": _phase,
+    "module": Line.name,
+    "by": Line.name,
+    "seed": Line.whole,
+    "device": Line.device,
+    "operands": _pattern,
+    "results": _pattern,
+    "writes": _pairs,
+    "views": _pairs,
+    "random": lambda line: True,
+}
+
+
+def _type(line: Line, token: str) -> tuple[str | None, Shape | None]:
+    """``f32[batch,64]``, ``f32[?]``, ``?[64]`` or ``?``."""
+    if token == "?":
+        return None, None
+    dtype, bracket, sizes = token.partition("[")
+    if not bracket or not sizes.endswith("]"):
+        line.i -= 1
+        raise line.error(
+            f"expected a type, found {line.shown()}", "write a type such as f32[batch,64], or ? if not known"
+        )
+    if dtype != "?" and dtype not in ITEMSIZE:
+        raise line.error(f"{dtype!r} is not an element type{nearest(dtype, ITEMSIZE)}", f"types: {', '.join(ITEMSIZE)}")
+    body = sizes[:-1].strip()
+    shape = None if body == "?" else tuple(line.size(size.strip()) for size in body.split(",")) if body else ()
+    return (None if dtype == "?" else dtype), shape
+
+
+def read_net(reader: Lines, line: Line) -> NetReader:
+    """A net whose first line is *line*, up to its ``}``."""
+    phase = "init" if line.taken("init") else "forward"
+    line.expect("net", "write net NAME { or init net NAME {")
+    net = NetReader(line.name(), phase)
+    line.expect("{", "write net NAME {")
+    line.end()
+    expected = f"}} of net {net.name!r}"
+    while True:
+        line = reader.next(expected)
+        if line.tokens[0] == "}":
+            line.take()
+            line.end()
+            return net
+        net.statement(line)

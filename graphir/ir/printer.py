@@ -1,0 +1,318 @@
+"""Printing nets: names, values, operators, and what of them is left out because it is the default."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Final
+
+from ..errors import GraphirError
+from .blob import ROLES, Blob
+from .names import base_name
+from .net import Net
+from .operator import PURE, SYMBOLS, Arg, Effects, Operator, Symbol, groups
+from .size import Affine, Dims, Shape, Size
+
+__all__ = [
+    "RESERVED",
+    "Printer",
+    "declarations",
+    "default_module",
+    "default_role",
+    "json_string",
+    "key_text",
+    "nbytes_text",
+    "net_lines",
+    "net_phase",
+    "quoted",
+    "result_lines",
+    "shown_pattern",
+    "value_text",
+]
+
+RESERVED: Final = frozenset(ROLES) | {"_", "blob", "external", "grad", "of", "op"}
+"""Words that start something else than a name; a blob so called is quoted."""
+
+_BARE: Final = re.compile(r"[\w.][\w./\-]*")
+_KEYWORD_VALUES: Final = SYMBOLS | {"true", "false", "none", "inf", "nan"}
+
+
+# Names and values
+
+
+@lru_cache(maxsize=1 << 16)
+def quoted(name: str) -> str:
+    """A name as it is printed: bare where that is unambiguous, else a JSON string."""
+    return name if _BARE.fullmatch(name) and name not in RESERVED else json_string(name)
+
+
+def json_string(text: str) -> str:
+    """A JSON string that stays in its line and is readable where it can be."""
+    return json.dumps(text, ensure_ascii=not text.isprintable())
+
+
+def key_text(name: str) -> str:
+    """A name where words that start something else cannot stand."""
+    return name if _BARE.fullmatch(name) else json_string(name)
+
+
+def value_text(arg: Arg) -> str:
+    """A non-tensor argument as it is printed."""
+    if arg is None:
+        return "none"
+    if isinstance(arg, bool):
+        return "true" if arg else "false"
+    if isinstance(arg, (int, float)):
+        return repr(arg)
+    if isinstance(arg, Symbol):
+        if arg not in SYMBOLS:
+            raise GraphirError(f"{str(arg)!r} names no torch constant", fix=f"known: {', '.join(sorted(SYMBOLS))}")
+        return str(arg)
+    if isinstance(arg, str):
+        return json_string(arg)
+    if isinstance(arg, Affine):
+        text = str(arg)
+        return f"1*{text}" if text in _KEYWORD_VALUES else text
+    return "[" + ", ".join(map(value_text, arg)) + "]"
+
+
+def _size(size: Size) -> str:
+    return str(size)
+
+
+@lru_cache(maxsize=1 << 16)
+def _type(dtype: str | None, shape: Shape | None) -> str:
+    if shape is None:
+        return f"{dtype}[?]" if dtype else "?"
+    return f"{dtype or '?'}[{','.join(map(_size, shape))}]"
+
+
+def nbytes_text(nbytes: int) -> str:
+    """``16.0 MiB``."""
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    power = min(int(math.log2(nbytes)) // 10, 4)
+    return f"{nbytes / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
+
+
+# Defaults, which the parser shares
+
+_ROLE_OF_PHASE: Final = {"forward": "activation", "backward": "gradient", "reduce": "gradient"}
+
+
+def default_role(type: str, phase: str, storage: Blob | None) -> str:
+    """The role that an output has unless its text says otherwise."""
+    if storage is not None:
+        return storage.role
+    return "temporary" if type == "Copy" else _ROLE_OF_PHASE.get(phase, "temporary")
+
+
+def default_module(type: str, phase: str, outputs: Sequence[str]) -> str:
+    """The module that an operator has unless its text says otherwise."""
+    own = phase == "forward" and outputs and type.startswith(("aten.", "prims."))
+    return base_name(outputs[0]) if own else ""
+
+
+def shown_pattern(chars: str, overwritten: int = 0) -> str | None:
+    """The operand or result pattern that brackets and ``_`` show; *overwritten* trailing outputs are not part of it."""
+    while overwritten and chars.endswith("t"):
+        chars, overwritten = chars[:-1], overwritten - 1
+    return None if chars == "t" * len(chars) else chars
+
+
+def net_phase(net: Net) -> str:
+    """The phase that the net's operators have unless their text says otherwise."""
+    return "init" if net.ops and all(op.phase == "init" for op in net.ops) else "forward"
+
+
+# Operators
+
+
+class Printer:
+    """Prints the operators of one net; remembers which blobs it has declared."""
+
+    def __init__(self, blobs: Mapping[str, Blob], phase: str, dims: Dims | None, attributes: bool) -> None:
+        self.blobs, self.phase, self.dims, self.attributes = blobs, phase, dims, attributes
+        self.declared: set[str] = set()
+
+    def declaration(self, word: str, name: str) -> str:
+        self.declared.add(name)
+        blob = self.blobs.get(name)
+        if blob is None:
+            return f"external {quoted(name)}"
+        return f"{word}{blob.role} {quoted(name)}{self.geometry(blob)}{self.figure([name])}"
+
+    def geometry(self, blob: Blob) -> str:
+        text = f" : {_type(blob.dtype, blob.shape)}"
+        if blob.strides is not None:
+            text += f" strides [{','.join(map(_size, blob.strides))}]"
+        if blob.offset:
+            text += f" offset {blob.offset}"
+        if blob.storage != blob.name:
+            text += f" in {quoted(blob.storage)}"
+        return f"{text} @{blob.device}"
+
+    def figure(self, names: Iterable[str]) -> str:
+        """The bytes of the storages among *names*, as a comment."""
+        if self.dims is None:
+            return ""
+        try:
+            nbytes = sum(blob.nbytes(self.dims) for name in names if not (blob := self.blobs[name]).is_view)
+        except GraphirError:
+            return ""
+        return f"  # {nbytes_text(nbytes)}" if nbytes else ""
+
+    def operator(self, op: Operator, copy: bool = False) -> str:
+        """``OUT : TYPE @dev = TYPE(inputs, name=value) {attributes}``; a *copy* as ``OUT : TYPE @dev <- IN``."""
+        new = [] if self.dims is None else [n for n in op.outputs if n not in self.declared and n in self.blobs]
+        outputs, shown_results = self.outputs(op)
+        inputs, shown_operands = self.inputs(op)
+        if copy:
+            text = f"{outputs} <- {inputs}"
+        else:
+            call = [inputs] if inputs else []
+            call += [f"{key_text(name)}={value_text(arg)}" for name, arg in op.args.items()]
+            text = f"{outputs} = {_type_name(op.type)}({', '.join(call)})"
+        if self.attributes:
+            text += self.attribute_text(op, shown_operands, shown_results)
+        return text + self.figure(new)
+
+    def output(self, name: str, version: int, marked: bool, op: Operator) -> str:
+        text = f"{quoted(name)};{version}" if marked else quoted(name)
+        blob = None if name in self.declared else self.blobs.get(name)
+        if blob is None:
+            return text
+        storage = self.blobs[blob.storage] if blob.storage in self.declared and blob.storage in self.blobs else None
+        self.declared.add(name)
+        role = "" if blob.role == default_role(op.type, op.phase, storage) else f"{blob.role} "
+        return f"{role}{text}{self.geometry(blob)}"
+
+    def outputs(self, op: Operator) -> tuple[str, str | None]:
+        """The text left of ``=``, and the pattern that it shows."""
+        typed = [name not in self.declared and name in self.blobs for name in op.outputs]
+        versions = op.output_versions or (0,) * len(op.outputs)
+        explicit = op.output_versions is not None and not any(op.output_versions)
+        items = [
+            self.output(name, version, version > 0 or (explicit and i == 0), op)
+            for i, (name, version) in enumerate(zip(op.outputs, versions, strict=True))
+        ]
+        if not items and not op.results:
+            return "()", None
+        if op.results is None:
+            return ", ".join(items), None
+        text, chars = _arranged(op.results, items)
+        overwritten = 0
+        while overwritten < len(typed) and not typed[-1 - overwritten]:
+            overwritten += 1
+        return text, shown_pattern(chars, overwritten)
+
+    def inputs(self, op: Operator) -> tuple[str, str | None]:
+        """The text of the operands, and the pattern that it shows."""
+        versions = op.input_versions
+        if not versions:
+            items = [quoted(name) for name in op.inputs]
+        else:
+            explicit = not any(versions)
+            items = [
+                f"{quoted(name)};{version}" if version or (explicit and i == 0) else quoted(name)
+                for i, (name, version) in enumerate(zip(op.inputs, versions, strict=True))
+            ]
+        if op.operands is None:
+            return ", ".join(items), None
+        text, chars = _arranged(op.operands, items)
+        return text, shown_pattern(chars)
+
+    def attribute_text(self, op: Operator, shown_operands: str | None, shown_results: str | None) -> str:
+        """`` {phase=…, …}``, or nothing."""
+        found = []
+        if op.phase != self.phase:
+            found.append(f"phase={op.phase}")
+        if op.module != default_module(op.type, op.phase, op.outputs):
+            found.append(f"module={key_text(op.module)}")
+        if op.by:
+            found.append(f"by={key_text(op.by)}")
+        if op.seed is not None:
+            found.append(f"seed={op.seed}")
+        first = self.blobs.get(op.outputs[0]) if op.outputs else None
+        if first is None or op.device != first.device:
+            found.append(f"device={op.device}")
+        if op.operands != shown_operands:
+            found.append(f"operands={json_string(op.operands) if op.operands is not None else 'none'}")
+        if op.results != shown_results:
+            found.append(f"results={json_string(op.results) if op.results is not None else 'none'}")
+        if op.effects != PURE:
+            found += _effects(op.effects)
+        return f" {{{', '.join(found)}}}" if found else ""
+
+
+@lru_cache(maxsize=4096)
+def _effects(effects: Effects) -> tuple[str, ...]:
+    found = [
+        f"{word}=[{', '.join(f'{output}:{source}' for output, source in pairs)}]"
+        for word, pairs in (("writes", effects.writes), ("views", effects.views))
+        if pairs
+    ]
+    return (*found, "random") if effects.random else tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _type_name(type: str) -> str:
+    """Overload ``default`` of a torch operator is left out; a type that then reads as another is quoted."""
+    namespace, _, rest = type.partition(".")
+    if namespace in ("aten", "prims"):
+        name, _, variant = rest.partition(".")
+        if variant == "default" and name and _BARE.fullmatch(type):
+            return f"{namespace}.{name}"
+        if not variant:
+            return json_string(type)
+    return type if _BARE.fullmatch(type) else json_string(type)
+
+
+def _arranged(pattern: str, items: Sequence[str]) -> tuple[str, str]:
+    """Items as a pattern arranges them, those beyond it at the end; and the pattern that this shows."""
+    count = pattern.count("t")
+    if count > len(items):
+        return ", ".join(items), "t" * len(items)
+    parts = []
+    for group in groups(pattern, count):
+        if isinstance(group, list):
+            parts.append("[" + ", ".join("_" if i is None else items[i] for i in group) + "]")
+        else:
+            parts.append("_" if group is None else items[group])
+    return ", ".join([*parts, *items[count:]]), pattern + "t" * (len(items) - count)
+
+
+# Nets
+
+
+def net_lines(net: Net, dims: Dims | None, attributes: bool) -> Iterator[str]:
+    """The lines of a net; with figures where there are *dims*."""
+    phase = net_phase(net)
+    printer = Printer(net.blobs, phase, dims, attributes)
+    yield f"{'init ' if phase == 'init' else ''}net {quoted(net.name)} {{"
+    yield from declarations(net, printer)
+    for op in net.ops:
+        yield f"  {printer.operator(op)}"
+    yield from result_lines(net)
+    yield "}"
+
+
+def declarations(net: Net, printer: Printer) -> Iterator[str]:
+    """The lines of the blobs that no operator makes."""
+    for name in net.external_inputs:
+        yield f"  {printer.declaration('', name)}"
+    made = {name for op in net.ops for name in op.outputs}
+    for name in net.blobs:
+        if name not in printer.declared and name not in made:
+            yield f"  {printer.declaration('blob ', name)}"
+
+
+def result_lines(net: Net) -> Iterator[str]:
+    """The lines of external outputs and gradients."""
+    for name in net.external_outputs:
+        yield f"  output {quoted(name)}"
+    for activation, gradient in net.gradients.items():
+        yield f"  grad {quoted(activation)} -> {quoted(gradient)}"

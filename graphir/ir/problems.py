@@ -1,0 +1,73 @@
+"""Broken invariants, collected while something is verified and raised as one error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from ..errors import GraphirError, PlacementError, VerifyError
+from .net import Net
+from .operator import Operator
+
+__all__ = ["Problem", "raise_all"]
+
+_MOST_PRINTED: Final = 20
+_PLACE: Final = "run inject_copies before emit"
+_BLAME: Final = "verify before and after each pass or edit to see which one broke it"
+
+
+class Problem(NamedTuple):
+    """One broken invariant.
+
+    Attributes:
+        what: what is wrong, in one line.
+        op: the operator at which it shows, if it does at one.
+        net: the net of that operator.
+        instruction: position and text of the instruction at which it shows, if it does at one.
+        placement: an operand on the wrong device.
+    """
+
+    what: str
+    op: Operator | None = None
+    net: Net | None = None
+    instruction: str = ""
+    placement: bool = False
+
+    @property
+    def at(self) -> str:
+        """The operator or instruction, as text."""
+        from .text import operator_text  # text prints nets, and nets know nothing of verification
+
+        if self.op is None or self.net is None:
+            return self.instruction
+        try:
+            return operator_text(self.op, self.net)
+        except (ValueError, LookupError, GraphirError):  # too broken to print in full
+            return f"{', '.join(self.op.outputs)} = {self.op.type}({', '.join(self.op.inputs)})"
+
+
+def raise_all(problems: Sequence[Problem], where: str) -> None:
+    """Raise all *problems* as one error; nothing where there are none.
+
+    Args:
+        problems: in the order in which they were found.
+        where: what was verified, and the last pass that it went through.
+
+    Raises:
+        PlacementError: every problem is an operand on the wrong device.
+        VerifyError: some problem is not.
+    """
+    if not problems:
+        return
+    placement = all(p.placement for p in problems)
+    error = PlacementError if placement else VerifyError
+    fixes = [_BLAME] * (not placement) + [_PLACE] * any(p.placement for p in problems)
+    if len(problems) == 1:
+        raise error(problems[0].what, at=problems[0].at, where=where, fix="; ".join(fixes))
+    lines = [f"{len(problems)} invariants are broken"]
+    for number, problem in enumerate(problems[:_MOST_PRINTED], 1):
+        lines.append(f"  {number:<4} {problem.what}")
+        lines += [f"       at {problem.at}"] * bool(problem.at)
+    if len(problems) > _MOST_PRINTED:
+        lines.append(f"  … and {len(problems) - _MOST_PRINTED} more")
+    raise error("\n".join(lines), where=where, fix="; ".join(fixes))

@@ -1,0 +1,120 @@
+"""A program's state on disk: a safetensors file, whose tensors are read when they are first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from ..errors import FileError, GraphirError
+from .opset import to_symbol
+from .program import Program
+from .records import TensorRecord
+
+__all__ = ["StoredTensors", "describe", "stored_layouts", "write_tensors"]
+
+
+def describe(state: Mapping[str, torch.Tensor]) -> dict[str, TensorRecord]:
+    """What a program's file says about the tensors beside it.
+
+    Raises:
+        GraphirError: a tensor has an element type that graphir has no name for.
+    """
+    return {
+        name: TensorRecord(dtype=str(to_symbol(tensor.dtype)), shape=tuple(tensor.shape))
+        for name, tensor in state.items()
+    }
+
+
+def write_tensors(state: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write the tensors, each dense and on its own: the file format knows neither strides nor shared memory.
+
+    Raises:
+        FileError: a tensor cannot be written, such as one on the meta device.
+    """
+    try:
+        save_file({name: _own(tensor) for name, tensor in state.items()}, path)
+    except (SafetensorError, RuntimeError, NotImplementedError, KeyError) as e:
+        raise FileError(f"the state cannot be written: {e}", where=str(path)) from e
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    dense = tensor.detach().cpu().contiguous()
+    whole = dense.untyped_storage().nbytes() == dense.numel() * dense.element_size()
+    return dense if whole and dense.data_ptr() != tensor.data_ptr() else dense.clone()
+
+
+def stored_layouts(program: Program) -> dict[str, tuple[int, ...]]:
+    """The strides of each state tensor whose blob is not contiguous, by the tensor's name."""
+    found: dict[str, tuple[int, ...]] = {}
+    for op in program.init.ops:
+        key, blob = op.args.get("key"), program.init.blobs.get(op.outputs[0]) if op.outputs else None
+        if op.type == "graphir.load" and isinstance(key, str) and blob is not None and blob.strides is not None:
+            found[key] = tuple(size for size in blob.strides if isinstance(size, int))
+    return found
+
+
+class StoredTensors(Mapping[str, torch.Tensor]):
+    """The tensors of a safetensors file, by name. Each is read when it is first asked for, and kept.
+
+    Args:
+        path: of the file.
+        expected: what the program's file says about them.
+        layouts: strides of those that are not contiguous.
+
+    Raises:
+        FileError: the file is missing or damaged, or holds other tensors than *expected*.
+    """
+
+    def __init__(
+        self, path: Path, expected: Mapping[str, TensorRecord], layouts: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        self._path, self._expected, self._layouts = path, expected, layouts
+        self._read: dict[str, torch.Tensor] = {}
+        fix = "save the program again with state=True; its two files belong together"
+        if not path.is_file():
+            raise FileError("the file of the program's tensors is missing", where=str(path), fix=fix)
+        try:
+            self._file: Any = cast(Any, safe_open)(path, framework="pt")  # a class without annotations
+            held = set(self._file.keys())
+        except (SafetensorError, OSError) as e:
+            raise FileError(f"the program's tensors cannot be read: {e}", where=str(path), fix=fix) from None
+        if held != set(expected):
+            odd = min(held ^ set(expected))
+            what = f"tensor {odd!r} is in one of the program's files and not in the other"
+            raise FileError(what, where=str(path), fix=fix)
+        for name, record in expected.items():
+            found = tuple(self._file.get_slice(name).get_shape())
+            if found != record.shape:
+                what = f"tensor {name!r} is of shape {list(found)}, its program says {list(record.shape)}"
+                raise FileError(what, where=str(path), fix=fix)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._read:
+            record = self._expected[name]
+            tensor: torch.Tensor = self._file.get_tensor(name)
+            if _dtype(tensor) != record.dtype:
+                what = f"tensor {name!r} is of type {tensor.dtype}, its program says {record.dtype}"
+                raise FileError(what, where=str(self._path))
+            strides = self._layouts.get(name)
+            if strides is not None and len(strides) == tensor.dim():
+                tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
+            self._read[name] = tensor
+        return self._read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._expected)
+
+    def __len__(self) -> int:
+        return len(self._expected)
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    try:
+        return str(to_symbol(tensor.dtype))
+    except GraphirError:
+        return str(tensor.dtype)

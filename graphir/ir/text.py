@@ -1,0 +1,221 @@
+"""The text form of nets, programs and plans: printing. :mod:`.parse` reads what this prints.
+
+Canonical text has no line numbers, no alignment and no derived figures, so that two of them diff cleanly, and nothing
+is lost: ``parse(str(x)) == x``. What is the default is left out:
+
+* a blob's type stands where the blob first appears, so an output without one is an existing blob that is overwritten;
+* an output's role, where it is the usual one of its operator's phase (forward: activation, backward and reduce:
+  gradient, init and update, and any copy: temporary), or for a view that of its storage;
+* an operator's device, where it is that of its first output; its phase, where it is ``forward`` (in an ``init net``,
+  ``init``); its module, where it is the base name of the first output of a forward torch operator, or else empty;
+* versions, where all are the first; operand and result patterns, where the brackets and ``_`` show them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import zip_longest
+from typing import Final
+
+from ..plan import Instruction, Plan
+from .net import Net
+from .operator import Arg, Operator
+from .printer import (
+    Printer,
+    declarations,
+    json_string,
+    key_text,
+    nbytes_text,
+    net_lines,
+    net_phase,
+    quoted,
+    result_lines,
+    value_text,
+)
+from .program import Interface, Program
+from .size import Dims
+
+__all__ = ["nbytes_text", "operator_text", "print_net", "print_plan", "print_program", "quoted", "show"]
+
+_RAW: Final = re.compile(r'(?!["\s])(?:"(?:[^"\\\n]|\\.)*"|[^"#\n])*(?<!\s)')
+_RAW_PASS: Final = re.compile(r'(?!["\s])(?:"(?:[^"\\\n]|\\.)*"|[^|"#\n])+(?<!\s)')
+
+
+def print_net(net: Net) -> str:
+    """The canonical text of a net."""
+    return show(net, figures=False)
+
+
+def print_program(program: Program) -> str:
+    """The canonical text of a program, without its state and module."""
+    return show(program, figures=False)
+
+
+def print_plan(plan: Plan) -> str:
+    """The canonical text of a plan."""
+    return show(plan, figures=False)
+
+
+def operator_text(op: Operator, net: Net) -> str:
+    """One operator as it stands in *net*, with the types of all its outputs and its attributes."""
+    return Printer(net.blobs, "forward", None, attributes=True).operator(op)
+
+
+def show(x: Net | Program | Plan, *, figures: bool = True, attributes: bool = True) -> str:
+    """The text of a net, a program or a plan for people.
+
+    Args:
+        x: what to print.
+        figures: add the bytes of each storage as a comment, at the sizes that *x* was captured or planned for.
+        attributes: print the operators' attributes and the program's interface; text without them is read back with
+            the defaults in their place.
+    """
+    if isinstance(x, Plan):
+        lines = _plan(x, x.dims if figures else None, attributes)
+    elif isinstance(x, Program):
+        lines = _program(x, x.dims if figures else None, attributes)
+    else:
+        lines = net_lines(x, {} if figures else None, attributes)
+    return "\n".join(lines)
+
+
+# Programs
+
+
+def _program(program: Program, dims: Dims | None, attributes: bool) -> Iterator[str]:
+    yield f"program {quoted(program.name)} {{"
+    yield from _header(program)
+    for net in (program.init, program.step):
+        yield from _indented(net_lines(net, dims, attributes))
+    if attributes:
+        yield from _indented(_interface(program.interface))
+    yield "}"
+
+
+def _indented(lines: Iterable[str]) -> Iterator[str]:
+    for line in lines:
+        yield f"  {line}"
+
+
+def _header(program: Program) -> Iterator[str]:
+    if program.dims:
+        yield f"  dims {_assignments(program.dims)}"
+    if program.fixed:
+        yield f"  fixed {json_string(program.fixed)}"
+    if program.replicas != ("",):
+        yield f"  replicas {', '.join(map(quoted, program.replicas))}".rstrip()
+    if program.history:
+        texts = (text if _RAW_PASS.fullmatch(text) else json_string(text) for text in program.history)
+        yield f"  passes {' | '.join(texts)}"
+
+
+def _assignments(values: Mapping[str, Arg]) -> str:
+    return ", ".join(f"{key_text(name)}={value_text(value)}" for name, value in values.items())
+
+
+def _interface(interface: Interface) -> Iterator[str]:
+    if interface == Interface():
+        return
+    yield "interface {"
+    if interface.arguments:
+        yield f"  arguments {_raw(interface.arguments)}"
+    for feed in interface.feeds:
+        dim = "" if feed.batch_dim is None else f" dim {feed.batch_dim}"
+        value = "" if feed.value is None else f" = {value_text(feed.value)}"
+        yield f"  feed {'_' if feed.blob is None else quoted(feed.blob)}{dim}{value}"
+    if interface.loss is not None:
+        yield f"  loss {quoted(interface.loss)}"
+    for name, batch_dim in zip_longest(interface.outputs, interface.output_batch_dims[: len(interface.outputs)]):
+        yield f"  output {quoted(name)}" + ("" if batch_dim is None else f" dim {batch_dim}")
+    if interface.results is not None:
+        yield f"  results {_raw(interface.results)}"
+    for name, blob in interface.module_state.items():
+        yield f"  module {_renamed(name, blob, name)}"
+    if interface.optimizer:
+        yield f"  optimizer {quoted(interface.optimizer)}"
+    for group in interface.param_groups:
+        params = ", ".join(map(quoted, group.params))
+        yield f"  group {quoted(group.lr)} {{{_assignments(group.options)}}} = {params}".rstrip()
+    for param, states in interface.optimizer_state.items():
+        parts = (_renamed(name, blob, f"{param}.{name}") for name, blob in states.items())
+        yield f"  state {quoted(param)} : {', '.join(parts)}".rstrip()
+    yield "}"
+
+
+def _renamed(name: str, blob: str, default: str) -> str:
+    return quoted(name) if blob == default else f"{quoted(name)} -> {quoted(blob)}"
+
+
+def _raw(text: str) -> str:
+    """A JSON text as it is where it can stand in a line, else as a string."""
+    return text if _RAW.fullmatch(text) else json_string(text)
+
+
+# Plans
+
+
+def _plan(plan: Plan, dims: Dims | None, attributes: bool) -> Iterator[str]:
+    program, net = plan.program, plan.step
+    devices = ", ".join(plan.devices)
+    yield f"plan {quoted(plan.name)}{' on ' if devices else ''}{devices} {{"
+    yield from _header(program)
+    if dict(plan.dims) != dict(program.dims):
+        yield f"  sizes {_assignments(plan.dims)}".rstrip()
+    yield from _indented(net_lines(program.init, dims, attributes))
+
+    phase = net_phase(net)
+    printer = Printer(net.blobs, phase, dims, attributes)
+    inline = _first_mentions(plan.instructions) == list(range(len(net.ops)))
+    yield f"  {'init ' if phase == 'init' else ''}net {quoted(net.name)} {{"
+    yield from _indented(declarations(net, printer))
+    if not inline:
+        for op in net.ops:
+            yield f"    {printer.operator(op)}"
+    yield from _indented(result_lines(net))
+    yield "  }"
+    if attributes:
+        yield from _indented(_interface(program.interface))
+    printed = set() if inline else set(range(len(net.ops)))
+    makers: dict[str, int] = {}
+    if not inline:
+        makers = {label: i for i, op in enumerate(net.ops) if (label := _label(op))}
+    for instruction in plan.instructions:
+        yield f"  {instruction.lane}: {_instruction(instruction, net, printer, printed, makers)}"
+    yield "}"
+
+
+def _first_mentions(instructions: Iterable[Instruction]) -> list[int]:
+    return list(dict.fromkeys(i.op for i in instructions if i.kind in ("run", "copy", "collective")))
+
+
+def _label(op: Operator) -> str:
+    """An operator's first output, by which later instructions refer to it."""
+    return _version(*next(op.makes)) if op.outputs else ""
+
+
+def _version(name: str, version: int) -> str:
+    return f"{quoted(name)};{version}" if version else quoted(name)
+
+
+def _instruction(
+    instruction: Instruction, net: Net, printer: Printer, printed: set[int], makers: dict[str, int]
+) -> str:
+    kind, event = instruction.kind, instruction.event
+    if kind == "free":
+        return f"free {quoted(instruction.storage)}"
+    if event is not None:
+        by = "" if kind == "record" and event.lane == instruction.lane else f" by {event.lane}"
+        return f"{kind} {_version(event.blob, event.version)}{by}"
+    word = f"{kind} {instruction.part}" if kind == "collective" else kind
+    position = instruction.op
+    op = net.ops[position]
+    if position in printed:
+        label = _label(op)
+        return f"{word} of {label}" if label and makers.get(label) == position else f"{word} of op {position}"
+    printed.add(position)
+    if op.outputs:
+        makers[_label(op)] = position
+    if kind == "copy" and op.type == "Copy" and not op.args and op.operands is None and len(op.inputs) == 1:
+        return f"copy {printer.operator(op, copy=True)}"
+    return f"{word} {printer.operator(op)}"

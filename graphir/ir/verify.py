@@ -1,0 +1,309 @@
+"""Whether a net, a program or a plan is what everything else takes it for.
+
+Of every net, *well-formed*:
+
+ 1. A blob is kept under its own name.
+ 2. A view's storage is declared, owns its bytes, and has the view's device and role.
+ 3. External inputs are declared, once each, and no operator makes version 0 of one.
+ 4. Blobs that an operator names are declared; a declared blob is external or made by an operator.
+ 5. The versions of a name count up from 0 in program order, one producer each.
+ 6. An operator reads the last version made before it.
+ 7. Nobody has written to a blob's storage, by whatever name, between its version and a read of it.
+ 8. An output shares the storage of the input that the operator's effects name; every other output owns its storage.
+ 9. External outputs are made, not written over later; gradients and what they are of are declared.
+10. Effects are those of the type's schema; random operators have a seed id, and only they.
+11. The type is known to torch; arguments, inputs and outputs fit its signature.
+12. Shapes, element types, strides and offsets are those that the operator gives.
+13. A collective runs on the device of its first participant.
+
+*Placed*:
+
+14. Every operand is where :func:`graphir.ir.placement.required_devices` wants it.
+
+Of a program (:mod:`.verify_program`): 15 to 21, of a plan (:mod:`.verify_plan`): 22 to 27.
+
+Imported nets have types that torch does not know, and unknown shapes: 10, 11 and 12 hold only of what is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from ..errors import GraphirError
+from ..plan import Plan
+from .blob import Blob
+from .infer import Geometry, Inferred, geometry, infer, same_layout
+from .net import Net
+from .operator import PURE, Operator, leaves
+from .placement import required_devices
+from .problems import Problem, raise_all
+from .program import Program
+from .size import Affine, Dims, Size, size_dims
+from .verify_plan import plan_problems
+from .verify_program import program_problems
+
+__all__ = ["Problem", "net_problems", "verify"]
+
+Subject: TypeAlias = Program | Plan | Net
+
+
+def verify(subject: Subject, *, dims: Dims | None = None, placed: bool = True) -> None:
+    """Check every invariant of a program, a plan or a net, and raise all that are broken as one error.
+
+    Args:
+        subject: what to verify.
+        dims: the value of each dimension at which shapes are compared; the program's or plan's own ones by default. A
+            bare net has none, so that its operators with named dimensions are not compared with their shapes.
+        placed: also check where operands are; a program may break that between a shift and its copies.
+
+    Raises:
+        PlacementError: operands are on the wrong device, and nothing else is wrong.
+        VerifyError: some other invariant is broken.
+    """
+    if isinstance(subject, Net):
+        raise_all(net_problems(subject, dims or {}, placed=placed, complete=False), f"net {subject.name!r}")
+        return
+    program = subject.program if isinstance(subject, Plan) else subject
+    sizes = {**program.dims, **(subject.dims if isinstance(subject, Plan) else {}), **(dims or {})}
+    problems = net_problems(program.init, sizes, placed=placed) + net_problems(program.step, sizes, placed=placed)
+    problems += program_problems(program)
+    if isinstance(subject, Plan) and not problems:
+        problems = plan_problems(subject)
+    kind = "plan" if isinstance(subject, Plan) else "program"
+    raise_all(problems, f"{kind} {program.name!r}" + (f", after {program.history[-1]}" if program.history else ""))
+
+
+def net_problems(net: Net, dims: Dims, *, placed: bool = True, complete: bool = True) -> list[Problem]:
+    """Every invariant that *net* breaks.
+
+    Args:
+        net: the net.
+        dims: the value of each dimension.
+        placed: also check where operands are.
+        complete: *dims* should have every dimension; else what has an unknown one is not compared.
+    """
+    walk = _Walk(net, dims, placed, complete)
+    walk.blobs()
+    for position, op in enumerate(net.ops):
+        walk.operator(position, op)
+    walk.outputs()
+    return walk.problems
+
+
+class _Walk:
+    """Program order, from the first operator to the last.
+
+    Attributes:
+        latest: the last version of each name that has been made.
+        made_at: the state of its storage in which that version was made.
+        state: of each storage: the position of its last writer, -1 before the first.
+        geometries: of each blob, bound.
+        bindings: the same, by what the blobs are declared to be.
+    """
+
+    def __init__(self, net: Net, dims: Dims, placed: bool, complete: bool) -> None:
+        self.net, self.dims, self.placed, self.complete = net, dims, placed, complete
+        self.problems: list[Problem] = []
+        self.latest: dict[str, int] = {}
+        self.made_at: dict[str, int] = {}
+        self.state: dict[str, int] = {}
+        self.geometries: dict[str, Geometry | None] = {}
+        self.unbound: set[str] = set()
+        self.bindings: dict[tuple[object, ...], Geometry | None] = {}
+
+    def report(self, what: str, op: Operator | None = None, *, placement: bool = False) -> None:
+        self.problems.append(Problem(what, op, self.net if op else None, placement=placement))
+
+    def blobs(self) -> None:
+        blobs = self.net.blobs
+        for name, blob in blobs.items():
+            if blob.name != name:
+                self.report(f"blob {blob.name!r} is kept under the name {name!r}")
+            if blob.storage != name:
+                self.view(blob, blobs)
+            described = blob.shape, blob.dtype, blob.strides, blob.offset
+            if described not in self.bindings:
+                self.bindings[described] = self.bound(blob)
+            self.geometries[name] = self.bindings[described]
+        for name in self.net.external_inputs:
+            if name not in blobs:
+                self.report(f"external input {name!r} is not declared")
+            elif name in self.latest:
+                self.report(f"external input {name!r} is listed twice")
+            else:
+                self.latest[name], self.made_at[name], self.state[blobs[name].storage] = 0, -1, -1
+
+    def view(self, blob: Blob, blobs: Mapping[str, Blob]) -> None:
+        base = blobs.get(blob.storage)
+        if base is None:
+            self.report(f"blob {blob.name!r} is a view of {blob.storage!r}, which is not declared")
+            return
+        if base.storage != base.name:
+            self.report(f"blob {blob.name!r} is a view of {base.name!r}, which is itself a view of {base.storage!r}")
+        if base.device != blob.device:
+            self.report(f"blob {blob.name!r} is on {blob.device} but its storage {base.name!r} is on {base.device}")
+        if base.role != blob.role:
+            self.report(f"blob {blob.name!r} has role {blob.role} but its storage {base.name!r} has role {base.role}")
+
+    def bound(self, blob: Blob) -> Geometry | None:
+        try:
+            return geometry(blob, self.dims)
+        except GraphirError:
+            sizes = (*(blob.shape or ()), *(blob.strides or ()), blob.offset)
+            self.unbound_in(sizes, f"blob {blob.name!r}")
+            return None
+
+    def unbound_in(self, sizes: tuple[Size, ...], owner: str) -> bool:
+        """Report each dimension that has no value, once; whether there is one."""
+        missing = {dim for size in sizes for dim in size_dims(size)} - set(self.dims)
+        if self.complete:
+            for dim in sorted(missing - self.unbound):
+                self.report(f"dimension {dim!r} of {owner} has no value")
+            self.unbound |= missing
+        return bool(missing)
+
+    def operator(self, position: int, op: Operator) -> None:
+        """Steps 3 to 8 and 10 to 14 for one operator."""
+        blobs, latest, state, geometries = self.net.blobs, self.latest, self.state, self.geometries
+        inputs, outputs, device = op.inputs, op.outputs, op.device
+        reads, makes = op.input_versions, op.output_versions
+        if (reads is not None and len(reads) != len(inputs)) or (makes is not None and len(makes) != len(outputs)):
+            self.report("the operator has another number of versions than of operands", op)
+            return
+        unknown = [name for name in (*inputs, *outputs) if name not in blobs]
+        if unknown:
+            for name in dict.fromkeys(unknown):
+                self.report(f"blob {name!r} is not declared", op)
+            return
+
+        away = False
+        bound = []
+        for k, name in enumerate(inputs):
+            blob = blobs[name]
+            version = 0 if reads is None else reads[k]
+            if latest.get(name) != version or self.made_at[name] != state[blob.storage]:
+                self.misread(name, version, op)
+            if blob.device != device:
+                away = True
+            bound.append(geometries[name])
+
+        if op.effects is PURE or op.effects == PURE:
+            for k, name in enumerate(outputs):
+                blob = blobs[name]
+                self.make(name, 0 if makes is None else makes[k], op)
+                if blob.storage != name:
+                    self.report(f"output {name!r} is new but declared as a view of {blob.storage!r}", op)
+                state[blob.storage] = self.made_at[name] = position
+                if blob.device != device:
+                    away = True
+        else:
+            away = self.aliases(position, op) or away
+
+        if away and self.placed:
+            self.place(op)
+        if op.type == "AllReduce" and inputs and blobs[inputs[0]].device != device:
+            self.report(f"AllReduce is on {device} but its first participant is on {blobs[inputs[0]].device}", op)
+        self.signature(op, bound)
+
+    def make(self, name: str, version: int, op: Operator) -> None:
+        last = self.latest.get(name, -1)
+        if version != last + 1:
+            if version == 0 and name in self.net.external_inputs:
+                self.report(f"external input {name!r} is made by an operator", op)
+            elif version <= last:
+                self.report(f"version {version} of blob {name!r} is made twice", op)
+            else:
+                self.report(f"version {version} of blob {name!r} is made where version {last + 1} is due", op)
+        self.latest[name] = max(version, last + 1)
+
+    def aliases(self, position: int, op: Operator) -> bool:
+        """Rule 8, and the states that outputs are made in; whether an output is on another device."""
+        blobs, state, effects = self.net.blobs, self.state, op.effects
+        shared = dict(effects.views) | dict(effects.writes)
+        written = {output for output, _ in effects.writes}
+        count = len(op.inputs)
+        if any(output >= len(op.outputs) or source >= count for output, source in (*effects.views, *effects.writes)):
+            self.report("the effects name operands that the operator does not have", op)
+            return False
+        for k, name in enumerate(op.outputs):
+            self.make(name, 0 if op.output_versions is None else op.output_versions[k], op)
+            storage = blobs[name].storage
+            if k in shared:
+                source = blobs[op.inputs[shared[k]]]
+                if storage != source.storage:
+                    verb = "overwrites" if k in written else "is a view of"
+                    self.report(f"output {name!r} {verb} {source.name!r} but its storage is {storage!r}", op)
+            elif storage != name:
+                self.report(f"output {name!r} is new but declared as a view of {storage!r}", op)
+            if k in written or k not in shared:
+                state[storage] = position
+        for name in op.outputs:
+            self.made_at[name] = state.setdefault(blobs[name].storage, position)
+        return any(blobs[name].device != op.device for name in op.outputs)
+
+    def misread(self, name: str, version: int, op: Operator | None) -> None:
+        last = self.latest.get(name)
+        whose = "an operator reads" if op else "an external output is"
+        if last is None:
+            later = self.net.producer(name) is not None
+            self.report(f"blob {name!r} is read before it is made" if later else f"blob {name!r} is never made", op)
+            self.latest[name], self.made_at[name] = version, self.state.setdefault(self.net.blobs[name].storage, -1)
+        elif last != version:
+            self.report(f"{whose} version {version} of blob {name!r}, whose last version there is {last}", op)
+        else:
+            storage = self.net.blobs[name].storage
+            writer = self.net.ops[self.state[storage]]
+            at = f"{', '.join(writer.outputs)!s} = {writer.type}"
+            self.report(f"blob {name!r} is stale: its storage {storage!r} was written over since, by {at}", op)
+
+    def place(self, op: Operator) -> None:
+        blobs = self.net.blobs
+        inputs, outputs = required_devices(op, blobs)
+        for names, devices, verb in ((op.inputs, inputs, "read"), (op.outputs, outputs, "written")):
+            for name, wanted in dict(zip(names, devices, strict=True)).items():
+                actual = blobs[name].device
+                if actual != wanted:
+                    self.report(f"blob {name!r} is on {actual} but {verb} on {wanted}", op, placement=True)
+
+    def signature(self, op: Operator, inputs: list[Geometry | None]) -> None:
+        try:
+            known = infer(op, inputs, self.dims)
+        except GraphirError as e:
+            sizes = tuple(leaf for arg in op.args.values() for leaf in leaves(arg) if isinstance(leaf, Affine))
+            if not self.unbound_in(sizes, f"an argument of {op.outputs[0] if op.outputs else op.type!r}"):
+                self.report(e.what, op)
+            return
+        if known.complaint:
+            self.report(known.complaint, op)
+        if known.effects is not None:
+            if known.effects != op.effects:
+                self.report(f"the effects are {tuple(op.effects)} but its schema gives {tuple(known.effects)}", op)
+            if known.effects.random != (op.seed is not None):
+                self.report("random, but without a seed id" if op.seed is None else "a seed id, but not random", op)
+        if known.outputs is not None:
+            for name, wanted in zip(op.outputs, known.outputs, strict=True):
+                declared = self.geometries[name]
+                if declared != wanted and declared is not None and wanted is not None:
+                    self.compare(name, declared, wanted, known, op)
+
+    def compare(self, name: str, declared: Geometry, wanted: Geometry, known: Inferred, op: Operator) -> None:
+        same = declared.shape == wanted.shape and declared.dtype == wanted.dtype
+        if same and declared.offset == wanted.offset and (known.loose or same_layout(declared, wanted)):
+            return
+        self.report(f"blob {name!r} is declared {declared} but {op.type} gives {wanted}", op)
+
+    def outputs(self) -> None:
+        blobs, latest = self.net.blobs, self.latest
+        for name in self.net.external_outputs:
+            if name not in blobs:
+                self.report(f"external output {name!r} is not declared")
+            elif name not in latest or self.made_at[name] != self.state[blobs[name].storage]:
+                self.misread(name, latest.get(name, 0), None)
+        for name in blobs:
+            if name not in latest:
+                self.report(f"blob {name!r} is declared, but it is not external and no operator makes it")
+        for name, grad in self.net.gradients.items():
+            for mentioned in (name, grad):
+                if mentioned not in blobs:
+                    self.report(f"net.gradients maps {name!r} to {grad!r}, but {mentioned!r} is not declared")

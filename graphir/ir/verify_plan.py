@@ -1,0 +1,153 @@
+"""The invariants of a plan's instructions; :mod:`.verify` has those of its program.
+
+22. Instructions of an operator are of the kind that its type asks for, and in program order.
+23. Every operator is issued exactly once; a collective once for each participant.
+24. An instruction is on the lane that it belongs to: a run on its device's ``compute``, a copy on the destination's
+    ``copy_in`` or, to the cpu, the source's ``copy_out``, a part of a collective on its participant's ``compute``.
+25. A record is of a version that its own lane has made or read.
+26. A wait comes after a record of its event.
+27. A storage is freed at most once, after it was made and after its last use; what lives from step to step and what is
+    handed back is never freed.
+
+Whether lanes that run at the same time are ordered as they must be is another question: ``runtime.check`` answers it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ..plan import Event, Instruction, Plan, lane
+from .blob import STATE_ROLES
+from .operator import Operator
+from .problems import Problem
+
+__all__ = ["plan_problems"]
+
+_KIND: Final = {"Copy": "copy", "AllReduce": "collective"}
+
+
+def plan_problems(plan: Plan) -> list[Problem]:
+    """Every invariant that the plan's instructions break. Its program must be sound."""
+    issue = _Issue(plan)
+    for position, instruction in enumerate(plan.instructions):
+        issue.position = position
+        if instruction.kind in ("run", "copy", "collective"):
+            issue.execute(instruction)
+        elif instruction.kind == "free":
+            issue.free(instruction)
+        else:
+            issue.event(instruction)
+    issue.finish()
+    return issue.problems
+
+
+class _Issue:
+    """The total order, from the first instruction to the last."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.position = plan, 0
+        self.problems: list[Problem] = []
+        self.issued: dict[int, set[int]] = {}
+        self.last = -1
+        self.touched: set[Event] = set()
+        self.recorded: set[Event] = set()
+        self.freed: dict[str, int] = {}
+        blobs = plan.step.blobs
+        self.made = {blobs[name].storage for name in plan.step.external_inputs}
+        self.kept = {blobs[name].storage for name in plan.step.external_outputs}
+        self.kept |= {blobs[n].storage for n in plan.step.external_inputs if blobs[n].role in STATE_ROLES}
+
+    def report(self, what: str, instruction: Instruction | None = None) -> None:
+        if instruction is None:
+            self.problems.append(Problem(what))
+        elif 0 <= instruction.op < len(self.plan.step.ops):
+            self.problems.append(Problem(what, self.plan.step.ops[instruction.op], self.plan.step))
+        else:
+            self.problems.append(Problem(what, instruction=f"{self.position} {_text(instruction)}"))
+
+    def execute(self, instruction: Instruction) -> None:
+        ops = self.plan.step.ops
+        if not 0 <= instruction.op < len(ops):
+            self.report(f"there is no operator {instruction.op}", instruction)
+            return
+        op = ops[instruction.op]
+        kind = _KIND.get(op.type, "run")
+        if instruction.kind != kind:
+            self.report(f"{op.type} is issued as {instruction.kind}, not as {kind}", instruction)
+        if instruction.op < self.last:
+            self.report("the operator is issued after a later one", instruction)
+        self.last = max(self.last, instruction.op)
+        parts = self.issued.setdefault(instruction.op, set())
+        if instruction.part in parts:
+            self.report("the operator is issued twice", instruction)
+        parts.add(instruction.part)
+        if instruction.part >= (len(op.inputs) if kind == "collective" else 1):
+            self.report(f"the operator has no part {instruction.part}", instruction)
+            return
+        wanted = self.lane(op, kind, instruction.part)
+        if instruction.lane != wanted:
+            self.report(f"the operator is issued on {instruction.lane}, not on {wanted}", instruction)
+        self.touch(op, instruction, kind)
+
+    def lane(self, op: Operator, kind: str, part: int) -> str:
+        blobs = self.plan.step.blobs
+        if kind == "collective":
+            return lane(blobs[op.inputs[part]].device, "compute")
+        if kind == "copy" and op.device.kind == "cpu":
+            return lane(blobs[op.inputs[0]].device, "copy_out")
+        return lane(op.device, "copy_in" if kind == "copy" else "compute")
+
+    def touch(self, op: Operator, instruction: Instruction, kind: str) -> None:
+        """The operands are used: they must exist, and may be recorded by this lane from now on."""
+        blobs, at = self.plan.step.blobs, instruction.lane
+        makes = list(op.makes)
+        if kind == "collective":
+            makes = makes[instruction.part : instruction.part + 1]
+        for name, version in (*op.reads, *makes):
+            self.touched.add(Event(name, version, at))
+            storage = blobs[name].storage
+            if storage in self.freed:
+                self.report(f"storage {storage!r} is used after it is freed", instruction)
+        for name, _ in makes:
+            self.made.add(blobs[name].storage)
+
+    def event(self, instruction: Instruction) -> None:
+        event = instruction.event
+        if event is None:
+            self.report(f"a {instruction.kind} without an event", instruction)
+        elif instruction.kind == "wait":
+            if event not in self.recorded:
+                self.report("the event is waited for before it is recorded", instruction)
+        else:
+            if event.lane != instruction.lane:
+                self.report(f"an event of {event.lane} is recorded on {instruction.lane}", instruction)
+            elif event not in self.touched:
+                self.report(f"{event.lane} has neither made nor read {event.blob!r};{event.version}", instruction)
+            self.recorded.add(event)
+
+    def free(self, instruction: Instruction) -> None:
+        storage = instruction.storage
+        blob = self.plan.step.blobs.get(storage)
+        if blob is None or blob.is_view:
+            self.report(f"{storage!r} is freed, but it is not a storage", instruction)
+        elif storage in self.kept:
+            self.report(f"storage {storage!r} is freed, but it is still needed after the step", instruction)
+        elif storage in self.freed:
+            self.report(f"storage {storage!r} is freed twice", instruction)
+        elif storage not in self.made:
+            self.report(f"storage {storage!r} is freed before it is made", instruction)
+        self.freed[storage] = self.position
+
+    def finish(self) -> None:
+        for position, op in enumerate(self.plan.step.ops):
+            parts = len(op.inputs) if op.type == "AllReduce" else 1
+            missing = parts - len(self.issued.get(position, ()))
+            if missing > 0:
+                what = "the operator is never issued" if parts == 1 else f"{missing} parts are never issued"
+                self.problems.append(Problem(what, op, self.plan.step))
+
+
+def _text(instruction: Instruction) -> str:
+    event = instruction.event
+    what = instruction.storage if event is None else f"{event.blob};{event.version} by {event.lane}"
+    return f"{instruction.lane}: {instruction.kind} {what}"

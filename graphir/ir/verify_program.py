@@ -1,0 +1,103 @@
+"""The invariants of a program as a whole; :mod:`.verify` has those of its nets.
+
+15. The prefixes of the replicas differ.
+16. Operators of ``init`` have the phase init, those of ``step`` another one.
+17. ``init`` makes every blob of ``step`` that lives from step to step, with the same geometry, role and device.
+18. ``graphir.load`` names an entry of ``program.state`` (where there is one) of the blob's shape and element type.
+19. Every replica has each blob of the interface: inputs, parameters, buffers and optimizer state before the step, the
+    loss or the outputs after it.
+20. Learning rates are inputs ``f64[] @cpu:0``.
+21. Every dimension in a size has a value (found while shapes are compared).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..errors import GraphirError
+from .blob import STATE_ROLES
+from .device import CPU
+from .dtype import TORCH_NAME
+from .problems import Problem
+from .program import Program
+from .size import bind_shape
+
+__all__ = ["program_problems"]
+
+
+def program_problems(program: Program) -> list[Problem]:
+    """Every invariant that the program breaks beside those of its nets."""
+    return [*_phases(program), *_state(program), *_loads(program), *_interface(program)]
+
+
+def _phases(program: Program) -> Iterator[Problem]:
+    if len(set(program.replicas)) != len(program.replicas) or not program.replicas:
+        yield Problem(f"the replicas {list(program.replicas)} are not distinct prefixes")
+    for net, initial in ((program.init, True), (program.step, False)):
+        for op in net.ops:
+            if (op.phase == "init") != initial:
+                yield Problem(f"an operator of {'init' if initial else 'step'} has the phase {op.phase}", op, net)
+
+
+def _state(program: Program) -> Iterator[Problem]:
+    made = {name for op in program.init.ops for name in op.outputs} | set(program.init.external_inputs)
+    for name in program.step.external_inputs:
+        blob = program.step.blobs.get(name)
+        if blob is None or blob.role not in STATE_ROLES:
+            continue
+        first = program.init.blobs.get(name)
+        if first is None or name not in made:
+            yield Problem(f"{blob.role} {name!r} is not made by init")
+        elif first.device != blob.device:
+            yield Problem(f"{blob.role} {name!r} is on {first.device} in init but on {blob.device} in step")
+        elif first != blob:
+            differs = [f for f, a, b in zip(blob._fields, first, blob, strict=True) if a != b]
+            yield Problem(f"{blob.role} {name!r} has another {' and '.join(differs)} in init than in step")
+
+
+def _loads(program: Program) -> Iterator[Problem]:
+    if not program.state:
+        return
+    for op in program.init.ops:
+        if op.type != "graphir.load":
+            continue
+        key = op.args.get("key")
+        value = program.state.get(key) if isinstance(key, str) else None
+        blob = program.init.blobs.get(op.outputs[0]) if op.outputs else None
+        if value is None:
+            yield Problem(f"program.state has no entry {key!r}", op, program.init)
+        elif blob is not None and blob.shape is not None and blob.dtype is not None:
+            try:
+                shape = bind_shape(blob.shape, program.dims)
+            except GraphirError:  # reported by the net's own check
+                continue
+            if tuple(value.shape) != shape or str(value.dtype) != f"torch.{TORCH_NAME.get(blob.dtype)}":
+                actual = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+                yield Problem(f"program.state[{key!r}] is {actual}, unlike blob {blob.name!r}", op, program.init)
+
+
+def _interface(program: Program) -> Iterator[Problem]:
+    interface = program.interface
+    before = {
+        "input": [feed.blob for feed in interface.feeds if feed.blob is not None],
+        "module state": list(interface.module_state.values()),
+        "optimizer state": [name for blobs in interface.optimizer_state.values() for name in blobs.values()],
+        "parameter": [name for group in interface.param_groups for name in group.params],
+    }
+    after = {
+        "loss": [interface.loss] if interface.loss is not None else [],
+        "output": list(interface.outputs),
+    }
+    given, handed = set(program.step.external_inputs), set(program.step.external_outputs)
+    for wanted, names, role in ((before, given, "an external input"), (after, handed, "an external output")):
+        for kind, blobs in wanted.items():
+            for name in dict.fromkeys(blobs):
+                for prefix in program.replicas:
+                    if prefix + name not in names:
+                        yield Problem(f"{kind} {prefix + name!r} of the interface is not {role} of step")
+    for group in interface.param_groups:
+        lr = program.step.blobs.get(group.lr)
+        if lr is None or group.lr not in given:
+            yield Problem(f"learning rate {group.lr!r} is not an external input of step")
+        elif (lr.role, lr.dtype, lr.shape, lr.device) != ("input", "f64", (), CPU):
+            yield Problem(f"learning rate {group.lr!r} is not an input f64[] @cpu:0")

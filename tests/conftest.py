@@ -1,0 +1,33 @@
+"""What every test can use: ``import nets`` from anywhere, and golden texts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+sys.path.insert(0, str(TESTS))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden; read the diff by eye")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compare a text with ``tests/golden/<name>.txt``: ``golden("mlp.shifted", str(program))``."""
+
+    def check(name: str, text: str) -> None:
+        path = TESTS / "golden" / f"{name}.txt"
+        text = text.rstrip("\n") + "\n"
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        if not path.is_file():
+            pytest.fail(f"{path} does not exist; pytest --update-golden writes it")
+        assert text == path.read_text(encoding="utf-8"), f"{path.name} differs; --update-golden rewrites it"
+
+    return check

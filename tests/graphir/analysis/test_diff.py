@@ -1,0 +1,100 @@
+"""What a diff lists, and how it reads."""
+
+from __future__ import annotations
+
+import json
+
+import nets
+import pytest
+import tiny
+from tiny import GPU0, GPU1, dropped, edited, inserted, reblobbed
+
+from graphir.analysis.diff import diff
+
+TINY, MOVED = tiny.program(), tiny.moved()
+
+
+def test_equal_programs() -> None:
+    found = diff(TINY, TINY)
+    assert found.is_empty
+    assert str(found) == "diff 'tiny' -> 'tiny': no difference"
+
+
+def test_moves_copies_blobs_and_peaks() -> None:
+    found = diff(TINY, MOVED)
+    assert [(m.output, m.before, m.after, m.by) for m in found.moved] == [("r", GPU0, GPU1, "shift_activations")]
+    assert [(c.output, c.device, c.nbytes) for c in found.copies] == [("h_gpu_1", GPU1, 96), ("r_gpu_0", GPU0, 96)]
+    assert [(b.name, b.field, b.before, b.after) for b in found.blobs] == [("r", "device", GPU0, GPU1)]
+    assert {c.output for c in found.changed} == {"r", "mask", "d", "h_grad"}
+    assert {p.device: p.after - p.before for p in found.peaks}["gpu:1"] == 192
+    assert found.order == 0 and not found.added and not found.removed
+
+
+def test_text() -> None:
+    text = str(diff(tiny.plan(TINY), tiny.plan(MOVED)))
+    assert "1 operators moved\n  r = aten.relu.default: gpu:0 -> gpu:1 by shift_activations" in text
+    assert "2 copies added (192 B)\n  h_gpu_1 = Copy @gpu:1, 96 B" in text
+    assert "  gpu:1            0 B ->        192 B  +192 B" in text
+
+
+def test_removed_added_and_changed() -> None:
+    sgd = tiny.position(TINY, "w")
+    found = diff(dropped(TINY, sgd), edited(edited(TINY, 2, args={"p": 0.1}), 0, type="aten.matmul.default"))
+    assert [a.output for a in found.added] == ["w;1"]
+    assert [str(c) for c in found.changed] == [
+        "h: type aten.mm.default -> aten.matmul.default",
+        "mask: args p=0.5 -> p=0.1",
+    ]
+    assert [r.output for r in diff(TINY, dropped(TINY, sgd)).removed] == ["w;1"]
+
+
+def test_an_argument_of_another_python_type_is_a_change() -> None:
+    (change,) = diff(TINY, edited(TINY, 5, args={"other": 1.0})).changed
+    assert (change.before, change.after) == ("other=1", "other=1.0")
+
+
+def test_order() -> None:
+    ops = TINY.step.ops
+    swapped = TINY.with_(step=TINY.step.with_(ops=(*ops[:4], ops[5], ops[4], *ops[6:])))
+    assert diff(TINY, swapped).order == 1
+
+
+def test_state_of_init_counts() -> None:
+    loads = tuple(op._replace(device=GPU1) for op in TINY.init.ops)
+    found = diff(TINY, TINY.with_(init=TINY.init.with_(ops=loads)))
+    assert [m.output for m in found.moved] == ["w", "count", "m"]
+
+
+def test_nets_have_no_peaks() -> None:
+    found = diff(TINY.step, MOVED.step)
+    assert found.peaks == () and len(found.copies) == 2
+
+
+def test_json_holds_everything() -> None:
+    found = json.loads(diff(TINY, MOVED).to_json())
+    assert found["copies"][0] == {"output": "h_gpu_1", "type": "Copy", "device": "gpu:1", "by": "", "nbytes": 96}
+    assert {p["device"] for p in found["peaks"]} == {"gpu:0", "gpu:1", "cpu:0"}
+
+
+def test_text_is_bounded() -> None:
+    net = nets.synthetic_net(2000)
+    other = net.with_(ops=tuple(op._replace(device=GPU1) for op in net.ops))
+    lines = str(diff(net, other)).splitlines()
+    assert len(lines) < 20 and max(map(len, lines)) <= 100
+    assert "1750 operators moved" in lines and "  … and 1738 more" in lines
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_diff_of_a_random_program_with_itself_is_empty(seed: int) -> None:
+    assert diff(nets.random_program(seed), nets.random_program(seed)).is_empty
+
+
+def test_blob_fields() -> None:
+    (change,) = diff(TINY, reblobbed(TINY, "d.t", strides=(1, 8))).blobs
+    assert str(change) == "d.t: strides [1, 4] -> [1, 8]"
+
+
+def test_operators_without_outputs_are_matched_by_what_they_read() -> None:
+    check = TINY.step.ops[1]._replace(outputs=())
+    assert len(diff(TINY, inserted(TINY, 2, check)).added) == 1
+    assert diff(inserted(TINY, 2, check), inserted(TINY, 2, check)).is_empty

@@ -1,0 +1,132 @@
+"""Bytes by device, category and position."""
+
+from __future__ import annotations
+
+import nets
+import numpy as np
+import pytest
+import tiny
+from tiny import BATCH, GPU1
+
+from graphir.analysis.liveness import Lifetime, liveness
+from graphir.analysis.memory import Memory, memory
+from graphir.ir.blob import STATE_ROLES
+from graphir.ir.program import Program
+
+TINY = tiny.program()
+ROWS = 6 * 4 * 4  # bytes of f32[batch,4]
+
+
+def test_lifetimes_in_program_order() -> None:
+    found = liveness(TINY)
+    assert found["w"] == found["m"] == Lifetime(0, 14)
+    assert found["x"] == Lifetime(0, 13), "its view is read by the operator at 12"
+    assert found["d"] == Lifetime(3, 7), "views keep their storage alive"
+    assert found["loss"] == Lifetime(6, 14), "what is handed back lives to the end"
+    assert found["loss_grad"] == Lifetime(7, 10)
+    assert "d.t" not in found
+
+
+def test_lifetimes_in_a_plan_end_at_its_frees() -> None:
+    plan = tiny.plan(TINY)
+    found = liveness(plan)
+    for position, instruction in enumerate(plan.instructions):
+        if instruction.kind == "free":
+            assert found[instruction.storage].end == position
+    assert found["w"] == found["x"] == Lifetime(0, len(plan.instructions))
+
+
+def test_peak_by_category() -> None:
+    found = memory(TINY)
+    # At the product (9): x, r, mask and r_grad, and two scalars. At the other product (3) it is x, r, mask and d.
+    state = 4 * 4 * 4 * 2 + 8
+    assert found.state == {"gpu:0": state, "cpu:0": 0}
+    assert found.peak == {"gpu:0": state + 4 * ROWS + 8, "cpu:0": 8}
+    assert found.at_peak["gpu:0"] == {
+        "parameters": 64,
+        "buffers": 8,
+        "optimizer state": 64,
+        "inputs": ROWS,
+        "activations": 2 * ROWS,
+        "gradients": ROWS + 4,
+        "outputs": 4,
+    }
+    assert found.at_peak["cpu:0"] == {"inputs": 8}
+    assert found.peak_position("gpu:0") == 9
+
+
+def test_copies_are_a_category_of_their_own() -> None:
+    found = memory(tiny.moved())
+    assert {u.blob for u in found.uses if u.category == "copies"} == {"h_gpu_1", "r_gpu_0"}
+    assert found.peak["gpu:1"] == 2 * ROWS
+
+
+def test_other_sizes() -> None:
+    small, large = memory(TINY), memory(TINY, {"batch": 60})
+    assert large.state == small.state
+    assert large.peak["gpu:0"] - small.peak["gpu:0"] == 9 * 4 * ROWS
+    assert large.dims == {"batch": 60}
+
+
+def test_gaps_count_and_repeats_do_not() -> None:
+    padded = tiny.reblobbed(TINY, "h", strides=(8, 1))
+    assert {u.blob: u.nbytes for u in memory(padded).uses}["h"] == (5 * 8 + 4) * 4
+    assert {u.blob: u.nbytes for u in memory(TINY).uses}["loss_grad"] == 4, "the view of it repeats one element"
+
+
+def test_largest() -> None:
+    largest = memory(TINY).largest("gpu:0", 3)
+    assert [(u.blob, u.nbytes) for u in largest] == [("x", ROWS), ("r", ROWS), ("mask", ROWS)]
+
+
+def test_table() -> None:
+    text = str(memory(tiny.plan(tiny.moved())))
+    assert text.splitlines()[0] == "memory of 'tiny' at batch=6: bytes at each device's peak"
+    assert text.splitlines()[1].split() == ["gpu:0", "gpu:1", "cpu:0"]
+    assert "copies" in text and "of it state" in text
+
+
+def test_table_of_many_devices_is_folded_to_100_columns() -> None:
+    net = nets.synthetic_net(400, devices=16)
+    text = str(memory(Program("wide", net.with_(ops=(), blobs={}), net, {"batch": 4096})))
+    assert max(map(len, text.splitlines())) <= 100
+    assert all(f"gpu:{d}" in text for d in range(16))
+
+
+def brute_force(found: Memory, device: str) -> list[int]:
+    return [
+        sum(u.nbytes for u in found.uses if u.device == device and u.start <= at < u.end)
+        for at in range(found.positions)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_timeline_is_the_sum_of_what_is_live(seed: int) -> None:
+    program = nets.random_program(seed, devices=3, spread=0.4)
+    for subject in (program, tiny.plan(program)):
+        found = memory(subject)
+        for device in subject.devices:
+            timeline = found.timeline(device)
+            assert timeline.tolist() == brute_force(found, device)
+            assert found.peak[device] == timeline.max() == sum(found.at_peak[device].values())
+            parts = [found.timeline(device, category) for category in {u.category for u in found.uses}]
+            assert np.array_equal(sum(parts), timeline)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_every_use_is_within_the_lifetime(seed: int) -> None:
+    program = nets.random_program(seed)
+    net, found = program.step, liveness(program)
+    for position, op in enumerate(net.ops):
+        for name in (*op.inputs, *op.outputs):
+            start, end = found[net.blobs[name].storage]
+            assert start <= position < end
+    for name in net.external_inputs:
+        if net.blobs[name].role in STATE_ROLES:
+            assert found[name] == Lifetime(0, len(net.ops))
+
+
+def test_an_unused_result_takes_bytes_once() -> None:
+    blob = tiny.program().step.blobs["h"]._replace(name="z", storage="z", shape=(BATCH, 1000), device=GPU1)
+    p = tiny.inserted(TINY, 1, TINY.step.ops[1]._replace(outputs=("z",), device=GPU1), blob)
+    assert memory(p).timeline("gpu:1").nonzero()[0].tolist() == [1]

@@ -1,0 +1,366 @@
+"""Files: they hold everything, and are refused where they are not what they say."""
+
+import json
+import math
+import os
+
+import nets
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from graphir.errors import FileError, GraphirError
+from graphir.ir import files
+from graphir.ir.blob import Blob
+from graphir.ir.device import gpu
+from graphir.ir.files import load, load_net, load_plan, load_program, save_net, save_plan, save_program
+from graphir.ir.net import Net
+from graphir.ir.operator import Effects, Operator, Symbol
+from graphir.ir.program import Feed, Interface, ParamGroup, Program
+from graphir.ir.size import Affine
+
+
+def changed(path, *keys, to):
+    """Change one place of a JSON file."""
+    document = json.loads(path.read_text())
+    place = document
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = to
+    path.write_text(json.dumps(document))
+    return path
+
+
+@pytest.fixture
+def net_file(tmp_path):
+    path = tmp_path / "net.json"
+    save_net(nets.random_program(1).step, path)
+    return path
+
+
+@pytest.fixture
+def program_file(tmp_path):
+    path = tmp_path / "program.json"
+    save_program(nets.random_program(1), path, state=True)
+    return path
+
+
+# What comes back
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_programs_come_back(seed, tmp_path):
+    program = nets.random_program(seed, spread=0.2 * (seed % 2))
+    program.save(tmp_path / "p.json")
+    assert load(tmp_path / "p.json") == program
+    assert not load(tmp_path / "p.json").state
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_plans_come_back(seed, tmp_path):
+    plan = nets.random_plan(seed)
+    plan.save(tmp_path / "p.json")
+    assert load(tmp_path / "p.json") == plan
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_nets_come_back(seed, tmp_path):
+    net = nets.random_program(seed).init
+    save_net(net, str(tmp_path / "n.json"))
+    assert load(str(tmp_path / "n.json")) == net
+
+
+def test_every_field_comes_back(tmp_path):
+    name = 'odd "name"\n#;слой'
+    args = {"a": 1, "b": 1.0, "c": True, "d": "f32", "e": None, "f": (1, (2.5, ())), "g": Symbol("f32"), "i": -(2**70)}
+    args |= {"h": Affine((("batch", 2),), -1), "j": -math.inf, "k": -0.0, name: "nan"}
+    effects = Effects(((0, 0),), ((1, 0),), True)
+    patterns = {"operands": "t_", "results": "[t]_", "input_versions": (2,), "output_versions": (3, 0)}
+    op = Operator("FC", (name,), (name, "y"), args, gpu(3), "reduce", name, "me", 2**63, effects=effects, **patterns)
+    blob = Blob(name, (Affine((("batch", 1),)), 3), "bf16", gpu(2), "state", "y", (3, 1), Affine((("batch", 1),)))
+    net = Net(
+        name, (op,), {name: blob, "y": Blob("y", None, None, gpu(2), "output", "y")}, (name,), ("y",), {name: "y"}
+    )
+    interface = Interface(
+        "[1]", (Feed(name, 1, 2.5), Feed(None, None, math.inf)), "y", ("y",), "[]", (None,), {name: "y"}, "SGD",
+        {name: {"m": "y"}}, (ParamGroup("lr", (name,), {"betas": (0.9, math.inf), "fused": None}),),
+    )  # fmt: skip
+    program = Program(name, net, net, {"batch": 2}, "why", ("gpu_0/", "gpu_1/"), interface, ("a", "b"))
+    save_program(program, tmp_path / "p.json")
+    again = load(tmp_path / "p.json")
+    assert again == program
+    assert repr(again.step.ops[0].args) == repr(args)
+
+
+def test_values_that_are_not_numbers_come_back(tmp_path):
+    op = Operator("FC", (), (), {"a": math.nan}, gpu(0))
+    save_net(Net("n", (op,), {}), tmp_path / "n.json")
+    assert math.isnan(load_net(tmp_path / "n.json").ops[0].args["a"])
+
+
+def test_equal_effects_are_stored_once(net_file):
+    net = json.loads(net_file.read_text())["net"]
+    assert len(net["effects"]) < 6
+    assert sum("effects" in op for op in net["ops"]) > 6
+
+
+# State
+
+
+def test_state_comes_back_bit_for_bit(program_file):
+    state = nets.random_program(1).state
+    again = load(program_file).state
+    assert list(again) == list(state)
+    assert all(torch.equal(again[n], t) and again[n].dtype == t.dtype for n, t in state.items())
+
+
+def test_state_is_read_when_asked_for(program_file):
+    state = load(program_file).state
+    assert state["fc1.weight"] is state["fc1.weight"]
+    assert len(state._read) == 1
+
+
+def test_strides_come_back(tmp_path):
+    blob = Blob("w", (2, 3, 4, 5), "f32", gpu(0), "param", "w", (60, 1, 15, 3))
+    init = Net("i", (Operator("graphir.load", (), ("w",), {"key": "weight"}, gpu(0), "init"),), {"w": blob})
+    tensor = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    program = Program("p", init, Net("s", (), {"w": blob}, ("w",)), state={"weight": tensor})
+    save_program(program, tmp_path / "p.json", state=True)
+    again = load(tmp_path / "p.json").state["weight"]
+    assert again.stride() == tensor.stride()
+    assert torch.equal(again, tensor)
+
+
+def test_tensors_that_share_memory_are_saved(tmp_path):
+    base = torch.randn(4, 4)
+    net = Net("n", (), {})
+    state = {"a": base, "b": base, "c": base[1], "d": base.t(), "e": base[:1].expand(3, 4)}
+    save_program(Program("p", net, net, state=state), tmp_path / "p.json", state=True)
+    again = load(tmp_path / "p.json").state
+    assert all(torch.equal(again[n], t) for n, t in state.items())
+
+
+def test_a_program_without_state_cannot_save_it(tmp_path):
+    with pytest.raises(GraphirError, match="program 'random1' has no state to save"):
+        save_program(nets.random_program(1).with_(state={}), tmp_path / "p.json", state=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_tensors_without_bytes_cannot_be_saved(tmp_path):
+    net = Net("n", (), {})
+    with pytest.raises(FileError, match="the state cannot be written"):
+        save_program(
+            Program("p", net, net, state={"a": torch.empty(2, device="meta")}), tmp_path / "p.json", state=True
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_state_file_is_refused(program_file):
+    program_file.with_name("program.json.safetensors").unlink()
+    with pytest.raises(FileError, match="the file of the program's tensors is missing"):
+        load(program_file)
+
+
+def test_a_damaged_state_file_is_refused(program_file):
+    program_file.with_name("program.json.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(FileError, match="the program's tensors cannot be read"):
+        load(program_file)
+
+
+def test_a_state_file_of_another_program_is_refused(program_file):
+    save_file({"other": torch.zeros(1)}, program_file.with_name("program.json.safetensors"))
+    with pytest.raises(FileError, match="is in one of the program's files and not in the other"):
+        load(program_file)
+
+
+def test_a_state_file_with_other_shapes_is_refused(program_file):
+    state = {n: t.clone() for n, t in nets.random_program(1).state.items()} | {"fc1.weight": torch.zeros(7)}
+    save_file(state, program_file.with_name("program.json.safetensors"))
+    with pytest.raises(FileError, match=r"tensor 'fc1.weight' is of shape \[7\], its program says \["):
+        load(program_file)
+
+
+def test_a_state_file_with_other_types_is_refused(program_file):
+    state = {n: t.to(torch.float16) for n, t in nets.random_program(1).state.items()}
+    save_file(state, program_file.with_name("program.json.safetensors"))
+    with pytest.raises(FileError, match=r"is of type torch\.float16, its program says f32"):
+        load(program_file).state["fc1.weight"]
+
+
+# Whole or not at all
+
+
+@pytest.mark.parametrize("state", [False, True])
+def test_a_failed_write_leaves_the_old_file(program_file, monkeypatch, state):
+    before = {path.name: path.read_bytes() for path in program_file.parent.iterdir()}
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(FileError, match="cannot be written: No space left on device"):
+        save_program(nets.random_program(2), program_file, state=state)
+    assert {path.name: path.read_bytes() for path in program_file.parent.iterdir()} == before
+
+
+def test_a_folder_that_does_not_exist_is_refused(tmp_path):
+    with pytest.raises(FileError, match="the file cannot be written: No such file or directory"):
+        save_net(nets.random_program(1).step, tmp_path / "nowhere" / "n.json")
+
+
+def test_files_have_the_usual_permissions(program_file):
+    usual = program_file.with_name("usual")
+    usual.touch()
+    modes = {path.stat().st_mode for path in program_file.parent.iterdir()}
+    assert modes == {usual.stat().st_mode}
+
+
+def test_names_that_are_not_unicode_cannot_be_saved(tmp_path):
+    with pytest.raises(FileError, match="the value cannot be written as JSON"):
+        save_net(Net("\ud800", (), {}), tmp_path / "n.json")
+    assert not list(tmp_path.iterdir())
+
+
+# Refusals
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(FileError) as caught:
+        load(tmp_path / "none.json")
+    assert str(caught.value) == (
+        f"the file cannot be read: No such file or directory\n  in   {tmp_path / 'none.json'}\n  fix  check the path"
+    )
+
+
+def test_a_folder_is_refused(tmp_path):
+    with pytest.raises(FileError, match="the file cannot be read: Is a directory"):
+        load(tmp_path)
+
+
+def test_a_newer_version_is_refused(net_file):
+    with pytest.raises(FileError) as caught:
+        load(changed(net_file, "version", to=7))
+    assert caught.value.what == "the file has version 7 of its format, this graphir reads version 1"
+    assert caught.value.where == str(net_file)
+    assert "install a graphir that reads it" in caught.value.fix
+
+
+def test_a_newer_version_is_refused_before_its_content_is_read(net_file):
+    changed(net_file, "net", to={"everything": "new"})
+    with pytest.raises(FileError, match="version 7"):
+        load(changed(net_file, "version", to=7))
+
+
+def test_an_unknown_format_is_refused(net_file):
+    with pytest.raises(FileError, match=r"files of format 'graphir\.nest' cannot be read; did you mean 'graphir\.net'"):
+        load(changed(net_file, "format", to="graphir.nest"))
+
+
+@pytest.mark.parametrize(
+    ("load_other", "what"), [(load_program, "holds a net, not a program"), (load_plan, "holds a net, not a plan")]
+)
+def test_another_kind_is_refused(net_file, load_other, what):
+    with pytest.raises(FileError, match=what):
+        load_other(net_file)
+
+
+def test_kinds_are_told_apart(net_file, program_file, tmp_path):
+    save_plan(nets.random_plan(1), tmp_path / "plan.json")
+    assert load_net(net_file)
+    assert load_program(program_file)
+    assert load_plan(tmp_path / "plan.json")
+    with pytest.raises(FileError, match="holds a program, not a net"):
+        load_net(program_file)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "hello", "{", "[]", "3", '{"format": "graphir.net"}', '{"version": 1}', "\xff\x00"]
+)
+def test_files_of_others_are_refused(tmp_path, text):
+    path = tmp_path / "x.json"
+    path.write_bytes(text.encode("latin1"))
+    with pytest.raises(FileError, match="the file is damaged") as caught:
+        load(path)
+    assert caught.value.where.startswith(str(path))
+
+
+def test_a_file_cut_short_is_refused(net_file):
+    text = net_file.read_bytes()
+    for length in range(1, len(text), len(text) // 50):
+        net_file.write_bytes(text[:length])
+        with pytest.raises(FileError, match="the file is damaged"):
+            load(net_file)
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "what", "place"),
+    [
+        (("net", "ops", 3, "device"), "gpu:x", "'gpu:x' is not a device", "net.ops[3]"),
+        (("net", "ops", 3, "device"), 3, "Input should be a valid string", "net.ops[3].device"),
+        (("net", "ops", 3, "phase"), "middle", "Input should be 'init', 'forward'", "net.ops[3].phase"),
+        (("net", "ops", 3, "surprise"), 1, "Extra inputs are not permitted", "net.ops[3].surprise"),
+        (("net", "ops", 3, "effects"), 99, "effects 99 are not in the table", "net.ops[3]"),
+        (("net", "ops", 3, "effects"), -1, "effects -1 are not in the table", "net.ops[3]"),
+        (("net", "ops", 3, "operands"), "t)", "String should match pattern", "net.ops[3].operands"),
+        (("net", "ops", 3, "seed"), True, "Input should be a valid integer", "net.ops[3].seed"),
+        (("net", "ops", 3, "seed"), 1.0, "Input should be a valid integer", "net.ops[3].seed"),
+        (("net", "ops", 3, "args"), {"a": {"size": "2*"}}, "'2*' is not a size", "net.ops[3]"),
+        (("net", "ops", 3, "args"), {"a": [{"symbol": "f31"}]}, "{'symbol': 'f31'} is not an argument", "net.ops[3]"),
+        (("net", "ops", 3, "args"), {"a": {"float": "1"}}, "{'float': '1'} is not an argument", "net.ops[3]"),
+        (("net", "ops", 3, "args"), {"a": {"x": 1, "y": 2}}, "{'x': 1, 'y': 2} is not an argument", "net.ops[3]"),
+        (("net", "blobs", 2, "shape"), ["2*"], "'2*' is not a size", "net.blobs[2]"),
+        (("net", "blobs", 2, "shape"), [1.5], "Input should be a valid integer", "net.blobs[2].shape[0].int"),
+        (("net", "blobs", 2, "dtype"), "f31", "'f31' is not an element type; did you mean 'f32'", "net.blobs[2]"),
+        (("net", "blobs", 2, "name"), "x", "blob 'x' is declared twice", "net.blobs[2]"),
+        (("net", "blobs", 2, "role"), "thing", "Input should be 'param', 'buffer'", "net.blobs[2].role"),
+        (("net", "blobs"), {}, "Input should be a valid", "net.blobs"),
+        (("net",), None, "Input should be", "net"),
+    ],
+)
+def test_damaged_nets_are_refused(net_file, keys, value, what, place):
+    with pytest.raises(FileError) as caught:
+        load(changed(net_file, *keys, to=value))
+    assert what in caught.value.what
+    assert caught.value.where == f"{net_file}, at {place}"
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "what", "place"),
+    [
+        (("instructions", 0, "op"), 9999, "run of operator 9999", "instructions[0]"),
+        (("instructions", 0, "op"), -1, "run of operator -1", "instructions[0]"),
+        (("instructions", 0, "lane"), "gpu:0.side", "String should match pattern", "instructions[0].lane"),
+        (("instructions", 0, "kind"), "jump", "Input should be 'run', 'copy'", "instructions[0].kind"),
+        (("instructions", 0, "event"), {"blob": "x"}, "run with the wrong fields", "instructions[0]"),
+        (("program", "interface", "outputs"), ["a"], "1 outputs have 0 batch dimensions", "program.interface"),
+        (("program", "interface", "feeds", 0, "value"), [1], "[1] is not a number", "program.interface"),
+    ],
+)
+def test_damaged_plans_are_refused(tmp_path, keys, value, what, place):
+    path = tmp_path / "plan.json"
+    save_plan(nets.random_plan(4), path)
+    with pytest.raises(FileError) as caught:
+        load(changed(path, *keys, to=value))
+    assert what in caught.value.what
+    assert caught.value.where == f"{path}, at {place}"
+
+
+def test_deep_nesting_is_refused(net_file):
+    net_file.write_text('{"format": "graphir.net", "version": 1, "net": ' + "[" * 10**6)
+    with pytest.raises(FileError, match="recursion limit exceeded"):
+        load(net_file)
+
+
+def test_large_files_are_refused_before_they_are_read(tmp_path):
+    path = tmp_path / "large.json"
+    with path.open("wb") as file:
+        os.truncate(file.fileno(), files.MOST_BYTES + 1)
+    with pytest.raises(FileError, match="the file has 1073741825 bytes; more than 1073741824 are not read"):
+        load(path)
+
+
+def test_what_would_be_too_large_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MOST_BYTES", 100)
+    with pytest.raises(FileError, match="more than 100 are not read"):
+        save_net(nets.random_program(1).step, tmp_path / "n.json")
+    assert not list(tmp_path.iterdir())

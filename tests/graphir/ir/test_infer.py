@@ -1,0 +1,114 @@
+"""Shapes, element types and strides from the meta device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from graphir.errors import GraphirError
+from graphir.ir import infer as module
+from graphir.ir.blob import Blob
+from graphir.ir.device import gpu
+from graphir.ir.infer import Geometry, geometry, infer, same_layout
+from graphir.ir.operator import Effects, Operator, Symbol
+from graphir.ir.size import Affine
+
+X = Geometry((2, 3), "f32")
+BATCH = Affine((("batch", 1),))
+
+
+def call(
+    type: str, inputs: list[Geometry | None], outputs: int = 1, *, dims: Any = None, **changes: Any
+) -> module.Inferred:
+    names = tuple(f"i{k}" for k in range(len(inputs)))
+    args = changes.pop("args", {})
+    op = Operator(type, names, tuple(f"o{k}" for k in range(outputs)), args, gpu(0))._replace(**changes)
+    return infer(op, inputs, dims or {})
+
+
+def test_strides_and_offsets_of_views() -> None:
+    assert call("aten.t.default", [X]).outputs == (Geometry((3, 2), "f32", (1, 3)),)
+    shifted = call("aten.slice.Tensor", [X], args={"dim": 1, "start": 1}).outputs
+    assert shifted == (Geometry((2, 2), "f32", (3, 1), 1),)
+    assert shifted is not None and shifted[0] is not None
+    again = call("aten.slice.Tensor", [shifted[0]], args={"dim": 1, "start": 1}).outputs
+    assert again == (Geometry((2, 1), "f32", (3, 1), 2),)
+
+
+def test_an_argument_s_python_type_counts() -> None:
+    whole = Geometry((2,), "i64")
+    for other, dtype in ((2, "i64"), (2.0, "f32"), (True, "i64")):
+        assert call("aten.mul.Tensor", [whole], args={"other": other}).outputs == (Geometry((2,), dtype),)
+
+
+def test_arguments_are_bound() -> None:
+    args = {"size": (BATCH, 1)}
+    four = Geometry((4,), "f32")
+    assert call("aten.view.default", [four], args=args, dims={"batch": 4}).outputs == (Geometry((4, 1), "f32"),)
+    assert "refuses" in call("aten.view.default", [four], args=args, dims={"batch": 3}).complaint
+    with pytest.raises(GraphirError, match="dimension 'batch' has no value"):
+        call("aten.view.default", [four], args=args)
+
+
+def test_factories_symbols_and_patterns() -> None:
+    made = call("aten.full.default", [], args={"size": (2,), "fill_value": 1.0, "dtype": Symbol("f64")})
+    assert made.outputs == (Geometry((2,), "f64"),)
+    joined = call("aten.cat.default", [X, X], operands="[tt]", args={"dim": 1})
+    assert joined.outputs == (Geometry((2, 6), "f32"),)
+    split = call("aten.split.Tensor", [X], 2, results="[tt]", args={"split_size": 2, "dim": 1})
+    assert split.outputs == (Geometry((2, 2), "f32", (3, 1)), Geometry((2, 1), "f32", (3, 1), 2))
+    assert split.effects == Effects(views=((0, 0), (1, 0)))
+
+
+def test_overwritten_operands_keep_their_geometry() -> None:
+    image, channel = Geometry((2, 3, 4, 4), "f32"), Geometry((3,), "f32")
+    args = {"training": True, "momentum": 0.1, "eps": 1e-5}
+    outputs = call("aten.native_batch_norm.default", [image, *[channel] * 4], 5, args=args).outputs
+    assert outputs == (image, channel, channel, channel, channel)
+
+
+def test_own_operators() -> None:
+    strided = Geometry((3, 2), "f32", (1, 3), 5)
+    assert call("Copy", [strided]).outputs == (strided._replace(offset=0),)
+    assert call("AllReduce", [X, X], 2, operands="[tt]", results="[tt]").outputs == (X, X)
+    assert call("AllReduce", [X, Geometry((3,), "f32")], 2, operands="[tt]", results="[tt]").complaint.startswith(
+        "AllReduce adds"
+    )
+    shares = {"reduction": "mean", "shares": (1, 2, 3)}
+    complaint = call("AllReduce", [X, X], 2, operands="[tt]", results="[tt]", args=shares).complaint
+    assert complaint == "AllReduce has 3 shares for 2 participants"
+    assert call("graphir.load", [], args={"key": "w"}).outputs == (None,)
+
+
+def test_unknown_types_and_unknown_shapes_are_left_open() -> None:
+    assert call("FC", [X]) == module.Inferred(None, None)
+    assert call("aten.relu.default", [None]).outputs is None
+    assert call("aten.nonzero.default", [X]).outputs is None
+
+
+def test_strides_that_a_backend_chooses_are_loose() -> None:
+    image, weight = Geometry((2, 3, 4, 4), "f32"), Geometry((5, 3, 1, 1), "f32")
+    ones = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "transposed": False, "output_padding": (0, 0)}
+    found = call("aten.convolution.default", [image, weight], operands="tt_", args={**ones, "groups": 1})
+    assert found.loose and found.outputs == (Geometry((2, 5, 4, 4), "f32"),)
+
+
+def test_equal_signatures_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh = Geometry((1, 7, 11, 13), "f64")
+    first = call("aten.relu.default", [fresh])
+    monkeypatch.setattr(module, "overload", None)
+    assert call("aten.relu.default", [fresh]) is first
+
+
+def test_strides_of_single_elements_say_nothing() -> None:
+    assert same_layout(Geometry((1, 3), "f32", (7, 1)), Geometry((1, 3), "f32"))
+    assert same_layout(Geometry((0, 3), "f32", (7, 2)), Geometry((0, 3), "f32"))
+    assert not same_layout(Geometry((2, 3), "f32", (1, 2)), Geometry((2, 3), "f32"))
+
+
+def test_geometry_of_a_blob() -> None:
+    blob = Blob("x", (BATCH, 2), "f32", gpu(0), "input", "y", (1, BATCH), Affine((("batch", 2),), 1))
+    assert geometry(blob, {"batch": 5}) == Geometry((5, 2), "f32", (1, 5), 11)
+    assert str(geometry(blob, {"batch": 5})) == "f32[5,2] strides [1,5] offset 11"
+    assert geometry(blob._replace(shape=None), {}) is None
