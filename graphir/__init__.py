@@ -1,13 +1,74 @@
-"""graphir: a computational-graph IR and device-placement compiler for PyTorch training steps."""
+"""graphir: a computational-graph IR and device-placement compiler for PyTorch training steps.
 
-from __future__ import annotations
+The way through: ``capture`` a module into a :class:`Program`, transform it with ``graphir.passes``, ``emit`` a
+:class:`Plan`, run it in a ``graphir.runtime.Session``.
+"""
 
 from pathlib import Path
-
-__version__ = "0.1.0"
 
 # In a checkout, passes/ and runtime/ stand beside this folder; installed, they are inside it. Where the siblings
 # exist, this lets `graphir.passes` and `graphir.runtime` be found without installing.
 _root = Path(__file__).resolve().parent.parent
 if (_root / "passes" / "base.py").is_file() and (_root / "runtime" / "session.py").is_file():
     __path__.append(str(_root))
+
+from .analysis.certify import Certificate, certify
+from .analysis.diff import Diff, diff
+from .analysis.memory import Memory, memory
+from .capture import capture, seeded
+from .errors import (
+    CaptureError,
+    EquivalenceError,
+    FileError,
+    GraphirError,
+    ParseError,
+    PassError,
+    PlacementError,
+    PlanError,
+    RunError,
+    SessionError,
+    VerifyError,
+)
+from .ir.blob import Blob
+from .ir.device import Device
+from .ir.files import load
+from .ir.net import Net
+from .ir.operator import Operator
+from .ir.program import Program
+from .ir.text import parse, show
+from .ir.verify import verify
+from .plan import Plan
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Blob",
+    "CaptureError",
+    "Certificate",
+    "Device",
+    "Diff",
+    "EquivalenceError",
+    "FileError",
+    "GraphirError",
+    "Memory",
+    "Net",
+    "Operator",
+    "ParseError",
+    "PassError",
+    "PlacementError",
+    "Plan",
+    "PlanError",
+    "Program",
+    "RunError",
+    "SessionError",
+    "VerifyError",
+    "capture",
+    "certify",
+    "diff",
+    "load",
+    "memory",
+    "parse",
+    "seeded",
+    "show",
+    "verify",
+]

@@ -111,9 +111,9 @@ class _Injection:
                 output_versions=tuple(made) if any(made) else None,
             )
         )
-        for (name, version), (source, source_version) in written_back:
-            self.local[name, version, self.blobs[source].device] = source, source_version
-            self.copy((source, source_version), (name, version), op.phase)
+        for home, updated in written_back:
+            self.local[(*home, self.blobs[updated[0]].device)] = updated
+            self.copy(updated, home, op.phase)
 
     def bring(self, name: str, version: int, device: Device, phase: Phase) -> tuple[str, int]:
         """What stands for a (name, version) on *device*; made now if there is nothing yet."""

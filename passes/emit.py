@@ -16,15 +16,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from graphir.ir.verify import verify
-
 from graphir.errors import PassError, nearest
 from graphir.ir.blob import STATE_ROLES
 from graphir.ir.names import base_name
 from graphir.ir.net import Net
 from graphir.ir.operator import Operator
 from graphir.ir.program import Program
-from graphir.plan import Event, Instruction, Plan, lane
+from graphir.ir.verify import verify
+from graphir.plan import Event, Instruction, Kind, Plan, lane
 
 __all__ = ["emit"]
 
@@ -110,7 +109,7 @@ class _Emission:
                     at = lane(self.net.blobs[op.inputs[part]].device, "compute")
                     self.execute(Instruction("collective", at, i, part), op, list(op.reads), [list(op.makes)[part]])
             else:
-                kind = "copy" if op.type == "Copy" else "run"
+                kind: Kind = "copy" if op.type == "Copy" else "run"
                 self.execute(Instruction(kind, self.lane_of(op), i), op, list(op.reads), list(op.makes))
             for storage in dead.get(i, ()):
                 self.free(storage)

@@ -70,7 +70,7 @@ def test_a_copy_is_not_used_after_its_source_was_rewritten() -> None:
     buffer count : f32[3] @gpu:0
     input x : f32[3] @gpu:1
     a : f32[3] @gpu:1 = aten.mul.Tensor(x, count)
-    count;1 = aten.add_.Tensor(count, other=1.0) {writes=[0:0]}
+    count;1 = aten.add_.Tensor(count, other=1.0)
     b : f32[3] @gpu:1 = aten.mul.Tensor(x, count;1)
     """)
     assert copies(after) == [("count;0", "count_gpu_1;0"), ("count;1", "count_gpu_1_1;0")]
@@ -80,7 +80,7 @@ def test_an_update_made_elsewhere_is_written_back() -> None:
     after = injected("""
     buffer count : f32[3] @gpu:0
     input x : f32[3] @gpu:1
-    count;1 = aten.add_.Tensor(count, x) {device=gpu:1, writes=[0:0]}
+    count;1 = aten.add_.Tensor(count, x) {device=gpu:1}
     b : f32[3] @gpu:1 = aten.mul.Tensor(x, count;1)
     """)
     assert copies(after) == [("count;0", "count_gpu_1;0"), ("count_gpu_1;1", "count;1")]
@@ -93,8 +93,8 @@ def test_two_updates_made_elsewhere_copy_in_once() -> None:
     after = injected("""
     buffer count : f32[3] @gpu:0
     input x : f32[3] @gpu:1
-    count;1 = aten.add_.Tensor(count, x) {device=gpu:1, writes=[0:0]}
-    count;2 = aten.mul_.Tensor(count;1, x) {device=gpu:1, writes=[0:0]}
+    count;1 = aten.add_.Tensor(count, x) {device=gpu:1}
+    count;2 = aten.mul_.Tensor(count;1, x) {device=gpu:1}
     """)
     assert copies(after) == [("count;0", "count_gpu_1;0"), ("count_gpu_1;1", "count;1"), ("count_gpu_1;2", "count;2")]
 
@@ -126,7 +126,7 @@ def test_a_small_view_crosses_alone_with_its_strides() -> None:
     after = injected(
         """
     input x : f32[6,8] @gpu:0
-    part : f32[6,2] strides [8,1] offset 4 in x @gpu:0 = aten.slice.Tensor(x, dim=1, start=4, end=6) {views=[0:0]}
+    part : f32[6,2] strides [8,1] offset 4 in x @gpu:0 = aten.slice.Tensor(x, dim=1, start=4, end=6)
     a : f32[6,2] strides [8,1] @gpu:1 = aten.relu(part)
     """.replace("strides [8,1] @gpu:1", "@gpu:1")
     )
@@ -138,8 +138,8 @@ def test_a_small_view_crosses_alone_with_its_strides() -> None:
 def test_a_view_as_large_as_its_storage_is_replayed_on_a_copy_of_it() -> None:
     after = injected("""
     input x : f32[6,8] @gpu:0
-    t : f32[8,6] strides [1,8] in x @gpu:0 = aten.t(x) {views=[0:0]}
-    wide : f32[2,8,6] strides [0,1,8] in x @gpu:0 = aten.expand(t, size=[2, 8, 6]) {views=[0:0]}
+    t : f32[8,6] strides [1,8] in x @gpu:0 = aten.t(x)
+    wide : f32[2,8,6] strides [0,1,8] in x @gpu:0 = aten.expand(t, size=[2, 8, 6])
     a : f32[2,8,6] strides [48,1,8] @gpu:1 = aten.relu(wide)
     b : f32[6,8] @gpu:1 = aten.relu(x)
     """)
@@ -152,9 +152,9 @@ def test_a_view_as_large_as_its_storage_is_replayed_on_a_copy_of_it() -> None:
 def test_a_view_of_a_view_that_crossed_alone_goes_back_to_the_storage() -> None:
     after = injected("""
     input x : f32[6,8] @gpu:0
-    part : f32[6,2] strides [8,1] offset 4 in x @gpu:0 = aten.slice.Tensor(x, dim=1, start=4, end=6) {views=[0:0]}
+    part : f32[6,2] strides [8,1] offset 4 in x @gpu:0 = aten.slice.Tensor(x, dim=1, start=4, end=6)
     a : f32[6,2] @gpu:1 = aten.relu(part)
-    wide : f32[9,6,2] strides [0,8,1] offset 4 in x @gpu:0 = aten.expand(part, size=[9, 6, 2]) {views=[0:0]}
+    wide : f32[9,6,2] strides [0,8,1] offset 4 in x @gpu:0 = aten.expand(part, size=[9, 6, 2])
     b : f32[9,6,2] @gpu:1 = aten.relu(wide)
     """)
     assert copies(after) == [("part;0", "part_gpu_1;0"), ("x;0", "x_gpu_1;0")]

@@ -81,7 +81,7 @@ def test_a_writer_waits_for_readers_on_other_lanes() -> None:
     buffer count : f32[3] @gpu:0
     input x : f32[3] @gpu:1
     a : f32[3] @gpu:1 = aten.mul.Tensor(x, count)
-    count;1 = aten.add_.Tensor(count, other=1.0) {writes=[0:0]}
+    count;1 = aten.add_.Tensor(count, other=1.0)
     """
     plan = passes.emit(passes.inject_copies(program_of(body)))
     lane = [(i.kind, i.event.lane if i.event else "") for i in plan.lanes["gpu:0.compute"]]

@@ -55,7 +55,7 @@ def test_a_chain_ends_up_in_one_storage() -> None:
         ),
         pytest.param(
             "a : f32[3] @gpu:0 = aten.exp(x)\n"
-            "v : f32[3,1] in a @gpu:0 = aten.unsqueeze(a, dim=1) {views=[0:0]}\n"
+            "v : f32[3,1] in a @gpu:0 = aten.unsqueeze(a, dim=1)\n"
             "b : f32[3] @gpu:0 = aten.relu(a)\n"
             "c : f32[3,1] @gpu:0 = aten.neg(v)",
             id="a view is read later",

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from graphir.errors import FileError, GraphirError
-from graphir.ir import files
 from graphir.ir.blob import Blob
 from graphir.ir.device import gpu
+from graphir.ir.files import disk as files
 from graphir.ir.files import load, load_net, load_plan, load_program, save_net, save_plan, save_program
 from graphir.ir.net import Net
 from graphir.ir.operator import Effects, Operator, Symbol

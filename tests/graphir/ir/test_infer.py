@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from graphir.errors import GraphirError
-from graphir.ir import infer as module
 from graphir.ir.blob import Blob
 from graphir.ir.device import gpu
-from graphir.ir.infer import Geometry, geometry, infer, same_layout
 from graphir.ir.operator import Effects, Operator, Symbol
 from graphir.ir.size import Affine
+from graphir.ir.verify import infer as module
+from graphir.ir.verify.infer import Geometry, geometry, infer, same_layout
 
 X = Geometry((2, 3), "f32")
 BATCH = Affine((("batch", 1),))

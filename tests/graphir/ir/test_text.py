@@ -14,10 +14,9 @@ from graphir.ir.blob import ROLES, Blob
 from graphir.ir.device import CPU, Device, gpu
 from graphir.ir.net import Net
 from graphir.ir.operator import SYMBOLS, Effects, Operator, Symbol
-from graphir.ir.parse import parse
 from graphir.ir.program import Feed, Interface, ParamGroup, Program
 from graphir.ir.size import Affine
-from graphir.ir.text import nbytes_text, operator_text, quoted, show
+from graphir.ir.text import nbytes_text, operator_text, parse, quoted, show
 from graphir.plan import Event, Instruction, Plan
 
 ODD_NAMES = [

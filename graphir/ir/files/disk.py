@@ -16,12 +16,12 @@ from typing import Final, TypeVar
 from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError
 
-from ..errors import FileError, GraphirError, nearest
-from ..plan import Plan
+from ...errors import FileError, GraphirError, nearest
+from ...plan import Plan
+from ..net import Net
+from ..program import Program
 from .decode import value_of
 from .encode import file_of
-from .net import Net
-from .program import Program
 from .records import VERSION, AnyFile, Header, NetFile, PlanFile, ProgramFile, TensorRecord
 
 __all__ = ["MOST_BYTES", "load", "load_net", "load_plan", "load_program", "save_net", "save_plan", "save_program"]

@@ -11,11 +11,11 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
-from ..errors import GraphirError
-from .blob import Blob, contiguous_strides
-from .operator import Arg, Effects, Operator, Symbol, groups
-from .opset import NAMESPACES, OWN, Signature, effects_of, overload, signature, to_symbol, to_torch
-from .size import Affine, Dims, bind, bind_shape
+from ...errors import GraphirError
+from ..blob import Blob, contiguous_strides
+from ..operator import Arg, Effects, Operator, Symbol, groups
+from ..opset import NAMESPACES, OWN, Signature, effects_of, overload, signature, to_symbol, to_torch
+from ..size import Affine, Dims, bind, bind_shape
 
 __all__ = ["Geometry", "Inferred", "geometry", "infer", "is_known", "same_layout"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from ..errors import GraphirError, PlacementError, VerifyError
-from .net import Net
-from .operator import Operator
+from ...errors import GraphirError, PlacementError, VerifyError
+from ..net import Net
+from ..operator import Operator
 
 __all__ = ["Problem", "raise_all"]
 
@@ -36,7 +36,7 @@ class Problem(NamedTuple):
     @property
     def at(self) -> str:
         """The operator or instruction, as text."""
-        from .text import operator_text  # text prints nets, and nets know nothing of verification
+        from ..text import operator_text  # text prints nets, and nets know nothing of verification
 
         if self.op is None or self.net is None:
             return self.instruction

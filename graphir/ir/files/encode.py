@@ -8,11 +8,12 @@ from collections.abc import Mapping
 
 from pydantic import JsonValue
 
-from ..plan import Instruction, Plan
-from .blob import Blob
-from .net import Net
-from .operator import PURE, Arg, Effects, Symbol
-from .program import Interface, Program
+from ...plan import Instruction, Plan
+from ..blob import Blob
+from ..net import Net
+from ..operator import PURE, Arg, Effects, Symbol
+from ..program import Interface, Program
+from ..size import Affine, Shape, Size
 from .records import (
     VERSION,
     AnyFile,
@@ -32,7 +33,6 @@ from .records import (
     SizeText,
     TensorRecord,
 )
-from .size import Affine, Shape, Size
 
 __all__ = ["file_of"]
 

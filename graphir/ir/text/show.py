@@ -8,6 +8,7 @@ is lost: ``parse(str(x)) == x``. What is the default is left out:
   gradient, init and update, and any copy: temporary), or for a view that of its storage;
 * an operator's device, where it is that of its first output; its phase, where it is ``forward`` (in an ``init net``,
   ``init``); its module, where it is the base name of the first output of a forward torch operator, or else empty;
+* effects, where they are those that the names show (see :func:`.printer.default_effects`);
 * versions, where all are the first; operand and result patterns, where the brackets and ``_`` show them.
 """
 
@@ -18,11 +19,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
 from typing import Final
 
-from ..plan import Instruction, Plan
-from .net import Net
-from .operator import Arg, Operator
+from ...plan import Instruction, Plan
+from ..net import Net
+from ..operator import Arg, Operator
+from ..program import Interface, Program
 from .printer import (
     Printer,
+    Style,
     declarations,
     json_string,
     key_text,
@@ -33,10 +36,8 @@ from .printer import (
     result_lines,
     value_text,
 )
-from .program import Interface, Program
-from .size import Dims
 
-__all__ = ["nbytes_text", "operator_text", "print_net", "print_plan", "print_program", "quoted", "show"]
+__all__ = ["nbytes_text", "operator_text", "print_net", "print_plan", "print_program", "show"]
 
 _RAW: Final = re.compile(r'(?!["\s])(?:"(?:[^"\\\n]|\\.)*"|[^"#\n])*(?<!\s)')
 _RAW_PASS: Final = re.compile(r'(?!["\s])(?:"(?:[^"\\\n]|\\.)*"|[^|"#\n])+(?<!\s)')
@@ -59,10 +60,10 @@ def print_plan(plan: Plan) -> str:
 
 def operator_text(op: Operator, net: Net) -> str:
     """One operator as it stands in *net*, with the types of all its outputs and its attributes."""
-    return Printer(net.blobs, "forward", None, attributes=True).operator(op)
+    return Printer(net.blobs, "forward", Style()).operator(op)
 
 
-def show(x: Net | Program | Plan, *, figures: bool = True, attributes: bool = True) -> str:
+def show(x: Net | Program | Plan, *, figures: bool = True, attributes: bool = True, types: bool = True) -> str:
     """The text of a net, a program or a plan for people.
 
     Args:
@@ -70,25 +71,25 @@ def show(x: Net | Program | Plan, *, figures: bool = True, attributes: bool = Tr
         figures: add the bytes of each storage as a comment, at the sizes that *x* was captured or planned for.
         attributes: print the operators' attributes and the program's interface; text without them is read back with
             the defaults in their place.
+        types: print the shapes, element types and devices of blobs; text without them is for reading only.
     """
-    if isinstance(x, Plan):
-        lines = _plan(x, x.dims if figures else None, attributes)
-    elif isinstance(x, Program):
-        lines = _program(x, x.dims if figures else None, attributes)
+    if isinstance(x, Net):
+        lines = net_lines(x, Style({} if figures else None, attributes, types))
     else:
-        lines = net_lines(x, {} if figures else None, attributes)
+        style = Style(x.dims if figures else None, attributes, types)
+        lines = _plan(x, style) if isinstance(x, Plan) else _program(x, style)
     return "\n".join(lines)
 
 
 # Programs
 
 
-def _program(program: Program, dims: Dims | None, attributes: bool) -> Iterator[str]:
+def _program(program: Program, style: Style) -> Iterator[str]:
     yield f"program {quoted(program.name)} {{"
     yield from _header(program)
     for net in (program.init, program.step):
-        yield from _indented(net_lines(net, dims, attributes))
-    if attributes:
+        yield from _indented(net_lines(net, style))
+    if style.attributes:
         yield from _indented(_interface(program.interface))
     yield "}"
 
@@ -155,17 +156,17 @@ def _raw(text: str) -> str:
 # Plans
 
 
-def _plan(plan: Plan, dims: Dims | None, attributes: bool) -> Iterator[str]:
+def _plan(plan: Plan, style: Style) -> Iterator[str]:
     program, net = plan.program, plan.step
     devices = ", ".join(plan.devices)
     yield f"plan {quoted(plan.name)}{' on ' if devices else ''}{devices} {{"
     yield from _header(program)
     if dict(plan.dims) != dict(program.dims):
         yield f"  sizes {_assignments(plan.dims)}".rstrip()
-    yield from _indented(net_lines(program.init, dims, attributes))
+    yield from _indented(net_lines(program.init, style))
 
     phase = net_phase(net)
-    printer = Printer(net.blobs, phase, dims, attributes)
+    printer = Printer(net.blobs, phase, style)
     inline = _first_mentions(plan.instructions) == list(range(len(net.ops)))
     yield f"  {'init ' if phase == 'init' else ''}net {quoted(net.name)} {{"
     yield from _indented(declarations(net, printer))
@@ -174,7 +175,7 @@ def _plan(plan: Plan, dims: Dims | None, attributes: bool) -> Iterator[str]:
             yield f"    {printer.operator(op)}"
     yield from _indented(result_lines(net))
     yield "  }"
-    if attributes:
+    if style.attributes:
         yield from _indented(_interface(program.interface))
     printed = set() if inline else set(range(len(net.ops)))
     makers: dict[str, int] = {}

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..errors import GraphirError
-from .blob import STATE_ROLES
-from .device import CPU
-from .dtype import TORCH_NAME
+from ...errors import GraphirError
+from ..blob import STATE_ROLES
+from ..device import CPU
+from ..dtype import TORCH_NAME
+from ..program import Program
+from ..size import bind_shape
 from .problems import Problem
-from .program import Program
-from .size import bind_shape
 
 __all__ = ["program_problems"]
 

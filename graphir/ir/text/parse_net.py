@@ -6,14 +6,14 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
-from ..errors import nearest
-from .blob import ROLES, Blob
-from .device import Device
-from .dtype import ITEMSIZE
-from .net import Net
-from .operator import PHASES, PURE, Arg, Effects, Operator
-from .printer import default_module, default_role, shown_pattern
-from .size import Shape, Size
+from ...errors import nearest
+from ..blob import ROLES, Blob
+from ..device import Device
+from ..dtype import ITEMSIZE
+from ..net import Net
+from ..operator import PHASES, Arg, Effects, Operator
+from ..size import Shape, Size
+from .printer import default_effects, default_module, default_role, shown_pattern
 from .tokens import Line, Lines
 
 __all__ = ["NetReader", "read_net"]
@@ -136,9 +136,13 @@ class NetReader:
                     "the operator's device is not known", "write {device=gpu:0} after it, or its output's type"
                 )
             device = self.blobs[names[0]].device
+        operand_names = tuple([name for name, _ in inputs])
+        effects = default_effects(type, operand_names, names, self.blobs, given.get("seed") is not None)
+        if changed := given.keys() & _EFFECTS:
+            effects = effects._replace(**{field: given[field] for field in changed})
         return Operator(
             type,
-            tuple([name for name, _ in inputs]),
+            operand_names,
             names,
             args,
             device,
@@ -148,7 +152,7 @@ class NetReader:
             given.get("seed"),
             given.get("operands", operands),
             given.get("results", results),
-            given.get("effects", PURE),
+            effects,
             _versions([version for _, version in inputs]),
             _versions([output.version for output in outputs]),
         )
@@ -237,28 +241,21 @@ class NetReader:
         return inputs, shown_pattern(chars)
 
     def attributes(self, line: Line) -> dict[str, Any]:
-        """``name=value, …}``, with writes, views and random put together as effects."""
+        """``name=value, …}``."""
         found: dict[str, Any] = {}
-        effects: dict[str, Any] = {}
         while True:
             key = line.take()
-            if key == "random":
-                effects["random"] = True
-            elif key not in _ATTRIBUTES:
+            if key not in _ATTRIBUTES:
                 raise line.error(
                     f"unknown attribute {key!r}{nearest(key, _ATTRIBUTES)}", f"known: {', '.join(_ATTRIBUTES)}"
                 )
-            else:
-                line.expect("=", f"write {key}=value")
-                if key in found or key in effects:
-                    raise line.error(f"attribute {key} is given twice", "give it once")
-                (effects if key in ("writes", "views") else found)[key] = _ATTRIBUTES[key](line)
+            line.expect("=", f"write {key}=value")
+            if key in found:
+                raise line.error(f"attribute {key} is given twice", "give it once")
+            found[key] = _ATTRIBUTES[key](line)
             if line.taken("}"):
-                break
+                return found
             line.expect(",", "separate attributes by commas, close them with }")
-        if effects:
-            found["effects"] = Effects(**effects)
-        return found
 
 
 def _versions(versions: list[int | None]) -> tuple[int, ...] | None:
@@ -298,6 +295,13 @@ def _pairs(line: Line) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
+def _flag(line: Line) -> bool:
+    word = line.take()
+    if word not in ("true", "false"):
+        raise line.error(f"expected true or false, found {word}", "write random=true or random=false")
+    return word == "true"
+
+
 _ATTRIBUTES: Final[Mapping[str, Callable[[Line], Any]]] = {
     "phase": _phase,
     "module": Line.name,
@@ -308,8 +312,10 @@ _ATTRIBUTES: Final[Mapping[str, Callable[[Line], Any]]] = {
     "results": _pattern,
     "writes": _pairs,
     "views": _pairs,
-    "random": lambda line: True,
+    "random": _flag,
 }
+
+_EFFECTS: Final = frozenset(Effects._fields)
 
 
 def _type(line: Line, token: str) -> tuple[str | None, Shape | None]:

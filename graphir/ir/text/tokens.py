@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Final, TypeVar
 
-from ..errors import GraphirError, ParseError
-from .device import Device
-from .operator import SYMBOLS, Arg, Symbol
-from .size import Shape, Size, parse_size
+from ...errors import GraphirError, ParseError
+from ..device import Device
+from ..operator import SYMBOLS, Arg, Symbol
+from ..size import Shape, Size, parse_size
 
 __all__ = ["Line", "Lines"]
 

@@ -20,7 +20,7 @@ Of every net, *well-formed*:
 
 14. Every operand is where :func:`graphir.ir.placement.required_devices` wants it.
 
-Of a program (:mod:`.verify_program`): 15 to 21, of a plan (:mod:`.verify_plan`): 22 to 27.
+Of a program (:mod:`.program`): 15 to 21, of a plan (:mod:`.plan`): 22 to 27.
 
 Imported nets have types that torch does not know, and unknown shapes: 10, 11 and 12 hold only of what is known.
 """
@@ -30,18 +30,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from ..errors import GraphirError
-from ..plan import Plan
-from .blob import Blob
+from ...errors import GraphirError
+from ...plan import Plan
+from ..blob import Blob
+from ..net import Net
+from ..operator import PURE, Operator, leaves
+from ..placement import required_devices
+from ..program import Program
+from ..size import Affine, Dims, Size, size_dims
 from .infer import Geometry, Inferred, geometry, infer, same_layout
-from .net import Net
-from .operator import PURE, Operator, leaves
-from .placement import required_devices
+from .plan import plan_problems
 from .problems import Problem, raise_all
-from .program import Program
-from .size import Affine, Dims, Size, size_dims
-from .verify_plan import plan_problems
-from .verify_program import program_problems
+from .program import program_problems
 
 __all__ = ["Problem", "net_problems", "verify"]
 

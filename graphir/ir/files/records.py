@@ -10,9 +10,9 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, JsonValue, StringConstraints
 
-from ..plan import Kind
-from .blob import Role
-from .operator import Phase
+from ...plan import Kind
+from ..blob import Role
+from ..operator import Phase
 
 __all__ = [
     "VERSION",

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from ..plan import Event, Instruction, Plan, lane
-from .blob import STATE_ROLES
-from .operator import Operator
+from ...plan import Event, Instruction, Plan, lane
+from ..blob import STATE_ROLES
+from ..operator import Operator
 from .problems import Problem
 
 __all__ = ["plan_problems"]

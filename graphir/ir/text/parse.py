@@ -10,11 +10,11 @@ import re
 from dataclasses import replace
 from typing import Final, cast
 
-from ..errors import nearest
-from ..plan import KINDS, STREAMS, Event, Instruction, Kind, Plan
-from .net import Net
+from ...errors import nearest
+from ...plan import KINDS, STREAMS, Event, Instruction, Kind, Plan
+from ..net import Net
+from ..program import Feed, Interface, ParamGroup, Program, Scalar
 from .parse_net import NetReader, read_net
-from .program import Feed, Interface, ParamGroup, Program, Scalar
 from .tokens import Line, Lines
 
 __all__ = ["parse"]

@@ -7,19 +7,21 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Final
+from typing import Final, NamedTuple
 
-from ..errors import GraphirError
-from .blob import ROLES, Blob
-from .names import base_name
-from .net import Net
-from .operator import PURE, SYMBOLS, Arg, Effects, Operator, Symbol, groups
-from .size import Affine, Dims, Shape, Size
+from ...errors import GraphirError
+from ..blob import ROLES, Blob
+from ..names import base_name
+from ..net import Net
+from ..operator import PURE, SYMBOLS, Arg, Effects, Operator, Symbol, groups
+from ..size import Affine, Dims, Shape, Size
 
 __all__ = [
     "RESERVED",
     "Printer",
+    "Style",
     "declarations",
+    "default_effects",
     "default_module",
     "default_role",
     "json_string",
@@ -116,6 +118,31 @@ def default_module(type: str, phase: str, outputs: Sequence[str]) -> str:
     return base_name(outputs[0]) if own else ""
 
 
+def default_effects(
+    type: str, inputs: Sequence[str], outputs: Sequence[str], blobs: Mapping[str, Blob], seeded: bool
+) -> Effects:
+    """The effects that an operator has unless its text says otherwise: those that its names show.
+
+    An output that is also an input is overwritten; one that lies in an input's storage is a view of that input, or the
+    input overwritten under a new name where the type ends in ``_``, as torch's in-place operators do. What has a seed
+    id is random.
+    """
+    writes: list[tuple[int, int]] = []
+    views: list[tuple[int, int]] = []
+    for position, name in enumerate(outputs):
+        blob = blobs.get(name)
+        if name in inputs:
+            writes.append((position, inputs.index(name)))
+        elif blob is not None and blob.storage != name:
+            for source, operand in enumerate(inputs):
+                if operand in blobs and blobs[operand].storage == blob.storage:
+                    (writes if type.partition(".")[2].partition(".")[0].endswith("_") else views).append(
+                        (position, source)
+                    )
+                    break
+    return Effects(tuple(writes), tuple(views), seeded) if writes or views or seeded else PURE
+
+
 def shown_pattern(chars: str, overwritten: int = 0) -> str | None:
     """The operand or result pattern that brackets and ``_`` show; *overwritten* trailing outputs are not part of it."""
     while overwritten and chars.endswith("t"):
@@ -131,11 +158,25 @@ def net_phase(net: Net) -> str:
 # Operators
 
 
+class Style(NamedTuple):
+    """What of the text is printed.
+
+    Attributes:
+        dims: the value of each dimension, by which figures are computed; None: no figures.
+        attributes: the operators' attributes and the program's interface.
+        types: the geometry and the device of blobs.
+    """
+
+    dims: Dims | None = None
+    attributes: bool = True
+    types: bool = True
+
+
 class Printer:
     """Prints the operators of one net; remembers which blobs it has declared."""
 
-    def __init__(self, blobs: Mapping[str, Blob], phase: str, dims: Dims | None, attributes: bool) -> None:
-        self.blobs, self.phase, self.dims, self.attributes = blobs, phase, dims, attributes
+    def __init__(self, blobs: Mapping[str, Blob], phase: str, style: Style) -> None:
+        self.blobs, self.phase, self.style = blobs, phase, style
         self.declared: set[str] = set()
 
     def declaration(self, word: str, name: str) -> str:
@@ -146,6 +187,8 @@ class Printer:
         return f"{word}{blob.role} {quoted(name)}{self.geometry(blob)}{self.figure([name])}"
 
     def geometry(self, blob: Blob) -> str:
+        if not self.style.types:
+            return ""
         text = f" : {_type(blob.dtype, blob.shape)}"
         if blob.strides is not None:
             text += f" strides [{','.join(map(_size, blob.strides))}]"
@@ -157,17 +200,17 @@ class Printer:
 
     def figure(self, names: Iterable[str]) -> str:
         """The bytes of the storages among *names*, as a comment."""
-        if self.dims is None:
+        if self.style.dims is None:
             return ""
         try:
-            nbytes = sum(blob.nbytes(self.dims) for name in names if not (blob := self.blobs[name]).is_view)
+            nbytes = sum(blob.nbytes(self.style.dims) for name in names if not (blob := self.blobs[name]).is_view)
         except GraphirError:
             return ""
         return f"  # {nbytes_text(nbytes)}" if nbytes else ""
 
     def operator(self, op: Operator, copy: bool = False) -> str:
         """``OUT : TYPE @dev = TYPE(inputs, name=value) {attributes}``; a *copy* as ``OUT : TYPE @dev <- IN``."""
-        new = [] if self.dims is None else [n for n in op.outputs if n not in self.declared and n in self.blobs]
+        new = [] if self.style.dims is None else [n for n in op.outputs if n not in self.declared and n in self.blobs]
         outputs, shown_results = self.outputs(op)
         inputs, shown_operands = self.inputs(op)
         if copy:
@@ -176,7 +219,7 @@ class Printer:
             call = [inputs] if inputs else []
             call += [f"{key_text(name)}={value_text(arg)}" for name, arg in op.args.items()]
             text = f"{outputs} = {_type_name(op.type)}({', '.join(call)})"
-        if self.attributes:
+        if self.style.attributes:
             text += self.attribute_text(op, shown_operands, shown_results)
         return text + self.figure(new)
 
@@ -187,7 +230,8 @@ class Printer:
             return text
         storage = self.blobs[blob.storage] if blob.storage in self.declared and blob.storage in self.blobs else None
         self.declared.add(name)
-        role = "" if blob.role == default_role(op.type, op.phase, storage) else f"{blob.role} "
+        usual = not self.style.types or blob.role == default_role(op.type, op.phase, storage)
+        role = "" if usual else f"{blob.role} "
         return f"{role}{text}{self.geometry(blob)}"
 
     def outputs(self, op: Operator) -> tuple[str, str | None]:
@@ -243,19 +287,20 @@ class Printer:
             found.append(f"operands={json_string(op.operands) if op.operands is not None else 'none'}")
         if op.results != shown_results:
             found.append(f"results={json_string(op.results) if op.results is not None else 'none'}")
-        if op.effects != PURE:
-            found += _effects(op.effects)
+        default = default_effects(op.type, op.inputs, op.outputs, self.blobs, op.seed is not None)
+        if op.effects != default:
+            found += _effects(op.effects, default)
         return f" {{{', '.join(found)}}}" if found else ""
 
 
-@lru_cache(maxsize=4096)
-def _effects(effects: Effects) -> tuple[str, ...]:
-    found = [
-        f"{word}=[{', '.join(f'{output}:{source}' for output, source in pairs)}]"
-        for word, pairs in (("writes", effects.writes), ("views", effects.views))
-        if pairs
-    ]
-    return (*found, "random") if effects.random else tuple(found)
+def _effects(effects: Effects, default: Effects) -> Iterator[str]:
+    """The effects that differ from the default ones."""
+    for word in ("writes", "views"):
+        pairs = getattr(effects, word)
+        if pairs != getattr(default, word):
+            yield f"{word}=[{', '.join(f'{output}:{source}' for output, source in pairs)}]"
+    if effects.random != default.random:
+        yield f"random={value_text(effects.random)}"
 
 
 @lru_cache(maxsize=4096)
@@ -288,10 +333,10 @@ def _arranged(pattern: str, items: Sequence[str]) -> tuple[str, str]:
 # Nets
 
 
-def net_lines(net: Net, dims: Dims | None, attributes: bool) -> Iterator[str]:
-    """The lines of a net; with figures where there are *dims*."""
+def net_lines(net: Net, style: Style) -> Iterator[str]:
+    """The lines of a net."""
     phase = net_phase(net)
-    printer = Printer(net.blobs, phase, dims, attributes)
+    printer = Printer(net.blobs, phase, style)
     yield f"{'init ' if phase == 'init' else ''}net {quoted(net.name)} {{"
     yield from declarations(net, printer)
     for op in net.ops:

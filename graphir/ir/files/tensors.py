@@ -10,9 +10,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..errors import FileError, GraphirError
-from .opset import to_symbol
-from .program import Program
+from ...errors import FileError, GraphirError
+from ..opset import to_symbol
+from ..program import Program
 from .records import TensorRecord
 
 __all__ = ["StoredTensors", "describe", "stored_layouts", "write_tensors"]

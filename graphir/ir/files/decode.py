@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from pydantic import JsonValue
 
-from ..errors import GraphirError, nearest
-from ..plan import Event, Instruction, Plan
-from .blob import Blob
-from .device import Device
-from .dtype import ITEMSIZE
-from .net import Net
-from .operator import PURE, SYMBOLS, Arg, Effects, Operator, Symbol
-from .program import Feed, Interface, ParamGroup, Program, Scalar
+from ...errors import GraphirError, nearest
+from ...plan import Event, Instruction, Plan
+from ..blob import Blob
+from ..device import Device
+from ..dtype import ITEMSIZE
+from ..net import Net
+from ..operator import PURE, SYMBOLS, Arg, Effects, Operator, Symbol
+from ..program import Feed, Interface, ParamGroup, Program, Scalar
+from ..size import Shape, Size, parse_size
 from .records import (
     AnyFile,
     BlobRecord,
@@ -24,7 +25,6 @@ from .records import (
     ProgramRecord,
     SizeText,
 )
-from .size import Shape, Size, parse_size
 
 __all__ = ["value_of"]
 

@@ -1,0 +1,6 @@
+"""Whether a net, a program or a plan is what everything else takes it for; :mod:`.net` lists the invariants."""
+
+from .net import verify
+from .problems import Problem
+
+__all__ = ["Problem", "verify"]
