@@ -1,0 +1,108 @@
+"""From a PyTorch module to a program: a whole training step, recorded on fake tensors as PyTorch runs it.
+
+In the order in which a step passes through::
+
+    arguments, model_state     what the step is given, and what it starts from
+    recorder                   every operator that the dispatcher sees (with scopes, memory, mutation, forms,
+                               randomness, refusals)
+    recording                  one run: forward, loss, backward
+    sizes                      three runs, at three batch sizes, fitted
+    naming, optimizers, update, build     the program
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import CaptureError
+from ..ir.program import Program
+from .arguments import read_arguments
+from .build import build_program
+from .model_state import read_state
+from .optimizers import read_optimizer
+from .randomness import seeded
+from .recording import Step, record
+from .sizes import BATCH, NotAffine, Sizes, other_batches
+
+__all__ = ["capture", "seeded"]
+
+
+def capture(
+    model: torch.nn.Module,
+    inputs: Sequence[Any],
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    targets: Sequence[Any] = (),
+    loss: Callable[..., Any] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    batch_dims: Any = None,
+    name: str | None = None,
+) -> Program:
+    """Capture a step of *model*: forward, loss, backward and update, as one program.
+
+    The step is run on fake tensors: nothing is computed, and the model, its gradients, hooks and the random state are
+    left as they are. Parameters, buffers and optimizer state are copied into ``program.state``. Gradients are those
+    of this step alone, as after ``optimizer.zero_grad()``.
+
+    Args:
+        model: as it is: in training or evaluation mode.
+        inputs: its positional arguments; tensors in tuples, lists and dicts, numbers, strings, None.
+        kwargs: its keyword arguments.
+        targets: what the loss is given after the model's output.
+        loss: called with the output and the targets; returns a scalar tensor, or a dict of them, which is summed.
+            Without it the program is a forward only and returns the model's outputs.
+        optimizer: SGD, Adam or AdamW; without it the parameters' gradients are outputs.
+        batch_dims: which dimension of each tensor is the batch: an int for all, or a tree of ints and None (passed
+            whole) over ``(inputs, kwargs, targets)``. By default dimension 0 of every tensor whose dimension 0 is as
+            long as the first input's.
+        name: of the program; by default the class's name in lower case.
+
+    Returns:
+        A program without prefixes, on ``gpu:0``, whose sizes follow the dimension ``batch``, or whose ``fixed`` says
+        why they don't.
+
+    Raises:
+        CaptureError: the step depends on data in a way that a program can't tell, or something is not supported.
+    """
+    if optimizer is not None and loss is None:
+        raise CaptureError("an optimizer is given, but no loss", fix="pass loss=, or leave the optimizer out")
+    with torch.inference_mode(False):
+        state = read_state(model)
+        arguments = read_arguments(model, inputs, kwargs, targets, loss, batch_dims)
+        groups = read_optimizer(optimizer, state.by_id) if optimizer is not None else ()
+        step = Step(model, state, arguments, loss)
+        sizes, dims, fixed = _follow_batch(step)
+        return build_program(
+            step,
+            sizes,
+            name=name or type(model).__name__.lower(),
+            dims=dims,
+            fixed=fixed,
+            optimizer=type(optimizer).__name__ if optimizer is not None else "",
+            groups=groups,
+        )
+
+
+def _follow_batch(step: Step) -> tuple[Sizes, dict[str, int], str]:
+    """The step's sizes, the captured dimensions, and why sizes are fixed where they are."""
+    batch = step.arguments.batch
+    first = record(step, batch)
+    if batch is None:
+        return Sizes([first], []), {}, "no argument has a batch dimension"
+    batches = (batch, *other_batches(batch))
+    recordings, fixed = [first], ""
+    for other in batches[1:]:
+        try:
+            recordings.append(record(step, other))
+        except CaptureError as e:
+            fixed = f"at batch {other}: {e.what}"
+            break
+    if not fixed:
+        try:
+            return Sizes(recordings, batches), {BATCH: batch}, ""
+        except NotAffine as e:
+            fixed = str(e)
+    return Sizes([first], [batch]), {BATCH: batch}, fixed

@@ -1,0 +1,215 @@
+"""From recordings to a program: blobs with their roles, the operators of ``init`` and of the step, the interface."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..errors import CaptureError
+from ..ir.blob import Blob, Role
+from ..ir.device import gpu
+from ..ir.dtype import TORCH_NAME
+from ..ir.net import Net
+from ..ir.operator import Arg, Operator
+from ..ir.opset import effects_of
+from ..ir.program import Feed, Interface, Program
+from ..ir.size import Affine
+from .model_state import snapshot
+from .naming import RESERVED, Names, name_values
+from .optimizers import Group
+from .recording import Recording, Step
+from .sizes import BATCH, Sizes
+from .update import Update, build_update
+from .values import Call, Value
+
+__all__ = ["build_program"]
+
+_HERE: Final = gpu(0)
+_DTYPES: Final[Mapping[torch.dtype, str]] = {getattr(torch, name): short for short, name in TORCH_NAME.items()}
+
+
+def build_program(
+    step: Step,
+    sizes: Sizes,
+    *,
+    name: str,
+    dims: Mapping[str, int],
+    fixed: str,
+    optimizer: str = "",
+    groups: Sequence[Group] = (),
+) -> Program:
+    """The program of a recorded step.
+
+    Args:
+        step: what was recorded.
+        sizes: its recordings, fitted.
+        name: of the program.
+        dims: the captured value of each dimension.
+        fixed: why sizes are plain numbers; empty where they are not.
+        optimizer: name of its class.
+        groups: its parameter groups.
+
+    Raises:
+        CaptureError: a value is of a type that programs don't have.
+    """
+    recording = sizes.recording
+    names = Names([*RESERVED, *recording.state])
+    gradients = {value.index: gradient.index for value, gradient in recording.gradients}
+    update = build_update(groups, recording, gradients, names)
+    modules = frozenset(path for path, _ in step.model.named_modules() if path)
+    named = name_values(recording, names, modules)
+    update = update.with_gradients({i: named[g] for i, g in gradients.items()})
+
+    roles = _roles(recording)
+    state, inputs = _externals(recording, sizes, named, update)
+    made = {
+        named[v.index]: _blob(named, v, roles[v.root.index], sizes)
+        for call in recording.calls
+        for v in call.outputs
+        if not v.version
+    }
+    ops = [_operator(call, args, named) for call, args in zip(recording.calls, sizes.args, strict=True)]
+    outputs = _external_outputs(recording, named, optimizer)
+    net = Net(
+        f"{name}.step",
+        (*ops, *update.ops),
+        {**state, **inputs, **made},
+        (*state, *inputs),
+        outputs,
+        {
+            named[v.index]: named[g.index]
+            for v, g in recording.gradients
+            if not v.kind and v.root is v and v.follows_input
+        },
+    )
+    return Program(
+        name,
+        _init(name, state, recording, named, update),
+        net,
+        dims,
+        fixed,
+        interface=_interface(step, sizes, named, optimizer, groups, update),
+        state=_state(step, recording, named, update),
+        module=step.model,
+    )
+
+
+def _blob(named: Sequence[str], value: Value, role: Role, sizes: Sizes) -> Blob:
+    shape, strides, offset = sizes.geometries[value.index]
+    name = named[value.index]
+    if value.dtype not in _DTYPES:
+        raise CaptureError(f"{name!r} has elements of type {value.dtype}", fix=f"supported: {', '.join(TORCH_NAME)}")
+    return Blob(name, shape, _DTYPES[value.dtype], _HERE, role, named[value.root.index], strides, offset)
+
+
+def _roles(recording: Recording) -> dict[int, Role]:
+    """The role of each storage, by the index of its root."""
+    handed_back = {v.root.index for v in [recording.loss, *recording.outputs] if v is not None}
+    gradients = {gradient.root.index for _, gradient in recording.gradients}
+    roles: dict[int, Role] = {}
+    for value in recording.values:
+        if value.root is not value:
+            continue
+        if value.kind:
+            roles[value.index] = value.kind  # type: ignore[assignment]
+        elif value.index in handed_back:
+            roles[value.index] = "output"
+        elif value.phase == "backward":
+            roles[value.index] = "gradient" if value.index in gradients else "temporary"
+        else:
+            roles[value.index] = "activation" if value.follows_input else "temporary"
+    return roles
+
+
+def _externals(
+    recording: Recording, sizes: Sizes, named: Sequence[str], update: Update
+) -> tuple[dict[str, Blob], dict[str, Blob]]:
+    """What lives from step to step, and what a step is given."""
+    constants = [value for value, _ in recording.constants]
+    lasting = [
+        *(_blob(named, v, v.kind, sizes) for v in recording.state.values()),  # type: ignore[arg-type]
+        *update.state_blobs,
+        *(_blob(named, v, "constant", sizes) for v in constants),
+    ]
+    given = [_blob(named, v, "input", sizes) for v in recording.inputs if v is not None]
+    return {b.name: b for b in lasting}, {b.name: b for b in [*update.rate_blobs, *given]}
+
+
+def _operator(call: Call, args: Mapping[str, Arg], named: Sequence[str]) -> Operator:
+    inputs = tuple([named[v.index] for v in call.inputs])
+    outputs = tuple([named[v.index] for v in call.outputs])
+    read = tuple([v.version for v in call.inputs])
+    written = tuple([v.version for v in call.outputs])
+    effects = effects_of(call.type, args, call.operands, len(inputs), call.results, len(outputs))
+    return Operator(
+        call.type,
+        inputs,
+        outputs,
+        args,
+        _HERE,
+        call.phase,
+        call.scope,
+        seed=call.seed,
+        operands=call.operands,
+        results=call.results,
+        effects=effects,
+        input_versions=read if any(read) else None,
+        output_versions=written if any(written) else None,
+    )
+
+
+def _external_outputs(recording: Recording, named: Sequence[str], optimizer: str) -> tuple[str, ...]:
+    if recording.loss is None:
+        return tuple(dict.fromkeys(named[v.index] for v in recording.outputs))
+    gradients = [named[g.index] for v, g in recording.gradients if v.kind == "param" and not optimizer]
+    return (named[recording.loss.index], *gradients)
+
+
+def _init(name: str, state: Mapping[str, Blob], recording: Recording, named: Sequence[str], update: Update) -> Net:
+    scopes = {named[v.index]: v.scope for v in [*recording.state.values(), *(v for v, _ in recording.constants)]}
+    scopes |= update.state_modules
+    loads = tuple(
+        Operator("graphir.load", (), (blob.name,), {"key": blob.name}, blob.device, "init", scopes[blob.name])
+        for blob in state.values()
+    )
+    return Net(f"{name}.init", loads, dict(state))
+
+
+def _state(step: Step, recording: Recording, named: Sequence[str], update: Update) -> dict[str, torch.Tensor]:
+    if any(entry.tensor.is_meta for entry in step.state.tensors):
+        return {}
+    tensors = {entry.name: snapshot(entry.tensor) for entry in step.state.tensors}
+    tensors |= update.state_tensors
+    tensors |= {named[value.index]: snapshot(tensor) for value, tensor in recording.constants}
+    tensors["step"] = torch.zeros((), dtype=torch.int64)
+    return tensors
+
+
+def _interface(
+    step: Step, sizes: Sizes, named: Sequence[str], optimizer: str, groups: Sequence[Group], update: Update
+) -> Interface:
+    recording = sizes.recording
+    feeds = []
+    for leaf, value in zip(step.arguments.leaves, recording.inputs, strict=True):
+        scalar = None if isinstance(leaf.value, torch.Tensor) else leaf.value
+        feeds.append(Feed(None if value is None else named[value.index], leaf.batch_dim, scalar))
+    return Interface(
+        arguments=step.arguments.dumps(),
+        feeds=tuple(feeds),
+        loss=None if recording.loss is None else named[recording.loss.index],
+        outputs=tuple([named[v.index] for v in recording.outputs]),
+        results=None if recording.results is None else pytree.treespec_dumps(recording.results),
+        output_batch_dims=tuple([_batch_dim(sizes.geometries[v.index].shape) for v in recording.outputs]),
+        module_state=step.state.module_state,
+        optimizer=optimizer,
+        optimizer_state=update.optimizer_state,
+        param_groups=update.param_groups,
+    )
+
+
+def _batch_dim(shape: Sequence[Any]) -> int | None:
+    """The first dimension that grows with the batch."""
+    return next((d for d, size in enumerate(shape) if isinstance(size, Affine) and size.terms[0][0] == BATCH), None)

@@ -1,0 +1,175 @@
+"""How a call of a torch operator becomes operands, their pattern, and arguments without defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from ..errors import CaptureError, GraphirError
+from ..ir.operator import Arg
+from ..ir.opset import effects_of, signature, to_symbol
+
+__all__ = ["Bound", "Form", "form_of", "normal_arg"]
+
+_DROPPED: Final = frozenset({"device", "layout", "pin_memory", "generator"})
+"""Arguments that are not kept: executors know the device and the generator; every layout is strided."""
+
+
+class Bound(NamedTuple):
+    """A call with its arguments in place.
+
+    Attributes:
+        tensors: the tensors read, in order.
+        operands: the pattern over the tensor parameters, None where it says nothing.
+        args: the other arguments, without defaults.
+        written: positions in ``tensors`` of those that are overwritten.
+    """
+
+    tensors: list[torch.Tensor]
+    operands: str | None
+    args: dict[str, Arg]
+    written: tuple[int, ...]
+
+
+class Form:
+    """What is fixed about an operator: see the attributes.
+
+    Attributes:
+        type: such as ``aten.addmm.default``.
+        func: the operator.
+        random: it may draw random numbers.
+        seedable: the overload that does the same and takes a generator; None where there is none.
+        rebinds: it changes a tensor's own geometry (``squeeze_``).
+        label: its name without the marks of torch's variants: ``add`` of ``add_``, ``softmax`` of ``_softmax``.
+    """
+
+    __slots__ = ("_own_dropout", "_params", "_plain", "func", "label", "random", "rebinds", "seedable", "type")
+
+    def __init__(self, func: torch._ops.OpOverload) -> None:
+        self.func = func
+        self.type = f"{func.namespace}.{func._opname}.{func._overloadname}"
+        self.random = torch.Tag.nondeterministic_seeded in func.tags
+        self.rebinds = torch.Tag.inplace_view in func.tags
+        params = signature(self.type).params
+        self.seedable = _with_generator(func) if self.random else None
+        self.label = _label(func._opname)
+        self._own_dropout = any(p.name == "dropout_p" for p in params)
+        self._params = [(p.name, p.kind, not p.required, normal_arg(p.default), p.name in _DROPPED) for p in params]
+        self._plain = not any(p.written for p in params) and not self._hides_writes()
+
+    def _hides_writes(self) -> bool:
+        tensors = signature(self.type).tensors
+        return bool(effects_of(self.type, {"training": True}, None, len(tensors), None, 0).writes)
+
+    def draws(self, args: Mapping[str, Arg]) -> bool:
+        """Whether it draws random numbers with these arguments: attention kernels do for their own dropout only."""
+        return self.random and not (self._own_dropout and args.get("dropout_p", 0.0) == 0.0)
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bound:
+        """Arrange the arguments of a call.
+
+        Raises:
+            GraphirError: an argument is of a kind that programs don't have.
+        """
+        tensors: list[torch.Tensor] = []
+        kept: dict[str, Arg] = {}
+        pattern: list[str] = []
+        count = len(args)
+        for i, (name, kind, optional, default, dropped) in enumerate(self._params):
+            given = i < count or name in kwargs
+            value = args[i] if i < count else kwargs.get(name)
+            if kind == "value":
+                if dropped or not given:
+                    if name == "layout" and value not in (None, torch.strided):
+                        raise GraphirError(
+                            f"{value} tensors are not supported",
+                            fix="use dense tensors (for an embedding, sparse=False)",
+                        )
+                    continue
+                normal = normal_arg(value)
+                if not (optional and normal == default and type(normal) is type(default)):
+                    kept[name] = normal
+            elif kind == "tensor":
+                if isinstance(value, torch.Tensor):
+                    tensors.append(value)
+                    pattern.append("t")
+                else:
+                    pattern.append("_")
+                    if value is not None:
+                        kept[name] = normal_arg(value)
+            elif value is None:
+                pattern.append("_")
+            else:
+                present = [t for t in value if t is not None]
+                tensors += present
+                pattern.append("[" + "".join("_" if t is None else "t" for t in value) + "]")
+        text = "".join(pattern).rstrip("_")
+        operands = None if text == "t" * len(tensors) else text
+        written = () if self._plain else self._written(tensors, operands, kept)
+        return Bound(tensors, operands, kept, written)
+
+    def _written(self, tensors: list[torch.Tensor], operands: str | None, args: Mapping[str, Arg]) -> tuple[int, ...]:
+        writes = effects_of(self.type, args, operands, len(tensors), None, 0).writes
+        return tuple(sorted({source for _, source in writes}))
+
+
+_LABELS: Final[Mapping[str, str]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": "scaled_dot_product_attention",
+    "_scaled_dot_product_flash_attention": "scaled_dot_product_attention",
+    "_scaled_dot_product_efficient_attention": "scaled_dot_product_attention",
+    "_to_copy": "to",
+    "_unsafe_view": "view",
+    "unsafe_split": "split",
+    "index_put_impl": "index_put",
+    "max_pool2d_with_indices": "max_pool2d",
+    "nll_loss_forward": "nll_loss",
+    "nll_loss2d_forward": "nll_loss2d",
+    "lift_fresh": "constant",
+}
+
+
+def _label(name: str) -> str:
+    if name in _LABELS:
+        return _LABELS[name]
+    return name.strip("_").removeprefix("native_").removesuffix("_backward").removesuffix("_backward_data")
+
+
+def _with_generator(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    name = func._overloadname
+    for candidate in (name, "generator" if name == "default" else f"{name}_generator"):
+        found = getattr(func.overloadpacket, candidate, None)
+        if found is not None and any(a.name == "generator" for a in found._schema.arguments):
+            return found  # type: ignore[no-any-return]
+    return None
+
+
+@cache
+def form_of(func: torch._ops.OpOverload) -> Form:
+    """The form of an operator."""
+    return Form(func)
+
+
+_SCALARS: Final = frozenset({bool, int, float, str, type(None)})
+
+
+def normal_arg(value: Any) -> Arg:
+    """*value* as programs hold it: lists as tuples, torch's constants as symbols.
+
+    Raises:
+        GraphirError: programs have no such arguments.
+    """
+    kind = type(value)
+    if kind in _SCALARS:
+        return value  # type: ignore[no-any-return]
+    if kind in (list, tuple) or isinstance(value, (list, tuple)):
+        return tuple([normal_arg(item) for item in value])
+    if isinstance(value, (torch.dtype, torch.memory_format)):
+        return to_symbol(value)
+    if isinstance(value, (torch.device, torch.layout, torch.Generator)):
+        return None
+    if isinstance(value, (int, float)):
+        return int(value) if isinstance(value, int) else float(value)
+    raise CaptureError(f"an argument of type {kind.__name__} is not supported", fix="pass numbers and tensors")

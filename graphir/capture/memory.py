@@ -1,0 +1,74 @@
+"""The memory of a step under record: which tensors look at it, and what each of them shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+
+from ..errors import CaptureError
+from .values import Alias, Replay, Store, Value
+
+__all__ = ["Memory"]
+
+_aten: Final = torch.ops.aten
+
+
+class Memory:
+    """Every tensor that was seen, by identity, and every store, by its storage."""
+
+    def __init__(self) -> None:
+        self._aliases: dict[int, Alias] = {}
+        self._stores: dict[int, Store] = {}
+
+    def __iter__(self) -> Iterator[Alias]:
+        """The aliases, in the order in which they were seen."""
+        return iter(list(self._aliases.values()))
+
+    def find(self, tensor: torch.Tensor) -> Alias | None:
+        """The alias of a tensor that was seen before."""
+        return self._aliases.get(id(tensor))
+
+    def store(self, tensor: torch.Tensor) -> Store | None:
+        """The store that a tensor looks at, if it is known."""
+        return self._stores.get(tensor.untyped_storage()._cdata)
+
+    def add_base(self, tensor: torch.Tensor, value: Value, persistent: bool) -> Store:
+        """A tensor with memory of its own."""
+        store = Store(persistent)
+        store.base = self._aliases[id(tensor)] = Alias(tensor, value, store)
+        self._stores[tensor.untyped_storage()._cdata] = store
+        return store
+
+    def add_alias(
+        self, tensor: torch.Tensor, value: Value, parent: Alias, replay: Replay | None, position: int = 0
+    ) -> Alias:
+        """A tensor that looks at the memory of *parent*."""
+        alias = self._aliases[id(tensor)] = Alias(tensor, value, parent.store)
+        alias.parent, alias.replay, alias.position = parent, replay, position
+        return alias
+
+    def alias(self, tensor: torch.Tensor, where: str) -> Alias:
+        """The alias of a tensor, which need not have been seen before if its memory was.
+
+        Raises:
+            CaptureError: its memory is unknown.
+        """
+        alias = self._aliases.get(id(tensor))
+        if alias is not None:
+            return alias
+        store = self.store(tensor)
+        if store is None:
+            raise CaptureError(
+                f"a tensor of shape {list(tensor.shape)} comes from nowhere that capture has seen",
+                where=where,
+                fix="make it inside the step, pass it as an input, or register it as a buffer",
+            )
+        base = store.base
+        alias = self.add_alias(tensor, base.value, base, None)
+        if not alias.is_base:
+            geometry = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+            alias.replay = (_aten.as_strided.default, (base.tensor, *geometry), {})
+            alias.generation = -1
+        return alias

@@ -1,0 +1,164 @@
+"""The model's parameters and buffers: a snapshot for the program, and fakes in their place while the model runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import CaptureError
+from .naming import RESERVED, Names
+from .refusals import where
+
+__all__ = ["ModelState", "StateTensor", "fakes_in_place", "read_state", "snapshot"]
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor)
+
+
+class StateTensor(NamedTuple):
+    """A parameter or buffer: its blob's name, its role, and the tensor itself."""
+
+    name: str
+    kind: str
+    tensor: torch.Tensor
+
+
+class ModelState(NamedTuple):
+    """Attributes:
+    tensors: each parameter and buffer once, parameters first, in the module's order.
+    module_state: each name of ``module.state_dict()`` and its blob.
+    by_id: the blob of each tensor, by the tensor's ``id``.
+    """
+
+    tensors: tuple[StateTensor, ...]
+    module_state: dict[str, str]
+    by_id: dict[int, str]
+
+
+def read_state(model: torch.nn.Module) -> ModelState:
+    """The model's state; a tensor under several names is one blob, called by the first.
+
+    Raises:
+        CaptureError: a tensor is of a kind that programs don't have, has hooks, or shares memory with another one.
+    """
+    names = Names(RESERVED)
+    by_id: dict[int, str] = {}
+    tensors: list[StateTensor] = []
+    for kind, named in (("param", model.named_parameters()), ("buffer", model.named_buffers())):
+        for path, tensor in named:
+            if id(tensor) not in by_id:
+                _check(path, kind, tensor)
+                name = by_id[id(tensor)] = names.take(path)
+                tensors.append(StateTensor(name, kind, tensor))
+    _check_memory(tensors)
+    state = model.state_dict(keep_vars=True)
+    module_state = {key: by_id[id(value)] for key, value in state.items() if id(value) in by_id}
+    return ModelState(tuple(tensors), module_state, by_id)
+
+
+def _check(path: str, kind: str, tensor: torch.Tensor) -> None:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.layout != torch.strided:
+        what = f"a {type(tensor).__name__} of layout {tensor.layout}"
+        raise CaptureError(f"{kind} {path!r} is {what}, which is not supported", fix="use plain dense tensors")
+    if tensor.is_complex():
+        raise CaptureError(f"{kind} {path!r} is complex, which is not supported", fix="store real and imaginary parts")
+    if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+        raise CaptureError(
+            f"{kind} {path!r} has a hook on its gradient, which a program would not run",
+            fix="remove the hook, or do what it does in the loss or in the optimizer",
+        )
+
+
+def _check_memory(tensors: list[StateTensor]) -> None:
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for name, _, tensor in tensors:
+        if tensor.numel() and not tensor.is_meta:
+            first = int(tensor.storage_offset()) * tensor.itemsize
+            last = first + _extent(tensor) * tensor.itemsize
+            spans.setdefault(tensor.untyped_storage()._cdata, []).append((first, last, name))
+    for found in spans.values():
+        found.sort(key=lambda span: span[:2])
+        for (_, last, name), (first, _, other) in pairwise(found):
+            if first < last:
+                raise CaptureError(
+                    f"{name!r} and {other!r} share memory but are two tensors",
+                    fix="register one tensor under both names, or clone one of them",
+                )
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Elements from the tensor's first to its last, gaps included."""
+    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+
+
+def snapshot(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with memory of its own and the same strides."""
+    source = tensor.detach()
+    if source.numel() == 0:
+        return torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=source.device)
+    return source.as_strided((_extent(source),), (1,)).clone().as_strided(source.shape, source.stride(), 0)
+
+
+@contextlib.contextmanager
+def fakes_in_place(model: torch.nn.Module, fakes: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Put a fake in the place of each parameter and buffer; afterwards everything is as it was.
+
+    Args:
+        model: the module.
+        fakes: by ``id`` of the tensor that each stands for.
+
+    Raises:
+        CaptureError: the model rebound a buffer or changed a plain attribute while it ran.
+    """
+    modules = list(model.named_modules())
+    saved = [(dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for _, m in modules]
+    try:
+        for _, module in modules:
+            for table in (module._parameters, module._buffers):
+                for key, tensor in table.items():
+                    if tensor is not None:
+                        table[key] = fakes[id(tensor)]
+        yield
+        for (path, module), (attributes, parameters, buffers) in zip(modules, saved, strict=True):
+            _check_unchanged(path, module, attributes, parameters, buffers, fakes)
+    finally:
+        for (_, module), (attributes, parameters, buffers) in zip(modules, saved, strict=True):
+            for table, before in (
+                (module.__dict__, attributes),
+                (module._parameters, parameters),
+                (module._buffers, buffers),
+            ):
+                table.clear()
+                table.update(before)
+
+
+def _check_unchanged(
+    path: str,
+    module: torch.nn.Module,
+    attributes: Mapping[str, Any],
+    parameters: Mapping[str, Any],
+    buffers: Mapping[str, Any],
+    fakes: Mapping[int, torch.Tensor],
+) -> None:
+    for kind, table, before in (("parameter", module._parameters, parameters), ("buffer", module._buffers, buffers)):
+        for key in dict.fromkeys([*before, *table]):
+            old = before.get(key)
+            if table.get(key) is not (None if old is None else fakes[id(old)]):
+                raise CaptureError(
+                    f"the step rebinds {kind} {key!r}: a new tensor takes its place instead of a new value",
+                    where=where(path),
+                    fix=f"write the value into it: self.{key}.copy_(value)",
+                )
+    for key in dict.fromkeys([*attributes, *module.__dict__]):
+        old, new = attributes.get(key), module.__dict__.get(key)
+        if old is new or not (isinstance(old, _PLAIN) and isinstance(new, _PLAIN)):
+            continue
+        if isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor) or old != new:
+            raise CaptureError(
+                f"the step changes the attribute {key!r}, which a program would not do",
+                where=where(path),
+                fix="keep it in a buffer and update that in place, or don't store it on the module",
+            )

@@ -1,0 +1,163 @@
+"""In-place operators and writes through views, told by functional operators.
+
+``relu_(x)`` is recorded as ``relu(x)``; a write through a view as the functional operator on the view, and a scatter
+of its result into the tensor that the view looks at. Each result has the very strides of the tensor that PyTorch
+overwrites, since later operators may compute other bits on other strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from ..errors import CaptureError
+from .forms import Form
+from .values import Alias, Value
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
+
+__all__ = ["functional_call", "functional_view", "overwritten_base"]
+
+_aten: Final = torch.ops.aten
+
+_FUNCTIONAL: Final[Mapping[str, str]] = {
+    "bernoulli_.float": "bernoulli.p",
+    "normal_.default": "normal_functional.default",
+}
+"""In-place operators whose functional form is not simply named without the underscore."""
+
+_SCATTERS: Final[Mapping[Any, Any]] = {
+    _aten.slice.Tensor: _aten.slice_scatter.default,
+    _aten.select.int: _aten.select_scatter.default,
+    _aten.diagonal.default: _aten.diagonal_scatter.default,
+}
+
+
+def functional_call(
+    recorder: Recorder, form: Form, target: Alias, args: tuple[Any, ...], kwargs: Mapping[str, Any], where: str
+) -> Value:
+    """Record the functional form of an in-place operator.
+
+    The result has the shape and type of *target*, and its strides too where that is no view.
+
+    Raises:
+        CaptureError: the operator has no functional form.
+    """
+    seen = recorder.read(target.tensor)
+    if form.func is _aten.copy_.default:
+        new = _source(recorder, target, args[1])
+    else:
+        functional = _functional(form, where)
+        if functional is _aten.bernoulli.p:
+            return _bernoulli(recorder, target, seen, args, kwargs, where)
+        new = recorder.emit(functional, args, kwargs, {id(target.tensor): seen})[0]
+    return _laid_out(recorder, new, target.tensor, seen, where) if target.is_base else new
+
+
+def _source(recorder: Recorder, target: Alias, source: torch.Tensor) -> Value:
+    """What ``copy_`` writes, in the target's shape and type."""
+    new = recorder.read(source)
+    tensor = target.tensor
+    if new.dtype != tensor.dtype:
+        new = recorder.emit(_aten._to_copy.default, (new.tensor,), {"dtype": tensor.dtype}, {id(new.tensor): new})[0]
+    if new.shape != tuple(tensor.shape):
+        new = recorder.emit(_aten.expand.default, (new.tensor, list(tensor.shape)), {}, {id(new.tensor): new})[0]
+    if target.is_base and _same_geometry(new.tensor, tensor):
+        # A value of its own: what was read may be overwritten state.
+        new = recorder.emit(_aten.clone.default, (new.tensor,), {}, {id(new.tensor): new})[0]
+    return new
+
+
+def _functional(form: Form, where: str) -> torch._ops.OpOverload:
+    name, overload = form.func._opname, form.func._overloadname
+    plain = _FUNCTIONAL.get(f"{name}.{overload}", f"{name.removesuffix('_')}.{overload}")
+    packet = getattr(_aten, plain.partition(".")[0], None)
+    found = getattr(packet, plain.partition(".")[2], None)
+    if found is None or not name.endswith("_") or found._schema.is_mutable:
+        raise CaptureError(
+            f"{form.type} overwrites a tensor and has no functional form",
+            where=where,
+            fix="use the operator that returns a new tensor",
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def functional_view(form: Form) -> torch._ops.OpOverload:
+    """``squeeze`` of ``squeeze_``."""
+    packet = getattr(_aten, form.func._opname.rstrip("_"))
+    return getattr(packet, form.func._overloadname)  # type: ignore[no-any-return]
+
+
+def _same_geometry(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+
+
+def _laid_out(recorder: Recorder, new: Value, like: torch.Tensor, seen: Value, where: str) -> Value:
+    """*new* in the geometry of *like*, whose value is *seen*."""
+    # ``copy`` returns what ``seen.copy_(new)`` leaves, in the strides of ``seen``.
+    if _same_geometry(new.tensor, like):
+        return new
+    known = {id(seen.tensor): seen, id(new.tensor): new}
+    copied = recorder.emit(_aten.copy.default, (seen.tensor, new.tensor), {}, known)[0]
+    if not _same_geometry(copied.tensor, like):
+        raise CaptureError(
+            f"an in-place operator on a tensor with strides {list(like.stride())} has no functional form",
+            where=where,
+            fix="make the tensor contiguous, or use the operator that returns a new tensor",
+        )
+    return copied
+
+
+def _bernoulli(
+    recorder: Recorder, target: Alias, seen: Value, args: tuple[Any, ...], kwargs: Mapping[str, Any], where: str
+) -> Value:
+    """``bernoulli.p`` takes its operand's shape only, and returns a contiguous tensor.
+
+    ``bernoulli_`` fills memory in its order, so a mask that is laid out otherwise is drawn on a permuted view.
+    """
+    call = seen.call
+    if call is not None and call.type == "aten.empty_like.default" and not call.args:
+        model = call.inputs[0]
+        if _same_geometry(model.tensor, target.tensor):
+            seen = model
+    tensor = seen.tensor
+    order = sorted(range(tensor.dim()), key=lambda d: (-tensor.stride()[d], d))
+    permuted = order != list(range(tensor.dim())) and not tensor.is_contiguous()
+    if permuted:
+        seen = recorder.emit(_aten.permute.default, (tensor, order), {}, {id(tensor): seen})[0]
+    if not seen.tensor.is_contiguous():
+        raise CaptureError(
+            f"random numbers are drawn into a tensor with strides {list(target.tensor.stride())}",
+            where=where,
+            fix="make the tensor contiguous",
+        )
+    rest = dict(kwargs)
+    drawn = recorder.emit(_aten.bernoulli.p, (seen.tensor, *(args[1:] or (0.5,))), rest, {id(seen.tensor): seen})[0]
+    if permuted:
+        back = sorted(range(len(order)), key=order.__getitem__)
+        drawn = recorder.emit(_aten.permute.default, (drawn.tensor, back), {}, {id(drawn.tensor): drawn})[0]
+    return drawn
+
+
+def overwritten_base(recorder: Recorder, target: Alias, whole: Value, new: Value) -> Value:
+    """What the tensor under the view *target*, which showed *whole*, shows after the view was given the value *new*."""
+    base, view = target.store.base.tensor, target.tensor
+    if new.dtype != view.dtype:
+        new = recorder.emit(_aten._to_copy.default, (new.tensor,), {"dtype": view.dtype}, {id(new.tensor): new})[0]
+    known = {id(whole.tensor): whole, id(new.tensor): new}
+    dense = all(t.is_contiguous() for t in (view, base, new.tensor))
+    if dense and view.numel() == base.numel() and new.root is new and not new.kind:
+        return recorder.emit(_aten.view.default, (new.tensor, list(base.shape)), {}, known)[0]
+    scatter = _SCATTERS.get(target.replay[0]) if target.replay is not None else None
+    if scatter is not None and target.parent is target.store.base and target.replay is not None:
+        _, args, kwargs = target.replay
+        result = recorder.emit(scatter, (whole.tensor, new.tensor, *args[1:]), kwargs, known)[0]
+        if _same_geometry(result.tensor, base):
+            return result
+    offset = whole.tensor.storage_offset() + view.storage_offset() - base.storage_offset()
+    args = (whole.tensor, new.tensor, list(view.shape), list(view.stride()), offset)
+    result = recorder.emit(_aten.as_strided_scatter.default, args, {}, known)[0]
+    return _laid_out(recorder, result, base, whole, "a write through a view")

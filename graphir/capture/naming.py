@@ -1,0 +1,139 @@
+"""Names that users know: a module's output is called after the module, the rest after the module and the operator.
+
+::
+
+    layer1.0.conv1                     output of the module layer1.0.conv1
+    layer1.0.bn1.save_mean             its second result
+    layer1.0.add                       an addition in the forward of layer1.0
+    fc.weight.t                        a view of a parameter
+    layer1.0.add_grad                  the gradient of a forward value
+    layer1.0.bn1.backward_mul          another value of the backward of layer1.0.bn1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Final
+
+from ..ir.names import prefix_of
+from .values import Value
+
+if TYPE_CHECKING:
+    from .recording import Recording
+
+__all__ = ["RESERVED", "Names", "name_values"]
+
+RESERVED: Final = ("loss", "step", "_")
+"""Names that the model's blobs don't get: the loss, the counter in a program's state, the undefined result."""
+
+_RESULTS: Final[Mapping[str, tuple[str, ...]]] = {
+    "batch_norm": ("", "save_mean", "save_invstd"),
+    "layer_norm": ("", "mean", "rstd"),
+    "group_norm": ("", "mean", "rstd"),
+    "max_pool2d": ("", "indices"),
+    "dropout": ("", "mask"),
+    "var_mean": ("", "mean"),
+    "nll_loss": ("", "total_weight"),
+    "scaled_dot_product_attention": ("", "logsumexp"),
+}
+"""What the results of an operator after its first are called, where torch's schema doesn't say."""
+
+
+class Names:
+    """Hands out each name once: *base*, or *base* with the first free of ``_1``, ``_2``, …."""
+
+    def __init__(self, taken: Iterable[str]) -> None:
+        self._taken = set(taken)
+        self._last: dict[str, int] = {}
+
+    def take(self, base: str, avoid: frozenset[str] = frozenset()) -> str:
+        """A name that nobody has taken and that is not one of *avoid*."""
+        if prefix_of(base):  # it would read as a replica's
+            base = base.replace("/", "_", 1)
+        name, n = base, self._last.get(base, 0)
+        while name in self._taken or name in avoid:
+            n += 1
+            name = f"{base}_{n}"
+        self._last[base] = n
+        self._taken.add(name)
+        return name
+
+
+def name_values(recording: Recording, names: Names, modules: frozenset[str]) -> list[str]:
+    """A name for each value, at its index; versions of one blob share theirs.
+
+    Args:
+        recording: of the step.
+        names: hands them out; state and the words that programs reserve are already taken.
+        modules: paths of the model's modules, kept for their outputs.
+    """
+    found: dict[int, str] = {}
+    if recording.loss is not None:
+        found[recording.loss.index] = "loss"
+    for name, value in recording.state.items():
+        found[value.index] = name
+    forward = [v for v in recording.values if v.phase == "forward"]
+    for value in forward:
+        if value.kind and not value.version and value.index not in found:
+            found[value.index] = names.take(_join(value.scope, value.label))
+    for value in forward:
+        if value.claim is not None and value.index not in found:
+            found[value.index] = names.take(value.claim)
+    for value in forward:
+        if value.index not in found:
+            found[value.index] = (
+                found[value.root.index] if value.version else _forward_name(value, found, names, modules)
+            )
+    for value, gradient in recording.gradients:
+        if gradient.index not in found:
+            found[gradient.index] = names.take(found[value.index] + "_grad", modules)
+    for value in recording.values:
+        if value.index not in found:
+            found[value.index] = (
+                found[value.root.index] if value.version else _backward_name(value, found, names, modules)
+            )
+    return [found[i] for i in range(len(recording.values))]
+
+
+def _forward_name(value: Value, found: Mapping[int, str], names: Names, modules: frozenset[str]) -> str:
+    base = _viewed(value, found) or _result_of(value, found) or _join(value.scope, value.label)
+    return names.take(base, modules)
+
+
+def _backward_name(value: Value, found: Mapping[int, str], names: Names, modules: frozenset[str]) -> str:
+    base = _viewed(value, found) if value.root.kind or value.root.index in found else ""
+    if not base:
+        if value.source is not None:
+            base = f"{found[value.source.index]}.backward_{value.label}"
+        elif value.claim is not None:
+            base = f"{value.claim}.recomputed"
+        else:
+            base = _join(value.scope, f"recomputed_{value.label}")
+    return names.take(base, modules)
+
+
+def _viewed(value: Value, found: Mapping[int, str]) -> str:
+    """A view of state, of an input, or of a gradient is called after what it shows."""
+    if not value.is_view or value.call is None:
+        return ""
+    seen = next((v for v in value.call.inputs if v.root is value.root), value.root)
+    if value.phase == "forward" and not value.root.kind:
+        return ""
+    return f"{found[seen.index]}.{value.label}" if seen.index in found else ""
+
+
+def _result_of(value: Value, found: Mapping[int, str]) -> str:
+    """A second result is called after the first."""
+    call = value.call
+    if call is None or (call.results is not None and "[" in call.results):
+        return ""
+    position = next(i for i, v in enumerate(call.outputs) if v is value)
+    words = _RESULTS.get(value.label, ())
+    if position == 0 or call.outputs[0].index not in found:
+        return ""
+    word = words[position] if position < len(words) else f"result{position}"
+    return f"{found[call.outputs[0].index]}.{word}"
+
+
+def _join(scope: str, label: str) -> str:
+    return f"{scope}.{label}" if scope else label

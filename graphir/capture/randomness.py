@@ -1,0 +1,127 @@
+"""Seed ids: every random operator of a step has one, in the order of the calls.
+
+Before it runs, the generator is seeded with :func:`graphir.ir.seeds.mix` of the step, the replica and the seed id, so
+that what it draws depends on neither device, lane nor order. :func:`seeded` does the same to eager PyTorch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any, Final
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..errors import CaptureError
+from ..ir.seeds import mix
+from .forms import Form, form_of
+
+__all__ = ["SeedIds", "seedable", "seeded"]
+
+_STATE_MODULES: Final = (torch, torch.random)
+
+
+class SeedIds:
+    """Hands out seed ids 0, 1, 2, ….
+
+    Activation checkpointing saves the random state before a forward and restores it before it computes that forward
+    again; the ids follow, so that the recomputation draws the same numbers.
+    """
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._saved: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def take(self) -> int:
+        """The next id."""
+        self._next += 1
+        return self._next - 1
+
+    @contextlib.contextmanager
+    def follow_rng_state(self) -> Iterator[None]:
+        """While this is active, ``torch.get_rng_state`` and ``set_rng_state`` save and restore the next id too."""
+        get, restore = torch.random.get_rng_state, torch.random.set_rng_state
+
+        def get_rng_state() -> torch.Tensor:
+            with torch.utils._python_dispatch._disable_current_modes():
+                state = get()
+            self._saved[id(state)] = state, self._next
+            return state
+
+        def set_rng_state(new_state: torch.Tensor) -> None:
+            _, self._next = self._saved.get(id(new_state), (new_state, self._next))
+            with torch.utils._python_dispatch._disable_current_modes():
+                restore(new_state)
+
+        try:
+            for module in _STATE_MODULES:
+                _patch(module, get_rng_state, set_rng_state)
+            yield
+        finally:
+            for module in _STATE_MODULES:
+                _patch(module, get, restore)
+
+
+def _patch(module: ModuleType, get: Callable[[], torch.Tensor], restore: Callable[[torch.Tensor], None]) -> None:
+    vars(module).update(get_rng_state=get, set_rng_state=restore)
+
+
+def seedable(form: Form, where: str) -> torch._ops.OpOverload:
+    """The operator that does the same as a random one and takes a generator.
+
+    Raises:
+        CaptureError: there is none, so that nothing can say what it draws.
+    """
+    if form.seedable is None:
+        raise CaptureError(
+            f"{form.type} draws random numbers but takes no generator",
+            where=where,
+            fix="switch its dropout off (dropout_p=0), or write it with torch.nn.functional.dropout",
+        )
+    return form.seedable
+
+
+class _Seeded(TorchDispatchMode):
+    def __init__(self, step: int, replica: int, ids: SeedIds) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._step, self._replica, self._ids = step, replica, ids
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if isinstance(func, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in func.tags:
+            form = form_of(func)
+            if form.draws(form.bind(args, kwargs).args):
+                func = seedable(form, "graphir.seeded")
+                kwargs["generator"] = self._generator(args, kwargs)
+        return func(*args, **kwargs)
+
+    def _generator(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Generator:
+        device = kwargs.get("device") or next((a.device for a in args if isinstance(a, torch.Tensor)), "cpu")
+        device = torch.device(device)
+        generator = self._generators.get(device)
+        if generator is None:
+            generator = self._generators[device] = torch.Generator(device)
+        return generator.manual_seed(mix(self._step, self._replica, self._ids.take()))
+
+
+@contextlib.contextmanager
+def seeded(step: int, replica: int = 0) -> Iterator[None]:
+    """Let eager PyTorch draw the random numbers that the captured step draws.
+
+    Run the forward, the loss and the backward of one step inside it. The global random state stays as it is.
+
+    Args:
+        step: steps done before this one, from 0.
+        replica: the position of the replica in ``devices``, from 0.
+
+    Raises:
+        CaptureError: an operator draws random numbers but takes no generator.
+    """
+    ids = SeedIds()
+    with ids.follow_rng_state(), _Seeded(step, replica, ids):
+        yield

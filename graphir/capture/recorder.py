@@ -1,0 +1,414 @@
+"""The recorder: a dispatch mode that writes down every operator that runs on fake tensors.
+
+It sees a step as PyTorch's own dispatcher does, forward and backward alike, and turns it into calls on values that
+never change: what in-place operators and views of activations do is told by functional operators (:mod:`.mutation`);
+parameters and buffers alone are overwritten, in successive versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..errors import CaptureError, GraphirError
+from ..ir.operator import Phase
+from .forms import Bound, Form, form_of
+from .memory import Memory
+from .mutation import functional_call, functional_view, overwritten_base
+from .randomness import SeedIds, seedable
+from .refusals import FAKE_ERRORS, refuse_operator, refused_by_fake, where
+from .scopes import Scopes
+from .values import Alias, Call, Replay, Value
+
+__all__ = ["Recorder"]
+
+_aten: Final = torch.ops.aten
+_DEVICE: Final = torch.ops.prim.device.default
+_SAME: Final = frozenset({_aten.detach.default, _aten.alias.default})
+_LITERAL: Final = frozenset({_aten.lift_fresh.default, _aten.lift.default})
+
+
+class Recorder(TorchDispatchMode):
+    """Records calls while it is the innermost mode over a ``FakeTensorMode``.
+
+    Attributes:
+        calls: in order.
+        values: every value, externals first, at its index.
+        constants: real tensors that the step reads and that are neither parameters, buffers nor inputs.
+        phase: forward or backward.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, fake_mode: FakeTensorMode, scopes: Scopes, path_of: Callable[[torch.Tensor], str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[Call] = []
+        self.values: list[Value] = []
+        self.constants: list[tuple[Value, torch.Tensor]] = []
+        self.phase: Phase = "forward"
+        self.seeds = SeedIds()
+        self._fake_mode, self._scopes, self._path_of = fake_mode, scopes, path_of
+        self._memory = Memory()
+        self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._owners: dict[int, Value] = {}
+        self._safe: set[object] = set()
+
+    # What exists before the step.
+
+    def external(self, tensor: torch.Tensor, name: str, kind: str) -> Value:
+        """Make a fake tensor known as a parameter, buffer, constant or input."""
+        value = self._value(tensor, name, "", follows_input=kind == "input")
+        value.kind = kind
+        self._memory.add_base(tensor, value, persistent=kind in ("param", "buffer"))
+        return value
+
+    # What the step did.
+
+    def read(self, tensor: torch.Tensor) -> Value:
+        """The value that a tensor shows now."""
+        return self._current(self._alias(tensor))
+
+    def claim(self, tensor: torch.Tensor, name: str, before: int) -> None:
+        """Name what a module returns after it, if an operator made it while the module ran."""
+        alias = self._memory.find(tensor)
+        if alias is not None and alias.generation == alias.store.generation:
+            value = alias.value
+            if value.claim is None and not value.kind and value.index >= before:
+                value.claim = name
+
+    def differentiable(self) -> Iterator[tuple[Value, Any]]:
+        """Each forward value that has a gradient, and where that arrives: its tensor, or an edge of the graph."""
+        for alias in self._memory:
+            value, tensor = alias.value, alias.tensor
+            if alias.generation != alias.store.generation:
+                continue
+            if value.phase == "forward" and value.edge is None and tensor.requires_grad:
+                value.edge = tensor
+        return ((value, value.edge) for value in self.values if value.edge is not None)
+
+    def start_backward(self) -> None:
+        """From here on, operators belong to the backward of the forward value whose gradient is being computed."""
+        for value, edge in self.differentiable():
+            node = edge.grad_fn if isinstance(edge, torch.Tensor) else edge.node
+            if node is not None:
+                self._owners.setdefault(node._sequence_nr(), value)
+                if type(node).__name__ == "CheckpointFunctionBackward":
+                    raise CaptureError(
+                        "reentrant checkpointing runs a backward of its own inside the backward",
+                        where=where(value.scope),
+                        fix="pass use_reentrant=False to torch.utils.checkpoint.checkpoint",
+                    )
+        self.phase = "backward"
+
+    # What the dispatcher calls.
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device
+        kwargs = kwargs or {}
+        scope = self._scopes.current
+        if getattr(func, "namespace", "") == "prim":
+            return func(*args, **kwargs)
+        if func not in self._safe:
+            refuse_operator(func, scope, args)
+            if func is not _aten.index.Tensor:
+                self._safe.add(func)
+        form = form_of(func)
+        if func in _LITERAL and type(args[0]) is not FakeTensor:
+            return self._constant(args[0])
+        try:
+            bound = form.bind(args, kwargs)
+        except GraphirError as e:
+            raise CaptureError(f"{form.type}: {e.what}", where=where(scope), fix=e.fix) from e
+        if any(type(t) is not FakeTensor for t in bound.tensors):
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self._constant, (args, dict(kwargs)))
+            bound = form.bind(args, kwargs)
+        if func in _SAME:
+            return self._twin(args[0], func(*args, **kwargs))
+        try:
+            if form.rebinds:
+                return self._rebind(form, args, kwargs)
+            if bound.written:
+                return self._overwrite(form, bound, args, kwargs)
+            inputs = tuple([self.read(t) for t in bound.tensors])
+            out = func(*args, **kwargs)
+        except FAKE_ERRORS as e:
+            raise refused_by_fake(e, form, scope) from e
+        if self._makes_something(out):
+            self._record(form, bound, inputs, out, (func, args, dict(kwargs)))
+        return out
+
+    def _makes_something(self, out: Any) -> bool:
+        leaves = out if isinstance(out, (tuple, list)) else (out,)
+        return any(
+            self._memory.find(leaf) is None
+            for item in leaves
+            for leaf in (item if isinstance(item, (tuple, list)) else (item,))
+            if isinstance(leaf, torch.Tensor)
+        )
+
+    def _call(self, form: Form, bound: Bound, inputs: tuple[Value, ...]) -> tuple[Call, Value | None]:
+        """A call still without outputs, and the forward value whose gradient it helps to compute."""
+        type, seed = form.type, None
+        if form.draws(bound.args):
+            type, seed = form_of(seedable(form, where(self._scopes.current))).type, self.seeds.take()
+        source, scope = self._origin(inputs)
+        return Call(type, inputs, bound.operands, bound.args, scope, self.phase, seed), source
+
+    def _record(self, form: Form, bound: Bound, inputs: tuple[Value, ...], out: Any, replay: Replay) -> None:
+        call, source = self._call(form, bound, inputs)
+        pattern: list[str] = []
+        made: list[Value] = []
+
+        def add(item: Any) -> None:
+            if isinstance(item, torch.Tensor):
+                made.append(self._result(item, form, call, bound, source, replay, len(made)))
+            pattern.append("t" if isinstance(item, torch.Tensor) else "_")
+
+        for item in out if isinstance(out, (tuple, list)) and not _returns_list(form) else (out,):
+            if isinstance(item, (tuple, list)):
+                pattern.append("[")
+                for inner in item:
+                    add(inner)
+                pattern.append("]")
+            else:
+                add(item)
+        text = "".join(pattern)
+        call.outputs = tuple(made)
+        call.results = None if text == "t" * len(made) else text
+        self.calls.append(call)
+
+    def _origin(self, inputs: Sequence[Value]) -> tuple[Value | None, str]:
+        """Whose gradient is being computed, and the module that an operator belongs to."""
+        scope = self._scopes.current
+        if self.phase == "forward" or scope:
+            return None, scope
+        node = torch._C._current_autograd_node()
+        owner = self._owners.get(node._sequence_nr()) if node is not None else None
+        if owner is not None:
+            return owner, owner.scope
+        return None, next((v.scope for v in inputs if v.scope), "")
+
+    def _result(
+        self,
+        tensor: torch.Tensor,
+        form: Form,
+        call: Call,
+        bound: Bound,
+        source: Value | None,
+        replay: Replay | None,
+        position: int,
+    ) -> Value:
+        if tensor.layout != torch.strided:
+            raise CaptureError(
+                f"{form.type} makes a {str(tensor.layout).removeprefix('torch.')} tensor",
+                where=where(call.scope),
+                fix="use dense tensors (for an embedding, sparse=False)",
+            )
+        value = self._value(tensor, form.label, call.scope, any(v.follows_input for v in call.inputs))
+        value.call, value.source = call, source
+        store = self._memory.store(tensor)
+        if store is None:
+            self._memory.add_base(tensor, value, persistent=False)
+            return value
+        parent = next((a for t in bound.tensors if (a := self._alias(t)).store is store), None)
+        if parent is None:
+            raise CaptureError(f"{form.type} returns a view of a tensor that it was not given", where=where(call.scope))
+        self._memory.add_alias(tensor, value, parent, replay, position)
+        seen = parent.value
+        value.root = seen.root
+        value.offset = seen.offset + int(tensor.storage_offset()) - int(parent.tensor.storage_offset())
+        return value
+
+    # Values and the memory behind them.
+
+    def _value(self, tensor: torch.Tensor, label: str, scope: str, follows_input: bool) -> Value:
+        value = Value(len(self.values), tensor, label, scope, self.phase)
+        value.follows_input = follows_input
+        self.values.append(value)
+        return value
+
+    def _constant(self, real: torch.Tensor) -> torch.Tensor:
+        """The fake tensor of a real one that the step reads."""
+        if type(real) is FakeTensor:
+            return real
+        if id(real) not in self._fakes:
+            if type(real) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+                raise CaptureError(
+                    f"a tensor of type {type(real).__name__} is not supported",
+                    where=where(self._scopes.current),
+                    fix="use plain tensors",
+                )
+            fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="cpu")
+            self._fakes[id(real)] = fake, real
+            path = self._path_of(real)
+            value = self.external(fake, path or "constant", "constant")
+            value.scope = "" if path else self._scopes.current
+            self._alias(fake).store.persistent = bool(path)
+            self.constants.append((value, real))
+        return self._fakes[id(real)][0]
+
+    def _alias(self, tensor: torch.Tensor) -> Alias:
+        return self._memory.find(tensor) or self._memory.alias(tensor, where(self._scopes.current))
+
+    def _current(self, alias: Alias) -> Value:
+        if alias.generation != alias.store.generation:
+            parent = alias.parent
+            if parent is None:
+                raise AssertionError("the base of a store is always current")
+            seen = self._current(parent)
+            if alias.replay is None:
+                alias.value = seen
+            else:
+                func, args, kwargs = alias.replay
+                args = tuple(seen.tensor if a is parent.tensor else a for a in args)
+                alias.value = self.emit(func, args, kwargs, {id(seen.tensor): seen})[alias.position]
+            alias.generation = alias.store.generation
+        return alias.value
+
+    def _twin(self, tensor: torch.Tensor, same: torch.Tensor) -> torch.Tensor:
+        """Let *same* be another window on what *tensor* shows."""
+        original = self._alias(tensor)
+        self._memory.add_alias(same, self._current(original), original, None)
+        return same
+
+    # Calls that the step did not make itself.
+
+    def emit(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], known: Mapping[int, Value]
+    ) -> list[Value]:
+        """Record a call of *func* on values, given as their tensors; returns what it makes.
+
+        The tensors that it makes are no windows on the step's memory.
+        """
+        form = form_of(func)
+        bound = form.bind(args, kwargs)
+        inputs = tuple(known[id(t)] if id(t) in known else self.read(t) for t in bound.tensors)
+        out = func(*args, **kwargs)
+        call, source = self._call(form, bound, inputs)
+        outs = out if isinstance(out, (tuple, list)) else (out,)
+        for tensor in outs:
+            value = self._value(tensor, form.label, call.scope, any(v.follows_input for v in inputs))
+            value.call, value.source = call, source
+            storage = tensor.untyped_storage()._cdata
+            for t, v in zip(bound.tensors, inputs, strict=True):
+                if t.untyped_storage()._cdata == storage:
+                    value.root = v.root
+                    value.offset = v.offset + int(tensor.storage_offset()) - int(t.storage_offset())
+            call.outputs += (value,)
+        call.results = "[" + "t" * len(outs) + "]" if _returns_list(form) else None
+        self.calls.append(call)
+        return list(call.outputs)
+
+    # Writes.
+
+    def _overwrite(self, form: Form, bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        targets = [self._alias(bound.tensors[i]) for i in bound.written]
+        for target in targets:
+            if target.store.persistent and target.store.base.value.kind == "constant":
+                raise CaptureError(
+                    f"{form.type} overwrites {target.store.base.value.label!r}, which is neither parameter nor buffer",
+                    where=where(self._scopes.current),
+                    fix="register it with module.register_buffer(name, tensor)",
+                )
+        if all(target.store.persistent and target.is_base for target in targets):
+            inputs = tuple([self.read(t) for t in bound.tensors])
+            out = form.func(*args, **kwargs)
+            self._write_state(form, bound, inputs, targets, out)
+            return out
+        if len(targets) != 1:
+            raise CaptureError(
+                f"{form.type} overwrites {len(targets)} tensors at once, not all of them parameters or buffers",
+                where=where(self._scopes.current),
+                fix="overwrite them one by one",
+            )
+        (target,) = targets
+        self._keep_edges(target)
+        new = functional_call(self, form, target, args, kwargs, where(self._scopes.current))
+        out = form.func(*args, **kwargs)
+        self._store_value(target, new)
+        return out
+
+    def _keep_edges(self, target: Alias) -> None:
+        """Remember where the gradients of the values that a write hides arrive: PyTorch's tensor forgets it."""
+        if self.phase == "forward":
+            for alias in (target, target.store.base):
+                shown = alias.generation == alias.store.generation
+                if shown and alias.value.edge is None and alias.tensor.requires_grad:
+                    alias.value.edge = get_gradient_edge(alias.tensor)
+
+    def _write_state(
+        self, form: Form, bound: Bound, inputs: tuple[Value, ...], targets: Sequence[Alias], out: Any
+    ) -> None:
+        """Record an operator that overwrites parameters or buffers as it is; each takes a new version."""
+        call, source = self._call(form, bound, inputs)
+        fresh: dict[int, Value] = {}
+        for target in targets:
+            base = target.store.base
+            old = self._current(base)
+            new = self._value(target.tensor, old.label, old.scope, follows_input=False)
+            new.kind, new.root, new.version, new.call = old.kind, old.root, old.version + 1, call
+            target.store.generation += 1
+            for alias in (base, target):
+                alias.value, alias.generation = new, target.store.generation
+            fresh[id(target.tensor)] = new
+        outs = out if isinstance(out, (tuple, list)) else (out,)
+        returned = [
+            fresh.pop(id(t)) if id(t) in fresh else self._result(t, form, call, bound, source, None, i)
+            for i, t in enumerate(outs)
+            if t is not None
+        ]
+        call.results = None if None not in outs else "".join("_" if t is None else "t" for t in outs)
+        call.outputs = (*returned, *fresh.values())
+        self.calls.append(call)
+
+    def _store_value(self, target: Alias, new: Value) -> None:
+        """Let *target* show *new*, and everything else that looks at its memory the same change."""
+        store = target.store
+        base = store.base
+        whole = new if target.is_base else overwritten_base(self, target, self._current(base), new)
+        if store.persistent:
+            form = form_of(_aten.copy_.default)
+            args = (base.tensor, whole.tensor)
+            bound = form.bind(args, {})
+            self._write_state(form, bound, (self._current(base), whole), [base], base.tensor)
+        else:
+            store.generation += 1
+            base.value, base.generation = whole, store.generation
+        if target.is_base:
+            target.value, target.generation = base.value, store.generation
+
+    def _rebind(self, form: Form, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Record ``squeeze_`` and the like: the tensor becomes a view of what it was."""
+        tensor = args[0]
+        alias = self._alias(tensor)
+        self._current(alias)
+        self._keep_edges(alias)
+        if form.func is _aten.detach_.default:
+            return form.func(*args, **kwargs)
+        before = _aten.detach.default(tensor)
+        old = self._memory.add_alias(before, alias.value, alias.parent or alias, alias.replay, alias.position)
+        old.parent = alias.parent
+        alias.value.tensor = before
+        if alias.store.base is alias:
+            alias.store.base = old
+        view = functional_view(form)
+        out = form.func(*args, **kwargs)
+        replay = (view, (before, *args[1:]), dict(kwargs))
+        (alias.value,) = self.emit(*replay, known={id(before): old.value})
+        alias.value.tensor = tensor
+        alias.parent, alias.replay, alias.position = old, replay, 0
+        return out
+
+
+def _returns_list(form: Form) -> bool:
+    returns = form.func._schema.returns
+    return len(returns) == 1 and "List" in str(returns[0].type)

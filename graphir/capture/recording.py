@@ -1,0 +1,330 @@
+"""One run of a step on fake tensors: what was called, and which values its parts became."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from ..errors import CaptureError
+from .arguments import Arguments, Leaf
+from .model_state import ModelState, fakes_in_place
+from .recorder import Recorder
+from .refusals import where
+from .scopes import Scopes
+from .values import Call, Value
+
+__all__ = ["Recording", "Step", "record"]
+
+_aten: Final = torch.ops.aten
+
+_GEOMETRY_ONLY: Final = ("aten.empty", "aten.new_empty")
+
+
+class Step(NamedTuple):
+    """What is to be recorded: a model, its arguments, and the loss, without which it is a forward only."""
+
+    model: torch.nn.Module
+    state: ModelState
+    arguments: Arguments
+    loss: Callable[..., Any] | None
+
+
+class Recording(NamedTuple):
+    """A recorded step.
+
+    Attributes:
+        calls: in order, without those that nothing reads.
+        values: at their indices.
+        inputs: the value of each leaf of the arguments; None where it is not a tensor.
+        state: the first version of each parameter and buffer, by its blob's name.
+        constants: values that the step reads from elsewhere, with the tensors that hold them.
+        loss: the scalar loss.
+        outputs: what a forward-only step returns, and ``results``, their structure.
+        gradients: forward values and the values of their gradients, parameters first.
+    """
+
+    calls: list[Call]
+    values: list[Value]
+    inputs: list[Value | None]
+    state: dict[str, Value]
+    constants: list[tuple[Value, torch.Tensor]]
+    loss: Value | None
+    outputs: list[Value]
+    results: pytree.TreeSpec | None
+    gradients: list[tuple[Value, Value]]
+
+
+def record(step: Step, batch: int | None) -> Recording:
+    """Run the step on fake tensors, with *batch* as the size of every batch dimension.
+
+    Raises:
+        CaptureError: the step can't be told by a program.
+    """
+    fake_mode, scopes = FakeTensorMode(), Scopes(step.model)
+    recorder = Recorder(fake_mode, scopes, _attribute_paths(step.model))
+    with fake_mode, torch.no_grad():
+        fakes, state = _fake_state(step.state, recorder)
+        leaves, inputs = _fake_leaves(step.arguments.leaves, batch, recorder)
+    args, kwargs, targets = step.arguments.split(leaves)
+    grad = torch.enable_grad() if step.loss is not None else contextlib.nullcontext()
+    gradients: list[tuple[Value, Value]] = []
+    with (
+        grad,
+        _random_state_kept(),
+        _quiet(),
+        fakes_in_place(step.model, fakes),
+        recorder.seeds.follow_rng_state(),
+        fake_mode,
+        recorder,
+    ):
+        with scopes.follow(lambda: len(recorder.values), recorder.claim), _failures(scopes):
+            output = step.model(*args, **kwargs)
+        if step.loss is None:
+            loss = None
+            outputs, results = _outputs(output, recorder)
+        else:
+            outputs, results = [], None
+            with scopes.inside("loss"), scopes.follow(lambda: len(recorder.values), recorder.claim), _failures(scopes):
+                total = _scalar(step.loss(output, *targets))
+            with scopes.follow(lambda: len(recorder.values), recorder.claim):
+                loss, gradients = _backward(total, recorder)
+    calls = _live(recorder.calls, [loss, *outputs, *(g for _, g in gradients)])
+    return Recording(calls, recorder.values, inputs, state, recorder.constants, loss, outputs, results, gradients)
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
+    drawn, torch_state = random.getstate(), torch.get_rng_state()
+    try:
+        yield
+        if random.getstate() != drawn:
+            raise CaptureError(
+                "the step draws from Python's random module, whose numbers a program would repeat for ever",
+                fix="draw with torch (torch.rand), and choose with torch.where",
+            )
+    finally:
+        random.setstate(drawn)
+        torch.set_rng_state(torch_state)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging a traceback of an error that capture reports, or expects at another batch size."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+@contextlib.contextmanager
+def _failures(scopes: Scopes) -> Iterator[None]:
+    """Say in which module anything else failed."""
+    try:
+        yield
+    except CaptureError:
+        raise
+    except Exception as e:
+        raise CaptureError(
+            f"the step failed while it was recorded: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}",
+            where=where(scopes.failed or scopes.current),
+            fix="check that the step runs by itself on these inputs; numpy and foreign code can't be recorded",
+        ) from e
+
+
+def _attribute_paths(model: torch.nn.Module) -> Callable[[torch.Tensor], str]:
+    """Finds the path of a tensor that is a plain attribute of a module."""
+
+    def path_of(tensor: torch.Tensor) -> str:
+        for path, module in model.named_modules():
+            for key, value in module.__dict__.items():
+                if value is tensor:
+                    return f"{path}.{key}" if path else key
+        return ""
+
+    return path_of
+
+
+def _fake_state(state: ModelState, recorder: Recorder) -> tuple[dict[int, torch.Tensor], dict[str, Value]]:
+    fakes, values = {}, {}
+    for name, kind, tensor in state.tensors:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        fake.requires_grad_(tensor.requires_grad)
+        fake._is_param = isinstance(tensor, torch.nn.Parameter)
+        fakes[id(tensor)] = fake
+        values[name] = recorder.external(fake, name, kind)
+        values[name].scope = name.rpartition(".")[0]
+    return fakes, values
+
+
+def _fake_leaves(leaves: Sequence[Leaf], batch: int | None, recorder: Recorder) -> tuple[list[Any], list[Value | None]]:
+    fakes: dict[int, tuple[torch.Tensor, Value]] = {}
+    made: list[Any] = []
+    values: list[Value | None] = []
+    for leaf in leaves:
+        tensor = leaf.tensor
+        if tensor is None:
+            made.append(leaf.value)
+            values.append(None)
+            continue
+        if id(tensor) not in fakes:
+            shape = list(tensor.shape)
+            if leaf.batch_dim is not None and batch is not None:
+                shape[leaf.batch_dim] = batch
+            fake = torch.empty_strided(shape, _strides(tensor, shape), dtype=tensor.dtype, device="cpu")
+            fake.requires_grad_(tensor.requires_grad)
+            fakes[id(tensor)] = fake, recorder.external(fake, leaf.name, "input")
+        fake, value = fakes[id(tensor)]
+        made.append(fake)
+        values.append(value)
+    return made, values
+
+
+def _strides(tensor: torch.Tensor, shape: list[int]) -> list[int]:
+    """Strides for *shape*, laid out as *tensor* is."""
+    order = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), -d))
+    dense = list(tensor.stride())
+    step = 1
+    for d in order:
+        if tensor.shape[d] != 1 and tensor.stride(d) != step:
+            return list(tensor.stride())
+        step *= tensor.shape[d]
+    if tensor.is_contiguous():
+        order = list(reversed(range(tensor.dim())))
+    step = 1
+    for d in order:
+        dense[d] = step
+        step *= max(shape[d], 1)
+    return dense
+
+
+def _outputs(output: Any, recorder: Recorder) -> tuple[list[Value], pytree.TreeSpec]:
+    leaves, spec = pytree.tree_flatten(output)
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            raise CaptureError(
+                f"the model returns a {type(leaf).__name__} among its outputs",
+                fix="return tensors only, or wrap the model in one that does",
+            )
+    return [recorder.read(leaf) for leaf in leaves], spec
+
+
+def _scalar(loss: Any) -> torch.Tensor:
+    total = loss
+    if isinstance(loss, dict):
+        if not loss:
+            raise CaptureError("the loss is an empty dict", where="the loss function", fix="return a scalar tensor")
+        terms = list(loss.values())
+        total = terms[0]
+        for term in terms[1:]:
+            total = total + term
+    if not isinstance(total, torch.Tensor) or total.numel() != 1 or total.dim():
+        kind = f"tensor of shape {list(total.shape)}" if isinstance(total, torch.Tensor) else type(total).__name__
+        raise CaptureError(
+            f"the loss is a {kind}, not a scalar",
+            where="the loss function",
+            fix="return a 0-dim tensor, such as loss.mean(), or a dict of them",
+        )
+    if not total.requires_grad:
+        raise CaptureError(
+            "the loss does not depend on any parameter",
+            where="the loss function",
+            fix="use parameters with requires_grad=True, and don't detach what the loss reads",
+        )
+    return total
+
+
+def _backward(total: torch.Tensor, recorder: Recorder) -> tuple[Value, list[tuple[Value, Value]]]:
+    loss = recorder.read(total)
+    if loss.kind or loss.is_view:
+        loss = recorder.emit(_aten.clone.default, (total,), {}, {})[0]
+    recorder.start_backward()
+    asked = sorted(recorder.differentiable(), key=lambda pair: (pair[0].kind != "param", pair[0].index))
+    try:
+        found: Sequence[torch.Tensor | None] = torch.autograd.grad(
+            total, [edge for _, edge in asked], allow_unused=True
+        )
+    except RuntimeError as e:
+        if "checkpoint is incompatible" not in str(e):
+            raise CaptureError(
+                f"the backward failed while it was recorded: {str(e).splitlines()[0]}",
+                fix="check that loss.backward() runs by itself on these inputs",
+            ) from e
+        raise CaptureError(
+            "reentrant checkpointing runs a backward of its own inside the backward",
+            fix="pass use_reentrant=False to torch.utils.checkpoint.checkpoint",
+        ) from e
+    gradients: list[tuple[Value, Value]] = []
+    used: set[int] = set()
+    for (value, _), tensor in zip(asked, found, strict=True):
+        if tensor is None:
+            continue
+        if tensor.layout != torch.strided:
+            raise CaptureError(
+                f"{value.label!r} has a sparse gradient", fix="use dense ones (for an embedding, sparse=False)"
+            )
+        gradient = recorder.read(tensor)
+        if value.kind == "param":
+            gradient = _own_gradient(value, gradient, gradient.index in used, recorder)
+            used.add(gradient.index)
+        gradients.append((value, gradient))
+    return loss, gradients
+
+
+def _own_gradient(param: Value, gradient: Value, shared: bool, recorder: Recorder) -> Value:
+    """The parameter's gradient in a blob of its own, laid out as autograd leaves it in ``param.grad``.
+
+    Source: ``clone_obey_contract`` in torch/csrc/autograd/utils/grad_layout_contract.h.
+    """
+    wanted = _dense_order(param)
+    if gradient.dtype != param.dtype or not _laid_out(gradient, wanted, param):
+        known = {id(gradient.tensor): gradient}
+        if wanted is None or wanted == list(range(len(wanted))):
+            fmt = {"memory_format": torch.contiguous_format}
+            return recorder.emit(_aten.clone.default, (gradient.tensor,), fmt, known)[0]
+        view = recorder.emit(_aten.permute.default, (gradient.tensor, wanted), {}, known)[0]
+        fmt = {"memory_format": torch.contiguous_format}
+        dense = recorder.emit(_aten.clone.default, (view.tensor,), fmt, {id(view.tensor): view})[0]
+        back = sorted(range(len(wanted)), key=wanted.__getitem__)
+        return recorder.emit(_aten.permute.default, (dense.tensor, back), {}, {id(dense.tensor): dense})[0]
+    if shared or gradient.phase == "forward":
+        return recorder.emit(_aten.alias.default, (gradient.tensor,), {}, {id(gradient.tensor): gradient})[0]
+    return gradient
+
+
+def _dense_order(param: Value) -> list[int] | None:
+    """The dimensions from the outermost in memory to the innermost; None where the parameter has gaps."""
+    order = sorted(range(len(param.shape)), key=lambda d: (-param.strides[d], d))
+    step = 1
+    for d in reversed(order):
+        if param.shape[d] != 1 and param.strides[d] != step:
+            return None
+        step *= param.shape[d]
+    return order if param.strides != tuple(sorted(param.strides, reverse=True)) else list(range(len(order)))
+
+
+def _laid_out(gradient: Value, wanted: list[int] | None, param: Value) -> bool:
+    if wanted is None:
+        return gradient.tensor.is_contiguous()
+    pairs = zip(gradient.shape, gradient.strides, param.strides, strict=True)
+    return all(size == 1 or mine == theirs for size, mine, theirs in pairs)
+
+
+def _live(calls: list[Call], kept: list[Value | None]) -> list[Call]:
+    """*calls* without views and uninitialised tensors that nothing reads."""
+    read = {id(v) for v in kept if v is not None}
+    live: list[Call] = []
+    for call in reversed(calls):
+        idle = all(v.is_view for v in call.outputs) or call.type.startswith(_GEOMETRY_ONLY)
+        if not idle or any(id(v) in read for v in call.outputs):
+            live.append(call)
+            read.update(id(v) for v in call.inputs)
+    return live[::-1]

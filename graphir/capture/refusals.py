@@ -1,0 +1,89 @@
+"""What can't be captured, and the errors that say so: the module, the operator, and a remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+from ..errors import CaptureError
+from ..ir.opset import NAMESPACES
+from .forms import Form
+
+__all__ = ["FAKE_ERRORS", "refuse_operator", "refused_by_fake", "where"]
+
+FAKE_ERRORS: Final = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+"""What torch's fake tensors raise where a result can't be known without the data."""
+
+_REMEDIES: Final[Mapping[str, str]] = {
+    "aten._local_scalar_dense": (
+        "compute with the tensor instead of its number: no .item(), float(), bool() or `if` on tensors; "
+        "torch.where chooses by data"
+    ),
+    "aten.nonzero": "index with a mask of fixed shape: torch.where(mask, a, b), or multiply by the mask",
+    "aten.masked_select": "keep the shape: torch.where(mask, a, b), or multiply by the mask",
+    "aten.index": "a boolean mask selects an unknown number of elements: use torch.where(mask, a, b)",
+    "aten.resize_": "make a new tensor instead",
+    "aten.set_": "make a new tensor instead",
+}
+_FIXED_SHAPE: Final = "use an operator whose output shape does not depend on the data"
+
+
+def where(scope: str) -> str:
+    """``module 'layer1.0'``, or ``the model`` for the outermost one."""
+    return f"module {scope!r}" if scope else "the model"
+
+
+def refuse_operator(func: object, scope: str, args: tuple[object, ...]) -> None:
+    """Raise where *func* can't be recorded.
+
+    Raises:
+        CaptureError: it is a higher-order or a foreign operator, or its result's shape depends on data.
+    """
+    if not isinstance(func, torch._ops.OpOverload):
+        raise CaptureError(
+            f"{func} can't be captured: which branch runs depends on data",
+            where=where(scope),
+            fix="compute both branches and choose with torch.where, or decide outside of the step",
+        )
+    name = f"{func.namespace}.{func._opname}"
+    if func.namespace not in NAMESPACES:
+        raise CaptureError(
+            f"operator {func} is not one of torch's own",
+            where=where(scope),
+            fix=f"write it with operators of {', '.join(sorted(NAMESPACES))}",
+        )
+    tags = func.tags
+    if name == "aten.index":
+        masks = [t for t in args[1] if isinstance(t, torch.Tensor)] if isinstance(args[1], (list, tuple)) else []
+        if not any(t.dtype in (torch.bool, torch.uint8) for t in masks):
+            return
+    if torch.Tag.data_dependent_output in tags or name == "aten._local_scalar_dense":
+        raise CaptureError(
+            f"{func} reads a number out of a tensor, so the step depends on data",
+            where=where(scope),
+            fix=_REMEDIES.get(name, _REMEDIES["aten._local_scalar_dense"]),
+        )
+    if torch.Tag.dynamic_output_shape in tags:
+        raise CaptureError(
+            f"the shape of {func}'s result depends on data",
+            where=where(scope),
+            fix=_REMEDIES.get(name, _FIXED_SHAPE),
+        )
+    if name in ("aten.resize_", "aten.set_"):
+        raise CaptureError(f"{func} changes what a tensor refers to", where=where(scope), fix=_REMEDIES[name])
+
+
+def refused_by_fake(error: Exception, form: Form, scope: str) -> CaptureError:
+    """The error for what fake tensors can't compute."""
+    return CaptureError(
+        f"the result of {form.type} can't be known without the data: {type(error).__name__}",
+        where=where(scope),
+        fix=_FIXED_SHAPE,
+    )

@@ -1,0 +1,83 @@
+"""Which module is running: a stack of module paths, kept by global forward hooks."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.modules import module as hooks
+from torch.utils import _pytree as pytree
+
+__all__ = ["Scopes"]
+
+
+class Scopes:
+    """The stack of the paths of the modules that are running, the outermost first.
+
+    Attributes:
+        current: path of the innermost running module; empty in the model itself, ``loss`` in the loss function.
+        failed: path of the innermost module that an exception left, None while there was none.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._paths = {id(m): path for path, m in model.named_modules()}
+        self._stack: list[tuple[str, int]] = []
+        self.current = ""
+        self.failed: str | None = None
+
+    @contextlib.contextmanager
+    def follow(self, count: Callable[[], int], claim: Callable[[torch.Tensor, str, int], None]) -> Iterator[None]:
+        """Keep the stack while modules run.
+
+        Args:
+            count: how many values have been made so far.
+            claim: called at the end of each module with a tensor that it returns, the name of that output, and the
+                number of values that had been made before it started.
+        """
+
+        def enter(module: torch.nn.Module, args: Any) -> None:
+            self._stack.append((self.current, count()))
+            self.current = self._paths.get(id(module), self.current)
+
+        def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
+            path, (self.current, before) = self.current, self._stack.pop()
+            if sys.exc_info()[0] is not None:
+                self.failed = path if self.failed is None else self.failed
+            elif path and id(module) in self._paths:
+                for name, tensor in _named_outputs(path, output):
+                    claim(tensor, name, before)
+
+        handles = [
+            hooks.register_module_forward_pre_hook(enter),
+            hooks.register_module_forward_hook(leave, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextlib.contextmanager
+    def inside(self, path: str) -> Iterator[None]:
+        """Treat what runs as part of *path*."""
+        before, self.current = self.current, path
+        try:
+            yield
+        finally:
+            self.current = before
+
+
+def _named_outputs(path: str, output: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(output, torch.Tensor):
+        yield path, output
+        return
+    for keys, leaf in pytree.tree_flatten_with_path(output)[0]:
+        if isinstance(leaf, torch.Tensor):
+            yield ".".join([path, *map(_key_text, keys)]), leaf
+
+
+def _key_text(key: Any) -> str:
+    return str(next(getattr(key, field) for field in ("key", "idx", "name") if hasattr(key, field)))

@@ -1,0 +1,118 @@
+"""The update phase: one operator per parameter, the optimizer's state, and its learning rates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+import torch
+
+from ..ir.blob import Blob, contiguous_strides
+from ..ir.device import CPU, gpu
+from ..ir.dtype import TORCH_NAME
+from ..ir.operator import Operator
+from ..ir.opset import effects_of, signature
+from ..ir.program import ParamGroup
+from .naming import Names
+from .optimizers import Group, ParamUpdate
+from .recording import Recording
+
+__all__ = ["Update", "build_update"]
+
+_HERE: Final = gpu(0)
+_DTYPES: Final[Mapping[torch.dtype, str]] = {getattr(torch, name): short for short, name in TORCH_NAME.items()}
+
+
+class Update(NamedTuple):
+    """Attributes:
+    param_groups: of the program's interface.
+    optimizer_state: of the program's interface.
+    rate_blobs: the learning rates, one a group.
+    state_blobs, state_tensors, state_modules: the optimizer's state: its blobs, and by their names the first values
+        and the modules whose parameters they belong to.
+    operators: each parameter's operator, but for the name of its gradient, with the index of the parameter's value.
+    ops: the operators.
+    """
+
+    param_groups: tuple[ParamGroup, ...]
+    optimizer_state: dict[str, dict[str, str]]
+    rate_blobs: tuple[Blob, ...]
+    state_blobs: tuple[Blob, ...]
+    state_tensors: dict[str, torch.Tensor]
+    state_modules: dict[str, str]
+    operators: tuple[tuple[int, Operator], ...]
+    ops: tuple[Operator, ...] = ()
+
+    def with_gradients(self, gradients: Mapping[int, str]) -> Update:
+        """This update, its operators complete.
+
+        Args:
+            gradients: name of the gradient of each parameter, by the index of the parameter's value.
+        """
+        ops = [op._replace(inputs=(op.inputs[0], gradients[index], *op.inputs[2:])) for index, op in self.operators]
+        return self._replace(ops=tuple(ops))
+
+
+def build_update(groups: Sequence[Group], recording: Recording, gradients: Mapping[int, int], names: Names) -> Update:
+    """The update of the parameters that have a gradient; torch skips the others, and so does this.
+
+    Args:
+        groups: of the optimizer.
+        recording: of the step.
+        gradients: for each value that has one, by index, its gradient's index.
+        names: hands out the names of learning rates and state.
+    """
+    rates = [names.take("lr") for _ in groups]
+    versions = {v.label: v.version for v in recording.values if v.kind == "param"}
+    blobs: list[Blob] = []
+    tensors: dict[str, torch.Tensor] = {}
+    modules: dict[str, str] = {}
+    state: dict[str, dict[str, str]] = {}
+    operators: list[tuple[int, Operator]] = []
+    for group, rate in zip(groups, rates, strict=True):
+        for update in group.updates:
+            index = recording.state[update.param].index
+            if index not in gradients and not update.started:
+                continue
+            mine = state[update.param] = {}
+            module = update.param.rpartition(".")[0]
+            for entry in update.state:
+                name = mine[entry.key] = names.take(f"{update.param}.{entry.key}")
+                shape, strides = tuple(entry.tensor.shape), entry.tensor.stride()
+                device = CPU if entry.on_host else _HERE
+                dtype = _DTYPES[entry.tensor.dtype]
+                dense = strides == contiguous_strides(shape)
+                blobs.append(Blob(name, shape, dtype, device, "state", name, None if dense else strides))
+                tensors[name], modules[name] = entry.tensor, module
+            if index in gradients:
+                operators.append((index, _operator(update, mine, rate, module, versions[update.param])))
+    return Update(
+        tuple(ParamGroup(rate, g.params, g.options) for g, rate in zip(groups, rates, strict=True)),
+        {param: mine for param, mine in state.items() if mine},
+        tuple([Blob(rate, (), "f64", CPU, "input", rate) for rate in rates]),
+        tuple(blobs),
+        tensors,
+        modules,
+        tuple(operators),
+    )
+
+
+def _operator(update: ParamUpdate, state: Mapping[str, str], rate: str, module: str, version: int) -> Operator:
+    keys = [p.name for p in signature(update.type).tensors if p.written and p.name != "param"]
+    present = [state[key] for key in keys if key in state]
+    inputs = (update.param, "", *present, rate)
+    pattern = "tt" + "".join("t" if key in state else "_" for key in keys) + "t"
+    operands = pattern if "_" in pattern else None
+    return Operator(
+        update.type,
+        inputs,
+        (update.param, *present),
+        update.args,
+        _HERE,
+        "update",
+        module,
+        operands=operands,
+        effects=effects_of(update.type, update.args, operands, len(inputs), None, 0),
+        input_versions=(version, *[0] * (len(inputs) - 1)) if version else None,
+        output_versions=(version + 1, *[1] * len(present)),
+    )

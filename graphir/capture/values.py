@@ -1,0 +1,163 @@
+"""What a recording is made of: values, the calls that make them, and the memory through which PyTorch sees them.
+
+PyTorch's tensors are windows on memory that in-place operators overwrite; a program's values never change. So a
+recording keeps two things apart::
+
+    tensor ──Alias──▶ Store (memory, with a generation that every write raises)
+                │
+                └───▶ Value (what the window showed in one generation), made by a Call
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+
+from ..ir.operator import Arg, Phase
+
+__all__ = ["Alias", "Call", "Replay", "Store", "Value"]
+
+Replay: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
+"""An operator and its arguments, tensors included."""
+
+
+class Value:
+    """One value of the program, before it has a name.
+
+    Attributes:
+        index: position in the order of making; equal values of two recordings have equal indices.
+        tensor: a fake tensor of its geometry; of an overwritten tensor, the one that held it.
+        root: the value whose storage holds the bytes; itself unless this is a view.
+        label: the operator's name as users know it, such as ``relu``; the whole name for inputs and state.
+        scope: path of the module that made it.
+        claim: path of the module whose output it is, if any.
+        kind: ``param``, ``buffer``, ``constant``, ``input``, or empty for what an operator made.
+        version: how often the blob was overwritten before, for state.
+        follows_input: whether it depends on an input of the step.
+        phase: in which it was made.
+        source: the forward value whose gradient was being computed when a backward operator made this one.
+        call: the call that made it.
+        edge: where its gradient arrives, once the tensor that held it was overwritten.
+    """
+
+    __slots__ = (
+        "call",
+        "claim",
+        "dtype",
+        "edge",
+        "follows_input",
+        "index",
+        "kind",
+        "label",
+        "offset",
+        "phase",
+        "root",
+        "scope",
+        "shape",
+        "source",
+        "strides",
+        "tensor",
+        "version",
+    )
+
+    def __init__(self, index: int, tensor: torch.Tensor, label: str, scope: str, phase: Phase) -> None:
+        self.index = index
+        self.tensor = tensor
+        self.shape: tuple[int, ...] = tuple(tensor.shape)
+        self.strides: tuple[int, ...] = tensor.stride()
+        self.offset = 0
+        self.dtype = tensor.dtype
+        self.root = self
+        self.label, self.scope, self.phase = label, scope, phase
+        self.claim: str | None = None
+        self.kind = ""
+        self.version = 0
+        self.follows_input = False
+        self.source: Value | None = None
+        self.call: Call | None = None
+        self.edge: Any = None
+
+    @property
+    def is_view(self) -> bool:
+        """Whether another value's storage holds the bytes."""
+        return self.root is not self and self.version == 0
+
+
+class Call:
+    """One recorded operator.
+
+    Attributes:
+        type: such as ``aten.addmm.default``.
+        inputs: the values read, by the pattern ``operands``.
+        outputs: the values made, by the pattern ``results``; then those overwritten without being returned.
+        args: the other arguments, without defaults.
+    """
+
+    __slots__ = ("args", "inputs", "operands", "outputs", "phase", "results", "scope", "seed", "type")
+
+    def __init__(
+        self,
+        type: str,
+        inputs: tuple[Value, ...],
+        operands: str | None,
+        args: Mapping[str, Arg],
+        scope: str,
+        phase: Phase,
+        seed: int | None = None,
+    ) -> None:
+        self.type, self.inputs, self.operands, self.args = type, inputs, operands, args
+        self.outputs: tuple[Value, ...] = ()
+        self.results: str | None = None
+        self.scope, self.phase, self.seed = scope, phase, seed
+
+
+class Store:
+    """Memory that one or several tensors look at.
+
+    Attributes:
+        base: the alias that covers all of it.
+        generation: raised by every write.
+        persistent: it outlives the step (parameters, buffers), so that writes to it are kept as writes.
+    """
+
+    __slots__ = ("base", "generation", "persistent")
+
+    def __init__(self, persistent: bool) -> None:
+        self.base: Alias
+        self.generation = 0
+        self.persistent = persistent
+
+
+class Alias:
+    """A tensor, the memory it looks at, and the value it showed last.
+
+    Attributes:
+        tensor: kept alive, so that its ``id`` stays its own.
+        value: what it showed in ``generation`` of ``store``.
+        parent: the alias that it is a view of.
+        replay: makes the view again; None where it shows all that its parent shows.
+        position: which result of ``replay`` it is.
+    """
+
+    __slots__ = ("generation", "parent", "position", "replay", "store", "tensor", "value")
+
+    def __init__(self, tensor: torch.Tensor, value: Value, store: Store) -> None:
+        self.tensor, self.value, self.store = tensor, value, store
+        self.generation = store.generation
+        self.parent: Alias | None = None
+        self.replay: Replay | None = None
+        self.position = 0
+
+    @property
+    def is_base(self) -> bool:
+        """Whether it covers all of the memory, in the base's own geometry."""
+        base = self.store.base.tensor
+        tensor = self.tensor
+        return base is tensor or (
+            tensor.shape == base.shape
+            and tensor.stride() == base.stride()
+            and tensor.storage_offset() == base.storage_offset()
+            and tensor.dtype == base.dtype
+        )

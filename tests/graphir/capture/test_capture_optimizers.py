@@ -1,0 +1,145 @@
+"""Optimizers: groups, learning rates, state taken over, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import models
+import pytest
+import torch
+from direct import matches_eager
+
+from graphir.capture import capture
+from graphir.errors import CaptureError
+from graphir.ir.program import Program
+
+
+def captured(example: models.Example, optimizer: torch.optim.Optimizer) -> Program:
+    return capture(example.model, example.inputs, targets=example.targets, loss=example.loss, optimizer=optimizer)
+
+
+def test_groups_have_learning_rates_and_options_of_their_own() -> None:
+    def make(params: Any) -> torch.optim.Optimizer:
+        first, *rest = params
+        groups = [{"params": [first], "lr": 0.5, "momentum": 0.0}, {"params": rest, "weight_decay": 0.1}]
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+    example = models.mlp()
+    program = captured(example, make(example.model.parameters()))
+    one, two = program.interface.param_groups
+    assert (one.lr, two.lr) == ("lr", "lr_1")
+    assert one.params == ("fc1.weight",) and two.params == ("fc1.bias", "fc2.weight", "fc2.bias")
+    assert (one.options["lr"], two.options["lr"]) == (0.5, 0.1)
+    assert "fc1.weight" not in program.interface.optimizer_state
+    assert program.step.blobs["lr_1"][1:5] == ((), "f64", "cpu:0", "input")
+    updates = {op.inputs[0]: op for op in program.step.ops if op.phase == "update"}
+    assert updates["fc1.weight"].operands == "tt_t" and updates["fc1.weight"].inputs[-1] == "lr"
+    assert updates["fc2.bias"].inputs[-1] == "lr_1"
+    matches_eager(program, example, make)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_step_of_adam_is_where_torch_has_it(fused: bool) -> None:
+    example = models.mlp()
+    program = captured(example, torch.optim.AdamW(example.model.parameters(), fused=fused))
+    blob = program.step.blobs["fc1.weight.step"]
+    assert blob.device == ("gpu:0" if fused else "cpu:0") and blob.dtype == "f32" and blob.role == "state"
+
+
+def test_momentum_starts_at_minus_zero() -> None:
+    example = models.mlp()
+    program = captured(example, torch.optim.SGD(example.model.parameters(), lr=0.1, momentum=0.9))
+    start = program.state["fc1.bias.momentum_buffer"]
+    assert torch.equal(start, torch.zeros_like(start)) and torch.signbit(start).all()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_state_of_a_running_optimizer_is_taken_over(kind: Callable[..., torch.optim.Optimizer]) -> None:
+    example = models.mlp()
+    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    optimizer = kind(example.model.parameters(), lr=0.1, **options)
+    example.loss(example.model(*example.inputs), *example.targets).backward()
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    program = captured(example, optimizer)
+    for (name, entries), state in zip(program.interface.optimizer_state.items(), optimizer.state.values(), strict=True):
+        assert entries.keys() == state.keys(), name
+        for key, blob in entries.items():
+            assert torch.equal(program.state[blob], state[key])
+            assert program.state[blob].data_ptr() != state[key].data_ptr()
+    assert str(optimizer.state_dict()) == str(before)
+
+
+def test_unused_and_frozen_parameters_are_state_without_update() -> None:
+    example = models.mlp()
+    example.model.unused = torch.nn.Linear(2, 2)
+    example.model.fc1.bias.requires_grad_(False)
+    optimizer = torch.optim.SGD(example.model.parameters(), lr=0.1, momentum=0.9)
+    program = captured(example, optimizer)
+    assert {"unused.weight", "unused.bias", "fc1.bias"} <= program.step.blobs.keys()
+    assert {op.inputs[0] for op in program.step.ops if op.phase == "update"} == {"fc1.weight", "fc2.weight", "fc2.bias"}
+    assert "unused.weight" not in program.interface.optimizer_state
+    assert "fc1.bias_grad" not in program.step.blobs
+    matches_eager(program, example, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
+
+
+def refused(text: str, make: Callable[[Any], Any]) -> None:
+    example = models.mlp()
+    with pytest.raises(CaptureError, match=re.escape(text)):
+        captured(example, make(example.model.parameters()))
+
+
+def test_other_optimizers() -> None:
+    refused("optimizer Adagrad is not supported\n  fix  supported: SGD, Adam, AdamW", torch.optim.Adagrad)
+
+
+def test_subclasses_of_optimizers() -> None:
+    class Mine(torch.optim.SGD):
+        pass
+
+    refused("optimizer Mine is not supported", Mine)
+
+
+def test_dampening() -> None:
+    text = "dampening=0.1 is not supported\n  in   parameter group 0 of SGD\n  fix  set dampening=0 in this group"
+    refused(text, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.1))
+
+
+def test_differentiable() -> None:
+    refused("differentiable=True is not supported", lambda params: torch.optim.Adam(params, differentiable=True))
+
+
+def test_learning_rates_that_are_tensors() -> None:
+    refused("lr is a tensor\n  in   parameter group 0", lambda params: torch.optim.SGD(params, lr=torch.tensor(0.1)))
+
+
+def test_parameters_of_another_model() -> None:
+    def make(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([*params, torch.nn.Parameter(torch.zeros(3))], lr=0.1)
+
+    refused("parameter 4 (shape [3]) does not belong to the model", make)
+
+
+def test_step_hooks() -> None:
+    def make(params: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        optimizer.register_step_pre_hook(lambda *_: None)
+        return optimizer
+
+    refused("the optimizer has step hooks", make)
+
+
+def test_an_optimizer_without_a_loss() -> None:
+    example = models.mlp()
+    optimizer = torch.optim.SGD(example.model.parameters(), lr=0.1)
+    with pytest.raises(CaptureError, match="an optimizer is given, but no loss"):
+        capture(example.model, example.inputs, optimizer=optimizer)
+
+
+def test_sparse_gradients() -> None:
+    model = torch.nn.Embedding(5, 2, sparse=True)
+    with pytest.raises(CaptureError, match="sparse=False"):
+        capture(model, (torch.tensor([0, 1]),), loss=lambda out: out.sum())

@@ -1,0 +1,113 @@
+"""Sizes follow the batch where they are affine; where they aren't, the program says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import models
+import pytest
+import torch
+from direct import evaluate
+from torch import Tensor, nn
+
+from graphir.capture import capture
+from graphir.ir.program import Program
+from graphir.ir.size import Affine
+
+BATCH = Affine((("batch", 1),))
+
+
+class Model(nn.Module):
+    def __init__(self, body: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body = body
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self.fc(x))
+
+
+def captured(body: Callable[[Tensor], Tensor], batch: int = 6) -> Program:
+    return capture(Model(body), (torch.randn(batch, 4),), loss=lambda out: out.sum())
+
+
+def test_shapes_strides_and_arguments() -> None:
+    program = captured(lambda h: torch.cat([h.t()[1:], h.t()]).sum(0))
+    assert program.dims == {"batch": 6} and program.fixed == ""
+    blobs = program.step.blobs
+    assert blobs["x"].shape == (BATCH, 4) and blobs["x"].strides is None
+    assert blobs["cat"].shape == (7, BATCH) and blobs["cat"].strides is None
+    assert blobs["t"].strides == (1, 4)
+    expanded = [op.args["size"] for op in program.step.ops if op.type == "aten.expand.default"]
+    assert (7, BATCH) in expanded
+
+
+def test_a_divisor_that_is_a_size_follows_the_batch() -> None:
+    mean = captured(lambda h: h.mean())
+    divisors = [op.args["other"] for op in mean.step.ops if op.type.startswith("aten.div")]
+    assert divisors == [Affine((("batch", 4),))]
+    as_float = captured(lambda h: h / float(len(h)))
+    divisors = [op.args["other"] for op in as_float.step.ops if op.type == "aten.div.Tensor" and "other" in op.args]
+    assert divisors and set(divisors) == {BATCH}
+
+
+def test_offsets_follow_the_batch() -> None:
+    program = captured(lambda h: h.t().contiguous()[2])
+    view = next(b for b in program.step.blobs.values() if b.name == "select")
+    assert view.offset == Affine((("batch", 2),)) and view.shape == (BATCH,)
+
+
+FIXED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "halves": (lambda h: torch.cat(h.chunk(2)), "made by aten.split.Tensor: 3, 4, 8 at batch 6, 7, 15 is not affine"),
+    "parity": (lambda h: h if len(h) % 2 else h * 2, "operator 2 is aten.mul.Tensor at batch 6, but"),
+    "root": (lambda h: h / len(h) ** 0.5, "argument other of aten.div.Tensor: 2.449489742783178"),
+    "literal": (lambda h: h / torch.tensor(float(len(h))), "a constant made in the model depends on the batch size"),
+    "hard-coded": (lambda h: h.view(6, 2, 2), "at batch 7: the step failed while it was recorded: RuntimeError: shape"),
+    "threshold": (lambda h: h if len(h) < 10 else h * 2, "at batch 15"),
+}
+
+
+@pytest.mark.parametrize("case", FIXED)
+def test_fixed_sizes_say_why(case: str) -> None:
+    body, text = FIXED[case]
+    program = captured(body)
+    assert text in program.fixed
+    assert program.dims == {"batch": 6} and program.step.blobs["x"].shape == (6, 4)
+    x = torch.randn(6, 4)
+    model = program.module
+    assert model is not None
+    values = evaluate(program, dict(program.state), {"x": x})
+    assert torch.equal(values["loss"], model(x).sum())
+
+
+def test_a_batch_of_one_follows_the_batch() -> None:
+    example = models.resnet(batch=1, blocks=1, image=16)
+    program = capture(example.model, example.inputs, targets=example.targets, loss=example.loss)
+    assert program.fixed == "" and program.dims == {"batch": 1}
+
+
+def test_no_batch_dimension() -> None:
+    program = capture(
+        Model(lambda h: h), (torch.randn(6, 4),), loss=lambda out: out.sum(), batch_dims=((None,), {}, ())
+    )
+    assert program.dims == {} and program.fixed == "no argument has a batch dimension"
+    assert program.step.blobs["x"].shape == (6, 4)
+
+
+def test_the_batch_can_be_another_dimension() -> None:
+    class Last(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.t() * 2
+
+    program = capture(Last(), (torch.randn(4, 6),), batch_dims=1)
+    assert program.step.blobs["x"].shape == (4, BATCH)
+    assert program.interface.feeds[0].batch_dim == 1 and program.interface.output_batch_dims == (0,)
+
+
+def test_tensors_of_another_length_are_passed_whole() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+            return x * scale + offset
+
+    program = capture(Scaled(), (torch.randn(6, 4), torch.randn(4), torch.tensor(1.0)))
+    assert [feed.batch_dim for feed in program.interface.feeds] == [0, None, None]
