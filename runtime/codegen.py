@@ -1,0 +1,458 @@
+"""Straight-line Python for the threads of a plan.
+
+Each thread's instructions become one function, a line an instruction, so that the line of a traceback is the
+instruction that failed::
+
+    def run(n, i0, i1, c0, c1, k0, s0, s1):
+        v0 = c0(s1, i0, s0)          # run fc1 = aten.addmm(fc1.bias, x, fc1.weight.t)
+        v1 = c1(v0)                  # run relu = aten.relu(fc1)
+        del v0                       # free fc1
+        return (v1,)
+
+``n`` is the number of steps done, ``i`` are inputs, ``v`` values. What does not change from step to step (state ``s``,
+callables ``c``, constants ``k``, generators ``g``) is bound as the function's defaults, which makes it local and lets
+one code object serve any size: only the constants that depend on dimensions are computed again. Views of state whose
+geometry depends on no dimension stay the same too; they are taken once, and bound like state. Values that another
+thread reads are also kept in the list ``x``.
+
+Nothing of a plan's text is in the code: names are numbered, and of its arguments only numbers, booleans and None are
+written as literals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import CodeType, FunctionType
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphir.errors import PlanError
+from graphir.ir.operator import Arg, Operator
+from graphir.ir.seeds import mix
+from graphir.ir.size import Dims
+from graphir.plan import Instruction
+
+from .bindings import fastest
+from .calls import Argument, Bound, Call, Constant, Default, Operand, OperandList, arrange, depends_on_dims, evaluate
+from .executor import Setting
+from .handoffs import Handoffs
+from .kernels import all_reduce, copy, reduction
+from .optimizers import KERNELS
+from .reference import flatten, invoke
+
+__all__ = ["Handover", "Lane", "generate"]
+
+_LARGEST_LITERAL: Final = 2**63
+_FILE: Final = "<graphir lane>"
+
+
+class Handover(NamedTuple):
+    """How threads pass values and events to each other.
+
+    Attributes:
+        handoffs: the events, see :func:`.handoffs.handoffs`.
+        give: for each hand-off, what a record calls.
+        take: for each hand-off, what a wait calls.
+        values: filled with a slot for each value that another thread reads.
+    """
+
+    handoffs: Handoffs
+    give: Sequence[Callable[[], object]]
+    take: Sequence[Callable[[], object]]
+    values: list[Tensor | None]
+
+
+class Lane(NamedTuple):
+    """The function of one thread.
+
+    Attributes:
+        source: its Python text.
+        code: compiled.
+        instructions: for each line of the source, the position of the instruction in the plan; -1 for none.
+        inputs: which of the setting's inputs it takes, after the number of steps done.
+        outputs: which of the step's external outputs it returns.
+        constants: what its remaining parameters are bound to; those that depend on dimensions are None.
+        sized: position in ``constants`` and what computes each of those.
+    """
+
+    source: str
+    code: CodeType
+    instructions: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    constants: tuple[object, ...]
+    sized: tuple[tuple[int, Callable[[Dims], object]], ...]
+
+    def bind(self, dims: Dims) -> Callable[..., tuple[Tensor, ...]]:
+        """The function for these sizes."""
+        constants = list(self.constants)
+        for position, value in self.sized:
+            constants[position] = value(dims)
+        return FunctionType(self.code, {"__builtins__": {}}, "run", tuple(constants))
+
+
+def generate(setting: Setting, thread: Mapping[str, int], handover: Handover | None = None) -> list[Lane]:
+    """The functions of threads ``0, 1, …``.
+
+    Args:
+        setting: what they run.
+        thread: which thread each lane of the plan belongs to.
+        handover: needed where there are several threads.
+
+    Raises:
+        PlanError: an instruction reads what nobody made, or an operator does not fit its type.
+    """
+    values = _Values(setting, thread)
+    writers = [_Writer(values.kept) for _ in range(max(thread.values(), default=0) + 1)]
+    printers = [_Statements(setting, writer, values, handover, i) for i, writer in enumerate(writers)]
+    for position, instruction in enumerate(setting.plan.instructions):
+        here = thread[instruction.lane]
+        writers[here].line(position, printers[here].of(position, instruction))
+    for index, name in enumerate(setting.plan.step.external_outputs):
+        owner, variable = values.last(name)
+        writers[owner].returns(index, variable)
+    return [writer.finish() for writer in writers]
+
+
+class _Values:
+    """Which variable holds each value, and which thread it belongs to.
+
+    Attributes:
+        variables: by (name, version); a value written in place keeps its operand's variable.
+        owners: the thread that makes a variable; None: every thread has it (state, inputs).
+        slots: the position in ``x`` of each variable that another thread reads.
+        of_storage: the variables to drop with a storage.
+        kept: the tensors of the variables ``s0, s1, …``: state, and views of it.
+    """
+
+    def __init__(self, setting: Setting, thread: Mapping[str, int]) -> None:
+        self.net = setting.plan.step
+        self.variables: dict[tuple[str, int], str] = {}
+        self.owners: dict[str, int | None] = {}
+        self.of_storage: dict[str, list[str]] = {}
+        self.last_version: dict[str, int] = {}
+        self.kept: list[Tensor] = []
+        for name, tensor in setting.state.items():
+            self.keep(name, 0, tensor)
+        for i, name in enumerate(setting.inputs):
+            self.define(name, 0, f"i{i}", None)
+        self.shared = self._shared(setting, thread)
+        self.slots: dict[str, int] = {}
+        self.count = 0
+
+    def _shared(self, setting: Setting, thread: Mapping[str, int]) -> frozenset[tuple[str, int]]:
+        """The (name, version)s that a thread other than the maker's reads, by this name or one that shares it."""
+        maker: dict[tuple[str, int], int] = {}
+        same: dict[tuple[str, int], tuple[str, int]] = {}
+        shared: set[tuple[str, int]] = set()
+        for instruction in setting.plan.instructions:
+            if instruction.op < 0:
+                continue
+            op, here = self.net.ops[instruction.op], thread[instruction.lane]
+            reads, makes = [same.get(read, read) for read in op.reads], list(op.makes)
+            shared.update(read for read in reads if maker.get(read, here) != here)
+            for output, source in op.effects.writes:
+                same[makes[output]] = reads[source]
+            for made in makes[instruction.part : instruction.part + 1] if instruction.kind == "collective" else makes:
+                maker.setdefault(same.get(made, made), here)
+        return frozenset(shared)
+
+    def define(self, name: str, version: int, variable: str, owner: int | None) -> None:
+        self.variables[name, version] = variable
+        self.last_version[name] = version
+        if variable not in self.owners:
+            self.owners[variable] = owner
+            self.of_storage.setdefault(self.net.blob(name).storage, []).append(variable)
+
+    def keep(self, name: str, version: int, tensor: Tensor) -> None:
+        """Define a value that is the same tensor in every step."""
+        self.define(name, version, f"s{len(self.kept)}", None)
+        self.kept.append(tensor)
+
+    def kept_tensor(self, name: str, version: int) -> Tensor | None:
+        """The tensor of such a value."""
+        variable = self.variable(name, version)
+        return self.kept[int(variable[1:])] if variable[0] == "s" else None
+
+    def fresh(self) -> str:
+        self.count += 1
+        return f"v{self.count - 1}"
+
+    def variable(self, name: str, version: int) -> str:
+        try:
+            return self.variables[name, version]
+        except KeyError:
+            raise PlanError(f"version {version} of {name!r} is read before it is made") from None
+
+    def last(self, name: str) -> tuple[int, str]:
+        """The thread that returns the last value of an external output, and its variable."""
+        variable = self.variable(name, self.last_version.get(name, 0))
+        return self.owners[variable] or 0, variable
+
+    def dropped(self, storage: str, thread: int) -> list[str]:
+        """The thread's variables of a storage, which are now forgotten."""
+        mine = [v for v in self.of_storage.get(storage, ()) if self.owners[v] == thread]
+        self.of_storage[storage] = [v for v in self.of_storage.get(storage, ()) if v not in mine]
+        return mine
+
+
+class _Writer:
+    """The lines and bound parameters of one thread's function."""
+
+    def __init__(self, kept: Sequence[Tensor]) -> None:
+        self.kept = kept
+        self.lines: list[str] = []
+        self.instructions: list[int] = [-1]
+        self.bound: dict[str, object] = {}
+        self.names: dict[object, str] = {}
+        self.sized: dict[str, Callable[[Dims], object]] = {}
+        self.inputs: dict[str, None] = {}
+        self.outputs: dict[int, str] = {}
+
+    def line(self, position: int, statements: Sequence[str]) -> None:
+        if statements:
+            self.lines.append("; ".join(statements))
+            self.instructions.append(position)
+
+    def returns(self, output: int, variable: str) -> None:
+        self.outputs[output] = self.use(variable)
+
+    def use(self, variable: str) -> str:
+        """A variable, made a parameter of the function where it is state or an input."""
+        if variable[0] == "i":
+            self.inputs[variable] = None
+        elif variable[0] == "s" and variable not in self.bound:
+            self.bound[variable] = self.kept[int(variable[1:])]
+        return variable
+
+    def bind(self, value: object, kind: str = "k", key: object = None) -> str:
+        """The parameter that holds *value*; values with equal keys (by default the same object) share it."""
+        key = (kind, id(value) if key is None else key)
+        if key not in self.names:
+            self.names[key] = f"{kind}{len(self.names)}"
+            self.bound[self.names[key]] = value
+        return self.names[key]
+
+    def bind_sized(self, value: Callable[[Dims], object], key: object) -> str:
+        name = self.bind(None, key=key)
+        self.sized[name] = value
+        return name
+
+    def finish(self) -> Lane:
+        inputs = sorted(self.inputs, key=lambda name: int(name[1:]))
+        head = ", ".join(["n", *inputs, *self.bound])
+        returned = "".join([f"{variable}, " for variable in self.outputs.values()])
+        source = "\n ".join([f"def run({head}):", *self.lines, f"return ({returned})"]) + "\n"
+        order = {name: i for i, name in enumerate(self.bound)}
+        module = compile(source, _FILE, "exec", dont_inherit=True)
+        return Lane(
+            source,
+            next(const for const in module.co_consts if isinstance(const, CodeType)),
+            (-1, *self.instructions, -1),
+            tuple([int(name[1:]) for name in inputs]),
+            tuple(self.outputs),
+            tuple(self.bound.values()),
+            tuple([(order[name], value) for name, value in self.sized.items()]),
+        )
+
+
+class _Statements:
+    """The statements of each of one thread's instructions."""
+
+    def __init__(
+        self, setting: Setting, writer: _Writer, values: _Values, handover: Handover | None, thread: int
+    ) -> None:
+        self.setting, self.writer, self.values, self.thread = setting, writer, values, thread
+        self.handover = handover
+        self.net = setting.plan.step
+
+    def of(self, position: int, instruction: Instruction) -> list[str]:
+        if instruction.kind == "free":
+            return self.free(instruction.storage)
+        if instruction.kind == "record" or instruction.kind == "wait":
+            return self.event(position)
+        op = self.net.ops[instruction.op]
+        if instruction.kind == "collective":
+            return self.collective(op, instruction.part)
+        return self.call(op)
+
+    def event(self, position: int) -> list[str]:
+        if self.handover is None:
+            return []
+        taken = self.handover.handoffs.taken.get(position)
+        called = [self.handover.give[i] for i in self.handover.handoffs.given.get(position, ())]
+        called += [] if taken is None else [self.handover.take[taken]]
+        return [f"{self.writer.bind(function, 'e')}()" for function in called]
+
+    def free(self, storage: str) -> list[str]:
+        dropped = self.values.dropped(storage, self.thread)
+        slots = [self.values.slots[v] for v in dropped if v in self.values.slots]
+        statements = [f"{self.exchange()}[{slot}] = None" for slot in slots]
+        return [*statements, f"del {', '.join(dropped)}"] if dropped else statements
+
+    def exchange(self) -> str:
+        assert self.handover is not None
+        return self.writer.bind(self.handover.values, "x")
+
+    def read(self, name: str, version: int) -> str:
+        variable = self.values.variable(name, version)
+        if self.values.owners[variable] in (None, self.thread):
+            return self.writer.use(variable)
+        return f"{self.exchange()}[{self.values.slots[variable]}]"
+
+    def collective(self, op: Operator, part: int) -> list[str]:
+        inputs = ", ".join([self.read(name, version) for name, version in op.reads])
+        key = repr(("reduction", len(op.inputs), sorted(op.args.items())))
+        reduced = self.writer.bind_sized(lambda dims: reduction(op, dims), key)
+        name, version = list(op.makes)[part]
+        text = f"{self.writer.bind(all_reduce, 'c')}(({inputs},), *{reduced})"
+        return self.keep(name, version, text)
+
+    def call(self, op: Operator) -> list[str]:
+        call = arrange(op)
+        if self.taken_once(op, call):
+            return []
+        overwritten = dict(op.effects.writes)
+        inputs = [self.read(name, version) for name, version in op.reads]
+        makes = list(op.makes)
+        statements = self.seed(op) if op.seed is not None else []
+        returned = [i for group in call.returned for i in (group if isinstance(group, list) else [group])]
+        fresh = [i for i in returned if i is not None and i not in overwritten]
+        if op.type == "Copy" and makes[0][0] in self.setting.state:
+            copy_ = self.writer.bind(Tensor.copy_, "c")
+            statements.append(f"{copy_}({self.state(makes[0][0])}, {inputs[0]})")
+            self.values.define(*makes[0], self.values.variable(makes[0][0], 0), None)
+            return statements
+        text = self.text(op, call, inputs)
+        for position, source in overwritten.items():
+            name, version = op.inputs[source], list(op.reads)[source][1]
+            variable = self.values.variable(name, version)
+            self.values.define(*makes[position], variable, self.values.owners[variable])
+        if not fresh:
+            return [*statements, text]
+        if len(fresh) == 1 and call.single and not isinstance(call.returned[0], list):
+            return [*statements, *self.keep(*makes[fresh[0]], text)]
+        return [*statements, *self.unpack(call, {i: makes[i] for i in fresh}, text)]
+
+    def taken_once(self, op: Operator, call: Call) -> bool:
+        """Take views of state now, where they are the same in every step; whether they were."""
+        if not op.effects.views or op.effects.writes or any(map(depends_on_dims, op.args.values())):
+            return False
+        if len(op.effects.views) != len(op.outputs) or any(name in self.setting.state for name in op.outputs):
+            return False
+        inputs = [self.values.kept_tensor(name, version) for name, version in op.reads]
+        if not inputs or not all(isinstance(tensor, Tensor) for tensor in inputs):
+            return False
+        with torch.inference_mode():
+            try:
+                views = flatten(call, invoke(op, call, inputs, self.setting, {}, 0))
+            except (RuntimeError, TypeError):  # it shall fail where it can be named: in the step
+                return False
+        for position, (name, version) in enumerate(op.makes):
+            self.values.keep(name, version, views[position])
+        return True
+
+    def state(self, name: str) -> str:
+        return self.writer.use(self.values.variable(name, 0))
+
+    def keep(self, name: str, version: int, text: str) -> list[str]:
+        """Assign one result; state keeps its tensor and takes the value."""
+        if name in self.setting.state:
+            self.values.define(name, version, self.values.variable(name, 0), None)
+            return [f"{self.writer.bind(Tensor.copy_, 'c')}({self.state(name)}, {text})"]
+        variable = self.values.fresh()
+        return [f"{variable} = {text}", *self.assigned(name, version, variable)]
+
+    def unpack(self, call: Call, makes: Mapping[int, tuple[str, int]], text: str) -> list[str]:
+        """Assign several results, or the items of a list."""
+        kept: list[str] = []
+        dropped: list[str] = []
+
+        def target(group: int | list[int | None] | None) -> str:
+            if isinstance(group, list):
+                return f"({''.join([target(item) + ', ' for item in group])})" if group else "[]"
+            if group is None or group not in makes:
+                dropped.append(self.values.fresh())
+                return dropped[-1]
+            name, version = makes[group]
+            variable = self.values.fresh()
+            if name in self.setting.state:
+                kept.extend([f"{self.writer.bind(Tensor.copy_, 'c')}({self.state(name)}, {variable})"])
+                dropped.append(variable)
+                self.values.define(name, version, self.values.variable(name, 0), None)
+            else:
+                kept.extend(self.assigned(name, version, variable))
+            return variable
+
+        targets = [target(group) for group in call.returned]
+        left = targets[0] if call.single else "".join([t + ", " for t in targets])
+        return [f"{left} = {text}", *kept, *([f"del {', '.join(dropped)}"] if dropped else [])]
+
+    def assigned(self, name: str, version: int, variable: str) -> list[str]:
+        """Note that *variable* was made; what hands it to other threads."""
+        self.values.define(name, version, variable, self.thread)
+        if (name, version) not in self.values.shared:
+            return []
+        assert self.handover is not None
+        self.values.slots[variable] = len(self.handover.values)
+        self.handover.values.append(None)
+        return [f"{self.exchange()}[{self.values.slots[variable]}] = {variable}"]
+
+    def seed(self, op: Operator) -> list[str]:
+        generator = self.setting.generators[op.device]
+        manual_seed = self.writer.bind(generator.manual_seed, "g", ("seed", op.device))
+        mixed = self.writer.bind(mix, "c")
+        return [f"{manual_seed}({mixed}(n, {self.setting.replica(op)}, {self.literal(op.seed)}))"]
+
+    def text(self, op: Operator, call: Call, inputs: Sequence[str]) -> str:
+        """The expression that calls the operator."""
+        given = [self.argument(op, argument, inputs) for argument in call.positional]
+        given += [f"{name}={self.argument(op, argument, inputs)}" for name, argument in call.keyword]
+        function: Callable[..., object]
+        if op.type == "Copy":
+            function, key = copy, "Copy"
+            given.append(self.writer.bind(self.setting.binding[op.device], key=("device", op.device)))
+        elif op.type in KERNELS:
+            options: dict[str, Any] = {name: evaluate(arg, {}) for name, arg in op.args.items()}
+            function, key = KERNELS[op.type](**options), repr((op.type, sorted(options.items())))
+        else:
+            function, key = fastest(op.type), op.type
+        return f"{self.writer.bind(function, 'c', key)}({', '.join(given)})"
+
+    def argument(self, op: Operator, argument: Argument, inputs: Sequence[str]) -> str:
+        if isinstance(argument, Operand):
+            return inputs[argument.position]
+        if isinstance(argument, OperandList):
+            items = ["None" if i is None else inputs[i] for i in argument.positions]
+            return f"[{', '.join(items)}]"
+        if isinstance(argument, Constant):
+            return self.constant(argument.arg)
+        if isinstance(argument, Default):
+            return "None" if argument.value is None else self.writer.bind(argument.value, key=repr(argument.value))
+        if argument is Bound.DEVICE:
+            return self.writer.bind(self.setting.binding[op.device], key=("device", op.device))
+        return self.writer.bind(self.setting.generators[op.device], "g", ("generator", op.device))
+
+    def constant(self, arg: Arg) -> str:
+        if depends_on_dims(arg):
+            return self.writer.bind_sized(lambda dims: evaluate(arg, dims), repr(arg))
+        value = evaluate(arg, {})
+        literal = self.literal(value)
+        return literal if literal is not None else self.writer.bind(value, key=repr(("constant", value)))
+
+    def literal(self, value: object) -> str | None:
+        """The Python literal of a number, a boolean, None, or a tuple of them; None for everything else."""
+        match value:
+            case None | bool():
+                return repr(value)
+            case int():
+                return repr(int(value)) if abs(value) < _LARGEST_LITERAL else None
+            case float():
+                return repr(float(value)) if math.isfinite(value) else None
+            case tuple():
+                items = [self.literal(item) for item in value]
+                return f"({''.join([f'{item}, ' for item in items])})" if None not in items else None
+        return None

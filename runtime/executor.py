@@ -1,0 +1,69 @@
+"""What an executor is, and what every executor is built from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from graphir.ir.device import Device
+from graphir.ir.names import prefix_of
+from graphir.ir.operator import Operator
+from graphir.ir.size import Dims
+from graphir.plan import Plan
+
+__all__ = ["Executor", "Feedable", "Setting"]
+
+Feedable: TypeAlias = Tensor | float
+"""What stands for an input blob: a tensor, or the value of a learning rate that only optimizers read."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A plan with what its steps run on.
+
+    Attributes:
+        plan: what to execute.
+        state: the tensors of the plan's parameters, buffers, optimizer state and constants, by blob. Every step reads
+            and overwrites these same tensors.
+        inputs: the blobs that a step is given, in order.
+        binding: the real device of each logical one.
+        generators: a random generator for each logical device.
+    """
+
+    plan: Plan
+    state: Mapping[str, Tensor]
+    inputs: tuple[str, ...]
+    binding: Mapping[Device, torch.device]
+    generators: Mapping[Device, torch.Generator]
+
+    def replica(self, op: Operator) -> int:
+        """The replica whose random numbers *op* draws."""
+        replicas = self.plan.program.replicas
+        prefix = prefix_of(op.outputs[0]) if op.outputs else ""
+        return replicas.index(prefix) if prefix in replicas else 0
+
+
+class Executor(Protocol):
+    """Executes the steps of one plan."""
+
+    def run(self, dims: Dims, inputs: Sequence[Feedable], step: int) -> Sequence[Tensor]:
+        """One step.
+
+        Args:
+            dims: the value of each dimension. An executor may keep what it has prepared for the last few.
+            inputs: in the order of ``Setting.inputs``.
+            step: how many steps were done before.
+
+        Returns:
+            The external outputs of the plan's step, in order.
+
+        Raises:
+            RunError: an operator failed; every lane has stopped, and state may be half updated.
+        """
+
+    def close(self) -> None:
+        """End the executor's threads, if it has any."""

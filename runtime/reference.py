@@ -1,0 +1,209 @@
+"""The sequential reference executor: the oracle that every other executor is held against.
+
+It takes the plan's instructions from top to bottom in one thread, calls torch's operators by their schemas, and keeps
+every value in a dictionary by (name, version). What a sound plan never does raises: reading a value that was freed,
+was never made, or whose storage has been overwritten since; waiting for an event that nobody recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphir.errors import PlanError
+from graphir.ir.blob import Blob
+from graphir.ir.operator import Operator
+from graphir.ir.opset import overload
+from graphir.ir.program import Program
+from graphir.ir.seeds import mix
+from graphir.ir.size import Dims
+from graphir.plan import Event, Instruction, Plan
+
+from .calls import Argument, Bound, Call, Constant, Default, Operand, OperandList, arrange, evaluate
+from .executor import Feedable, Setting
+from .faults import fault
+from .kernels import all_reduce, copy, reduction
+from .optimizers import KERNELS
+
+__all__ = ["Reference"]
+
+
+class Reference:
+    """See :mod:`graphir.runtime.reference`."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+
+    def run(self, dims: Dims, inputs: Sequence[Feedable], step: int) -> Sequence[Tensor]:
+        """One step; see :class:`.executor.Executor`."""
+        plan, instruction = self.setting.plan, None
+        interpretation = _Interpretation(self.setting, dims, step)
+        for name, tensor in zip(self.setting.inputs, inputs, strict=True):
+            interpretation.define(name, 0, tensor)
+        with torch.inference_mode():
+            try:
+                for instruction in plan.instructions:
+                    interpretation.execute(instruction)
+                instruction = None
+                return interpretation.outputs()
+            except PlanError:
+                raise
+            except Exception as e:
+                raise fault(plan, instruction, step, e) from e
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class _Interpretation:
+    """One step in progress.
+
+    Attributes:
+        values: every value that was made, by (name, version).
+        writes: how often each storage has been written in this step.
+        made_at: that count of the value's storage, just after the value was made.
+        freed: storages that were freed.
+        recorded: events.
+    """
+
+    def __init__(self, setting: Setting, dims: Dims, step: int) -> None:
+        self.setting, self.dims, self.step = setting, dims, step
+        self.net = setting.plan.step
+        self.values: dict[tuple[str, int], Feedable] = {}
+        self.writes: dict[str, int] = {}
+        self.made_at: dict[tuple[str, int], int] = {}
+        self.freed: set[str] = set()
+        self.recorded: set[Event] = set()
+        for name, tensor in setting.state.items():
+            self.define(name, 0, tensor)
+
+    def blob(self, name: str) -> Blob:
+        return self.net.blob(name)
+
+    def define(self, name: str, version: int, value: Feedable) -> None:
+        self.values[name, version] = value
+        self.made_at[name, version] = self.writes.get(self.blob(name).storage, 0)
+
+    def read(self, name: str, version: int) -> Feedable:
+        storage = self.blob(name).storage
+        if storage in self.freed:
+            raise PlanError(f"{name!r} is read after its storage {storage!r} was freed", where=self.setting.plan.name)
+        if (name, version) not in self.values:
+            raise PlanError(f"version {version} of {name!r} is read before it is made", where=self.setting.plan.name)
+        if self.made_at[name, version] != self.writes.get(storage, 0):
+            raise PlanError(
+                f"version {version} of {name!r} is read after its storage {storage!r} was overwritten",
+                where=self.setting.plan.name,
+            )
+        return self.values[name, version]
+
+    def execute(self, instruction: Instruction) -> None:
+        if instruction.kind == "free":
+            self.free(instruction.storage)
+        elif instruction.kind == "record":
+            assert instruction.event is not None
+            self.recorded.add(instruction.event)
+        elif instruction.kind == "wait":
+            if instruction.event not in self.recorded:
+                raise PlanError(f"{instruction.lane} waits for {instruction.event}, which nobody recorded before")
+        elif instruction.kind == "collective":
+            self.reduce(self.net.ops[instruction.op], instruction.part)
+        else:
+            self.call(self.net.ops[instruction.op])
+
+    def free(self, storage: str) -> None:
+        if storage in self.freed:
+            raise PlanError(f"storage {storage!r} is freed twice")
+        self.freed.add(storage)
+        for name, version in list(self.values):
+            if self.blob(name).storage == storage:
+                del self.values[name, version]
+
+    def call(self, op: Operator) -> None:
+        call = arrange(op)
+        inputs = [self.read(name, version) for name, version in op.reads]
+        returned = invoke(op, call, inputs, self.setting, self.dims, self.step)
+        results = flatten(call, returned)
+        overwritten = dict(op.effects.writes)
+        for position in overwritten:
+            self.written(op.outputs[position])
+        for position, (name, version) in enumerate(op.makes):
+            if position in overwritten:
+                self.define(name, version, inputs[overwritten[position]])
+            else:
+                self.assign(name, version, results[position], view=position in dict(op.effects.views))
+
+    def reduce(self, op: Operator, part: int) -> None:
+        inputs = [self.read(name, version) for name, version in op.reads]
+        divisor, weights = reduction(op, self.dims)
+        name, version = list(op.makes)[part]
+        self.assign(name, version, all_reduce([t for t in inputs if isinstance(t, Tensor)], divisor, weights))
+
+    def assign(self, name: str, version: int, value: Tensor, view: bool = False) -> None:
+        """A fresh value for a name; state keeps its tensor and takes the value."""
+        if not view:
+            self.written(name)
+        if name in self.setting.state:
+            value = self.setting.state[name].copy_(value)
+        self.define(name, version, value)
+
+    def written(self, name: str) -> None:
+        storage = self.blob(name).storage
+        self.writes[storage] = self.writes.get(storage, 0) + 1
+        self.freed.discard(storage)
+
+    def outputs(self) -> list[Tensor]:
+        last: dict[str, int] = {}
+        for name, version in self.values:  # in the order in which they were made
+            last[name] = version
+        found = [self.read(name, last.get(name, 0)) for name in self.net.external_outputs]
+        return [value for value in found if isinstance(value, Tensor)]
+
+
+def invoke(op: Operator, call: Call, inputs: Sequence[Any], setting: Setting, dims: Dims, step: int) -> Any:
+    """What the operator's type returns for these inputs."""
+
+    def value(argument: Argument) -> Any:
+        if isinstance(argument, Operand):
+            return inputs[argument.position]
+        if isinstance(argument, OperandList):
+            return [None if i is None else inputs[i] for i in argument.positions]
+        if isinstance(argument, Constant):
+            return evaluate(argument.arg, dims)
+        if isinstance(argument, Default):
+            return argument.value
+        if argument is Bound.DEVICE:
+            return setting.binding[op.device]
+        assert op.seed is not None
+        return setting.generators[op.device].manual_seed(mix(step, setting.replica(op), op.seed))
+
+    positional = [value(argument) for argument in call.positional]
+    if op.type == "Copy":
+        return copy(positional[0], setting.binding[op.device])
+    if op.type in KERNELS:
+        return KERNELS[op.type](**{name: evaluate(arg, dims) for name, arg in op.args.items()})(*positional)
+    return overload(op.type)(*positional, **{name: value(argument) for name, argument in call.keyword})
+
+
+def flatten(call: Call, returned: Any) -> dict[int, Tensor]:
+    """The returned tensors by the operator's output positions."""
+    found: dict[int, Tensor] = {}
+    for group, item in zip(call.returned, [returned] if call.single else returned or (), strict=True):
+        for position, tensor in zip(group, item, strict=True) if isinstance(group, list) else [(group, item)]:
+            if position is not None:
+                found[position] = tensor
+    return found
+
+
+def fill(op: Operator, values: Mapping[str, Tensor], program: Program) -> dict[str, Tensor]:
+    """Execute an operator of a program's ``init`` on the values made so far; its outputs by name."""
+    binding = dict.fromkeys(program.devices, torch.device("cpu"))
+    generators = {device: torch.Generator() for device in program.devices}
+    setting = Setting(Plan(program, program.dims, ()), {}, (), binding, generators)
+    call, inputs = arrange(op), [values[name] for name in op.inputs]
+    results = flatten(call, invoke(op, call, inputs, setting, program.dims, 0))
+    overwritten = dict(op.effects.writes)
+    return {name: inputs[overwritten[i]] if i in overwritten else results[i] for i, name in enumerate(op.outputs)}

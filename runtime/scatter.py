@@ -1,0 +1,248 @@
+"""A step's arguments: from what the caller gives to what each replica gets.
+
+The caller's arguments are flattened to leaves, the leaves split over the replicas by torch.chunk's rule, and the
+dimensions solved from the shares' shapes. All of that depends only on the leaves' geometry, so it is done once for
+each; later steps look it up and slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphir.errors import SessionError
+from graphir.ir.blob import Blob, contiguous_strides
+from graphir.ir.dtype import TORCH_NAME
+from graphir.ir.opset import to_symbol
+from graphir.ir.program import Program, Scalar
+from graphir.ir.size import Affine, Dims, Size, bind, bind_shape
+
+from .arguments import Arguments
+
+__all__ = ["Fit", "Scatter", "Share"]
+
+_KEPT_FITS: Final = 256
+"""For how many geometries of the arguments the fit is kept."""
+
+
+class Share(NamedTuple):
+    """How one input blob is cut out of a leaf.
+
+    Attributes:
+        leaf: position of the leaf.
+        dim: along which it is cut; None: the whole leaf.
+        start: first row.
+        length: rows.
+        layout: size and strides to which it is copied; None where it has them.
+    """
+
+    leaf: int
+    dim: int | None
+    start: int
+    length: int
+    layout: tuple[tuple[int, ...], tuple[int, ...]] | None
+
+
+class Fit(NamedTuple):
+    """What leaves of one geometry give: the dimensions, and a share for each input."""
+
+    dims: Dims
+    shares: tuple[Share, ...]
+
+
+class Scatter:
+    """Splits a step's arguments over the replicas of a program.
+
+    Attributes:
+        names: the input blobs, in the order in which :meth:`shares` gives them.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.arguments = Arguments(program.interface.arguments, program.interface.feeds)
+        blobs, external = program.step.blobs, set(program.step.external_inputs)
+        feeds = program.interface.feeds
+        first: dict[str, int] = {}
+        self.again: list[tuple[int, int]] = []
+        for i, feed in enumerate(feeds):
+            if feed.blob is not None and first.setdefault(feed.blob, i) != i:
+                self.again.append((first[feed.blob], i))
+        self.targets = [
+            (i, replica, prefix + blob)
+            for blob, i in first.items()
+            for replica, prefix in enumerate(program.replicas)
+            if prefix + blob in external
+        ]
+        self.names = tuple(name for _, _, name in self.targets)
+        self.tensors = [i for i, feed in enumerate(feeds) if feed.blob is not None]
+        self.constants = [(i, feed.value) for i, feed in enumerate(feeds) if feed.blob is None]
+        self.only_tensors = not self.constants and not self.again
+        # An as_strided operator counts its offset from the start of the storage.
+        self.from_offset_0 = any(op.type.startswith("aten.as_strided") for op in program.step.ops)
+        self.overwritten = {
+            blobs[op.inputs[source]].storage for op in program.step.ops for _, source in op.effects.writes
+        }
+        self.fits: dict[Hashable, Fit] = {}
+
+    def split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Dims, list[Tensor]]:
+        """The dimensions, and the tensor of each input.
+
+        Raises:
+            SessionError: the arguments do not fit the program; the argument is named.
+        """
+        leaves = self.arguments.leaves(args, kwargs)
+        if not self.only_tensors:
+            self.check_constants(leaves)
+        try:
+            key = tuple([(t.shape, t.stride(), t.dtype, t.__class__) for t in map(leaves.__getitem__, self.tensors)])
+            fit = self.fits.get(key)
+        except (AttributeError, RuntimeError):  # not a tensor, or one without strides
+            fit, key = None, ()
+        if fit is None:
+            fit = self.fit(leaves)
+            if len(self.fits) >= _KEPT_FITS:
+                self.fits.clear()
+            self.fits[key] = fit
+        return fit.dims, [_cut(leaves[share.leaf], share) for share in fit.shares]
+
+    def check_constants(self, leaves: Sequence[Any]) -> None:
+        for i, value in self.constants:
+            if not _same(leaves[i], value):
+                raise SessionError(
+                    f"{self.arguments.names[i]} was {value!r} when the program was captured, now {leaves[i]!r}",
+                    where=f"program {self.program.name!r}",
+                    fix="arguments that are not tensors are part of the program: capture it again with this one",
+                )
+        for i, j in self.again:
+            if leaves[i] is not leaves[j]:
+                raise SessionError(
+                    f"{self.arguments.names[i]} and {self.arguments.names[j]} were one tensor when the program was "
+                    "captured, now they are two",
+                    where=f"program {self.program.name!r}",
+                    fix="pass the same tensor, or capture the program with two",
+                )
+
+    def fit(self, leaves: Sequence[Any]) -> Fit:
+        """How these leaves are split; see :meth:`split`."""
+        for i in self.tensors:
+            self.check_leaf(i, leaves[i])
+        replicas = len(self.program.replicas)
+        rows: dict[int, list[tuple[int, int]]] = {}
+        for i in dict.fromkeys(leaf for leaf, _, _ in self.targets):
+            if (dim := self.program.interface.feeds[i].batch_dim) is not None:
+                rows[i] = self.chunks(i, leaves[i], dim, replicas)
+        cut: list[tuple[Share, Blob, tuple[int, ...]]] = []
+        for i, replica, name in self.targets:
+            dim, shape = self.program.interface.feeds[i].batch_dim, list(leaves[i].shape)
+            start = length = 0
+            if dim is not None:
+                start, length = rows[i][replica]
+                shape[dim] = length
+            whole = dim is None or replicas == 1
+            share = Share(i, None if whole else dim, start, length, None)
+            cut.append((share, self.program.step.blobs[name], tuple(shape)))
+        dims = self.solve([(share.leaf, blob, shape) for share, blob, shape in cut], leaves)
+        return Fit(dims, tuple(self.laid_out(share, blob, leaves[share.leaf], dims) for share, blob, _ in cut))
+
+    def check_leaf(self, i: int, leaf: Any) -> None:
+        name, where = self.arguments.names[i], f"program {self.program.name!r}"
+        if not isinstance(leaf, Tensor):
+            raise SessionError(f"{name} is of type {type(leaf).__name__}, not a tensor", where=where)
+        if leaf.layout is not torch.strided:
+            raise SessionError(f"{name} is a {leaf.layout} tensor", where=where, fix="pass a dense (strided) one")
+        blob = self.captured(i)
+        if blob is None or blob.dtype is None:
+            return
+        dtype = getattr(torch, TORCH_NAME[blob.dtype])
+        if leaf.dtype != dtype:
+            raise SessionError(
+                f"{name} has dtype {leaf.dtype}, the program takes {dtype}",
+                where=where,
+                fix=f"pass it .to({dtype}), or capture the program with {to_symbol(leaf.dtype)}",
+            )
+        if blob.shape is not None and len(blob.shape) != leaf.dim():
+            raise self.misshapen(i, blob.shape, leaf)
+
+    def captured(self, i: int) -> Blob | None:
+        """The blob of the first replica that a leaf goes to; None where nothing reads it."""
+        feed = self.program.interface.feeds[i]
+        return self.program.step.blobs.get(f"{self.program.replicas[0]}{feed.blob}")
+
+    def chunks(self, i: int, leaf: Tensor, dim: int, replicas: int) -> list[tuple[int, int]]:
+        """Start and length of each replica's rows, by torch.chunk's rule."""
+        size = leaf.shape[dim]
+        most = -(-size // replicas)
+        shares = [(start, min(most, size - start)) for start in range(0, size, max(most, 1))]
+        if len(shares) < replicas:
+            raise SessionError(
+                f"{self.arguments.names[i]} has {size} rows along dimension {dim}, too few for {replicas} replicas: "
+                f"torch.chunk makes {len(shares)} shares of at most {most}",
+                where=f"program {self.program.name!r}",
+                fix=f"give at least {replicas} rows, and such that ceil(rows / {replicas}) leaves some for the last",
+            )
+        return shares
+
+    def solve(self, cut: Sequence[tuple[int, Blob, tuple[int, ...]]], leaves: Sequence[Tensor]) -> dict[str, int]:
+        """The value of each dimension; the captured one where no input depends on it."""
+        found: dict[str, int] = {}
+        # Sizes of one dimension first: they give the values by which those of several are checked.
+        for several in (False, True):
+            for i, blob, shape in cut:
+                for size, actual in zip(blob.shape or (), shape, strict=False):
+                    if (isinstance(size, Affine) and len(size.terms) > 1) is several:
+                        self.meet(size, actual, found, (i, blob, leaves[i]))
+        return {**self.program.dims, **found}
+
+    def meet(self, size: Size, actual: int, found: dict[str, int], at: tuple[int, Blob, Tensor]) -> None:
+        i, blob, leaf = at
+        if isinstance(size, Affine):
+            unknown = [(dim, k) for dim, k in size.terms if dim not in found]
+            if len(unknown) == 1:
+                dim, k = unknown[0]
+                value, rest = divmod(actual - bind(size, {**found, dim: 0}), k)
+                if rest == 0 and value > 0:
+                    found[dim] = value
+        if bind(size, {**self.program.dims, **found}) != actual:
+            raise self.misshapen(i, blob.shape or (), leaf)
+
+    def misshapen(self, i: int, shape: Sequence[Size], leaf: Tensor) -> SessionError:
+        expected = ", ".join(map(str, shape))
+        replicas = len(self.program.replicas)
+        each = "for each replica" if replicas > 1 else ""
+        fixed = self.program.fixed
+        return SessionError(
+            f"{self.arguments.names[i]} has shape {list(leaf.shape)}, the program takes [{expected}] {each}".rstrip(),
+            where=f"program {self.program.name!r}",
+            fix=f"its sizes are fixed: {fixed}" if fixed else "every size must follow from the same dimensions",
+        )
+
+    def laid_out(self, share: Share, blob: Blob, leaf: Tensor, dims: Dims) -> Share:
+        """The share, with the layout to which it has to be copied, if it has to."""
+        if blob.shape is None:
+            return share
+        size = bind_shape(blob.shape, dims)
+        strides = contiguous_strides(size) if blob.strides is None else bind_shape(blob.strides, dims)
+        offset = leaf.storage_offset() + (0 if share.dim is None else share.start)
+        same = leaf.stride() == strides and leaf.device.type == "cpu" and type(leaf) is Tensor
+        if same and blob.storage not in self.overwritten and not (self.from_offset_0 and offset):
+            return share
+        return share._replace(layout=(size, strides))
+
+
+def _cut(leaf: Tensor, share: Share) -> Tensor:
+    if share.dim is not None:
+        leaf = leaf.narrow(share.dim, share.start, share.length)
+    if share.layout is None:
+        return leaf
+    size, strides = share.layout
+    with torch.no_grad():
+        return torch.empty_strided(size, strides, dtype=leaf.dtype).copy_(leaf)
+
+
+def _same(value: object, captured: Scalar) -> bool:
+    if type(value) is not type(captured):
+        return False
+    return value == captured or (value != value and captured != captured)

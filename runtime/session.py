@@ -1,0 +1,223 @@
+"""Sessions: a plan with its state, executed step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Final, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from graphir.errors import GraphirError, RunError, SessionError
+from graphir.ir.opset import signature
+from graphir.ir.text import operator_text
+from graphir.ir.verify import verify
+from graphir.plan import Plan
+
+from .executor import Executor, Feedable, Setting
+from .gather import Gather
+from .rates import Group, Rates
+from .reference import Reference
+from .scatter import Scatter
+from .state import State
+from .threads import Threads
+
+__all__ = ["Session"]
+
+BindingName: TypeAlias = Literal["auto", "cpu"]
+ExecutorName: TypeAlias = Literal["auto", "reference", "threads"]
+
+_BINDINGS: Final = ("auto", "cpu")
+_EXECUTORS: Final = ("auto", "reference", "threads")
+
+
+class Session:
+    """Runs the steps of a plan on its own copy of the state.
+
+    ::
+
+        with Session(plan, program.state) as session:
+            loss = session.step(x, y)
+        model.load_state_dict(session.state_dict())
+
+    Args:
+        plan: verified before anything else.
+        state: the module's and the optimizer's own names, and ``step`` (how many steps were done), to tensors, as in
+            ``program.state``. They are copied.
+        binding: which real device each logical one is: ``cpu`` puts all on the host; ``auto`` is ``cpu``.
+        executor: ``reference`` runs one instruction after the other, ``threads`` generated code in a thread for each
+            logical device; ``auto`` is ``threads``.
+        threads: how many threads one kernel may use; by default as many as in the thread that makes the session, so
+            that results equal those of eager PyTorch there bit for bit.
+
+    Raises:
+        VerifyError: the plan is not sound.
+        SessionError: the state does not fit the plan; an unknown binding or executor.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        state: Mapping[str, Tensor],
+        binding: BindingName = "auto",
+        executor: ExecutorName = "auto",
+        threads: int | None = None,
+    ) -> None:
+        _choose("binding", binding, _BINDINGS)
+        _choose("executor", executor, _EXECUTORS)
+        if threads is not None and threads < 1:
+            raise SessionError(f"threads={threads}: a kernel needs at least one thread")
+        verify(plan)
+        _check_types(plan)
+        self.plan, self._closed, self._broken = plan, False, ""
+        program = plan.program
+        self._scatter, self._gather, self._rates = Scatter(program), Gather(program), Rates(program)
+        self._state = State(program, state)
+        self._outputs: tuple[Tensor, ...] = ()
+        setting = Setting(
+            plan,
+            self._state.of_step(),
+            (*self._scatter.names, *self._rates.names),
+            dict.fromkeys(plan.devices, torch.device("cpu")),
+            {device: torch.Generator() for device in plan.devices},
+        )
+        self._executor: Executor = Reference(setting) if executor == "reference" else Threads(setting, threads)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """One step on a batch: inputs, then targets, then keyword arguments, as they were captured.
+
+        Tensors are split over the replicas along their batch dimension by torch.chunk's rule; other batch sizes than
+        the captured one are fine unless ``plan.program.fixed`` says otherwise.
+
+        Returns:
+            The loss as a 0-dim tensor: the mean over replicas, weighted by their shares. For a program without loss,
+            the module's outputs, gathered.
+
+        Raises:
+            SessionError: the arguments do not fit; nothing has changed. Or the session cannot be used any more.
+            RunError: an operator failed; the session is unusable until its state is loaded again.
+        """
+        if self._closed or self._broken:
+            self._check_usable()
+        dims, shares = self._scatter.split(args, kwargs)
+        inputs: list[Feedable] = [*shares, *self._rates.now()] if self._rates.names else list(shares)
+        state = self._state
+        self._outputs = ()
+        try:
+            outputs = self._executor.run(dims, inputs, state.steps_done)
+            state.steps_done += 1
+        except BaseException as e:
+            self._broken = f"step {state.steps_done} failed ({_first_line(e)}), so its state may be half updated"
+            raise
+        if self._gather.others:
+            self._outputs = tuple(outputs)
+        return self._gather.result(outputs, dims)
+
+    @property
+    def steps_done(self) -> int:
+        """How many steps were done, those before the session's state was taken included."""
+        return self._state.steps_done
+
+    @property
+    def param_groups(self) -> list[Group]:
+        """The parameter groups; ``session.param_groups[0]["lr"] = 0.1`` holds from the next step on."""
+        return self._rates.groups
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Read the learning rates of *optimizer* before each step, so that its schedulers work.
+
+        Raises:
+            SessionError: its groups or their other options are not those of the program.
+        """
+        self._check_open()
+        self._rates.follow(optimizer)
+
+    def state_dict(self, replica: int = 0) -> dict[str, Tensor]:
+        """The module's state under its own names, copied. Replicas differ only in buffers."""
+        self._check_usable()
+        return self._state.module(replica)
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """The optimizer's state as ``optimizer.load_state_dict`` takes it, copied."""
+        self._check_usable()
+        return self._state.optimizer(self._rates.groups)
+
+    def state(self, replica: int = 0) -> dict[str, Tensor]:
+        """All state under the names of ``program.state``, copied: ``Session(plan, state)`` goes on from there."""
+        self._check_usable()
+        return self._state.all(replica)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Overwrite the module's state on every replica. Optimizer state stays as it is.
+
+        Raises:
+            SessionError: a name is missing or unknown, or a tensor does not fit; nothing has changed.
+        """
+        self._check_open()
+        self._state.load_module(state)
+        self._broken = ""
+
+    def gradients(self, replica: int = 0) -> dict[str, Tensor]:
+        """What the last step handed back beside its loss, by base name, copied: a program without optimizer gives its
+        parameters' gradients.
+
+        Raises:
+            SessionError: no step was done, or the program hands back nothing else.
+        """
+        self._check_usable()
+        self._state.check_replica(replica)
+        if not self._gather.others:
+            raise SessionError("the program hands back no gradients", fix="capture it without an optimizer")
+        if not self._outputs:
+            raise SessionError("no step was done yet, so there are no gradients")
+        return self._gather.gradients(self._outputs, replica)
+
+    def close(self) -> None:
+        """End the session's threads. A closed session refuses everything else."""
+        self._closed, self._outputs = True, ()
+        self._executor.close()
+
+    def __enter__(self) -> Session:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SessionError("the session is closed", fix="make a new Session; take state_dict() before closing")
+
+    def _check_usable(self) -> None:
+        self._check_open()
+        if self._broken:
+            raise SessionError(
+                f"the session is unusable: {self._broken}",
+                fix="load_state_dict() a state that is whole, or make a new Session",
+            )
+
+
+def _check_types(plan: Plan) -> None:
+    for net in (plan.init, plan.step):
+        for op in net.ops:
+            try:
+                signature(op.type)
+            except GraphirError as e:
+                raise SessionError(
+                    f"operators of type {op.type!r} cannot be run: {e.what}",
+                    at=operator_text(op, net),
+                    where=f"plan {plan.name!r}",
+                ) from e
+
+
+def _choose(what: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise SessionError(f"{what} {value!r} is not supported", fix=f"supported: {', '.join(known)}")
+
+
+def _first_line(error: BaseException) -> str:
+    what = error.what if isinstance(error, RunError) else f"{type(error).__name__} {error}"
+    return what.strip().partition("\n")[0]

@@ -1,0 +1,72 @@
+"""Programs that a session can run, for the tests of the runtime."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import models
+import torch
+from graphir.runtime.executor import Setting
+from small import program_of
+from torch.utils import _pytree
+
+import graphir
+from graphir import passes
+from graphir.ir.program import Feed, Interface, Program
+from graphir.plan import Plan
+
+Make = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+def sgd(params: Iterable[torch.nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+    """Momentum SGD."""
+    return torch.optim.SGD(params, **{"lr": 0.1, "momentum": 0.9, **options})
+
+
+def captured(example: models.Example, optimizer: torch.optim.Optimizer | None = None) -> Program:
+    """The training step of an example."""
+    return graphir.capture(
+        example.model, inputs=example.inputs, targets=example.targets, loss=example.loss, optimizer=optimizer
+    )
+
+
+def spread(program: Program) -> Program:
+    """Two replicas on four devices, the second half of the activations shifted, in place where that is safe."""
+    program = passes.replicate(program, devices=[0, 1])
+    acts = passes.find_activations(program)
+    program = passes.shift_activations(program, acts[len(acts) // 2 :], shifts={0: 2, 1: 3})
+    return passes.share_storage(passes.inject_copies(program))
+
+
+def forward_plan(body: str, *inputs: str, output: str, state: dict[str, torch.Tensor] | None = None) -> Plan:
+    """The plan of a forward step written as text, which takes *inputs* and hands back *output*."""
+    structure = _pytree.treespec_dumps(_pytree.tree_structure((inputs, {})))
+    interface = Interface(
+        arguments=structure,
+        feeds=tuple(Feed(name) for name in inputs),
+        outputs=(output,),
+        results=_pytree.treespec_dumps(_pytree.tree_structure(0)),
+        output_batch_dims=(None,),
+        module_state={name: name for name in state or ()},
+    )
+    return passes.emit(program_of(f"{body}\noutput {json.dumps(output)}", interface=interface, state=state or {}))
+
+
+def eager_step(example: models.Example, optimizer: torch.optim.Optimizer, step: int = 0) -> torch.Tensor:
+    """One step of plain PyTorch with the random numbers of that step."""
+    with graphir.seeded(step):
+        optimizer.zero_grad()
+        loss = example.loss(example.model(*example.inputs), *example.targets)
+        loss.backward()
+        optimizer.step()
+    return loss.detach()
+
+
+def setting_of(plan: Plan, *inputs: str, **state: torch.Tensor) -> Setting:
+    """What an executor runs a plan on, without a session and its checks."""
+    devices = plan.devices
+    return Setting(
+        plan, state, inputs, dict.fromkeys(devices, torch.device("cpu")), {d: torch.Generator() for d in devices}
+    )

@@ -1,0 +1,155 @@
+"""The code that is generated for a plan."""
+
+import ast
+import re
+
+import pytest
+import torch
+from graphir.runtime.codegen import generate
+from runnable import forward_plan, setting_of
+
+from graphir.errors import PlanError
+
+AT = "gpu:0.compute"
+
+
+def lane_of(plan, **state):
+    names = [feed.blob for feed in plan.program.interface.feeds]
+    (lane,) = generate(setting_of(plan, *names, **state), dict.fromkeys(plan.lanes, 0))
+    return lane
+
+
+def body(lane):
+    return [line.strip() for line in lane.source.splitlines()[1:]]
+
+
+CHAIN = """
+    input x : f32[2] @gpu:0
+    a : f32[2] @gpu:0 = aten.relu(x)
+    b : f32[2] @gpu:0 = aten.neg(a)
+    c : f32[2] @gpu:0 = aten.mul.Tensor(b, other=2.5)
+"""
+
+
+def test_a_line_an_instruction():
+    lane = lane_of(forward_plan(CHAIN, "x", output="c"))
+    assert body(lane) == ["v0 = c0(i0)", "v1 = c1(v0)", "del v0", "v2 = c2(v1, 2.5)", "del v1", "return (v2, )"]
+
+
+def test_lines_lead_back_to_instructions():
+    plan = forward_plan(CHAIN, "x", output="c")
+    lane = lane_of(plan)
+    lines = lane.source.splitlines()
+    for number, position in enumerate(lane.instructions):
+        if position >= 0:
+            kind = plan.instructions[position].kind
+            assert lines[number - 1].strip().startswith({"run": "v", "free": "del"}[kind])
+
+
+def test_it_computes():
+    lane = lane_of(forward_plan(CHAIN, "x", output="c"))
+    (result,) = lane.bind({})(0, torch.tensor([1.0, -2.0]))
+    assert result.tolist() == [-2.5, 0]
+
+
+HOSTILE = """
+    input "x); import os; (" : f32[2] @gpu:0
+    "a\\"\\"\\"\\n raise SystemExit" : f32[2] @gpu:0 = aten.div.Tensor_mode("x); import os; (", other=2, rounding_mode="floor")
+    "lambda: __import__('os')" : f32[2] @gpu:0 = aten.neg("a\\"\\"\\"\\n raise SystemExit")
+"""  # noqa: E501  # one operator a line
+
+
+def test_nothing_of_a_plans_text_is_in_the_code():
+    plan = forward_plan(HOSTILE, "x); import os; (", output="lambda: __import__('os')")
+    lane = lane_of(plan)
+    assert not re.search("import|raise|lambda|floor|aten", lane.source)
+    names = {node.id for node in ast.walk(ast.parse(lane.source)) if isinstance(node, ast.Name)}
+    assert all(re.fullmatch(r"n|[cegikrsvx]\d+", name) for name in names)
+    assert lane.bind({})(0, torch.tensor([3.0, -3.0]))[0].tolist() == [-1, 2]
+
+
+def test_numbers_that_have_no_literal_are_bound():
+    plan = forward_plan(
+        """
+        input x : f32[2] @gpu:0
+        a : f32[2] @gpu:0 = aten.clamp(x, min=-inf, max=1e+300)
+        """,
+        "x",
+        output="a",
+    )
+    lane = lane_of(plan)
+    assert "inf" not in lane.source
+    assert float("-inf") in lane.constants
+
+
+def test_a_view_of_state_is_taken_once():
+    plan = forward_plan(
+        """
+        param w : f32[2,3] @gpu:0
+        input x : f32[4,3] @gpu:0
+        w.t : f32[3,2] strides [1,3] in w @gpu:0 = aten.t(w) {views=[0:0]}
+        w.tt : f32[2,3] in w @gpu:0 = aten.t(w.t) {views=[0:0]}
+        a : f32[4,2] @gpu:0 = aten.mm(x, w.t)
+        b : f32[4,3] @gpu:0 = aten.mm(a, w.tt)
+        """,
+        "x",
+        output="b",
+        state={"w": torch.randn(2, 3)},
+    )
+    w, x = torch.randn(2, 3), torch.randn(4, 3)
+    lane = lane_of(plan, w=w)
+    assert [line for line in body(lane) if "s" in line] == ["v0 = c0(i0, s1)", "v1 = c0(v0, s2)"]
+    w.mul_(2)
+    assert torch.equal(lane.bind({})(0, x)[0], x @ w.t() @ w)
+
+
+def test_an_overwritten_operand_keeps_its_variable():
+    plan = forward_plan(
+        """
+        buffer s : f32[2] @gpu:0
+        input x : f32[2] @gpu:0
+        s;1 = aten.add_.Tensor(s, x) {writes=[0:0]}
+        y : f32[2] @gpu:0 = aten.neg(s;1)
+        """,
+        "x",
+        output="y",
+    )
+    state = torch.ones(2)
+    lane = lane_of(plan, s=state)
+    assert body(lane)[:2] == ["c0(s0, i0)", "v0 = c1(s0)"]
+    assert lane.bind({})(0, torch.ones(2))[0].tolist() == [-2, -2]
+    assert state.tolist() == [2, 2]
+
+
+def test_a_new_value_of_state_is_copied_into_its_tensor():
+    plan = forward_plan(
+        """
+        buffer s : f32[2] @gpu:0
+        input x : f32[2] @gpu:0
+        s;1 = aten.neg(x)
+        y : f32[2] @gpu:0 = aten.neg(s;1)
+        """,
+        "x",
+        output="y",
+    )
+    state = torch.zeros(2)
+    assert lane_of(plan, s=state).bind({})(0, torch.ones(2))[0].tolist() == [1, 1]
+    assert state.tolist() == [-1, -1]
+
+
+def test_unread_results_of_an_operator_are_dropped_with_their_storage():
+    plan = forward_plan(
+        """
+        input x : f32[4,3] @gpu:0
+        m : f32[3] @gpu:0, i : i64[3] @gpu:0 = aten.max.dim(x, dim=0)
+        """,
+        "x",
+        output="m",
+    )
+    assert body(lane_of(plan))[:2] == ["v0, v1,  = c0(i0, 0)", "del v1"]
+
+
+def test_a_read_of_what_was_not_made_is_refused():
+    plan = forward_plan(CHAIN, "x", output="c")
+    with pytest.raises(PlanError, match="version 0 of 'a' is read before it is made"):
+        lane_of(plan.with_(instructions=plan.instructions[1:]))

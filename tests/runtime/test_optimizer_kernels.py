@@ -1,0 +1,106 @@
+"""The optimizer kernels against ``torch.optim``, bit for bit over 20 steps."""
+
+import pytest
+import torch
+from graphir.runtime.optimizers import adam, adamw, sgd
+
+SHAPES = ((), (3,), (33, 17), (2, 3, 3, 3))
+
+SGD = [
+    {"momentum": momentum, "weight_decay": decay, "nesterov": nesterov, "maximize": maximize}
+    for momentum, nesterov in ((0.0, False), (0.9, False), (0.9, True))
+    for decay in (0.0, 1e-2)
+    for maximize in (False, True)
+]
+ADAM = [
+    {"weight_decay": decay, "amsgrad": amsgrad, "maximize": maximize}
+    for decay in (0.0, 1e-2)
+    for amsgrad in (False, True)
+    for maximize in (False, True)
+]
+
+
+def parameters(dtype):
+    torch.manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in SHAPES]
+
+
+def rates(step):
+    return 0.1 / (1 + step)
+
+
+def run(optimizer, params, update):
+    """Twenty steps of both: torch's on *params*, ours on copies of them by ``update(i, param, grad, lr)``."""
+    ours = [p.detach().clone() for p in params]
+    generator = torch.Generator().manual_seed(1)
+    for step in range(20):
+        optimizer.param_groups[0]["lr"] = rates(step)
+        lr = torch.tensor(rates(step), dtype=torch.float64) if step % 2 else rates(step)
+        for i, p in enumerate(params):
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+            if p.dim():
+                p.grad.view(-1)[0] = -0.0  # the sign of zero is where 0 + grad and grad differ
+            update(i, ours[i], p.grad.clone(), lr)
+        optimizer.step()
+    for p, mine in zip(params, ours, strict=True):
+        assert torch.equal(p, mine)
+
+
+def form_of(fused):
+    return {"fused": True} if fused else {"foreach": False}
+
+
+# torch's fused SGD in bf16 is left out: with several threads it updates the elements between two threads' parts twice.
+@pytest.mark.parametrize(
+    ("fused", "dtype"),
+    [
+        (False, torch.float32),
+        (False, torch.float64),
+        (False, torch.bfloat16),
+        (True, torch.float32),
+        (True, torch.float64),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("options", SGD, ids=str)
+def test_sgd(options, fused, dtype):
+    params = parameters(dtype)
+    buffers = [torch.full_like(p, -0.0).detach() if options["momentum"] else None for p in params]
+    kernel = sgd(form="fused" if fused else "for_loop", **options)
+    optimizer = torch.optim.SGD(params, lr=0.1, **options, **form_of(fused))
+    run(optimizer, params, lambda i, p, grad, lr: kernel(p, grad, buffers[i], lr))
+    for p, buffer in zip(params, buffers, strict=True):
+        if buffer is not None:
+            assert torch.equal(optimizer.state[p]["momentum_buffer"].view(-1), buffer.view(-1))
+
+
+def test_sgd_keeps_the_sign_of_a_zero_gradient():
+    buffer, param = torch.tensor([-0.0]), torch.tensor([1.0])
+    sgd(momentum=0.9)(param, torch.tensor([-0.0]), buffer, 0.1)
+    assert buffer.signbit().all()
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["for_loop", "fused"])
+@pytest.mark.parametrize(("ours", "theirs"), [(adam, torch.optim.Adam), (adamw, torch.optim.AdamW)])
+@pytest.mark.parametrize("options", ADAM, ids=str)
+def test_adam_and_adamw(options, ours, theirs, fused):
+    params = parameters(torch.float32)
+    amsgrad = options["amsgrad"]
+    state = [[torch.zeros_like(p).detach() for _ in range(3)] for p in params]
+    steps = [torch.tensor(0.0) for _ in params]
+    kernel = ours(
+        form="fused" if fused else "for_loop", weight_decay=options["weight_decay"], maximize=options["maximize"]
+    )
+
+    def update(i, p, grad, lr):
+        average, squares, most = state[i]
+        kernel(p, grad, average, squares, most if amsgrad else None, steps[i], lr)
+
+    optimizer = theirs(params, lr=0.1, **options, **form_of(fused))
+    run(optimizer, params, update)
+    for p, (average, squares, most), step in zip(params, state, steps, strict=True):
+        kept = optimizer.state[p]
+        assert torch.equal(kept["exp_avg"], average)
+        assert torch.equal(kept["exp_avg_sq"], squares)
+        assert torch.equal(kept["step"], step)
+        assert not amsgrad or torch.equal(kept["max_exp_avg_sq"], most)

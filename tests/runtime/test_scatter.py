@@ -1,0 +1,188 @@
+"""How a step's arguments are split over replicas, and what is refused."""
+
+import json
+
+import pytest
+import torch
+from graphir.runtime.scatter import Scatter
+from torch.utils import _pytree
+
+from graphir.errors import SessionError
+from graphir.ir.blob import Blob
+from graphir.ir.device import gpu
+from graphir.ir.net import Net
+from graphir.ir.program import Feed, Interface, Program
+from graphir.ir.size import Affine
+
+
+def batch(prefix="", times=1, plus=0):
+    return Affine(((f"{prefix}batch", times),), plus)
+
+
+ROWS_OF_X = Feed("x", 0)
+
+
+def program_of(replicas=1, *, args=(0,), kwargs=None, feeds=(ROWS_OF_X,), fixed="", **shapes):
+    """A program whose inputs have these shapes, each a function of the replica's prefix."""
+    prefixes = tuple(f"gpu_{i}/" for i in range(replicas)) if replicas > 1 else ("",)
+    shapes = shapes or {"x": lambda p: (batch(p), 3)}
+    blobs = {
+        p + name: Blob(p + name, shape(p), "i64" if name == "y" else "f32", gpu(i), "input", p + name)
+        for i, p in enumerate(prefixes)
+        for name, shape in shapes.items()
+    }
+    step = Net("net.step", (), blobs, tuple(blobs))
+    structure = _pytree.treespec_dumps(_pytree.tree_structure((args, kwargs or {})))
+    interface = Interface(structure, tuple(feeds))
+    dims = {} if fixed else {f"{p}batch": 4 for p in prefixes}
+    return Program("net", Net("net.init", (), {}), step, dims, fixed, prefixes, interface)
+
+
+def split(program, *args, **kwargs):
+    return Scatter(program).split(args, kwargs)
+
+
+X = torch.arange(36.0).view(12, 3)
+
+
+@pytest.mark.parametrize(("rows", "replicas"), [(6, 2), (7, 2), (7, 3), (8, 3), (12, 4)])
+def test_shares_are_those_of_torch_chunk(rows, replicas):
+    expected = X[:rows].chunk(replicas)
+    dims, shares = split(program_of(replicas), X[:rows])
+    assert [share.tolist() for share in shares] == [part.tolist() for part in expected]
+    assert list(dims.values()) == [len(part) for part in expected]
+
+
+def test_one_replica_takes_the_tensor_itself():
+    dims, (share,) = split(program_of(), X)
+    assert share is X
+    assert dims == {"batch": 12}
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 5, 6, 9])
+def test_a_batch_that_gives_fewer_shares_than_replicas_is_refused(rows):
+    with pytest.raises(SessionError, match=rf"argument 0 \('x'\) has {rows} rows along dimension 0, too few for 4"):
+        split(program_of(4), X[:rows])
+
+
+def test_what_has_no_batch_dimension_goes_whole_to_each():
+    program = program_of(
+        2,
+        args=(0, 0),
+        feeds=(Feed("x", 0), Feed("w", None)),
+        x=lambda p: (batch(p), 3),
+        w=lambda p: (3,),
+    )
+    w = torch.randn(3)
+    _, shares = split(program, X, w)
+    assert shares[2] is w
+    assert shares[3] is w
+
+
+def test_a_batch_dimension_other_than_the_first_is_split_and_laid_out_as_captured():
+    program = program_of(2, feeds=(Feed("x", 1),), x=lambda p: (3, batch(p)))
+    _, shares = split(program, X.t())
+    assert [s.shape for s in shares] == [(3, 6), (3, 6)]
+    assert all(s.is_contiguous() for s in shares)
+    assert torch.equal(torch.cat(shares, 1), X.t())
+
+
+def test_another_layout_is_copied_to_the_captured_one():
+    strided = torch.empty_strided((12, 3), (1, 12)).copy_(X)
+    _, (share,) = split(program_of(), strided)
+    assert share.stride() == (3, 1)
+    assert torch.equal(share, X)
+
+
+def test_dimensions_are_solved_from_sizes():
+    program = program_of(x=lambda p: (batch(p, 2, 1), 3))
+    assert split(program, X[:7])[0] == {"batch": 3}
+    with pytest.raises(
+        SessionError, match=r"argument 0 \('x'\) has shape \[8, 3\], the program takes \[2\*batch\+1, 3\]"
+    ):
+        split(program, X[:8])
+
+
+def test_sizes_that_do_not_agree_are_refused():
+    program = program_of(
+        args=(0, 0), feeds=(Feed("x", 0), Feed("y", 0)), x=lambda p: (batch(p), 3), y=lambda p: (batch(p),)
+    )
+    with pytest.raises(SessionError, match=r"argument 1 \('y'\) has shape \[4\], the program takes \[batch\]"):
+        split(program, X, torch.zeros(4, dtype=torch.int64))
+
+
+def test_a_program_of_fixed_sizes_says_why():
+    program = program_of(fixed="view at 'fc' depends on the batch", x=lambda p: (4, 3))
+    assert split(program, X[:4])[0] == {}
+    with pytest.raises(SessionError, match=r"takes \[4, 3\](.|\n)*its sizes are fixed: view at 'fc' depends on the"):
+        split(program, X[:5])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "a step takes 1 positional arguments, 0 given"),
+        ((X, X), "a step takes 1 positional arguments, 2 given"),
+        ((3,), r"argument 0 \('x'\) is of type int, not a tensor"),
+        ((X.double(),), r"argument 0 \('x'\) has dtype torch.float64, the program takes torch.float32"),
+        ((X.view(12, 3, 1),), r"argument 0 \('x'\) has shape \[12, 3, 1\], the program takes \[batch, 3\]"),
+        ((X.view(9, 4),), r"argument 0 \('x'\) has shape \[9, 4\], the program takes \[batch, 3\]"),
+        ((X.to_sparse(),), r"argument 0 \('x'\) is a torch.sparse_coo tensor"),
+    ],
+)
+def test_an_argument_that_does_not_fit_is_named(args, message):
+    with pytest.raises(SessionError, match=message):
+        split(program_of(), *args)
+
+
+def test_keyword_arguments_match_by_name():
+    program = program_of(
+        args=(),
+        kwargs={"a": 0, "b": 0},
+        feeds=(Feed("x", 0), Feed("y", 0)),
+        x=lambda p: (batch(p), 3),
+        y=lambda p: (batch(p),),
+    )
+    y = torch.zeros(12, dtype=torch.int64)
+    assert [t.dtype for t in split(program, b=y, a=X)[1]] == [torch.float32, torch.int64]
+    with pytest.raises(SessionError, match=r"takes 0 positional arguments and 'a', 'b', 0 and 'a', 'c' given"):
+        split(program, a=X, c=y)
+    with pytest.raises(SessionError, match=r"argument 'b' \('y'\) has dtype"):
+        split(program, a=X, b=X)
+
+
+def test_a_changed_constant_is_refused():
+    program = program_of(args=(0, 0), feeds=(Feed("x", 0), Feed(None, None, 2)))
+    assert split(program, X, 2)
+    for other in (3, 2.0, True, "2"):
+        with pytest.raises(SessionError, match=f"argument 1 was 2 when the program was captured, now {other!r}"):
+            split(program, X, other)
+
+
+def test_one_tensor_passed_twice_has_to_stay_one():
+    program = program_of(args=(0, 0), feeds=(Feed("x", 0), Feed("x", 0)))
+    assert len(split(program, X, X)[1]) == 1
+    with pytest.raises(SessionError, match="were one tensor when the program was captured, now they are two"):
+        split(program, X, X.clone())
+
+
+def test_sizes_may_alternate():
+    scatter = Scatter(program_of(2))
+    for rows in (6, 8, 6, 7, 8):
+        dims, shares = scatter.split((X[:rows],), {})
+        assert torch.equal(torch.cat(shares), X[:rows])
+        assert sum(dims.values()) == rows
+
+
+def test_a_parameter_is_taken_as_a_plain_tensor():
+    _, (share,) = split(program_of(), torch.nn.Parameter(X))
+    assert type(share) is torch.Tensor
+    assert not share.requires_grad
+
+
+def test_a_damaged_structure_is_refused():
+    program = program_of()
+    with pytest.raises(SessionError, match="has 1 leaves, the program 2 feeds"):
+        Scatter(program.with_(interface=Interface(program.interface.arguments, (Feed("x", 0), Feed("y", 0)))))
+    with pytest.raises(SessionError, match="cannot be read"):
+        Scatter(program.with_(interface=Interface(json.dumps(3), ())))

@@ -1,0 +1,159 @@
+"""The executor that runs a plan in a thread for each logical device."""
+
+import _thread
+import gc
+import threading
+import time
+
+import models
+import nets
+import pytest
+import torch
+from graphir.runtime import Session
+from graphir.runtime.kernels import copy
+from runnable import captured, forward_plan, sgd, spread
+
+from graphir import passes
+from graphir.errors import RunError, SessionError
+
+TWO_DEVICES = """
+    param table : f32[5,3] @gpu:0
+    input i : i64[2] @gpu:0
+    input d : f32[2,3] @gpu:1
+    a : f32[2,3] @gpu:0 = aten.embedding(table, i)
+    a_gpu_1 : f32[2,3] @gpu:1 = Copy(a)
+    b : f32[2,3] @gpu:1 = aten.add.Tensor(a_gpu_1, d)
+    b_gpu_0 : f32[2,3] @gpu:0 = Copy(b)
+    c : f32[2,3] @gpu:0 = aten.neg(b_gpu_0)
+"""
+STATE = {"table": torch.arange(15.0).view(5, 3)}
+GOOD, BAD = torch.tensor([1, 2]), torch.tensor([1, 99])
+
+
+@pytest.fixture
+def two():
+    with Session(forward_plan(TWO_DEVICES, "i", "d", output="c", state=STATE), STATE) as session:
+        yield session
+
+
+def threads_of_sessions():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("graphir-")]
+
+
+def test_values_cross_between_threads(two):
+    for k in range(100):
+        d = torch.full((2, 3), float(k))
+        assert torch.equal(two.step(GOOD, d), -(STATE["table"][GOOD] + d))
+
+
+def test_a_plan_of_one_device_makes_no_thread():
+    before = len(threads_of_sessions())
+    plan = forward_plan("input x : f32[2] @gpu:0\ny : f32[2] @gpu:0 = aten.neg(x)", "x", output="y")
+    with Session(plan, {}) as session:
+        assert session.step(torch.ones(2)).tolist() == [-1, -1]
+        assert len(threads_of_sessions()) == before
+
+
+def test_threads_end_with_the_session(two):
+    assert len(threads_of_sessions()) >= 2
+    two.close()
+    gc.collect()
+    assert threads_of_sessions() == []
+
+
+def test_threads_end_with_a_session_that_nobody_closed():
+    session = Session(forward_plan(TWO_DEVICES, "i", "d", output="c", state=STATE), STATE)
+    assert threads_of_sessions()
+    del session
+    gc.collect()
+    assert threads_of_sessions() == []
+
+
+@pytest.mark.parametrize("executor", ["reference", "threads"])
+def test_a_failing_operator_stops_every_lane_and_is_named(executor):
+    plan = forward_plan(TWO_DEVICES, "i", "d", output="c", state=STATE)
+    with Session(plan, STATE, executor=executor) as session:
+        with pytest.raises(RunError) as caught:
+            session.step(BAD, torch.zeros(2, 3))
+        assert str(caught.value).splitlines()[:3] == [
+            "aten.embedding.default failed: IndexError: index out of range in self",
+            "  at   a : f32[2,3] @gpu:0 = aten.embedding(table, i)",
+            "  in   module 'a', plan 'small', step 0, lane gpu:0.compute",
+        ]
+        assert isinstance(caught.value.__cause__, IndexError)
+
+
+def test_a_failed_session_says_so_until_its_state_is_loaded(two):
+    with pytest.raises(RunError):
+        two.step(BAD, torch.zeros(2, 3))
+    with pytest.raises(SessionError, match=r"unusable: step 0 failed \(aten.embedding.default failed: IndexError"):
+        two.step(GOOD, torch.zeros(2, 3))
+    with pytest.raises(SessionError, match="unusable"):
+        two.state_dict()
+    two.load_state_dict(STATE)
+    for _ in range(20):
+        assert torch.equal(two.step(GOOD, torch.zeros(2, 3)), -STATE["table"][GOOD])
+
+
+def test_the_module_of_a_failing_operator_is_named():
+    example = models.gpt()
+    program = captured(example, sgd(example.model.parameters()))
+    x, y = example.inputs[0].clone(), example.targets[0]
+    x[0, 0] = 10_000
+    with Session(passes.emit(program), program.state) as session, pytest.raises(RunError, match=r"in   module '\w+"):
+        session.step(x, y)
+
+
+SLOW = """
+    input x : f32[1500,1500] @gpu:0
+    z : f32[1500,1500] @gpu:0 = aten.mm(x, x)
+    z_gpu_1 : f32[1500,1500] @gpu:1 = Copy(z)
+    y : f32[1500,1500] @gpu:1 = aten.mm(z_gpu_1, z_gpu_1)
+    y_gpu_0 : f32[1500,1500] @gpu:0 = Copy(y)
+    w : f32[1500,1500] @gpu:0 = aten.mm(y_gpu_0, y_gpu_0)
+"""
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.01, 0.05])
+def test_an_interrupt_stops_all_lanes(delay):
+    x = torch.zeros(1500, 1500)
+    with Session(forward_plan(SLOW, "x", output="w"), {}) as session:
+        timer = threading.Thread(target=lambda: (time.sleep(delay), _thread.interrupt_main()))
+        with pytest.raises(KeyboardInterrupt):  # it may come before, in or after a step
+            timer.start()
+            for _ in range(1000):
+                session.step(x)
+        timer.join()
+        if delay:
+            with pytest.raises(SessionError, match="unusable: step"):
+                session.step(x)
+        session.load_state_dict({})
+        assert not session.step(x).any()
+
+
+def test_sizes_may_alternate():
+    program = nets.random_program(3)
+    with Session(passes.emit(spread(program)), program.state) as session:
+        for batch in (6, 7, 6, 20, 7, 6):
+            session.step(*nets.example_inputs(program, batch=batch))
+        assert session.steps_done == 6
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_kernels_threads_are_those_asked_for(devices, monkeypatch):
+    mine, seen = torch.get_num_threads(), []
+    other = 1 if mine > 1 else 2
+
+    def noting_copy(source, device):
+        seen.append(torch.get_num_threads())
+        return copy(source, device)
+
+    monkeypatch.setattr("graphir.runtime.codegen.copy", noting_copy)
+    body = TWO_DEVICES if devices == 2 else TWO_DEVICES.replace("gpu:1", "gpu:0")
+    plan = forward_plan(body, "i", "d", output="c", state=STATE)
+    for threads, expected in ((None, mine), (other, other)):
+        with Session(plan, STATE, threads=threads) as session:
+            session.step(GOOD, torch.zeros(2, 3))
+        assert set(seen) == {expected}
+        assert torch.get_num_threads() == mine
+        seen.clear()
