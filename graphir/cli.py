@@ -1,0 +1,50 @@
+"""The command line: ``graphir …``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .errors import GraphirError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="graphir",
+    help="A computational-graph IR and device-placement compiler for PyTorch training steps.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _root() -> None:
+    """Keep ``demo`` a subcommand while it is the only one."""
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="The folder for the plan, its text and the trained state.")] = Path(
+        "graphir-demo"
+    ),
+    epochs: Annotated[int, typer.Option(min=1, help="How often to go through the 1,500 training images.")] = 6,
+    seed: Annotated[int, typer.Option(min=0, help="Of the weights, the split and the order of the images.")] = 0,
+) -> None:
+    """Train a small residual net on real digits: 2 replicas on 4 logical devices, checked bit for bit."""
+    from .demo.run import run_demo
+
+    if not run_demo(out, epochs=epochs, seed=seed):
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Run the command line; an error that graphir or the file system raises is printed, not traced."""
+    try:
+        app()
+    except (GraphirError, OSError) as e:
+        print(f"graphir: {e}", file=sys.stderr)
+        sys.exit(1)

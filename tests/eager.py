@@ -1,0 +1,73 @@
+"""The references of end-to-end tests: eager PyTorch share by share, and on the whole batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+import graphir
+
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+class ShareByShare:
+    """One module copy a replica; each sees its share only; gradients are averaged in replica order.
+
+    The mean of unequal shares scales replica r's gradient by ``shares[r] * n / sum(shares)`` before the sum, and is
+    the plain mean where the shares are equal: what ``AllReduce`` says it does, written independently of it.
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Tensor], optimizer: MakeOptimizer, replicas: int) -> None:
+        self.loss = loss
+        self.models = [copy.deepcopy(model) for _ in range(replicas)]
+        self.optimizers = [optimizer(model) for model in self.models]
+        self.steps_done = 0
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        n = len(self.models)
+        xs, ys = x.chunk(n), y.chunk(n)
+        losses, gradients = [], []
+        for replica, model in enumerate(self.models):
+            params = list(model.parameters())
+            with graphir.seeded(self.steps_done, replica):
+                loss = self.loss(model(xs[replica]), ys[replica])
+                gradients.append(torch.autograd.grad(loss, params))
+            losses.append(loss.detach())
+        shares = [len(share) for share in xs]
+        for i, values in enumerate(zip(*gradients, strict=True)):
+            for model in self.models:
+                list(model.parameters())[i].grad = weighted_mean(values, shares).clone()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.steps_done += 1
+        return weighted_mean(losses, shares)
+
+
+def weighted_mean(values: Sequence[Tensor], shares: Sequence[int]) -> Tensor:
+    """The mean over replicas, each weighted by its share, added in replica order."""
+    n, equal = len(shares), len(set(shares)) == 1
+    total = None
+    for value, share in zip(values, shares, strict=True):
+        scaled = value if equal else value * (share * n / sum(shares))
+        total = scaled if total is None else total + scaled
+    assert total is not None
+    return total / n
+
+
+def furthest(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference over the largest magnitude."""
+    scale = theirs.abs().max().item()
+    return (ours - theirs).abs().max().item() / scale if scale else (ours - theirs).abs().max().item()
+
+
+def assert_same_bits(ours: dict[str, Tensor], theirs: dict[str, Tensor], what: str) -> None:
+    """Equal names, and for each of them equal bits: zeros of either sign are told apart."""
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        other = theirs[name]
+        assert tensor.dtype == other.dtype and tensor.shape == other.shape, f"{what}: {name}"
+        same = tensor.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
+        assert torch.equal(*same), f"{what}: {name} differs by {furthest(tensor.double(), other.double()):.2e}"
