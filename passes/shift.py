@@ -58,15 +58,22 @@ class ShiftActivations(Pass):
     def rewrite(self, program: Program) -> Program:
         prefix = program.replicas[0]
         known = {name[len(prefix) :] for name in activation_names(program)}
-        self._refuse_unknown(program, known)
+        chosen = {self._storage(program, name) for name in self.activations}
+        self._refuse_unknown(program, known, chosen)
         moves = {gpu(source): gpu(target) for source, target in self.shifts.items()}
-        sweep = _Sweep(program, known, set(self.activations), moves)
+        sweep = _Sweep(program, known, chosen, moves)
         sweep.run()
         blobs = sweep.blobs()
         step = program.step.with_(ops=tuple(sweep.ops(blobs)), blobs=blobs)
         return program.with_(init=_follow(program.init, blobs), step=step)
 
-    def _refuse_unknown(self, program: Program, known: set[str]) -> None:
+    def _storage(self, program: Program, name: str) -> str:
+        """The blob that holds the bytes of *name*, without prefix: a view's name stands for its storage."""
+        prefix = program.replicas[0]
+        blob = program.step.blobs.get(prefix + name)
+        return name if blob is None else blob.storage[len(prefix) :]
+
+    def _refuse_unknown(self, program: Program, known: set[str], chosen: set[str]) -> None:
         used = [device for device in program.devices if device.kind == "gpu"]
         for source in self.shifts:
             if self.strict and gpu(source) not in used:
@@ -74,12 +81,12 @@ class ShiftActivations(Pass):
                     f"no operator of program {program.name!r} is on gpu:{source}",
                     fix=f"sources can be {', '.join(used)}",
                 )
-        for name in self.activations:
-            if self.strict and name not in known:
-                raise PassError(
-                    f"{name!r} is not an activation of program {program.name!r}{nearest(name, sorted(known))}",
-                    fix="passes.find_activations(program) lists them, without a replica's prefix",
-                )
+        unknown = sorted(chosen - known)
+        if self.strict and unknown:
+            raise PassError(
+                f"{unknown[0]!r} is not an activation of program {program.name!r}{nearest(unknown[0], sorted(known))}",
+                fix="passes.find_activations(program) lists them, without a replica's prefix",
+            )
 
 
 def shift_activations(
@@ -92,7 +99,7 @@ def shift_activations(
 
     Args:
         program: captured, or replicated.
-        activations: names as :func:`find_activations` gives them.
+        activations: names as :func:`find_activations` gives them; a view stands for what it shows.
         shifts: source device number to target device number.
         strict: refuse names that are not activations and sources that nothing is on. Otherwise such names are weak
             labels: they move what has no other label, as in Caffe2.

@@ -280,6 +280,7 @@ def _release(lock: Any) -> None:
 def _serve(worker: _Worker, brake: _Brake, intraop: int) -> None:
     """What a thread does until it is given nothing."""
     torch.set_num_threads(intraop)
+    torch.get_num_threads()  # settles it: a thread's first look would take over what another thread set since
     with torch.inference_mode():
         worker.done.release()
         while True:

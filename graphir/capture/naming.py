@@ -3,6 +3,7 @@
 ::
 
     layer1.0.conv1                     output of the module layer1.0.conv1
+    blocks.0.mlp.view                  that output in another shape, where the module reshapes what it computed
     layer1.0.bn1.save_mean             its second result
     layer1.0.add                       an addition in the forward of layer1.0
     fc.weight.t                        a view of a parameter
@@ -13,6 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import prod
 from typing import TYPE_CHECKING, Final
 
 from ..ir.names import prefix_of
@@ -77,8 +79,8 @@ def name_values(recording: Recording, names: Names, modules: frozenset[str]) -> 
         if value.kind and not value.version and value.index not in found:
             found[value.index] = names.take(_join(value.scope, value.label))
     for value in forward:
-        if value.claim is not None and value.index not in found:
-            found[value.index] = names.take(value.claim)
+        if value.claim is not None and (bearer := _bearer(value, value.claim)).index not in found:
+            found[bearer.index] = names.take(value.claim)
     for value in forward:
         if value.index not in found:
             found[value.index] = (
@@ -93,6 +95,18 @@ def name_values(recording: Recording, names: Names, modules: frozenset[str]) -> 
                 found[value.root.index] if value.version else _backward_name(value, found, names, modules)
             )
     return [found[i] for i in range(len(recording.values))]
+
+
+def _bearer(value: Value, module: str) -> Value:
+    """Which value is called after *module*, whose output is *value*.
+
+    Where the output only shows all of what the module computed in another shape (a linear layer on three dimensions
+    does), it is what was computed: that is the activation, with the gradient, which people want to move.
+    """
+    root = value.root
+    own = root.scope == module or root.scope.startswith(f"{module}.")
+    computed = value.is_view and not root.kind and root.phase == "forward" and root.claim is None and own
+    return root if computed and prod(root.shape) == prod(value.shape) else value
 
 
 def _forward_name(value: Value, found: Mapping[int, str], names: Names, modules: frozenset[str]) -> str:

@@ -143,6 +143,17 @@ def test_unknown_activation_names_the_nearest() -> None:
         passes.shift_activations(two_layers(), ["relu1"], shifts={0: 1})
 
 
+def test_a_view_stands_for_its_storage() -> None:
+    body = """
+    input x : f32[6,4] @gpu:0
+    a : f32[6,4] @gpu:0 = aten.relu(x)
+    a.view : f32[24] in a @gpu:0 = aten.view(a, size=[24])
+    output loss : f32[] @gpu:0 = aten.sum(a.view)
+    output loss
+    """
+    assert devices(passes.shift_activations(program_of(body), ["a.view"], shifts={0: 1}))["a"] == "gpu:1"
+
+
 def test_unknown_names_are_weak_labels_when_not_strict() -> None:
     moved = passes.shift_activations(two_layers(), ["fc2.weight", "nobody"], shifts={0: 1}, strict=False)
     # Every operator that reads the weight also has an activation, which decides; its update has none.

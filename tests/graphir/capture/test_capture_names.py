@@ -38,6 +38,12 @@ def test_the_output_of_a_module_is_called_after_it(resnet: Program) -> None:
     assert made["blocks.0.add"] == "add" and made["fc"] == "addmm" and made["view"] == "view"
 
 
+def test_a_module_that_reshapes_its_output_gives_its_name_to_what_it_computed(gpt: Program) -> None:
+    computed, shown = gpt.step.blob("layers.0.mlp.0"), gpt.step.blob("layers.0.mlp.0.view_1")
+    assert not computed.is_view and computed.name in gpt.step.gradients
+    assert shown.storage == computed.name
+
+
 def test_later_results_are_called_after_the_first(resnet: Program) -> None:
     op = resnet.step.producer("bn1")
     assert op is not None
@@ -76,7 +82,7 @@ def test_other_backward_values_are_called_after_the_forward_value(gpt: Program) 
     backward = [op for op in gpt.step.ops if op.phase == "backward"]
     names = [name for op in backward for name in op.outputs]
     assert all("_grad" in n or ".backward_" in n or gpt.step.blobs[n].role == "param" for n in names), names
-    assert "layers.0.mlp.0.addmm.backward_mm" in names
+    assert "layers.0.mlp.0.backward_mm" in names
 
 
 def test_few_names_have_numbers_upon_numbers(gpt: Program) -> None:

@@ -1,0 +1,72 @@
+"""Run the benchmarks and print their tables; with --write, put them into docs/benchmarks.md.
+
+python tests/bench [passes] [synthetic] [step] [--write]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "bench")]
+
+import placing
+import stepping
+import torch
+
+PAGE = ROOT / "docs" / "benchmarks.md"
+TABLES: dict[str, Callable[[], Iterator[str]]] = {
+    "passes": placing.resnet50_rows,
+    "synthetic": placing.synthetic_rows,
+    "step": stepping.rows,
+}
+
+
+def machine() -> str:
+    """The machine and the versions, one line."""
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists() and (found := re.search(r"model name\s*:\s*(.+)", info.read_text(encoding="utf-8"))):
+        model = found[1]
+    return (
+        f"Measured on {datetime.date.today().isoformat()}: {os.cpu_count()} cores of {model}, "
+        f"Python {platform.python_version()}, torch {torch.__version__}, {torch.get_num_threads()} threads a kernel."
+    )
+
+
+def write(name: str, lines: list[str]) -> None:
+    """Replace what stands between the markers of *name*."""
+    page = PAGE.read_text(encoding="utf-8")
+    begin, end = f"<!-- {name} -->", f"<!-- end {name} -->"
+    if begin not in page:
+        raise SystemExit(f"{PAGE} has no {begin}")
+    head, rest = page.split(begin, 1)
+    tail = rest.split(end, 1)[1]
+    PAGE.write_text(f"{head}{begin}\n{machine()}\n\n" + "\n".join(lines) + f"\n{end}{tail}", encoding="utf-8")
+
+
+def main() -> None:
+    """Run the chosen tables, all of them by default."""
+    parser = argparse.ArgumentParser(prog="python tests/bench")
+    parser.add_argument("tables", nargs="*", help=f"of {', '.join(TABLES)}; all by default")
+    parser.add_argument("--write", action="store_true", help="write them into docs/benchmarks.md")
+    options = parser.parse_args()
+    unknown = set(options.tables) - set(TABLES)
+    if unknown:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; tables are {', '.join(TABLES)}")
+    for name in options.tables or TABLES:
+        lines = list(TABLES[name]())
+        print(f"\n{name}\n{machine()}\n")
+        print("\n".join(lines))
+        if options.write:
+            write(name, lines)
+
+
+main()

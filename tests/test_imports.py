@@ -1,0 +1,122 @@
+"""Which way imports go: ``graphir`` at the bottom, ``passes`` and ``runtime`` side by side on it, facades on top.
+
+Inside a folder imports are relative, across folders absolute. The rules hold for imports inside functions and under
+``TYPE_CHECKING`` too.
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sources import FOLDERS, ROOT, Import, Source, sources
+
+ON_TOP = ("graphir/cli.py", "graphir/compile.py", "graphir/data_parallel.py", "graphir/demo/")
+"""The part of graphir/ that stands on passes and runtime."""
+
+MAY_USE = {"graphir": set(), "passes": {"graphir"}, "runtime": {"graphir"}}
+"""The folders that each folder may import, beside itself."""
+
+DEPENDENCIES = {"networkx", "numpy", "pydantic", "rich", "safetensors", "torch", "typer"}
+
+PARTS = {"pydantic_core"}
+"""Modules that come with a dependency."""
+
+
+def folder_of(imported: Import) -> str:
+    """The folder that an import reaches, or nothing for a module of others."""
+    dotted = f"{imported.module}.{imported.name}."
+    for folder in ("passes", "runtime"):
+        if dotted.startswith((f"{folder}.", f"graphir.{folder}.")):
+            return folder
+    return "graphir" if dotted.startswith("graphir.") else ""
+
+
+def direction_faults(source: Source) -> Iterator[str]:
+    allowed = {source.folder, *MAY_USE[source.folder]}
+    if source.path.as_posix().startswith(ON_TOP):
+        allowed |= set(FOLDERS)
+    for imported in source.imports:
+        folder = folder_of(imported)
+        if folder and folder not in allowed:
+            yield f"{source}:{imported.line} imports {imported.module}, of {folder}/"
+
+
+def style_faults(source: Source) -> Iterator[str]:
+    for imported in source.imports:
+        folder = folder_of(imported)
+        if folder == source.folder and not imported.level:
+            yield f"{source}:{imported.line} imports its own folder absolutely"
+        elif folder != source.folder and imported.level:
+            yield f"{source}:{imported.line} imports another folder relatively"
+
+
+ALL = [source for folder in FOLDERS for source in sources(folder)]
+
+
+@pytest.mark.parametrize("source", ALL, ids=str)
+def test_imports_go_down_only(source):
+    assert list(direction_faults(source)) == []
+
+
+@pytest.mark.parametrize("source", ALL, ids=str)
+def test_imports_are_relative_inside_a_folder_and_absolute_across(source):
+    assert list(style_faults(source)) == []
+
+
+@pytest.mark.parametrize("source", [*ALL, *sources("tests")], ids=str)
+def test_nobody_imports_the_folders_by_their_bare_names(source):
+    bare = [i for i in source.imports if not i.level and i.module.partition(".")[0] in ("passes", "runtime")]
+    assert bare == []
+
+
+@pytest.mark.parametrize("source", ALL, ids=str)
+def test_only_declared_dependencies_are_imported(source):
+    known = {"graphir", *DEPENDENCIES, *PARTS, *sys.stdlib_module_names}
+    assert {i.module.partition(".")[0] for i in source.imports if not i.level} <= known
+
+
+def test_the_declared_dependencies_are_those_of_the_project_file():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    listed = re.search(r"^dependencies = \[(.*?)^\]", text, re.M | re.S)
+    assert listed
+    assert set(re.findall(r'"([a-z]+)[>=]', listed[1])) == DEPENDENCIES
+
+
+class Example(Source):
+    """A module that does not exist, to see that the rules find a fault."""
+
+    def __init__(self, path: str, *imports: Import) -> None:
+        super().__init__(ROOT / Path(path))
+        self.__dict__["imports"] = imports
+
+
+@pytest.mark.parametrize(
+    ("path", "imported"),
+    [
+        ("graphir/ir/x.py", Import("graphir.passes.base", "Pass", 0, 1)),
+        ("graphir/ir/x.py", Import("graphir", "runtime", 2, 1)),
+        ("passes/x.py", Import("graphir", "runtime", 0, 1)),
+        ("runtime/x.py", Import("graphir.passes", "emit", 0, 1)),
+    ],
+)
+def test_an_import_upwards_is_found(path, imported):
+    assert list(direction_faults(Example(path, imported)))
+
+
+@pytest.mark.parametrize(
+    ("path", "imported"),
+    [
+        ("graphir/ir/x.py", Import("graphir.ir.blob", "Blob", 0, 1)),
+        ("passes/x.py", Import("graphir.passes.base", "Pass", 0, 1)),
+        ("passes/x.py", Import("graphir.ir.blob", "Blob", 2, 1)),
+    ],
+)
+def test_an_import_in_the_wrong_form_is_found(path, imported):
+    assert list(style_faults(Example(path, imported)))
+
+
+def test_relative_imports_are_resolved():
+    (plan,) = [source for source in ALL if str(source) == "graphir/plan.py"]
+    assert ("graphir.ir.device", "Device") in {(i.module, i.name) for i in plan.imports}

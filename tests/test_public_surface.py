@@ -1,0 +1,104 @@
+"""What is public: the names, that each is explained, and that tests use nothing else."""
+
+import ast
+import importlib
+import inspect
+from functools import cached_property
+from types import FunctionType
+
+import pytest
+from sources import FOLDERS, Source, sources
+
+PUBLIC = {
+    "graphir": """
+        Blob Certificate Device Diff Memory Net Operator Plan Program
+        CaptureError EquivalenceError FileError GraphirError ParseError PassError PlacementError PlanError RunError
+        SessionError VerifyError
+        capture certify diff load memory parse seeded show verify
+    """,
+    "graphir.passes": """
+        InjectCopies Pass Pipeline Replicate Run ShareStorage ShiftActivations Timing
+        emit find_activations inject_copies replicate share_storage shift_activations
+    """,
+    "graphir.runtime": """
+        Session
+    """,
+}
+"""The names that users write. A change here is a change of the interface: say it in docs/changelog.md."""
+
+ALL = [source for folder in FOLDERS for source in sources(folder) if source.path.name != "__main__.py"]
+
+
+def declared(source: Source) -> list[str] | None:
+    """The module's ``__all__``, if it has one."""
+    for node in source.tree.body:
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
+            return list(ast.literal_eval(node.value))
+    return None
+
+
+def unexplained(source: Source) -> list[str]:
+    """Public functions and classes of a module that have no docstring."""
+    names = declared(source) or []
+    return [
+        f"{source}:{node.lineno} {node.name}"
+        for node in source.tree.body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in names and not ast.get_docstring(node)
+    ]
+
+
+def unexplained_methods(owner: type) -> list[str]:
+    """Public methods and properties of a class that have no docstring, nor do those that they override."""
+    own = [base for base in owner.__mro__ if base.__module__.startswith("graphir.")]
+    names = {
+        name: None
+        for base in own
+        for name, value in vars(base).items()
+        if not name.startswith("_") and isinstance(value, FunctionType | property | cached_property | staticmethod)
+    }
+    return [
+        name for name in names if not any(inspect.getdoc(vars(base).get(name)) for base in own if name in vars(base))
+    ]
+
+
+def private(dotted: str) -> bool:
+    return any(part.startswith("_") and not part.endswith("__") for part in dotted.split("."))
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_the_public_names_are_those_listed(package):
+    assert sorted(importlib.import_module(package).__all__) == sorted(PUBLIC[package].split())
+
+
+@pytest.mark.parametrize("source", ALL, ids=str)
+def test_every_public_name_is_there(source):
+    module = importlib.import_module(source.module)
+    assert [name for name in getattr(module, "__all__", ()) if not hasattr(module, name)] == []
+
+
+@pytest.mark.parametrize("source", ALL, ids=str)
+def test_every_module_says_what_it_is_about(source):
+    assert ast.get_docstring(source.tree)
+
+
+@pytest.mark.parametrize("source", [s for s in ALL if not s.is_package], ids=str)
+def test_every_module_declares_its_public_names(source):
+    assert declared(source) is not None
+
+
+@pytest.mark.parametrize("source", ALL, ids=str)
+def test_every_public_function_and_class_is_explained(source):
+    assert unexplained(source) == []
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_every_method_that_users_call_is_explained(package):
+    module = importlib.import_module(package)
+    classes = [thing for name in PUBLIC[package].split() if isinstance(thing := getattr(module, name, None), type)]
+    assert {owner.__name__: found for owner in classes if (found := unexplained_methods(owner))} == {}
+
+
+@pytest.mark.parametrize("source", sources("tests"), ids=str)
+def test_tests_import_public_names_only(source):
+    ours = [i for i in source.imports if i.module.partition(".")[0] == "graphir"]
+    assert [i for i in ours if private(f"{i.module}.{i.name}")] == []
