@@ -5,9 +5,13 @@ says whether a storage goes along. Chosen activations start with "moves", the ot
 in program order then labels everything else on the source device::
 
     an operator takes the label of the last activation among its inputs and outputs;
+                if there is none, that of an input of the step, if it has one;
                 if there is none, the first label among them;
                 if there is none, it stays;
     and gives it to every storage that it touches and that has no label yet.
+
+The second line is ours. Caffe2's ``FCGradient(data, w, dy)`` finds the label of the data first; torch computes the same
+by ``mm(dy.t, data)``, which would find the gradient's and carry the first layer's weight gradient away from its weight.
 
 So parameters follow the first operator that computes with them, and gradients and updates follow both. Views are
 transparent: they live where their storage lives, and do not label it. A fresh value lives where its operator runs,
@@ -116,6 +120,7 @@ class _Sweep:
     Attributes:
         activation: by storage of an activation, whether it moves; these labels decide.
         found: by storage, whether it moves; activations included.
+        fed: the storages of the step's inputs.
         moved: by position of an operator that moves, its new device.
         made: by storage that an operator makes against its label, the device of that operator.
         followers: positions of view operators and collectives, which are where their operands are.
@@ -128,6 +133,8 @@ class _Sweep:
         self.moved: dict[int, Device] = {}
         self.made: dict[str, Device] = {}
         self.followers: list[int] = []
+        fed = {feed.blob for feed in program.interface.feeds if feed.blob is not None}
+        self.fed = {prefix + name for prefix in program.replicas for name in fed}
         for prefix in program.replicas:
             for name in known | chosen:
                 blob = self.net.blobs.get(prefix + name)
@@ -138,7 +145,7 @@ class _Sweep:
 
     def run(self) -> None:
         """Label every storage and find the operators that move, in program order."""
-        blobs, moves, activation, found = self.net.blobs, self.moves, self.activation, self.found
+        blobs, moves, activation, found, fed = self.net.blobs, self.moves, self.activation, self.found, self.fed
         for i, op in enumerate(self.net.ops):
             if op.effects is not PURE and op.effects.views and not op.effects.writes:
                 self.followers.append(i)
@@ -150,14 +157,16 @@ class _Sweep:
                 continue
             if device not in moves:
                 continue
-            decided = label = None
+            decided = given = label = None
             touched = [blob.storage for blob in map(blobs.__getitem__, op.inputs + op.outputs) if blob.device == device]
             for storage in touched:
                 if storage in activation:
                     decided = activation[storage]
+                elif storage in fed:
+                    given = found.get(storage)
                 elif label is None:
                     label = found.get(storage)
-            moved = bool(label if decided is None else decided)
+            moved = bool(decided if decided is not None else given if given is not None else label)
             for storage in touched:
                 if found.setdefault(storage, moved) is not moved and storage in op.outputs:
                     self.made[storage] = moves[device] if moved else device

@@ -142,7 +142,7 @@ class Diff(_Entry):
         copied = sum(copy.nbytes for copy in self.copies)
         for title, entries in (
             ("operators moved", self.moved),
-            (f"copies added ({nbytes_text(copied)})", self.copies),
+            (f"copies added, {nbytes_text(copied)}", self.copies),
             ("operators added", self.added),
             ("operators removed", self.removed),
             ("operators changed", self.changed),
@@ -150,7 +150,7 @@ class Diff(_Entry):
         ):
             lines += _section(title, entries)
         if self.order:
-            lines.append(f"{self.order} operators in another order")
+            lines.append(f"operators in another order: {self.order}")
         if self.peaks:
             lines.append("peak bytes")
             lines += [f"  {peak}" for peak in self.peaks]
@@ -160,7 +160,7 @@ class Diff(_Entry):
 def _section(title: str, entries: Sequence[_Entry]) -> list[str]:
     if not entries:
         return []
-    lines = [f"{len(entries)} {title}"]
+    lines = [f"{title}: {len(entries)}"]
     lines += [_clip(f"  {entry}") for entry in entries[:_MOST_PRINTED]]
     hidden = len(entries) - _MOST_PRINTED
     return lines + ([f"  … and {hidden} more"] if hidden > 0 else [])
@@ -219,7 +219,8 @@ class _Compared:
         self.added: list[OperatorEntry] = []
         self.removed: list[OperatorEntry] = []
         self.changed: list[OperatorChange] = []
-        self.blobs: list[BlobChange] = []
+        self.blobs: dict[BlobChange, None] = {}
+        self.carried: set[str] = set()  # what operators that moved make
         self.order = 0
 
     def nets(self, before: Net, after: Net) -> None:
@@ -241,6 +242,7 @@ class _Compared:
     def operator(self, key: str, a: Operator, b: Operator) -> None:
         if a.device != b.device:
             self.moved.append(OperatorMove(output=key, type=b.type, before=a.device, after=b.device, by=b.by))
+            self.carried.update(b.outputs)
         for name in ("type", "inputs", "outputs", "args", "phase", "seed", "effects"):
             x, y = getattr(a, name), getattr(b, name)
             same = x == y if name != "args" else repr(x) == repr(y)  # 1, 1.0 and True are different arguments
@@ -250,8 +252,8 @@ class _Compared:
 
     def blob(self, a: Blob, b: Blob) -> None:
         for name, x, y in zip(a._fields, a, b, strict=True):
-            if x != y:
-                self.blobs.append(BlobChange(name=a.name, field=name, before=_words(x), after=_words(y)))
+            if x != y and not (name == "device" and (a.name in self.carried or a.storage in self.carried)):
+                self.blobs[BlobChange(name=a.name, field=name, before=_words(x), after=_words(y))] = None
 
     def entry(self, key: str, op: Operator, net: Net) -> OperatorEntry:
         nbytes = 0

@@ -11,7 +11,7 @@ from small import program_of, two_layers
 import graphir
 from graphir import passes
 from graphir.errors import PassError
-from graphir.ir.program import Program
+from graphir.ir.program import Feed, Interface, Program
 from graphir.ir.verify import verify
 
 
@@ -36,6 +36,14 @@ def test_a_gradient_operator_stays_with_the_activation_that_it_reads_last() -> N
     # mm(fc2_grad.t, relu) reads relu, which stays: Caffe2's rule, the last known activation decides.
     at = devices(passes.shift_activations(two_layers(), ["fc2", "loss"], shifts={0: 1}))
     assert at["fc2.weight_grad"] == "gpu:0"
+
+
+def test_the_first_layers_weight_gradient_stays_with_the_data() -> None:
+    program = two_layers()
+    fed = program.with_(interface=Interface(feeds=(Feed("x"),)))
+    shifts = {0: 1}
+    assert devices(passes.shift_activations(fed, ["relu", "fc2", "loss"], shifts))["fc1.weight_grad"] == "gpu:0"
+    assert devices(passes.shift_activations(program, ["relu", "fc2", "loss"], shifts))["fc1.weight_grad"] == "gpu:1"
 
 
 def test_a_view_of_a_parameter_does_not_pin_it() -> None:
