@@ -221,7 +221,7 @@ class _Demo:
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("loss {task.fields[loss]:.4f}  accuracy {task.fields[accuracy]:.1%}"),
+            TextColumn("loss {task.fields[loss]}  accuracy {task.fields[accuracy]:.1%}"),
         )
         live = self.console.is_terminal
         with (
@@ -231,15 +231,15 @@ class _Demo:
             accuracy = self.digits.accuracy(self.model)
             for epoch in range(self.epochs):
                 name = f"epoch {epoch + 1}/{self.epochs}"
-                task = progress.add_task(name, total=steps, loss=float("nan"), accuracy=accuracy)
+                task = progress.add_task(name, total=steps, loss="-", accuracy=accuracy)
                 for x, y in self.digits.batches(epoch):
                     loss = session.step(x, y)
-                    progress.update(task, advance=1, loss=loss.item())
+                    progress.update(task, advance=1, loss=f"{loss:.4f}")
                 self.model.load_state_dict(session.state_dict())
                 accuracy = self.digits.accuracy(self.model)
                 progress.update(task, accuracy=accuracy)
                 if not live:
-                    self.say(f"  {name}  {steps} steps  loss {loss.item():.4f}  accuracy {accuracy:.1%}")
+                    self.say(f"  {name}  {steps} steps  loss {loss:.4f}  accuracy {accuracy:.1%}")
 
     def save(self, plan: Plan) -> None:
         self.title("saved")

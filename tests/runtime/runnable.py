@@ -40,7 +40,9 @@ def spread(program: Program) -> Program:
     return passes.share_storage(passes.inject_copies(program))
 
 
-def forward_plan(body: str, *inputs: str, output: str, state: dict[str, torch.Tensor] | None = None) -> Plan:
+def forward_plan(
+    body: str, *inputs: str, output: str, state: dict[str, torch.Tensor] | None = None, **changes: Any
+) -> Plan:
     """The plan of a forward step written as text, which takes *inputs* and hands back *output*."""
     structure = _pytree.treespec_dumps(_pytree.tree_structure((inputs, {})))
     interface = Interface(
@@ -51,7 +53,9 @@ def forward_plan(body: str, *inputs: str, output: str, state: dict[str, torch.Te
         output_batch_dims=(None,),
         module_state={name: name for name in state or ()},
     )
-    return passes.emit(program_of(f"{body}\noutput {json.dumps(output)}", interface=interface, state=state or {}))
+    return passes.emit(
+        program_of(f"{body}\noutput {json.dumps(output)}", interface=interface, state=state or {}, **changes)
+    )
 
 
 def eager_step(example: models.Example, optimizer: torch.optim.Optimizer, step: int = 0) -> torch.Tensor:

@@ -137,6 +137,39 @@ def test_a_new_value_of_state_is_copied_into_its_tensor():
     assert state.tolist() == [-1, -1]
 
 
+def test_a_copy_back_fills_the_tensor_of_the_state():
+    plan = forward_plan(
+        """
+        buffer s : f32[2] @gpu:0
+        input x : f32[2] @gpu:0
+        s;1 = Copy(x)
+        y : f32[2] @gpu:0 = aten.neg(s;1)
+        """,
+        "x",
+        output="y",
+    )
+    state = torch.zeros(2)
+    assert lane_of(plan, s=state).bind({})(0, torch.ones(2))[0].tolist() == [-1, -1]
+    assert state.tolist() == [1, 1]
+
+
+def test_a_view_of_state_that_depends_on_sizes_is_taken_in_each_step():
+    plan = forward_plan(
+        """
+        param b : f32[3] @gpu:0
+        input x : f32[batch,3] @gpu:0
+        e : f32[batch,3] strides [0,1] in b @gpu:0 = aten.expand(b, size=[batch, 3]) {views=[0:0]}
+        y : f32[batch,3] @gpu:0 = aten.mul.Tensor(e, x)
+        """,
+        "x",
+        output="y",
+        dims={"batch": 2},
+    )
+    lane = lane_of(plan, b=torch.ones(3))
+    for batch in (2, 5, 2):
+        assert lane.bind({"batch": batch})(0, torch.ones(batch, 3))[0].shape == (batch, 3)
+
+
 def test_unread_results_of_an_operator_are_dropped_with_their_storage():
     plan = forward_plan(
         """

@@ -37,9 +37,11 @@ def test_a_copy_has_the_values_and_strides_in_a_storage_of_its_own(source):
 
 
 def test_the_sum_is_formed_in_participant_order():
-    a, b, c = torch.tensor([1e8]), torch.tensor([-1e8]), torch.tensor([1.0])
-    assert all_reduce([a, b, c], None).item() == 1
-    assert all_reduce([a, c, b], None).item() == 0
+    a, b, one = torch.tensor([1e8]), torch.tensor([-1e8]), torch.tensor([1.0])
+    assert all_reduce([a, b, one], None).item() == 1
+    assert all_reduce([a, one, b], None).item() == 0
+    assert all_reduce([one * 0, a, b, one], None).item() == 1
+    assert all_reduce([one * 0, a, one, b], None).item() == 0
 
 
 def test_equal_shares_give_the_sum_divided():

@@ -83,6 +83,15 @@ def test_a_failing_operator_stops_every_lane_and_is_named(executor):
         assert isinstance(caught.value.__cause__, IndexError)
 
 
+def test_a_lane_that_waits_for_a_failed_one_executes_nothing_more(monkeypatch):
+    copied = []
+    monkeypatch.setattr("graphir.runtime.codegen.copy", lambda *args: copied.append(args))
+    with Session(forward_plan(TWO_DEVICES, "i", "d", output="c", state=STATE), STATE) as session:
+        with pytest.raises(RunError):
+            session.step(BAD, torch.zeros(2, 3))
+        assert copied == []
+
+
 def test_a_failed_session_says_so_until_its_state_is_loaded(two):
     with pytest.raises(RunError):
         two.step(BAD, torch.zeros(2, 3))
