@@ -94,10 +94,14 @@ class _Copy:
         self.replica, self.device = replica, device
         self.prefix = replica_prefix(device.index)
         self.shared = frozenset(group.lr for group in program.interface.param_groups)
+        self._names: dict[str, str] = {}
         self._shapes: dict[Shape, Shape] = {}
 
     def blob_name(self, name: str) -> str:
-        return name if name in self.shared else self.prefix + name
+        found = self._names.get(name)
+        if found is None:  # one string a name: look-ups by the same object are the fastest
+            found = self._names[name] = name if name in self.shared else self.prefix + name
+        return found
 
     def names(self, names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(map(self.blob_name, names))

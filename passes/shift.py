@@ -20,7 +20,7 @@ state lives where its label says.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from pydantic import field_validator
@@ -28,6 +28,7 @@ from pydantic import field_validator
 from graphir.errors import PassError, nearest
 from graphir.ir.blob import Blob
 from graphir.ir.device import Device, gpu
+from graphir.ir.names import base_name
 from graphir.ir.net import Net
 from graphir.ir.operator import PURE, Operator
 from graphir.ir.program import Program
@@ -60,8 +61,7 @@ class ShiftActivations(Pass):
         return shifts
 
     def rewrite(self, program: Program) -> Program:
-        prefix = program.replicas[0]
-        known = {name[len(prefix) :] for name in activation_names(program)}
+        known = activation_names(program)
         chosen = {self._storage(program, name) for name in self.activations}
         self._refuse_unknown(program, known, chosen)
         moves = {gpu(source): gpu(target) for source, target in self.shifts.items()}
@@ -72,10 +72,10 @@ class ShiftActivations(Pass):
         return program.with_(init=_follow(program.init, blobs), step=step)
 
     def _storage(self, program: Program, name: str) -> str:
-        """The blob that holds the bytes of *name*, without prefix: a view's name stands for its storage."""
-        prefix = program.replicas[0]
-        blob = program.step.blobs.get(prefix + name)
-        return name if blob is None else blob.storage[len(prefix) :]
+        """The first replica's blob that holds the bytes of *name*: a view's name stands for its storage."""
+        name = program.replicas[0] + name
+        blob = program.step.blobs.get(name)
+        return name if blob is None else blob.storage
 
     def _refuse_unknown(self, program: Program, known: set[str], chosen: set[str]) -> None:
         used = [device for device in program.devices if device.kind == "gpu"]
@@ -85,10 +85,11 @@ class ShiftActivations(Pass):
                     f"no operator of program {program.name!r} is on gpu:{source}",
                     fix=f"sources can be {', '.join(used)}",
                 )
-        unknown = sorted(chosen - known)
+        unknown = sorted(base_name(name) for name in chosen - known)
         if self.strict and unknown:
+            nearby = nearest(unknown[0], sorted(map(base_name, known)))
             raise PassError(
-                f"{unknown[0]!r} is not an activation of program {program.name!r}{nearest(unknown[0], sorted(known))}",
+                f"{unknown[0]!r} is not an activation of program {program.name!r}{nearby}",
                 fix="passes.find_activations(program) lists them, without a replica's prefix",
             )
 
@@ -114,12 +115,18 @@ def shift_activations(
     return build(ShiftActivations, activations=tuple(activations), shifts=dict(shifts), strict=strict)(program)
 
 
+_MOVES, _FED, _ACTIVATION, _SOURCE = 1, 2, 4, -8
+"""What a label says, as bits: its storage moves; it is an input of the step; it is an activation, which decides; and,
+in the bits above, on which source device it is. The sweep takes as long as its look-ups, so one must tell all."""
+
+
 class _Sweep:
     """The labels of one shift, and what follows from them.
 
     Attributes:
-        activation: by storage of an activation, whether it moves; these labels decide.
-        found: by storage, whether it moves; activations included.
+        labels: by storage, for those on source devices.
+        sources: the bits of each source device.
+        owner: by view, its storage.
         fed: the storages of the step's inputs.
         moved: by position of an operator that moves, its new device.
         made: by storage that an operator makes against its label, the device of that operator.
@@ -128,24 +135,33 @@ class _Sweep:
 
     def __init__(self, program: Program, known: set[str], chosen: set[str], moves: Mapping[Device, Device]) -> None:
         self.net, self.moves = program.step, moves
-        self.activation: dict[str, bool] = {}
-        self.found: dict[str, bool] = {}
+        self.labels: dict[str, int] = {}
+        self.sources = {device: (k << 3) for k, device in enumerate(moves)}
+        self.owner = {name: blob.storage for name, blob in self.net.blobs.items() if blob.storage != name}
         self.moved: dict[int, Device] = {}
         self.made: dict[str, Device] = {}
         self.followers: list[int] = []
         fed = {feed.blob for feed in program.interface.feeds if feed.blob is not None}
         self.fed = {prefix + name for prefix in program.replicas for name in fed}
         for prefix in program.replicas:
-            for name in known | chosen:
-                blob = self.net.blobs.get(prefix + name)
-                if blob is not None:
-                    self.found[blob.storage] = name in chosen
-                    if name in known:
-                        self.activation[blob.storage] = name in chosen
+            self.label(self.of_replica(known, program, prefix), _ACTIVATION)
+            self.label(self.of_replica(chosen, program, prefix), _MOVES)
+
+    def of_replica(self, names: set[str], program: Program, prefix: str) -> Iterable[str]:
+        """A replica's blobs for the first replica's."""
+        first = program.replicas[0]
+        return names if prefix == first else [prefix + name[len(first) :] for name in names]
+
+    def label(self, names: Iterable[str], bits: int) -> None:
+        blobs, labels = self.net.blobs, self.labels
+        for name in names:
+            blob = blobs.get(name)
+            if blob is not None and blob.device in self.sources:
+                labels[blob.storage] = labels.get(blob.storage, self.sources[blob.device]) | bits
 
     def run(self) -> None:
         """Label every storage and find the operators that move, in program order."""
-        blobs, moves, activation, found, fed = self.net.blobs, self.moves, self.activation, self.found, self.fed
+        blobs, labels, fed, owner = self.net.blobs, self.labels, self.fed, self.owner
         for i, op in enumerate(self.net.ops):
             if op.effects is not PURE and op.effects.views and not op.effects.writes:
                 self.followers.append(i)
@@ -155,30 +171,49 @@ class _Sweep:
                 self.followers.append(i)
                 self.label_participants(op)
                 continue
-            if device not in moves:
+            source = self.sources.get(device)
+            if source is None:
                 continue
-            decided = given = label = None
-            touched = [blob.storage for blob in map(blobs.__getitem__, op.inputs + op.outputs) if blob.device == device]
-            for storage in touched:
-                if storage in activation:
-                    decided = activation[storage]
-                elif storage in fed:
-                    given = found.get(storage)
-                elif label is None:
-                    label = found.get(storage)
-            moved = bool(decided if decided is not None else given if given is not None else label)
-            for storage in touched:
-                if found.setdefault(storage, moved) is not moved and storage in op.outputs:
-                    self.made[storage] = moves[device] if moved else device
-            if moved:
-                self.moved[i] = moves[device]
+            decided = given = first = None
+            new: list[str] = []
+            some, every = 0, _MOVES
+            for name in op.inputs + op.outputs:
+                storage = owner.get(name, name) if owner else name
+                label = labels.get(storage)
+                if label is None:
+                    if blobs[name].device == device:
+                        new.append(storage)
+                    continue
+                if label & _SOURCE != source:
+                    continue
+                some |= label
+                every &= label
+                if label & _ACTIVATION:
+                    decided = label
+                elif label & _FED:
+                    given = label
+                elif first is None:
+                    first = label
+            label = decided if decided is not None else given if given is not None else first or 0
+            moves = label & _MOVES
+            for storage in new:
+                labels[storage] = source | moves | _FED if storage in fed else source | moves
+            if moves:
+                self.moved[i] = self.moves[device]
+            if some & _MOVES and not every:
+                self.note_made(op, self.moves[device] if moves else device)
 
     def label_participants(self, op: Operator) -> None:
         """Results of a collective go where their participants go."""
-        for source, result in zip(op.inputs, op.outputs, strict=True):
-            label = self.found.get(self.net.blobs[source].storage)
+        for participant, result in zip(op.inputs, op.outputs, strict=True):
+            label = self.labels.get(self.owner.get(participant, participant))
             if label is not None:
-                self.found.setdefault(self.net.blobs[result].storage, label)
+                self.labels.setdefault(self.owner.get(result, result), label & (_SOURCE | _MOVES))
+
+    def note_made(self, op: Operator, device: Device) -> None:
+        """An operator whose operands have different labels has made its own storages on *device*."""
+        external = self.net.external_inputs
+        self.made.update((name, device) for name in op.outputs if name not in self.owner and name not in external)
 
     def blobs(self) -> dict[str, Blob]:
         """Every blob where its storage now lives.
@@ -187,18 +222,14 @@ class _Sweep:
         differs from its label where an operator with several results took the label of another one.
         """
         blobs = dict(self.net.blobs)
-        home: dict[str, Device] = {}
-        for storage, moves in self.found.items():
-            if moves:
-                device = blobs[storage].device
-                home[storage] = self.moves.get(device, device)
-        external = set(self.net.external_inputs)
-        home.update((name, device) for name, device in self.made.items() if name not in external)
+        targets = {source: self.moves[device] for device, source in self.sources.items()}
+        home = {storage: targets[label & _SOURCE] for storage, label in self.labels.items() if label & _MOVES}
+        home.update(self.made)
         for name, device in home.items():
-            blobs[name] = blobs[name]._replace(device=device)
-        for name, blob in self.net.blobs.items():
-            if blob.storage != name and blob.storage in home:
-                blobs[name] = blob._replace(device=home[blob.storage])
+            blobs[name] = blobs[name].on(device)
+        for name, storage in self.owner.items():
+            if storage in home:
+                blobs[name] = blobs[name].on(home[storage])
         return blobs
 
     def ops(self, blobs: Mapping[str, Blob]) -> list[Operator]:
@@ -209,17 +240,15 @@ class _Sweep:
             if device != ops[i].device:
                 self.moved[i] = device
         for i, device in self.moved.items():
-            ops[i] = ops[i]._replace(device=device, by=ShiftActivations.name)
+            ops[i] = ops[i].on(device, ShiftActivations.name)
         return ops
 
 
 def _follow(init: Net, moved: Mapping[str, Blob]) -> Net:
     """Fill every blob of the step where it now lives."""
-    blobs = {
-        name: blob._replace(device=moved[name].device) if name in moved else blob for name, blob in init.blobs.items()
-    }
+    blobs = {name: blob.on(moved[name].device) if name in moved else blob for name, blob in init.blobs.items()}
     ops = []
     for op in init.ops:
         device = blobs[op.outputs[0]].device
-        ops.append(op if device == op.device else op._replace(device=device, by=ShiftActivations.name))
+        ops.append(op if device == op.device else op.on(device, ShiftActivations.name))
     return init.with_(ops=tuple(ops), blobs=blobs)

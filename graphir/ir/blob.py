@@ -54,6 +54,10 @@ class Blob(NamedTuple):
         """Whether another blob owns the bytes."""
         return self.storage != self.name
 
+    def on(self, device: Device) -> Blob:
+        """This blob on another device: ``_replace(device=…)`` at half its cost, which passes over large nets feel."""
+        return Blob(self[0], self[1], self[2], device, *self[4:])
+
     def nbytes(self, dims: Dims) -> int:
         """Bytes that a storage of this geometry takes: up to its last element, so that gaps count, repeats don't."""
         if self.shape is None or self.dtype is None:

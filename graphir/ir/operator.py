@@ -90,6 +90,10 @@ class Operator(NamedTuple):
     input_versions: tuple[int, ...] | None = None
     output_versions: tuple[int, ...] | None = None
 
+    def on(self, device: Device, by: str) -> Operator:
+        """This operator moved to *device* by a pass: ``_replace`` at half its cost, as passes over large nets need."""
+        return Operator(self[0], self[1], self[2], self[3], device, self[5], self[6], by, *self[8:])
+
     @property
     def reads(self) -> Iterator[tuple[str, int]]:
         """(name, version) of each input."""
