@@ -17,14 +17,14 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from graphir.ir.blob import Blob, dense_nbytes
+from graphir.ir.blob import Blob, dense_nbytes, overlaps
 from graphir.ir.device import Device
 from graphir.ir.names import fresh
 from graphir.ir.net import Net
 from graphir.ir.operator import Operator, Phase
 from graphir.ir.placement import required_devices
 from graphir.ir.program import Program
-from graphir.ir.size import Dims, bind, bind_shape
+from graphir.ir.size import Dims, bind_shape
 
 from .base import Pass, build, register
 
@@ -181,24 +181,13 @@ class _Injection:
     def crosses_as_itself(self, view: Blob) -> bool:
         """Whether a view has fewer bytes than its storage, and can be laid out alone with its own strides."""
         storage = self.blobs[view.storage]
-        return dense_nbytes(view, self.dims) < dense_nbytes(storage, self.dims) and not _overlaps(view, self.dims)
+        if dense_nbytes(view, self.dims) >= dense_nbytes(storage, self.dims):
+            return False
+        if view.shape is None or view.strides is None:
+            return True
+        return not overlaps(bind_shape(view.shape, self.dims), bind_shape(view.strides, self.dims))
 
     def next_version(self, name: str) -> int:
         """The version that the next write to a copy makes."""
         self.versions[name] = self.versions.get(name, 0) + 1
         return self.versions[name]
-
-
-def _overlaps(blob: Blob, dims: Dims) -> bool:
-    """Whether two elements of the blob may share an address."""
-    if blob.shape is None or blob.strides is None:
-        return False
-    reach = 0
-    sizes = bind_shape(blob.shape, dims)
-    strides = [bind(stride, dims) for stride in blob.strides]
-    for stride, size in sorted(zip(strides, sizes, strict=True)):
-        if size > 1:
-            if stride <= reach:
-                return True
-            reach += (size - 1) * stride
-    return False

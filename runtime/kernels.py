@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from graphir.errors import PlanError
+from graphir.ir.blob import overlaps
 from graphir.ir.operator import Operator
 from graphir.ir.size import Dims
 
@@ -23,22 +24,12 @@ def copy(source: Tensor, device: torch.device | None = None) -> Tensor:
     if source.is_contiguous() and device == source.device:
         return source.clone()
     size, stride = source.size(), source.stride()
-    if not _overlaps(size, stride):
+    if not overlaps(size, stride):
         return torch.empty_strided(size, stride, dtype=source.dtype, device=device).copy_(source)
     # Elements that share memory cannot be written through the view: bring the span of memory that it covers.
     span = sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
     flat = source.as_strided((span,), (1,)).to(device, copy=True)
     return flat.as_strided(size, stride, 0)
-
-
-def _overlaps(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether two elements may lie at one address. Exact for what views of dense tensors can be."""
-    reach = 0
-    for step, n in sorted((step, n) for n, step in zip(size, stride, strict=True) if n > 1):
-        if step <= reach:
-            return True
-        reach += (n - 1) * step
-    return False
 
 
 def mean_weights(shares: Sequence[int]) -> tuple[float, ...] | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 from .device import Device
 from .dtype import ITEMSIZE
 from .size import Dims, Shape, Size, bind, numel
 
-__all__ = ["ROLES", "STATE_ROLES", "Blob", "Role", "contiguous_strides", "dense_nbytes"]
+__all__ = ["ROLES", "STATE_ROLES", "Blob", "Role", "contiguous_strides", "dense_nbytes", "overlaps"]
 
 Role: TypeAlias = Literal[
     "param", "buffer", "state", "input", "constant", "activation", "gradient", "temporary", "output"
@@ -88,3 +89,13 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements may lie at one address. Exact for what views of dense tensors can be."""
+    reach = 0
+    for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1):
+        if stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
