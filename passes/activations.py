@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from graphir.ir.program import Program
 
+from .base import require_program
+
 __all__ = ["activation_names", "find_activations"]
 
 
@@ -17,6 +19,7 @@ def find_activations(program: Program) -> list[str]:
 
     A forward-only program has no gradients; there, every value that depends on an input and is read counts.
     """
+    require_program(program, "find_activations")
     prefix = program.replicas[0]
     names = activation_names(program)
     return [name[len(prefix) :] for name in _in_order(program) if name in names]

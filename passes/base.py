@@ -20,7 +20,17 @@ from graphir.errors import ParseError, PassError, nearest
 from graphir.ir.program import Program
 from graphir.ir.verify import verify
 
-__all__ = ["Pass", "Pipeline", "Run", "Timing", "build", "parse_pipeline", "print_option", "register"]
+__all__ = [
+    "Pass",
+    "Pipeline",
+    "Run",
+    "Timing",
+    "build",
+    "parse_pipeline",
+    "print_option",
+    "register",
+    "require_program",
+]
 
 P = TypeVar("P", bound="type[Pass]")
 
@@ -38,7 +48,7 @@ class Pass(BaseModel):
         leaves_placed: whether operands are where their operators need them afterwards if they were before.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: ClassVar[str] = ""
     leaves_placed: ClassVar[bool] = True
@@ -52,7 +62,13 @@ class Pass(BaseModel):
         raise NotImplementedError
 
     def __call__(self, program: Program) -> Program:
-        """Run the pass and verify what it made."""
+        """Run the pass and verify what it made.
+
+        Raises:
+            PassError: *program* is not a program, or the options do not fit it.
+            VerifyError: the program breaks an invariant.
+        """
+        require_program(program, self.name)
         result = self.recorded(program)
         verify(result, placed=False)
         return result
@@ -94,15 +110,40 @@ def register(cls: P) -> P:
 
 
 def build(cls: type[Pass], **options: Any) -> Pass:
-    """``cls(**options)``, with pydantic's complaints turned into one :class:`~graphir.errors.PassError`."""
+    """``cls(**options)``, with every complaint of pydantic's in one :class:`~graphir.errors.PassError`.
+
+    Sequences become tuples, so that lists, ranges and the text of a pipeline give equal passes; a string is refused
+    where several names are meant.
+    """
     try:
-        return cls(**options)
+        return cls(**{name: _frozen(value) for name, value in options.items()})
     except ValidationError as e:
-        first = e.errors()[0]
-        field = ".".join(map(str, first["loc"])) or "options"
-        message = first["msg"].removeprefix("Value error, ")
+        found = []
+        for complaint in e.errors():
+            field = ".".join(str(part) for part in complaint["loc"] if part != "[key]") or "options"
+            found.append(f"{field}: {complaint['msg'].removeprefix('Value error, ')}")
         known = ", ".join(cls.model_fields) or "none"
-        raise PassError(f"{cls.name}: {field}: {message}", fix=f"options of {cls.name}: {known}") from None
+        raise PassError(f"{cls.name}: {'; '.join(found)}", fix=f"options of {cls.name}: {known}") from None
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
+        return tuple(map(_frozen, value))
+    return value
+
+
+def require_program(program: object, what: str) -> None:
+    """Refuse what is not a program, before anything else complains about it.
+
+    Raises:
+        PassError: it is something else.
+    """
+    if not isinstance(program, Program):
+        kind = type(program).__name__
+        fix = "give the program that the plan was emitted from" if kind == "Plan" else "graphir.capture makes one"
+        raise PassError(f"{what} takes a Program, not {kind}", fix=fix)
 
 
 class Timing(NamedTuple):
@@ -133,6 +174,8 @@ class Pipeline:
 
     def __init__(self, passes: str | Iterable[Pass]) -> None:
         self.passes: tuple[Pass, ...] = parse_pipeline(passes) if isinstance(passes, str) else tuple(passes)
+        if not all(isinstance(step, Pass) for step in self.passes):
+            raise PassError("a pipeline is made of passes", fix="give their text, or passes such as InjectCopies()")
 
     def __call__(self, program: Program) -> Program:
         """Run every pass and return the last one's program."""
@@ -140,6 +183,7 @@ class Pipeline:
 
     def run(self, program: Program) -> Run:
         """Run every pass and time it."""
+        require_program(program, "a pipeline")
         timings = []
         for step in self.passes:
             start = time.perf_counter()
@@ -162,6 +206,7 @@ class Pipeline:
 _BARE: Final = re.compile(r"[A-Za-z_][\w./:-]*")
 _NUMBER: Final = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?")
 _STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
+_DEEPEST: Final = 8
 _WORDS: Final[Mapping[str, object]] = {"true": True, "false": False, "none": None}
 
 
@@ -200,7 +245,7 @@ class _Reader:
     """
 
     def __init__(self, text: str) -> None:
-        self.text, self.position = text, 0
+        self.text, self.position, self.depth = text, 0, 0
 
     def pipeline(self) -> tuple[Pass, ...]:
         passes = [self.one_pass()]
@@ -233,7 +278,10 @@ class _Reader:
         if self.take("["):
             return self.items("]", self.value)
         if self.take("{"):
-            return dict(self.items("}", self.pair))
+            pairs = self.items("}", self.pair)
+            if len({repr(key) for key, _ in pairs}) < len(pairs):
+                raise self.error("a key is given twice")
+            return dict(pairs)
         self.skip()
         if match := _STRING.match(self.text, self.position):
             self.position = match.end()
@@ -253,13 +301,15 @@ class _Reader:
 
     def items(self, end: str, one: Callable[[], T]) -> list[T]:
         found: list[Any] = []
-        if self.take(end):
-            return found
-        while True:
+        self.depth += 1
+        if self.depth > _DEEPEST:
+            raise self.error(f"options are nested more than {_DEEPEST} deep")
+        while not self.take(end):
+            if found:
+                self.expect(",")
             found.append(one())
-            if self.take(end):
-                return found
-            self.expect(",")
+        self.depth -= 1
+        return found
 
     def skip(self) -> None:
         while self.position < len(self.text) and self.text[self.position].isspace():

@@ -25,6 +25,8 @@ from graphir.ir.program import Program
 from graphir.ir.verify import verify
 from graphir.plan import Event, Instruction, Kind, Plan, lane
 
+from .base import require_program
+
 __all__ = ["emit"]
 
 
@@ -40,6 +42,7 @@ def emit(program: Program, dims: Mapping[str, int] | None = None) -> Plan:
         PlacementError: an operand is elsewhere; inject_copies puts the copies in.
         PassError: an unknown dimension, or a size below 1.
     """
+    require_program(program, "emit")
     verify(program)
     return Plan(
         program=program.with_(state={}, module=None),
@@ -58,8 +61,8 @@ def _bind(program: Program, dims: Mapping[str, int]) -> dict[str, int]:
                 f"program {program.name!r} has no dimension {name!r}{reason}",
                 fix=f"dimensions: {', '.join(bound) or 'none'}",
             )
-        if size < 1:
-            raise PassError(f"dimension {name!r} cannot be {size}", fix="sizes start at 1")
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise PassError(f"dimension {name!r} cannot be {size!r}", fix="sizes are integers from 1 up")
         bound.update(dict.fromkeys(named, size))
     return bound
 
@@ -70,12 +73,6 @@ class _Use(NamedTuple):
     position: int
     blob: str
     version: int
-
-
-class _Wait(NamedTuple):
-    lane: str
-    position: int
-    event: Event
 
 
 class _Emission:

@@ -84,7 +84,7 @@ def replicate(program: Program, devices: Sequence[int], *, reduction: Literal["m
     Raises:
         PassError: devices are missing, negative or repeated, or the program is replicated or placed already.
     """
-    return build(Replicate, devices=tuple(devices), reduction=reduction)(program)
+    return build(Replicate, devices=devices, reduction=reduction)(program)
 
 
 class _Copy:

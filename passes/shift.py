@@ -112,7 +112,7 @@ def shift_activations(
     Raises:
         PassError: an unknown name or device, or a device that is both source and target. Nothing has changed then.
     """
-    return build(ShiftActivations, activations=tuple(activations), shifts=dict(shifts), strict=strict)(program)
+    return build(ShiftActivations, activations=activations, shifts=shifts, strict=strict)(program)
 
 
 _MOVES, _FED, _ACTIVATION, _SOURCE = 1, 2, 4, -8

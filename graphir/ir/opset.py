@@ -6,6 +6,7 @@ types are declared here. Schemas do not say everything, so :data:`_CORRECTIONS` 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Final, NamedTuple
@@ -93,24 +94,46 @@ class Signature(NamedTuple):
         return tuple(p for p in self.params if p.kind != "value")
 
 
+@cache
 def overload(type: str) -> torch._ops.OpOverload:
     """The torch operator of a type such as ``aten.addmm.default``.
 
     Raises:
-        GraphirError: the type is not of an allowed namespace, or this torch does not have it.
+        GraphirError: the type is not of an allowed namespace, this torch does not have it, or it does something else
+            than compute tensors from tensors.
     """
     namespace, _, rest = type.partition(".")
     name, _, variant = rest.partition(".")
-    if namespace in NAMESPACES:
-        packet = getattr(getattr(torch.ops, namespace), name, None)
-        found = getattr(packet, variant, None) if variant and isinstance(packet, torch._ops.OpOverloadPacket) else None
-        if isinstance(found, torch._ops.OpOverload):
-            return found
+    if namespace not in NAMESPACES:
+        allowed = ", ".join(sorted(NAMESPACES))
+        raise GraphirError(f"unknown operator type {type!r}", fix=f"types are graphir's own and those of {allowed}")
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    found = getattr(packet, variant, None) if variant and isinstance(packet, torch._ops.OpOverloadPacket) else None
+    if not isinstance(found, torch._ops.OpOverload):
         raise GraphirError(
             f"torch {torch.__version__} has no operator {type!r}", fix="check the name and torch's version"
         )
-    allowed = ", ".join(sorted(NAMESPACES))
-    raise GraphirError(f"unknown operator type {type!r}", fix=f"types are graphir's own and those of {allowed}")
+    if not _only_computes(found._schema, name):
+        raise GraphirError(
+            f"operator {type!r} is not allowed in a program",
+            fix="programs compute tensors from tensors: no files, storages, streams or Python values",
+        )
+    return found
+
+
+def _only_computes(schema: torch.FunctionSchema, name: str) -> bool:
+    """Whether a torch operator takes and returns nothing that reaches beyond the values of tensors.
+
+    A plan may come from a stranger, and torch has operators that map files into memory or exchange storages.
+    """
+    given = " ".join(f"{arg.name}:{arg.real_type}" for arg in schema.arguments)
+    reaches = re.search(r"filename|Storage|Stream|Any|Future|__torch__", given)
+    returns_tensors = any("Tensor" in str(result.real_type) for result in schema.returns)
+    return returns_tensors and not reaches and name not in _REBINDS
+
+
+_REBINDS: Final = frozenset({"set", "set_", "set_data", "resize", "resize_", "resize_as_", "_resize_output_", "data"})
+"""Operators that exchange a tensor's storage or change its size."""
 
 
 @cache

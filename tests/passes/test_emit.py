@@ -109,7 +109,11 @@ def test_instructions_do_not_depend_on_sizes() -> None:
 
 @pytest.mark.parametrize(
     ("dims", "message"),
-    [({"bach": 3}, "has no dimension 'bach'.*dimensions: batch"), ({"batch": 0}, "dimension 'batch' cannot be 0")],
+    [
+        ({"bach": 3}, "has no dimension 'bach'.*dimensions: batch"),
+        ({"batch": 0}, "dimension 'batch' cannot be 0"),
+        ({"batch": "3"}, "dimension 'batch' cannot be '3'"),
+    ],
 )
 def test_bad_dimensions_are_refused(dims: dict[str, int], message: str) -> None:
     with pytest.raises(PassError, match=f"(?s){message}"):

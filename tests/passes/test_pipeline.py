@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,10 +58,12 @@ def test_a_run_times_each_pass() -> None:
         ("replicate{devices=[0, 1}", "character 23: expected ','"),
         ("replicate{devices}", "character 17: expected '='"),
         ("replicate{devices=[0], devices=[1]}", "option 'devices' is given twice"),
+        ("shift_activations{activations=[], shifts={0: 2, 0: 3}}", "a key is given twice"),
+        ("replicate{devices=" + "[" * 5000 + "]" * 5000 + "}", "options are nested more than 8 deep"),
     ],
 )
 def test_bad_text_says_where(text: str, message: str) -> None:
-    with pytest.raises(ParseError, match=message.replace("|", r"\|").replace("[", r"\[")):
+    with pytest.raises(ParseError, match=re.escape(message)):
         passes.Pipeline(text)
 
 
@@ -71,3 +75,28 @@ def test_unknown_pass_names_the_nearest() -> None:
 def test_unknown_option_is_refused() -> None:
     with pytest.raises(PassError, match=r"replicate: devises: Extra inputs .*\n.*options of replicate: devices"):
         passes.Pipeline("replicate{devices=[0], devises=[1]}")
+
+
+@pytest.mark.parametrize("passes_", [[None], 3 * [two_layers]])
+def test_what_is_no_pass_is_refused(passes_: object) -> None:
+    with pytest.raises(PassError, match="a pipeline is made of passes"):
+        passes.Pipeline(passes_)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda given: passes.replicate(given, [0]), "replicate takes a Program, not"),
+        (lambda given: passes.shift_activations(given, [], {}), "shift_activations takes a Program, not"),
+        (passes.inject_copies, "inject_copies takes a Program, not"),
+        (passes.share_storage, "share_storage takes a Program, not"),
+        (passes.find_activations, "find_activations takes a Program, not"),
+        (passes.emit, "emit takes a Program, not"),
+        (passes.Pipeline("inject_copies"), "a pipeline takes a Program, not"),
+    ],
+)
+def test_what_is_no_program_is_refused(call, message: str) -> None:
+    with pytest.raises(PassError, match=f"{message} Plan\n +fix +give the program that the plan was emitted from"):
+        call(passes.emit(two_layers()))
+    with pytest.raises(PassError, match=f"{message} NoneType\n +fix +graphir.capture makes one"):
+        call(None)

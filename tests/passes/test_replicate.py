@@ -83,6 +83,10 @@ def test_the_captured_program_is_untouched() -> None:
         ([], "no devices"),
         ([0, -1], "-1 is not a device number"),
         (["a"], "valid integer"),
+        ([True, False], "valid integer"),
+        ([0.0], "valid integer"),
+        (2, "valid tuple"),
+        (None, "valid tuple"),
     ],
 )
 def test_bad_devices_are_refused(devices: list[int], message: str) -> None:

@@ -186,6 +186,21 @@ def test_bad_shifts_are_refused(shifts: dict[int, int], message: str) -> None:
     assert str(program) == before
 
 
+@pytest.mark.parametrize(
+    ("activations", "shifts", "message"),
+    [
+        ("relu", {0: 1}, "activations: Input should be a valid tuple"),
+        (None, {0: 1}, "activations: Input should be a valid tuple"),
+        (["relu"], [0, 1], "shifts: Input should be a valid dictionary"),
+        (["relu"], {0: 2.0}, "shifts.0: Input should be a valid integer"),
+        (["relu"], {0: True}, "shifts.0: Input should be a valid integer"),
+    ],
+)
+def test_options_of_the_wrong_kind_are_refused(activations: object, shifts: object, message: str) -> None:
+    with pytest.raises(PassError, match=message):
+        passes.shift_activations(two_layers(), activations, shifts=shifts)  # type: ignore[arg-type]
+
+
 def test_random_programs_are_well_formed_after_a_shift() -> None:
     for seed in range(40):
         program = nets.random_program(seed)

@@ -193,3 +193,21 @@ def test_constants_have_symbols(constant):
 def test_constants_without_a_name_are_refused():
     with pytest.raises(GraphirError, match=r"torch\.sparse_coo is not supported\n  fix  supported: bf16, "):
         to_symbol(torch.sparse_coo)
+
+
+@pytest.mark.parametrize(
+    "type",
+    [
+        "aten.from_file.default",
+        "aten.set_.source_Storage",
+        "aten.set_.source_Tensor",
+        "aten.resize_.default",
+        "aten.item.default",
+        "aten.save.default",
+        "aten.record_stream.default",
+        "aten._print.default",
+    ],
+)
+def test_operators_that_reach_beyond_tensors_are_refused(type):
+    with pytest.raises(GraphirError, match=r"is not allowed in a program|has no operator"):
+        overload(type)
