@@ -28,8 +28,7 @@ def find_activations(program: Program) -> list[str]:
 def activation_names(program: Program) -> set[str]:
     """The activations of a program, prefix included, in no order."""
     step, prefix = program.step, program.replicas[0]
-    blobs, gradients = step.blobs, step.gradients
-    read = set().union(*[op.inputs for op in step.ops])
+    blobs, gradients, read = step.blobs, step.gradients, step.read
     if gradients:
         named = [name for name, grad in gradients.items() if grad in read and name in read]
         return {name for name in named if name.startswith(prefix) and blobs[name].role != "param"}

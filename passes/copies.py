@@ -21,8 +21,8 @@ from graphir.ir.blob import Blob, dense_nbytes, overlaps
 from graphir.ir.device import Device
 from graphir.ir.names import fresh
 from graphir.ir.net import Net
-from graphir.ir.operator import Operator, Phase
-from graphir.ir.placement import required_devices
+from graphir.ir.operator import PURE, Operator, Phase
+from graphir.ir.placement import ELSEWHERE, is_host_scalar, required_devices
 from graphir.ir.program import Program
 from graphir.ir.size import Dims, bind_shape
 
@@ -87,6 +87,16 @@ class _Injection:
 
     def place(self, op: Operator) -> None:
         """Append *op*, with copies before it of what it needs from elsewhere, and after it of what it updated."""
+        if op.effects is PURE and op.input_versions is None and op.type not in ELSEWHERE:
+            # What nearly every operator is, in half the time.
+            device, blobs = op.device, self.blobs
+            brought = tuple([
+                name if blobs[name].device == device or is_host_scalar(blobs[name])
+                else self.bring(name, 0, device, op.phase)[0]
+                for name in op.inputs
+            ])  # fmt: skip
+            self.ops.append(op if brought == op.inputs else Operator(op[0], brought, *op[2:]))
+            return
         needed, _ = required_devices(op, self.blobs)
         inputs, versions = list(op.inputs), list(op.input_versions or (0,) * len(op.inputs))
         for i, (name, version) in enumerate(op.reads):
@@ -131,24 +141,17 @@ class _Injection:
         """A new blob on *device* that a copy of *blob* will fill."""
         suffix = "cpu" if device.kind == "cpu" else f"gpu_{device.index}"
         name = fresh(f"{blob.name}_{suffix}", self.blobs)
-        self.blobs[name] = blob._replace(name=name, device=device, role="temporary", storage=name, offset=0)
+        self.blobs[name] = Blob(name, blob.shape, blob.dtype, device, "temporary", name, blob.strides)
         return name, 0
 
     def copy(self, source: tuple[str, int], target: tuple[str, int], phase: Phase) -> None:
         """Append a copy between two (name, version)s."""
-        self.ops.append(
-            Operator(
-                type="Copy",
-                inputs=(source[0],),
-                outputs=(target[0],),
-                args={},
-                device=self.blobs[target[0]].device,
-                phase=phase,
-                by=InjectCopies.name,
-                input_versions=(source[1],) if source[1] else None,
-                output_versions=(target[1],) if target[1] else None,
-            )
+        copy = Operator(
+            "Copy", (source[0],), (target[0],), {}, self.blobs[target[0]].device, phase, "", InjectCopies.name
         )
+        if source[1] or target[1]:
+            copy = copy._replace(input_versions=source[1:], output_versions=target[1:])
+        self.ops.append(copy)
 
     def replay(self, name: str, version: int, device: Device, phase: Phase) -> tuple[str, int]:
         """Make a view again on *device*, over a copy of its whole storage."""

@@ -62,6 +62,11 @@ class Net:
                 found.setdefault(name, []).append(i)
         return found
 
+    @cached_property
+    def read(self) -> frozenset[str]:
+        """The names of the blobs that some operator reads."""
+        return frozenset().union(*[op.inputs for op in self.ops])
+
     def blob(self, name: str) -> Blob:
         """The blob called *name*.
 

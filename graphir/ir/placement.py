@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 from .blob import Blob
 from .device import Device
 from .operator import Operator
 
-__all__ = ["is_host_scalar", "required_devices"]
+__all__ = ["ELSEWHERE", "is_host_scalar", "required_devices"]
+
+ELSEWHERE: Final = frozenset({"Copy", "AllReduce"})
+"""Types whose operands may be on other devices than the operator."""
 
 
 def is_host_scalar(blob: Blob) -> bool:
