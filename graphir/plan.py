@@ -141,4 +141,4 @@ class Plan:
         """Write the plan as JSON, whole or not at all."""
         from .ir.files import save_plan
 
-        save_plan(self, Path(path))
+        save_plan(self, path)

@@ -7,16 +7,20 @@ values and layouts give the same bits, so equal numbers mean equal bits.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, NoReturn
 
 from ..errors import EquivalenceError
+from ..ir.names import prefix_of
 from ..ir.net import Net
 from ..ir.operator import Operator
 from ..ir.program import Program
-from ..ir.verify import verify
+from ..ir.verify import require, verify
 from ..plan import Plan
+from .diff import words
 from .values import Made, Numbering, Trace
 
 __all__ = ["Certificate", "certify"]
@@ -71,7 +75,8 @@ class Certificate:
         values: the value number of each external output after the last step, and of each parameter, buffer and
             optimizer state. Numbers mean something within one certificate only.
         compared: how many values of each kind were compared.
-        caveats: operators whose bits differ from run to run by nature, and why.
+        caveats: operators whose bits differ from run to run by nature, or that leave memory unwritten which is then
+            read, and why.
     """
 
     before: str
@@ -104,9 +109,12 @@ def certify(before: Program | Plan, after: Program | Plan, *, verified: bool = F
             view is had from its geometry; so without this they are verified first (not where operands are).
 
     Raises:
+        GraphirError: one of them is neither.
         EquivalenceError: they don't; names the first blob that differs, and shows both derivations.
         VerifyError: one of them is not well-formed.
     """
+    for subject in (before, after):
+        require(subject, (Program, Plan), "certify")
     a, b = (subject.program if isinstance(subject, Plan) else subject for subject in (before, after))
     if not verified:
         verify(a, placed=False)
@@ -118,7 +126,7 @@ def certify(before: Program | Plan, after: Program | Plan, *, verified: bool = F
         _explain(a, b, difference)
     values = {**ours.final, **ours.outputs[-1]}
     compared = {"outputs": len(ours.outputs[-1]), "states": len(ours.final)}
-    return Certificate(a.name, b.name, values, compared, _caveats(a, b))
+    return Certificate(a.name, b.name, values, compared, _caveats(a, b, theirs.unwritten))
 
 
 class _Difference(NamedTuple):
@@ -138,7 +146,7 @@ def _first_difference(ours: Trace, theirs: Trace) -> _Difference | None:
     return None
 
 
-def _caveats(before: Program, after: Program) -> tuple[str, ...]:
+def _caveats(before: Program, after: Program, unwritten: AbstractSet[str]) -> tuple[str, ...]:
     found: dict[str, int] = {}
     for op in after.step.ops:
         namespace, _, rest = op.type.partition(".")
@@ -147,6 +155,9 @@ def _caveats(before: Program, after: Program) -> tuple[str, ...]:
         if functional in _NONDETERMINISTIC:
             found[functional] = found.get(functional, 0) + 1
     caveats = [f"{type} ({count} operators) {_NONDETERMINISTIC[type]}" for type, count in found.items()]
+    for type, count in Counter(op.type for op in after.step.ops if not unwritten.isdisjoint(op.outputs)).items():
+        why = "leaves memory unwritten, of which a part may be read before it is written"
+        caveats.append(f"{type} ({count} operators) {why}")
     kinds = {op.outputs[0]: op.device.kind for op in before.step.ops if op.outputs}
     moved = [op for op in after.step.ops if op.outputs and kinds.get(op.outputs[0], op.device.kind) != op.device.kind]
     if moved:
@@ -178,6 +189,9 @@ class _Derivations:
 
     def op(self, made: Made) -> Operator:
         return self.net(made).ops[made.position]
+
+    def operator(self, index: int | None) -> Operator | None:
+        return None if index is None else self.op(self.made[index])
 
     def last(self, difference: _Difference) -> int | None:
         """The last value given to the blob by the end of the step."""
@@ -242,6 +256,28 @@ def _explain(before: Program, after: Program, difference: _Difference) -> NoRetu
     name = ours.made[index].name if index is not None else difference.name
     result = f"{difference.kind} {difference.name!r} differs after step {difference.step}"
     what = f"blob {name!r} has another value" + (f", so that {result}" if name != difference.name else f": {result}")
-    lines = ["before:", *(f"  {line}" for line in ours.window(index))]
-    lines += ["after:", *(f"  {line}" for line in theirs.window(other))]
+    near, far = ours.window(index), theirs.window(other)
+    if near == far:
+        mine, its = _unshown(before, after, name, ours.operator(index), theirs.operator(other))
+        near, far = [*near, mine], [*far, its]
+    lines = ["before:", *(f"  {line}" for line in near), "after:", *(f"  {line}" for line in far)]
     raise EquivalenceError(what, at="\n       ".join(lines), where=where, fix="compare the two derivations above")
+
+
+def _unshown(before: Program, after: Program, name: str, a: Operator | None, b: Operator | None) -> tuple[str, str]:
+    """What differs between two derivations whose operators read the same: a declaration, or whose numbers are drawn."""
+    blobs, others = before.step.blobs, after.step.blobs
+    names = [name, *(a.inputs + a.outputs if a is not None else ())]
+    names += [blobs[n].storage for n in names if n in blobs]
+    for shared in (n for n in dict.fromkeys(names) if n in blobs and n in others):
+        for aspect in ("shape", "dtype", "strides", "offset", "storage", "role"):
+            x, y = getattr(blobs[shared], aspect), getattr(others[shared], aspect)
+            if x != y:
+                where = f"where the {aspect} of {shared!r} is"
+                return f"{where} {words(x)}", f"{where} {words(y)}"
+    if a is not None and a.seed is not None and b is not None and before.replicas != after.replicas:
+        prefix = prefix_of(a.outputs[0])
+        x, y = (list(r).index(prefix) if prefix in r else "-" for r in (before.replicas, after.replicas))
+        if x != y:
+            return f"with the random numbers of replica {x}", f"with the random numbers of replica {y}"
+    return "from a storage in one state", "from a storage in another state: one that was written over in between"

@@ -14,11 +14,12 @@ from ..ir.net import Net
 from ..ir.operator import Operator
 from ..ir.program import Program
 from ..ir.size import Dims
-from ..ir.text import nbytes_text
+from ..ir.text import nbytes_text, type_name
+from ..ir.verify import require
 from ..plan import Plan
 from .memory import memory
 
-__all__ = ["BlobChange", "Diff", "OperatorChange", "OperatorEntry", "OperatorMove", "Peak", "diff"]
+__all__ = ["BlobChange", "Diff", "OperatorChange", "OperatorEntry", "OperatorMove", "Peak", "diff", "words"]
 
 _Subject: TypeAlias = Program | Plan | Net
 _Nets: TypeAlias = Sequence[tuple[str, Net]]
@@ -45,7 +46,7 @@ class OperatorEntry(_Entry):
 
     def __str__(self) -> str:
         size = f", {nbytes_text(self.nbytes)}" if self.nbytes else ""
-        return f"{self.output} = {self.type} @{self.device}{size}"
+        return f"{self.output} = {type_name(self.type)} @{self.device}{size}"
 
 
 class OperatorMove(_Entry):
@@ -58,7 +59,8 @@ class OperatorMove(_Entry):
     by: str = ""
 
     def __str__(self) -> str:
-        return f"{self.output} = {self.type}: {self.before} -> {self.after}" + (f" by {self.by}" if self.by else "")
+        by = f" by {self.by}" if self.by else ""
+        return f"{self.output} = {type_name(self.type)}: {self.before} -> {self.after}{by}"
 
 
 class OperatorChange(_Entry):
@@ -171,7 +173,13 @@ def _clip(line: str) -> str:
 
 
 def diff(before: _Subject, after: _Subject) -> Diff:
-    """What differs between two programs, plans or nets: operators are matched by what they make."""
+    """What differs between two programs, plans or nets: operators are matched by what they make.
+
+    Raises:
+        GraphirError: one of them is something else.
+    """
+    for subject in (before, after):
+        require(subject, (Program, Plan, Net), "diff")
     ours, theirs = _nets(before), _nets(after)
     dims: Dims = {} if isinstance(before, Net) else _dims(before)
     found = _Compared({} if isinstance(after, Net) else {**dims, **_dims(after)})
@@ -247,13 +255,13 @@ class _Compared:
             x, y = getattr(a, name), getattr(b, name)
             same = x == y if name != "args" else repr(x) == repr(y)  # 1, 1.0 and True are different arguments
             if not same and not (name == "effects" and a.type != b.type):
-                was, now = _differing(x, y)
+                was, now = (type_name(x), type_name(y)) if name == "type" else _differing(x, y)
                 self.changed.append(OperatorChange(output=key, field=name, before=was, after=now))
 
     def blob(self, a: Blob, b: Blob) -> None:
         for name, x, y in zip(a._fields, a, b, strict=True):
             if x != y and not (name == "device" and (a.name in self.carried or a.storage in self.carried)):
-                self.blobs[BlobChange(name=a.name, field=name, before=_words(x), after=_words(y))] = None
+                self.blobs[BlobChange(name=a.name, field=name, before=words(x), after=words(y))] = None
 
     def entry(self, key: str, op: Operator, net: Net) -> OperatorEntry:
         nbytes = 0
@@ -291,15 +299,16 @@ def _differing(a: object, b: object) -> tuple[str, str]:
     """Two values of a field as text; of arguments and operands, what differs alone."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         names = [n for n in {**a, **b} if n not in a or n not in b or repr(a[n]) != repr(b[n])]
-        was, now = (", ".join(f"{n}={_words(m[n])}" for n in names if n in m) or "-" for m in (a, b))
+        was, now = (", ".join(f"{n}={words(m[n])}" for n in names if n in m) or "-" for m in (a, b))
         return was, now
     if isinstance(a, tuple) and isinstance(b, tuple) and not hasattr(a, "_fields") and len(a) == len(b):
         pairs = dict.fromkeys((x, y) for x, y in zip(a, b, strict=True) if x != y)
-        return ", ".join(_words(x) for x, _ in pairs), ", ".join(_words(y) for _, y in pairs)
-    return _words(a), _words(b)
+        return ", ".join(words(x) for x, _ in pairs), ", ".join(words(y) for _, y in pairs)
+    return words(a), words(b)
 
 
-def _words(value: object) -> str:
+def words(value: object) -> str:
+    """A field of a blob or an operator as text."""
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return "[" + ", ".join(_words(item) for item in value) + "]"
+        return "[" + ", ".join(words(item) for item in value) + "]"
     return str(value)

@@ -9,12 +9,14 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import GraphirError
 from ..ir.blob import STATE_ROLES, Blob
 from ..ir.device import Device
 from ..ir.net import Net
 from ..ir.program import Program
-from ..ir.size import Dims
+from ..ir.size import LARGEST, Dims
 from ..ir.text import nbytes_text
+from ..ir.verify import require
 from ..plan import Plan
 from .liveness import liveness
 
@@ -45,6 +47,8 @@ _CATEGORY: Final[Mapping[str, str]] = {
     "temporary": "temporaries",
     "output": "outputs",
 }
+_MOST_BYTES: Final = LARGEST * 16
+_MOST_COUNTED: Final = (1 << 63) - 1
 _COLUMNS: Final = 7
 """Devices side by side in the table, so that it stays within 100 columns."""
 
@@ -120,7 +124,7 @@ class Memory:
             if any(values):
                 lines.append(row(category, [nbytes_text(v) if v else "-" for v in values]))
         lines.append(row("peak", [nbytes_text(self.peak[device]) for device in devices]))
-        lines.append(row("of it state", [nbytes_text(self.state[device]) for device in devices]))
+        lines.append(row("of which state", [nbytes_text(self.state[device]) for device in devices]))
         return lines
 
 
@@ -133,13 +137,18 @@ def memory(subject: Program | Plan, dims: Dims | None = None) -> Memory:
         dims: the value of each dimension; the captured ones, or those that the plan was emitted for, by default.
 
     Raises:
-        GraphirError: a dimension has no value.
+        GraphirError: *subject* is neither, a dimension has no value, or a size is negative or absurd.
     """
+    require(subject, (Program, Plan), "memory")
     own = subject.dims if isinstance(subject, Program) else {**subject.program.dims, **subject.dims}
     sizes = {**own, **(dims or {})}
     net = subject.step
     positions = max(len(subject.instructions if isinstance(subject, Plan) else net.ops), 1)
-    uses = _uses(subject, net, sizes, positions)
+    try:
+        uses = _uses(subject, net, sizes, positions)
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as e:
+        what = f"the memory of {subject.name!r} cannot be computed: {type(e).__name__}: {e}"
+        raise GraphirError(what, fix="verify it: it is not well-formed") from None
     by_device: dict[str, list[StorageUse]] = {device: [] for device in net.devices}
     for use in uses:
         by_device[use.device].append(use)
@@ -167,7 +176,14 @@ def _uses(subject: Program | Plan, net: Net, dims: Dims, positions: int) -> list
     for storage, (start, end) in liveness(subject).items():
         blob: Blob = net.blobs[storage]
         category = "copies" if storage in copies else _CATEGORY[blob.role]
-        uses.append(StorageUse(storage, category, blob.nbytes(dims), blob.device, start, max(end, start + 1)))
+        nbytes = blob.nbytes(dims)
+        if not 0 <= nbytes <= _MOST_BYTES:
+            fix = "check its sizes and the values of dimensions"
+            raise GraphirError(f"blob {storage!r} would take {nbytes} bytes", where=f"{net.name!r}", fix=fix)
+        uses.append(StorageUse(storage, category, nbytes, blob.device, start, max(end, start + 1)))
+    total = sum(use.nbytes for use in uses)
+    if total > _MOST_COUNTED:
+        raise GraphirError(f"the blobs of {net.name!r} would take {total} bytes", fix="check their sizes")
     return uses
 
 

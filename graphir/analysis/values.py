@@ -104,19 +104,29 @@ class Trace(NamedTuple):
         outputs: the value of each external output after each step.
         final: the value of each parameter, buffer and optimizer state after the last step.
         made: every value, in the order of execution; empty unless it was asked for.
+        unwritten: blobs that were made without writing them, and of which something is read that may still not be
+            written.
     """
 
     outputs: tuple[dict[str, int], ...]
     final: dict[str, int]
     made: list[Made]
+    unwritten: frozenset[str] = frozenset()
 
 
 class Numbering:
-    """One table of values, so that the numbers of several programs can be compared."""
+    """One table of values, so that the numbers of several programs can be compared.
+
+    Attributes:
+        numbers: of each value.
+        geometry: the layout in which each value was computed.
+        unwritten: values that hold memory that may not have been written, and the blob that was made without writing.
+    """
 
     def __init__(self) -> None:
         self.numbers: dict[_Key, int] = {}
         self.geometry: list[int] = []
+        self.unwritten: dict[int, str] = {}
 
     def number(self, key: _Key, geometry: int = -1) -> int:
         """The number of *key*; *geometry* is the layout in which it was computed."""
@@ -126,10 +136,6 @@ class Numbering:
             self.geometry.append(geometry)
         return found
 
-    def unique(self, geometry: int) -> int:
-        """A number that nothing else has: the content of memory that nobody has written."""
-        return self.number(("unique", len(self.geometry)), geometry)
-
     def trace(self, program: Program, steps: int = 2, *, record: bool = False) -> Trace:
         """Number everything that ``init`` and *steps* steps of the program compute."""
         run = _Run(self, program, record)
@@ -138,10 +144,11 @@ class Numbering:
         for step in range(steps):
             run.net(program.step, step)
             outputs.append(run.values(program.step.external_outputs))
+            run.use(program.step.external_outputs)
         lasting = [
             n for n in program.step.external_inputs if program.step.blobs[n].role in ("param", "buffer", "state")
         ]
-        return Trace(tuple(outputs), run.values(lasting), run.made)
+        return Trace(tuple(outputs), run.values(lasting), run.made, frozenset(run.unwritten))
 
 
 class _Run:
@@ -151,6 +158,7 @@ class _Run:
         self.table, self.program, self.record = table, program, record
         self.roots: dict[str, _Root] = {}
         self.made: list[Made] = []
+        self.unwritten: set[str] = set()
         self.replicas = {prefix: r for r, prefix in enumerate(program.replicas)}
         self.blobs: Mapping[str, Blob] = {}
         self.geometries: dict[str, int] = {}
@@ -177,6 +185,13 @@ class _Run:
     def values(self, names: Iterable[str]) -> dict[str, int]:
         return {name: self.read(name) for name in names}
 
+    def use(self, names: Iterable[str]) -> None:
+        """Note which of the blobs hold memory that may not have been written."""
+        unwritten = self.table.unwritten
+        if unwritten:
+            roots = (self.roots[self.blobs[name].storage][0] for name in names)
+            self.unwritten.update(unwritten[root] for root in roots if root in unwritten)
+
     def read(self, name: str) -> int:
         """The value of a blob, layout included."""
         blob = self.blobs[name]
@@ -194,7 +209,10 @@ class _Run:
             return
         old, start = self.roots[blob.storage]
         key = ("write", old, start, self.geometries[base.name], self.geometries[name], value)
-        self.roots[blob.storage] = (self.table.number(key, self.geometries[base.name]), 0)
+        written = self.table.number(key, self.geometries[base.name])
+        self.roots[blob.storage] = (written, 0)
+        if old in self.table.unwritten:
+            self.table.unwritten[written] = self.table.unwritten[old]
 
 
 class _Operator:
@@ -222,15 +240,21 @@ class _Operator:
             self.copy(run, op)
             return
         if len(self.views) == len(op.outputs):
-            self.view(run, op)
+            self.view(run, op, step)
             return
-        if self.empty:
-            for name, geometry in zip(op.outputs, self.geometries, strict=True):
-                run.write(name, table.unique(geometry))
+        if self.empty:  # known by its name, which passes keep, so that a program equals itself
+            for (name, version), geometry in zip(op.makes, self.geometries, strict=True):
+                content = table.number(("empty", self.kind, name, version, step, geometry), geometry)
+                if 0 not in (run.blobs[name].shape or ()):
+                    table.unwritten[content] = name
+                run.write(name, content)
             return
         inputs = [run.read(name) for name in op.inputs]
         if self.kind in _IGNORES_FIRST and inputs:
             inputs[0] = -1 - table.number(_geometry(run.blobs[op.inputs[0]]._replace(offset=0)))
+            run.use(op.inputs[1:])
+        else:
+            run.use(op.inputs)
         if self.batch_norm:
             self.normalize(run, op, inputs)
             return
@@ -244,7 +268,7 @@ class _Operator:
             if position not in self.views:
                 run.write(name, table.number((call, position, geometry), geometry))
 
-    def view(self, run: _Run, op: Operator) -> None:
+    def view(self, run: _Run, op: Operator, step: int) -> None:
         """A view is its storage's value and its own geometry, so there is nothing to note: unless it reaches beyond
         its operand, into what a copy of a part of a storage does not have."""
         if not self.kind.startswith("aten.as_strided"):
@@ -252,7 +276,10 @@ class _Operator:
         storage = run.blobs[op.inputs[0]].storage
         root, start = run.roots[storage]
         if start != 0 or run.geometries[storage] != run.table.geometry[root]:
-            run.roots[storage] = (run.table.unique(run.geometries[storage]), 0)
+            geometry = run.geometries[storage]
+            beyond = run.table.number(("beyond", root, start, op.outputs[0], step, geometry), geometry)
+            run.table.unwritten[beyond] = op.outputs[0]
+            run.roots[storage] = (beyond, 0)
 
     def copy(self, run: _Run, op: Operator) -> None:
         """The copy's storage is the source's storage, seen from where the source begins."""
@@ -263,6 +290,7 @@ class _Operator:
         if same and not kept.is_view:
             run.roots[target] = (root, _sum(_byte_offset(blob), start))
         else:
+            run.use(op.inputs)
             key = ("laid out", run.read(source), run.geometries[target])
             run.write(target, run.table.number(key, run.geometries[target]))
 

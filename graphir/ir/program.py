@@ -135,4 +135,4 @@ class Program:
         """
         from .files import save_program
 
-        save_program(self, Path(path), state=state)
+        save_program(self, path, state=state)

@@ -12,10 +12,25 @@ from typing import Final, NamedTuple, TypeAlias
 
 from ..errors import GraphirError, ParseError
 
-__all__ = ["Affine", "Dims", "Shape", "Size", "bind", "bind_shape", "numel", "parse_size", "rename_dims", "size_dims"]
+__all__ = [
+    "LARGEST",
+    "Affine",
+    "Dims",
+    "Shape",
+    "Size",
+    "bind",
+    "bind_shape",
+    "numel",
+    "parse_size",
+    "rename_dims",
+    "size_dims",
+]
 
 Dims: TypeAlias = Mapping[str, int]
 """The value of each named dimension."""
+
+LARGEST: Final = 1 << 48
+"""The largest value of a dimension, and the largest number of elements, that is taken for a real one."""
 
 _TERM: Final = re.compile(r"(?:(-?\d+)\*)?([A-Za-z_][\w./]*)|(-?\d+)")
 

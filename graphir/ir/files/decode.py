@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from math import prod
+from typing import Final
+
 from pydantic import JsonValue
 
 from ...errors import GraphirError, nearest
@@ -12,7 +15,7 @@ from ..dtype import ITEMSIZE
 from ..net import Net
 from ..operator import PURE, SYMBOLS, Arg, Effects, Operator, Symbol
 from ..program import Feed, Interface, ParamGroup, Program, Scalar
-from ..size import Shape, Size, parse_size
+from ..size import LARGEST, Dims, Shape, Size, parse_size
 from .records import (
     AnyFile,
     BlobRecord,
@@ -27,6 +30,8 @@ from .records import (
 )
 
 __all__ = ["value_of"]
+
+_SIZES: Final = f"sizes, strides and offsets are from 0 to {LARGEST}"
 
 
 def value_of(file: AnyFile) -> Net | Program | Plan:
@@ -46,15 +51,39 @@ def value_of(file: AnyFile) -> Net | Program | Plan:
             instructions.append(_instruction(record, len(program.step.ops)))
     except GraphirError as e:
         raise _placed(f"instructions[{len(instructions)}]", e) from None
-    return Plan(program, file.dims, tuple(instructions))
+    return Plan(program, _dims(file.dims, "dims"), tuple(instructions))
+
+
+def _parsed(text: str) -> Size:
+    try:
+        return parse_size(text)
+    except ValueError:  # more digits than Python reads
+        raise GraphirError(f"{text[:20]}… is not the size of anything", fix=_SIZES) from None
 
 
 def _size(text: SizeText) -> Size:
-    return text if isinstance(text, int) else parse_size(text)
+    """A size of a blob: of numbers that can be sizes."""
+    if isinstance(text, int):
+        if not 0 <= text <= LARGEST:
+            raise GraphirError(f"{text} is not the size of anything", fix=_SIZES)
+        return text
+    size = _parsed(text)
+    numbers = (size,) if isinstance(size, int) else (size.constant, *(k for _, k in size.terms))
+    if max(map(abs, numbers)) > LARGEST or (isinstance(size, int) and size < 0):
+        raise GraphirError(f"{text} is not the size of anything", fix=_SIZES)
+    return size
 
 
 def _shape(texts: tuple[SizeText, ...] | None) -> Shape | None:
     return None if texts is None else tuple([_size(text) for text in texts])
+
+
+def _dims(dims: Dims, place: str) -> Dims:
+    for name, value in dims.items():
+        if not 1 <= value <= LARGEST:
+            what = f"dimension {name!r} cannot be {value}"
+            raise GraphirError(what, where=f"{place}.{name}", fix=f"a dimension is from 1 to {LARGEST}")
+    return dims
 
 
 def _arg(value: JsonValue) -> Arg:
@@ -65,7 +94,7 @@ def _arg(value: JsonValue) -> Arg:
     if len(value) == 1:
         ((kind, text),) = value.items()
         if kind == "size" and isinstance(text, str):
-            return parse_size(text)
+            return _parsed(text)
         if kind == "symbol" and isinstance(text, str) and text in SYMBOLS:
             return Symbol(text)
         if kind == "float" and isinstance(text, str) and text in ("inf", "-inf", "nan"):
@@ -80,14 +109,20 @@ def _placed(place: str, e: GraphirError) -> GraphirError:
 def _blob(record: BlobRecord) -> Blob:
     if record.dtype is not None and record.dtype not in ITEMSIZE:
         raise GraphirError(f"{record.dtype!r} is not an element type{nearest(record.dtype, ITEMSIZE)}")
+    shape, strides = _shape(record.shape), _shape(record.strides)
+    if strides is not None and (shape is None or len(strides) != len(shape)):
+        raise GraphirError(f"{len(strides)} strides", fix="a blob has one stride for each dimension of its shape")
+    elements = prod(size for size in shape or () if isinstance(size, int))
+    if elements > LARGEST:
+        raise GraphirError(f"a shape of {elements} elements or more", fix=f"a blob has at most {LARGEST}")
     return Blob(
         record.name,
-        _shape(record.shape),
+        shape,
         record.dtype,
         Device.parse(record.device),
         record.role,
         record.name if record.storage is None else record.storage,
-        _shape(record.strides),
+        strides,
         _size(record.offset),
     )
 
@@ -95,6 +130,9 @@ def _blob(record: BlobRecord) -> Blob:
 def _operator(record: OperatorRecord, effects: tuple[Effects, ...]) -> Operator:
     if record.effects is not None and not 0 <= record.effects < len(effects):
         raise GraphirError(f"effects {record.effects} are not in the table", fix=f"it has {len(effects)} entries")
+    for names, versions in ((record.inputs, record.input_versions), (record.outputs, record.output_versions)):
+        if versions is not None and len(versions) != len(names):
+            raise GraphirError(f"{len(versions)} versions of {len(names)} operands", fix="each operand has one version")
     return Operator(
         record.type,
         record.inputs,
@@ -170,7 +208,7 @@ def _program(record: ProgramRecord) -> Program:
         record.name,
         _net(record.init, "program.init"),
         _net(record.step, "program.step"),
-        record.dims,
+        _dims(record.dims, "program.dims"),
         record.fixed,
         record.replicas,
         _interface(record.interface, "program.interface"),

@@ -44,12 +44,12 @@ def save_net(net: Net, path: str | Path) -> None:
     Raises:
         FileError: the file cannot be written; one that stood there before is as it was.
     """
-    _save(net, Path(path))
+    _save(net, _path(path))
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
     """Write a plan as JSON; raises as :func:`save_net`."""
-    _save(plan, Path(path))
+    _save(plan, _path(path))
 
 
 def save_program(program: Program, path: str | Path, state: bool = False) -> None:
@@ -59,7 +59,7 @@ def save_program(program: Program, path: str | Path, state: bool = False) -> Non
         GraphirError: *state* is asked for and the program has none.
         FileError: as :func:`save_net`.
     """
-    path = Path(path)
+    path = _path(path)
     if not state:
         _save(program, path)
         return
@@ -79,12 +79,13 @@ def save_program(program: Program, path: str | Path, state: bool = False) -> Non
 def load(path: str | Path) -> Net | Program | Plan:
     """Read a net, a program or a plan, by what the file says it is.
 
-    A program's tensors, if they were saved, are read as they are first asked for, with the strides of their blobs.
+    A program's tensors, if they were saved, are read as they are first asked for, with the strides of their blobs; that
+    is when damage to their bytes shows, as a FileError.
 
     Raises:
         FileError: the file is missing, too large, damaged, of another kind or of a newer format.
     """
-    path = Path(path)
+    path = _path(path)
     text = _read(path)
     try:
         header = Header.model_validate_json(text)
@@ -138,6 +139,12 @@ def _of_kind(path: str | Path, kind: type[T]) -> T:
         held, wanted = type(found).__name__.lower(), kind.__name__.lower()
         raise FileError(f"the file holds a {held}, not a {wanted}", where=str(path), fix=f"give the file of a {wanted}")
     return found
+
+
+def _path(path: object) -> Path:
+    if isinstance(path, str | os.PathLike):
+        return Path(path)
+    raise FileError(f"a path was expected, not {type(path).__name__}", fix="give the path of a file, a str or a Path")
 
 
 def _tensors_path(path: Path) -> Path:

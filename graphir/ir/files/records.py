@@ -141,10 +141,14 @@ class InterfaceRecord(_Record):
 
 
 class TensorRecord(_Record):
-    """Element type and shape of a tensor that is stored beside the file."""
+    """Element type, shape and checksum (CRC-32 of its bytes) of a tensor that is stored beside the file.
+
+    A file without checksums, of an earlier graphir, is read without comparing them.
+    """
 
     dtype: str
     shape: tuple[int, ...]
+    crc32: int | None = None
 
 
 class ProgramRecord(_Record):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,6 +18,8 @@ from .records import TensorRecord
 
 __all__ = ["StoredTensors", "describe", "stored_layouts", "write_tensors"]
 
+_FIX: Final = "save the program again with state=True; its two files belong together"
+
 
 def describe(state: Mapping[str, torch.Tensor]) -> dict[str, TensorRecord]:
     """What a program's file says about the tensors beside it.
@@ -25,9 +28,19 @@ def describe(state: Mapping[str, torch.Tensor]) -> dict[str, TensorRecord]:
         GraphirError: a tensor has an element type that graphir has no name for.
     """
     return {
-        name: TensorRecord(dtype=str(to_symbol(tensor.dtype)), shape=tuple(tensor.shape))
+        name: TensorRecord(
+            dtype=str(to_symbol(tensor.dtype)), shape=tuple(tensor.shape), crc32=_checksum(tensor.detach())
+        )
         for name, tensor in state.items()
     }
+
+
+def _checksum(tensor: torch.Tensor) -> int | None:
+    """The CRC-32 of the tensor's elements in row-major order; of none where it has no bytes."""
+    if tensor.is_meta:
+        return None
+    dense = tensor.cpu().contiguous().reshape(-1)
+    return zlib.crc32(dense.view(torch.uint8).numpy().data)
 
 
 def write_tensors(state: Mapping[str, torch.Tensor], path: Path) -> None:
@@ -59,7 +72,8 @@ def stored_layouts(program: Program) -> dict[str, tuple[int, ...]]:
 
 
 class StoredTensors(Mapping[str, torch.Tensor]):
-    """The tensors of a safetensors file, by name. Each is read when it is first asked for, and kept.
+    """The tensors of a safetensors file, by name. Each is read when it is first asked for, held against its checksum,
+    and kept.
 
     Args:
         path: of the file.
@@ -67,7 +81,8 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         layouts: strides of those that are not contiguous.
 
     Raises:
-        FileError: the file is missing or damaged, or holds other tensors than *expected*.
+        FileError: the file is missing or damaged, or holds other tensors than *expected*; a tensor whose bytes are
+            damaged, when it is asked for.
     """
 
     def __init__(
@@ -75,23 +90,22 @@ class StoredTensors(Mapping[str, torch.Tensor]):
     ) -> None:
         self._path, self._expected, self._layouts = path, expected, layouts
         self._read: dict[str, torch.Tensor] = {}
-        fix = "save the program again with state=True; its two files belong together"
         if not path.is_file():
-            raise FileError("the file of the program's tensors is missing", where=str(path), fix=fix)
+            raise FileError("the file of the program's tensors is missing", where=str(path), fix=_FIX)
         try:
             self._file: Any = cast(Any, safe_open)(path, framework="pt")  # a class without annotations
             held = set(self._file.keys())
         except (SafetensorError, OSError) as e:
-            raise FileError(f"the program's tensors cannot be read: {e}", where=str(path), fix=fix) from None
+            raise FileError(f"the program's tensors cannot be read: {e}", where=str(path), fix=_FIX) from None
         if held != set(expected):
             odd = min(held ^ set(expected))
             what = f"tensor {odd!r} is in one of the program's files and not in the other"
-            raise FileError(what, where=str(path), fix=fix)
+            raise FileError(what, where=str(path), fix=_FIX)
         for name, record in expected.items():
             found = tuple(self._file.get_slice(name).get_shape())
             if found != record.shape:
                 what = f"tensor {name!r} is of shape {list(found)}, its program says {list(record.shape)}"
-                raise FileError(what, where=str(path), fix=fix)
+                raise FileError(what, where=str(path), fix=_FIX)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._read:
@@ -100,6 +114,9 @@ class StoredTensors(Mapping[str, torch.Tensor]):
             if _dtype(tensor) != record.dtype:
                 what = f"tensor {name!r} is of type {tensor.dtype}, its program says {record.dtype}"
                 raise FileError(what, where=str(self._path))
+            if record.crc32 is not None and _checksum(tensor) != record.crc32:
+                what = f"tensor {name!r} is damaged: its bytes are not those that its program's checksum is of"
+                raise FileError(what, where=str(self._path), fix=_FIX)
             strides = self._layouts.get(name)
             if strides is not None and len(strides) == tensor.dim():
                 tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)

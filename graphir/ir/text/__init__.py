@@ -1,7 +1,17 @@
 """The text form of nets, programs and plans: printing it, reading it, and showing it to people."""
 
 from .parse import parse
-from .printer import nbytes_text, quoted
+from .printer import nbytes_text, quoted, type_name
 from .show import operator_text, print_net, print_plan, print_program, show
 
-__all__ = ["nbytes_text", "operator_text", "parse", "print_net", "print_plan", "print_program", "quoted", "show"]
+__all__ = [
+    "nbytes_text",
+    "operator_text",
+    "parse",
+    "print_net",
+    "print_plan",
+    "print_program",
+    "quoted",
+    "show",
+    "type_name",
+]

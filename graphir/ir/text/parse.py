@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 from typing import Final, cast
 
-from ...errors import nearest
+from ...errors import ParseError, nearest
 from ...plan import KINDS, STREAMS, Event, Instruction, Kind, Plan
 from ..net import Net
 from ..program import Feed, Interface, ParamGroup, Program, Scalar
@@ -30,6 +30,10 @@ def parse(text: str) -> Net | Program | Plan:
     Raises:
         ParseError: *text* is not one; says in which line and how to write it.
     """
+    if not isinstance(text, str):
+        raise ParseError(
+            f"text was expected, not {type(text).__name__}", fix="give the text itself; graphir.load reads files"
+        )
     reader = Lines(text)
     line = reader.next("a net, a program or a plan")
     word = line.peek()

@@ -32,6 +32,7 @@ __all__ = [
     "quoted",
     "result_lines",
     "shown_pattern",
+    "type_name",
     "value_text",
 ]
 
@@ -218,7 +219,7 @@ class Printer:
         else:
             call = [inputs] if inputs else []
             call += [f"{key_text(name)}={value_text(arg)}" for name, arg in op.args.items()]
-            text = f"{outputs} = {_type_name(op.type)}({', '.join(call)})"
+            text = f"{outputs} = {type_name(op.type)}({', '.join(call)})"
         if self.style.attributes:
             text += self.attribute_text(op, shown_operands, shown_results)
         return text + self.figure(new)
@@ -304,8 +305,11 @@ def _effects(effects: Effects, default: Effects) -> Iterator[str]:
 
 
 @lru_cache(maxsize=4096)
-def _type_name(type: str) -> str:
-    """Overload ``default`` of a torch operator is left out; a type that then reads as another is quoted."""
+def type_name(type: str) -> str:
+    """A type as it is printed: overload ``default`` of a torch operator is left out.
+
+    A type that then reads as another is quoted.
+    """
     namespace, _, rest = type.partition(".")
     if namespace in ("aten", "prims"):
         name, _, variant = rest.partition(".")

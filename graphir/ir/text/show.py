@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
 from typing import Final
 
+from ...errors import GraphirError
 from ...plan import Instruction, Plan
 from ..net import Net
 from ..operator import Arg, Operator
@@ -72,7 +73,14 @@ def show(x: Net | Program | Plan, *, figures: bool = True, attributes: bool = Tr
         attributes: print the operators' attributes and the program's interface; text without them is read back with
             the defaults in their place.
         types: print the shapes, element types and devices of blobs; text without them is for reading only.
+
+    Raises:
+        GraphirError: *x* is none of these.
     """
+    if not isinstance(x, Net | Program | Plan):
+        raise GraphirError(
+            f"show takes a Program, Plan or Net, not {type(x).__name__}", fix="str() prints other things"
+        )
     if isinstance(x, Net):
         lines = net_lines(x, Style({} if figures else None, attributes, types))
     else:

@@ -2,5 +2,6 @@
 
 from .net import verify
 from .problems import Problem
+from .subject import require
 
-__all__ = ["Problem", "verify"]
+__all__ = ["Problem", "require", "verify"]

@@ -7,17 +7,19 @@ model, its replicas, and the next verification cost a lookup each.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
-from ...errors import GraphirError
+from ...errors import GraphirError, nearest
 from ..blob import Blob, contiguous_strides
+from ..dtype import ITEMSIZE
 from ..operator import Arg, Effects, Operator, Symbol, groups
 from ..opset import NAMESPACES, OWN, Signature, effects_of, overload, signature, to_symbol, to_torch
-from ..size import Affine, Dims, bind, bind_shape
+from ..size import LARGEST, Affine, Dims, bind, bind_shape
 
-__all__ = ["Geometry", "Inferred", "geometry", "infer", "is_known", "same_layout"]
+__all__ = ["Geometry", "Inferred", "absurdity", "geometry", "infer", "is_known", "same_layout"]
 
 
 class Geometry(NamedTuple):
@@ -63,6 +65,19 @@ _BACKEND_STRIDES: Final = frozenset({"aten.convolution.default", "aten.convoluti
 _BACKEND_SHAPES: Final = frozenset({"aten.mkldnn_rnn_layer.default", "aten._cudnn_rnn.default"})
 """Types with outputs, such as workspaces, whose shapes are the backend's choice."""
 
+_BATCH_NORM: Final = frozenset(
+    {
+        "aten.native_batch_norm.default",
+        "aten._native_batch_norm_legit.default",
+        "aten._native_batch_norm_legit_no_training.default",
+        "aten._batch_norm_no_update.default",
+        "aten.cudnn_batch_norm.default",
+        "aten.miopen_batch_norm.default",
+    }
+)
+"""Types whose outputs but the first, the saved statistics, are empty in evaluation on some backends and not on
+others."""
+
 
 def geometry(blob: Blob, dims: Dims) -> Geometry | None:
     """The blob's geometry under *dims*; None where its shape or type is not known.
@@ -79,6 +94,16 @@ def geometry(blob: Blob, dims: Dims) -> Geometry | None:
         None if strides is None else bind_shape(strides, dims),
         offset if isinstance(offset, int) else bind(offset, dims),
     )
+
+
+def absurdity(g: Geometry) -> str:
+    """Why nothing can have this geometry; empty where something can."""
+    numbers = (*g.shape, *(g.strides or ()), g.offset)
+    if min(numbers) < 0 or max(*numbers, prod(g.shape)) > LARGEST:
+        return f"is declared {g}, and nothing is of such a size"
+    if g.strides is not None and len(g.strides) != len(g.shape):
+        return f"has {len(g.strides)} strides for {len(g.shape)} dimensions"
+    return "" if g.dtype in ITEMSIZE else f"is of the unknown element type {g.dtype!r}"
 
 
 def is_known(type: str) -> bool:
@@ -141,7 +166,9 @@ def _bind(arg: Arg, dims: Dims) -> Arg:
 
 def _infer(op: Operator, inputs: Inputs, args: Mapping[str, Arg]) -> Inferred:
     if not is_known(op.type):
-        return Inferred(None, None)
+        if "." not in op.type:  # as the types of imported nets
+            return Inferred(None, None)
+        return Inferred(None, None, f"neither torch nor graphir has an operator {op.type!r}{nearest(op.type, OWN)}")
     sig = signature(op.type)
     effects = effects_of(op.type, args, op.operands, len(inputs), op.results, len(op.outputs))
     complaint = _complaint(op, sig, effects)
@@ -159,6 +186,8 @@ def _infer(op: Operator, inputs: Inputs, args: Mapping[str, Arg]) -> Inferred:
     for output, source in effects.writes:
         if output >= len(returned):
             outputs[output] = known[source]
+    if op.type in _BATCH_NORM and not args.get("training"):
+        outputs[1:] = [None] * (len(outputs) - 1)
     return Inferred(tuple(outputs), effects, loose=op.type in _BACKEND_STRIDES)
 
 
@@ -169,9 +198,13 @@ def _complaint(op: Operator, sig: Signature, effects: Effects) -> str:
     if unknown:
         return f"{op.type} has no argument {unknown[0]!r}"
     arranged = groups(op.operands, len(op.inputs))
+    tensors, count = sig.tensors, len(op.inputs)
     used = sum(len(g) - g.count(None) if isinstance(g, list) else g is not None for g in arranged)
-    if used != len(op.inputs) or len(arranged) > len(sig.tensors):
-        return f"{op.type} has {len(op.inputs)} inputs where its signature takes {used or len(sig.tensors)}"
+    if used != count:
+        return f"{op.type} has {count} inputs where its pattern {op.operands!r} takes {used}"
+    if len(arranged) > len(tensors):
+        taken = ", ".join(p.name for p in tensors) or "none"
+        return f"{op.type} has {len(arranged)} inputs where its signature takes {len(tensors)} ({taken})"
     given = {p.name for p, g in zip(sig.tensors, arranged, strict=False) if g is not None} | set(op.args)
     optional = {p.name for p in sig.params if not p.required or p.type.startswith("Optional")}
     missing = names - given - optional - {"generator", "device"}

@@ -12,8 +12,9 @@ Of every net, *well-formed*:
  8. An output shares the storage of the input that the operator's effects name; every other output owns its storage.
  9. External outputs are made, not written over later; gradients and what they are of are declared.
 10. Effects are those of the type's schema; random operators have a seed id, and only they.
-11. The type is known to torch; arguments, inputs and outputs fit its signature.
-12. Shapes, element types, strides and offsets are those that the operator gives.
+11. The type is torch's or graphir's own, or an imported one, without a dot; arguments, inputs and outputs fit its
+    signature.
+12. Shapes, element types, strides and offsets are possible ones, and those that the operator gives.
 13. A collective runs on the device of its first participant.
 
 *Placed*:
@@ -22,15 +23,16 @@ Of every net, *well-formed*:
 
 Of a program (:mod:`.program`): 15 to 21, of a plan (:mod:`.plan`): 22 to 27.
 
-Imported nets have types that torch does not know, and unknown shapes: 10, 11 and 12 hold only of what is known.
+Imported nets have types that torch does not know (without a dot: ``FC``), and unknown shapes: 10, 11 and 12 hold only
+of what is known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
-from ...errors import GraphirError
+from ...errors import GraphirError, VerifyError
 from ...plan import Plan
 from ..blob import Blob
 from ..net import Net
@@ -38,12 +40,18 @@ from ..operator import PURE, Operator, leaves
 from ..placement import required_devices
 from ..program import Program
 from ..size import Affine, Dims, Size, size_dims
-from .infer import Geometry, Inferred, geometry, infer, same_layout
+from .infer import Geometry, Inferred, absurdity, geometry, infer, same_layout
 from .plan import plan_problems
 from .problems import Problem, raise_all
 from .program import program_problems
+from .subject import require
 
 __all__ = ["Problem", "net_problems", "verify"]
+
+_RAW: Final = (
+    RuntimeError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, AssertionError
+)  # fmt: skip
+"""What torch and Python raise at values of other types and sizes than they take."""
 
 Subject: TypeAlias = Program | Plan | Net
 
@@ -58,20 +66,33 @@ def verify(subject: Subject, *, dims: Dims | None = None, placed: bool = True) -
         placed: also check where operands are; a program may break that between a shift and its copies.
 
     Raises:
+        GraphirError: *subject* is none of these.
         PlacementError: operands are on the wrong device, and nothing else is wrong.
         VerifyError: some other invariant is broken.
     """
+    require(subject, (Program, Plan, Net), "verify")
+    kind = type(subject).__name__.lower()
+    where = f"{kind} {subject.name!r}"
+    if not isinstance(subject, Net) and subject.history:
+        where += f", after {subject.history[-1]}"
+    try:
+        problems = _problems(subject, dims or {}, placed)
+    except _RAW as e:
+        what = f"the {kind} is no {kind}: {type(e).__name__}: {e}"
+        raise VerifyError(what, where=where, fix="build it of the types that its fields are declared with") from e
+    raise_all(problems, where, passes=not isinstance(subject, Net) and bool(subject.history))
+
+
+def _problems(subject: Subject, dims: Dims, placed: bool) -> list[Problem]:
     if isinstance(subject, Net):
-        raise_all(net_problems(subject, dims or {}, placed=placed, complete=False), f"net {subject.name!r}")
-        return
+        return net_problems(subject, dims, placed=placed, complete=False)
     program = subject.program if isinstance(subject, Plan) else subject
-    sizes = {**program.dims, **(subject.dims if isinstance(subject, Plan) else {}), **(dims or {})}
+    sizes = {**program.dims, **(subject.dims if isinstance(subject, Plan) else {}), **dims}
     problems = net_problems(program.init, sizes, placed=placed) + net_problems(program.step, sizes, placed=placed)
     problems += program_problems(program)
     if isinstance(subject, Plan) and not problems:
         problems = plan_problems(subject)
-    kind = "plan" if isinstance(subject, Plan) else "program"
-    raise_all(problems, f"{kind} {program.name!r}" + (f", after {program.history[-1]}" if program.history else ""))
+    return problems
 
 
 def net_problems(net: Net, dims: Dims, *, placed: bool = True, complete: bool = True) -> list[Problem]:
@@ -148,11 +169,18 @@ class _Walk:
 
     def bound(self, blob: Blob) -> Geometry | None:
         try:
-            return geometry(blob, self.dims)
+            found = geometry(blob, self.dims)
+            absurd = "" if found is None else absurdity(found)
+        except (TypeError, ValueError, AttributeError) as e:  # sizes that are not sizes
+            found, absurd = None, f"has a geometry that cannot be read: {e}"
         except GraphirError:
             sizes = (*(blob.shape or ()), *(blob.strides or ()), blob.offset)
             self.unbound_in(sizes, f"blob {blob.name!r}")
             return None
+        if absurd:
+            self.report(f"blob {blob.name!r} {absurd}")
+            return None
+        return found
 
     def unbound_in(self, sizes: tuple[Size, ...], owner: str) -> bool:
         """Report each dimension that has no value, once; whether there is one."""
@@ -273,6 +301,9 @@ class _Walk:
             sizes = tuple(leaf for arg in op.args.values() for leaf in leaves(arg) if isinstance(leaf, Affine))
             if not self.unbound_in(sizes, f"an argument of {op.outputs[0] if op.outputs else op.type!r}"):
                 self.report(e.what, op)
+            return
+        except _RAW as e:
+            self.report(f"{op.type} cannot be checked: {type(e).__name__}: {str(e).partition(chr(10))[0]}", op)
             return
         if known.complaint:
             self.report(known.complaint, op)

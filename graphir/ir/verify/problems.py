@@ -14,6 +14,7 @@ __all__ = ["Problem", "raise_all"]
 _MOST_PRINTED: Final = 20
 _PLACE: Final = "run inject_copies before emit"
 _BLAME: Final = "verify before and after each pass or edit to see which one broke it"
+_ORIGIN: Final = "no pass is to blame, but what built or edited it; a program fresh from capture: report it as a bug"
 
 
 class Problem(NamedTuple):
@@ -46,12 +47,13 @@ class Problem(NamedTuple):
             return f"{', '.join(self.op.outputs)} = {self.op.type}({', '.join(self.op.inputs)})"
 
 
-def raise_all(problems: Sequence[Problem], where: str) -> None:
+def raise_all(problems: Sequence[Problem], where: str, *, passes: bool = True) -> None:
     """Raise all *problems* as one error; nothing where there are none.
 
     Args:
         problems: in the order in which they were found.
         where: what was verified, and the last pass that it went through.
+        passes: it went through passes, so that one of them may be to blame.
 
     Raises:
         PlacementError: every problem is an operand on the wrong device.
@@ -61,7 +63,7 @@ def raise_all(problems: Sequence[Problem], where: str) -> None:
         return
     placement = all(p.placement for p in problems)
     error = PlacementError if placement else VerifyError
-    fixes = [_BLAME] * (not placement) + [_PLACE] * any(p.placement for p in problems)
+    fixes = [_BLAME if passes else _ORIGIN] * (not placement) + [_PLACE] * any(p.placement for p in problems)
     if len(problems) == 1:
         raise error(problems[0].what, at=problems[0].at, where=where, fix="; ".join(fixes))
     lines = [f"{len(problems)} invariants are broken"]

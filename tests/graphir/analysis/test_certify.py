@@ -7,8 +7,10 @@ from typing import Any
 import nets
 import pytest
 import tiny
+import torch
 from tiny import BATCH, GPU0, GPU1, dropped, edited, inserted, position, reblobbed
 
+import graphir
 from graphir.analysis.certify import certify
 from graphir.analysis.values import Numbering
 from graphir.errors import EquivalenceError, VerifyError
@@ -156,9 +158,56 @@ def test_memory_that_is_filled_later_may_start_as_anything() -> None:
     zero = Effects(writes=((0, 0),))
     p = inserted(TINY, 0, op("aten.empty.memory_format", (), ("e",), args=size), blob("e", (4,), role="temporary"))
     filled = inserted(p, 1, op("aten.zero_.default", ("e",), ("e",), effects=zero, output_versions=(1,)))
-    assert certify(with_output(filled, "e"), with_output(filled, "e")).holds
+    assert not certify(with_output(filled, "e"), with_output(filled, "e")).caveats
+    assert certify(with_output(p, "e"), with_output(p, "e")).caveats == (UNWRITTEN,)
+    assert not certify(p, p).caveats, "nothing reads it"
     with pytest.raises(EquivalenceError, match="output 'e' differs"):
-        certify(with_output(p, "e"), with_output(p, "e"))
+        certify(with_output(p, "e"), with_output(filled, "e"))
+
+
+UNWRITTEN = (
+    "aten.empty.memory_format (1 operators) leaves memory unwritten, of which a part may be read before it is written"
+)
+
+
+def test_memory_that_another_name_is_given_to_is_other_memory() -> None:
+    size: Any = {"size": (4,)}
+    made = [op("aten.empty.memory_format", (), (name,), args=size) for name in "ab"]
+    p = TINY
+    for operator in made:
+        p = inserted(p, 0, operator, blob(operator.outputs[0], (4,), role="temporary"))
+    total = [inserted(p, 2, op("aten.neg.default", (n,), ("z",)), blob("z", (4,), role="output")) for n in "ab"]
+    with pytest.raises(EquivalenceError, match="output 'z' differs"):
+        certify(*(with_output(t, "z") for t in total))
+
+
+def test_a_captured_model_that_fills_new_memory_part_by_part() -> None:
+    """Circular padding writes the middle and both ends of an empty tensor."""
+    torch.manual_seed(0)
+    model = torch.nn.Conv1d(2, 4, 3, padding=1, padding_mode="circular")
+    p = graphir.capture(model, inputs=(torch.randn(4, 2, 8),))
+    found = certify(p, p)
+    assert found.holds
+    assert all("leaves memory unwritten" in caveat for caveat in found.caveats)
+
+
+def test_derivations_that_read_the_same_say_what_differs() -> None:
+    random = [TINY.with_(replicas=replicas) for replicas in (("",), ("gpu_1/", ""))]
+    with pytest.raises(EquivalenceError) as e:
+        certify(*random, verified=True)
+    assert "with the random numbers of replica 0" in str(e.value)
+    assert "with the random numbers of replica 1" in str(e.value)
+    declared = [reblobbed(TINY, "x", shape=shape) for shape in ((BATCH, 4), (4, BATCH))]
+    with pytest.raises(EquivalenceError) as e:
+        certify(*declared, verified=True)
+    assert "where the shape of 'x' is [batch, 4]" in str(e.value)
+    assert "where the shape of 'x' is [4, batch]" in str(e.value)
+    handed = [with_output(p, "x") for p in declared]
+    handed = [p.with_(step=p.step.with_(external_outputs=("x",))) for p in handed]
+    with pytest.raises(
+        EquivalenceError, match=r"(?s)the shape of 'x' is \[batch, 4\].*the shape of 'x' is \[4, batch\]"
+    ):
+        certify(*handed, verified=True)
 
 
 def with_output(p: Program, name: str) -> Program:

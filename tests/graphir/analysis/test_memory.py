@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import nets
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from tiny import BATCH, GPU1
 
 from graphir.analysis.liveness import Lifetime, liveness
 from graphir.analysis.memory import Memory, memory
+from graphir.errors import GraphirError
 from graphir.ir.blob import STATE_ROLES
 from graphir.ir.program import Program
 
@@ -74,6 +77,28 @@ def test_gaps_count_and_repeats_do_not() -> None:
     assert {u.blob: u.nbytes for u in memory(TINY).uses}["loss_grad"] == 4, "the view of it repeats one element"
 
 
+@pytest.mark.parametrize(
+    ("program", "dims", "what"),
+    [
+        (TINY, {"batch": -1}, "blob 'x' would take -16 bytes"),
+        (TINY, {"batch": 2**70}, "blob 'x' would take"),
+        (tiny.reblobbed(TINY, "h", strides=(1,)), {}, "cannot be computed: ValueError"),
+        (tiny.edited(TINY, 1, inputs=("hh",)), {}, "cannot be computed: KeyError"),
+        (TINY, {"batch": "six"}, "cannot be computed: TypeError"),
+    ],
+)
+def test_what_has_no_memory_is_refused(program: Program, dims: dict[str, int], what: str) -> None:
+    with pytest.raises(GraphirError, match=what) as e:
+        memory(program, dims)
+    assert e.value.fix
+
+
+def test_more_bytes_than_can_be_counted_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[memory.__module__], "_MOST_COUNTED", 100)
+    with pytest.raises(GraphirError, match=r"the blobs of 'tiny.step' would take 8\d\d bytes"):
+        memory(TINY)
+
+
 def test_largest() -> None:
     largest = memory(TINY).largest("gpu:0", 3)
     assert [(u.blob, u.nbytes) for u in largest] == [("x", ROWS), ("r", ROWS), ("mask", ROWS)]
@@ -83,7 +108,7 @@ def test_table() -> None:
     text = str(memory(tiny.plan(tiny.moved())))
     assert text.splitlines()[0] == "memory of 'tiny' at batch=6: bytes at each device's peak"
     assert text.splitlines()[1].split() == ["gpu:0", "gpu:1", "cpu:0"]
-    assert "copies" in text and "of it state" in text
+    assert "copies" in text and "of which state" in text
 
 
 def test_table_of_many_devices_is_folded_to_100_columns() -> None:

@@ -167,6 +167,35 @@ def test_a_damaged_state_file_is_refused(program_file):
         load(program_file)
 
 
+def test_a_flipped_byte_is_refused_when_its_tensor_is_read(program_file):
+    path = program_file.with_name("program.json.safetensors")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    state = load(program_file).state
+    with pytest.raises(FileError, match=r"tensor '.*' is damaged: its bytes are not those") as caught:
+        dict(state)
+    assert caught.value.where == str(path)
+    assert caught.value.fix == "save the program again with state=True; its two files belong together"
+
+
+def test_a_file_without_checksums_is_read(program_file):
+    document = json.loads(program_file.read_text())
+    for record in document["program"]["state"].values():
+        del record["crc32"]
+    program_file.write_text(json.dumps(document))
+    assert len(dict(load(program_file).state)) == len(nets.random_program(1).state)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.complex64, torch.float64, torch.int8])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 2)])
+def test_every_type_has_a_checksum(tmp_path, dtype, shape):
+    net = Net("n", (), {})
+    tensor = torch.ones(shape).to(dtype)
+    save_program(Program("p", net, net, state={"a": tensor}), tmp_path / "p.json", state=True)
+    assert torch.equal(load(tmp_path / "p.json").state["a"], tensor)
+
+
 def test_a_state_file_of_another_program_is_refused(program_file):
     save_file({"other": torch.zeros(1)}, program_file.with_name("program.json.safetensors"))
     with pytest.raises(FileError, match="is in one of the program's files and not in the other"):
@@ -301,6 +330,8 @@ def test_a_file_cut_short_is_refused(net_file):
         (("net", "ops", 3, "surprise"), 1, "Extra inputs are not permitted", "net.ops[3].surprise"),
         (("net", "ops", 3, "effects"), 99, "effects 99 are not in the table", "net.ops[3]"),
         (("net", "ops", 3, "effects"), -1, "effects -1 are not in the table", "net.ops[3]"),
+        (("net", "ops", 3, "input_versions"), [0] * 9, "9 versions of ", "net.ops[3]"),
+        (("net", "ops", 3, "output_versions"), [], "0 versions of ", "net.ops[3]"),
         (("net", "ops", 3, "operands"), "t)", "String should match pattern", "net.ops[3].operands"),
         (("net", "ops", 3, "seed"), True, "Input should be a valid integer", "net.ops[3].seed"),
         (("net", "ops", 3, "seed"), 1.0, "Input should be a valid integer", "net.ops[3].seed"),
@@ -310,6 +341,15 @@ def test_a_file_cut_short_is_refused(net_file):
         (("net", "ops", 3, "args"), {"a": {"x": 1, "y": 2}}, "{'x': 1, 'y': 2} is not an argument", "net.ops[3]"),
         (("net", "blobs", 2, "shape"), ["2*"], "'2*' is not a size", "net.blobs[2]"),
         (("net", "blobs", 2, "shape"), [1.5], "Input should be a valid integer", "net.blobs[2].shape[0].int"),
+        (("net", "blobs", 2, "shape"), [-1], "-1 is not the size of anything", "net.blobs[2]"),
+        (("net", "blobs", 2, "shape"), [2**48 + 1], f"{2**48 + 1} is not the size of anything", "net.blobs[2]"),
+        (("net", "blobs", 2, "shape"), [f"{2**49}*batch"], f"{2**49}*batch is not the size", "net.blobs[2]"),
+        (("net", "blobs", 2, "shape"), ["9" * 5000 + "*b"], "99999999999999999999… is not the size", "net.blobs[2]"),
+        (("net", "blobs", 2, "shape"), [2**30, 2**30], f"a shape of {2**60} elements or more", "net.blobs[2]"),
+        (("net", "blobs", 2, "strides"), [1, 2, 3, 4, 5], "5 strides", "net.blobs[2]"),
+        (("net", "blobs", 2, "strides"), [-1], "-1 is not the size of anything", "net.blobs[2]"),
+        (("net", "blobs", 2, "offset"), 2**60, f"{2**60} is not the size of anything", "net.blobs[2]"),
+        (("net", "ops", 3, "args"), {"a": {"size": "9" * 5000 + "*b"}}, "9… is not the size", "net.ops[3]"),
         (("net", "blobs", 2, "dtype"), "f31", "'f31' is not an element type; did you mean 'f32'", "net.blobs[2]"),
         (("net", "blobs", 2, "name"), "x", "blob 'x' is declared twice", "net.blobs[2]"),
         (("net", "blobs", 2, "role"), "thing", "Input should be 'param', 'buffer'", "net.blobs[2].role"),
@@ -332,6 +372,9 @@ def test_damaged_nets_are_refused(net_file, keys, value, what, place):
         (("instructions", 0, "lane"), "gpu:0.side", "String should match pattern", "instructions[0].lane"),
         (("instructions", 0, "kind"), "jump", "Input should be 'run', 'copy'", "instructions[0].kind"),
         (("instructions", 0, "event"), {"blob": "x"}, "run with the wrong fields", "instructions[0]"),
+        (("dims", "batch"), 0, "dimension 'batch' cannot be 0", "dims.batch"),
+        (("program", "dims", "batch"), -3, "dimension 'batch' cannot be -3", "program.dims.batch"),
+        (("program", "dims", "batch"), 2**60, f"dimension 'batch' cannot be {2**60}", "program.dims.batch"),
         (("program", "interface", "outputs"), ["a"], "1 outputs have 0 batch dimensions", "program.interface"),
         (("program", "interface", "feeds", 0, "value"), [1], "[1] is not a number", "program.interface"),
     ],

@@ -1,0 +1,81 @@
+"""How broken invariants are reported: of which kind the error is, what it names, and whom it blames."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+from tiny import GPU1, edited, reblobbed
+
+from graphir.errors import PlacementError, VerifyError
+from graphir.ir.net import Net
+from graphir.ir.verify import verify
+
+TINY = tiny.program()
+RELU, MASK, SGD = 1, 2, 13
+
+
+def test_placement_error_names_blob_devices_operator_pass_and_fix() -> None:
+    shifted = reblobbed(edited(TINY, RELU, device=GPU1), "r", device=GPU1)
+    shifted = shifted.with_(history=("shift_activations{activations=[r], shifts={0: 1}}",))
+    with pytest.raises(PlacementError) as e:
+        verify(edited(shifted, MASK, inputs=("h",)).with_(step=_without_readers_of_r(shifted.step)))
+    assert str(e.value).splitlines() == [
+        "blob 'h' is on gpu:0 but read on gpu:1",
+        '  at   r : f32[batch,4] @gpu:1 = aten.relu(h) {module=""}',
+        "  in   program 'tiny', after shift_activations{activations=[r], shifts={0: 1}}",
+        "  fix  run inject_copies before emit",
+    ]
+
+
+def _without_readers_of_r(net: Net) -> Net:
+    return net.with_(ops=tuple(o._replace(inputs=tuple("h" if i == "r" else i for i in o.inputs)) for o in net.ops))
+
+
+def test_placement_can_be_left_for_later() -> None:
+    shifted = reblobbed(edited(TINY, RELU, device=GPU1), "r", device=GPU1)
+    with pytest.raises(PlacementError):
+        verify(shifted)
+    verify(shifted, placed=False)
+
+
+def test_output_on_another_device_is_misplaced() -> None:
+    with pytest.raises(PlacementError, match="blob 'r' is on gpu:1 but written on gpu:0"):
+        verify(reblobbed(TINY, "r", device=GPU1))
+
+
+def test_all_errors_are_collected_and_the_text_is_bounded() -> None:
+    ops = tuple(o._replace(device=GPU1) for o in TINY.step.ops)
+    with pytest.raises(PlacementError) as e:
+        verify(TINY.with_(step=TINY.step.with_(ops=ops)))
+    lines = str(e.value).splitlines()
+    assert lines[0] == "36 invariants are broken"
+    assert lines[1] == "  1    blob 'x' is on gpu:0 but read on gpu:1"
+    assert sum(line.startswith("       at ") for line in lines) == 20
+    assert lines[-3:] == [
+        "  … and 16 more",
+        "  in   program 'tiny'",
+        "  fix  run inject_copies before emit",
+    ]
+
+
+def test_other_errors_beside_placement_make_it_a_verify_error() -> None:
+    both = edited(edited(TINY, RELU, device=GPU1), SGD, output_versions=(1, 2))
+    with pytest.raises(VerifyError, match="run inject_copies before emit") as e:
+        verify(both)
+    assert type(e.value) is VerifyError
+
+
+def test_what_only_looks_like_a_program_is_refused() -> None:
+    with pytest.raises(VerifyError, match=r"the program is no program: AttributeError: ") as e:
+        verify(TINY.with_(step=TINY.step.with_(ops=("relu",))))
+    assert "  in   program 'tiny'\n  fix  " in str(e.value)
+
+
+def test_the_fix_names_who_can_have_broken_it() -> None:
+    broken = edited(TINY, RELU, seed=3)
+    with pytest.raises(VerifyError, match=r"fix  no pass is to blame, but what built or edited it; a program"):
+        verify(broken)
+    with pytest.raises(VerifyError, match=r"fix  no pass is to blame"):
+        verify(broken.step)
+    with pytest.raises(VerifyError, match=r"fix  verify before and after each pass or edit to see which"):
+        verify(broken.with_(history=("replicate",)))
