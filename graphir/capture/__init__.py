@@ -19,12 +19,14 @@ import torch
 
 from ..errors import CaptureError
 from ..ir.program import Program
+from ..ir.verify import verify
 from .arguments import read_arguments
 from .build import build_program
 from .model_state import read_state
 from .optimizers import read_optimizer
 from .randomness import seeded
 from .recording import Step, record
+from .refusals import refuse_model
 from .sizes import BATCH, NotAffine, Sizes, other_batches
 
 __all__ = ["capture", "seeded"]
@@ -66,7 +68,9 @@ def capture(
 
     Raises:
         CaptureError: the step depends on data in a way that a program can't tell, or something is not supported.
+        VerifyError: the captured program breaks an invariant of the IR, which is a defect of graphir.
     """
+    refuse_model(model)
     if optimizer is not None and loss is None:
         raise CaptureError("an optimizer is given, but no loss", fix="pass loss=, or leave the optimizer out")
     with torch.inference_mode(False):
@@ -75,7 +79,7 @@ def capture(
         groups = read_optimizer(optimizer, state.by_id) if optimizer is not None else ()
         step = Step(model, state, arguments, loss)
         sizes, dims, fixed = _follow_batch(step)
-        return build_program(
+        program = build_program(
             step,
             sizes,
             name=name or type(model).__name__.lower(),
@@ -84,6 +88,8 @@ def capture(
             optimizer=type(optimizer).__name__ if optimizer is not None else "",
             groups=groups,
         )
+    verify(program)
+    return program
 
 
 def _follow_batch(step: Step) -> tuple[Sizes, dict[str, int], str]:

@@ -96,6 +96,11 @@ def read_arguments(
             f"the batch dimensions differ in size ({text})", fix="pass batch_dims, None for whole tensors"
         )
     batch = next(iter(sizes.values()), None)
+    if batch == 0:
+        raise CaptureError(
+            f"the batch is empty: {next(iter(sizes))!r} has no samples",
+            fix="capture with a batch of at least one sample, best of the size that runs later",
+        )
     found = tuple(Leaf(name, dim, value) for (name, value), dim in zip(leaves, dims, strict=True))
     return Arguments(found, spec, len(inputs), batch)
 

@@ -8,6 +8,7 @@ from typing import Final
 import torch
 
 from ..errors import CaptureError
+from .refusals import where
 from .values import Alias, Replay, Store, Value
 
 __all__ = ["Memory"]
@@ -34,11 +35,21 @@ class Memory:
         """The store that a tensor looks at, if it is known."""
         return self._stores.get(tensor.untyped_storage()._cdata)
 
+    def check_unexchanged(self) -> None:
+        """Raise where a tensor that was seen looks at other memory now.
+
+        Raises:
+            CaptureError: it was exchanged behind the dispatcher's back.
+        """
+        for alias in self:
+            if alias.is_exchanged:
+                raise _exchanged(alias, alias.value.scope)
+
     def add_base(self, tensor: torch.Tensor, value: Value, persistent: bool) -> Store:
         """A tensor with memory of its own."""
-        store = Store(persistent)
+        store = Store(tensor.untyped_storage(), persistent)
         store.base = self._aliases[id(tensor)] = Alias(tensor, value, store)
-        self._stores[tensor.untyped_storage()._cdata] = store
+        self._stores[store.key] = store
         return store
 
     def add_alias(
@@ -49,20 +60,22 @@ class Memory:
         alias.parent, alias.replay, alias.position = parent, replay, position
         return alias
 
-    def alias(self, tensor: torch.Tensor, where: str) -> Alias:
+    def alias(self, tensor: torch.Tensor, scope: str) -> Alias:
         """The alias of a tensor, which need not have been seen before if its memory was.
 
         Raises:
-            CaptureError: its memory is unknown.
+            CaptureError: its memory is unknown, or was exchanged for other memory.
         """
         alias = self._aliases.get(id(tensor))
         if alias is not None:
+            if alias.is_exchanged:
+                raise _exchanged(alias, scope)
             return alias
         store = self.store(tensor)
         if store is None:
             raise CaptureError(
                 f"a tensor of shape {list(tensor.shape)} comes from nowhere that capture has seen",
-                where=where,
+                where=where(scope),
                 fix="make it inside the step, pass it as an input, or register it as a buffer",
             )
         base = store.base
@@ -72,3 +85,13 @@ class Memory:
             alias.replay = (_aten.as_strided.default, (base.tensor, *geometry), {})
             alias.generation = -1
         return alias
+
+
+def _exchanged(alias: Alias, scope: str) -> CaptureError:
+    value = alias.value
+    what = f"{value.kind} {value.label!r}" if value.kind else f"what {value.label!r} made"
+    return CaptureError(
+        f"the step gives {what} other memory (.data = …), which no operator tells",
+        where=where(scope),
+        fix="overwrite the values (x.copy_(value), under torch.no_grad() for a parameter), or make a new tensor",
+    )

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CaptureError
+from .attributes import Attributes
 from .naming import RESERVED, Names
 from .refusals import where
 
 __all__ = ["ModelState", "StateTensor", "fakes_in_place", "read_state", "snapshot"]
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor)
 
 
 class StateTensor(NamedTuple):
@@ -111,10 +110,11 @@ def fakes_in_place(model: torch.nn.Module, fakes: Mapping[int, torch.Tensor]) ->
         fakes: by ``id`` of the tensor that each stands for.
 
     Raises:
-        CaptureError: the model rebound a buffer or changed a plain attribute while it ran.
+        CaptureError: the model rebound a buffer or changed another attribute while it ran.
     """
     modules = list(model.named_modules())
-    saved = [(dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for _, m in modules]
+    attributes = [Attributes(path, module) for path, module in modules]
+    saved = [(dict(m._parameters), dict(m._buffers)) for _, m in modules]
     try:
         for _, module in modules:
             for table in (module._parameters, module._buffers):
@@ -122,15 +122,13 @@ def fakes_in_place(model: torch.nn.Module, fakes: Mapping[int, torch.Tensor]) ->
                     if tensor is not None:
                         table[key] = fakes[id(tensor)]
         yield
-        for (path, module), (attributes, parameters, buffers) in zip(modules, saved, strict=True):
-            _check_unchanged(path, module, attributes, parameters, buffers, fakes)
+        for (path, module), kept, (parameters, buffers) in zip(modules, attributes, saved, strict=True):
+            _check_unchanged(path, module, parameters, buffers, fakes)
+            kept.check(fakes)
     finally:
-        for (_, module), (attributes, parameters, buffers) in zip(modules, saved, strict=True):
-            for table, before in (
-                (module.__dict__, attributes),
-                (module._parameters, parameters),
-                (module._buffers, buffers),
-            ):
+        for (_, module), kept, (parameters, buffers) in zip(modules, attributes, saved, strict=True):
+            kept.restore()
+            for table, before in ((module._parameters, parameters), (module._buffers, buffers)):
                 table.clear()
                 table.update(before)
 
@@ -138,7 +136,6 @@ def fakes_in_place(model: torch.nn.Module, fakes: Mapping[int, torch.Tensor]) ->
 def _check_unchanged(
     path: str,
     module: torch.nn.Module,
-    attributes: Mapping[str, Any],
     parameters: Mapping[str, Any],
     buffers: Mapping[str, Any],
     fakes: Mapping[int, torch.Tensor],
@@ -152,13 +149,3 @@ def _check_unchanged(
                     where=where(path),
                     fix=f"write the value into it: self.{key}.copy_(value)",
                 )
-    for key in dict.fromkeys([*attributes, *module.__dict__]):
-        old, new = attributes.get(key), module.__dict__.get(key)
-        if old is new or not (isinstance(old, _PLAIN) and isinstance(new, _PLAIN)):
-            continue
-        if isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor) or old != new:
-            raise CaptureError(
-                f"the step changes the attribute {key!r}, which a program would not do",
-                where=where(path),
-                fix="keep it in a buffer and update that in place, or don't store it on the module",
-            )

@@ -26,6 +26,7 @@ _aten: Final = torch.ops.aten
 _FUNCTIONAL: Final[Mapping[str, str]] = {
     "bernoulli_.float": "bernoulli.p",
     "normal_.default": "normal_functional.default",
+    "transpose_.default": "transpose.int",
 }
 """In-place operators whose functional form is not simply named without the underscore."""
 
@@ -87,8 +88,10 @@ def _functional(form: Form, where: str) -> torch._ops.OpOverload:
 
 def functional_view(form: Form) -> torch._ops.OpOverload:
     """``squeeze`` of ``squeeze_``."""
-    packet = getattr(_aten, form.func._opname.rstrip("_"))
-    return getattr(packet, form.func._overloadname)  # type: ignore[no-any-return]
+    name, overload = form.func._opname, form.func._overloadname
+    plain = _FUNCTIONAL.get(f"{name}.{overload}", f"{name.rstrip('_')}.{overload}")
+    packet, _, overload = plain.partition(".")
+    return getattr(getattr(_aten, packet), overload)  # type: ignore[no-any-return]
 
 
 def _same_geometry(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -7,6 +7,8 @@ that what it draws depends on neither device, lane nor order. :func:`seeded` doe
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, Final
@@ -18,7 +20,7 @@ from ..errors import CaptureError
 from ..ir.seeds import mix
 from .forms import Form, form_of
 
-__all__ = ["SeedIds", "seedable", "seeded"]
+__all__ = ["SeedIds", "random_state_kept", "seedable", "seeded"]
 
 _STATE_MODULES: Final = (torch, torch.random)
 
@@ -81,6 +83,46 @@ def seedable(form: Form, where: str) -> torch._ops.OpOverload:
             fix="switch its dropout off (dropout_p=0), or write it with torch.nn.functional.dropout",
         )
     return form.seedable
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Leave the global random states as they are.
+
+    Raises:
+        CaptureError: a step draws from one that programs don't have.
+    """
+    drawn, torch_state, numpy_state = random.getstate(), torch.get_rng_state(), _numpy_state()
+    try:
+        yield
+        for module, unchanged in (
+            ("Python's random", random.getstate() == drawn),
+            ("numpy.random", _same_numpy_state(_numpy_state(), numpy_state)),
+        ):
+            if not unchanged:
+                raise CaptureError(
+                    f"the step draws from {module}, whose numbers a program would repeat for ever",
+                    fix="draw with torch (torch.rand), and choose with torch.where",
+                )
+    finally:
+        random.setstate(drawn)
+        torch.set_rng_state(torch_state)
+        if numpy_state is not None:
+            sys.modules["numpy"].random.set_state(numpy_state)
+
+
+def _numpy_state() -> tuple[Any, ...] | None:
+    """Numpy's global random state; None where nothing imported numpy."""
+    numpy = sys.modules.get("numpy")
+    return numpy.random.get_state() if numpy is not None else None
+
+
+def _same_numpy_state(now: tuple[Any, ...] | None, before: tuple[Any, ...] | None) -> bool:
+    if now is None or before is None:
+        return True
+    return all(
+        a.tobytes() == b.tobytes() if hasattr(a, "tobytes") else a == b for a, b in zip(now, before, strict=True)
+    )
 
 
 class _Seeded(TorchDispatchMode):

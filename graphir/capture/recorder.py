@@ -12,19 +12,19 @@ from typing import Any, Final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import CaptureError, GraphirError
 from ..ir.operator import Phase
+from .edges import differentiable, keep_edges
 from .forms import Bound, Form, form_of
 from .memory import Memory
 from .mutation import functional_call, functional_view, overwritten_base
 from .randomness import SeedIds, seedable
 from .refusals import FAKE_ERRORS, refuse_operator, refused_by_fake, where
 from .scopes import Scopes
-from .values import Alias, Call, Replay, Value
+from .values import Alias, Call, Replay, Value, geometry_of
 
 __all__ = ["Recorder"]
 
@@ -84,13 +84,15 @@ class Recorder(TorchDispatchMode):
 
     def differentiable(self) -> Iterator[tuple[Value, Any]]:
         """Each forward value that has a gradient, and where that arrives: its tensor, or an edge of the graph."""
-        for alias in self._memory:
-            value, tensor = alias.value, alias.tensor
-            if alias.generation != alias.store.generation:
-                continue
-            if value.phase == "forward" and value.edge is None and tensor.requires_grad:
-                value.edge = tensor
-        return ((value, value.edge) for value in self.values if value.edge is not None)
+        return differentiable(self._memory, self.values)
+
+    def end_forward(self) -> None:
+        """Raise where the forward did to a tensor what no operator tells.
+
+        Raises:
+            CaptureError: it exchanged a tensor's memory.
+        """
+        self._memory.check_unexchanged()
 
     def start_backward(self) -> None:
         """From here on, operators belong to the backward of the forward value whose gradient is being computed."""
@@ -257,7 +259,7 @@ class Recorder(TorchDispatchMode):
         return self._fakes[id(real)][0]
 
     def _alias(self, tensor: torch.Tensor) -> Alias:
-        return self._memory.find(tensor) or self._memory.alias(tensor, where(self._scopes.current))
+        return self._memory.alias(tensor, self._scopes.current)
 
     def _current(self, alias: Alias) -> Value:
         if alias.generation != alias.store.generation:
@@ -331,19 +333,12 @@ class Recorder(TorchDispatchMode):
                 fix="overwrite them one by one",
             )
         (target,) = targets
-        self._keep_edges(target)
+        if self.phase == "forward":
+            keep_edges(target)
         new = functional_call(self, form, target, args, kwargs, where(self._scopes.current))
         out = form.func(*args, **kwargs)
         self._store_value(target, new)
         return out
-
-    def _keep_edges(self, target: Alias) -> None:
-        """Remember where the gradients of the values that a write hides arrive: PyTorch's tensor forgets it."""
-        if self.phase == "forward":
-            for alias in (target, target.store.base):
-                shown = alias.generation == alias.store.generation
-                if shown and alias.value.edge is None and alias.tensor.requires_grad:
-                    alias.value.edge = get_gradient_edge(alias.tensor)
 
     def _write_state(
         self, form: Form, bound: Bound, inputs: tuple[Value, ...], targets: Sequence[Alias], out: Any
@@ -391,7 +386,8 @@ class Recorder(TorchDispatchMode):
         tensor = args[0]
         alias = self._alias(tensor)
         self._current(alias)
-        self._keep_edges(alias)
+        if self.phase == "forward":
+            keep_edges(alias)
         if form.func is _aten.detach_.default:
             return form.func(*args, **kwargs)
         before = _aten.detach.default(tensor)
@@ -405,7 +401,7 @@ class Recorder(TorchDispatchMode):
         replay = (view, (before, *args[1:]), dict(kwargs))
         (alias.value,) = self.emit(*replay, known={id(before): old.value})
         alias.value.tensor = tensor
-        alias.parent, alias.replay, alias.position = old, replay, 0
+        alias.parent, alias.replay, alias.position, alias.geometry = old, replay, 0, geometry_of(tensor)
         return out
 
 

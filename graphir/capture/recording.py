@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -15,6 +14,7 @@ from torch.utils import _pytree as pytree
 from ..errors import CaptureError
 from .arguments import Arguments, Leaf
 from .model_state import ModelState, fakes_in_place
+from .randomness import random_state_kept
 from .recorder import Recorder
 from .refusals import where
 from .scopes import Scopes
@@ -77,7 +77,7 @@ def record(step: Step, batch: int | None) -> Recording:
     gradients: list[tuple[Value, Value]] = []
     with (
         grad,
-        _random_state_kept(),
+        random_state_kept(),
         _quiet(),
         fakes_in_place(step.model, fakes),
         recorder.seeds.follow_rng_state(),
@@ -87,31 +87,18 @@ def record(step: Step, batch: int | None) -> Recording:
         with scopes.follow(lambda: len(recorder.values), recorder.claim), _failures(scopes):
             output = step.model(*args, **kwargs)
         if step.loss is None:
+            recorder.end_forward()
             loss = None
             outputs, results = _outputs(output, recorder)
         else:
             outputs, results = [], None
             with scopes.inside("loss"), scopes.follow(lambda: len(recorder.values), recorder.claim), _failures(scopes):
                 total = _scalar(step.loss(output, *targets))
+            recorder.end_forward()
             with scopes.follow(lambda: len(recorder.values), recorder.claim):
                 loss, gradients = _backward(total, recorder)
     calls = _live(recorder.calls, [loss, *outputs, *(g for _, g in gradients)])
     return Recording(calls, recorder.values, inputs, state, recorder.constants, loss, outputs, results, gradients)
-
-
-@contextlib.contextmanager
-def _random_state_kept() -> Iterator[None]:
-    drawn, torch_state = random.getstate(), torch.get_rng_state()
-    try:
-        yield
-        if random.getstate() != drawn:
-            raise CaptureError(
-                "the step draws from Python's random module, whose numbers a program would repeat for ever",
-                fix="draw with torch (torch.rand), and choose with torch.where",
-            )
-    finally:
-        random.setstate(drawn)
-        torch.set_rng_state(torch_state)
 
 
 @contextlib.contextmanager

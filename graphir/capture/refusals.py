@@ -11,12 +11,14 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ..errors import CaptureError
 from ..ir.opset import NAMESPACES
 from .forms import Form
 
-__all__ = ["FAKE_ERRORS", "refuse_operator", "refused_by_fake", "where"]
+__all__ = ["FAKE_ERRORS", "refuse_model", "refuse_module", "refuse_operator", "refused_by_fake", "where"]
 
 FAKE_ERRORS: Final = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 """What torch's fake tensors raise where a result can't be known without the data."""
@@ -40,11 +42,53 @@ def where(scope: str) -> str:
     return f"module {scope!r}" if scope else "the model"
 
 
+def refuse_model(model: object) -> None:
+    """Raise where *model* is nothing that can be captured, before anything of it is touched.
+
+    Raises:
+        CaptureError: it is no module, or one of its modules was compiled by TorchScript.
+    """
+    if not isinstance(model, torch.nn.Module):
+        kind = "None" if model is None else f"a {type(model).__name__}"
+        raise CaptureError(
+            f"capture takes an nn.Module, not {kind}",
+            fix="pass the model itself; a function goes into the forward of an nn.Module",
+        )
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                "modules that TorchScript compiled can't be captured",
+                where=where(path),
+                fix="pass the nn.Module that was scripted or traced",
+            )
+
+
+def refuse_module(module: torch.nn.Module, scope: str) -> None:
+    """Raise where *module*, which is about to run, is of a kind that can't be captured as it is set up.
+
+    Raises:
+        CaptureError: names the setting.
+    """
+    kind = type(module).__name__
+    if isinstance(module, _InstanceNorm) and module.training and module.track_running_stats:
+        raise CaptureError(
+            f"{kind} with track_running_stats=True is not supported in training mode",
+            where=where(scope),
+            fix="set track_running_stats=False, or capture in evaluation mode",
+        )
+    if isinstance(module, _BatchNorm) and module.training and module.track_running_stats and module.momentum is None:
+        raise CaptureError(
+            f"{kind} with momentum=None is not supported: it divides by the number of batches as a Python number",
+            where=where(scope),
+            fix="set a momentum, such as 0.1",
+        )
+
+
 def refuse_operator(func: object, scope: str, args: tuple[object, ...]) -> None:
     """Raise where *func* can't be recorded.
 
     Raises:
-        CaptureError: it is a higher-order or a foreign operator, or its result's shape depends on data.
+        CaptureError: it is a higher-order or a foreign operator, its result depends on data, or it is not supported.
     """
     if not isinstance(func, torch._ops.OpOverload):
         raise CaptureError(
@@ -58,6 +102,12 @@ def refuse_operator(func: object, scope: str, args: tuple[object, ...]) -> None:
             f"operator {func} is not one of torch's own",
             where=where(scope),
             fix=f"write it with operators of {', '.join(sorted(NAMESPACES))}",
+        )
+    if name == "aten.mkldnn_rnn_layer":
+        raise CaptureError(
+            "the fused CPU kernel of LSTM is not supported",
+            where=where(scope),
+            fix="switch it off: capture under torch.backends.mkldnn.flags(enabled=False)",
         )
     tags = func.tags
     if name == "aten.index":

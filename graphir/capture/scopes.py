@@ -11,6 +11,8 @@ import torch
 from torch.nn.modules import module as hooks
 from torch.utils import _pytree as pytree
 
+from .refusals import refuse_module
+
 __all__ = ["Scopes"]
 
 
@@ -30,7 +32,7 @@ class Scopes:
 
     @contextlib.contextmanager
     def follow(self, count: Callable[[], int], claim: Callable[[torch.Tensor, str, int], None]) -> Iterator[None]:
-        """Keep the stack while modules run.
+        """Keep the stack while modules run, and refuse those that can't be captured.
 
         Args:
             count: how many values have been made so far.
@@ -41,6 +43,7 @@ class Scopes:
         def enter(module: torch.nn.Module, args: Any) -> None:
             self._stack.append((self.current, count()))
             self.current = self._paths.get(id(module), self.current)
+            refuse_module(module, self.current)
 
         def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
             path, (self.current, before) = self.current, self._stack.pop()

@@ -75,10 +75,7 @@ class Sizes:
         for other, batch in zip(self._recordings[1:], self._batches[1:], strict=True):
             for i, (mine, theirs) in enumerate(zip(first.calls, other.calls, strict=False)):
                 if _shape_of(mine) != _shape_of(theirs):
-                    raise NotAffine(
-                        f"operator {i} is {mine.type}{_in(mine)} at batch {self._batches[0]}, "
-                        f"but {theirs.type}{_in(theirs)}, or reads other values, at batch {batch}"
-                    )
+                    raise NotAffine(f"operator {i} {_difference(mine, theirs, self._batches[0], batch)}")
             if len(first.calls) != len(other.calls) or len(first.values) != len(other.values):
                 raise NotAffine(
                     f"{len(first.calls)} operators at batch {self._batches[0]}, but {len(other.calls)} at batch {batch}"
@@ -160,6 +157,29 @@ def _shape_of(call: Call) -> tuple[object, ...]:
         [(v.index, v.root.index, v.dtype) for v in call.outputs],
         list(call.args),
     )
+
+
+def _difference(mine: Call, theirs: Call, at: int, other: int) -> str:
+    """How two calls of one place differ, recorded at the batch sizes *at* and *other*."""
+    if (mine.type, mine.scope) != (theirs.type, theirs.scope):
+        return f"is {mine.type}{_in(mine)} at batch {at}, but {theirs.type}{_in(theirs)} at batch {other}"
+    for verb, a, b in (("returns", mine.outputs, theirs.outputs), ("reads", mine.inputs, theirs.inputs)):
+        if len(a) != len(b):
+            return f"({mine.type}{_in(mine)}) {verb} {len(a)} tensors at batch {at} and {len(b)} at batch {other}"
+    dtypes = [[v.dtype for v in call.outputs] for call in (mine, theirs)]
+    if dtypes[0] != dtypes[1]:
+        differ = "returns elements of other types"
+    elif [v.index for v in mine.inputs] != [v.index for v in theirs.inputs]:
+        differ = "reads other values"
+    elif list(mine.args) != list(theirs.args):
+        differ = f"has other arguments ({', '.join(mine.args) or 'none'}; {', '.join(theirs.args) or 'none'})"
+    elif mine.seed != theirs.seed:
+        differ = "draws other random numbers"
+    elif [v.root.index for v in mine.outputs] != [v.root.index for v in theirs.outputs]:
+        differ = "returns views of other values"
+    else:
+        differ = "arranges what it reads and returns otherwise"
+    return f"({mine.type}{_in(mine)}) {differ} at batch {at} than at batch {other}"
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

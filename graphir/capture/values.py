@@ -17,7 +17,7 @@ import torch
 
 from ..ir.operator import Arg, Phase
 
-__all__ = ["Alias", "Call", "Replay", "Store", "Value"]
+__all__ = ["Alias", "Call", "Replay", "Store", "Value", "geometry_of"]
 
 Replay: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 """An operator and its arguments, tensors included."""
@@ -120,14 +120,21 @@ class Store:
         base: the alias that covers all of it.
         generation: raised by every write.
         persistent: it outlives the step (parameters, buffers), so that writes to it are kept as writes.
+        storage: torch's, kept alive, so that its ``key`` stays its own.
     """
 
-    __slots__ = ("base", "generation", "persistent")
+    __slots__ = ("base", "generation", "key", "persistent", "storage")
 
-    def __init__(self, persistent: bool) -> None:
+    def __init__(self, storage: torch.UntypedStorage, persistent: bool) -> None:
         self.base: Alias
+        self.storage, self.key = storage, int(storage._cdata)
         self.generation = 0
         self.persistent = persistent
+
+
+def geometry_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Where in its memory a tensor looks, and as what."""
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 
 class Alias:
@@ -139,16 +146,24 @@ class Alias:
         parent: the alias that it is a view of.
         replay: makes the view again; None where it shows all that its parent shows.
         position: which result of ``replay`` it is.
+        geometry: the tensor's, as operators have left it.
     """
 
-    __slots__ = ("generation", "parent", "position", "replay", "store", "tensor", "value")
+    __slots__ = ("generation", "geometry", "parent", "position", "replay", "store", "tensor", "value")
 
     def __init__(self, tensor: torch.Tensor, value: Value, store: Store) -> None:
         self.tensor, self.value, self.store = tensor, value, store
+        self.geometry = geometry_of(tensor)
         self.generation = store.generation
         self.parent: Alias | None = None
         self.replay: Replay | None = None
         self.position = 0
+
+    @property
+    def is_exchanged(self) -> bool:
+        """Whether the tensor was given other memory, or another geometry, without an operator: ``x.data = …``."""
+        tensor = self.tensor
+        return tensor.untyped_storage()._cdata != self.store.key or geometry_of(tensor) != self.geometry
 
     @property
     def is_base(self) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import models
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,6 +31,9 @@ class Inner(nn.Module):
         self.scale = torch.tensor(2.0)
         self.calls = 0
         self.hidden: Tensor | None = None
+        self.seen: list[Any] = [1, [2]]
+        self.cache: dict[str, Any] = {"kept": {"inner": 1}}
+        self.shapes = {(1, 2)}
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(self, self.fc(x))
@@ -59,6 +64,41 @@ def keep_hidden(m: Inner, h: Tensor) -> Tensor:
     return h
 
 
+def append(m: Inner, h: Tensor) -> Tensor:
+    m.seen.append(h)
+    return h
+
+
+def append_inside(m: Inner, h: Tensor) -> Tensor:
+    m.seen[1].append(3)
+    return h
+
+
+def cache_in_dict(m: Inner, h: Tensor) -> Tensor:
+    m.cache["h"] = h.detach()
+    return h
+
+
+def count_in_dict(m: Inner, h: Tensor) -> Tensor:
+    m.cache["kept"]["inner"] += 1
+    return h
+
+
+def add_to_set(m: Inner, h: Tensor) -> Tensor:
+    m.shapes.add(tuple(h.shape))
+    return h
+
+
+def new_list(m: Inner, h: Tensor) -> Tensor:
+    m.seen = [h, h]
+    return h
+
+
+def fail_after_caching(m: Inner, h: Tensor) -> Tensor:
+    m.cache["h"] = h
+    raise KeyError("missing")
+
+
 def overwrite_attribute(m: Inner, h: Tensor) -> Tensor:
     m.scale.mul_(2)
     return h * m.scale
@@ -83,11 +123,19 @@ REFUSED: dict[str, tuple[Callable[[Inner, Tensor], Tensor], str]] = {
     "rebinding": (rebind_buffer, "write the value into it: self.counter.copy_(value)"),
     "counting": (count_calls, "the step changes the attribute 'calls'"),
     "hidden state": (keep_hidden, "the step changes the attribute 'hidden'"),
+    "list": (append, "the step changes what the attribute 'seen' holds"),
+    "list in list": (append_inside, "the step changes what the attribute 'seen' holds"),
+    "dict": (cache_in_dict, "the step changes what the attribute 'cache' holds"),
+    "dict in dict": (count_in_dict, "the step changes what the attribute 'cache' holds"),
+    "set": (add_to_set, "the step changes what the attribute 'shapes' holds"),
+    "new list": (new_list, "the step changes the attribute 'seen'"),
+    "failure": (fail_after_caching, "the step failed while it was recorded: KeyError: 'missing'"),
     "attribute": (overwrite_attribute, "overwrites 'inner.scale', which is neither parameter nor buffer"),
     "out=": (write_out, "aten.mul.out overwrites a tensor and has no functional form"),
     "numpy": (through_numpy, ".numpy() is not supported"),
     "sparse": (lambda m, h: torch.sparse.mm(h.to_sparse(), h.t())[:, :1] + h, "makes a sparse_coo tensor"),
-    "python's random": (lambda m, h: h * random.random(), "the step draws from Python's random module"),
+    "python's random": (lambda m, h: h * random.random(), "the step draws from Python's random,"),
+    "numpy's random": (lambda m, h: h * numpy.random.rand(), "the step draws from numpy.random"),
     "wrong shapes": (lambda m, h: h @ torch.zeros(3, 3), "a and b must have same reduction dim"),
     "resize": (lambda m, h: h + torch.zeros(2).resize_(4), "changes what a tensor refers to"),
 }
@@ -95,10 +143,11 @@ REFUSED: dict[str, tuple[Callable[[Inner, Tensor], Tensor], str]] = {
 
 @contextlib.contextmanager
 def nothing_left_behind() -> Iterator[None]:
-    random_state, python_state = torch.get_rng_state(), random.getstate()
+    random_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
     yield
     assert torch.equal(torch.get_rng_state(), random_state)
     assert random.getstate() == python_state
+    assert all(map(numpy.array_equal, numpy.random.get_state(), numpy_state))
     assert not hooks._global_forward_hooks and not hooks._global_forward_pre_hooks
     assert torch.get_rng_state is torch.random.get_rng_state and torch.get_rng_state.__module__ == "torch.random"
 
@@ -108,14 +157,16 @@ def test_refused_with_module_and_remedy(case: str) -> None:
     body, text = REFUSED[case]
     net = Net(body)
     attributes = [dict(m.__dict__) for m in net.modules()]
+    held = copy.deepcopy([net.inner.seen, net.inner.cache, net.inner.shapes])
     tables = [(dict(m._parameters), dict(m._buffers)) for m in net.modules()]
     values = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     with nothing_left_behind(), pytest.raises(CaptureError, match=re.escape(text)) as error:
         capture(net, (torch.ones(6, 4),), targets=(torch.zeros(6, dtype=torch.int64),), loss=F.cross_entropy)
     assert error.value.fix
-    if case != "python's random":
+    if case not in ("python's random", "numpy's random"):
         assert error.value.where == "module 'inner'"
     assert [dict(m.__dict__) for m in net.modules()] == attributes
+    assert [net.inner.seen, net.inner.cache, net.inner.shapes] == held
     assert [(dict(m._parameters), dict(m._buffers)) for m in net.modules()] == tables
     assert all(torch.equal(tensor, values[name]) for name, tensor in net.state_dict().items())
     assert all(param.grad is None for param in net.parameters())
@@ -131,6 +182,26 @@ def refused(text: str, **changes: Any) -> None:
 
 def test_inputs_that_are_no_tuple() -> None:
     refused("inputs is a Tensor, not a tuple", inputs=torch.zeros(6, 10))
+
+
+def test_an_empty_batch() -> None:
+    refused("the batch is empty: 'x' has no samples", inputs=(torch.zeros(0, 10),), targets=(torch.zeros(0),))
+
+
+def test_models_that_are_no_module() -> None:
+    refused("capture takes an nn.Module, not a function", model=lambda x: x)
+    refused("capture takes an nn.Module, not None", model=None)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_modules_that_torchscript_compiled() -> None:
+    scripted = torch.jit.script(nn.Linear(10, 5))
+    model = nn.Sequential(scripted)
+    refused("modules that TorchScript compiled can't be captured", model=model)
+    assert model(torch.zeros(2, 10)).shape == (2, 5)
+    with pytest.raises(CaptureError) as error:
+        capture(model, (torch.zeros(2, 10),))
+    assert error.value.where == "module '0'"
 
 
 def test_complex_inputs() -> None:

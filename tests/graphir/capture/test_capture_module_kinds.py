@@ -1,0 +1,98 @@
+"""torch.nn's modules of unusual kinds: recurrent ones, and those that are refused by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from direct import matches_eager
+from models import Example
+from torch import Tensor, nn
+
+from graphir.capture import capture
+from graphir.errors import CaptureError
+
+
+class Last(nn.Module):
+    """Classifies sequences by the last output of a recurrent module."""
+
+    def __init__(self, recurrent: nn.Module, width: int) -> None:
+        super().__init__()
+        self.recurrent = recurrent
+        self.out = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.recurrent(x)[0][:, -1])
+
+
+def example(recurrent: nn.Module, width: int = 5) -> Example:
+    torch.manual_seed(0)
+    return Example(Last(recurrent, width), (torch.randn(6, 3, 4),), (torch.randint(3, (6,)),), F.cross_entropy)
+
+
+def make_sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def trains_like_eager(given: Example) -> None:
+    optimizer = make_sgd(given.model.parameters())
+    program = capture(given.model, given.inputs, targets=given.targets, loss=given.loss, optimizer=optimizer)
+    assert program.fixed == ""
+    matches_eager(program, given, make_sgd, batches=(5,))
+
+
+@pytest.mark.parametrize(
+    ("make", "width"),
+    [
+        (lambda: nn.RNN(4, 5, batch_first=True), 5),
+        (lambda: nn.GRU(4, 5, batch_first=True, num_layers=2, bidirectional=True), 10),
+    ],
+    ids=["RNN", "GRU"],
+)
+def test_recurrent_modules_have_the_bits_of_eager(make: Callable[[], nn.Module], width: int) -> None:
+    trains_like_eager(example(make(), width))
+
+
+@pytest.mark.filterwarnings("ignore:TF32")
+def test_lstm_has_the_bits_of_eager_without_the_fused_kernel() -> None:
+    with torch.backends.mkldnn.flags(enabled=False):  # type: ignore[no-untyped-call]
+        trains_like_eager(example(nn.LSTM(4, 5, batch_first=True)))
+
+
+IMAGE = (6, 4, 3, 3)
+
+REFUSED: dict[str, tuple[nn.Module, tuple[int, ...], str]] = {
+    "average": (nn.BatchNorm2d(4, momentum=None), IMAGE, "BatchNorm2d with momentum=None is not supported"),
+    "instance": (
+        nn.InstanceNorm2d(4, track_running_stats=True),
+        IMAGE,
+        "InstanceNorm2d with track_running_stats=True is not supported in training mode",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_by_name(case: str) -> None:
+    module, shape, text = REFUSED[case]
+    with pytest.raises(CaptureError, match=re.escape(text)) as error:
+        capture(nn.Sequential(nn.Identity(), module), (torch.ones(shape),))
+    assert error.value.where == "module '1'" and error.value.fix
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_captured_in_evaluation_mode(case: str) -> None:
+    module, shape, _ = REFUSED[case]
+    capture(nn.Sequential(module).eval(), (torch.ones(shape),))
+    module.train()
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+def test_the_fused_kernel_of_lstm_is_refused() -> None:
+    given = example(nn.LSTM(4, 5, batch_first=True))
+    with pytest.raises(CaptureError, match="the fused CPU kernel of LSTM is not supported") as error:
+        capture(given.model, given.inputs)
+    assert error.value.where == "module 'recurrent'" and "mkldnn" in error.value.fix
