@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from . import __version__
 from .errors import GraphirError
 
 __all__ = ["app", "main"]
@@ -21,9 +23,17 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"graphir {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
-    """Keep ``demo`` a subcommand while it is the only one."""
+def _root(
+    _: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    """Also keeps ``demo`` a subcommand while it is the only one."""
 
 
 @app.command()
@@ -32,7 +42,9 @@ def demo(
         "graphir-demo"
     ),
     epochs: Annotated[int, typer.Option(min=1, help="How often to go through the 1,500 training images.")] = 6,
-    seed: Annotated[int, typer.Option(min=0, help="Of the weights, the split and the order of the images.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Of the weights, the split and the order of the images.")
+    ] = 0,
 ) -> None:
     """Train a small residual net on real digits: 2 replicas on 4 logical devices, checked bit for bit."""
     from .demo.run import run_demo
@@ -43,8 +55,12 @@ def demo(
 
 def main() -> None:
     """Run the command line; an error that graphir or the file system raises is printed, not traced."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # an ASCII terminal shows ? for what it lacks
     try:
         app()
     except (GraphirError, OSError) as e:
-        print(f"graphir: {e}", file=sys.stderr)
+        text = f"{e.strerror}: {e.filename}" if isinstance(e, OSError) and e.filename else str(e)
+        print(f"graphir: {text}", file=sys.stderr)
         sys.exit(1)

@@ -10,7 +10,12 @@ from graphir.ir.program import Feed
 
 from .structure import flatten, paths, read_structure
 
-__all__ = ["Arguments"]
+__all__ = ["Arguments", "counted"]
+
+
+def counted(number: int, thing: str) -> str:
+    """``1 row``, ``2 rows``."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 class Arguments:
@@ -23,13 +28,16 @@ class Arguments:
     def __init__(self, structure: str, feeds: Sequence[Feed]) -> None:
         root = read_structure(structure)
         if len(root.children) != 2:
-            raise SessionError("a step's argument structure is not (args, kwargs)")
+            raise SessionError("a step's argument structure is not (args, kwargs)", fix="capture the program again")
         self.positional = root.children[0].children
         self.keyword = dict(zip(root.children[1].keys, root.children[1].children, strict=True))
         found = [path for i, node in enumerate(self.positional) for path in paths(node, f"argument {i}")]
         found += [path for name, node in self.keyword.items() for path in paths(node, f"argument {name!r}")]
         if len(found) != len(feeds):
-            raise SessionError(f"a step's argument structure has {len(found)} leaves, the program {len(feeds)} feeds")
+            raise SessionError(
+                f"a step's argument structure has {len(found)} leaves, the program {counted(len(feeds), 'feed')}",
+                fix="capture the program again",
+            )
         self.names = tuple([f"{p} ({feed.blob!r})" if feed.blob else p for p, feed in zip(found, feeds, strict=True)])
         self.flat = not self.keyword and all(node.is_leaf for node in self.positional)
 
@@ -51,7 +59,7 @@ class Arguments:
         return found
 
     def miscounted(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SessionError:
-        takes = f"{len(self.positional)} positional arguments"
+        takes = counted(len(self.positional), "positional argument")
         if self.keyword:
             takes += f" and {', '.join(map(repr, self.keyword))}"
         given = f"{len(args)}" + (f" and {', '.join(map(repr, kwargs))}" if kwargs else "")

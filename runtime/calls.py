@@ -92,7 +92,7 @@ def arrange(op: Operator) -> Call:
     known = {param.name for param in sig.params}
     for name in op.args:
         if name not in known:
-            raise PlanError(f"{op.type} takes no argument {name!r}", at=f"{op.type} -> {', '.join(op.outputs)}")
+            raise _misfit(op, f"takes no argument {name!r}")
     if op.type in OWN:
         return Call(tuple(tensors.values()), (), *_returned(op, sig))
     given = {param.name: _argument(op, param, tensors) for param in sig.params}
@@ -107,13 +107,16 @@ def arrange(op: Operator) -> Call:
     return Call(tuple(given[param.name] for param in ordered), keyword, *_returned(op, sig))
 
 
+def _misfit(op: Operator, what: str) -> PlanError:
+    return PlanError(
+        f"{op.type} {what}", at=f"{op.type} -> {', '.join(op.outputs)}", fix="capture and emit the program again"
+    )
+
+
 def _tensors(op: Operator, sig: Signature) -> dict[str, Argument]:
     arranged = groups(op.operands, len(op.inputs))
     if len(arranged) > len(sig.tensors):
-        raise PlanError(
-            f"{op.type} takes {len(sig.tensors)} tensors, {len(arranged)} given",
-            at=f"{op.type} -> {', '.join(op.outputs)}",
-        )
+        raise _misfit(op, f"takes {len(sig.tensors)} tensors, {len(arranged)} given")
     arranged += [None] * (len(sig.tensors) - len(arranged))
     found: dict[str, Argument] = {}
     for param, group in zip(sig.tensors, arranged, strict=True):
@@ -141,10 +144,7 @@ def _argument(op: Operator, param: Param, tensors: Mapping[str, Argument]) -> Ar
 def _returned(op: Operator, sig: Signature) -> tuple[bool, tuple[int | list[int | None] | None, ...]]:
     count = len(sig.results) if op.results is None else op.results.count("t")
     if count > len(op.outputs):
-        raise PlanError(
-            f"{op.type} returns {count} tensors, the operator has {len(op.outputs)} outputs",
-            at=f"{op.type} -> {', '.join(op.outputs)}",
-        )
+        raise _misfit(op, f"returns {count} tensors, the operator has {len(op.outputs)} outputs")
     return len(sig.results) == 1, tuple(groups(op.results, count))
 
 

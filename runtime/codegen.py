@@ -21,6 +21,7 @@ written as literals.
 
 from __future__ import annotations
 
+import builtins
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import CodeType, FunctionType
@@ -43,10 +44,10 @@ from .optimizers import KERNELS
 from .reference import flatten, invoke
 from .values import Values
 
-__all__ = ["Handover", "Lane", "generate"]
+__all__ = ["Handover", "ThreadCode", "generate"]
 
 _LARGEST_LITERAL: Final = 2**63
-_FILE: Final = "<graphir lane>"
+_FILE: Final = "<graphir thread>"
 
 
 class Handover(NamedTuple):
@@ -65,7 +66,7 @@ class Handover(NamedTuple):
     values: list[Tensor | None]
 
 
-class Lane(NamedTuple):
+class ThreadCode(NamedTuple):
     """The function of one thread.
 
     Attributes:
@@ -91,10 +92,11 @@ class Lane(NamedTuple):
         constants = list(self.constants)
         for position, value in self.sized:
             constants[position] = value(dims)
-        return FunctionType(self.code, {"__builtins__": {}}, "run", tuple(constants))
+        # Under a mode of torch, C++ called from this code imports modules by its builtins.
+        return FunctionType(self.code, {"__builtins__": builtins}, "run", tuple(constants))
 
 
-def generate(setting: Setting, thread: Mapping[str, int], handover: Handover | None = None) -> list[Lane]:
+def generate(setting: Setting, thread: Mapping[str, int], handover: Handover | None = None) -> list[ThreadCode]:
     """The functions of threads ``0, 1, …``.
 
     Args:
@@ -159,14 +161,14 @@ class _Writer:
         self.sized[name] = value
         return name
 
-    def finish(self) -> Lane:
+    def finish(self) -> ThreadCode:
         inputs = sorted(self.inputs, key=lambda name: int(name[1:]))
         head = ", ".join(["n", *inputs, *self.bound])
         returned = "".join([f"{variable}, " for variable in self.outputs.values()])
         source = "\n ".join([f"def run({head}):", *self.lines, f"return ({returned})"]) + "\n"
         order = {name: i for i, name in enumerate(self.bound)}
         module = compile(source, _FILE, "exec", dont_inherit=True)
-        return Lane(
+        return ThreadCode(
             source,
             next(const for const in module.co_consts if isinstance(const, CodeType)),
             (-1, *self.instructions, -1),

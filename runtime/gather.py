@@ -39,6 +39,7 @@ class Gather:
             raise SessionError(
                 f"{name!r} is a result of the program, but no external output of its step",
                 where=f"program {self.program.name!r}",
+                fix="capture the program again",
             ) from None
 
     def result(self, outputs: Sequence[Tensor], dims: Dims) -> Any:

@@ -53,6 +53,7 @@ def handoffs(plan: Plan, thread: Mapping[str, int]) -> Handoffs:
             raise PlanError(
                 f"{instruction.lane} waits for {event.blob!r} by {event.lane}, which is not recorded before",
                 where=f"plan {plan.name!r}",
+                fix="emit the plan again",
             )
         source, there = recorded[event], thread[event.lane]
         if here == there or clock[here].get(there, -1) >= source:

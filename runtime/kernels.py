@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -15,21 +16,36 @@ from graphir.ir.size import Dims
 
 from .calls import evaluate
 
-__all__ = ["all_reduce", "copy", "mean_weights", "reduction"]
+__all__ = ["all_reduce", "allocate", "copy", "mean_weights", "reduction"]
 
 
 def copy(source: Tensor, device: torch.device | None = None) -> Tensor:
     """A new storage on *device* with the values and the strides of *source*, from offset 0."""
-    device = device or source.device
-    if source.is_contiguous() and device == source.device:
-        return source.clone()
     size, stride = source.size(), source.stride()
     if not overlaps(size, stride):
-        return torch.empty_strided(size, stride, dtype=source.dtype, device=device).copy_(source)
+        return allocate(source, size, stride, device or source.device).copy_(source)
     # Elements that share memory cannot be written through the view: bring the span of memory that it covers.
     span = sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
-    flat = source.as_strided((span,), (1,)).to(device, copy=True)
-    return flat.as_strided(size, stride, 0)
+    return copy(source.as_strided((span,), (1,)), device).as_strided(size, stride, 0)
+
+
+def allocate(like: Tensor, size: Sequence[int], stride: Sequence[int], device: torch.device) -> Tensor:
+    """Uninitialised memory of this geometry for the values of *like*, from offset 0 of a storage of its own.
+
+    On the host it begins at the address of *like* modulo 64: kernels may sum in another order where operands begin at
+    odd addresses (matrix products do), so that a copy elsewhere would give other bits than the original.
+    """
+    shift = like.data_ptr() % _ALIGNMENT if device.type == "cpu" and like.device.type == "cpu" else 0
+    if not shift or not like.numel():
+        return torch.empty_strided(size, stride, dtype=like.dtype, device=device)
+    nbytes = (1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))) * like.element_size()
+    room = numpy.empty(nbytes + _ALIGNMENT, numpy.uint8)
+    start = (shift - room.ctypes.data) % _ALIGNMENT
+    return torch.from_numpy(room[start : start + nbytes]).view(like.dtype).as_strided(size, stride)
+
+
+_ALIGNMENT: Final = 64
+"""Bytes; torch's own allocations on the host begin at multiples of it."""
 
 
 def mean_weights(shares: Sequence[int]) -> tuple[float, ...] | None:
@@ -52,6 +68,8 @@ def reduction(op: Operator, dims: Dims) -> tuple[int | None, tuple[float, ...] |
     if kind != "mean":
         raise PlanError(f"AllReduce cannot reduce by {kind!r}", fix="reductions: sum, mean")
     shares: Any = evaluate(op.args.get("shares", ()), dims)
+    if not isinstance(shares, tuple) or not all(type(share) is int and share > 0 for share in shares):
+        raise PlanError(f"AllReduce has the shares {shares!r}", fix="shares are positive whole numbers, or sizes")
     return len(op.inputs), mean_weights(shares)
 
 

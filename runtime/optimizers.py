@@ -13,7 +13,9 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["KERNELS", "Update", "adam", "adamw", "sgd"]
+__all__ = ["FORMS", "KERNELS", "Update", "adam", "adamw", "sgd"]
+
+FORMS: Final = ("for_loop", "fused")
 
 
 class Update(Protocol):
@@ -42,7 +44,7 @@ def sgd(
             is_first_step=False,
         )
     if momentum and not (weight_decay or nesterov or maximize):
-        return partial(_momentum_sgd, momentum, {t: torch.tensor(momentum, dtype=t) for t in _EXACT})
+        return partial(_momentum_sgd, momentum, {t: torch.tensor(momentum, dtype=t, device="cpu") for t in _EXACT})
 
     def update(param: Tensor, grad: Tensor, momentum_buffer: Tensor | None, lr: Tensor | float) -> None:
         if maximize:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor
 
 from graphir.errors import SessionError
+from graphir.ir.blob import Blob
 from graphir.ir.program import ParamGroup, Program
+from graphir.ir.size import bind_shape
 
 from .executor import Feedable
 from .optimizers import KERNELS
@@ -18,86 +21,213 @@ __all__ = ["Group", "Rates"]
 
 
 class Group(Mapping[str, Any]):
-    """One parameter group, as in ``optimizer.param_groups``. Only ``lr`` can be set: the rest is in the program."""
+    """One parameter group, as in ``optimizer.param_groups``. Only ``lr`` can be set: the rest is in the program.
 
-    def __init__(self, group: ParamGroup) -> None:
-        self._options: dict[str, Any] = {**group.options, "params": list(group.params)}
-        self._lr = float(self._options["lr"])
+    Where an optimizer is followed, these are its options as they are now. ``params`` are names of the program.
+    """
+
+    def __init__(self, group: ParamGroup, index: int) -> None:
+        self._params, self._index = list(group.params), index
+        self._options: dict[str, Any] = dict(group.options)
+        self._followed: torch.optim.Optimizer | None = None
+
+    def _now(self) -> Mapping[str, Any]:
+        if self._followed is None:
+            return self._options
+        found: Mapping[str, Any] = self._followed.param_groups[self._index]
+        return found
 
     def __getitem__(self, key: str) -> Any:
-        return self._lr if key == "lr" else self._options[key]
+        if key == "params":
+            return self._params
+        value = self._now()[key]
+        return float(value) if key == "lr" else value
 
     def __setitem__(self, key: str, value: float | Tensor) -> None:
         """Set the learning rate.
 
         Raises:
-            SessionError: any other option.
+            SessionError: any other option; a value that is not a number of at least 0; an optimizer is followed.
         """
         if key != "lr":
             raise SessionError(
-                f"{key!r} cannot be set: it is part of the program", fix="capture it again with another optimizer"
+                f"{key!r} cannot be set: it is part of the program",
+                where=f"parameter group {self._index}",
+                fix="capture it again with another optimizer",
             )
-        self._lr = float(value)
+        if self._followed is not None:
+            raise SessionError(
+                "the session follows an optimizer, which gives the learning rate",
+                where=f"parameter group {self._index}",
+                fix="set it in the optimizer's own param_groups",
+            )
+        rate = _rate(value, self._index)
+        if not (math.isfinite(rate) and rate >= 0):
+            raise SessionError(
+                f"{value!r} is no learning rate",
+                where=f"parameter group {self._index}",
+                fix="give a finite number of at least 0",
+            )
+        self._options["lr"] = rate
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._options)
+        return iter(dict.fromkeys([*self._now(), "params"]))
 
     def __len__(self) -> int:
-        return len(self._options)
+        return len({*self._now(), "params"})
 
     def __repr__(self) -> str:
-        return repr({**self._options, "lr": self._lr})
+        return repr(dict(self))
 
 
 class Rates:
     """The learning rates of a program, and the optimizer that they follow.
+
+    Args:
+        program: whose.
+        given: may have learning rates by blob, as :meth:`state` gives them; others are as captured.
 
     Attributes:
         groups: one for each parameter group.
         names: the learning-rate blobs that a step takes, in order.
     """
 
-    def __init__(self, program: Program) -> None:
-        self.groups = [Group(group) for group in program.interface.param_groups]
+    def __init__(self, program: Program, given: Mapping[str, Tensor]) -> None:
+        self.program = program
+        described = program.interface.param_groups
+        self.groups = [Group(group, i) for i, group in enumerate(described)]
+        for group, own in zip(described, self.groups, strict=True):
+            if group.lr in given:
+                own["lr"] = given[group.lr]
         self.followed: torch.optim.Optimizer | None = None
+        # The options that the program was captured with, by group; a scheduler's own entries are not among them.
+        self.fixed: list[list[tuple[str, Any]]] = []
         taken = set(program.step.external_inputs)
-        used = [(group.lr, i) for i, group in enumerate(program.interface.param_groups) if group.lr in taken]
+        used = [(group.lr, i) for i, group in enumerate(described) if group.lr in taken]
         self.names = tuple(name for name, _ in used)
         self.group_of = [i for _, i in used]
         self.as_tensor = [name in _read_as_tensors(program) for name in self.names]
         self.plain = not any(self.as_tensor)
 
+    def state(self) -> dict[str, Tensor]:
+        """The learning rates by blob."""
+        described = self.program.interface.param_groups
+        return {
+            group.lr: torch.tensor(own["lr"], dtype=torch.float64, device="cpu")
+            for group, own in zip(described, self.groups, strict=True)
+        }
+
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Read the learning rates of *optimizer* before each step from now on.
 
         Raises:
-            SessionError: its groups or their other options are not those of the program.
+            SessionError: it is of another class, or its groups or their other options are not those of the program.
         """
-        if len(optimizer.param_groups) != len(self.groups):
-            raise SessionError(
-                f"the optimizer has {len(optimizer.param_groups)} parameter groups, the program {len(self.groups)}",
-                fix="follow the optimizer that was captured",
+        interface = self.program.interface
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise self.refusal(f"a session follows a torch.optim.Optimizer, not a {type(optimizer).__name__}")
+        if not interface.param_groups:
+            raise self.refusal("the program has no optimizer, so its session cannot follow one", "capture it with one")
+        theirs = type(optimizer).__name__
+        if theirs != interface.optimizer:
+            raise self.refusal(f"the optimizer is {theirs}, the program's {interface.optimizer}")
+        self.check_count(optimizer)
+        fixed = []
+        for i, group in enumerate(interface.param_groups):
+            self.check_params(i, group, optimizer.param_groups[i]["params"])
+            options = [
+                (name, value) for name, value in group.options.items() if name != "lr" and name in optimizer.defaults
+            ]
+            self.check_options(i, options, optimizer.param_groups[i])
+            # Their own objects, so that a step sees by identity that nothing has changed; a list may change unseen.
+            kept = [(name, optimizer.param_groups[i][name]) for name, _ in options]
+            fixed.append([(name, tuple(value) if isinstance(value, list) else value) for name, value in kept])
+        for own in self.groups:
+            own._followed = optimizer
+        self.followed, self.fixed = optimizer, fixed
+
+    def check_count(self, optimizer: torch.optim.Optimizer) -> None:
+        theirs, ours = len(optimizer.param_groups), len(self.groups)
+        if theirs != ours:
+            groups = "parameter group" + ("s" if theirs != 1 else "")
+            raise self.refusal(f"the optimizer has {theirs} {groups}, the program {ours}")
+
+    def check_params(self, i: int, group: ParamGroup, theirs: list[Tensor]) -> None:
+        if len(theirs) != len(group.params):
+            raise self.refusal(
+                f"group {i} of the optimizer and of the program differ in their number of parameters: {len(theirs)} "
+                f"and {len(group.params)}"
             )
-        for i, (group, theirs) in enumerate(zip(self.groups, optimizer.param_groups, strict=True)):
-            for name, value in group.items():
-                if name not in ("lr", "initial_lr", "params") and name in theirs and theirs[name] != value:
-                    raise SessionError(
-                        f"group {i} of the optimizer has {name}={theirs[name]!r}, the program has {value!r}",
-                        fix="only learning rates follow an optimizer; capture the program again",
-                    )
-        self.followed = optimizer
+        blobs, prefix = self.program.step.blobs, self.program.replicas[0]
+        for name, param in zip(group.params, theirs, strict=True):
+            blob: Blob | None = blobs.get(prefix + name)
+            if blob is None or blob.shape is None:
+                continue
+            shape = bind_shape(blob.shape, self.program.dims)
+            if tuple(param.shape) != shape:
+                raise self.refusal(
+                    f"group {i} of the optimizer has a parameter of shape {list(param.shape)} in the place of "
+                    f"{name!r}, which has {list(shape)}"
+                )
+
+    def check_options(self, i: int, options: list[tuple[str, Any]], theirs: Mapping[str, Any]) -> None:
+        for name, value in options:
+            if name not in theirs:
+                raise self.refusal(f"group {i} of the optimizer has no {name!r}, the program has {value!r}")
+            if not _equal(theirs[name], value):
+                cycled = name in ("momentum", "betas")
+                raise self.refusal(
+                    f"group {i} of the optimizer has {name}={theirs[name]!r}, the program has {value!r}",
+                    "only learning rates follow an optimizer; "
+                    + ("make a scheduler with cycle_momentum=False, or " if cycled else "")
+                    + "capture the program again",
+                )
+
+    def refusal(self, what: str, fix: str = "follow the optimizer that was captured") -> SessionError:
+        return SessionError(what, where=f"program {self.program.name!r}", fix=fix)
 
     def now(self) -> list[Feedable]:
-        """The learning rates of the next step: tensors, or floats for those that only optimizers read."""
-        if self.followed is not None:
-            for group, theirs in zip(self.groups, self.followed.param_groups, strict=True):
-                group["lr"] = theirs["lr"]
-        if self.plain:
-            return [self.groups[i]._lr for i in self.group_of]
+        """The learning rates of the next step: tensors, or floats for those that only optimizers read.
+
+        Raises:
+            SessionError: the followed optimizer is not what it was: another option than a learning rate has changed.
+        """
+        if self.followed is None:
+            if self.plain:
+                return [self.groups[i]._options["lr"] for i in self.group_of]
+            rates = [group._options["lr"] for group in self.groups]
+        else:
+            theirs = self.followed.param_groups
+            if len(theirs) != len(self.groups):
+                self.check_count(self.followed)
+            for i, (options, group) in enumerate(zip(self.fixed, theirs, strict=True)):
+                for name, value in options:
+                    if group.get(name, self) is not value:
+                        self.check_options(i, options, group)
+            rates = [_rate(group["lr"], i) for i, group in enumerate(theirs)]
         return [
-            torch.tensor(self.groups[i]._lr, dtype=torch.float64) if as_tensor else self.groups[i]._lr
+            torch.tensor(rates[i], dtype=torch.float64, device="cpu") if as_tensor else rates[i]
             for i, as_tensor in zip(self.group_of, self.as_tensor, strict=True)
         ]
+
+
+def _rate(value: object, group: int) -> float:
+    if type(value) is float:
+        return value
+    if isinstance(value, (int, float, Tensor)) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except (RuntimeError, TypeError, ValueError, OverflowError):  # a tensor of several elements, or without any
+            pass
+    raise SessionError(
+        f"the learning rate {value!r} is not a number", where=f"parameter group {group}", fix="give a float"
+    )
+
+
+def _equal(theirs: Any, ours: Any) -> bool:
+    if isinstance(theirs, Tensor) or isinstance(ours, Tensor):
+        return False
+    return bool((tuple(theirs) if isinstance(theirs, list) else theirs) == ours)
 
 
 def _read_as_tensors(program: Program) -> set[str]:

@@ -27,15 +27,21 @@ from .executor import Feedable, Setting
 from .faults import fault
 from .kernels import all_reduce, copy, reduction
 from .optimizers import KERNELS
+from .surroundings import neutral
 
 __all__ = ["Reference"]
 
 
 class Reference:
-    """See :mod:`graphir.runtime.reference`."""
+    """See :mod:`graphir.runtime.reference`.
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
+    Args:
+        setting: what to run.
+        threads: how many threads one kernel may use; None: as many as in the thread that makes the executor.
+    """
+
+    def __init__(self, setting: Setting, threads: int | None = None) -> None:
+        self.setting, self.intraop = setting, threads or torch.get_num_threads()
 
     def run(self, dims: Dims, inputs: Sequence[Feedable], step: int) -> Sequence[Tensor]:
         """One step; see :class:`.executor.Executor`."""
@@ -43,7 +49,7 @@ class Reference:
         interpretation = _Interpretation(self.setting, dims, step)
         for name, tensor in zip(self.setting.inputs, inputs, strict=True):
             interpretation.define(name, 0, tensor)
-        with torch.inference_mode():
+        with neutral(self.intraop), torch.inference_mode():
             try:
                 for instruction in plan.instructions:
                     interpretation.execute(instruction)
@@ -83,6 +89,9 @@ class _Interpretation:
     def blob(self, name: str) -> Blob:
         return self.net.blob(name)
 
+    def unsound(self, what: str) -> PlanError:
+        return PlanError(what, where=f"plan {self.setting.plan.name!r}", fix="emit the plan again")
+
     def define(self, name: str, version: int, value: Feedable) -> None:
         self.values[name, version] = value
         self.made_at[name, version] = self.writes.get(self.blob(name).storage, 0)
@@ -90,14 +99,11 @@ class _Interpretation:
     def read(self, name: str, version: int) -> Feedable:
         storage = self.blob(name).storage
         if storage in self.freed:
-            raise PlanError(f"{name!r} is read after its storage {storage!r} was freed", where=self.setting.plan.name)
+            raise self.unsound(f"{name!r} is read after its storage {storage!r} was freed")
         if (name, version) not in self.values:
-            raise PlanError(f"version {version} of {name!r} is read before it is made", where=self.setting.plan.name)
+            raise self.unsound(f"version {version} of {name!r} is read before it is made")
         if self.made_at[name, version] != self.writes.get(storage, 0):
-            raise PlanError(
-                f"version {version} of {name!r} is read after its storage {storage!r} was overwritten",
-                where=self.setting.plan.name,
-            )
+            raise self.unsound(f"version {version} of {name!r} is read after its storage {storage!r} was overwritten")
         return self.values[name, version]
 
     def execute(self, instruction: Instruction) -> None:
@@ -108,7 +114,7 @@ class _Interpretation:
             self.recorded.add(instruction.event)
         elif instruction.kind == "wait":
             if instruction.event not in self.recorded:
-                raise PlanError(f"{instruction.lane} waits for {instruction.event}, which nobody recorded before")
+                raise self.unsound(f"{instruction.lane} waits for {instruction.event}, which nobody recorded before")
         elif instruction.kind == "collective":
             self.reduce(self.net.ops[instruction.op], instruction.part)
         else:
@@ -116,7 +122,7 @@ class _Interpretation:
 
     def free(self, storage: str) -> None:
         if storage in self.freed:
-            raise PlanError(f"storage {storage!r} is freed twice")
+            raise self.unsound(f"storage {storage!r} is freed twice")
         self.freed.add(storage)
         for name, version in list(self.values):
             if self.blob(name).storage == storage:
@@ -201,7 +207,7 @@ def flatten(call: Call, returned: Any) -> dict[int, Tensor]:
 def fill(op: Operator, values: Mapping[str, Tensor], program: Program) -> dict[str, Tensor]:
     """Execute an operator of a program's ``init`` on the values made so far; its outputs by name."""
     binding = dict.fromkeys(program.devices, torch.device("cpu"))
-    generators = {device: torch.Generator() for device in program.devices}
+    generators = {device: torch.Generator("cpu") for device in program.devices}
     setting = Setting(Plan(program, program.dims, ()), {}, (), binding, generators)
     call, inputs = arrange(op), [values[name] for name in op.inputs]
     results = flatten(call, invoke(op, call, inputs, setting, program.dims, 0))

@@ -20,7 +20,8 @@ from graphir.ir.opset import to_symbol
 from graphir.ir.program import Program, Scalar
 from graphir.ir.size import Affine, Dims, Size, bind, bind_shape
 
-from .arguments import Arguments
+from .arguments import Arguments, counted
+from .kernels import allocate
 
 __all__ = ["Fit", "Scatter", "Share"]
 
@@ -97,9 +98,12 @@ class Scatter:
         if not self.only_tensors:
             self.check_constants(leaves)
         try:
-            key = tuple([(t.shape, t.stride(), t.dtype, t.__class__) for t in map(leaves.__getitem__, self.tensors)])
+            tensors = map(leaves.__getitem__, self.tensors)
+            key = tuple([(t.shape, t.stride(), t.dtype, t.is_cpu, t.__class__) for t in tensors])
+            if self.from_offset_0:
+                key += tuple([leaves[i].storage_offset() for i in self.tensors])
             fit = self.fits.get(key)
-        except (AttributeError, RuntimeError):  # not a tensor, or one without strides
+        except (AttributeError, RuntimeError, TypeError):  # not a tensor, or one without strides
             fit, key = None, ()
         if fit is None:
             fit = self.fit(leaves)
@@ -130,6 +134,7 @@ class Scatter:
         for i in self.tensors:
             self.check_leaf(i, leaves[i])
         replicas = len(self.program.replicas)
+        self.check_rows(leaves)
         rows: dict[int, list[tuple[int, int]]] = {}
         for i in dict.fromkeys(leaf for leaf, _, _ in self.targets):
             if (dim := self.program.interface.feeds[i].batch_dim) is not None:
@@ -150,9 +155,18 @@ class Scatter:
     def check_leaf(self, i: int, leaf: Any) -> None:
         name, where = self.arguments.names[i], f"program {self.program.name!r}"
         if not isinstance(leaf, Tensor):
-            raise SessionError(f"{name} is of type {type(leaf).__name__}, not a tensor", where=where)
-        if leaf.layout is not torch.strided:
-            raise SessionError(f"{name} is a {leaf.layout} tensor", where=where, fix="pass a dense (strided) one")
+            raise SessionError(
+                f"{name} is of type {type(leaf).__name__}, not a tensor", where=where, fix="pass a torch.Tensor"
+            )
+        if leaf.device.type != "cpu":
+            raise SessionError(
+                f"{name} is on {leaf.device}, and sessions of this version run on the cpu",
+                where=where,
+                fix="pass x.cpu()",
+            )
+        if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
+            kind = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else leaf.layout
+            raise SessionError(f"{name} is a {kind} tensor", where=where, fix="pass a dense (strided) one")
         blob = self.captured(i)
         if blob is None or blob.dtype is None:
             return
@@ -166,6 +180,24 @@ class Scatter:
         if blob.shape is not None and len(blob.shape) != leaf.dim():
             raise self.misshapen(i, blob.shape, leaf)
 
+    def check_rows(self, leaves: Sequence[Tensor]) -> None:
+        """Leaves whose rows are one dimension have equally many."""
+        first: dict[str, int] = {}
+        for i in self.tensors:
+            blob, dim = self.captured(i), self.program.interface.feeds[i].batch_dim
+            size = blob.shape[dim] if blob is not None and blob.shape is not None and dim is not None else None
+            if dim is None or not isinstance(size, Affine) or size != Affine(((size.terms[0][0], 1),)):
+                continue
+            j = first.setdefault(size.terms[0][0], i)
+            there = self.program.interface.feeds[j].batch_dim or 0
+            ours, theirs = leaves[i].shape[dim], leaves[j].shape[there]
+            if ours != theirs:
+                raise SessionError(
+                    f"{self.arguments.names[j]} has {counted(theirs, 'row')}, {self.arguments.names[i]} {ours}",
+                    where=f"program {self.program.name!r}",
+                    fix="give as many rows of each",
+                )
+
     def captured(self, i: int) -> Blob | None:
         """The blob of the first replica that a leaf goes to; None where nothing reads it."""
         feed = self.program.interface.feeds[i]
@@ -178,8 +210,8 @@ class Scatter:
         shares = [(start, min(most, size - start)) for start in range(0, size, max(most, 1))]
         if len(shares) < replicas:
             raise SessionError(
-                f"{self.arguments.names[i]} has {size} rows along dimension {dim}, too few for {replicas} replicas: "
-                f"torch.chunk makes {len(shares)} shares of at most {most}",
+                f"{self.arguments.names[i]} has {counted(size, 'row')} along dimension {dim}, too few for {replicas} "
+                f"replicas: torch.chunk makes {counted(len(shares), 'share')} of at most {most}",
                 where=f"program {self.program.name!r}",
                 fix=f"give at least {replicas} rows, and such that ceil(rows / {replicas}) leaves some for the last",
             )
@@ -212,11 +244,20 @@ class Scatter:
         expected = ", ".join(map(str, shape))
         replicas = len(self.program.replicas)
         each = "for each replica" if replicas > 1 else ""
-        fixed = self.program.fixed
+        fix = "every size must follow from the same dimensions"
+        if len(shape) != leaf.dim():
+            fix = f"give a tensor of {counted(len(shape), 'dimension')}"
+        elif self.program.fixed:
+            fix = f"its sizes are fixed: {self.program.fixed}"
+        else:
+            pairs = enumerate(zip(shape, leaf.shape, strict=True))
+            wrong = [(d, want) for d, (want, have) in pairs if isinstance(want, int) and want != have]
+            if wrong:
+                fix = f"dimension {wrong[0][0]} has to be {wrong[0][1]}"
         return SessionError(
             f"{self.arguments.names[i]} has shape {list(leaf.shape)}, the program takes [{expected}] {each}".rstrip(),
             where=f"program {self.program.name!r}",
-            fix=f"its sizes are fixed: {fixed}" if fixed else "every size must follow from the same dimensions",
+            fix=fix,
         )
 
     def laid_out(self, share: Share, blob: Blob, leaf: Tensor, dims: Dims) -> Share:
@@ -239,7 +280,7 @@ def _cut(leaf: Tensor, share: Share) -> Tensor:
         return leaf
     size, strides = share.layout
     with torch.no_grad():
-        return torch.empty_strided(size, strides, dtype=leaf.dtype).copy_(leaf)
+        return allocate(leaf, size, strides, torch.device("cpu")).copy_(leaf)
 
 
 def _same(value: object, captured: Scalar) -> bool:

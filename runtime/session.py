@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Final, Literal, TypeAlias
@@ -9,18 +10,17 @@ from typing import Any, Final, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from graphir.errors import GraphirError, RunError, SessionError
-from graphir.ir.opset import signature
-from graphir.ir.text import operator_text
-from graphir.ir.verify import verify
+from graphir.errors import RunError, SessionError
 from graphir.plan import Plan
 
+from .admission import admit
 from .executor import Executor, Feedable, Setting
 from .gather import Gather
 from .rates import Group, Rates
 from .reference import Reference
 from .scatter import Scatter
 from .state import State
+from .surroundings import FORKS
 from .threads import Threads
 
 __all__ = ["Session"]
@@ -30,6 +30,7 @@ ExecutorName: TypeAlias = Literal["auto", "reference", "threads"]
 
 _BINDINGS: Final = ("auto", "cpu")
 _EXECUTORS: Final = ("auto", "reference", "threads")
+_MOST_THREADS: Final = 4096
 
 
 class Session:
@@ -39,21 +40,24 @@ class Session:
 
         with Session(plan, program.state) as session:
             loss = session.step(x, y)
-        model.load_state_dict(session.state_dict())
+            model.load_state_dict(session.state_dict())
 
     Args:
         plan: verified before anything else.
         state: the module's and the optimizer's own names, and ``step`` (how many steps were done), to tensors, as in
-            ``program.state``. They are copied.
+            ``program.state``; entries under a blob's full name are for one replica, those of learning rates are the
+            first ones, as :meth:`state` gives both. They are copied.
         binding: which real device each logical one is: ``cpu`` puts all on the host; ``auto`` is ``cpu``.
         executor: ``reference`` runs one instruction after the other, ``threads`` generated code in a thread for each
             logical device; ``auto`` is ``threads``.
         threads: how many threads one kernel may use; by default as many as in the thread that makes the session, so
-            that results equal those of eager PyTorch there bit for bit.
+            that results equal those of eager PyTorch there bit for bit. Steps called from other threads use as many.
 
     Raises:
         VerifyError: the plan is not sound.
-        SessionError: the state does not fit the plan; an unknown binding or executor.
+        PlanError: the plan has what no executor can run.
+        SessionError: it is no plan; the state does not fit it; an unknown binding or executor.
+        RunError: an operator that fills the state failed.
     """
 
     def __init__(
@@ -66,23 +70,26 @@ class Session:
     ) -> None:
         _choose("binding", binding, _BINDINGS)
         _choose("executor", executor, _EXECUTORS)
-        if threads is not None and threads < 1:
-            raise SessionError(f"threads={threads}: a kernel needs at least one thread")
-        verify(plan)
-        _check_types(plan)
+        if threads is not None and (type(threads) is not int or not 1 <= threads <= _MOST_THREADS):
+            raise SessionError(
+                f"threads={threads!r}: a kernel needs at least one thread",
+                fix=f"give a whole number from 1 to {_MOST_THREADS}, or None",
+            )
+        admit(plan)
         self.plan, self._closed, self._broken = plan, False, ""
+        self._running, self._forks = threading.Lock(), FORKS[0]
         program = plan.program
-        self._scatter, self._gather, self._rates = Scatter(program), Gather(program), Rates(program)
         self._state = State(program, state)
+        self._scatter, self._gather, self._rates = Scatter(program), Gather(program), Rates(program, state)
         self._outputs: tuple[Tensor, ...] = ()
         setting = Setting(
             plan,
             self._state.of_step(),
             (*self._scatter.names, *self._rates.names),
             dict.fromkeys(plan.devices, torch.device("cpu")),
-            {device: torch.Generator() for device in plan.devices},
+            {device: torch.Generator("cpu") for device in plan.devices},
         )
-        self._executor: Executor = Reference(setting) if executor == "reference" else Threads(setting, threads)
+        self._executor: Executor = (Reference if executor == "reference" else Threads)(setting, threads)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """One step on a batch: inputs, then targets, then keyword arguments, as they were captured.
@@ -92,27 +99,31 @@ class Session:
 
         Returns:
             The loss as a 0-dim tensor: the mean over replicas, weighted by their shares. For a program without loss,
-            the module's outputs, gathered.
+            the module's outputs, gathered; those without a batch dimension are the first replica's.
 
         Raises:
-            SessionError: the arguments do not fit; nothing has changed. Or the session cannot be used any more.
-            RunError: an operator failed; the session is unusable until its state is loaded again.
+            SessionError: the arguments do not fit, or another thread is in a step; nothing has changed. Or the session
+                cannot be used any more.
+            RunError: an operator failed; the session is unusable from now on.
         """
-        if self._closed or self._broken:
-            self._check_usable()
-        dims, shares = self._scatter.split(args, kwargs)
-        inputs: list[Feedable] = [*shares, *self._rates.now()] if self._rates.names else list(shares)
-        state = self._state
-        self._outputs = ()
-        try:
-            outputs = self._executor.run(dims, inputs, state.steps_done)
-            state.steps_done += 1
-        except BaseException as e:
-            self._broken = f"step {state.steps_done} failed ({_first_line(e)}), so its state may be half updated"
-            raise
-        if self._gather.others:
-            self._outputs = tuple(outputs)
-        return self._gather.result(outputs, dims)
+        if self._running.locked() or self._forks != FORKS[0]:
+            self._check_alone()
+        with self._running:  # where two threads came past the check at once, the second one waits
+            if self._closed or self._broken:
+                self._check_usable()
+            dims, shares = self._scatter.split(args, kwargs)
+            inputs: list[Feedable] = [*shares, *self._rates.now()] if self._rates.names else list(shares)
+            state = self._state
+            self._outputs = ()
+            try:
+                outputs = self._executor.run(dims, inputs, state.steps_done)
+                state.steps_done += 1
+            except BaseException as e:
+                self._broken = f"step {state.steps_done} failed ({_first_line(e)}), so its state may be half updated"
+                raise
+            if self._gather.others:
+                self._outputs = tuple(outputs)
+            return self._gather.result(outputs, dims)
 
     @property
     def steps_done(self) -> int:
@@ -127,8 +138,11 @@ class Session:
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Read the learning rates of *optimizer* before each step, so that its schedulers work.
 
+        A step is refused once another of its options changes: make a scheduler that would with
+        ``cycle_momentum=False``.
+
         Raises:
-            SessionError: its groups or their other options are not those of the program.
+            SessionError: its class, its groups or their other options are not those of the program.
         """
         self._check_open()
         self._rates.follow(optimizer)
@@ -138,25 +152,33 @@ class Session:
         self._check_usable()
         return self._state.module(replica)
 
-    def optimizer_state_dict(self) -> dict[str, Any]:
-        """The optimizer's state as ``optimizer.load_state_dict`` takes it, copied."""
-        self._check_usable()
-        return self._state.optimizer(self._rates.groups)
+    def optimizer_state_dict(self, replica: int = 0) -> dict[str, Any]:
+        """The optimizer's state as ``optimizer.load_state_dict`` takes it, copied. Replicas have the same.
 
-    def state(self, replica: int = 0) -> dict[str, Tensor]:
-        """All state under the names of ``program.state``, copied: ``Session(plan, state)`` goes on from there."""
+        The options of its groups are those of the followed optimizer now; where none is followed, as captured, with
+        the learning rates of the next step.
+        """
         self._check_usable()
-        return self._state.all(replica)
+        return self._state.optimizer(self._rates.groups, replica)
+
+    def state(self, replica: int | None = None) -> dict[str, Tensor]:
+        """All state under the names of ``program.state``, copied: ``Session(plan, state)`` goes on from there.
+
+        It has the learning rates too, by blob (``lr``), and each further replica's buffers under their full names
+        (``gpu_1/bn.running_mean``). With a *replica*, all is that one's, and every replica would go on from it.
+        """
+        self._check_usable()
+        return {**self._state.all(replica), **self._rates.state()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Overwrite the module's state on every replica. Optimizer state stays as it is.
 
         Raises:
-            SessionError: a name is missing or unknown, or a tensor does not fit; nothing has changed.
+            SessionError: a name is missing or unknown, or a tensor does not fit; nothing has changed. Or a step has
+                failed: its optimizer state would stay half updated.
         """
-        self._check_open()
+        self._check_usable()
         self._state.load_module(state)
-        self._broken = ""
 
     def gradients(self, replica: int = 0) -> dict[str, Tensor]:
         """What the last step handed back beside its loss, by base name, copied: a program without optimizer gives its
@@ -168,9 +190,13 @@ class Session:
         self._check_usable()
         self._state.check_replica(replica)
         if not self._gather.others:
-            raise SessionError("the program hands back no gradients", fix="capture it without an optimizer")
+            raise SessionError(
+                "the program hands back no gradients", where=self._where(), fix="capture it without an optimizer"
+            )
         if not self._outputs:
-            raise SessionError("no step was done yet, so there are no gradients")
+            raise SessionError(
+                "no step was done yet, so there are no gradients", where=self._where(), fix="call step() first"
+            )
         return self._gather.gradients(self._outputs, replica)
 
     def close(self) -> None:
@@ -189,33 +215,39 @@ class Session:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise SessionError("the session is closed", fix="make a new Session; take state_dict() before closing")
+            raise SessionError(
+                "the session is closed", where=self._where(), fix="make a new Session; take state_dict() before closing"
+            )
+
+    def _where(self) -> str:
+        return f"plan {self.plan.name!r}"
+
+    def _check_alone(self) -> None:
+        if self._forks != FORKS[0]:
+            raise SessionError(
+                "the session was made before this process was forked, and its threads are not in it",
+                where=self._where(),
+                fix="make the session in the process that runs it",
+            )
+        raise SessionError(
+            "another thread is in a step of this session", where=self._where(), fix="make one Session for each thread"
+        )
 
     def _check_usable(self) -> None:
         self._check_open()
         if self._broken:
             raise SessionError(
                 f"the session is unusable: {self._broken}",
-                fix="load_state_dict() a state that is whole, or make a new Session",
+                where=self._where(),
+                fix="make a new Session from a state() taken before, or from program.state",
             )
-
-
-def _check_types(plan: Plan) -> None:
-    for net in (plan.init, plan.step):
-        for op in net.ops:
-            try:
-                signature(op.type)
-            except GraphirError as e:
-                raise SessionError(
-                    f"operators of type {op.type!r} cannot be run: {e.what}",
-                    at=operator_text(op, net),
-                    where=f"plan {plan.name!r}",
-                ) from e
 
 
 def _choose(what: str, value: object, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise SessionError(f"{what} {value!r} is not supported", fix=f"supported: {', '.join(known)}")
+        raise SessionError(
+            f"{what} {value!r} is not supported", where="Session(...)", fix=f"supported: {', '.join(known)}"
+        )
 
 
 def _first_line(error: BaseException) -> str:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphir.errors import SessionError, nearest
+from graphir.errors import RunError, SessionError, nearest
 from graphir.ir.blob import Blob, contiguous_strides
 from graphir.ir.dtype import TORCH_NAME
 from graphir.ir.net import Net
 from graphir.ir.operator import Operator
 from graphir.ir.program import Program
 from graphir.ir.size import bind_shape
+from graphir.ir.text import operator_text
 
 from .reference import fill
 
@@ -29,17 +30,23 @@ class State:
     Args:
         program: whose state.
         given: the module's and the optimizer's own names, and ``step``, to tensors; nothing of it is kept or written.
+            An entry under a blob's full name (``gpu_1/bn.running_mean``) is for that replica alone.
 
     Attributes:
         tensors: by blob.
         steps_done: how many steps were done.
 
     Raises:
-        SessionError: a tensor is missing, or has another shape or dtype than its blob.
+        SessionError: a tensor is missing, or has another shape, dtype, device or layout than its blob.
     """
 
     def __init__(self, program: Program, given: Mapping[str, Tensor]) -> None:
         self.program = program
+        _check_mapping(given, program)
+        loaded = {str(op.args["key"]) for op in program.init.ops if op.type == "graphir.load"}
+        for name in given:
+            if name in loaded or name == "step" or name in program.init.blobs:
+                _check(name, given[name], None, None)
         missing = sorted({str(op.args["key"]) for op in program.init.ops if op.type == "graphir.load"} - given.keys())
         if missing:
             raise SessionError(
@@ -52,7 +59,7 @@ class State:
         with torch.inference_mode():
             values: dict[str, Tensor] = {}
             for op in program.init.ops:
-                filled = _load(op, program.init, given) if op.type == "graphir.load" else fill(op, values, program)
+                filled = _load(op, program.init, given) if op.type == "graphir.load" else _fill(op, values, program)
                 values.update(filled)
             self.tensors = values
             # What the module has and no step touches is handed back as it was given.
@@ -61,9 +68,11 @@ class State:
                 for name, blob in program.interface.module_state.items()
                 if self.blob(blob, 0) not in self.tensors and blob in given
             }
-        step = given.get("step", torch.tensor(0))
+        step = given.get("step", torch.tensor(0, device="cpu"))
         _check("step", step, (), torch.int64)
         self.steps_done = int(step)
+        if self.steps_done < 0:
+            raise SessionError(f"'step' in the state is {self.steps_done}", fix="give the number of steps done")
 
     def of_step(self) -> dict[str, Tensor]:
         """The tensors that a step takes."""
@@ -74,17 +83,28 @@ class State:
 
     def check_replica(self, replica: int) -> None:
         """Raise a SessionError unless there is such a replica."""
-        if not 0 <= replica < len(self.program.replicas):
-            raise SessionError(f"no replica {replica}", fix=f"replicas: 0 to {len(self.program.replicas) - 1}")
+        if type(replica) is not int or not 0 <= replica < len(self.program.replicas):
+            raise SessionError(
+                f"no replica {replica!r}",
+                where=f"program {self.program.name!r}",
+                fix=f"replicas: 0 to {len(self.program.replicas) - 1}",
+            )
 
-    def all(self, replica: int) -> dict[str, Tensor]:
-        """Everything that another session can go on from, under the names of ``program.state``."""
-        self.check_replica(replica)
-        prefix = self.program.replicas[replica]
+    def all(self, replica: int | None) -> dict[str, Tensor]:
+        """Everything that another session can go on from, under the names of ``program.state``.
+
+        Without a *replica* it is the first one's, and the other replicas' buffers follow under their blobs' full names.
+        """
+        self.check_replica(replica or 0)
+        prefix = self.program.replicas[replica or 0]
         found = {key: self.tensors[blob].clone() for blob, key in self.keys.items() if blob == prefix + key}
         for name, tensor in self.untouched.items():
             found.setdefault(self.program.interface.module_state[name], tensor.clone())
-        return {**found, "step": torch.tensor(self.steps_done)}
+        if replica is None:
+            for blob, key in self.keys.items():
+                if blob != prefix + key and self.program.init.blob(blob).role == "buffer":
+                    found[blob] = self.tensors[blob].clone()
+        return {**found, "step": torch.tensor(self.steps_done, device="cpu")}
 
     def module(self, replica: int) -> dict[str, Tensor]:
         """Copies under the names of ``module.state_dict()``; tied names share one."""
@@ -94,7 +114,11 @@ class State:
         for name, blob in self.program.interface.module_state.items():
             source = self.tensors.get(self.blob(blob, replica), self.untouched.get(name))
             if source is None:
-                raise SessionError(f"the state has no {name!r}", where=f"program {self.program.name!r}")
+                raise SessionError(
+                    f"the state has no {name!r}",
+                    where=f"program {self.program.name!r}",
+                    fix="make the session from program.state",
+                )
             found[name] = copies.setdefault(blob, source.clone())
         return found
 
@@ -102,18 +126,20 @@ class State:
         """Overwrite the module's state on every replica; nothing changes where it does not fit.
 
         Raises:
-            SessionError: a name is missing or unknown, or a tensor has another shape or dtype.
+            SessionError: a name is missing or unknown, or a tensor has another shape, dtype, device or layout.
         """
-        known = self.program.interface.module_state
+        _check_mapping(given, self.program)
+        known, where = self.program.interface.module_state, f"program {self.program.name!r}"
+        fix = "pass the state_dict() of the captured module, or of a session"
         for name in given:
             if name not in known:
-                raise SessionError(f"the module has no {name!r}{nearest(name, known)}")
+                raise SessionError(f"the module has no {name!r}{nearest(str(name), known)}", where=where, fix=fix)
         for name, blob in known.items():
             if name not in given:
-                raise SessionError(f"the state has no {name!r}{nearest(name, given)}")
+                raise SessionError(f"the state has no {name!r}{nearest(name, given)}", where=where, fix=fix)
             ours = self.tensors.get(self.blob(blob, 0), self.untouched.get(name))
-            if ours is not None:
-                _check(name, given[name], tuple(ours.shape), ours.dtype)
+            shape = None if ours is None else tuple(ours.shape)
+            _check(name, given[name], shape, None if ours is None else ours.dtype)
         with torch.inference_mode():
             for name, blob in known.items():
                 for replica in range(len(self.program.replicas)):
@@ -121,8 +147,9 @@ class State:
                     if target is not None:
                         target.copy_(given[name])
 
-    def optimizer(self, groups: list[Any]) -> dict[str, Any]:
+    def optimizer(self, groups: Sequence[Mapping[str, Any]], replica: int) -> dict[str, Any]:
         """Copies in the format of ``torch.optim.Optimizer.state_dict()``."""
+        self.check_replica(replica)
         state: dict[int, dict[str, Tensor]] = {}
         packed = []
         count = 0
@@ -131,7 +158,7 @@ class State:
             count += len(indices)
             for index, param in zip(indices, group["params"], strict=True):
                 own = self.program.interface.optimizer_state.get(param, {})
-                entries = {name: self.tensors.get(self.blob(blob, 0)) for name, blob in own.items()}
+                entries = {name: self.tensors.get(self.blob(blob, replica)) for name, blob in own.items()}
                 kept = {name: tensor.clone() for name, tensor in entries.items() if tensor is not None}
                 if kept:
                     state[index] = kept
@@ -142,22 +169,53 @@ class State:
 def _load(op: Operator, init: Net, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A blob's own tensor, with its geometry and the value of ``given[key]``."""
     key, blob = str(op.args["key"]), init.blob(op.outputs[0])
-    source = given[key]
+    source = given.get(blob.name, given[key])
     if blob.shape is None or blob.dtype is None:
         return {blob.name: source.clone()}
     shape, dtype = bind_shape(blob.shape, {}), getattr(torch, TORCH_NAME[blob.dtype])
     _check(key, source, shape, dtype)
-    return {blob.name: torch.empty_strided(shape, _strides(blob, shape), dtype=dtype).copy_(source)}
+    return {blob.name: torch.empty_strided(shape, _strides(blob, shape), dtype=dtype, device="cpu").copy_(source)}
+
+
+def _fill(op: Operator, values: Mapping[str, Tensor], program: Program) -> dict[str, Tensor]:
+    try:
+        return fill(op, values, program)
+    except (RuntimeError, TypeError, ValueError, OverflowError) as e:
+        reason = str(e).strip().partition("\n")[0]
+        raise RunError(
+            f"{op.type} failed: {type(e).__name__}: {reason}",
+            at=operator_text(op, program.init),
+            where=f"init of program {program.name!r}",
+        ) from e
 
 
 def _strides(blob: Blob, shape: tuple[int, ...]) -> tuple[int, ...]:
     return contiguous_strides(shape) if blob.strides is None else bind_shape(blob.strides, {})
 
 
-def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def _check_mapping(given: object, program: Program) -> None:
+    if not isinstance(given, Mapping):
+        raise SessionError(
+            f"the state is of type {type(given).__name__}, not a mapping of names to tensors",
+            where=f"program {program.name!r}",
+            fix="pass program.state, or the state() of a session",
+        )
+
+
+def _check(name: str, tensor: Tensor, shape: tuple[int, ...] | None, dtype: torch.dtype | None) -> None:
+    """Raise a SessionError unless it is a dense tensor on the host, with this shape and dtype where they are given."""
+    what = f"{name!r} in the state"
     if not isinstance(tensor, Tensor):
-        raise SessionError(f"{name!r} in the state is of type {type(tensor).__name__}, not a tensor")
-    if tuple(tensor.shape) != shape:
-        raise SessionError(f"{name!r} in the state has shape {list(tensor.shape)}, the program takes {list(shape)}")
-    if tensor.dtype != dtype:
-        raise SessionError(f"{name!r} in the state has dtype {tensor.dtype}, the program takes {dtype}")
+        raise SessionError(f"{what} is of type {type(tensor).__name__}, not a tensor", fix="give a torch.Tensor")
+    if tensor.device.type != "cpu":
+        raise SessionError(f"{what} is on {tensor.device}, and sessions of this version run on the cpu", fix="move it")
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else tensor.layout
+        raise SessionError(f"{what} is a {kind} tensor", fix="give a dense (strided) one")
+    if shape is not None and tuple(tensor.shape) != shape:
+        raise SessionError(
+            f"{what} has shape {list(tensor.shape)}, the program takes {list(shape)}",
+            fix="give the state of the captured module",
+        )
+    if dtype is not None and tensor.dtype != dtype:
+        raise SessionError(f"{what} has dtype {tensor.dtype}, the program takes {dtype}", fix=f"give it .to({dtype})")

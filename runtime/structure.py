@@ -57,7 +57,7 @@ def read_structure(text: str) -> Node:
         protocol, root = json.loads(text)
         return _node(protocol, root, 0)
     except (ValueError, KeyError, TypeError, RecursionError, NotImplementedError) as e:
-        raise SessionError(f"a step's argument structure cannot be read: {e}") from e
+        raise SessionError(f"a step's argument structure cannot be read: {e}", fix="capture the program again") from e
 
 
 def _node(protocol: int, found: Any, depth: int) -> Node:

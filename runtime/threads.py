@@ -28,14 +28,15 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from graphir.errors import RunError
+from graphir.errors import RunError, SessionError
 from graphir.ir.size import Dims
 from graphir.plan import lane_device
 
-from .codegen import Handover, Lane, generate
+from .codegen import Handover, ThreadCode, generate
 from .executor import Feedable, Setting
 from .faults import fault
 from .handoffs import handoffs
+from .surroundings import is_neutral, neutral
 
 __all__ = ["Threads"]
 
@@ -60,18 +61,18 @@ class Threads:
     """
 
     def __init__(self, setting: Setting, threads: int | None = None) -> None:
-        self.setting, self.intraop = setting, threads
+        self.setting, self.intraop = setting, threads or torch.get_num_threads()
         plan = setting.plan
         devices = {device: i for i, device in enumerate(dict.fromkeys(map(lane_device, plan.lanes)))}
         of_lane = {lane: devices[lane_device(lane)] for lane in plan.lanes}
         self.team: _Team | None = None
         if len(devices) <= 1:
-            self.lanes = generate(setting, of_lane)
+            self.codes = generate(setting, of_lane)
         else:
             found = handoffs(plan, of_lane)
-            self.team = _Team(len(devices), found.total, threads or torch.get_num_threads())
+            self.team = _Team(len(devices), found.total, self.intraop)
             try:
-                self.lanes = generate(setting, of_lane, Handover(found, *self.team.events(), self.team.values))
+                self.codes = generate(setting, of_lane, Handover(found, *self.team.events(), self.team.values))
             except BaseException:
                 self.team.close()
                 raise
@@ -83,37 +84,35 @@ class Threads:
         if functions is None:
             if len(self.bound) >= _KEPT_SIZES:
                 del self.bound[next(iter(self.bound))]
-            functions = self.bound[key] = [lane.bind(dims) for lane in self.lanes]
+            functions = self.bound[key] = [code.bind(dims) for code in self.codes]
         if self.team is None:
             return self.run_here(functions[0], inputs, step)
-        calls = [(step, *[inputs[i] for i in lane.inputs]) for lane in self.lanes]
+        calls = [(step, *[inputs[i] for i in code.inputs]) for code in self.codes]
         returned, failure = self.team.run(functions, calls)
         if failure is not None:
             raise self.blame(*failure, step)
         outputs: dict[int, Tensor] = {}
-        for lane, values in zip(self.lanes, returned, strict=True):
-            outputs.update(zip(lane.outputs, values, strict=True))
+        for code, values in zip(self.codes, returned, strict=True):
+            outputs.update(zip(code.outputs, values, strict=True))
         return [outputs[i] for i in range(len(outputs))]
 
     def run_here(
         self, function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Feedable], step: int
     ) -> Sequence[Tensor]:
-        lane, before = self.lanes[0], torch.get_num_threads() if self.intraop else 0
-        given = inputs if len(lane.inputs) == len(inputs) else [inputs[i] for i in lane.inputs]
-        if self.intraop:
-            torch.set_num_threads(self.intraop)
+        code = self.codes[0]
+        given = inputs if len(code.inputs) == len(inputs) else [inputs[i] for i in code.inputs]
         try:
-            with torch.inference_mode():
+            if is_neutral(self.intraop):
+                with torch.inference_mode():
+                    return function(step, *given)
+            with neutral(self.intraop), torch.inference_mode():
                 return function(step, *given)
         except Exception as e:
             raise self.blame(0, e, step) from e
-        finally:
-            if before:
-                torch.set_num_threads(before)
 
     def blame(self, thread: int, cause: BaseException, step: int) -> RunError:
         """The error for what a thread raised."""
-        plan, position = self.setting.plan, _failed_at(self.lanes[thread], cause)
+        plan, position = self.setting.plan, _failed_at(self.codes[thread], cause)
         error = fault(plan, plan.instructions[position] if position >= 0 else None, step, cause)
         traceback.clear_frames(cause.__traceback__)  # frames hold the step's tensors
         error.__cause__ = cause
@@ -125,11 +124,11 @@ class Threads:
             self.team.close()
 
 
-def _failed_at(lane: Lane, error: BaseException) -> int:
+def _failed_at(code: ThreadCode, error: BaseException) -> int:
     """The position of the instruction that raised, -1 where none did."""
     for frame, line in traceback.walk_tb(error.__traceback__):
-        if frame.f_code is lane.code:
-            return lane.instructions[line]
+        if frame.f_code is code.code:
+            return code.instructions[line]
     return -1
 
 
@@ -187,11 +186,22 @@ class _Team:
             threading.Thread(target=_serve, args=(worker, self.brake, intraop), daemon=True, name=f"graphir-{i}")
             for i, worker in enumerate(self.workers)
         ]
-        own = torch.get_num_threads()
-        for thread, worker in zip(self.threads, self.workers, strict=True):
-            thread.start()
-            worker.done.acquire()
-        torch.set_num_threads(own)  # a worker's setting is also the one for threads to come
+        own, started = torch.get_num_threads(), list[threading.Thread]()
+        try:
+            for thread, worker in zip(self.threads, self.workers, strict=True):
+                thread.start()
+                started.append(thread)
+                worker.done.acquire()
+                if worker.error is not None:
+                    raise worker.error
+        except Exception as e:
+            _end(self.workers, started)
+            raise SessionError(
+                f"the session's threads cannot be started: {type(e).__name__}: {e}",
+                fix="use fewer threads, or executor='reference'",
+            ) from e
+        finally:
+            torch.set_num_threads(own)  # a worker's setting is also the one for threads to come
         self.close = weakref.finalize(self, _end, self.workers, self.threads)
 
     def events(self) -> tuple[list[Callable[[], object]], list[Callable[[], object]]]:
@@ -279,8 +289,13 @@ def _release(lock: Any) -> None:
 
 def _serve(worker: _Worker, brake: _Brake, intraop: int) -> None:
     """What a thread does until it is given nothing."""
-    torch.set_num_threads(intraop)
-    torch.get_num_threads()  # settles it: a thread's first look would take over what another thread set since
+    try:
+        torch.set_num_threads(intraop)
+        torch.get_num_threads()  # settles it: a thread's first look would take over what another thread set since
+    except BaseException as e:
+        worker.error = e
+        worker.done.release()
+        return
     with torch.inference_mode():
         worker.done.release()
         while True:

@@ -88,7 +88,11 @@ class Values:
         try:
             return self.variables[name, version]
         except KeyError:
-            raise PlanError(f"version {version} of {name!r} is read before it is made") from None
+            raise PlanError(
+                f"version {version} of {name!r} is read before it is made",
+                where=f"net {self.net.name!r}",
+                fix="emit the plan again",
+            ) from None
 
     def last(self, name: str) -> tuple[int, str]:
         """The thread that returns the last value of an external output, and its variable."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from graphir import passes, runtime
@@ -107,8 +106,8 @@ class _Demo:
         self.compare_memory(memory(unshifted), memory(shifted))
         self.show_plan(shifted)
         equal = self.check(captured, unshifted, shifted)
-        self.train(captured, shifted)
-        self.save(shifted)
+        trained = self.train(captured, shifted)
+        self.save(shifted, trained)
         verdict = "every check held" if equal else "[red]the plans differ from eager PyTorch[/red]"
         self.console.print(f"\n{verdict}; {time.perf_counter() - start:.1f} s in all")
         return equal
@@ -203,17 +202,15 @@ class _Demo:
             same_plans = all(torch.equal(a, b) for a, b, _ in losses)
             same_eager = all(torch.equal(b, c) for _, b, c in losses)
             for replica, (model, optimizer) in enumerate(zip(eager.models, eager.optimizers, strict=True)):
-                same_plans &= _equal(one.state_dict(replica), other.state_dict(replica))
-                same_eager &= _equal(other.state_dict(replica), model.state_dict())
-                momentum = optimizer.state_dict()["state"]
-                same_plans &= _equal_states(one.optimizer_state_dict()["state"], other.optimizer_state_dict()["state"])
-                same_eager &= _equal_states(other.optimizer_state_dict()["state"], momentum)
+                same_plans &= _equal(_state(one, replica), _state(other, replica))
+                same_eager &= _equal(_state(other, replica), _named(model.state_dict(), optimizer.state_dict()))
         self.say("  compared: losses, and each replica's parameters, buffers and momentum")
         self.say(f"  shifted plan = unshifted plan                 {_verdict(same_plans)}")
         self.say(f"  shifted plan = eager PyTorch, share by share  {_verdict(same_eager)}")
         return same_plans and same_eager
 
-    def train(self, captured: Program, plan: Plan) -> None:
+    def train(self, captured: Program, plan: Plan) -> Program:
+        """Train, and return the captured program with the state that training ended in."""
         steps = -(-TRAINING_IMAGES // BATCH)
         self.title(f"train: {len(DEVICES)} replicas on {len(plan.devices) - 1} logical devices")
         columns = (
@@ -221,46 +218,55 @@ class _Demo:
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("loss {task.fields[loss]}  accuracy {task.fields[accuracy]:.1%}"),
+            TextColumn("mean loss {task.fields[loss]}  test accuracy {task.fields[accuracy]}"),
         )
         live = self.console.is_terminal
         with (
             runtime.Session(plan, captured.state) as session,
             Progress(*columns, console=self.console, disable=not live) as progress,
         ):
-            accuracy = self.digits.accuracy(self.model)
             for epoch in range(self.epochs):
                 name = f"epoch {epoch + 1}/{self.epochs}"
-                task = progress.add_task(name, total=steps, loss="-", accuracy=accuracy)
+                task = progress.add_task(name, total=steps, loss="-", accuracy="-")
+                total, seen = 0.0, 0
                 for x, y in self.digits.batches(epoch):
-                    loss = session.step(x, y)
-                    progress.update(task, advance=1, loss=f"{loss:.4f}")
+                    total += session.step(x, y).item() * len(x)
+                    seen += len(x)
+                    progress.update(task, advance=1, loss=f"{total / seen:.4f}")
                 self.model.load_state_dict(session.state_dict())
-                accuracy = self.digits.accuracy(self.model)
+                accuracy = f"{self.digits.accuracy(self.model):.1%}"
                 progress.update(task, accuracy=accuracy)
                 if not live:
-                    self.say(f"  {name}  {steps} steps  loss {loss:.4f}  accuracy {accuracy:.1%}")
+                    self.say(f"  {name}  {steps} steps  mean loss {total / seen:.4f}  test accuracy {accuracy}")
+            return captured.with_(state=session.state())
 
-    def save(self, plan: Plan) -> None:
+    def save(self, plan: Plan, trained: Program) -> None:
         self.title("saved")
         plan.save(self.out / "digits.plan.json")
         (self.out / "digits.plan.txt").write_text(f"{plan}\n", encoding="utf-8")
-        save_file(self.model.state_dict(), self.out / "digits.safetensors")
+        trained.save(self.out / "digits.json", state=True)
         for name, what in (
             ("digits.plan.json", "the plan; graphir.load reads it"),
             ("digits.plan.txt", "its text; graphir.parse reads it"),
-            ("digits.safetensors", "the trained model's state_dict"),
+            ("digits.json", "the captured program"),
+            ("digits.json.safetensors", "the state after training"),
         ):
             path = self.out / name
             self.say(f"  {path}  {nbytes_text(path.stat().st_size)}  {what}")
 
 
+def _state(session: runtime.Session, replica: int) -> dict[str, Tensor]:
+    return _named(session.state_dict(replica), session.optimizer_state_dict(replica))
+
+
+def _named(module: Mapping[str, Tensor], optimizer: Mapping[str, Any]) -> dict[str, Tensor]:
+    """A replica's parameters and buffers, and its optimizer's tensors, under one set of names."""
+    held = optimizer["state"].items()
+    return {**module, **{f"{i}.{name}": tensor for i, tensors in held for name, tensor in tensors.items()}}
+
+
 def _equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def _equal_states(a: Mapping[int, Mapping[str, Tensor]], b: Mapping[int, Mapping[str, Tensor]]) -> bool:
-    return a.keys() == b.keys() and all(_equal(a[i], b[i]) for i in a)
 
 
 def _verdict(equal: bool) -> str:

@@ -245,8 +245,10 @@ def test_loaded_state_is_that_of_every_replica():
         (lambda s: s.update({"fc1.weigth": s["fc1.weight"]}), "the module has no 'fc1.weigth'; did you mean 'fc1.wei"),
         (lambda s: s.update({"fc1.bias": torch.ones(3)}), r"'fc1.bias' in the state has shape \[3\], .* takes \[16\]"),
         (lambda s: s.update({"fc1.bias": s["fc1.bias"].double()}), "'fc1.bias' in the state has dtype torch.float64"),
+        (lambda s: s.update({"fc2.bias": s["fc2.bias"].to("meta")}), "'fc2.bias' in the state is on meta"),
+        (lambda s: s.update({"fc2.bias": s["fc2.bias"].to_sparse()}), "'fc2.bias' in the state is a torch.sparse_coo"),
     ],
-    ids=["missing", "unknown", "shape", "dtype"],
+    ids=["missing", "unknown", "shape", "dtype", "device", "layout"],
 )
 def test_state_that_does_not_fit_changes_nothing(mlp, change, message):
     session = mlp[2]
@@ -264,9 +266,12 @@ def test_state_that_does_not_fit_changes_nothing(mlp, change, message):
         (lambda s: s.clear(), r"the state has no 'fc1.bias' \(and \d more are missing\)"),
         (lambda s: s.update({"fc1.bias": torch.ones(3)}), "'fc1.bias' in the state has shape"),
         (lambda s: s.update({"fc1.bias": [1.0]}), "'fc1.bias' in the state is of type list, not a tensor"),
+        (lambda s: s.update({"fc1.bias": s["fc1.bias"].to("meta")}), "'fc1.bias' in the state is on meta"),
         (lambda s: s.update({"step": torch.tensor(0.5)}), "'step' in the state has dtype torch.float32"),
+        (lambda s: s.update({"step": torch.tensor(-1)}), "'step' in the state is -1"),
+        (lambda s: s.update({"lr": torch.tensor(-1.0)}), "is no learning rate"),
     ],
-    ids=["missing", "empty", "shape", "type", "step"],
+    ids=["missing", "empty", "shape", "type", "device", "step", "negative step", "learning rate"],
 )
 def test_a_session_is_not_made_with_state_that_does_not_fit(mlp, change, message):
     program = mlp[2].plan.program
@@ -298,7 +303,7 @@ def test_a_followed_optimizers_scheduler_works(mlp):
         session.step(*batch_of(example))
         eager_step(example, optimizer, step)
         scheduler.step()
-    assert session.param_groups[0]["lr"] == 0.1 * 0.5**3
+    assert session.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == 0.1 * 0.5**4
     assert torch.equal(session.state_dict()["fc1.weight"], example.model.fc1.weight)
 
 
@@ -309,6 +314,18 @@ def test_another_optimizer_is_not_followed(mlp):
         session.follow(sgd([{"params": params[:1]}, {"params": params[1:]}]))
     with pytest.raises(SessionError, match=r"group 0 of the optimizer has momentum=0.5, the program has 0.9"):
         session.follow(sgd(params, momentum=0.5))
+    with pytest.raises(SessionError, match="the optimizer is Adam, the program's SGD"):
+        session.follow(torch.optim.Adam(params))
+    with pytest.raises(SessionError, match="not a NoneType"):
+        session.follow(None)
+    with pytest.raises(SessionError, match="differ in their number of parameters: 3 and 4"):
+        session.follow(sgd(params[:3]))
+    with pytest.raises(SessionError, match=r"a parameter of shape \[\d+.*in the place of 'fc\d"):
+        session.follow(sgd(params[::-1]))
+    lacking = sgd(params)
+    del lacking.param_groups[0]["nesterov"]
+    with pytest.raises(SessionError, match="has no 'nesterov', the program has False"):
+        session.follow(lacking)
 
 
 # -- refusals
@@ -333,6 +350,8 @@ def test_a_refused_step_changes_nothing(mlp):
         ({"binding": {"gpu:0": "cpu"}}, "binding {'gpu:0': 'cpu'} is not supported"),
         ({"executor": "segments"}, "executor 'segments' is not supported(.|\n)*supported: auto, reference, threads"),
         ({"threads": 0}, "threads=0: a kernel needs at least one thread"),
+        ({"threads": 1.5}, "threads=1.5: a kernel needs at least one thread"),
+        ({"threads": "2"}, "threads='2': a kernel needs at least one thread"),
     ],
     ids=str,
 )

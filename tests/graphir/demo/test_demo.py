@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 import graphir
+from graphir import runtime
+from graphir.demo.digits import load_digits
 from graphir.demo.model import DigitsNet
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -42,19 +43,42 @@ def test_it_is_readable_in_a_pipe_of_100_columns(demo: tuple[str, Path]) -> None
 
 
 def test_it_reports_loss_and_accuracy(demo: tuple[str, Path]) -> None:
-    lines = [line for line in demo[0].splitlines() if "accuracy" in line]
+    lines = [line for line in demo[0].splitlines() if "test accuracy" in line]
     assert [line.split()[1] for line in lines] == ["1/2", "2/2"]
     assert float(lines[-1].split()[-1].rstrip("%")) > 80
 
 
-def test_what_it_saved_can_be_read(demo: tuple[str, Path]) -> None:
+def test_training_goes_on_from_what_it_saved(demo: tuple[str, Path]) -> None:
     _, out = demo
     plan = graphir.load(out / "digits.plan.json")
     assert graphir.parse((out / "digits.plan.txt").read_text(encoding="utf-8")) == plan
     assert [str(device) for device in plan.devices] == ["gpu:0", "gpu:1", "gpu:2", "gpu:3", "cpu:0"]
+    program = graphir.load(out / "digits.json")
+    assert program.state["step"] == 48
     model = DigitsNet()
-    model.load_state_dict(load_file(out / "digits.safetensors"))
-    assert torch.isfinite(model(torch.rand(2, 1, 8, 8))).all()
+    with runtime.Session(plan, program.state) as session:
+        model.load_state_dict(session.state_dict())
+        images, labels = load_digits()
+        assert session.step(images[:64], labels[:64]) < 1
+    right = model.eval()(images).argmax(1) == labels
+    assert right.float().mean() > 0.8
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_terminals_without_unicode_can_show_it(tmp_path: Path, encoding: str) -> None:
+    command = [sys.executable, "-m", "graphir", "demo", "--epochs", "1", "--out", str(tmp_path)]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0", "LC_ALL": "C"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, env=environment, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert b"every check held" in done.stdout
+
+
+def test_bad_options_are_refused_in_one_message() -> None:
+    command = [sys.executable, "-m", "graphir", "demo", "--seed", "99999999999999999999"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 2
+    assert "--seed" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_folder_that_cannot_be_made_is_said_in_one_line(tmp_path: Path) -> None:

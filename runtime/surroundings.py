@@ -1,0 +1,42 @@
+"""What of the thread and the process that a step is called in would change its bits, or hang it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import torch
+
+__all__ = ["FORKS", "is_neutral", "neutral"]
+
+FORKS: Final = [0]
+"""How many forks lie between the first process and this one. Comparing it is cheaper than asking for the process id."""
+
+
+def _count_fork() -> None:
+    FORKS[0] += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_count_fork)
+
+
+def is_neutral(threads: int) -> bool:
+    """Whether this thread runs kernels in *threads* threads, without autocast."""
+    return torch.get_num_threads() == threads and not torch.is_autocast_enabled("cpu")
+
+
+@contextmanager
+def neutral(threads: int) -> Iterator[None]:
+    """Make it so, and restore the thread's own settings afterwards."""
+    before = torch.get_num_threads()
+    if before != threads:
+        torch.set_num_threads(threads)
+    try:
+        with torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        if before != threads:
+            torch.set_num_threads(before)
