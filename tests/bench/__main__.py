@@ -1,6 +1,6 @@
 """Run the benchmarks and print their tables; with --write, put them into docs/benchmarks.md.
 
-python tests/bench [passes] [synthetic] [step] [--write]
+python tests/bench [passes] [synthetic] [step] [bits] [whole] [--write]
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "bench")]
 
+import exactness
 import placing
 import stepping
 import torch
@@ -26,6 +27,8 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "passes": placing.resnet50_rows,
     "synthetic": placing.synthetic_rows,
     "step": stepping.rows,
+    "bits": exactness.bit_rows,
+    "whole": exactness.whole_batch_rows,
 }
 
 
