@@ -21,7 +21,7 @@ state lives where its label says.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from pydantic import field_validator
 
@@ -33,10 +33,14 @@ from graphir.ir.net import Net
 from graphir.ir.operator import PURE, Operator
 from graphir.ir.program import Program
 
-from .activations import activation_names
+from .activations import activation_names, find_activations
 from .base import Pass, build, register
 
 __all__ = ["ShiftActivations", "shift_activations"]
+
+
+_MOST_LISTED: Final = 6
+"""Activations that an error names."""
 
 
 @register
@@ -87,10 +91,12 @@ class ShiftActivations(Pass):
                 )
         unknown = sorted(base_name(name) for name in chosen - known)
         if self.strict and unknown:
-            nearby = nearest(unknown[0], sorted(map(base_name, known)))
+            listed = find_activations(program)
+            some = ", ".join(listed[:_MOST_LISTED]) + (", …" if len(listed) > _MOST_LISTED else "")
+            near = nearest(base_name(unknown[0]), listed)
             raise PassError(
-                f"{unknown[0]!r} is not an activation of program {program.name!r}{nearby}",
-                fix="passes.find_activations(program) lists them, without a replica's prefix",
+                f"{unknown[0]!r} is not an activation of program {program.name!r}{near}",
+                fix=f"find_activations(program) lists them, without a replica's prefix: {some or 'there are none'}",
             )
 
 

@@ -151,6 +151,13 @@ def test_unknown_activation_names_the_nearest() -> None:
         passes.shift_activations(two_layers(), ["relu1"], shifts={0: 1})
 
 
+@pytest.mark.parametrize("name", ["gpu_0/relu", "nothing like it"])
+def test_activations_are_listed_where_none_is_near(name: str) -> None:
+    program = passes.replicate(two_layers(), devices=[0, 1])
+    with pytest.raises(PassError, match=r"without a replica's prefix: fc1, relu, fc2, loss"):
+        passes.shift_activations(program, [name], shifts={0: 2})
+
+
 def test_a_view_stands_for_its_storage() -> None:
     body = """
     input x : f32[6,4] @gpu:0
