@@ -9,7 +9,8 @@
 27. A storage is freed at most once, after it was made and after its last use; what lives from step to step and what is
     handed back is never freed.
 
-Whether lanes that run at the same time are ordered as they must be is another question: ``runtime.check`` answers it.
+Whether lanes that run at the same time wait for each other wherever they must is another question, and not asked here:
+emit puts in every wait that is needed, but a wait that is missing from an edited plan is not noticed.
 """
 
 from __future__ import annotations
