@@ -6,9 +6,9 @@ emit, puts elementwise operators in place where that changes no value::
     bn1  = aten.native_batch_norm(…)            bn1  = aten.native_batch_norm(…)
     relu = aten.relu(bn1)              ───▶     relu in bn1 = aten.relu_(bn1)
 
-The operand must be made in the step, by an operator that owns its whole storage, on the same device, with the geometry
-of the result; and this must be the last read of that storage, views of it included. Readers on other lanes come
-earlier in program order, and emit makes the writer wait for them.
+The operand must be made in the step, by an operator that owns its whole storage and is no copy, on the same device,
+with the geometry of the result; and this must be the last read of that storage, views of it included. Readers on other
+lanes come earlier in program order, and emit makes the writer wait for them.
 """
 
 from __future__ import annotations
@@ -75,6 +75,9 @@ def _share(net: Net) -> Net:
         for name in op.inputs:
             last_read[owner[name]] = i
     kept = {owner[name] for name in (*net.external_inputs, *net.external_outputs)}
+    # A copy keeps the address of its source modulo 64, a fresh result begins at a multiple of it, and kernels may round
+    # by addresses: a result that took the place of a copy's could give other bits.
+    kept.update(owner[name] for op in net.ops if op.type == "Copy" for name in op.outputs)
 
     merged: dict[str, str] = {}
 

@@ -7,15 +7,16 @@ every entry of the table against the operator itself. All others go through the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from graphir.ir.opset import overload
 
-__all__ = ["FAST", "fastest"]
+__all__ = ["FAST", "fastest", "view"]
 
 _CALLABLES: Final = {
     torch._C._VariableFunctions: """
@@ -31,7 +32,7 @@ _CALLABLES: Final = {
     torch._C._nn: "avg_pool2d.default gelu.default max_pool2d_with_indices.default silu.default",
     torch.Tensor: """
         add_.Tensor expand.default mul_.Tensor permute.default relu.default relu_.default select.int squeeze.dim
-        sub_.Tensor t.default transpose.int unsqueeze.default view.default
+        sub_.Tensor t.default transpose.int unsqueeze.default
     """,
 }
 
@@ -46,7 +47,19 @@ def _table() -> dict[str, Callable[..., Any]]:
     return found
 
 
-FAST: Final[dict[str, Callable[..., Any]]] = _table()
+def view(tensor: Tensor, size: Sequence[int]) -> Tensor:
+    """``tensor.view(size)``, or a copy in that shape where its strides do not allow one.
+
+    The kernels of some backward operators lay their results out otherwise than the fake tensors of capture say. Where
+    that makes a recorded view impossible, eager PyTorch, whose ``reshape`` asks the real tensor, has made a copy.
+    """
+    try:
+        return tensor.view(size)
+    except RuntimeError:
+        return tensor.reshape(size)
+
+
+FAST: Final[dict[str, Callable[..., Any]]] = {**_table(), "aten.view.default": view}
 """For each of these types, a callable that takes the schema's arguments in the schema's order and is faster."""
 
 

@@ -22,6 +22,7 @@ from graphir.ir.seeds import mix
 from graphir.ir.size import Dims
 from graphir.plan import Event, Instruction, Plan
 
+from .bindings import view
 from .calls import Argument, Bound, Call, Constant, Default, Operand, OperandList, arrange, evaluate
 from .executor import Feedable, Setting
 from .faults import fault
@@ -189,6 +190,8 @@ def invoke(op: Operator, call: Call, inputs: Sequence[Any], setting: Setting, di
     positional = [value(argument) for argument in call.positional]
     if op.type == "Copy":
         return copy(positional[0], setting.binding[op.device])
+    if op.type == "aten.view.default":
+        return view(*positional)
     if op.type in KERNELS:
         return KERNELS[op.type](**{name: evaluate(arg, dims) for name, arg in op.args.items()})(*positional)
     return overload(op.type)(*positional, **{name: value(argument) for name, argument in call.keyword})

@@ -219,3 +219,30 @@ def test_addresses_do_not_change_bits(chosen: list[str], executor: str) -> None:
             assert {reference.step(x, y).item()} == {loss.item() for loss in losses}
         for session in (plain, other):
             assert_same_bits(session.state_dict(), reference.models[0].state_dict(), "state")
+
+
+class Laid(nn.Module):
+    """A backward whose kernels lay their results out otherwise than fake tensors say."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.a, self.act, self.r, self.c = nn.Linear(5, 6), activation, nn.GRU(6, 6, batch_first=True), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.r(self.act(self.a(x)))[0][:, -1])
+
+
+@pytest.mark.parametrize("executor", ["threads", "reference"])
+@pytest.mark.parametrize("activation", [nn.ELU(), nn.Softplus(), nn.Hardswish(), nn.ReLU6(), nn.LayerNorm(6)], ids=str)
+def test_layouts_that_capture_cannot_foresee(activation: nn.Module, executor: str) -> None:
+    torch.manual_seed(0)
+    model = Laid(activation)
+    x, y = torch.randn(6, 7, 5), torch.randint(4, (6,))
+    example = models.Example(model, (x[:3],), (y[:3],), nn.functional.cross_entropy)
+    program = captured(example, sgd(model))
+    moved = shifted(passes.replicate(program, [0, 1]), {0: 2, 1: 3})
+    reference = ShareByShare(model, example.loss, sgd, 2)
+    with runtime.Session(passes.emit(moved), program.state, executor=executor) as session:
+        for _ in range(3):
+            assert_same_bits({"loss": session.step(x, y)}, {"loss": reference.step(x, y)}, "loss")
+        assert_same_bits(session.state_dict(1), reference.models[1].state_dict(), "state")

@@ -76,6 +76,19 @@ def test_what_somebody_needs_is_left_alone(body: str) -> None:
     assert not any(op.effects.writes for op in after.step.ops)
 
 
+def test_what_a_copy_made_is_not_overwritten() -> None:
+    """A copy may begin at an odd address, where a fresh result does not; kernels may round by that."""
+    after = shared("""
+    input x : f32[3] @gpu:0
+    a : f32[3] @gpu:1 = Copy(x)
+    b : f32[3] @gpu:1 = aten.relu(a)
+    output c : f32[3] @gpu:1 = aten.exp(b)
+    output c
+    """)
+    assert after.step.blobs["b"].storage == "b"
+    assert after.step.blobs["c"].storage == "b"
+
+
 def test_it_lowers_the_peak() -> None:
     program = two_layers()
     assert graphir.memory(passes.share_storage(program)).peak["gpu:0"] <= graphir.memory(program).peak["gpu:0"]
