@@ -25,16 +25,20 @@ def find_activations(program: Program) -> list[str]:
     return [name[len(prefix) :] for name in _in_order(program) if name in names]
 
 
-def activation_names(program: Program) -> set[str]:
-    """The activations of a program, prefix included, in no order."""
+def activation_names(program: Program) -> dict[str, None]:
+    """The activations of a program, prefix included."""
     step, prefix = program.step, program.replicas[0]
     blobs, gradients, read = step.blobs, step.gradients, step.read
     if gradients:
-        named = [name for name, grad in gradients.items() if grad in read and name in read]
-        return {name for name in named if name.startswith(prefix) and blobs[name].role != "param"}
+        params = {name for name in step.external_inputs if blobs[name].role == "param"}
+        return {
+            name: None
+            for name, grad in gradients.items()
+            if name.startswith(prefix) and name in read and grad in read and name not in params
+        }
     forward = [name for op in step.ops if op.phase == "forward" for name in op.outputs if name in read]
     return {
-        name
+        name: None
         for name in forward
         if name.startswith(prefix) and blobs[name].role == "activation" and not blobs[name].is_view
     }

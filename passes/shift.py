@@ -66,7 +66,7 @@ class ShiftActivations(Pass):
 
     def rewrite(self, program: Program) -> Program:
         known = activation_names(program)
-        chosen = {self._storage(program, name) for name in self.activations}
+        chosen = dict.fromkeys([self._storage(program, name) for name in self.activations])
         self._refuse_unknown(program, known, chosen)
         moves = {gpu(source): gpu(target) for source, target in self.shifts.items()}
         sweep = _Sweep(program, known, chosen, moves)
@@ -81,7 +81,7 @@ class ShiftActivations(Pass):
         blob = program.step.blobs.get(name)
         return name if blob is None else blob.storage
 
-    def _refuse_unknown(self, program: Program, known: set[str], chosen: set[str]) -> None:
+    def _refuse_unknown(self, program: Program, known: Mapping[str, None], chosen: Mapping[str, None]) -> None:
         used = [device for device in program.devices if device.kind == "gpu"]
         for source in self.shifts:
             if self.strict and gpu(source) not in used:
@@ -89,7 +89,7 @@ class ShiftActivations(Pass):
                     f"no operator of program {program.name!r} is on gpu:{source}",
                     fix=f"sources can be {', '.join(used)}",
                 )
-        unknown = sorted(base_name(name) for name in chosen - known)
+        unknown = sorted(base_name(name) for name in chosen if name not in known)
         if self.strict and unknown:
             listed = find_activations(program)
             some = ", ".join(listed[:_MOST_LISTED]) + (", …" if len(listed) > _MOST_LISTED else "")
@@ -130,66 +130,89 @@ class _Sweep:
     """The labels of one shift, and what follows from them.
 
     Attributes:
-        labels: by storage, for those on source devices.
+        labels: by storage, its label; what has none, and every view, has its blob there. (One look-up a name tells all
+            that the sweep asks, and the order is that of the blobs: a large net's sweep takes as long as its cache
+            misses.)
         sources: the bits of each source device.
-        owner: by view, its storage.
         fed: the storages of the step's inputs.
+        moving: the storages whose label says that they move.
         moved: by position of an operator that moves, its new device.
         made: by storage that an operator makes against its label, the device of that operator.
         followers: positions of view operators and collectives, which are where their operands are.
     """
 
-    def __init__(self, program: Program, known: set[str], chosen: set[str], moves: Mapping[Device, Device]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        known: Mapping[str, None],
+        chosen: Mapping[str, None],
+        moves: Mapping[Device, Device],
+    ) -> None:
         self.net, self.moves = program.step, moves
-        self.labels: dict[str, int] = {}
+        self.labels: dict[str, int | Blob] = dict(self.net.blobs)
         self.sources = {device: (k << 3) for k, device in enumerate(moves)}
-        self.owner = {name: blob.storage for name, blob in self.net.blobs.items() if blob.storage != name}
+        self.moving: list[str] = []
         self.moved: dict[int, Device] = {}
         self.made: dict[str, Device] = {}
         self.followers: list[int] = []
         fed = {feed.blob for feed in program.interface.feeds if feed.blob is not None}
         self.fed = {prefix + name for prefix in program.replicas for name in fed}
         for prefix in program.replicas:
-            self.label(self.of_replica(known, program, prefix), _ACTIVATION)
             self.label(self.of_replica(chosen, program, prefix), _MOVES)
+            self.label(self.of_replica(known, program, prefix), _ACTIVATION)
 
-    def of_replica(self, names: set[str], program: Program, prefix: str) -> Iterable[str]:
+    def of_replica(self, names: Mapping[str, None], program: Program, prefix: str) -> Iterable[str]:
         """A replica's blobs for the first replica's."""
         first = program.replicas[0]
         return names if prefix == first else [prefix + name[len(first) :] for name in names]
 
     def label(self, names: Iterable[str], bits: int) -> None:
-        blobs, labels = self.net.blobs, self.labels
+        """Add *bits* to the labels of those among *names* that are on a source device."""
+        labels, sources = self.labels, self.sources
         for name in names:
-            blob = blobs.get(name)
-            if blob is not None and blob.device in self.sources:
-                labels[blob.storage] = labels.get(blob.storage, self.sources[blob.device]) | bits
+            label = labels.get(name)
+            if label is None:
+                continue
+            if isinstance(label, Blob):
+                if label.storage != name:
+                    name = label.storage
+                    label = labels[name]
+                if isinstance(label, Blob):
+                    source = sources.get(label.device)
+                    if source is None:
+                        continue
+                    label = source
+            labels[name] = label | bits
+            if bits & _MOVES:
+                self.moving.append(name)
 
     def run(self) -> None:
         """Label every storage and find the operators that move, in program order."""
-        blobs, labels, fed, owner = self.net.blobs, self.labels, self.fed, self.owner
+        labels, fed, sources = self.labels, self.fed, self.sources
         for i, op in enumerate(self.net.ops):
             if op.effects is not PURE and op.effects.views and not op.effects.writes:
                 self.followers.append(i)
                 continue
-            device = op.device
             if op.type == "AllReduce":
                 self.followers.append(i)
                 self.label_participants(op)
                 continue
-            source = self.sources.get(device)
+            device = op.device
+            source = sources.get(device)
             if source is None:
                 continue
-            decided = given = first = None
-            new: list[str] = []
+            decided = given = first = new = None
             some, every = 0, _MOVES
             for name in op.inputs + op.outputs:
-                storage = owner.get(name, name) if owner else name
-                label = labels.get(storage)
-                if label is None:
-                    if blobs[name].device == device:
-                        new.append(storage)
-                    continue
+                label = labels[name]
+                if isinstance(label, Blob):
+                    if label.storage != name:
+                        name = label.storage
+                        label = labels[name]
+                    if isinstance(label, Blob):
+                        if label.device == device:
+                            new = [*new, name] if new else [name]
+                        continue
                 if label & _SOURCE != source:
                     continue
                 some |= label
@@ -202,8 +225,11 @@ class _Sweep:
                     first = label
             label = decided if decided is not None else given if given is not None else first or 0
             moves = label & _MOVES
-            for storage in new:
-                labels[storage] = source | moves | _FED if storage in fed else source | moves
+            if new:
+                for storage in new:
+                    labels[storage] = source | moves | _FED if storage in fed else source | moves
+                if moves:
+                    self.moving += new
             if moves:
                 self.moved[i] = self.moves[device]
             if some & _MOVES and not every:
@@ -212,14 +238,17 @@ class _Sweep:
     def label_participants(self, op: Operator) -> None:
         """Results of a collective go where their participants go."""
         for participant, result in zip(op.inputs, op.outputs, strict=True):
-            label = self.labels.get(self.owner.get(participant, participant))
-            if label is not None:
-                self.labels.setdefault(self.owner.get(result, result), label & (_SOURCE | _MOVES))
+            label = self.labels[self.net.blobs[participant].storage]
+            storage = self.net.blobs[result].storage
+            if isinstance(label, int) and not isinstance(self.labels[storage], int):
+                self.labels[storage] = label & (_SOURCE | _MOVES)
+                if label & _MOVES:
+                    self.moving.append(storage)
 
     def note_made(self, op: Operator, device: Device) -> None:
         """An operator whose operands have different labels has made its own storages on *device*."""
-        external = self.net.external_inputs
-        self.made.update((name, device) for name in op.outputs if name not in self.owner and name not in external)
+        blobs, external = self.net.blobs, self.net.external_inputs
+        self.made.update((name, device) for name in op.outputs if not blobs[name].is_view and name not in external)
 
     def blobs(self) -> dict[str, Blob]:
         """Every blob where its storage now lives.
@@ -228,14 +257,14 @@ class _Sweep:
         differs from its label where an operator with several results took the label of another one.
         """
         blobs = dict(self.net.blobs)
-        targets = {source: self.moves[device] for device, source in self.sources.items()}
-        home = {storage: targets[label & _SOURCE] for storage, label in self.labels.items() if label & _MOVES}
-        home.update(self.made)
-        for name, device in home.items():
+        for name in self.moving:
+            blob = self.net.blobs[name]
+            blobs[name] = blob.on(self.moves[blob.device])
+        for name, device in self.made.items():
             blobs[name] = blobs[name].on(device)
-        for name, storage in self.owner.items():
-            if storage in home:
-                blobs[name] = blobs[name].on(home[storage])
+        for name, blob in self.net.blobs.items():
+            if blob.storage != name and blobs[blob.storage].device != blob.device:
+                blobs[name] = blob.on(blobs[blob.storage].device)
         return blobs
 
     def ops(self, blobs: Mapping[str, Blob]) -> list[Operator]:

@@ -13,7 +13,7 @@ instruction that failed::
 callables ``c``, constants ``k``, generators ``g``) is bound as the function's defaults, which makes it local and lets
 one code object serve any size: only the constants that depend on dimensions are computed again. Views of state whose
 geometry depends on no dimension stay the same too; they are taken once, and bound like state. Values that another
-thread reads are also kept in the list ``x``.
+thread reads are also kept in the list ``x``. Optimizer updates alike that follow each other share a line.
 
 Nothing of a plan's text is in the code: names are numbered, and of its arguments only numbers, booleans and None are
 written as literals.
@@ -112,7 +112,9 @@ def generate(setting: Setting, thread: Mapping[str, int], handover: Handover | N
     printers = [_Statements(setting, writer, values, handover, i) for i, writer in enumerate(writers)]
     for position, instruction in enumerate(setting.plan.instructions):
         here = thread[instruction.lane]
-        writers[here].line(position, printers[here].of(position, instruction))
+        printers[here].add(position, instruction)
+    for printer in printers:
+        printer.flush()
     for index, name in enumerate(setting.plan.step.external_outputs):
         owner, variable = values.last(name)
         writers[owner].returns(index, variable)
@@ -188,6 +190,65 @@ class _Statements:
         self.setting, self.writer, self.values, self.thread = setting, writer, values, thread
         self.handover = handover
         self.net = setting.plan.step
+        self.updates: list[tuple[int, Operator]] = []
+        self.freed: list[tuple[int, Instruction]] = []
+
+    def add(self, position: int, instruction: Instruction) -> None:
+        """Write the line of an instruction, or hold it back: updates that follow each other become one call.
+
+        What is freed between them is freed after them; nothing takes its place meanwhile.
+        """
+        op = self.net.ops[instruction.op] if instruction.kind == "run" else None
+        if op is not None and op.type in KERNELS:
+            if self.updates and not self.joins(op):
+                self.flush()
+            self.updates.append((position, op))
+        elif instruction.kind == "free" and self.updates:
+            self.freed.append((position, instruction))
+        else:
+            self.flush()
+            self.writer.line(position, self.of(position, instruction))
+
+    def flush(self) -> None:
+        """Write what is held back."""
+        updates, freed, self.updates, self.freed = self.updates, self.freed, [], []
+        if updates:
+            self.writer.line(updates[0][0], self.update([op for _, op in updates]))
+        for position, instruction in freed:
+            self.writer.line(position, self.of(position, instruction))
+
+    def joins(self, op: Operator) -> bool:
+        """Whether an update can be made in one call with those held back."""
+        first = self.updates[0][1]
+        blobs = self.net.blobs
+        written = {blobs[name].storage for _, other in self.updates for name in other.outputs}
+        return (
+            (op.type, op.args, op.operands, op.device) == (first.type, first.args, first.operands, first.device)
+            and [blobs[name].dtype for name in op.inputs] == [blobs[name].dtype for name in first.inputs]
+            and list(op.reads)[-1] == list(first.reads)[-1]
+            and not any(blobs[name].storage in written for name in op.inputs)
+        )
+
+    def update(self, ops: Sequence[Operator]) -> list[str]:
+        """One call of an optimizer's kernel for updates with the same options and learning rate."""
+        given: list[list[str]] = []
+        for op in ops:
+            inputs = [self.read(name, version) for name, version in op.reads]
+            given.append([self.argument(op, argument, inputs) for argument in arrange(op).positional])
+            self.overwrite(op)
+        options: dict[str, Any] = {name: evaluate(arg, {}) for name, arg in ops[0].args.items()}
+        key = repr((ops[0].type, sorted(options.items())))
+        kernel = self.writer.bind(KERNELS[ops[0].type](**options), "c", key)
+        *tensors, rates = zip(*given, strict=True)
+        lists = [f"[{', '.join(items)}]" for items in tensors]
+        return [f"{kernel}({', '.join([*lists, rates[0]])})"]
+
+    def overwrite(self, op: Operator) -> None:
+        """What an operator overwrites keeps its variable."""
+        makes, reads = list(op.makes), list(op.reads)
+        for position, source in op.effects.writes:
+            variable = self.values.variable(*reads[source])
+            self.values.define(*makes[position], variable, self.values.owners[variable])
 
     def of(self, position: int, instruction: Instruction) -> list[str]:
         if instruction.kind == "free":
@@ -247,10 +308,7 @@ class _Statements:
             self.values.define(*makes[0], self.values.variable(makes[0][0], 0), None)
             return statements
         text = self.text(op, call, inputs)
-        for position, source in overwritten.items():
-            name, version = op.inputs[source], list(op.reads)[source][1]
-            variable = self.values.variable(name, version)
-            self.values.define(*makes[position], variable, self.values.owners[variable])
+        self.overwrite(op)
         if not fresh:
             return [*statements, text]
         if len(fresh) == 1 and call.single and not isinstance(call.returned[0], list):
@@ -335,9 +393,6 @@ class _Statements:
         if op.type == "Copy":
             function, key = copy, "Copy"
             given.append(self.writer.bind(self.setting.binding[op.device], key=("device", op.device)))
-        elif op.type in KERNELS:
-            options: dict[str, Any] = {name: evaluate(arg, {}) for name, arg in op.args.items()}
-            function, key = KERNELS[op.type](**options), repr((op.type, sorted(options.items())))
         else:
             function, key = fastest(op.type), op.type
         return f"{self.writer.bind(function, 'c', key)}({', '.join(given)})"

@@ -193,7 +193,9 @@ def invoke(op: Operator, call: Call, inputs: Sequence[Any], setting: Setting, di
     if op.type == "aten.view.default":
         return view(*positional)
     if op.type in KERNELS:
-        return KERNELS[op.type](**{name: evaluate(arg, dims) for name, arg in op.args.items()})(*positional)
+        update = KERNELS[op.type](**{name: evaluate(arg, dims) for name, arg in op.args.items()})
+        *tensors, rate = positional
+        return update(*[[tensor] for tensor in tensors], rate)
     return overload(op.type)(*positional, **{name: value(argument) for name, argument in call.keyword})
 
 

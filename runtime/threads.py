@@ -28,14 +28,16 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from graphir.analysis.memory import memory
 from graphir.errors import RunError, SessionError
 from graphir.ir.size import Dims
-from graphir.plan import lane_device
+from graphir.plan import Plan, lane_device
 
 from .codegen import Handover, ThreadCode, generate
 from .executor import Feedable, Setting
 from .faults import fault
 from .handoffs import handoffs
+from .heap import keep_heap
 from .surroundings import is_neutral, neutral
 
 __all__ = ["Threads"]
@@ -44,6 +46,10 @@ _SPINS: Final = 40
 """How often a wait looks before it blocks: some 30 µs, which is what waking a blocked thread costs."""
 
 _LOOK_SECONDS: Final = 0.05
+
+_SPARE: Final = 3
+"""How much free memory a step's heap shall have, in the bytes that its values take at most: kernels take some beside
+them, and a block needs a hole that is long enough."""
 
 _KEPT_SIZES: Final = 64
 """For how many sizes the bound functions are kept."""
@@ -66,8 +72,10 @@ class Threads:
         devices = {device: i for i, device in enumerate(dict.fromkeys(map(lane_device, plan.lanes)))}
         of_lane = {lane: devices[lane_device(lane)] for lane in plan.lanes}
         self.team: _Team | None = None
+        self.heap: Tensor | None = None
         if len(devices) <= 1:
             self.codes = generate(setting, of_lane)
+            self.heap = keep_heap(_SPARE * _fresh_bytes(plan))
         else:
             found = handoffs(plan, of_lane)
             self.team = _Team(len(devices), found.total, self.intraop)
@@ -119,9 +127,16 @@ class Threads:
         return error
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and let the heap shrink."""
+        self.heap = None
         if self.team is not None:
             self.team.close()
+
+
+def _fresh_bytes(plan: Plan) -> int:
+    """The most bytes that a step holds at once, beside its state."""
+    predicted = memory(plan)
+    return max(predicted.peak[device] - predicted.state[device] for device in predicted.peak)
 
 
 def _failed_at(code: ThreadCode, error: BaseException) -> int:

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from graphir.runtime.codegen import generate
+from graphir.runtime.reference import Reference
 from runnable import forward_plan, setting_of
 
 from graphir.errors import PlanError
@@ -186,3 +187,39 @@ def test_a_read_of_what_was_not_made_is_refused():
     plan = forward_plan(CHAIN, "x", output="c")
     with pytest.raises(PlanError, match="version 0 of 'a' is read before it is made"):
         lane_of(plan.with_(instructions=plan.instructions[1:]))
+
+
+UPDATES = """
+    param p : f32[2] @gpu:0
+    param q : f32[2] @gpu:0
+    buffer lr : f64[] @cpu:0
+    buffer lr2 : f64[] @cpu:0
+    input x : f32[2] @gpu:0
+    g : f32[2] @gpu:0 = aten.neg(x)
+    h : f32[2] @gpu:0 = aten.relu(x)
+    p;1 = graphir.sgd(p, g, lr) {{operands="tt_t", writes=[0:0]}}
+    q;1 = graphir.sgd(q, {grad}, {lr}{options}) {{operands="tt_t", writes=[0:0]}}
+    y : f32[2] @gpu:0 = aten.add.Tensor(p;1, q;1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("grad", "lr", "options", "calls"),
+    [
+        pytest.param("h", "lr", "", 1, id="alike"),
+        pytest.param("h", "lr2", "", 2, id="another rate"),
+        pytest.param("h", "lr", ", maximize=true", 2, id="other options"),
+        pytest.param("p;1", "lr", "", 2, id="one reads what the other writes"),
+    ],
+)
+def test_updates_that_follow_each_other_are_one_call(grad, lr, options, calls):
+    plan = forward_plan(UPDATES.format(grad=grad, lr=lr, options=options), "x", output="y")
+    rate = torch.tensor(0.5, dtype=torch.float64)
+    state = {"p": torch.ones(2), "q": torch.ones(2), "lr": rate, "lr2": 2 * rate}
+    names = [feed.blob for feed in plan.program.interface.feeds]
+    setting = setting_of(plan, *names, **{name: tensor.clone() for name, tensor in state.items()})
+    lane = lane_of(plan, **state)
+    assert sum("([s" in line for line in body(lane)) == calls
+    x = torch.tensor([1.0, -2.0])
+    (expected,) = Reference(setting).run({}, [x], 0)
+    assert torch.equal(lane.bind({})(0, x)[0], expected)

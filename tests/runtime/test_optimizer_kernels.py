@@ -30,17 +30,17 @@ def rates(step):
 
 
 def run(optimizer, params, update):
-    """Twenty steps of both: torch's on *params*, ours on copies of them by ``update(i, param, grad, lr)``."""
+    """Twenty steps of both: torch's on *params*, ours on copies of them by ``update(params, grads, lr)``."""
     ours = [p.detach().clone() for p in params]
     generator = torch.Generator().manual_seed(1)
     for step in range(20):
         optimizer.param_groups[0]["lr"] = rates(step)
         lr = torch.tensor(rates(step), dtype=torch.float64) if step % 2 else rates(step)
-        for i, p in enumerate(params):
+        for p in params:
             p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
             if p.dim():
                 p.grad.view(-1)[0] = -0.0  # the sign of zero is where 0 + grad and grad differ
-            update(i, ours[i], p.grad.clone(), lr)
+        update(ours, [p.grad.clone() for p in params], lr)
         optimizer.step()
     for p, mine in zip(params, ours, strict=True):
         assert torch.equal(p, mine)
@@ -68,7 +68,7 @@ def test_sgd(options, fused, dtype):
     buffers = [torch.full_like(p, -0.0).detach() if options["momentum"] else None for p in params]
     kernel = sgd(form="fused" if fused else "for_loop", **options)
     optimizer = torch.optim.SGD(params, lr=0.1, **options, **form_of(fused))
-    run(optimizer, params, lambda i, p, grad, lr: kernel(p, grad, buffers[i], lr))
+    run(optimizer, params, lambda ours, grads, lr: kernel(ours, grads, buffers, lr))
     for p, buffer in zip(params, buffers, strict=True):
         if buffer is not None:
             assert torch.equal(optimizer.state[p]["momentum_buffer"].view(-1), buffer.view(-1))
@@ -76,7 +76,7 @@ def test_sgd(options, fused, dtype):
 
 def test_sgd_keeps_the_sign_of_a_zero_gradient():
     buffer, param = torch.tensor([-0.0]), torch.tensor([1.0])
-    sgd(momentum=0.9)(param, torch.tensor([-0.0]), buffer, 0.1)
+    sgd(momentum=0.9)([param], [torch.tensor([-0.0])], [buffer], 0.1)
     assert buffer.signbit().all()
 
 
@@ -92,9 +92,9 @@ def test_adam_and_adamw(options, ours, theirs, fused):
         form="fused" if fused else "for_loop", weight_decay=options["weight_decay"], maximize=options["maximize"]
     )
 
-    def update(i, p, grad, lr):
-        average, squares, most = state[i]
-        kernel(p, grad, average, squares, most if amsgrad else None, steps[i], lr)
+    def update(ours, grads, lr):
+        averages, squares, most = map(list, zip(*state, strict=True))
+        kernel(ours, grads, averages, squares, most if amsgrad else [None] * len(ours), steps, lr)
 
     optimizer = theirs(params, lr=0.1, **options, **form_of(fused))
     run(optimizer, params, update)
