@@ -17,7 +17,8 @@ __all__ = ["activation_names", "find_activations"]
 def find_activations(program: Program) -> list[str]:
     """The activations of a program, without prefix, in program order, each once.
 
-    A forward-only program has no gradients; there, every value that depends on an input and is read counts.
+    A forward-only program has no gradients; there, every value that depends on an input and is read counts, except in
+    Caffe2's nets, where it has none, as ``GetActivationBlobs`` gives none.
     """
     require_program(program, "find_activations")
     prefix = program.replicas[0]
@@ -29,7 +30,7 @@ def activation_names(program: Program) -> dict[str, None]:
     """The activations of a program, prefix included."""
     step, prefix = program.step, program.replicas[0]
     blobs, gradients, read = step.blobs, step.gradients, step.read
-    if gradients:
+    if gradients or step.proto is not None:
         params = {name for name in step.external_inputs if blobs[name].role == "param"}
         return {
             name: None

@@ -15,8 +15,10 @@ the storage, on whose copy the view operators are replayed.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar, overload
 
+from graphir.errors import PassError
 from graphir.ir.blob import Blob, dense_nbytes, overlaps
 from graphir.ir.device import Device
 from graphir.ir.names import fresh
@@ -27,8 +29,9 @@ from graphir.ir.program import Program
 from graphir.ir.size import Dims, bind_shape
 
 from .base import Pass, build, register
+from .caffe2_copies import InjectedCopies, inject_by_name
 
-__all__ = ["InjectCopies", "inject_copies"]
+__all__ = ["InjectCopies", "InjectedCopies", "inject_copies"]
 
 
 @register
@@ -37,20 +40,116 @@ class InjectCopies(Pass):
 
     name: ClassVar[str] = "inject_copies"
 
+    placeholder_ops: tuple[str, ...] = ()
+
     def rewrite(self, program: Program) -> Program:
+        if program.step.proto is not None:
+            return self._rewrite_caffe2(program)
         return program.with_(
             init=_Injection(program.init, program.dims).run(),
             step=_Injection(program.step, program.dims).run(),
         )
 
+    def _rewrite_caffe2(self, program: Program) -> Program:
+        init, step = program.init, program.step
+        filled = inject_by_name(
+            init, self.name, placeholder_ops=self.placeholder_ops, live=step.external_inputs, taken=step.blobs
+        )
+        placed = inject_by_name(step, self.name, placeholder_ops=self.placeholder_ops, taken=init.blobs)
+        return program.with_(init=filled.net, step=placed.net)
 
-def inject_copies(program: Program) -> Program:
-    """The program with a copy wherever an operator needs a blob that lives elsewhere.
+
+@overload
+def inject_copies(subject: Program, *, placeholder_ops: Sequence[str] = ()) -> Program: ...
+
+
+@overload
+def inject_copies(subject: Net, *, placeholder_ops: Sequence[str] = ()) -> Net: ...
+
+
+@overload
+def inject_copies(
+    subject: Net,
+    *,
+    blob_to_device: Mapping[str, str],
+    blob_remap: Mapping[tuple[str, str], str] | None = None,
+    placeholder_ops: Sequence[str] = (),
+) -> InjectedCopies: ...
+
+
+@overload
+def inject_copies(
+    subject: Net,
+    *,
+    blob_to_device: None = None,
+    blob_remap: Mapping[tuple[str, str], str],
+    placeholder_ops: Sequence[str] = (),
+) -> InjectedCopies: ...
+
+
+def inject_copies(
+    subject: Program | Net,
+    *,
+    blob_to_device: Mapping[str, str] | None = None,
+    blob_remap: Mapping[tuple[str, str], str] | None = None,
+    placeholder_ops: Sequence[str] = (),
+) -> Program | Net | InjectedCopies:
+    """The program or net with a copy wherever an operator needs a blob that lives elsewhere.
 
     A copy of ``b`` is called ``b_gpu_<n>`` or ``b_cpu`` (and ``…_1`` where that name is taken). No operator is moved
-    and nothing is copied that is already there.
+    and nothing is copied that is already there. Arguments are never changed.
+
+    The maps are for Caffe2's nets, one after the other: each call returns the maps for the next one::
+
+        first = inject_copies(init, blob_to_device={})
+        second = inject_copies(step, blob_to_device=first.blob_to_device, blob_remap=first.blob_remap)
+
+    Handing ``blob_remap`` on assumes that nothing changes the copied blobs between the two nets; of blobs that the next
+    net writes itself, no copy is taken over. What a net leaves behind in blobs that are neither external inputs nor
+    external outputs of it counts as unread. A net that names no external outputs at all hands on every blob where maps
+    are given, and else those that it does not read itself.
+
+    Args:
+        subject: a program, or a net from Caffe2.
+        blob_to_device: where blobs of earlier nets live, as ``{"w": "gpu:0"}``; other external inputs live where the
+            net says.
+        blob_remap: copies that earlier nets made, as ``{("w", "gpu:1"): "w_gpu_1"}``.
+        placeholder_ops: Caffe2 types that have all operands on their own device, whatever is known about them.
+
+    Returns:
+        What was given, transformed; given either map, an :class:`InjectedCopies`.
+
+    Raises:
+        PassError: maps are given without a net from Caffe2, an operator reads what nobody has made, or nothing copies
+            between two kinds of devices.
     """
-    return build(InjectCopies)(program)
+    mapped = blob_to_device is not None or blob_remap is not None
+    if not isinstance(subject, Net):
+        if mapped:
+            raise PassError("blob_to_device and blob_remap go with a net", fix="a program knows where its blobs live")
+        return build(InjectCopies, placeholder_ops=placeholder_ops)(subject)
+    if subject.proto is None:
+        raise PassError(f"net {subject.name!r} is not from Caffe2", fix="inject the copies into its program")
+    known = {name: Device.parse(device) for name, device in (blob_to_device or {}).items()}
+    copies = {(name, Device.parse(device)): copy for (name, device), copy in (blob_remap or {}).items()}
+    for (name, device), copy in copies.items():
+        if known.get(copy) != device:
+            raise PassError(
+                f"blob_remap has {copy!r} as the copy of {name!r} on {device}; blob_to_device does not have it there",
+                fix="hand on both maps of the call for the net before",
+            )
+    live: Iterable[str] | None = ()
+    if not subject.external_outputs:
+        live = subject.blobs if mapped else None
+    done = inject_by_name(
+        subject,
+        InjectCopies.name,
+        blob_to_device=known,
+        blob_remap=copies,
+        placeholder_ops=placeholder_ops,
+        live=live,
+    )
+    return done if mapped else done.net
 
 
 class _Injection:

@@ -35,6 +35,7 @@ from graphir.ir.program import Program
 
 from .activations import activation_names, find_activations
 from .base import Pass, build, register
+from .caffe2_shift import shift_by_name
 
 __all__ = ["ShiftActivations", "shift_activations"]
 
@@ -65,6 +66,8 @@ class ShiftActivations(Pass):
         return shifts
 
     def rewrite(self, program: Program) -> Program:
+        if program.step.proto is not None:
+            return self._rewrite_caffe2(program)
         known = activation_names(program)
         chosen = dict.fromkeys([self._storage(program, name) for name in self.activations])
         self._refuse_unknown(program, known, chosen)
@@ -74,6 +77,15 @@ class ShiftActivations(Pass):
         blobs = sweep.blobs()
         step = program.step.with_(ops=tuple(sweep.ops(blobs)), blobs=blobs)
         return program.with_(init=_follow(program.init, blobs), step=step)
+
+    def _rewrite_caffe2(self, program: Program) -> Program:
+        """Shift a net whose labels belong to names. Where none is an activation, any blob's name will do."""
+        known = find_activations(program)
+        names = known or [base_name(name) for name in program.step.blobs]
+        unknown = sorted(set(self.activations) - set(names))
+        if self.strict and unknown:
+            raise _not_an_activation(program, unknown[0], known)
+        return shift_by_name(program, known, self.activations, self.shifts, self.name)
 
     def _storage(self, program: Program, name: str) -> str:
         """The first replica's blob that holds the bytes of *name*: a view's name stands for its storage."""
@@ -91,13 +103,15 @@ class ShiftActivations(Pass):
                 )
         unknown = sorted(base_name(name) for name in chosen if name not in known)
         if self.strict and unknown:
-            listed = find_activations(program)
-            some = ", ".join(listed[:_MOST_LISTED]) + (", …" if len(listed) > _MOST_LISTED else "")
-            near = nearest(base_name(unknown[0]), listed)
-            raise PassError(
-                f"{unknown[0]!r} is not an activation of program {program.name!r}{near}",
-                fix=f"find_activations(program) lists them, without a replica's prefix: {some or 'there are none'}",
-            )
+            raise _not_an_activation(program, unknown[0], find_activations(program))
+
+
+def _not_an_activation(program: Program, name: str, listed: Sequence[str]) -> PassError:
+    some = ", ".join(listed[:_MOST_LISTED]) + (", …" if len(listed) > _MOST_LISTED else "")
+    return PassError(
+        f"{name!r} is not an activation of program {program.name!r}{nearest(name, listed)}",
+        fix=f"find_activations(program) lists them, without a replica's prefix: {some or 'there are none'}",
+    )
 
 
 def shift_activations(

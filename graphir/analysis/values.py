@@ -23,6 +23,7 @@ from ..ir.names import prefix_of
 from ..ir.net import Net
 from ..ir.operator import Arg, Operator, groups
 from ..ir.opset import NAMESPACES, overload, signature
+from ..ir.placement import COPIES
 from ..ir.program import Program
 from ..ir.size import Affine, Shape, Size
 
@@ -165,7 +166,7 @@ class _Run:
         self.operators: dict[int, tuple[_Operator, ...]] = {}
 
     def net(self, net: Net, step: int) -> None:
-        blobs, roots, table = net.blobs, self.roots, self.table
+        blobs, roots, table = _blobs(net), self.roots, self.table
         if blobs is not self.blobs:
             self.blobs = blobs
             self.geometries = {name: table.number(_geometry(blob)) for name, blob in blobs.items()}
@@ -236,7 +237,7 @@ class _Operator:
 
     def execute(self, run: _Run, op: Operator, step: int) -> None:
         table = run.table
-        if self.kind == "Copy":
+        if self.kind in COPIES:
             self.copy(run, op)
             return
         if len(self.views) == len(op.outputs):
@@ -316,6 +317,14 @@ def _family(type: str) -> str:
     """Kernels that give the same bits."""
     name = type.split(".")[1]
     return name.partition("_")[0] if name.startswith(("cudnn", "miopen")) else "native"
+
+
+def _blobs(net: Net) -> Mapping[str, Blob]:
+    """The net's blobs; without shapes where it is Caffe2's, since there a name may hold tensors of several shapes, each
+    of which follows from the operator and its inputs."""
+    if net.proto is None:
+        return net.blobs
+    return {name: blob._replace(shape=None, dtype=None) for name, blob in net.blobs.items()}
 
 
 def _geometry(blob: Blob, start: Size = 0) -> _Key:

@@ -1,4 +1,4 @@
-"""Logical devices: ``gpu:0``, ``gpu:1``, … and ``cpu:0``.
+"""Logical devices: ``gpu:0``, ``gpu:1``, …, ``cpu:0``, and the other kinds that Caffe2 nets name.
 
 A logical device is a place in a program. Which real device it becomes is decided by a session's binding.
 """
@@ -11,9 +11,12 @@ from typing import Final
 
 from ..errors import GraphirError
 
-__all__ = ["CPU", "Device", "gpu"]
+__all__ = ["CPU", "KINDS", "Device", "gpu"]
 
-_TEXT: Final = re.compile(r"(gpu|cpu):(0|[1-9][0-9]{0,5})")
+KINDS: Final = ("cpu", "gpu", "mkldnn", "opengl", "opencl", "ideep", "hip", "fpga", "msnpu", "xla")
+"""The kinds of devices, each at the position that is its number in Caffe2's ``DeviceTypeProto`` (``gpu`` is CUDA)."""
+
+_TEXT: Final = re.compile(rf"({'|'.join(KINDS)}):(0|[1-9][0-9]{{0,5}})")
 
 
 class Device(str):
@@ -26,7 +29,7 @@ class Device(str):
 
     @staticmethod
     def parse(text: str) -> Device:
-        """Read ``gpu:1``, ``cpu:0`` or ``cpu`` (which is ``cpu:0``).
+        """Read ``gpu:1``, ``cpu:0``, ``cpu`` (which is ``cpu:0``), ``hip:2``, ….
 
         Raises:
             GraphirError: *text* is not a device.
@@ -35,13 +38,18 @@ class Device(str):
 
     @property
     def kind(self) -> str:
-        """``gpu`` or ``cpu``."""
-        return self[:3]
+        """``gpu``, ``cpu``, or another of :data:`KINDS`."""
+        return self.partition(":")[0]
 
     @property
     def index(self) -> int:  # type: ignore[override]  # a device's number, not str.index
         """The number after the colon."""
-        return int(self[4:])
+        return int(self.partition(":")[2])
+
+    @property
+    def is_host(self) -> bool:
+        """Whether this is the host. Its number says no more than which operators Caffe2 scheduled together."""
+        return self.startswith("cpu")
 
 
 @lru_cache(maxsize=4096)

@@ -34,6 +34,7 @@ class Net:
         external_inputs: blobs that hold a value before the first operator: parameters, state, constants, inputs.
         external_outputs: blobs whose last value is handed back: losses, outputs, and gradients without an optimizer.
         gradients: each activation's gradient blob. One gradient may serve several activations.
+        proto: None, except for Caffe2's nets: what they say beside this, as the text of a ``NetDef``.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Net:
     external_inputs: tuple[str, ...] = ()
     external_outputs: tuple[str, ...] = ()
     gradients: Mapping[str, str] = field(default_factory=dict)
+    proto: str | None = None
 
     def with_(self, **changes: Any) -> Net:  # dataclasses.replace has this signature
         """This net with some attributes replaced."""

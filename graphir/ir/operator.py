@@ -73,6 +73,7 @@ class Operator(NamedTuple):
         effects: aliases, mutations, randomness.
         input_versions: which version of each input is read; None: the first (0) of each.
         output_versions: which version of each output this makes; None: the first (0) of each.
+        proto: of an operator from a Caffe2 net, what it says beside this, as the text of an ``OperatorDef``.
     """
 
     type: str
@@ -89,6 +90,7 @@ class Operator(NamedTuple):
     effects: Effects = PURE
     input_versions: tuple[int, ...] | None = None
     output_versions: tuple[int, ...] | None = None
+    proto: str = ""
 
     def on(self, device: Device, by: str) -> Operator:
         """This operator moved to *device* by a pass: ``_replace`` at half its cost, as passes over large nets need."""

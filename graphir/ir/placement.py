@@ -2,35 +2,146 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
 
 from .blob import Blob
-from .device import Device
+from .device import CPU, Device
 from .operator import Operator
 
-__all__ = ["ELSEWHERE", "is_host_scalar", "required_devices"]
+__all__ = [
+    "COPIES",
+    "ELSEWHERE",
+    "blob_devices",
+    "first_device",
+    "is_host_scalar",
+    "required_devices",
+    "same_memory",
+]
 
-ELSEWHERE: Final = frozenset({"Copy", "AllReduce"})
+COPIES: Final = frozenset({"Copy", "CopyCPUToGPU", "CopyGPUToCPU", "CopyFromCPUInput", "EnsureCPUOutput"})
+"""Types whose output has the value of their input; all but the first are Caffe2's."""
+
+
+class _Host(NamedTuple):
+    """The positions that are in the host's memory whatever the operator's device; ``None``: all of them."""
+
+    inputs: tuple[int, ...] | None = ()
+    outputs: tuple[int, ...] | None = ()
+
+
+_HOST: Final[Mapping[str, _Host]] = {
+    "Adam": _Host(inputs=(5,)),
+    "AtomicIter": _Host(inputs=(0, 1), outputs=(0,)),
+    "Concat": _Host(outputs=(1,)),
+    "CopyCPUToGPU": _Host(inputs=None),
+    "CopyFromCPUInput": _Host(inputs=None),
+    "CopyGPUToCPU": _Host(outputs=None),
+    "EnsureCPUOutput": _Host(outputs=None),
+    "Iter": _Host(inputs=(0,), outputs=(0,)),
+    "LearningRate": _Host(inputs=(0,)),
+    "Reshape": _Host(inputs=(1,), outputs=(1,)),
+    "RowWiseSparseAdam": _Host(inputs=(6,)),
+    "SparseAdam": _Host(inputs=(6,)),
+    "Split": _Host(inputs=(1,)),
+    "SplitByLengths": _Host(inputs=(1,)),
+    "WeightScale": _Host(inputs=(1,)),
+}
+"""Caffe2's operators that keep some operand on the host: what its device inference says, and for ``Iter``,
+``AtomicIter`` and ``Reshape``, for which it says nothing, what their kernels do."""
+
+_COLLECTIVES: Final = frozenset(
+    {"AllReduce", "NCCLAllGather", "NCCLAllreduce", "NCCLBroadcast", "NCCLReduce", "NCCLReduceScatter"}
+)
+
+ELSEWHERE: Final = _COLLECTIVES | _HOST.keys() | {"Copy"}
 """Types whose operands may be on other devices than the operator."""
 
 
+def same_memory(a: Device, b: Device) -> bool:
+    """Whether what is on one device is on the other. The host is one memory, whatever number a device of it has."""
+    return a == b or (a.is_host and b.is_host)
+
+
 def is_host_scalar(blob: Blob) -> bool:
-    """Whether the blob is a 0-dim tensor on the host, which an operator on any device may read and update."""
-    return blob.device.kind == "cpu" and blob.shape == ()
+    """Whether the blob is a 0-dim tensor on the host, which a torch operator on any device may read and update."""
+    return blob.shape == () and blob.device.is_host
 
 
-def required_devices(op: Operator, blobs: Mapping[str, Blob]) -> tuple[list[Device], list[Device]]:
+def required_devices(
+    op: Operator, blobs: Mapping[str, Blob], own: Iterable[str] = ()
+) -> tuple[list[Device], list[Device]]:
     """The device on which *op* needs each of its inputs and outputs.
 
     An operator needs them on its own device, except that a ``Copy`` reads from anywhere, that participant i of a
-    collective stays where its input lives, and that host scalars stay on the host.
+    collective stays where its input lives, that torch's operators leave host scalars on the host, and that some of
+    Caffe2's keep operands on the host.
+
+    Args:
+        op: the operator.
+        blobs: where its operands are.
+        own: types that have all operands on their own device, whatever is known about them.
     """
-    if op.type == "Copy":
-        return [blobs[name].device for name in op.inputs], [op.device] * len(op.outputs)
-    if op.type == "AllReduce":
-        participants = [blobs[name].device for name in op.inputs]
-        return participants, participants
-    inputs = [blob.device if is_host_scalar(blob) else op.device for blob in map(blobs.__getitem__, op.inputs)]
-    outputs = [blob.device if is_host_scalar(blob) else op.device for blob in map(blobs.__getitem__, op.outputs)]
+    device = op.device
+    inputs, outputs = [device] * len(op.inputs), [device] * len(op.outputs)
+    if op.type in ELSEWHERE and op.type not in own:
+        if op.type == "Copy":
+            return [blobs[name].device for name in op.inputs], outputs
+        if op.type in _COLLECTIVES:
+            participants = [blobs[name].device for name in op.inputs]
+            return participants, (participants + outputs)[: len(outputs)] if outputs else []
+        host, rule = device if device.is_host else CPU, _HOST[op.type]
+        if op.type != "Split" or len(inputs) == 2:
+            for i in range(len(inputs)) if rule.inputs is None else rule.inputs:
+                inputs[i : i + 1] = [host] * (i < len(inputs))
+        for i in range(len(outputs)) if rule.outputs is None else rule.outputs:
+            outputs[i : i + 1] = [host] * (i < len(outputs))
+    elif "." in op.type:
+        for names, devices in ((op.inputs, inputs), (op.outputs, outputs)):
+            for i, name in enumerate(names):
+                if is_host_scalar(blobs[name]):
+                    devices[i] = blobs[name].device
     return inputs, outputs
+
+
+def blob_devices(
+    ops: Sequence[Operator],
+    known: Mapping[str, Device],
+    external_inputs: Iterable[str] = (),
+    default: Device = CPU,
+    own: Iterable[str] = (),
+) -> dict[str, Device]:
+    """Where each blob of a net without views lives: where *known* says, else where it is first written.
+
+    Args:
+        ops: the operators, in program order.
+        known: blobs that live somewhere already.
+        external_inputs: blobs that have a value before the first operator; those not *known* are on *default*.
+        default: a device.
+        own: as for :func:`required_devices`.
+    """
+    found = dict(known)
+    for name in external_inputs:
+        found.setdefault(name, default)
+    for op in ops:
+        special = op.type in ELSEWHERE and op.type not in own
+        for i, name in enumerate(op.outputs):
+            if name not in found:
+                found[name] = _elsewhere(op, i, found) if special else op.device
+    return found
+
+
+def first_device(op: Operator, position: int, blobs: Mapping[str, Blob]) -> Device:
+    """Where the output at *position* lives if the operator is the first to write it."""
+    if op.type not in ELSEWHERE:
+        return op.device
+    return _elsewhere(op, position, {name: blobs[name].device for name in op.inputs})
+
+
+def _elsewhere(op: Operator, position: int, found: Mapping[str, Device]) -> Device:
+    """The same for types in :data:`ELSEWHERE`."""
+    if op.type in _COLLECTIVES:
+        return found.get(op.inputs[position], op.device) if position < len(op.inputs) else op.device
+    rule = _HOST.get(op.type, _Host())
+    on_host = rule.outputs is None or position in rule.outputs
+    return CPU if on_host and not op.device.is_host else op.device

@@ -148,6 +148,7 @@ def _operator(record: OperatorRecord, effects: tuple[Effects, ...]) -> Operator:
         PURE if record.effects is None else effects[record.effects],
         record.input_versions,
         record.output_versions,
+        record.proto,
     )
 
 
@@ -167,7 +168,15 @@ def _net(record: NetRecord, place: str) -> Net:
             ops.append(_operator(op, effects))
     except GraphirError as e:
         raise _placed(f"{place}.ops[{len(ops)}]", e) from None
-    return Net(record.name, tuple(ops), blobs, record.external_inputs, record.external_outputs, record.gradients)
+    return Net(
+        record.name,
+        tuple(ops),
+        blobs,
+        record.external_inputs,
+        record.external_outputs,
+        record.gradients,
+        record.proto,
+    )
 
 
 def _scalar(value: JsonValue) -> Scalar:

@@ -24,7 +24,19 @@ from .decode import value_of
 from .encode import file_of
 from .records import VERSION, AnyFile, Header, NetFile, PlanFile, ProgramFile, TensorRecord
 
-__all__ = ["MOST_BYTES", "load", "load_net", "load_plan", "load_program", "save_net", "save_plan", "save_program"]
+__all__ = [
+    "MOST_BYTES",
+    "load",
+    "load_net",
+    "load_plan",
+    "load_program",
+    "path_of",
+    "read_bytes",
+    "save_net",
+    "save_plan",
+    "save_program",
+    "whole",
+]
 
 MOST_BYTES: Final = 1 << 30
 """The size above which a JSON file is not read (1 GiB)."""
@@ -44,12 +56,12 @@ def save_net(net: Net, path: str | Path) -> None:
     Raises:
         FileError: the file cannot be written; one that stood there before is as it was.
     """
-    _save(net, _path(path))
+    _save(net, path_of(path))
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
     """Write a plan as JSON; raises as :func:`save_net`."""
-    _save(plan, _path(path))
+    _save(plan, path_of(path))
 
 
 def save_program(program: Program, path: str | Path, state: bool = False) -> None:
@@ -59,7 +71,7 @@ def save_program(program: Program, path: str | Path, state: bool = False) -> Non
         GraphirError: *state* is asked for and the program has none.
         FileError: as :func:`save_net`.
     """
-    path = _path(path)
+    path = path_of(path)
     if not state:
         _save(program, path)
         return
@@ -71,7 +83,7 @@ def save_program(program: Program, path: str | Path, state: bool = False) -> Non
 
     tensors = dict(program.state)
     records = describe(tensors)
-    with _whole(_tensors_path(path)) as beside:
+    with whole(_tensors_path(path)) as beside:
         write_tensors(tensors, beside)
         _save(program, path, records)
 
@@ -85,8 +97,8 @@ def load(path: str | Path) -> Net | Program | Plan:
     Raises:
         FileError: the file is missing, too large, damaged, of another kind or of a newer format.
     """
-    path = _path(path)
-    text = _read(path)
+    path = path_of(path)
+    text = read_bytes(path)
     try:
         header = Header.model_validate_json(text)
     except ValidationError as e:
@@ -141,7 +153,12 @@ def _of_kind(path: str | Path, kind: type[T]) -> T:
     return found
 
 
-def _path(path: object) -> Path:
+def path_of(path: object) -> Path:
+    """The path that a caller gave.
+
+    Raises:
+        FileError: it is none.
+    """
     if isinstance(path, str | os.PathLike):
         return Path(path)
     raise FileError(f"a path was expected, not {type(path).__name__}", fix="give the path of a file, a str or a Path")
@@ -151,7 +168,12 @@ def _tensors_path(path: Path) -> Path:
     return path.with_name(path.name + ".safetensors")
 
 
-def _read(path: Path) -> bytes:
+def read_bytes(path: Path) -> bytes:
+    """What a file holds.
+
+    Raises:
+        FileError: it cannot be read, or has more than :data:`MOST_BYTES`.
+    """
     try:
         with path.open("rb") as file:
             nbytes = os.fstat(file.fileno()).st_size
@@ -180,12 +202,12 @@ def _save(x: Net | Program | Plan, path: Path, state: Mapping[str, TensorRecord]
         raise FileError(f"the value cannot be written as JSON: {e}", where=str(path)) from e
     if len(text) > MOST_BYTES:
         raise FileError(f"the file would have {len(text)} bytes; more than {MOST_BYTES} are not read", where=str(path))
-    with _whole(path) as temporary:
+    with whole(path) as temporary:
         temporary.write_bytes(text)
 
 
 @contextmanager
-def _whole(path: Path) -> Iterator[Path]:
+def whole(path: Path) -> Iterator[Path]:
     """A new file in the same folder, which takes the place of *path* at the end, or goes if anything fails."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:

@@ -103,6 +103,7 @@ def _net(net: Net) -> NetRecord:
             effects=None if op.effects == PURE else table.setdefault(op.effects, len(table)),
             input_versions=op.input_versions,
             output_versions=op.output_versions,
+            proto=op.proto,
         )
         for op in net.ops
     ]
@@ -114,6 +115,7 @@ def _net(net: Net) -> NetRecord:
         blobs=tuple(map(_blob, net.blobs.values())),
         ops=tuple(ops),
         gradients=dict(net.gradients),
+        proto=net.proto,
     )
 
 

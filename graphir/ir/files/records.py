@@ -95,6 +95,7 @@ class OperatorRecord(_Record):
     effects: int | None = None
     input_versions: tuple[int, ...] | None = None
     output_versions: tuple[int, ...] | None = None
+    proto: str = ""
 
 
 class NetRecord(_Record):
@@ -107,6 +108,7 @@ class NetRecord(_Record):
     blobs: tuple[BlobRecord, ...] = ()
     ops: tuple[OperatorRecord, ...] = ()
     gradients: dict[str, str] = {}
+    proto: str | None = None
 
 
 class FeedRecord(_Record):

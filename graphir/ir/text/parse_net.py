@@ -41,15 +41,20 @@ class NetReader:
         self.results: list[str] = []
         self.gradients: dict[str, str] = {}
         self.types: dict[str, tuple[str | None, Shape | None]] = {}
+        self.proto: str | None = None
 
     def net(self) -> Net:
-        return Net(self.name, tuple(self.ops), self.blobs, tuple(self.external), tuple(self.results), self.gradients)
+        external, results = tuple(self.external), tuple(self.results)
+        return Net(self.name, tuple(self.ops), self.blobs, external, results, self.gradients, self.proto)
 
     def statement(self, line: Line) -> None:
         word = line.tokens[0]
         if word == "output" and line.n == 2:
             line.take()
             self.results.append(line.name())
+        elif word == "proto" and line.n == 2:
+            line.take()
+            self.proto = line.name()
         elif word == "grad":
             line.take()
             activation = line.name()
@@ -155,6 +160,7 @@ class NetReader:
             effects,
             _versions([version for _, version in inputs]),
             _versions([output.version for output in outputs]),
+            given.get("proto", ""),
         )
 
     def outputs(self, line: Line) -> tuple[list[_Output], str | None]:
@@ -313,6 +319,7 @@ _ATTRIBUTES: Final[Mapping[str, Callable[[Line], Any]]] = {
     "writes": _pairs,
     "views": _pairs,
     "random": _flag,
+    "proto": Line.name,
 }
 
 _EFFECTS: Final = frozenset(Effects._fields)

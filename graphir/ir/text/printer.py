@@ -288,6 +288,8 @@ class Printer:
             found.append(f"operands={json_string(op.operands) if op.operands is not None else 'none'}")
         if op.results != shown_results:
             found.append(f"results={json_string(op.results) if op.results is not None else 'none'}")
+        if op.proto:
+            found.append(f"proto={json_string(op.proto)}")
         default = default_effects(op.type, op.inputs, op.outputs, self.blobs, op.seed is not None)
         if op.effects != default:
             found += _effects(op.effects, default)
@@ -360,7 +362,9 @@ def declarations(net: Net, printer: Printer) -> Iterator[str]:
 
 
 def result_lines(net: Net) -> Iterator[str]:
-    """The lines of external outputs and gradients."""
+    """The lines of external outputs and gradients, and of what else a Caffe2 net says."""
+    if net.proto is not None:
+        yield f"  proto {json_string(net.proto)}"
     for name in net.external_outputs:
         yield f"  output {quoted(name)}"
     for activation, gradient in net.gradients.items():

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, TypeVar
 
 from ...errors import GraphirError, ParseError
-from ..device import Device
+from ..device import KINDS, Device
 from ..operator import SYMBOLS, Arg, Symbol
 from ..size import Shape, Size, parse_size
 
@@ -17,12 +17,12 @@ __all__ = ["Line", "Lines"]
 T = TypeVar("T")
 
 _TOKEN: Final = re.compile(
-    r"""
+    rf"""
       "(?:[^"\\]|\\.)*"(?:;\d+)?        # a string, or a quoted name and its version
     | \#.*                              # a comment
     | -> | <-
     | @[\w:]+                         # where a blob lives
-    | (?:gpu|cpu):\d+(?:\.\w+)?        # a device or a lane
+    | (?:{"|".join(KINDS)}):\d+(?:\.\w+)?  # a device or a lane
     | \d+:\d+                           # a pair of positions
     | [\w?]+\[[^\]"]*\]                 # a type
     | [\w./*+\-]+(?:;\d+)?              # a name and its version, a number, a size

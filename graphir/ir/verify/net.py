@@ -24,7 +24,7 @@ Of every net, *well-formed*:
 Of a program (:mod:`.program`): 15 to 21, of a plan (:mod:`.plan`): 22 to 27.
 
 Imported nets have types that torch does not know (without a dot: ``FC``), and unknown shapes: 10, 11 and 12 hold only
-of what is known.
+of what is known. A name of a Caffe2 net may hold tensors of several shapes, so 12 says there only what is possible.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ...plan import Plan
 from ..blob import Blob
 from ..net import Net
 from ..operator import PURE, Operator, leaves
-from ..placement import required_devices
+from ..placement import required_devices, same_memory
 from ..program import Program
 from ..size import Affine, Dims, Size, size_dims
 from .infer import Geometry, Inferred, absurdity, geometry, infer, same_layout
@@ -289,9 +289,9 @@ class _Walk:
         blobs = self.net.blobs
         inputs, outputs = required_devices(op, blobs)
         for names, devices, verb in ((op.inputs, inputs, "read"), (op.outputs, outputs, "written")):
-            for name, wanted in dict(zip(names, devices, strict=True)).items():
+            for name, wanted in dict.fromkeys(zip(names, devices, strict=True)):
                 actual = blobs[name].device
-                if actual != wanted:
+                if not same_memory(actual, wanted):
                     self.report(f"blob {name!r} is on {actual} but {verb} on {wanted}", op, placement=True)
 
     def signature(self, op: Operator, inputs: list[Geometry | None]) -> None:
@@ -312,7 +312,7 @@ class _Walk:
                 self.report(f"the effects are {tuple(op.effects)} but its schema gives {tuple(known.effects)}", op)
             if known.effects.random != (op.seed is not None):
                 self.report("random, but without a seed id" if op.seed is None else "a seed id, but not random", op)
-        if known.outputs is not None:
+        if known.outputs is not None and self.net.proto is None:
             for name, wanted in zip(op.outputs, known.outputs, strict=True):
                 declared = self.geometries[name]
                 if declared != wanted and declared is not None and wanted is not None:
