@@ -32,7 +32,7 @@ __all__ = [
     "require_program",
 ]
 
-P = TypeVar("P", bound="type[Pass]")
+P = TypeVar("P", bound="Pass")
 
 _REGISTRY: Final[dict[str, type[Pass]]] = {}
 
@@ -82,7 +82,7 @@ class Pass(BaseModel):
         given = [
             f"{field}={print_option(getattr(self, field))}"
             for field, info in type(self).model_fields.items()
-            if getattr(self, field) != info.default
+            if getattr(self, field) != info.get_default(call_default_factory=True)
         ]
         return self.name + (f"{{{', '.join(given)}}}" if given else "")
 
@@ -103,13 +103,13 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def register(cls: P) -> P:
+def register(cls: type[P]) -> type[P]:
     """Make a pass known to :class:`Pipeline` by its name."""
     _REGISTRY[cls.name] = cls
     return cls
 
 
-def build(cls: type[Pass], **options: Any) -> Pass:
+def build(cls: type[P], **options: Any) -> P:
     """``cls(**options)``, with every complaint of pydantic's in one :class:`~graphir.errors.PassError`.
 
     Sequences become tuples, so that lists, ranges and the text of a pipeline give equal passes; a string is refused

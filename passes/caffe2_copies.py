@@ -25,6 +25,7 @@ from graphir.ir.names import fresh
 from graphir.ir.net import Net
 from graphir.ir.operator import Operator, Phase
 from graphir.ir.placement import ELSEWHERE, blob_devices, required_devices
+from graphir.ir.program import Program
 
 __all__ = ["InjectedCopies", "inject_by_name"]
 
@@ -38,11 +39,13 @@ class InjectedCopies(NamedTuple):
         net: the net.
         blob_to_device: where every blob lives, those of the map that was given included.
         blob_remap: for each (blob, device) the copy that has the blob's value there at the end of the net.
+        program: the program whose step the net is; None where a net was given.
     """
 
     net: Net
     blob_to_device: Mapping[str, Device]
     blob_remap: Mapping[tuple[str, Device], str]
+    program: Program | None = None
 
 
 def inject_by_name(

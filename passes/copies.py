@@ -16,7 +16,9 @@ the storage, on whose copy the view operators are replayed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar, overload
+from typing import ClassVar, TypeVar, overload
+
+from pydantic import Field
 
 from graphir.errors import PassError
 from graphir.ir.blob import Blob, dense_nbytes, overlaps
@@ -41,35 +43,41 @@ class InjectCopies(Pass):
     name: ClassVar[str] = "inject_copies"
 
     placeholder_ops: tuple[str, ...] = ()
+    blob_to_device: dict[str, str] = Field(default_factory=dict)
 
     def rewrite(self, program: Program) -> Program:
         if program.step.proto is not None:
-            return self._rewrite_caffe2(program)
+            filled, placed = self.caffe2(program)
+            return program.with_(init=filled.net, step=placed.net)
+        if self.blob_to_device or self.placeholder_ops:
+            raise PassError(
+                f"program {program.name!r} is not from Caffe2", fix="leave blob_to_device and placeholder_ops out"
+            )
         return program.with_(
             init=_Injection(program.init, program.dims).run(),
             step=_Injection(program.step, program.dims).run(),
         )
 
-    def _rewrite_caffe2(self, program: Program) -> Program:
-        init, step = program.init, program.step
-        filled = inject_by_name(
-            init, self.name, placeholder_ops=self.placeholder_ops, live=step.external_inputs, taken=step.blobs
-        )
-        placed = inject_by_name(step, self.name, placeholder_ops=self.placeholder_ops, taken=init.blobs)
-        return program.with_(init=filled.net, step=placed.net)
+    def caffe2(self, program: Program) -> tuple[InjectedCopies, InjectedCopies]:
+        """The nets of a Caffe2 program with their copies, one after the other."""
+        init, step, own = program.init, program.step, self.placeholder_ops
+        given = _devices(self.blob_to_device)
+        live, taken = step.external_inputs, step.blobs
+        filled = inject_by_name(init, self.name, blob_to_device=given, placeholder_ops=own, live=live, taken=taken)
+        known = filled.blob_to_device if given else {}
+        return filled, inject_by_name(step, self.name, blob_to_device=known, placeholder_ops=own, taken=init.blobs)
+
+
+_Subject = TypeVar("_Subject", Program, Net)
 
 
 @overload
-def inject_copies(subject: Program, *, placeholder_ops: Sequence[str] = ()) -> Program: ...
-
-
-@overload
-def inject_copies(subject: Net, *, placeholder_ops: Sequence[str] = ()) -> Net: ...
+def inject_copies(subject: _Subject, *, placeholder_ops: Sequence[str] = ()) -> _Subject: ...
 
 
 @overload
 def inject_copies(
-    subject: Net,
+    subject: Program | Net,
     *,
     blob_to_device: Mapping[str, str],
     blob_remap: Mapping[tuple[str, str], str] | None = None,
@@ -99,7 +107,7 @@ def inject_copies(
     A copy of ``b`` is called ``b_gpu_<n>`` or ``b_cpu`` (and ``…_1`` where that name is taken). No operator is moved
     and nothing is copied that is already there. Arguments are never changed.
 
-    The maps are for Caffe2's nets, one after the other: each call returns the maps for the next one::
+    The maps are for Caffe2's nets. One after the other, each call returns the maps for the next one::
 
         first = inject_copies(init, blob_to_device={})
         second = inject_copies(step, blob_to_device=first.blob_to_device, blob_remap=first.blob_remap)
@@ -111,26 +119,34 @@ def inject_copies(
 
     Args:
         subject: a program, or a net from Caffe2.
-        blob_to_device: where blobs of earlier nets live, as ``{"w": "gpu:0"}``; other external inputs live where the
-            net says.
+        blob_to_device: where blobs live that are fed, or made by earlier nets, as ``{"w": "gpu:0"}``; other external
+            inputs live where the net says.
         blob_remap: copies that earlier nets made, as ``{("w", "gpu:1"): "w_gpu_1"}``.
         placeholder_ops: Caffe2 types that have all operands on their own device, whatever is known about them.
 
     Returns:
-        What was given, transformed; given either map, an :class:`InjectedCopies`.
+        What was given, transformed; given either map, an :class:`InjectedCopies`, which for a program has its step as
+        ``net`` and the program as ``program``.
 
     Raises:
-        PassError: maps are given without a net from Caffe2, an operator reads what nobody has made, or nothing copies
-            between two kinds of devices.
+        PassError: maps are given with what is not from Caffe2, ``blob_remap`` with a program, an operator reads what
+            nobody has made, or nothing copies between two kinds of devices.
     """
     mapped = blob_to_device is not None or blob_remap is not None
     if not isinstance(subject, Net):
-        if mapped:
-            raise PassError("blob_to_device and blob_remap go with a net", fix="a program knows where its blobs live")
-        return build(InjectCopies, placeholder_ops=placeholder_ops)(subject)
+        if blob_remap is not None:
+            raise PassError(
+                "blob_remap goes with a net", fix="a program begins with its init net: nothing is copied yet"
+            )
+        step = build(InjectCopies, placeholder_ops=placeholder_ops, blob_to_device=dict(blob_to_device or {}))
+        program = step(subject)
+        if blob_to_device is None:
+            return program
+        filled, placed = step.caffe2(subject)
+        return placed._replace(blob_to_device={**filled.blob_to_device, **placed.blob_to_device}, program=program)
     if subject.proto is None:
         raise PassError(f"net {subject.name!r} is not from Caffe2", fix="inject the copies into its program")
-    known = {name: Device.parse(device) for name, device in (blob_to_device or {}).items()}
+    known = _devices(blob_to_device or {})
     copies = {(name, Device.parse(device)): copy for (name, device), copy in (blob_remap or {}).items()}
     for (name, device), copy in copies.items():
         if known.get(copy) != device:
@@ -150,6 +166,10 @@ def inject_copies(
         live=live,
     )
     return done if mapped else done.net
+
+
+def _devices(named: Mapping[str, str]) -> dict[str, Device]:
+    return {name: Device.parse(device) for name, device in named.items()}
 
 
 class _Injection:
