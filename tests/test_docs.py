@@ -1,13 +1,15 @@
 """The pages are true: their Python runs and prints what they show, their links lead somewhere.
 
-In a page, every block fenced as ``python`` is run, in order, in one namespace. A block fenced as ``text`` right after
-it is what it prints; a ``...`` in it stands for anything on that line, and alone on a line for any lines.
+In a page, every block fenced as ``python`` is run, in order, in one namespace, in a folder that holds a Caffe2 model's
+``net.pb`` and ``param_init_net.pb``. A block fenced as ``text`` right after it is what it prints; a ``...`` in it stands
+for anything on that line, and alone on a line for any lines.
 ``--update-golden`` rewrites such a block, unless there is a ``...`` in it.
 """
 
 import contextlib
 import io
 import re
+import shutil
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parent.parent
+CAFFE2_MODEL = ROOT / "tests/caffe2/data/models/mlp_2dev_sgd"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
@@ -68,6 +71,7 @@ def page_name(page: Path) -> str:
 @pytest.mark.parametrize("page", [p for p in PAGES if any(examples(p.read_text(encoding="utf-8")))], ids=page_name)
 def test_examples_print_what_the_page_shows(page, tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
+    shutil.copytree(CAFFE2_MODEL, tmp_path, dirs_exist_ok=True)
     text = page.read_text(encoding="utf-8")
     for example, printed in reversed(list(run(page))):
         start, end = example.span

@@ -1,6 +1,6 @@
 """Run the benchmarks and print their tables; with --write, put them into docs/benchmarks.md.
 
-python tests/bench [passes] [synthetic] [step] [bits] [whole] [--write]
+python tests/bench [passes] [synthetic] [caffe2] [step] [bits] [whole] [--write]
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "bench")]
 
 import exactness
+import importing
 import placing
 import stepping
 import torch
@@ -26,6 +27,7 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "passes": placing.resnet50_rows,
     "synthetic": placing.synthetic_rows,
+    "caffe2": importing.rows,
     "step": stepping.rows,
     "bits": exactness.bit_rows,
     "whole": exactness.whole_batch_rows,

@@ -153,8 +153,14 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", cases.params("inject"))
-def test_injected_nets(case):
+def located(net, devices):
+    """A net of Caffe2's with its blobs where Caffe2's map has them."""
+    blobs = {n: blob.on(device(devices[n])) if n in devices else blob for n, blob in net.blobs.items()}
+    return net.with_(blobs=blobs)
+
+
+def injected(case):
+    """The nets of a case, what we and what Caffe2 make of them; each call is given our maps of the one before."""
     before, ours, theirs = [], [], []
     devices = remap = None
     for step in case.record["steps"]:
@@ -167,10 +173,6 @@ def test_injected_nets(case):
             given = {(name, device(d)): copy for name, d, copy in step["blob_remap_in"]}
             maps["blob_remap"] = given if remap is None else remap
         text, placeholders = str(net), step["placeHolderOps"] or ()
-        if case.name in REFUSED:
-            with pytest.raises(PassError, match=REFUSED[case.name]):
-                passes.inject_copies(net, placeholder_ops=placeholders, **maps)
-            return
         copied = {name: dict(given) for name, given in maps.items()}
         done = passes.inject_copies(net, placeholder_ops=placeholders, **maps)
         assert (str(net), copied) == (text, maps)
@@ -182,7 +184,17 @@ def test_injected_nets(case):
         before.append(net)
         ours.append(done)
         if step["exception"] is None:
-            theirs.append(caffe2.load_net(case.net(step["after"])))
+            theirs.append(located(caffe2.load_net(case.net(step["after"])), step["blob_to_device_out"]))
+    return before, ours, theirs
+
+
+@pytest.mark.parametrize("case", cases.params("inject"))
+def test_injected_nets(case):
+    if case.name in REFUSED:
+        with pytest.raises(PassError, match=REFUSED[case.name]):
+            injected(case)
+        return
+    before, ours, theirs = injected(case)
     program = chained(before)
     outputs = program.step.external_outputs
     check(program, chained(ours, outputs))
