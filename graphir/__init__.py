@@ -12,6 +12,7 @@ _root = Path(__file__).resolve().parent.parent
 if (_root / "passes" / "base.py").is_file() and (_root / "runtime" / "session.py").is_file():
     __path__.append(str(_root))
 
+from . import caffe2 as caffe2
 from .analysis.certify import Certificate, certify
 from .analysis.diff import Diff, diff
 from .analysis.memory import Memory, memory

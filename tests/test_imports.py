@@ -18,9 +18,9 @@ ON_TOP = ("graphir/cli.py", "graphir/compile.py", "graphir/data_parallel.py", "g
 MAY_USE = {"graphir": set(), "passes": {"graphir"}, "runtime": {"graphir"}}
 """The folders that each folder may import, beside itself."""
 
-DEPENDENCIES = {"networkx", "numpy", "pydantic", "rich", "safetensors", "torch", "typer"}
+DEPENDENCIES = {"networkx", "numpy", "protobuf", "pydantic", "rich", "safetensors", "torch", "typer"}
 
-PARTS = {"pydantic_core"}
+PARTS = {"google", "pydantic_core"}
 """Modules that come with a dependency."""
 
 

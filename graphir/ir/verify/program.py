@@ -2,7 +2,8 @@
 
 15. The prefixes of the replicas differ.
 16. Operators of ``init`` have the phase init, those of ``step`` another one.
-17. ``init`` makes every blob of ``step`` that lives from step to step, with the same geometry, role and device.
+17. ``init`` makes every blob of ``step`` that lives from step to step, with the same geometry, role and device; only
+    what Caffe2 feeds into a workspace is not made.
 18. ``graphir.load`` names an entry of ``program.state`` (where there is one) of the blob's shape and element type.
 19. Every replica has each blob of the interface: inputs, parameters, buffers and optimizer state before the step, the
     loss or the outputs after it.
@@ -47,6 +48,8 @@ def _state(program: Program) -> Iterator[Problem]:
             continue
         first = program.init.blobs.get(name)
         if first is None or name not in made:
+            if program.step.proto is not None:
+                continue
             yield Problem(f"{blob.role} {name!r} is not made by init")
         elif first.device != blob.device:
             yield Problem(f"{blob.role} {name!r} is on {first.device} in init but on {blob.device} in step")
