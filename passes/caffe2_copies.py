@@ -15,8 +15,9 @@ so that no copy goes stale, an update that was made to a copy is brought back, a
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, NoReturn
 
 from graphir.errors import PassError
 from graphir.ir.blob import Blob
@@ -27,7 +28,7 @@ from graphir.ir.operator import Operator, Phase
 from graphir.ir.placement import ELSEWHERE, blob_devices, required_devices
 from graphir.ir.program import Program
 
-__all__ = ["InjectedCopies", "inject_by_name"]
+__all__ = ["InjectedCopies", "Injection", "inject_by_name"]
 
 _GPUS: Final = frozenset({"gpu", "hip"})
 
@@ -56,9 +57,9 @@ def inject_by_name(
     blob_remap: Mapping[tuple[str, Device], str] | None = None,
     placeholder_ops: Collection[str] = (),
     live: Iterable[str] | None = (),
-    taken: Iterable[str] = (),
-) -> InjectedCopies:
-    """A Caffe2 net with a copy wherever an operator needs a blob that lives elsewhere.
+    taken: Collection[str] = (),
+) -> Injection:
+    """A Caffe2 net with a copy wherever an operator needs a blob that lives elsewhere, as ``.result``.
 
     Args:
         net: the net; its blobs say where external inputs live that *blob_to_device* does not know.
@@ -73,12 +74,11 @@ def inject_by_name(
     Raises:
         PassError: an operator reads what nobody has made, or nothing copies between two kinds of devices.
     """
-    sweep = _Sweep(net, by, dict(blob_to_device or {}), dict(blob_remap or {}), frozenset(placeholder_ops), taken)
-    for op in net.ops:
-        sweep.operator(op)
+    sweep = Injection(net, by, dict(blob_to_device or {}), dict(blob_remap or {}), frozenset(placeholder_ops), taken)
+    sweep.run()
     live = sweep.unread if live is None else live
     sweep.bring_home(dict.fromkeys([*net.external_outputs, *net.external_inputs, *live]))
-    return sweep.result()
+    return sweep
 
 
 @cache
@@ -87,15 +87,20 @@ def _memory(device: Device) -> Device:
     return CPU if device.is_host else device
 
 
-class _Sweep:
-    """One sweep over a net.
+@cache
+def _on_host(device: Device) -> bool:
+    return device.is_host
+
+
+class Injection:
+    """One sweep over a net, made by :func:`inject_by_name`.
 
     Attributes:
         blobs: every blob; an original one is at its home.
-        names: those that a copy may not get.
-        settled: the home of each name that has a value, and only there; None for a name in ``present``.
-        present: of every other name: by memory, the blob that holds its present value there.
-        last: of these names and of copies, the last version that was made; -1 before the first.
+        settled: the home of each name that has its value there, in the version that it had; None for the others that
+            have one.
+        present: of the names that have copies, and of these others: by memory, the blob that holds the present value.
+        last: of what is in ``present``, the last version that was made; -1 before the first.
         unread: names whose present value was not made at home, and nobody has read.
         copies: by name and memory, the blob that copies of it are made to.
         remap: the copies that earlier nets made of what this one does not write.
@@ -109,10 +114,10 @@ class _Sweep:
         known: dict[str, Device],
         remap: dict[tuple[str, Device], str],
         own: frozenset[str],
-        taken: Iterable[str],
+        taken: Collection[str],
     ) -> None:
         self.net, self.by, self.known, self.own = net, by, known, own
-        self.names = {*net.blobs, *taken}
+        self.taken = taken
         self.blobs = dict(net.blobs)
         if known or own:
             given = {name: net.blobs[name].device for name in net.external_inputs}
@@ -130,114 +135,123 @@ class _Sweep:
         self.remap = {key: copy for key, copy in remap.items() if key[0] not in written}
         self.inherited = {(name, _memory(device)): copy for (name, device), copy in self.remap.items()}
 
-    def operator(self, op: Operator) -> None:
-        """Append *op*, with copies before it of what it needs from elsewhere."""
-        device, settled, blobs = op.device, self.settled, self.blobs
-        if op.type == "Copy":
-            source = settled.get(op.inputs[0])
-            near = source is not None and source.is_host == device.is_host
-        elif op.type in ELSEWHERE:
-            near = False
-        else:
-            near = True
-            for name in op.inputs:
-                if settled.get(name) != device:
-                    near = False
-                    break
-        if near:
-            for name in op.outputs:
-                if settled.get(name, device) != device or blobs[name].device != device:
-                    break
+    def run(self) -> None:
+        """Append every operator, with copies before it of what it needs from elsewhere."""
+        settled, present, blobs, append = self.settled, self.present, self.blobs, self.ops.append
+        home_of = settled.get
+        for op in self.net.ops:
+            device, near = op.device, True
+            if op.type == "Copy":
+                source = home_of(op.inputs[0])
+                near = source is not None and op.inputs[0] not in present and _on_host(source) is _on_host(device)
+            elif op.type in ELSEWHERE:
+                near = False
             else:
+                for name in op.inputs:
+                    if home_of(name) != device:
+                        near = False
+                        break
+            if near:
                 for name in op.outputs:
+                    home = home_of(name, device)
+                    if home != device or name in present or blobs[name].device != device:
+                        break
                     settled[name] = device
-                self.ops.append(op)
-                return
-        self.place(op)
+                else:
+                    append(op)
+                    continue
+            self.place(op)
 
     def place(self, op: Operator) -> None:
         """Append an operator of which some operand may be elsewhere."""
-        kind, device, settled, blobs = op.type, op.device, self.settled, self.blobs
-        needed = made = None
-        if kind in ELSEWHERE:
-            needed, made = required_devices(op, blobs, self.own)
-        reads, makes = op.input_versions, op.output_versions
-        inputs, read = list(op.inputs), [0] * len(op.inputs) if reads is None else list(reads)
+        settled, needed, made = self.settled, None, None
+        if op.type == "Copy":
+            needed = [self.copied_from(op)]
+        elif op.type in ELSEWHERE:
+            needed, made = required_devices(op, self.blobs, self.own)
+        inputs, read = op.inputs, op.input_versions
         for i, name in enumerate(op.inputs):
-            wanted = device if needed is None else needed[i]
-            if settled.get(name) != wanted or (kind == "Copy" and wanted.is_host != device.is_host):
-                self.unsettle(name, read[i], op)
-                inputs[i], read[i] = self.source(name, op) if kind == "Copy" else self.bring(name, wanted, op.phase)
-        outputs, written = list(op.outputs), [0] * len(op.outputs) if makes is None else list(makes)
+            wanted = op.device if needed is None else needed[i]
+            if settled.get(name) != wanted:
+                version = read[i] if read else 0
+                found = self.bring(name, self.holders(name, version, op), wanted, op.phase)
+                inputs, read = _replaced(inputs, read, i, *found)
+        outputs, written = op.outputs, op.output_versions
         for i, name in enumerate(op.outputs):
-            wanted = device if made is None else made[i]
-            home = blobs[name].device
-            if settled.get(name, home) is not None and (home is wanted or _memory(home) == _memory(wanted)):
-                settled[name] = home
-            else:
-                outputs[i], written[i] = self.make(name, written[i], wanted)
+            version = written[i] if written else 0
+            if made is None and settled.get(name) == op.device and name not in self.present:
+                continue
+            new = self.make(name, version, op.device if made is None else made[i])
+            if new != (name, version):
+                outputs, written = _replaced(outputs, written, i, *new)
+        if inputs is op.inputs and outputs is op.outputs and read is op.input_versions:
+            self.ops.append(op)
+            return
         effects = op.effects
         if effects.writes:
             kept = tuple([pair for pair in effects.writes if outputs[pair[0]] == inputs[pair[1]]])
             if kept != effects.writes:
                 effects = effects._replace(writes=kept)
-        self.ops.append(
-            Operator(
-                kind,
-                tuple(inputs),
-                tuple(outputs),
-                *op[3:11],
-                effects,
-                tuple(read) if any(read) else None,
-                tuple(written) if any(written) else None,
-                op.proto,
-            )
+        made_here = (op[0], inputs, outputs) + op[3:11] + (effects, read, written, op.proto)  # noqa: RUF005  # fastest
+        self.ops.append(Operator._make(made_here))
+
+    def copied_from(self, op: Operator) -> Device:
+        """Where an explicit ``Copy`` reads: where the value is already, on the copy's own side of the bus."""
+        name, device = op.inputs[0], op.device
+        home = self.settled.get(name)
+        if home is not None and name not in self.present:
+            return home if _on_host(home) is _on_host(device) else device
+        holders = self.holders(name, next(op.reads)[1], op)
+        for memory in (_memory(device), _memory(self.blobs[name].device), *holders):
+            if memory in holders and _on_host(memory) is _on_host(device):
+                return memory
+        return device
+
+    def holders(self, name: str, version: int, op: Operator) -> dict[Device, str]:
+        """The blobs that hold the present value of what *op* reads, by memory."""
+        if self.unread:
+            self.unread.pop(name, None)
+        found = self.present.get(name)
+        if found is None:
+            if name not in self.settled:
+                self.refuse(name, op)
+            found = self.present[name] = {_memory(self.blobs[name].device): name}
+            self.last[name] = version
+        return found
+
+    def refuse(self, name: str, op: Operator) -> NoReturn:
+        later = any(name in other.outputs for other in self.net.ops)
+        raise PassError(
+            f"blob {name!r} is read before {'an operator makes it' if later else 'anybody has made it'}",
+            at=f"{op.type} -> {', '.join(op.outputs)}",
+            where=f"net {self.net.name!r}",
+            fix="list it as an external input, or make it before",
         )
 
-    def unsettle(self, name: str, version: int, op: Operator) -> None:
-        """From now on look where the present value of a name is."""
-        self.unread.pop(name, None)
-        if name in self.present:
-            return
-        if name not in self.settled:
-            later = any(name in other.outputs for other in self.net.ops)
-            raise PassError(
-                f"blob {name!r} is read before {'an operator makes it' if later else 'anybody has made it'}",
-                at=f"{op.type} -> {', '.join(op.outputs)}",
-                where=f"net {self.net.name!r}",
-                fix="list it as an external input, or make it before",
-            )
-        self.settled[name] = None
-        self.present[name] = {_memory(self.blobs[name].device): name}
-        self.last[name] = version
-
-    def bring(self, name: str, device: Device, phase: Phase) -> tuple[str, int]:
+    def bring(self, name: str, holders: dict[Device, str], device: Device, phase: Phase) -> tuple[str, int]:
         """The (name, version) that holds a name's present value on *device*; copied there if it is not."""
-        memory, present = _memory(device), self.present[name]
-        found = present.get(memory) or self.inherit(name, memory)
+        memory = _memory(device)
+        found = holders.get(memory) or (self.inherit(name, memory) if self.inherited else None)
         if found is None:
-            source = present.get(_memory(self.blobs[name].device)) or next(iter(present.values()))
+            source = holders.get(_memory(self.blobs[name].device)) or next(iter(holders.values()))
             found = self.blob_at(name, device)
             self.copy(source, found, phase)
-            present[memory] = found
+            holders[memory] = found
         return found, self.last[found]
-
-    def source(self, name: str, op: Operator) -> tuple[str, int]:
-        """What an explicit ``Copy`` reads: the value where it is already, on the copy's side of the bus."""
-        present = self.present[name]
-        for memory in (_memory(op.device), _memory(self.blobs[name].device), *present):
-            if memory in present and memory.is_host == op.device.is_host:
-                return present[memory], self.last[present[memory]]
-        return self.bring(name, op.device, op.phase)
 
     def make(self, name: str, version: int, device: Device) -> tuple[str, int]:
         """The (name, version) that an operator makes which writes a name on *device*."""
-        if name not in self.present:
+        home = self.blobs[name].device
+        settled = self.settled.get(name, home)
+        if settled is not None:
+            if home is device or _memory(home) == _memory(device):
+                self.settled[name] = home
+                self.present.pop(name, None)
+                return name, version
             self.settled[name] = None
             self.last[name] = version - 1
-        memory = _memory(device)
         found = self.blob_at(name, device)
-        self.present[name] = {memory: found}
+        self.present[name] = {_memory(device): found}
         self.unread[name] = None
         self.last[found] = self.last.get(found, -1) + 1
         return found, self.last[found]
@@ -250,8 +264,7 @@ class _Sweep:
         found = self.copies.get((name, memory))
         if found is None:
             base = f"{name}_{'cpu' if device.is_host else f'gpu_{device.index}'}"
-            found = fresh(base, self.names)
-            self.names.add(found)
+            found = fresh(base, _Names(self.blobs, self.taken))
             blob = self.blobs[name]
             self.blobs[found] = Blob(found, blob.shape, blob.dtype, device, "temporary", found, blob.strides)
             self.copies[name, memory] = found
@@ -285,35 +298,52 @@ class _Sweep:
             )
         read, made = self.last[source], self.last.get(target, -1) + 1
         self.last[target] = made
-        versions = ((read,), (made,)) if read or made else (None, None)
-        self.ops.append(
-            Operator(
-                type,
-                (source,),
-                (target,),
-                {},
-                device,
-                phase,
-                by=self.by,
-                input_versions=versions[0],
-                output_versions=versions[1],
-            )
-        )
+        copy = Operator(type, (source,), (target,), {}, device, phase, "", self.by)
+        if read or made:
+            copy = copy._replace(input_versions=(read,), output_versions=(made,))
+        self.ops.append(copy)
 
     def bring_home(self, names: Iterable[str]) -> None:
         """Copy back the values of *names* that are not at home."""
         phase: Phase = "init" if self.net.ops and self.net.ops[-1].phase == "init" else "update"
         for name in names:
             if name in self.present:
-                self.bring(name, self.blobs[name].device, phase)
+                self.bring(name, self.present[name], self.blobs[name].device, phase)
 
-    def result(self) -> InjectedCopies:
+    @property
+    def result(self) -> Net:
+        """The net with its copies; the same if it needs none."""
+        if not self.copies:
+            return self.net if self.blobs == self.net.blobs else self.net.with_(blobs=self.blobs)
+        return self.net.with_(ops=tuple(self.ops), blobs=self.blobs, external_inputs=tuple(self.external))
+
+    def injected(self) -> InjectedCopies:
+        """The net with what the injection of a following net starts from."""
         devices = {**self.known, **{name: blob.device for name, blob in self.blobs.items()}}
         remap = dict(self.remap)
         for name, present in self.present.items():
             if present.get(_memory(self.blobs[name].device)) == name:
                 remap.update({(name, self.blobs[c].device): c for c in present.values() if c != name})
-        if not self.present and self.blobs == self.net.blobs:
-            return InjectedCopies(self.net, devices, remap)
-        net = self.net.with_(ops=tuple(self.ops), blobs=self.blobs, external_inputs=tuple(self.external))
-        return InjectedCopies(net, devices, remap)
+        return InjectedCopies(self.result, devices, remap)
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The names that a copy may not get."""
+
+    own: Mapping[str, Blob]
+    taken: Collection[str]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.own or name in self.taken
+
+
+def _replaced(
+    names: tuple[str, ...], versions: tuple[int, ...] | None, i: int, name: str, version: int
+) -> tuple[tuple[str, ...], tuple[int, ...] | None]:
+    """Operands with another one at position *i*."""
+    if versions is None and version == 0:
+        return (*names[:i], name, *names[i + 1 :]), None
+    given = versions or (0,) * len(names)
+    given = (*given[:i], version, *given[i + 1 :])
+    return (*names[:i], name, *names[i + 1 :]), given if any(given) else None

@@ -49,11 +49,10 @@ def shift_by_name(
         sources[source] = _Source(prefix, {prefix + name for name in known}, labels)
     step = _moved(program.step.ops, sources, by)
     init = _following(program.init.ops, sources, by)
-    homes = _homes(program.init, init, {})
-    made = {name for op in init for name in op.outputs}
+    homes: dict[str, Device] = {}
     return program.with_(
-        init=_at_home(program.init, init, homes),
-        step=_at_home(program.step, step, _homes(program.step, step, homes, made)),
+        init=_rehomed(program.init, init, homes),
+        step=_rehomed(program.step, step, homes, program.init.blobs),
     )
 
 
@@ -72,9 +71,9 @@ class _Source:
     labels: dict[str, int]
 
 
-def _moved(ops: tuple[Operator, ...], sources: Mapping[int, _Source], by: str) -> tuple[Operator, ...]:
-    """The step's operators on their new devices; fills the labels."""
-    found = list(ops)
+def _moved(ops: tuple[Operator, ...], sources: Mapping[int, _Source], by: str) -> dict[int, Operator]:
+    """The step's operators that move, by position, on their new devices; fills the labels."""
+    found = {}
     of_device: dict[Device, tuple[int, _Source] | None] = {}
     for i, op in enumerate(ops):
         device = op.device
@@ -104,22 +103,22 @@ def _moved(ops: tuple[Operator, ...], sources: Mapping[int, _Source], by: str) -
                     labels[name] = label
         if label != number:
             found[i] = op.on(_numbered(device, label), by)
-    return tuple(found)
+    return found
 
 
-def _following(ops: tuple[Operator, ...], sources: Mapping[int, _Source], by: str) -> tuple[Operator, ...]:
-    """The init net's operators where the labels of what they fill say."""
+def _following(ops: tuple[Operator, ...], sources: Mapping[int, _Source], by: str) -> dict[int, Operator]:
+    """The init net's operators that go where the labels of what they fill say, by position."""
     labels: dict[str, int] = {}
     for source in sources.values():
         labels.update(source.labels)
-    found = list(ops)
+    found = {}
     for i, op in enumerate(ops):
         label = labels.get(op.outputs[0]) if op.outputs else None
         if label is not None:
             device = _numbered(op.device, label)
             if device is not op.device:
                 found[i] = op.on(device, by)
-    return tuple(found)
+    return found
 
 
 @cache
@@ -127,26 +126,18 @@ def _numbered(device: Device, number: int) -> Device:
     return device if device.index == number else Device.parse(f"{device.kind}:{number}")
 
 
-def _homes(
-    net: Net, ops: tuple[Operator, ...], known: Mapping[str, Device], made: Collection[str] = ()
-) -> dict[str, Device]:
-    """Where the blobs of a net live that do not live where they did: what is *known*, what is in no earlier net *made*
-    where it is first written."""
-    homes = dict(known)
-    external = set(net.external_inputs)
-    for old, op in zip(net.ops, ops, strict=True):
-        if op is not old:
-            versions = op.output_versions
-            for i, name in enumerate(op.outputs):
-                if (versions is None or not versions[i]) and name not in external and name not in made:
-                    homes[name] = first_device(op, i, net.blobs)
-    return homes
-
-
-def _at_home(net: Net, ops: tuple[Operator, ...], homes: Mapping[str, Device]) -> Net:
-    blobs = dict(net.blobs)
+def _rehomed(net: Net, moved: Mapping[int, Operator], homes: dict[str, Device], made: Collection[str] = ()) -> Net:
+    """A net with its *moved* operators, and its blobs where they live then: where they did, or in *homes*, to which
+    what a moved operator is the first to write is added, unless an earlier net has *made* it."""
+    ops, blobs, external = list(net.ops), dict(net.blobs), set(net.external_inputs)
     for name, device in homes.items():
-        blob = blobs.get(name)
-        if blob is not None and blob.device != device:
-            blobs[name] = blob.on(device)
-    return net.with_(ops=ops, blobs=blobs)
+        if name in blobs:
+            blobs[name] = blobs[name].on(device)
+    for i, op in moved.items():
+        ops[i] = op
+        versions = op.output_versions
+        for k, name in enumerate(op.outputs):
+            if (versions is None or not versions[k]) and name not in external and name not in made:
+                homes[name] = first_device(op, k, blobs)
+                blobs[name] = blobs[name].on(homes[name])
+    return net.with_(ops=tuple(ops), blobs=blobs)

@@ -31,7 +31,7 @@ from graphir.ir.program import Program
 from graphir.ir.size import Dims, bind_shape
 
 from .base import Pass, build, register
-from .caffe2_copies import InjectedCopies, inject_by_name
+from .caffe2_copies import InjectedCopies, Injection, inject_by_name
 
 __all__ = ["InjectCopies", "InjectedCopies", "inject_copies"]
 
@@ -48,7 +48,7 @@ class InjectCopies(Pass):
     def rewrite(self, program: Program) -> Program:
         if program.step.proto is not None:
             filled, placed = self.caffe2(program)
-            return program.with_(init=filled.net, step=placed.net)
+            return program.with_(init=filled.result, step=placed.result)
         if self.blob_to_device or self.placeholder_ops:
             raise PassError(
                 f"program {program.name!r} is not from Caffe2", fix="leave blob_to_device and placeholder_ops out"
@@ -58,13 +58,13 @@ class InjectCopies(Pass):
             step=_Injection(program.step, program.dims).run(),
         )
 
-    def caffe2(self, program: Program) -> tuple[InjectedCopies, InjectedCopies]:
+    def caffe2(self, program: Program) -> tuple[Injection, Injection]:
         """The nets of a Caffe2 program with their copies, one after the other."""
         init, step, own = program.init, program.step, self.placeholder_ops
         given = _devices(self.blob_to_device)
         live, taken = step.external_inputs, step.blobs
         filled = inject_by_name(init, self.name, blob_to_device=given, placeholder_ops=own, live=live, taken=taken)
-        known = filled.blob_to_device if given else {}
+        known = filled.injected().blob_to_device if given else {}
         return filled, inject_by_name(step, self.name, blob_to_device=known, placeholder_ops=own, taken=init.blobs)
 
 
@@ -142,7 +142,7 @@ def inject_copies(
         program = step(subject)
         if blob_to_device is None:
             return program
-        filled, placed = step.caffe2(subject)
+        filled, placed = (sweep.injected() for sweep in step.caffe2(subject))
         return placed._replace(blob_to_device={**filled.blob_to_device, **placed.blob_to_device}, program=program)
     if subject.proto is None:
         raise PassError(f"net {subject.name!r} is not from Caffe2", fix="inject the copies into its program")
@@ -165,7 +165,7 @@ def inject_copies(
         placeholder_ops=placeholder_ops,
         live=live,
     )
-    return done if mapped else done.net
+    return done.injected() if mapped else done.result
 
 
 def _devices(named: Mapping[str, str]) -> dict[str, Device]:

@@ -80,11 +80,12 @@ class ShiftActivations(Pass):
 
     def _rewrite_caffe2(self, program: Program) -> Program:
         """Shift a net whose labels belong to names. Where none is an activation, any blob's name will do."""
-        known = find_activations(program)
+        prefix = program.replicas[0]
+        known = [name[len(prefix) :] for name in activation_names(program)]
         names = known or [base_name(name) for name in program.step.blobs]
         unknown = sorted(set(self.activations) - set(names))
         if self.strict and unknown:
-            raise _not_an_activation(program, unknown[0], known)
+            raise _not_an_activation(program, unknown[0], find_activations(program))
         return shift_by_name(program, known, self.activations, self.shifts, self.name)
 
     def _storage(self, program: Program, name: str) -> str:

@@ -9,11 +9,13 @@ emit, puts elementwise operators in place where that changes no value::
 The operand must be made in the step, by an operator that owns its whole storage and is no copy, on the same device,
 with the geometry of the result; and this must be the last read of that storage, views of it included. Readers on other
 lanes come earlier in program order, and emit makes the writer wait for them.
+
+A Caffe2 net frees nothing by itself: there, blobs take the names of dead ones (:mod:`.reuse`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Final
 
 from graphir.ir.blob import Blob
@@ -22,6 +24,7 @@ from graphir.ir.operator import Effects
 from graphir.ir.program import Program
 
 from .base import Pass, build, register
+from .reuse import reuse_names
 
 __all__ = ["IN_PLACE", "ShareStorage", "share_storage"]
 
@@ -59,22 +62,47 @@ class ShareStorage(Pass):
 
     name: ClassVar[str] = "share_storage"
 
+    keep: tuple[str, ...] = ()
+
     def rewrite(self, program: Program) -> Program:
-        return program.with_(step=_share(program.step))
+        for name in self.keep:
+            program.step.blob(name)
+        if program.step.proto is None:
+            return program.with_(step=_share(program.step, self.keep))
+        init = program.init
+        fixed = {*init.external_inputs, *(name for op in init.ops for name in op.outputs)}
+        return program.with_(step=reuse_names(program.step, fixed, self.keep, program.dims, self.name))
 
 
-def share_storage(program: Program) -> Program:
-    """The program with elementwise operators in place where their operand is dead afterwards. Changes no value."""
-    return build(ShareStorage)(program)
+def share_storage(program: Program, keep: Sequence[str] = ()) -> Program:
+    """The program with storages reused that are dead. Changes no value.
+
+    In a captured program, elementwise operators are put in place where their operand is dead afterwards.
+
+    In a Caffe2 program, blobs of the step are renamed: those whose lifetimes do not overlap share a name, by their
+    sizes (``load_program(…, shapes=…)``), and an output takes the name of an operand that dies where Caffe2 allows it
+    in place. External inputs and outputs, parameters, whatever ``init`` makes, blobs of one element (losses), and what
+    nobody reads, are there under their own names after a step; any other blob that is fetched from the workspace has
+    to be in *keep*. A shared blob has the shape and the element type of the largest that it holds. Activations that
+    share have no gradient any more in ``net.gradients``, so shift before sharing.
+
+    Args:
+        program: any program.
+        keep: blobs that are read after the step, beside the external outputs.
+
+    Raises:
+        GraphirError: a blob of *keep* is not in the step.
+    """
+    return build(ShareStorage, keep=keep)(program)
 
 
-def _share(net: Net) -> Net:
+def _share(net: Net, keep: Sequence[str]) -> Net:
     owner = {name: blob.storage for name, blob in net.blobs.items()}
     last_read: dict[str, int] = {}
     for i, op in enumerate(net.ops):
         for name in op.inputs:
             last_read[owner[name]] = i
-    kept = {owner[name] for name in (*net.external_inputs, *net.external_outputs)}
+    kept = {owner[name] for name in (*net.external_inputs, *net.external_outputs, *keep)}
     # A copy keeps the address of its source modulo 64, a fresh result begins at a multiple of it, and kernels may round
     # by addresses: a result that took the place of a copy's could give other bits.
     kept.update(owner[name] for op in net.ops if op.type == "Copy" for name in op.outputs)

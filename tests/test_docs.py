@@ -1,8 +1,8 @@
 """The pages are true: their Python runs and prints what they show, their links lead somewhere.
 
 In a page, every block fenced as ``python`` is run, in order, in one namespace, in a folder that holds a Caffe2 model's
-``net.pb`` and ``param_init_net.pb``. A block fenced as ``text`` right after it is what it prints; a ``...`` in it stands
-for anything on that line, and alone on a line for any lines.
+``net.pb`` and ``param_init_net.pb``. A block fenced as ``text`` right after it is what it prints; a ``...`` in it
+stands for anything on that line, and alone on a line for any lines.
 ``--update-golden`` rewrites such a block, unless there is a ``...`` in it.
 """
 

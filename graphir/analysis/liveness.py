@@ -9,7 +9,7 @@ from ..ir.net import Net
 from ..ir.program import Program
 from ..plan import Plan
 
-__all__ = ["Lifetime", "liveness"]
+__all__ = ["Lifetime", "liveness", "stays"]
 
 
 class Lifetime(NamedTuple):
@@ -61,6 +61,28 @@ def _of_net(net: Net) -> dict[str, Lifetime]:
                 start[storage] = position
     count = len(net.ops)
     return {s: Lifetime(first, count if s in kept else end.get(s, first + 1)) for s, first in start.items()}
+
+
+def stays(program: Program) -> list[tuple[str, Lifetime]]:
+    """From when to when each storage of a step is allocated where only ``Free`` operators free, in order of beginning.
+
+    So it is in a Caffe2 workspace, where a blob keeps its bytes until it is freed, which is seldom. What is external,
+    and what ``init`` makes, is allocated from the start. A storage that is written again after it was freed stays more
+    than once.
+    """
+    net, blobs = program.step, program.step.blobs
+    earlier = (*net.external_inputs, *(name for op in program.init.ops for name in op.outputs if name in blobs))
+    since = {blobs[name].storage: 0 for name in earlier}
+    found = []
+    for position, op in enumerate(net.ops):
+        for name in op.outputs:
+            storage = blobs[name].storage
+            if op.type != "Free":
+                since.setdefault(storage, position)
+            elif storage in since:
+                found.append((storage, Lifetime(since.pop(storage), position)))
+    found += [(storage, Lifetime(start, len(net.ops))) for storage, start in since.items()]
+    return sorted(found, key=lambda stay: stay[1].start)
 
 
 def _of_plan(plan: Plan) -> dict[str, Lifetime]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,14 +13,15 @@ from ..errors import GraphirError
 from ..ir.blob import STATE_ROLES, Blob
 from ..ir.device import Device
 from ..ir.net import Net
+from ..ir.placement import COPIES
 from ..ir.program import Program
 from ..ir.size import LARGEST, Dims
 from ..ir.text import nbytes_text
 from ..ir.verify import require
 from ..plan import Plan
-from .liveness import liveness
+from .liveness import Lifetime, liveness, stays
 
-__all__ = ["CATEGORIES", "Memory", "StorageUse", "memory"]
+__all__ = ["CATEGORIES", "Frees", "Memory", "StorageUse", "memory"]
 
 CATEGORIES: Final = (
     "parameters",
@@ -47,6 +48,9 @@ _CATEGORY: Final[Mapping[str, str]] = {
     "temporary": "temporaries",
     "output": "outputs",
 }
+Frees: TypeAlias = Literal["last use", "operators"]
+"""What frees a storage: its last use, or only operators of the type ``Free``, as in a Caffe2 workspace."""
+
 _MOST_BYTES: Final = LARGEST * 16
 _MOST_COUNTED: Final = (1 << 63) - 1
 _COLUMNS: Final = 7
@@ -54,7 +58,17 @@ _COLUMNS: Final = 7
 
 
 class StorageUse(NamedTuple):
-    """A storage that takes bytes on a device, for positions ``start <= position < end``."""
+    """A storage that takes bytes on a device, for positions ``start <= position < end``.
+
+    Attributes:
+        blob: the blob that owns it.
+        category: what it is for.
+        nbytes: its bytes; 0 where they are not known.
+        device: where it lives.
+        start: the first position at which it is live.
+        end: the first one after that at which it isn't.
+        maker: the device of the operator that makes it, in ``init`` or in the step; None for what callers feed.
+    """
 
     blob: str
     category: str
@@ -62,6 +76,7 @@ class StorageUse(NamedTuple):
     device: Device
     start: int
     end: int
+    maker: Device | None = None
 
 
 @dataclass(frozen=True)
@@ -76,8 +91,14 @@ class Memory:
         dims: the value of each dimension.
         peak: by device, the most bytes that are live at once, state and inputs included.
         state: by device, the bytes of parameters, buffers, optimizer state and constants.
+        total: by device, the bytes of every storage that the step's operators name, each once, however long it lives:
+            what a Caffe2 workspace comes to.
+        high_water: by device, the most bytes that are live at once of what the operators of that device make, those of
+            ``init`` included. What callers feed is not in it, and what a gpu's operator makes on the host is. With
+            ``frees="operators"`` this is the figure of ``memonger.estimate_memory_usage``.
         at_peak: by device, the bytes of each category at the (first) position of the peak; without empty categories.
         positions: how many positions there are.
+        unknown: storages whose size is not known, as those of a Caffe2 net without shapes. They count as nothing.
         uses: every storage, in the order in which they begin.
     """
 
@@ -85,8 +106,11 @@ class Memory:
     dims: Mapping[str, int]
     peak: Mapping[str, int]
     state: Mapping[str, int]
+    total: Mapping[str, int]
+    high_water: Mapping[str, int]
     at_peak: Mapping[str, Mapping[str, int]]
     positions: int
+    unknown: tuple[str, ...] = field(repr=False)
     uses: tuple[StorageUse, ...] = field(repr=False)
 
     def timeline(self, device: str, category: str | None = None) -> NDArray[np.int64]:
@@ -112,7 +136,11 @@ class Memory:
         head = f"memory of {self.name!r}" + (f" at {sizes}" if sizes else "") + ": bytes at each device's peak"
         devices = list(self.peak)
         blocks = [devices[i : i + _COLUMNS] for i in range(0, len(devices), _COLUMNS)]
-        return "\n".join([head, *("\n".join(self._table(block)) for block in blocks)])
+        text = [head, *("\n".join(self._table(block)) for block in blocks)]
+        if self.unknown:
+            others = f" and {len(self.unknown) - 1} more" if len(self.unknown) > 1 else ""
+            text.append(f"  not counted, their sizes not known: {self.unknown[0]}{others}")
+        return "\n".join(text)
 
     def _table(self, devices: list[str]) -> list[str]:
         def row(label: str, cells: list[str]) -> str:
@@ -128,30 +156,42 @@ class Memory:
         return lines
 
 
-def memory(subject: Program | Plan, dims: Dims | None = None) -> Memory:
+def memory(subject: Program | Plan, dims: Dims | None = None, *, frees: Frees = "last use") -> Memory:
     """Predict the bytes that a step holds on each device.
 
     Args:
-        subject: a program, whose operators are taken in program order with each storage freed after its last use; or a
-            plan, whose own frees count.
+        subject: a program, whose operators are taken in program order; or a plan, whose own frees count.
         dims: the value of each dimension; the captured ones, or those that the plan was emitted for, by default.
+        frees: what frees the storages of a program: the ``"last use"`` of each, as emit does; or ``"operators"``, that
+            is nothing but the type ``Free``, as a Caffe2 net is executed, where everything else stays.
 
     Raises:
-        GraphirError: *subject* is neither, a dimension has no value, or a size is negative or absurd.
+        GraphirError: *subject* is neither, *frees* is something else, or does not go with a plan, a dimension has no
+            value, or a size is negative or absurd.
     """
     require(subject, (Program, Plan), "memory")
+    if frees not in get_args(Frees):
+        raise GraphirError(f"frees is {frees!r}", fix="give 'last use' or 'operators'")
+    if isinstance(subject, Plan) and frees != "last use":
+        raise GraphirError("a plan frees its storages itself", fix="leave frees out, or give the plan's program")
     own = subject.dims if isinstance(subject, Program) else {**subject.program.dims, **subject.dims}
     sizes = {**own, **(dims or {})}
     net = subject.step
     positions = max(len(subject.instructions if isinstance(subject, Plan) else net.ops), 1)
     try:
-        uses = _uses(subject, net, sizes, positions)
+        if isinstance(subject, Program) and frees == "operators":
+            uses = _uses(subject, sizes, stays(subject))
+        else:
+            uses = _uses(subject, sizes, liveness(subject).items())
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as e:
         what = f"the memory of {subject.name!r} cannot be computed: {type(e).__name__}: {e}"
         raise GraphirError(what, fix="verify it: it is not well-formed") from None
     by_device: dict[str, list[StorageUse]] = {device: [] for device in net.devices}
+    by_maker: dict[str, list[StorageUse]] = {device: [] for device in subject.devices}
     for use in uses:
         by_device[use.device].append(use)
+        if use.maker is not None:
+            by_maker[use.maker].append(use)
 
     peak: dict[str, int] = {}
     state: dict[str, int] = {}
@@ -167,24 +207,43 @@ def memory(subject: Program | Plan, dims: Dims | None = None) -> Memory:
             if use.start <= at < use.end:
                 found[use.category] += use.nbytes
         at_peak[device] = {category: nbytes for category, nbytes in found.items() if nbytes}
-    return Memory(subject.name, sizes, peak, state, at_peak, positions, tuple(uses))
+    high_water = {device: int(_timeline(made, positions).max()) for device, made in by_maker.items()}
+    unknown = dict.fromkeys(use.blob for use in uses if (b := net.blobs[use.blob]).shape is None or b.dtype is None)
+    return Memory(
+        subject.name, sizes, peak, state, _total(net, uses), high_water, at_peak, positions, tuple(unknown), tuple(uses)
+    )
 
 
-def _uses(subject: Program | Plan, net: Net, dims: Dims, positions: int) -> list[StorageUse]:
-    copies = {op.outputs[0] for op in net.ops if op.type == "Copy"}
+def _uses(subject: Program | Plan, dims: Dims, lifetimes: Iterable[tuple[str, Lifetime]]) -> list[StorageUse]:
+    net = subject.step
+    init = subject.program.init if isinstance(subject, Plan) else subject.init
+    copies = {op.outputs[0] for op in net.ops if op.type in COPIES}
+    makers: dict[str, Device] = {}
+    for op in (*init.ops, *net.ops):
+        for name in op.outputs:
+            makers.setdefault(name, op.device)
     uses = []
-    for storage, (start, end) in liveness(subject).items():
+    for storage, (start, end) in lifetimes:
         blob: Blob = net.blobs[storage]
         category = "copies" if storage in copies else _CATEGORY[blob.role]
         nbytes = blob.nbytes(dims)
         if not 0 <= nbytes <= _MOST_BYTES:
             fix = "check its sizes and the values of dimensions"
             raise GraphirError(f"blob {storage!r} would take {nbytes} bytes", where=f"{net.name!r}", fix=fix)
-        uses.append(StorageUse(storage, category, nbytes, blob.device, start, max(end, start + 1)))
+        maker = makers.get(storage)
+        uses.append(StorageUse(storage, category, nbytes, blob.device, start, max(end, start + 1), maker))
     total = sum(use.nbytes for use in uses)
     if total > _MOST_COUNTED:
         raise GraphirError(f"the blobs of {net.name!r} would take {total} bytes", fix="check their sizes")
     return uses
+
+
+def _total(net: Net, uses: list[StorageUse]) -> dict[str, int]:
+    named = {net.blobs[name].storage for op in net.ops for name in (*op.inputs, *op.outputs)}
+    found: dict[str, int] = dict.fromkeys(net.devices, 0)
+    for blob, use in {use.blob: use for use in uses}.items():
+        found[use.device] += use.nbytes if blob in named else 0
+    return found
 
 
 def _timeline(uses: list[StorageUse], positions: int) -> NDArray[np.int64]:

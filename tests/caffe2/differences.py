@@ -67,7 +67,8 @@ def shift_rows() -> Iterator[str]:
             without_copies_for_copies(a) == without_copies_for_copies(b)
             for a, b in ((ours.init, theirs.init), (ours.step, theirs.step))
         )
-        yield f"| {case.name} | {added(theirs, program)} | {mine} | {wrong or ('the same' if same else 'right, with copies to spare')} |"
+        result = wrong or ("the same" if same else "right, with copies to spare")
+        yield f"| {case.name} | {added(theirs, program)} | {mine} | {result} |"
 
 
 def added(after: Program, before: Program) -> int:

@@ -20,7 +20,8 @@ def test_programs(case):
 
 @pytest.mark.parametrize("case", cases.params("dlrm"))
 def test_nets_with_what_is_fed_where_it_is_fed(case):
-    fed = {blob["blob"]: device(blob["device"] or {"device_type": 0, "device_id": 0}) for blob in case.record["expected"]["fed_blobs"]}
+    host = {"device_type": 0, "device_id": 0}
+    fed = {blob["blob"]: device(blob["device"] or host) for blob in case.record["expected"]["fed_blobs"]}
     for stem in steps(case):
         nets = [caffe2.load_net(case.net(name)) for name in ("param_init_net", stem) if case.has(name)]
         placed = []

@@ -595,13 +595,15 @@ def test_protobuf_is_imported_by_the_first_file_only():
 
 
 def test_a_caffe2_in_the_process_keeps_its_own_messages():
-    from google.protobuf import descriptor_pb2, descriptor_pool
-
-    other = descriptor_pb2.FileDescriptorProto(name="caffe2/proto/caffe2.proto", package="caffe2")
-    other.message_type.add(name="NetDef")
-    descriptor_pool.Default().AddSerializedFile(other.SerializeToString())
-    messages.cache_clear()
-    assert messages().NetDef.DESCRIPTOR.fields_by_name["op"].number == 2
+    code = (
+        "from google.protobuf import descriptor_pb2, descriptor_pool\n"
+        "other = descriptor_pb2.FileDescriptorProto(name='caffe2/proto/caffe2.proto', package='caffe2')\n"
+        "other.message_type.add(name='NetDef')\n"
+        "descriptor_pool.Default().AddSerializedFile(other.SerializeToString())\n"
+        "from graphir.caffe2.schema import messages\n"
+        "assert messages().NetDef.DESCRIPTOR.fields_by_name['op'].number == 2"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=OWN.parents[2])
 
 
 @pytest.mark.parametrize(

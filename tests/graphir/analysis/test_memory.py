@@ -8,9 +8,10 @@ import nets
 import numpy as np
 import pytest
 import tiny
+from small import program_of
 from tiny import BATCH, GPU1
 
-from graphir.analysis.liveness import Lifetime, liveness
+from graphir.analysis.liveness import Lifetime, liveness, stays
 from graphir.analysis.memory import Memory, memory
 from graphir.errors import GraphirError
 from graphir.ir.blob import STATE_ROLES
@@ -102,6 +103,66 @@ def test_more_bytes_than_can_be_counted_are_refused(monkeypatch: pytest.MonkeyPa
 def test_largest() -> None:
     largest = memory(TINY).largest("gpu:0", 3)
     assert [(u.blob, u.nbytes) for u in largest] == [("x", ROWS), ("r", ROWS), ("mask", ROWS)]
+
+
+WORKSPACE = """
+    state w : f32[10] @gpu:0
+    input x : f32[20] @gpu:0
+    input unused : f32[99] @gpu:0
+    a : f32[30] @gpu:0 = FC(x, w)
+    b : f32[40] @gpu:0 = FC(a, w)
+    a;1 = Free(a)
+    n : i32[5] @cpu:0 = Count(b)
+    a;2 = FC(b, w)
+    output c : f32[50] @gpu:0 = FC(a;2, w)
+    output c
+"""
+
+
+def workspace() -> Program:
+    return program_of(WORKSPACE)
+
+
+def test_total_is_every_storage_that_is_named_once() -> None:
+    assert memory(workspace()).total == {"gpu:0": 4 * (10 + 20 + 30 + 40 + 50), "cpu:0": 20}
+    assert sum(memory(TINY).total.values()) == sum(u.nbytes for u in memory(TINY).uses), "all are named"
+
+
+def test_without_frees_by_use_only_free_operators_free() -> None:
+    program = workspace()
+    assert [stay for stay in stays(program) if stay[0] == "a"] == [("a", Lifetime(0, 2)), ("a", Lifetime(4, 6))]
+    found = memory(program, frees="operators")
+    gpu = [4 * (n + 99) for n in (60, 100, 70, 70, 100, 150)]
+    assert found.timeline("gpu:0").tolist() == gpu
+    assert found.peak == {"gpu:0": gpu[-1], "cpu:0": 20}
+    assert found.total == memory(program).total
+    assert found.peak["gpu:0"] > memory(program).peak["gpu:0"]
+
+
+def test_high_water_is_of_what_the_operators_of_a_device_make() -> None:
+    program = workspace()
+    assert {u.blob: u.maker for u in memory(program).uses if u.maker is None} == {"x": None, "unused": None}
+    found = memory(program, frees="operators")
+    assert found.high_water == {"gpu:0": 4 * (10 + 30 + 40 + 50), "cpu:0": 20}
+    ops = tuple(op._replace(device=program.step.ops[0].device) for op in program.step.ops)
+    moved = memory(program.with_(step=program.step.with_(ops=ops)), frees="operators")
+    assert moved.high_water["gpu:0"] == 4 * (10 + 30 + 40 + 50) + 20, "made on the host by an operator of the gpu"
+    assert moved.peak == found.peak
+
+
+def test_storages_of_unknown_size_are_named() -> None:
+    program = program_of("input x : f32[4] @gpu:0\n a : ? @gpu:0 = FC(x)\n b : ? @gpu:0 = FC(a)")
+    found = memory(program)
+    assert found.unknown == ("a", "b")
+    assert str(found).endswith("not counted, their sizes not known: a and 1 more")
+    assert "not counted" not in str(memory(TINY))
+
+
+def test_what_frees_is_one_of_two_and_a_plan_says_it_itself() -> None:
+    with pytest.raises(GraphirError, match="frees is 'never'"):
+        memory(TINY, frees="never")  # type: ignore[arg-type]
+    with pytest.raises(GraphirError, match="a plan frees its storages itself"):
+        memory(tiny.plan(TINY), frees="operators")
 
 
 def test_table() -> None:

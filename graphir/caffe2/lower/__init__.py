@@ -1,0 +1,22 @@
+"""Translation of Caffe2 programs to torch operators, so that a session runs them.
+
+:mod:`.program` walks over the nets; :mod:`.builder` makes the new ones; :mod:`.registry` is what translations are
+written with. Each other module holds the translations of one subject.
+"""
+
+from . import (  # noqa: F401  # importing them registers their translations
+    convolution,
+    dense,
+    fills,
+    losses,
+    normalisation,
+    optimizers,
+    pooling,
+    schedules,
+    shapes,
+    sparse,
+    transfers,
+)
+from .program import lower
+
+__all__ = ["lower"]

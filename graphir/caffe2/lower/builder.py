@@ -1,0 +1,317 @@
+"""A net of torch operators in the making, and what the blobs of a Caffe2 net are in it.
+
+A Caffe2 blob keeps its name. Where a later operator gives it a value of the same geometry, that is the next version of
+the blob, and where it gives one of another geometry (Caffe2 resizes), a blob with a fresh name. What a translation
+computes on the way gets names derived from the operator's first output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import torch
+
+from ...errors import GraphirError
+from ...ir.blob import Blob, Role
+from ...ir.device import Device
+from ...ir.net import Net
+from ...ir.operator import Arg, Operator, Symbol
+from ...ir.opset import effects_of, signature, to_symbol
+from ...ir.verify.infer import Geometry, infer, same_layout
+
+__all__ = ["ABSENT", "Absent", "Builder", "Known", "Operand", "Static", "Temporary", "Value"]
+
+
+class Value(NamedTuple):
+    """A version of a lowered blob.
+
+    Attributes:
+        name, version: of the blob.
+        geometry: shape, element type and layout.
+        padded: Caffe2's blob holds only the first rows, how many depends on values; see :mod:`.sparse`.
+        remapping: it numbers the rows of a padded blob.
+    """
+
+    name: str
+    version: int
+    geometry: Geometry
+    padded: bool = False
+    remapping: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.geometry.shape
+
+    @property
+    def dtype(self) -> str:
+        return self.geometry.dtype
+
+
+class Static(NamedTuple):
+    """A tensor whose elements are known while lowering, such as the sizes that a ``Concat`` tells a ``Split``."""
+
+    tensor: torch.Tensor
+
+
+class Absent(NamedTuple):
+    """A blob that is no tensor (a mutex)."""
+
+
+ABSENT: Final = Absent()
+
+
+class Temporary(NamedTuple):
+    """The name and the place of a value on the way."""
+
+    base: str
+    device: Device
+
+
+Known: TypeAlias = Value | Static | Absent
+"""What is known of a Caffe2 blob."""
+
+Target: TypeAlias = str | Temporary | None
+"""What a returned tensor becomes: the next value of a Caffe2 blob, or a value on the way."""
+
+Operand: TypeAlias = "Value | Sequence[Value | None] | None"
+
+
+class Builder:
+    """Appends torch operators for the operators of one Caffe2 net.
+
+    Args:
+        net: the Caffe2 net.
+
+    Attributes:
+        ops: the torch operators.
+        blobs: those that they name.
+        known: what each Caffe2 blob is, at this point of the net.
+        external: blobs with a value before the first operator.
+        constants: those of *external* that the net itself defines, with their values.
+        notes: what a translation leaves for a later one, by whatever the two agree on.
+    """
+
+    def __init__(self, net: Net) -> None:
+        self.net = net
+        self.ops: list[Operator] = []
+        self.blobs: dict[str, Blob] = {}
+        self.versions: dict[str, int] = {}
+        self.known: dict[str, Known] = {}
+        self.external: list[str] = []
+        self.constants: dict[str, torch.Tensor] = {}
+        self.notes: dict[object, Value] = {}
+        self.last_name: dict[str, int] = {}
+
+    # -- blobs
+
+    def declare(self, name: str, geometry: Geometry, device: Device, role: Role) -> Value:
+        """An external blob."""
+        self.external.append(name)
+        return self._new(name, geometry, device, role)
+
+    def constant(self, name: str, tensor: torch.Tensor, device: Device) -> Value:
+        """An external blob that always holds *tensor*."""
+        geometry = Geometry(tuple(tensor.shape), str(to_symbol(tensor.dtype)))
+        name = self.fresh(name)
+        self.constants[name] = tensor
+        return self.declare(name, geometry, device, "constant")
+
+    def fresh(self, base: str) -> str:
+        """A name that neither net has: *base*, or *base* with a number."""
+        if base not in self.blobs and base not in self.net.blobs:
+            return base
+        # Numbers go on from the last one, so that a base of many copies isn't tried from its first one each time.
+        n = self.last_name.get(base, 0) + 1
+        while f"{base}_{n}" in self.blobs or f"{base}_{n}" in self.net.blobs:
+            n += 1
+        self.last_name[base] = n
+        return f"{base}_{n}"
+
+    def _new(self, name: str, geometry: Geometry, device: Device, role: Role, storage: str = "") -> Value:
+        shape, dtype, strides, offset = geometry
+        self.blobs[name] = Blob(name, shape, dtype, device, role, storage or name, strides, offset)
+        self.versions[name] = 0
+        return Value(name, 0, geometry)
+
+    def _made(self, name: str, geometry: Geometry, role: Role) -> Value:
+        """The next value of a Caffe2 blob."""
+        device = self.net.blobs[name].device
+        if name not in self.blobs:
+            return self._new(name, geometry, device, role)
+        blob = self.blobs[name]
+        if (blob.shape, blob.dtype) == (geometry.shape, geometry.dtype):
+            return self._next(name, geometry)
+        if blob.role in ("param", "state", "buffer"):
+            before = Geometry(tuple(map(int, blob.shape or ())), str(blob.dtype))  # type: ignore[arg-type]  # no Affine
+            raise GraphirError(
+                f"{blob.role} {name!r} is {before} before the step and {geometry} after it",
+                fix="what lives from step to step keeps its shape and element type",
+            )
+        return self._new(self.fresh(name), geometry, device, blob.role)
+
+    def _view(self, op: Operator, geometry: Geometry, source: Value) -> Value:
+        base = self.blobs[source.name]
+        name = self.fresh(f"{source.name}_{short_name(op.type)}")
+        return self._new(name, geometry, base.device, base.role, base.storage)
+
+    def _next(self, name: str, geometry: Geometry) -> Value:
+        self.versions[name] += 1
+        return Value(name, self.versions[name], geometry)
+
+    def device(self, value: Value) -> Device:
+        """Where a value lives."""
+        return self.blobs[value.name].device
+
+    # -- operators
+
+    def emit(
+        self,
+        type: str,
+        operands: Sequence[Operand],
+        args: Mapping[str, Arg],
+        like: Operator,
+        targets: Sequence[Target],
+        *,
+        results: str | None = None,
+        device: Device | None = None,
+    ) -> list[Value]:
+        """Append an operator.
+
+        Args:
+            type: of the operator.
+            operands: for the tensor parameters of the type, in order.
+            args: the other arguments; those that equal their defaults are left out.
+            like: the Caffe2 operator that is translated.
+            targets: what each tensor that is returned becomes.
+            results: how the returned tensors fill what the type returns, see :class:`Operator`.
+            device: where it runs; *like*'s by default.
+
+        Returns:
+            The values that the type returns; after them the operands that it overwrites and does not return.
+
+        Raises:
+            GraphirError: torch refuses the operands.
+        """
+        flat, pattern = _arrange(operands)
+        args = _without_defaults(type, args)
+        count = len(signature(type).results) if results is None else results.count("t")
+        effects = effects_of(type, args, pattern, len(flat), results, count)
+        hidden = [source for output, source in effects.writes if output >= count]
+        op = Operator(
+            type,
+            tuple([value.name for value in flat]),
+            ("",) * (count + len(hidden)),
+            args,
+            like.device if device is None else device,
+            like.phase,
+            like.module,
+            like.by,
+            None,
+            pattern,
+            results,
+            effects,
+            _versions([value.version for value in flat]),
+        )
+        inferred = infer(op, [value.geometry for value in flat], {})
+        if inferred.complaint:
+            raise GraphirError(inferred.complaint)
+        geometries = inferred.outputs or ()
+        writes, views = dict(effects.writes), dict(effects.views)
+        values: list[Value] = []
+        scattered: list[tuple[int, str]] = []
+        for position in range(len(op.outputs)):
+            if position in writes:
+                source = flat[writes[position]]
+                values.append(self._next(source.name, source.geometry))
+                continue
+            geometry = geometries[position] if position < len(geometries) else None
+            if geometry is None:
+                raise GraphirError(f"the shape of what {type} returns is not known")
+            target = targets[position] if position < len(targets) else None
+            if isinstance(target, str):
+                dense = geometry._replace(strides=None)
+                if inferred.loose or same_layout(geometry, dense):
+                    values.append(self._made(target, dense, _role(like)))
+                    continue
+                scattered.append((position, target))  # Caffe2's tensors are contiguous, and views count on it
+                target = None
+            if position in views:
+                values.append(self._view(op, geometry, flat[views[position]]))
+            else:
+                base, at = target or Temporary(f"{op_name(like)}_{short_name(type)}", op.device)
+                values.append(self._new(self.fresh(base), geometry, at, _role(like)))
+        self.ops.append(
+            op._replace(
+                outputs=tuple([value.name for value in values]),
+                output_versions=_versions([value.version for value in values]),
+                seed=(len(self.ops) if like.seed is None else like.seed) if effects.random else None,
+            )
+        )
+        for position, name in scattered:
+            (values[position],) = self.emit(
+                "aten.clone.default", [values[position]], {"memory_format": _CONTIGUOUS}, like, [name], device=device
+            )
+        return values
+
+
+_CONTIGUOUS: Final = Symbol("contiguous_format")
+
+_ROLES: Final[Mapping[str, Role]] = {"forward": "activation", "backward": "gradient", "reduce": "gradient"}
+
+
+def _role(op: Operator) -> Role:
+    return _ROLES.get(op.phase, "temporary")
+
+
+def op_name(op: Operator) -> str:
+    """What values on the way to an operator's results are named after."""
+    return op.outputs[0] if op.outputs else op.type
+
+
+def short_name(type: str) -> str:
+    """``index_add`` of ``aten.index_add_.default``."""
+    return type.split(".")[1].strip("_") if "." in type else type.lower()
+
+
+def _arrange(operands: Sequence[Operand]) -> tuple[list[Value], str | None]:
+    """The operands in a row, and the pattern by which they fill the parameters; None where each is a tensor."""
+    flat: list[Value] = []
+    pattern = ""
+    for operand in operands:
+        if operand is None:
+            pattern += "_"
+        elif isinstance(operand, Value):
+            flat.append(operand)
+            pattern += "t"
+        else:
+            flat += [item for item in operand if item is not None]
+            pattern += f"[{''.join(['_' if item is None else 't' for item in operand])}]"
+    pattern = pattern.rstrip("_")
+    return flat, None if pattern == "t" * len(flat) else pattern
+
+
+def _versions(versions: Iterable[int]) -> tuple[int, ...] | None:
+    found = tuple(versions)
+    return found if any(found) else None
+
+
+@cache
+def _defaults(type: str) -> Mapping[str, Any]:
+    return {param.name: param.default for param in signature(type).params if not param.required}
+
+
+def _without_defaults(type: str, args: Mapping[str, Arg]) -> dict[str, Arg]:
+    defaults = _defaults(type)
+    missing = object()
+
+    def default(name: str) -> object:
+        value = defaults.get(name, missing)
+        return tuple(value) if isinstance(value, list) else value
+
+    return {name: value for name, value in args.items() if not _same(value, default(name))}
+
+
+def _same(a: object, b: object) -> bool:
+    return type(a) is type(b) and a == b

@@ -1,0 +1,174 @@
+"""Fully connected layers, matrix products, and operators on each element.
+
+Sources: ``fully_connected_op.h``, ``batch_matmul_op.h``, ``elementwise_ops.h``, ``utility_ops.h``, ``scale_op.h`` of
+``caffe2/operators``.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from .builder import Value
+from .registry import Call, refuse, translates
+
+__all__ = ()
+
+
+@translates("FC", "FCTransposed")
+def _fc(c: Call) -> None:
+    """``Y = X W^T + b``, where X and W are seen as matrices."""
+    x, w, axis = c[0], c.rows(c[1], c.integer("axis_w", 1)), c.axis(c.integer("axis", 1), len(c[0].shape))
+    matrix = c.rows(x, axis)
+    weight = w if c.op.type == "FCTransposed" else c.one("aten.t.default", [w])
+    operands = [c.reshaped(c[2], (weight.shape[1],)), matrix, weight]
+    if axis == 1:
+        c.one("aten.addmm.default", operands, {}, 0)
+    else:
+        product = c.one("aten.addmm.default", operands)
+        c.reshaped(product, (*x.shape[:axis], weight.shape[1]), 0)
+
+
+@translates("FCGradient", "FCTransposedGradient")
+def _fc_gradient(c: Call) -> None:
+    """Of W, of b, and where it is wanted of X."""
+    x, w, axis = c[0], c[1], c.axis(c.integer("axis", 1), len(c[0].shape))
+    matrix, weight = c.rows(x, axis), c.rows(w, c.integer("axis_w", 1))
+    grad = c.rows(c[2], c.axis(axis, len(c[2].shape), end=True))
+    transposed = c.op.type == "FCTransposedGradient"
+    left, right = (matrix, grad) if transposed else (grad, matrix)
+    _product(c, c.one("aten.t.default", [left]), right, w.shape, 0)
+    c.one("aten.sum.dim_IntList", [grad], {"dim": (0,)}, 1)
+    if len(c.op.outputs) > 2:
+        _product(c, grad, c.one("aten.t.default", [weight]) if transposed else weight, x.shape, 2)
+
+
+def _product(c: Call, a: Value, b: Value, shape: tuple[int, ...], out: int) -> None:
+    """The matrix product, in this shape, as an output."""
+    if (a.shape[0], b.shape[1]) == shape:
+        c.one("aten.mm.default", [a, b], {}, out)
+    else:
+        c.reshaped(c.one("aten.mm.default", [a, b]), shape, out)
+
+
+@translates("BatchMatMul")
+def _batch_matmul(c: Call) -> None:
+    a, b = c[0], c[1]
+    if c.integer("broadcast") or len(a.shape) != len(b.shape) or a.shape[:-2] != b.shape[:-2] or len(a.shape) < 2:
+        raise refuse(f"{a.geometry} and {b.geometry} have other batch dimensions", "give both the same ones")
+    batch = prod(a.shape[:-2])
+    flat = [c.reshaped(m, (batch, *m.shape[-2:])) for m in (a, b)]
+    for i, name in enumerate(("trans_a", "trans_b")):
+        if c.integer(name):
+            flat[i] = c.one("aten.transpose.int", [flat[i]], {"dim0": 1, "dim1": 2})
+    if len(a.shape) == 3:
+        c.one("aten.bmm.default", flat, {}, 0)
+    else:
+        product = c.one("aten.bmm.default", flat)
+        c.reshaped(product, (*a.shape[:-2], *product.shape[1:]), 0)
+
+
+@translates("Relu")
+def _relu(c: Call) -> None:
+    c.one("aten.relu.default", [c[0]], {}, 0)
+
+
+@translates("Tanh")
+def _tanh(c: Call) -> None:
+    c.one("aten.tanh.default", [c[0]], {}, 0)
+
+
+@translates("Sigmoid")
+def _sigmoid(c: Call) -> None:
+    c.one("aten.sigmoid.default", [c[0]], {}, 0)
+
+
+@translates("ReluGradient")
+def _relu_gradient(c: Call) -> None:
+    """From the result and its gradient, as those of tanh and sigmoid."""
+    c.one("aten.threshold_backward.default", [c[1], c[0]], {"threshold": 0}, 0)
+
+
+@translates("TanhGradient")
+def _tanh_gradient(c: Call) -> None:
+    c.one("aten.tanh_backward.default", [c[1], c[0]], {}, 0)
+
+
+@translates("SigmoidGradient")
+def _sigmoid_gradient(c: Call) -> None:
+    c.one("aten.sigmoid_backward.default", [c[1], c[0]], {}, 0)
+
+
+@translates("Scale")
+def _scale(c: Call) -> None:
+    c.one("aten.mul.Scalar", [c[0]], {"other": c.number("scale", 1.0)}, 0)
+
+
+@translates("Sum")
+def _sum(c: Call) -> None:
+    """From left to right."""
+    total = c[0]
+    if c.count == 1:
+        c.one("aten.clone.default", [total], {}, 0)
+    for i in range(1, c.count):
+        if c[i].shape != c[0].shape:
+            raise refuse(f"input {i} is {c[i].geometry}, but the first one {c[0].geometry}")
+        total = c.one("aten.add.Tensor", [total, c[i]], {}, 0 if i == c.count - 1 else None)
+
+
+def _aligned(c: Call, a: Value, b: Value) -> Value:
+    """The second operand in a shape that broadcasts to the first as Caffe2 means it.
+
+    With ``broadcast``, its dimensions are those of the first from ``axis`` on, or the last ones; otherwise they are
+    matched from the back, as torch does.
+    """
+    if not c.integer("broadcast"):
+        return b
+    rank = len(a.shape)
+    axis = c.integer("axis", -1)
+    if c.text("axis_str"):
+        axis = c.text("order", "NCHW").index(c.text("axis_str"))
+    if axis == -1:
+        axis = rank - len(b.shape)
+    after = rank - axis - len(b.shape)
+    if axis < 0 or after < 0:
+        raise refuse(f"{b.geometry} does not fit into {a.geometry} from axis {axis} on")
+    return c.reshaped(b, b.shape + (1,) * after)
+
+
+@translates("Add")
+def _add(c: Call) -> None:
+    c.one("aten.add.Tensor", [c[0], _aligned(c, c[0], c[1])], {}, 0)
+
+
+@translates("Mul")
+def _mul(c: Call) -> None:
+    c.one("aten.mul.Tensor", [c[0], _aligned(c, c[0], c[1])], {}, 0)
+
+
+@translates("AddGradient")
+def _add_gradient(c: Call) -> None:
+    """From the gradient and both operands."""
+    grad, a, b = c[0], c[1], c[2]
+    operands = (a, _aligned(c, a, b))
+    # What overwrites the gradient comes last.
+    for i in sorted((0, 1), key=lambda i: c.op.outputs[i] in c.op.inputs):
+        _reduced(c, grad, operands[i], (a.shape, b.shape)[i], i)
+
+
+@translates("MulGradient")
+def _mul_gradient(c: Call) -> None:
+    grad, a, b = c[0], c[1], c[2]
+    aligned = _aligned(c, a, b)
+    of_a = c.one("aten.mul.Tensor", [grad, aligned])
+    of_b = c.one("aten.mul.Tensor", [grad, a])
+    _reduced(c, of_a, a, a.shape, 0)
+    _reduced(c, of_b, aligned, b.shape, 1)
+
+
+def _reduced(c: Call, grad: Value, operand: Value, shape: tuple[int, ...], out: int) -> None:
+    """*grad* summed over the dimensions along which *operand* was repeated, in the operand's own shape."""
+    wide = (1,) * (len(grad.shape) - len(operand.shape)) + operand.shape
+    dims = tuple([d for d, (n, m) in enumerate(zip(grad.shape, wide, strict=True)) if n != m])
+    if dims:
+        grad = c.one("aten.sum.dim_IntList", [grad], {"dim": dims, "keepdim": True})
+    c.reshaped(grad, shape, out)

@@ -1,0 +1,191 @@
+"""Losses, their gradients, and the accuracy.
+
+Sources: ``softmax_op.cc``, ``softmax_with_loss_op.cc``, ``cross_entropy_op.cc``, ``distance_op.cc``,
+``reduction_ops.h``, ``accuracy_op.cc`` of ``caffe2/operators``.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Final
+
+from ...ir.operator import Symbol
+from .builder import Value
+from .registry import Call, refuse, translates
+
+__all__ = ()
+
+_LEAST_PROBABILITY: Final = 1e-20
+"""What probabilities are raised to before their logarithm is taken."""
+
+_LEAST_WEIGHT: Final = 2.0**-126
+"""The smallest normal float32: a divisor that makes 0 of the weighted sum where all weights are 0."""
+
+
+@translates("Softmax")
+def _softmax(c: Call) -> None:
+    x = c[0]
+    matrix = c.rows(x, c.integer("axis", 1))
+    _shaped(c, "aten._softmax.default", [matrix], {"dim": 1, "half_to_float": False}, x)
+
+
+@translates("SoftmaxGradient")
+def _softmax_gradient(c: Call) -> None:
+    """From the result and its gradient."""
+    axis = c.integer("axis", 1)
+    operands = [c.rows(c[1], axis), c.rows(c[0], axis)]
+    args = {"dim": 1, "input_dtype": Symbol(c[0].dtype)}
+    _shaped(c, "aten._softmax_backward_data.default", operands, args, c[0])
+
+
+def _shaped(c: Call, type: str, operands: list[Value], args: dict[str, object], like: Value, out: int = 0) -> None:
+    """An operator on matrices whose result has the shape of a tensor."""
+    if operands[0].shape == like.shape:
+        c.one(type, operands, args, out)  # type: ignore[arg-type]  # the values are arguments
+    else:
+        c.reshaped(c.one(type, operands, args), like.shape, out)  # type: ignore[arg-type]  # as above
+
+
+def _labels(c: Call, rows: int) -> Value:
+    """The labels at input 1, as a column of int64."""
+    labels = c[1]
+    if prod(labels.shape) != rows:
+        raise refuse(f"{c.op.inputs[1]!r} is {labels.geometry}, but there are {rows} rows")
+    return c.reshaped(c.cast(labels, "i64"), (rows, 1))
+
+
+@translates("SoftmaxWithLoss")
+def _softmax_with_loss(c: Call) -> None:
+    """The probabilities, and the mean of the rows' losses, each by its weight if there are weights."""
+    x = c[0]
+    matrix = c.rows(x, c.integer("axis", 1))
+    rows, scale = matrix.shape[0], c.number("scale", 1.0)
+    if c.integer("label_prob"):
+        _shaped(c, "aten._softmax.default", [matrix], {"dim": 1, "half_to_float": False}, x)
+        probabilities = c.builder.known[c.op.outputs[0]]
+        assert isinstance(probabilities, Value)
+        least = c.one("aten.clamp_min.default", [c.reshaped(probabilities, matrix.shape)], {"min": _LEAST_PROBABILITY})
+        product = c.one("aten.mul.Tensor", [c.one("aten.log.default", [least]), c.reshaped(c[1], matrix.shape)])
+        picked = c.one("aten.sum.dim_IntList", [product], {"dim": (1,), "keepdim": True})
+    else:
+        logs = c.one("aten._log_softmax.default", [matrix], {"dim": 1, "half_to_float": False})
+        picked = c.one("aten.gather.default", [logs, _labels(c, rows)], {"dim": 1})
+        _shaped(c, "aten.exp.default", [logs], {}, x)
+    if c.count > 2:
+        weights = c.reshaped(c[2], (rows, 1))
+        total = c.one("aten.sum.default", [c.one("aten.mul.Tensor", [picked, weights])])
+        divisor = c.one("aten.clamp_min.default", [c.one("aten.sum.default", [weights])], {"min": _LEAST_WEIGHT})
+        mean = c.one("aten.div.Tensor", [total, divisor])
+    else:
+        mean = c.one("aten.mean.default", [picked])
+    scaled = mean if scale == 1 else c.one("aten.mul.Scalar", [mean], {"other": scale})
+    c.one("aten.rsub.Scalar", [scaled], {"other": 0.0}, 1)  # not negated: no loss is +0
+
+
+@translates("SoftmaxWithLossGradient")
+def _softmax_with_loss_gradient(c: Call) -> None:
+    """From logits, labels, weights if any, probabilities, and the loss's gradient."""
+    probabilities = c[c.count - 2]
+    matrix = c.rows(probabilities, c.integer("axis", 1))
+    rows = matrix.shape[0]
+    if c.integer("label_prob"):
+        difference = c.one("aten.sub.Tensor", [matrix, c.reshaped(c[1], matrix.shape)])
+    else:
+        ones = c.full((rows, 1), -1.0)
+        difference = c.one("aten.scatter_add.default", [matrix, _labels(c, rows), ones], {"dim": 1})
+    scale, grad = c.number("scale", 1.0), c.scalar(c.count - 1)
+    if c.count > 4:
+        weights = c.reshaped(c[2], (rows, 1))
+        difference = c.one("aten.mul.Tensor", [difference, weights])
+        divisor = c.one("aten.clamp_min.default", [c.one("aten.sum.default", [weights])], {"min": _LEAST_WEIGHT})
+        factor = c.one("aten.div.Tensor", [c.one("aten.mul.Scalar", [grad], {"other": scale}), divisor])
+    else:
+        factor = c.one("aten.mul.Scalar", [grad], {"other": scale / rows})
+    _shaped(c, "aten.mul.Tensor", [difference, factor], {}, probabilities)
+
+
+def _probabilities(c: Call) -> Value:
+    x = c[0]
+    return c.rows(x) if len(x.shape) > 1 else c.reshaped(x, (1, prod(x.shape)))
+
+
+@translates("LabelCrossEntropy")
+def _label_cross_entropy(c: Call) -> None:
+    x = _probabilities(c)
+    picked = c.one("aten.gather.default", [x, _labels(c, x.shape[0])], {"dim": 1})
+    least = c.one("aten.clamp_min.default", [picked], {"min": _LEAST_PROBABILITY})
+    negative = c.one("aten.neg.default", [c.one("aten.log.default", [least])])
+    c.reshaped(negative, (x.shape[0],), 0)
+
+
+@translates("LabelCrossEntropyGradient")
+def _label_cross_entropy_gradient(c: Call) -> None:
+    """From probabilities, labels, and the gradient of each row's loss."""
+    x = _probabilities(c)
+    labels = _labels(c, x.shape[0])
+    picked = c.one("aten.gather.default", [x, labels], {"dim": 1})
+    least = c.one("aten.clamp_min.default", [picked], {"min": _LEAST_PROBABILITY})
+    negative = c.one("aten.neg.default", [c.reshaped(c[2], (x.shape[0], 1))])
+    quotient = c.one("aten.div.Tensor", [negative, least])
+    zeros = c.full(x.shape, 0.0)
+    _shaped(c, "aten.scatter.src", [zeros, labels, quotient], {"dim": 1}, c[0])
+
+
+@translates("MakeTwoClass")
+def _make_two_class(c: Call) -> None:
+    x = c[0]
+    other = c.one("aten.rsub.Scalar", [x], {"other": 1.0})
+    c.one("aten.stack.default", [[other, x]], {"dim": len(x.shape)}, 0)
+
+
+@translates("MakeTwoClassGradient")
+def _make_two_class_gradient(c: Call) -> None:
+    grad = c[0]
+    first, second = [c.one("aten.select.int", [grad], {"dim": len(grad.shape) - 1, "index": i}) for i in (0, 1)]
+    c.one("aten.sub.Tensor", [second, first], {}, 0)
+
+
+@translates("AveragedLoss")
+def _averaged_loss(c: Call) -> None:
+    c.one("aten.mean.default", [c[0]], {}, 0)
+
+
+@translates("AveragedLossGradient")
+def _averaged_loss_gradient(c: Call) -> None:
+    shape = c[0].shape
+    each = c.one("aten.mul.Scalar", [c.scalar(1)], {"other": 1.0 / prod(shape)})
+    c.one("aten.expand_copy.default", [each], {"size": shape}, 0)
+
+
+@translates("SquaredL2Distance")
+def _squared_distance(c: Call) -> None:
+    """Half the squared distance of each pair of rows."""
+    x, y = c[0], c[1]
+    rows = x.shape[0] if x.shape else 1
+    difference = c.reshaped(c.one("aten.sub.Tensor", [x, y]), (rows, prod(x.shape) // rows))
+    square = c.one("aten.mul.Tensor", [difference, difference])
+    c.one("aten.mul.Scalar", [c.one("aten.sum.dim_IntList", [square], {"dim": (1,)})], {"other": 0.5}, 0)
+
+
+@translates("SquaredL2DistanceGradient")
+def _squared_distance_gradient(c: Call) -> None:
+    """Of both operands, from them and the gradient of each distance."""
+    x, y = c[0], c[1]
+    factor = c.reshaped(c[2], (c[2].shape[0],) + (1,) * (len(x.shape) - 1)) if x.shape else c.scalar(2)
+    first = c.one("aten.mul.Tensor", [c.one("aten.sub.Tensor", [x, y]), factor], {}, 0)
+    c.one("aten.neg.default", [first], {}, 1)
+
+
+@translates("Accuracy")
+def _accuracy(c: Call) -> None:
+    """The share of the rows whose label is among the ``top_k`` best; of equal scores the first is the better one."""
+    x = c[0]
+    labels = _labels(c, x.shape[0])
+    own = c.one("aten.gather.default", [x, labels], {"dim": 1})
+    classes = c.one("aten.arange.default", [], {"end": x.shape[1], "dtype": Symbol("i64")})
+    earlier = c.one("aten.lt.Tensor", [classes, labels])
+    equal = c.one("aten.logical_and.default", [c.one("aten.eq.Tensor", [x, own]), earlier])
+    better = c.one("aten.logical_or.default", [c.one("aten.gt.Tensor", [x, own]), equal])
+    count = c.one("aten.sum.dim_IntList", [better], {"dim": (1,)})
+    correct = c.one("aten.lt.Scalar", [count], {"other": c.integer("top_k", 1)})
+    c.one("aten.mean.default", [correct], {"dtype": Symbol("f32")}, 0)

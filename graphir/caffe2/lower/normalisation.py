@@ -1,0 +1,73 @@
+"""Batch normalisation and dropout.
+
+Sources: ``spatial_batch_norm_op.h`` (as of 2019, when running variances became unbiased) and ``dropout_op.cc`` of
+``caffe2/operators``.
+"""
+
+from __future__ import annotations
+
+from ...ir.operator import Arg
+from .registry import Call, refuse, translates
+
+__all__ = ()
+
+
+def _check(c: Call) -> None:
+    if c.text("order", "NCHW") != "NCHW":
+        raise refuse(f"order is {c.text('order')!r}", "only NCHW is translated")
+    if c.integer("num_batches", 1) != 1:
+        raise refuse("statistics of several batches (num_batches) are not translated")
+
+
+@translates("SpatialBN")
+def _batch_norm(c: Call) -> None:
+    """Output, running mean and variance, saved mean and inverse standard deviation; in a test the output alone.
+
+    Caffe2's momentum weighs the old running statistics, torch's the new ones.
+    """
+    _check(c)
+    training = not c.integer("is_test")
+    args: dict[str, Arg] = {"training": training, "momentum": 1.0 - c.number("momentum", 0.9)}
+    args["eps"] = c.number("epsilon", 1e-5)
+    if not training:
+        operands = [c[i] for i in range(5)]
+        c.emit("aten.native_batch_norm.default", operands, args, [0], results="t__")
+        return
+    operands = [c[0], c[1], c[2], c.updated(3, 1), c.updated(4, 2)]
+    values = c.emit("aten.native_batch_norm.default", operands, args, [0, 3, 4])
+    c.bind(1, values[3])
+    c.bind(2, values[4])
+
+
+@translates("SpatialBNGradient")
+def _batch_norm_gradient(c: Call) -> None:
+    """Of the input, the scale and the bias, from input, scale, gradient, saved mean and inverse standard deviation."""
+    _check(c)
+    args: dict[str, Arg] = {"train": True, "eps": c.number("epsilon", 1e-5), "output_mask": (True, True, True)}
+    operands = [c[2], c[0], c[1], None, None, c[3], c[4]]
+    c.emit("aten.native_batch_norm_backward.default", operands, args, [0, 1, 2])
+
+
+@translates("Dropout")
+def _dropout(c: Call) -> None:
+    """The output and, in training, which elements were kept."""
+    x = c[0]
+    if c.integer("is_test"):
+        if c.op.inputs[0] != c.op.outputs[0]:
+            c.one("aten.clone.default", [x], {}, 0)
+        return
+    ratio = c.number("ratio", 0.5)
+    kept = c.one("aten.bernoulli.p", [x], {"p": 1.0 - ratio})
+    mask = c.one("aten.gt.Scalar", [kept], {"other": 0}, 1)
+    scaled = c.one("aten.mul.Scalar", [x], {"other": 1.0 / (1.0 - ratio)})
+    c.one("aten.mul.Tensor", [scaled, mask], {}, 0)
+
+
+@translates("DropoutGrad")
+def _dropout_gradient(c: Call) -> None:
+    if c.integer("is_test"):
+        if c.op.inputs[0] != c.op.outputs[0]:
+            c.one("aten.clone.default", [c[0]], {}, 0)
+        return
+    masked = c.one("aten.mul.Tensor", [c[0], c[1]])
+    c.one("aten.mul.Scalar", [masked], {"other": 1.0 / (1.0 - c.number("ratio", 0.5))}, 0)

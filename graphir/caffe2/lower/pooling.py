@@ -1,0 +1,95 @@
+"""Pooling of images. Sources: ``pool_op.h``, ``pool_op.cc``, ``pool_gradient_op.cc`` of ``caffe2/operators``.
+
+Where several elements of a window are its maximum, the gradient goes to the first of them, as on a GPU; Caffe2's CPU
+kernel gives it to each.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from ...ir.operator import Arg
+from .builder import Value
+from .registry import Call, refuse, translates
+from .windows import Windows, padded, unpadded, windows
+
+__all__ = ()
+
+
+def _image(c: Call) -> Windows:
+    shape = c[0].shape
+    if len(shape) != 4:
+        raise refuse(f"{c[0].geometry} is no batch of images with two dimensions")
+    w = windows(c, shape[2:])
+    if any(n != 1 for n in w.dilation):
+        raise refuse("poolings have no dilation")
+    return w
+
+
+def _args(w: Windows) -> dict[str, Arg]:
+    return {"kernel_size": w.kernel, "stride": w.stride, "padding": w.head, "ceil_mode": w.ceil}
+
+
+def _direct(w: Windows) -> bool:
+    """Whether torch's pooling takes the padding: as much on each side, and at most half of the kernel."""
+    return w.symmetric and all(2 * pad <= size for pad, size in zip(w.head, w.kernel, strict=True))
+
+
+def _maxima(c: Call, x: Value, w: Windows, out: int | None) -> Value:
+    """Max pooling; its indices."""
+    return c.emit("aten.max_pool2d_with_indices.default", [x], _args(w), [out])[1]
+
+
+@translates("MaxPool")
+def _max_pool(c: Call) -> None:
+    x, w = c[0], _image(c)
+    if _direct(w):
+        c.builder.notes["MaxPool", x, w] = _maxima(c, x, w, 0)
+    else:
+        _maxima(c, padded(c, x, w, -inf), w.unpadded(), 0)
+
+
+@translates("MaxPoolGradient")
+def _max_pool_gradient(c: Call) -> None:
+    """From the input, the output and its gradient. The forward operator's indices are used, if they are at hand."""
+    x, grad, w = c[0], c[2], _image(c)
+    direct = _direct(w)
+    image, inner = (x, w) if direct else (padded(c, x, w, -inf), w.unpadded())
+    indices = c.builder.notes.get(("MaxPool", x, w)) or _maxima(c, image, inner, None)
+    args: dict[str, Arg] = {**_args(inner), "dilation": (1, 1)}
+    operands = [grad, image, indices]
+    if direct:
+        c.one("aten.max_pool2d_with_indices_backward.default", operands, args, 0)
+    else:
+        unpadded(c, c.one("aten.max_pool2d_with_indices_backward.default", operands, args), w, 0)
+
+
+def _average(c: Call, w: Windows) -> tuple[dict[str, Arg], bool]:
+    """The arguments of an average pooling, and whether the input is padded first."""
+    counted = bool(c.integer("count_include_pad"))
+    if not _direct(w) and not counted:
+        raise refuse(
+            f"padding {list(w.head)} and {list(w.tail)} that doesn't count is not translated",
+            "pad as much on each side, and at most half of the kernel; or set count_include_pad",
+        )
+    inner = w if _direct(w) else w.unpadded()
+    return {**_args(inner), "count_include_pad": counted}, not _direct(w)
+
+
+@translates("AveragePool")
+def _average_pool(c: Call) -> None:
+    x, w = c[0], _image(c)
+    args, pad = _average(c, w)
+    c.one("aten.avg_pool2d.default", [padded(c, x, w, 0.0) if pad else x], args, 0)
+
+
+@translates("AveragePoolGradient")
+def _average_pool_gradient(c: Call) -> None:
+    x, grad, w = c[0], c[2], _image(c)
+    args, pad = _average(c, w)
+    args["divisor_override"] = None
+    if pad:
+        operands = [grad, padded(c, x, w, 0.0)]
+        unpadded(c, c.one("aten.avg_pool2d_backward.default", operands, args), w, 0)
+    else:
+        c.one("aten.avg_pool2d_backward.default", [grad, x], args, 0)

@@ -1,0 +1,225 @@
+"""Which Caffe2 types have a translation, and what a translation works with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Final, TypeAlias
+
+from ...errors import GraphirError
+from ...ir.device import CPU, Device
+from ...ir.operator import Arg, Operator, Symbol
+from .builder import Absent, Builder, Known, Operand, Static, Target, Value
+
+__all__ = ["TRANSLATIONS", "Call", "Translation", "refuse", "translates"]
+
+
+class Call:
+    """One Caffe2 operator while it is translated.
+
+    A translation appends torch operators (:meth:`emit`, :meth:`one`) and says what each output becomes, by the
+    ``out`` of the call that makes it or by :meth:`bind`.
+
+    Attributes:
+        op: the operator.
+        builder: where the torch operators go.
+    """
+
+    def __init__(self, op: Operator, builder: Builder) -> None:
+        self.op, self.builder = op, builder
+
+    # -- operands
+
+    @property
+    def count(self) -> int:
+        """How many inputs there are."""
+        return len(self.op.inputs)
+
+    def known(self, position: int) -> Known:
+        """What is known of an input."""
+        if position >= len(self.op.inputs):
+            raise refuse(f"{self.op.type} needs at least {position + 1} inputs, {len(self.op.inputs)} given")
+        name = self.op.inputs[position]
+        found = self.builder.known.get(name)
+        if found is None:
+            raise refuse(f"blob {name!r} is read before it is made")
+        return found
+
+    def __getitem__(self, position: int) -> Value:
+        """The tensor at an input."""
+        value = self.padded(position)
+        if value.padded:
+            raise refuse(
+                f"how many rows {self.op.inputs[position]!r} has depends on values, and {self.op.type} reads it",
+                "only UnsortedSegmentSum and the sparse optimizers can read what Unique gives",
+            )
+        return value
+
+    def padded(self, position: int) -> Value:
+        """The tensor at an input, which may be padded."""
+        found, name = self.known(position), self.op.inputs[position]
+        if isinstance(found, Absent):
+            raise refuse(f"blob {name!r} is no tensor, but {self.op.type} reads it")
+        if isinstance(found, Static):
+            found = self.builder.constant(name, found.tensor, self.builder.net.blobs[name].device)
+            self.builder.known[name] = found
+        return found
+
+    def static(self, position: int) -> tuple[int, ...] | None:
+        """The numbers at an input, where they are known."""
+        found = self.known(position)
+        return tuple([int(n) for n in found.tensor.tolist()]) if isinstance(found, Static) else None
+
+    def home(self, output: int) -> Device:
+        """Where an output's blob lives."""
+        return self.builder.net.blobs[self.op.outputs[output]].device
+
+    # -- arguments
+
+    def _arg(self, name: str, kinds: tuple[type, ...], default: Arg) -> Arg:
+        value = self.op.args.get(name, default)
+        if isinstance(value, kinds) or value is default:
+            return value
+        raise refuse(f"argument {name!r} is {value!r}, not {' or '.join(kind.__name__ for kind in kinds)}")
+
+    def integer(self, name: str, default: int = 0) -> int:
+        """An integer argument."""
+        return int(self._arg(name, (int,), default))  # type: ignore[arg-type]  # checked
+
+    def number(self, name: str, default: float = 0.0) -> float:
+        """A number, with float32's digits as in the file."""
+        return float(self._arg(name, (float, int), default))  # type: ignore[arg-type]  # checked
+
+    def text(self, name: str, default: str = "") -> str:
+        """A text argument."""
+        return str(self._arg(name, (str,), default))
+
+    def integers(self, name: str) -> tuple[int, ...] | None:
+        """A list of integers; None where there is none."""
+        value = self._arg(name, (tuple, int), None)
+        items = value if isinstance(value, tuple) else (value,)
+        return None if value is None else tuple([int(n) for n in items])  # type: ignore[arg-type]  # checked
+
+    # -- what is made
+
+    def emit(
+        self,
+        type: str,
+        operands: Sequence[Operand],
+        args: Mapping[str, Arg] | None = None,
+        out: Sequence[int | Target] = (),
+        *,
+        results: str | None = None,
+        device: Device | None = None,
+    ) -> list[Value]:
+        """Append a torch operator; see :meth:`Builder.emit`.
+
+        Args:
+            type, operands, args, results, device: as there.
+            out: for each returned tensor, the output that it becomes; None for a value on the way.
+        """
+        targets = [self.op.outputs[target] if isinstance(target, int) else target for target in out]
+        values = self.builder.emit(type, operands, args or {}, self.op, targets, results=results, device=device)
+        for target, value in zip(out, values, strict=False):
+            if isinstance(target, int):
+                self.bind(target, value)
+        return values
+
+    def one(
+        self,
+        type: str,
+        operands: Sequence[Operand],
+        args: Mapping[str, Arg] | None = None,
+        out: int | None = None,
+        *,
+        device: Device | None = None,
+    ) -> Value:
+        """Append a torch operator that returns one tensor."""
+        return self.emit(type, operands, args, [out], device=device)[0]
+
+    def bind(self, output: int, known: Known) -> None:
+        """Say what an output is from now on."""
+        self.builder.known[self.op.outputs[output]] = known
+
+    def updated(self, source: int, output: int) -> Value:
+        """The value that is overwritten so as to become an output: an input itself where the operator works in place,
+        else a copy of it."""
+        value = self[source]
+        in_place = self.op.inputs[source] == self.op.outputs[output]
+        if in_place and self.builder.blobs[value.name].role != "constant":
+            return value
+        return self.one("aten.clone.default", [value], {}, output)
+
+    # -- common steps
+
+    def reshaped(self, value: Value, shape: Sequence[int], out: int | None = None) -> Value:
+        """*value* in another shape: the same elements, or a copy of them as an output."""
+        if prod(value.shape) != prod(shape):
+            raise refuse(f"{value.geometry} cannot be seen as {list(shape)}")
+        if out is not None:
+            return self.one("aten.view_copy.default", [value], {"size": tuple(shape)}, out)
+        if value.shape == tuple(shape):
+            return value
+        return self.one("aten.view.default", [value], {"size": tuple(shape)}, device=self.builder.device(value))
+
+    def rows(self, value: Value, axis: int = 1) -> Value:
+        """*value* as a matrix: dimensions before *axis* are its rows."""
+        shape = value.shape
+        axis = self.axis(axis, len(shape), end=True)
+        return self.reshaped(value, (prod(shape[:axis]), prod(shape[axis:])))
+
+    def cast(self, value: Value, dtype: str) -> Value:
+        """*value* with another element type."""
+        if value.dtype == dtype:
+            return value
+        device = self.builder.device(value)
+        return self.one("aten._to_copy.default", [value], {"dtype": Symbol(dtype)}, device=device)
+
+    def full(self, shape: Sequence[int], fill: Arg, dtype: str = "f32", out: int | None = None) -> Value:
+        """A tensor of one number."""
+        args: dict[str, Arg] = {"size": tuple(shape), "fill_value": fill, "dtype": Symbol(dtype)}
+        return self.one("aten.full.default", [], args, out)
+
+    def host_number(self, position: int) -> Value:
+        """The single element of an input, as a 0-dim tensor on the host."""
+        value, name = self[position], self.op.inputs[position]
+        if prod(value.shape) != 1:
+            raise refuse(f"{name!r} should have one element, but is {value.geometry}")
+        device = self.builder.device(value)
+        if not device.is_host:
+            (value,), device = self.emit("Copy", [value], device=CPU), CPU
+        return self.one("aten.view.default", [value], {"size": ()}, device=device) if value.shape else value
+
+    def scalar(self, position: int) -> Value:
+        """The single element of an input, as a 0-dim tensor where it is."""
+        value = self[position]
+        if prod(value.shape) != 1:
+            raise refuse(f"{self.op.inputs[position]!r} should have one element, but is {value.geometry}")
+        return self.reshaped(value, ())
+
+    def axis(self, axis: int, rank: int, *, end: bool = False) -> int:
+        """A dimension, counted from the front."""
+        if not -rank <= axis < rank + end:
+            raise refuse(f"there is no axis {axis} among {rank} dimensions")
+        return axis + rank if axis < 0 else axis
+
+
+def refuse(what: str, fix: str = "") -> GraphirError:
+    """An operator that cannot be translated; :func:`graphir.caffe2.lower` adds which one it is."""
+    return GraphirError(what, fix=fix)
+
+
+Translation: TypeAlias = Callable[[Call], None]
+
+TRANSLATIONS: Final[dict[str, Translation]] = {}
+"""The translation of each Caffe2 type."""
+
+
+def translates(*types: str) -> Callable[[Translation], Translation]:
+    """Register a function as the translation of Caffe2 types."""
+
+    def register(translation: Translation) -> Translation:
+        TRANSLATIONS.update(dict.fromkeys(types, translation))
+        return translation
+
+    return register

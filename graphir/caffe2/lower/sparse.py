@@ -1,0 +1,149 @@
+"""Sums over segments of rows, and duplicates.
+
+Sources: ``lengths_reducer_ops.h``, ``segment_reduction_op.h``, ``unique_ops.cc`` of ``caffe2/operators``.
+
+``Unique`` gives as many rows as there are different indices, which is known only when it runs. Shapes here are fixed,
+so its result is *padded*: the first rows are Caffe2's, in the same (ascending) order; those after them repeat indices
+that are among the first. ``UnsortedSegmentSum`` gives such rows zeros, to which a sparse optimizer then does nothing.
+No other operator may read a padded blob.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from ...ir.operator import Arg, Symbol
+from .builder import Value
+from .registry import Call, refuse, translates
+
+__all__ = ()
+
+
+def _indices(c: Call, position: int) -> Value:
+    """The indices at an input, in a row."""
+    found = c.padded(position)
+    if found.dtype not in ("i32", "i64"):
+        raise refuse(f"{c.op.inputs[position]!r} is {found.geometry}, not indices (int32 or int64)")
+    return c.reshaped(found, (prod(found.shape),))
+
+
+def _segments(c: Call, lengths: Value, total: int) -> Value:
+    """The segment that each of *total* rows belongs to."""
+    return c.one("aten.repeat_interleave.Tensor", [lengths], {"output_size": total})
+
+
+@translates("SparseLengthsSum")
+def _sparse_lengths_sum(c: Call) -> None:
+    """From data, indices and lengths: for each length, the sum of the rows that so many of the indices name."""
+    data, index, lengths = c[0], _indices(c, 1), c[2]
+    rows = c.one("aten.index_select.default", [data, index], {"dim": 0})
+    segments = _segments(c, lengths, index.shape[0])
+    zeros = c.full((lengths.shape[0], *data.shape[1:]), 0.0)
+    c.one("aten.index_add.default", [zeros, segments, rows], {"dim": 0}, 0)
+
+
+@translates("SparseLengthsIndicesInGradientSumGradient")
+def _sparse_lengths_sum_gradient(c: Call) -> None:
+    """From the gradient of the sums, lengths and indices: the gradient of each row that was read."""
+    segments = _segments(c, c[1], prod(c[2].shape))
+    c.one("aten.index_select.default", [c[0], segments], {"dim": 0}, 0)
+
+
+@translates("Unique")
+def _unique(c: Call) -> None:
+    """The different indices in ascending order, padded; and for each index, its place among them."""
+    index = c[0]
+    if len(index.shape) != 1 or not index.shape[0]:
+        raise refuse(f"{c.op.inputs[0]!r} is {index.geometry}, not a row of indices")
+    (count,) = index.shape
+    ordered, order = c.emit("aten.sort.stable", [index], {"stable": True})
+    starts = c.full((1,), 0, "i64")
+    if count > 1:
+        left, right = [
+            c.one("aten.slice.Tensor", [ordered], {"start": i, "end": count - 1 + i, "dim": 0}) for i in (0, 1)
+        ]
+        differs = c.cast(c.one("aten.ne.Tensor", [right, left]), "i64")
+        starts = c.one("aten.cat.default", [[starts, differs]])
+    places = c.one("aten.cumsum.default", [starts], {"dim": 0})
+    out = None if c.op.inputs[0] == c.op.outputs[0] else 0
+    unique = c.one("aten.scatter.src", [ordered, places, ordered], {"dim": 0}, out)
+    c.bind(0, unique._replace(padded=True))
+    if len(c.op.outputs) > 1:
+        zeros = c.full((count,), 0, "i32")
+        remapping = c.one("aten.scatter.src", [zeros, order, c.cast(places, "i32")], {"dim": 0}, 1)
+        c.bind(1, remapping._replace(remapping=True))
+
+
+@translates("UnsortedSegmentSum")
+def _unsorted_segment_sum(c: Call) -> None:
+    """From rows and the segment of each: the sum of each segment."""
+    data, segments, count = c[0], c[1], c.integer("num_segments", -1)
+    if count < 0 and not segments.remapping:
+        raise refuse(
+            f"the number of segments is the largest number in {c.op.inputs[1]!r}",
+            "give it an argument 'num_segments', or segments that Unique makes",
+        )
+    rows = segments.shape[0] if count < 0 else count
+    zeros = c.full((rows, *data.shape[1:]), 0.0, data.dtype)
+    total = c.one("aten.index_add.default", [zeros, segments, data], {"dim": 0}, 0)
+    c.bind(0, total._replace(padded=count < 0))
+
+
+@translates("ScatterWeightedSum")
+def _scatter_weighted_sum(c: Call) -> None:
+    """``X0[i] = X0[i] * w0 + X1 * w1 + …`` for the rows i of X0 that the indices name, once for each time they do."""
+    data, index = c.updated(0, 0), c.reshaped(c.cast(c[2], "i64"), (prod(c[2].shape),))
+    (count,), shape = index.shape, data.shape
+    dim: dict[str, Arg] = {"dim": 0}
+    ones, zeros = c.full((count,), 1.0), c.full((shape[0],), 0.0)
+    times = c.one("aten.index_add.default", [zeros, index, ones], dim)
+    times = c.one("aten.index_select.default", [times, index], dim)
+    factor = c.one("aten.pow.Tensor_Tensor", [c[1], times])
+    factor = c.reshaped(factor, (count,) + (1,) * (len(shape) - 1))
+    rows = c.one("aten.mul.Tensor", [c.one("aten.index_select.default", [data, index], dim), factor])
+    data = c.one("aten.index_copy_.default", [data, index, rows], dim)
+    for i in range(3, c.count, 2):
+        update = c.one("aten.mul.Tensor", [c.reshaped(c[i], (count, *shape[1:])), c.scalar(i + 1)])
+        data = c.one("aten.index_add_.default", [data, index, update], dim)
+    c.bind(0, data)
+
+
+@translates("SparseAdagrad")
+def _sparse_adagrad(c: Call) -> None:
+    """Adagrad on the rows that the indices name, one after the other, so that a row may come several times.
+
+    From parameter, moment, indices, gradients and learning rate. With h the moment, an occurrence adds ``g²`` to h and
+    ``lr g / (sqrt(h) + epsilon)`` to the row. The h that it sees has the squares of all occurrences before it: their
+    sum by a triangular matrix of the occurrences. Rows from ``Unique`` come once and need none.
+    """
+    if c.number("weight_decay") != 0 or c.number("decay", 1.0) != 1:
+        raise refuse("decay and weight_decay are not translated", "leave them out")
+    once = c.padded(2).padded
+    param, moment, index, lr = c.updated(0, 0), c.updated(1, 1), _indices(c, 2), c.scalar(4)
+    shape = (index.shape[0], *param.shape[1:])
+    moment_shape, grad = moment.shape, c.reshaped(c.padded(3), shape)
+    if moment_shape != param.shape:
+        raise refuse(f"the moment is {moment.geometry}, the parameter {param.geometry}")
+    dim: dict[str, Arg] = {"dim": 0}
+    square = c.one("aten.mul.Tensor", [grad, grad])
+    if once:
+        moment = c.one("aten.index_add_.default", [moment, index, square], dim)
+        seen = c.one("aten.index_select.default", [moment, index], dim)
+    else:
+        before = c.one("aten.index_select.default", [moment, index], dim)
+        seen = c.one("aten.add.Tensor", [before, _up_to(c, index, square)])
+        moment = c.one("aten.index_add_.default", [moment, index, square], dim)
+    root = c.one("aten.add.Scalar", [c.one("aten.sqrt.default", [seen])], {"other": c.number("epsilon", 1e-5)})
+    update = c.one("aten.div.Tensor", [c.one("aten.mul.Tensor", [grad, lr]), root])
+    c.bind(0, c.one("aten.index_add_.default", [param, index, update], dim))
+    c.bind(1, moment)
+
+
+def _up_to(c: Call, index: Value, values: Value) -> Value:
+    """For each row of *values*, the sum of all rows with the same index up to it."""
+    count = index.shape[0]
+    column, row = c.reshaped(index, (count, 1)), c.reshaped(index, (1, count))
+    same = c.one("aten.eq.Tensor", [column, row])
+    before = c.one("aten.tril.default", [c.one("aten._to_copy.default", [same], {"dtype": Symbol(values.dtype)})])
+    matrix = c.reshaped(values, (count, prod(values.shape[1:])))
+    return c.reshaped(c.one("aten.mm.default", [before, matrix]), values.shape)

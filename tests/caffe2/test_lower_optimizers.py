@@ -1,0 +1,152 @@
+"""Translations of optimizers and learning rates, against Caffe2's formulas written out in Python."""
+
+import math
+
+import pytest
+import torch
+from lowering import close, generator, op, run
+
+from graphir import GraphirError
+
+
+def tensor(seed, *shape):
+    return torch.randn(*(shape or (3, 4)), generator=generator(seed))
+
+
+@pytest.mark.parametrize("nesterov", [0, 1])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_momentum_sgd(nesterov, steps):
+    g, state = tensor(1), {"m": tensor(2), "w": tensor(3)}
+    ops = [op("Scale", "x", "g"), op("MomentumSGDUpdate", "g m lr w", "g m w", momentum=0.9, nesterov=nesterov)]
+    found = run(ops, {"x": g, "lr": torch.tensor([0.1])}, "g m w", state=state, steps=steps)
+    m, w = state["m"].clone(), state["w"].clone()
+    for _ in range(steps):
+        new = 0.9 * m + 0.1 * g
+        step = 1.9 * new - 0.9 * m if nesterov else new
+        m, w = new, w - step
+    for mine, theirs in zip(found, (step, m, w), strict=True):
+        close(mine, theirs)
+
+
+def test_momentum_sgd_without_a_parameter():
+    ops = [op("Scale", "x", "g"), op("MomentumSGD", "g m lr", "g m", momentum=0.5)]
+    found = run(ops, {"x": tensor(1), "lr": torch.tensor([0.1])}, "g m", state={"m": tensor(2)})
+    for mine in found:
+        close(mine, 0.5 * tensor(2) + 0.1 * tensor(1))
+
+
+@pytest.mark.parametrize("args", [{}, {"epsilon": 1e-4, "decay": 0.5}, {"weight_decay": 0.1}, {"decay_": 0.0}], ids=str)
+@pytest.mark.parametrize("outputs", ["w h", "w h rate", "w h rate growth"])
+def test_adagrad(args, outputs):
+    g, state = tensor(1), {"w": tensor(2), "h": tensor(3).abs()}
+    ops = [op("Adagrad", "w h g lr", outputs, **args)]
+    found = run(ops, {"g": g, "lr": torch.tensor(-0.1)}, outputs, state=state)
+    grad = g + args.get("weight_decay", 0.0) * state["w"]
+    h = args.get("decay", 1.0) * state["h"] + grad * grad
+    rate = -0.1 / (h.sqrt() + args.get("epsilon", 1e-5))
+    for mine, theirs in zip(found, (state["w"] + rate * grad, h, rate, rate * grad), strict=False):
+        close(mine, theirs)
+
+
+@pytest.mark.parametrize("outputs", ["w m v", "w m v adapted"])
+@pytest.mark.parametrize("iteration", [0, 7])
+def test_adam(outputs, iteration):
+    g, state = tensor(1), {"w": tensor(2), "m": tensor(3), "v": tensor(4).abs(), "it": torch.tensor([iteration])}
+    ops = [op("Adam", "w m v g lr it", outputs, beta1=0.8, beta2=0.99, epsilon=1e-3)]
+    found = run(ops, {"g": g, "lr": torch.tensor(-0.1)}, outputs, state=state)
+    t = iteration + 1
+    correction = math.sqrt(1 - 0.99**t) / (1 - 0.8**t)
+    m, v = 0.8 * state["m"] + 0.2 * g, 0.99 * state["v"] + 0.01 * g * g
+    adapted = correction * m / (v.sqrt() + 1e-3)
+    for mine, theirs in zip(found, (state["w"] - 0.1 * adapted, m, v, adapted), strict=False):
+        close(mine, theirs)
+
+
+def test_results_beside_their_operands_leave_those_alone():
+    state = {"w": tensor(2), "m": tensor(3), "v": tensor(4).abs()}
+    inputs = {"g": tensor(1), "lr": torch.tensor(-0.1), "it": torch.tensor([0])}
+    ops = [op("Adam", "w m v g lr it", "w2 m2 v2"), op("Adam", "w m v g lr it", "w m v")]
+    w2, w, m2, m = run(ops, inputs, "w2 w m2 m", state=state)
+    assert torch.equal(w2, w) and torch.equal(m2, m)
+
+
+@pytest.mark.parametrize("shape", [(3, 4), ()], ids=str)
+def test_weighted_sum(shape):
+    x, y, z = tensor(1, *shape or (1,)).view(shape), tensor(2, *shape or (1,)).view(shape), torch.ones(shape)
+    inputs = {"y": y, "z": z, "one": torch.ones(1), "lr": torch.tensor(-0.1), "half": torch.tensor([0.5])}
+    (found,) = run([op("WeightedSum", "x one y lr z half", "x")], inputs, "x", state={"x": x})
+    close(found, x - 0.1 * y + 0.5 * z)
+    (beside,) = run([op("WeightedSum", "x half", "s")], {**inputs, "x": x}, "s")
+    close(beside, x * 0.5)
+
+
+@pytest.mark.parametrize(
+    "count", [op("Iter", "it", "it"), op("AtomicIter", "mutex it", "it")], ids=["Iter", "AtomicIter"]
+)
+def test_the_iteration_is_counted(count):
+    init = [op("ConstantFill", "", "it", shape=[1], value=0, dtype=10), op("CreateMutex", "", "mutex")]
+    (found,) = run([count], {}, "it", init=init, steps=3)
+    assert found.tolist() == [3] and found.dtype == torch.int64
+
+
+def warm(start, steps, i):
+    return start + (1 - start) * i / steps if i < steps else 1.0
+
+
+POLICIES = {
+    "fixed": ({}, lambda i: 1.0),
+    "step": ({"stepsize": 4, "gamma": 0.5}, lambda i: 0.5 ** (i // 4)),
+    "exp": ({"gamma": 0.9}, lambda i: 0.9**i),
+    "inv": ({"gamma": 0.1, "power": 0.75}, lambda i: (1 + 0.1 * i) ** -0.75),
+    "poly": ({"power": 2.0, "max_iter": 20}, lambda i: (1 - i / 20) ** 2),
+    "linearWarmup": ({"start_multiplier": 0.2, "num_iter": 6}, lambda i: warm(0.2, 6, i)),
+    "constantWarmup": ({"multiplier": 0.25, "num_iter": 6}, lambda i: 0.25 if i < 6 else 1.0),
+    "alter": ({"active_period": 3, "inactive_period": 2}, lambda i: float(i % 5 < 3)),
+    "gate": ({"multiplier_1": 2.0, "multiplier_2": 0.5, "num_iter": 4}, lambda i: 2.0 if i < 4 else 0.5),
+    "pieceWarmup": (
+        {"m1": 0.1, "n1": 3, "m2": 0.4, "n2": 8, "m3": 0.9},
+        lambda i: 0.1 if i < 3 else 0.4 if i < 8 else 0.9,
+    ),
+    "hill": (
+        {"num_iter": 5, "start_multiplier": 0.1, "gamma": 0.5, "power": 2.0, "end_multiplier": 0.2},
+        lambda i: warm(0.1, 5, i) if i < 5 else max(0.2, (1 + 0.5 * (i - 5)) ** -2),
+    ),
+    "constantThenLinearWarmup": (
+        {"start_warmup_multiplier": 0.3, "constant_warmup_num_iter": 4, "linear_warmup_num_iter": 5},
+        lambda i: 0.3 if i < 4 else warm(0.3, 5, i - 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu:0", "gpu:0"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_learning_rates_follow_their_policy(policy, device):
+    args, multiplier = POLICIES[policy]
+    for i in (0, 1, 3, 4, 5, 8, 12):
+        rate = op("LearningRate", "it", "lr", device, base_lr=-0.1, policy=policy, **args)
+        (lr,) = run([rate], {}, "lr", state={"it": torch.tensor([i])})
+        close(lr, torch.tensor(-0.1 * multiplier(i)))
+
+
+def test_a_period_of_inactivity_may_come_first():
+    rates = []
+    for i in range(5):
+        rate = op(
+            "LearningRate", "it", "lr", base_lr=1.0, policy="alter", active_period=3, inactive_period=2, active_first=0
+        )
+        rates += run([rate], {}, "lr", state={"it": torch.tensor([i])})
+    assert rates == [0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "args, reason",
+    [
+        ({"policy": "fixed"}, "no argument 'base_lr'"),
+        ({"base_lr": 0.1, "policy": "cyclic"}, "policy 'cyclic' is not translated"),
+        ({"base_lr": 0.1, "policy": "step", "gamma": 0.1}, "argument 'stepsize' is 0"),
+    ],
+    ids=str,
+)
+def test_rates_that_make_no_sense_are_refused(args, reason):
+    with pytest.raises(GraphirError, match=reason):
+        run([op("LearningRate", "it", "lr", **args)], {"it": torch.tensor([0])}, "lr")
