@@ -103,7 +103,7 @@ def test_shifted_nets(case):
     call, expected = case.record["call"], case.record["expected"]
     shifts = dict(map(tuple, call["shifts"]))
     if shifts.keys() & shifts.values():
-        pytest.skip("refused, see test_shift.py")
+        pytest.skip("refused, see test_shift_nets.py")
     program = case.program()
     shifted = passes.shift_activations(program, call["activations"], shifts, strict=False)
     text = str(shifted)
