@@ -44,6 +44,7 @@ def unexplained(source: Source) -> list[str]:
         f"{source}:{node.lineno} {node.name}"
         for node in source.tree.body
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in names and not ast.get_docstring(node)
+        if not any(isinstance(made, ast.Name) and made.id == "overload" for made in node.decorator_list)
     ]
 
 
