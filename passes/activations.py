@@ -32,6 +32,8 @@ def activation_names(program: Program) -> dict[str, None]:
     blobs, gradients, read = step.blobs, step.gradients, step.read
     if gradients or step.proto is not None:
         params = {name for name in step.external_inputs if blobs[name].role == "param"}
+        if step.proto is not None:
+            params.update(name for name in gradients if name.endswith("_grad"))
         return {
             name: None
             for name, grad in gradients.items()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Final, NamedTuple, NoReturn
 
 from graphir.errors import PassError
@@ -24,7 +24,7 @@ from graphir.ir.blob import Blob
 from graphir.ir.device import CPU, Device
 from graphir.ir.names import fresh
 from graphir.ir.net import Net
-from graphir.ir.operator import Operator, Phase
+from graphir.ir.operator import Operator, Phase, mentioned
 from graphir.ir.placement import ELSEWHERE, blob_devices, required_devices
 from graphir.ir.program import Program
 
@@ -74,7 +74,7 @@ def inject_by_name(
     Raises:
         PassError: an operator reads what nobody has made, or nothing copies between two kinds of devices.
     """
-    sweep = Injection(net, by, dict(blob_to_device or {}), dict(blob_remap or {}), frozenset(placeholder_ops), taken)
+    sweep = Injection(net, by, dict(blob_to_device or {}), blob_remap, frozenset(placeholder_ops), taken)
     sweep.run()
     live = sweep.unread if live is None else live
     sweep.bring_home(dict.fromkeys([*net.external_outputs, *net.external_inputs, *live]))
@@ -92,6 +92,11 @@ def _on_host(device: Device) -> bool:
     return device.is_host
 
 
+@cache
+def _suffix(device: Device) -> str:
+    return "cpu" if device.is_host else f"gpu_{device.index}"
+
+
 class Injection:
     """One sweep over a net, made by :func:`inject_by_name`.
 
@@ -104,6 +109,7 @@ class Injection:
         unread: names whose present value was not made at home, and nobody has read.
         copies: by name and memory, the blob that copies of it are made to.
         remap: the copies that earlier nets made of what this one does not write.
+        claimed: of what each copy is that earlier nets made, and where; None if that is not known.
         inherited: the same by name and memory.
     """
 
@@ -112,7 +118,7 @@ class Injection:
         net: Net,
         by: str,
         known: dict[str, Device],
-        remap: dict[tuple[str, Device], str],
+        remap: Mapping[tuple[str, Device], str] | None,
         own: frozenset[str],
         taken: Collection[str],
     ) -> None:
@@ -132,7 +138,10 @@ class Injection:
         self.copies: dict[tuple[str, Device], str] = {}
         # What this net writes may have another value from step to step than when it was copied.
         written = {name for op in net.ops for name in op.outputs} if remap else set()
-        self.remap = {key: copy for key, copy in remap.items() if key[0] not in written}
+        self.remap = {k: copy for k, copy in (remap or {}).items() if k[0] not in written and copy not in written}
+        self.claimed = None
+        if remap is not None:
+            self.claimed = {copy: (name, _memory(device)) for (name, device), copy in remap.items()}
         self.inherited = {(name, _memory(device)): copy for (name, device), copy in self.remap.items()}
 
     def run(self) -> None:
@@ -141,7 +150,11 @@ class Injection:
         home_of = settled.get
         for op in self.net.ops:
             device, near = op.device, True
+            if present and op.proto and mentioned(op.proto):
+                self.settle(op)
             if op.type == "Copy":
+                if (len(op.inputs), len(op.outputs)) != (1, 1):
+                    self.refuse("a Copy has one input and one output", op, "")
                 source = home_of(op.inputs[0])
                 near = source is not None and op.inputs[0] not in present and _on_host(source) is _on_host(device)
             elif op.type in ELSEWHERE:
@@ -214,19 +227,24 @@ class Injection:
         found = self.present.get(name)
         if found is None:
             if name not in self.settled:
-                self.refuse(name, op)
+                later = any(name in other.outputs for other in self.net.ops)
+                what = f"blob {name!r} is read before {'an operator makes it' if later else 'anybody has made it'}"
+                self.refuse(what, op, "list it as an external input, or make it before")
             found = self.present[name] = {_memory(self.blobs[name].device): name}
             self.last[name] = version
         return found
 
-    def refuse(self, name: str, op: Operator) -> NoReturn:
-        later = any(name in other.outputs for other in self.net.ops)
-        raise PassError(
-            f"blob {name!r} is read before {'an operator makes it' if later else 'anybody has made it'}",
-            at=f"{op.type} -> {', '.join(op.outputs)}",
-            where=f"net {self.net.name!r}",
-            fix="list it as an external input, or make it before",
-        )
+    def refuse(self, what: str, op: Operator, fix: str) -> NoReturn:
+        raise PassError(what, at=f"{op.type} -> {', '.join(op.outputs)}", where=f"net {self.net.name!r}", fix=fix)
+
+    def settle(self, op: Operator) -> None:
+        """Bring home what a control input or a nested net of *op* names; a nested net may also write it."""
+        for name in mentioned(op.proto):
+            if name in self.present:
+                home = self.blobs[name].device
+                self.bring(name, self.present[name], home, op.phase)
+                if "op {" in op.proto:
+                    self.present[name] = {_memory(home): name}
 
     def bring(self, name: str, holders: dict[Device, str], device: Device, phase: Phase) -> tuple[str, int]:
         """The (name, version) that holds a name's present value on *device*; copied there if it is not."""
@@ -263,8 +281,9 @@ class Injection:
             return name
         found = self.copies.get((name, memory))
         if found is None:
-            base = f"{name}_{'cpu' if device.is_host else f'gpu_{device.index}'}"
-            found = fresh(base, _Names(self.blobs, self.taken))
+            found = f"{name}_{_suffix(device)}"
+            if self.known or found in self.blobs or found in self.taken:
+                found = fresh(found, _Names(self, name, memory))
             blob = self.blobs[name]
             self.blobs[found] = Blob(found, blob.shape, blob.dtype, device, "temporary", found, blob.strides)
             self.copies[name, memory] = found
@@ -275,7 +294,8 @@ class Injection:
         found = self.inherited.get((name, memory))
         if found is not None:
             if found not in self.blobs:
-                self.blobs[found] = self.blobs[name]._replace(name=found, storage=found, device=memory)
+                device = self.known[found]
+                self.blobs[found] = self.blobs[name]._replace(name=found, storage=found, device=device)
                 self.external.append(found)
             self.copies[name, memory] = self.present[name][memory] = found
             self.last.setdefault(found, 0)
@@ -310,32 +330,51 @@ class Injection:
             if name in self.present:
                 self.bring(name, self.present[name], self.blobs[name].device, phase)
 
-    @property
+    @cached_property
     def result(self) -> Net:
         """The net with its copies; the same if it needs none."""
+        unmade = [name for name in self.present if self.settled[name] is None and self.last[name] < 0]
+        for name in unmade:
+            del self.blobs[name]
         if not self.copies:
             return self.net if self.blobs == self.net.blobs else self.net.with_(blobs=self.blobs)
-        return self.net.with_(ops=tuple(self.ops), blobs=self.blobs, external_inputs=tuple(self.external))
+        gradients = self.net.gradients
+        if unmade:
+            gradients = {a: g for a, g in gradients.items() if a in self.blobs and g in self.blobs}
+        external = tuple(self.external)
+        return self.net.with_(ops=tuple(self.ops), blobs=self.blobs, external_inputs=external, gradients=gradients)
 
     def injected(self) -> InjectedCopies:
         """The net with what the injection of a following net starts from."""
+        result = self.result
         devices = {**self.known, **{name: blob.device for name, blob in self.blobs.items()}}
         remap = dict(self.remap)
         for name, present in self.present.items():
-            if present.get(_memory(self.blobs[name].device)) == name:
+            if name in self.blobs and present.get(_memory(self.blobs[name].device)) == name:
                 remap.update({(name, self.blobs[c].device): c for c in present.values() if c != name})
-        return InjectedCopies(self.result, devices, remap)
+        return InjectedCopies(result, devices, remap)
 
 
 @dataclass(frozen=True)
 class _Names:
-    """The names that a copy may not get."""
+    """The names that the copy of a blob may not get: those of other blobs, of earlier nets too.
 
-    own: Mapping[str, Blob]
-    taken: Collection[str]
+    Where it is not known which blobs of earlier nets are copies, one that lives where the copy will is taken for it.
+    """
+
+    injection: Injection
+    blob: str
+    memory: Device
 
     def __contains__(self, name: object) -> bool:
-        return name in self.own or name in self.taken
+        at = self.injection
+        if name in at.blobs or name in at.taken:
+            return True
+        if name not in at.known:
+            return False
+        if at.claimed is None:
+            return _memory(at.known[str(name)]) != self.memory
+        return at.claimed.get(str(name)) != (self.blob, self.memory)
 
 
 def _replaced(

@@ -43,7 +43,7 @@ def shift_by_name(
     head = program.replicas[0].partition("_")[0]
     sources = {}
     for source, target in shifts.items():
-        prefix = f"{head}_{source}/"
+        prefix = f"{head}_{source}/" if head else ""
         labels = {prefix + name: source for name in known}
         labels.update({prefix + name: target for name in chosen})
         sources[source] = _Source(prefix, {prefix + name for name in known}, labels)

@@ -26,7 +26,7 @@ from graphir.ir.device import Device
 from graphir.ir.names import fresh
 from graphir.ir.net import Net
 from graphir.ir.operator import PURE, Operator, Phase
-from graphir.ir.placement import ELSEWHERE, is_host_scalar, required_devices
+from graphir.ir.placement import ELSEWHERE, is_host_scalar, required_devices, same_memory
 from graphir.ir.program import Program
 from graphir.ir.size import Dims, bind_shape
 
@@ -62,10 +62,15 @@ class InjectCopies(Pass):
         """The nets of a Caffe2 program with their copies, one after the other."""
         init, step, own = program.init, program.step, self.placeholder_ops
         given = _devices(self.blob_to_device)
-        live, taken = step.external_inputs, step.blobs
-        filled = inject_by_name(init, self.name, blob_to_device=given, placeholder_ops=own, live=live, taken=taken)
-        known = filled.injected().blob_to_device if given else {}
-        return filled, inject_by_name(step, self.name, blob_to_device=known, placeholder_ops=own, taken=init.blobs)
+        taken = step.blobs
+        filled = inject_by_name(
+            init, self.name, blob_to_device=given, placeholder_ops=own, live=step.external_inputs, taken=taken
+        )
+        known = {name: blob.device for name, blob in filled.result.blobs.items()} if given or own else {}
+        live = () if step.external_outputs else None
+        return filled, inject_by_name(
+            step, self.name, blob_to_device={**given, **known}, placeholder_ops=own, live=live, taken=init.blobs
+        )
 
 
 _Subject = TypeVar("_Subject", Program, Net)
@@ -133,12 +138,16 @@ def inject_copies(
             nobody has made, or nothing copies between two kinds of devices.
     """
     mapped = blob_to_device is not None or blob_remap is not None
+    step = build(
+        InjectCopies,
+        placeholder_ops=placeholder_ops,
+        blob_to_device={} if blob_to_device is None else blob_to_device,
+    )
     if not isinstance(subject, Net):
         if blob_remap is not None:
             raise PassError(
                 "blob_remap goes with a net", fix="a program begins with its init net: nothing is copied yet"
             )
-        step = build(InjectCopies, placeholder_ops=placeholder_ops, blob_to_device=dict(blob_to_device or {}))
         program = step(subject)
         if blob_to_device is None:
             return program
@@ -146,10 +155,9 @@ def inject_copies(
         return placed._replace(blob_to_device={**filled.blob_to_device, **placed.blob_to_device}, program=program)
     if subject.proto is None:
         raise PassError(f"net {subject.name!r} is not from Caffe2", fix="inject the copies into its program")
-    known = _devices(blob_to_device or {})
-    copies = {(name, Device.parse(device)): copy for (name, device), copy in (blob_remap or {}).items()}
+    known, copies = _devices(step.blob_to_device), _copies({} if blob_remap is None else blob_remap)
     for (name, device), copy in copies.items():
-        if known.get(copy) != device:
+        if copy not in known or not same_memory(known[copy], device):
             raise PassError(
                 f"blob_remap has {copy!r} as the copy of {name!r} on {device}; blob_to_device does not have it there",
                 fix="hand on both maps of the call for the net before",
@@ -161,8 +169,8 @@ def inject_copies(
         subject,
         InjectCopies.name,
         blob_to_device=known,
-        blob_remap=copies,
-        placeholder_ops=placeholder_ops,
+        blob_remap=None if blob_remap is None else copies,
+        placeholder_ops=step.placeholder_ops,
         live=live,
     )
     return done.injected() if mapped else done.result
@@ -170,6 +178,15 @@ def inject_copies(
 
 def _devices(named: Mapping[str, str]) -> dict[str, Device]:
     return {name: Device.parse(device) for name, device in named.items()}
+
+
+def _copies(named: object) -> dict[tuple[str, Device], str]:
+    found: dict[tuple[str, Device], str] = {}
+    for key, copy in named.items() if isinstance(named, Mapping) else [(named, "")]:
+        if not (isinstance(key, tuple) and len(key) == 2 and all(isinstance(text, str) for text in (*key, copy))):
+            raise PassError(f"blob_remap has {key!r}", fix='write blob_remap={("w", "gpu:1"): "w_gpu_1"}')
+        found[key[0], Device.parse(key[1])] = copy
+    return found
 
 
 class _Injection:

@@ -22,14 +22,13 @@ gradients of a training net, or what is dead in an inference net, mostly by coun
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Final, NamedTuple, TypeAlias
 
 from graphir.ir.blob import Blob
 from graphir.ir.names import prefix_of
 from graphir.ir.net import Net
-from graphir.ir.operator import Effects, Operator, leaves
+from graphir.ir.operator import Effects, Operator, leaves, mentioned
 from graphir.ir.size import Dims
 
 from .packing import Span, pack
@@ -82,11 +81,6 @@ _ONE_TO_ONE: Final = frozenset({"NCCLAllreduce"})
 _ALIASES: Final = frozenset({"Alias", "AliasWithName"})
 """Types whose output shares the memory of their input under another name."""
 
-_NAMED: Final = re.compile(
-    r'\b(?:control_input|input|output|external_input|external_output|s|strings): "((?:[^"\\]|\\.)*)"'
-)
-"""What the text of an ``OperatorDef`` says of blobs beside the operands: control inputs and nested nets."""
-
 
 class _Life(NamedTuple):
     """What a blob needs of its storage. ``kept``: its last value stays, under its own name."""
@@ -129,7 +123,7 @@ def _mentioned(net: Net) -> Iterator[str]:
             if arg.__class__ is str or arg.__class__ is tuple:
                 yield from (leaf for leaf in leaves(arg) if isinstance(leaf, str))
         if op.proto:
-            yield from _NAMED.findall(op.proto)
+            yield from mentioned(op.proto)
         if op.type in _ALIASES:
             yield from op.inputs
             yield from op.outputs

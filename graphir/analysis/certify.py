@@ -8,7 +8,7 @@ values and layouts give the same bits, so equal numbers mean equal bits.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, NoReturn
@@ -100,7 +100,8 @@ def certify(before: Program | Plan, after: Program | Plan, *, verified: bool = F
     """Prove that two programs compute the same values.
 
     External outputs are compared after each step, parameters, buffers and optimizer states after the last one, by
-    name. Meant for passes that move things; replication changes values.
+    name. Where a Caffe2 step names no external outputs, what it leaves unread are its outputs. Meant for passes that
+    move things; replication changes values.
 
     Args:
         before: a program, or a plan, which stands for its program.
@@ -119,14 +120,20 @@ def certify(before: Program | Plan, after: Program | Plan, *, verified: bool = F
     if not verified:
         verify(a, placed=False)
         verify(b, placed=False)
-    table = Numbering()
-    ours, theirs = table.trace(a, _STEPS), table.trace(b, _STEPS)
+    table, outputs = Numbering(), _outputs(a)
+    ours, theirs = (table.trace(program, _STEPS, outputs=outputs) for program in (a, b))
     difference = _first_difference(ours, theirs)
     if difference:
         _explain(a, b, difference)
     values = {**ours.final, **ours.outputs[-1]}
     compared = {"outputs": len(ours.outputs[-1]), "states": len(ours.final)}
     return Certificate(a.name, b.name, values, compared, _caveats(a, b, theirs.unwritten))
+
+
+def _outputs(program: Program) -> tuple[str, ...] | None:
+    """The blobs that a step is compared by: None for its external outputs."""
+    step = program.step
+    return step.unread if step.proto is not None and not step.external_outputs else None
 
 
 class _Difference(NamedTuple):
@@ -233,11 +240,12 @@ class _Derivations:
 def _explain(before: Program, after: Program, difference: _Difference) -> NoReturn:
     """Raise the error that shows where two programs part."""
     where = f"program {after.name!r}" + (f", after {after.history[-1]}" if after.history else "")
-    names = [
-        set(p.step.external_outputs) if difference.kind == "output" else set(p.step.external_inputs)
-        for p in (before, after)
-    ]
-    if difference.name not in names[0] & names[1]:
+    wanted = _outputs(before)
+    names: list[Collection[str]] = []
+    for program in (before, after):
+        outputs = program.step.external_outputs if wanted is None else program.step.blobs
+        names.append(outputs if difference.kind == "output" else program.step.external_inputs)
+    if not (difference.name in names[0] and difference.name in names[1]):
         which = "second" if difference.name in names[0] else "first"
         raise EquivalenceError(
             f"{difference.kind} {difference.name!r} is missing from the {which} program",

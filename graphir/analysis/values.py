@@ -12,7 +12,8 @@ it; reading a blob gives the root itself, or a view (root, geometry) of it::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -21,7 +22,7 @@ from ..ir.blob import Blob
 from ..ir.dtype import ITEMSIZE
 from ..ir.names import prefix_of
 from ..ir.net import Net
-from ..ir.operator import Arg, Operator, groups
+from ..ir.operator import Arg, Operator, groups, mentioned
 from ..ir.opset import NAMESPACES, overload, signature
 from ..ir.placement import COPIES
 from ..ir.program import Program
@@ -137,19 +138,25 @@ class Numbering:
             self.geometry.append(geometry)
         return found
 
-    def trace(self, program: Program, steps: int = 2, *, record: bool = False) -> Trace:
-        """Number everything that ``init`` and *steps* steps of the program compute."""
+    def trace(
+        self, program: Program, steps: int = 2, *, record: bool = False, outputs: Sequence[str] | None = None
+    ) -> Trace:
+        """Number everything that ``init`` and *steps* steps of the program compute.
+
+        *outputs* are the blobs whose values are wanted after each step: the external outputs by default.
+        """
         run = _Run(self, program, record)
+        wanted = [n for n in (program.step.external_outputs if outputs is None else outputs) if n in program.step.blobs]
         run.net(program.init, -1)
-        outputs = []
+        values = []
         for step in range(steps):
             run.net(program.step, step)
-            outputs.append(run.values(program.step.external_outputs))
-            run.use(program.step.external_outputs)
+            values.append(run.values(wanted))
+            run.use(wanted)
         lasting = [
             n for n in program.step.external_inputs if program.step.blobs[n].role in ("param", "buffer", "state")
         ]
-        return Trace(tuple(outputs), run.values(lasting), run.made, frozenset(run.unwritten))
+        return Trace(tuple(values), run.values(lasting), run.made, frozenset(run.unwritten))
 
 
 class _Run:
@@ -219,7 +226,7 @@ class _Run:
 class _Operator:
     """What stays the same when an operator is executed again: its key without its inputs' values."""
 
-    __slots__ = ("batch_norm", "effects", "empty", "geometries", "kind", "random", "static", "views")
+    __slots__ = ("batch_norm", "effects", "empty", "geometries", "kind", "mentioned", "random", "static", "views")
 
     def __init__(self, op: Operator, run: _Run) -> None:
         table = run.table
@@ -232,12 +239,13 @@ class _Operator:
         replica = run.replicas.get(prefix_of(op.outputs[0]) if op.outputs else "", -1)
         self.random = op.seed is not None
         seed = (op.seed, replica) if self.random else ()
-        self.static = table.number(("operator", kind, op.operands, op.results, args, seed))
+        self.mentioned = mentioned(op.proto) if "op {" in op.proto else ()
+        self.static = table.number(("operator", kind, op.operands, op.results, args, seed, _meaning(op.proto)))
         self.geometries = [run.geometries[name] for name in op.outputs]
 
     def execute(self, run: _Run, op: Operator, step: int) -> None:
         table = run.table
-        if self.kind in COPIES:
+        if self.kind in COPIES and len(op.inputs) == len(op.outputs) == 1:
             self.copy(run, op)
             return
         if len(self.views) == len(op.outputs):
@@ -259,6 +267,7 @@ class _Operator:
         if self.batch_norm:
             self.normalize(run, op, inputs)
             return
+        inputs += [run.read(name) for name in self.mentioned if name in run.blobs and name in run.roots]
         key = (self.static, step if self.random else None, *inputs)
         if self.kind == "AllReduce":
             for name, geometry in zip(op.outputs, self.geometries, strict=True):
@@ -311,6 +320,17 @@ class _Operator:
                 old = running["running_mean" if position == statistics else "running_var"]
                 key = (call, "running", position - statistics, momentum, old, geometry)
             run.write(name, table.number(key, geometry))
+
+
+_PLACE: Final = re.compile(r'\b(?:device_type|device_id): \w+ ?|\bcontrol_input: "(?:[^"\\]|\\.)*" ?|^name: "" ?')
+
+_NOWHERE: Final = re.compile(r"\bdevice_option \{ *\}")
+
+
+@cache
+def _meaning(proto: str) -> str:
+    """What an imported operator's text says of what it computes: not where, nor after what."""
+    return " ".join(_NOWHERE.sub("", _PLACE.sub("", proto)).split())
 
 
 def _family(type: str) -> str:

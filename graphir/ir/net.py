@@ -74,6 +74,16 @@ class Net:
         """
         return dict.fromkeys(chain.from_iterable([op.inputs for op in self.ops]))
 
+    @cached_property
+    def unread(self) -> tuple[str, ...]:
+        """The names of the blobs whose last value no operator reads: what the net leaves behind."""
+        found: dict[str, None] = {}
+        for op in self.ops:
+            for name in op.inputs:
+                found.pop(name, None)
+            found.update(dict.fromkeys(op.outputs))
+        return tuple(found)
+
     def blob(self, name: str) -> Blob:
         """The blob called *name*.
 

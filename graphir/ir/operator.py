@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 from .device import Device
 from .dtype import TORCH_NAME
 from .size import Affine
 
-__all__ = ["PHASES", "PURE", "SYMBOLS", "Arg", "Effects", "Operator", "Phase", "Symbol", "groups", "leaves"]
+__all__ = [
+    "PHASES",
+    "PURE",
+    "SYMBOLS",
+    "Arg",
+    "Effects",
+    "Operator",
+    "Phase",
+    "Symbol",
+    "groups",
+    "leaves",
+    "mentioned",
+]
 
 Phase: TypeAlias = Literal["init", "forward", "backward", "reduce", "update"]
 PHASES: Final[tuple[str, ...]] = get_args(Phase)
@@ -144,3 +158,14 @@ def leaves(arg: Arg) -> Iterator[Arg]:
             yield from leaves(item)
     else:
         yield arg
+
+
+_MENTION: Final = re.compile(
+    r'\b(?:control_input|input|output|external_input|external_output|s|strings): "((?:[^"\\]|\\.)*)"'
+)
+
+
+@lru_cache(maxsize=4096)
+def mentioned(proto: str) -> tuple[str, ...]:
+    """What the text of an ``OperatorDef`` may name beside operands: control inputs, and the blobs of nested nets."""
+    return tuple(dict.fromkeys(_MENTION.findall(proto))) if '"' in proto else ()

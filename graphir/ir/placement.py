@@ -54,7 +54,10 @@ _COLLECTIVES: Final = frozenset(
     {"AllReduce", "NCCLAllGather", "NCCLAllreduce", "NCCLBroadcast", "NCCLReduce", "NCCLReduceScatter"}
 )
 
-ELSEWHERE: Final = _COLLECTIVES | _HOST.keys() | {"Copy"}
+_STAY: Final = _COLLECTIVES | {"Free"}
+"""Types whose operands stay where they live: an output that is no operand is where the input at its position is."""
+
+ELSEWHERE: Final = _STAY | _HOST.keys() | {"Copy"}
 """Types whose operands may be on other devices than the operator."""
 
 
@@ -87,9 +90,12 @@ def required_devices(
     if op.type in ELSEWHERE and op.type not in own:
         if op.type == "Copy":
             return [blobs[name].device for name in op.inputs], outputs
-        if op.type in _COLLECTIVES:
+        if op.type in _STAY:
             participants = [blobs[name].device for name in op.inputs]
-            return participants, (participants + outputs)[: len(outputs)] if outputs else []
+            made = (participants + outputs)[: len(outputs)]
+            return participants, [
+                blobs[name].device if name in op.inputs else made[i] for i, name in enumerate(op.outputs)
+            ]
         host, rule = device if device.is_host else CPU, _HOST[op.type]
         if op.type != "Split" or len(inputs) == 2:
             for i in range(len(inputs)) if rule.inputs is None else rule.inputs:
@@ -140,7 +146,7 @@ def first_device(op: Operator, position: int, blobs: Mapping[str, Blob]) -> Devi
 
 def _elsewhere(op: Operator, position: int, found: Mapping[str, Device]) -> Device:
     """The same for types in :data:`ELSEWHERE`."""
-    if op.type in _COLLECTIVES:
+    if op.type in _STAY:
         return found.get(op.inputs[position], op.device) if position < len(op.inputs) else op.device
     rule = _HOST.get(op.type, _Host())
     on_host = rule.outputs is None or position in rule.outputs

@@ -66,7 +66,11 @@ def test_bytes_and_high_water_of_what_memonger_made(case, algorithm):
     program = program_of(case, recorded["file"], recorded["renamed"])
     assert bytes_of(program) == recorded["after"]["bytes"]
     assert high_water(program) == recorded["estimate_after"]["highwater_bytes"]
-    assert graphir.certify(program_of(case), program).holds, "memonger is right in these cases"
+    # It keeps no value that nobody reads, so that the losses have to be named.
+    before = program_of(case)
+    outputs = tuple(name for name in before.step.unread if name in program.step.unread)
+    named = [p.with_(step=p.step.with_(external_outputs=outputs)) for p in (before, program)]
+    assert outputs and graphir.certify(*named).holds, "memonger is right in these cases"
 
 
 @pytest.mark.parametrize("case", CASES)

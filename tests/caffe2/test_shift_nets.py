@@ -4,7 +4,7 @@ import cases
 import pytest
 
 import graphir
-from graphir import passes
+from graphir import caffe2, passes
 from graphir.errors import PassError
 from graphir.ir.device import KINDS
 
@@ -75,3 +75,33 @@ def test_state_goes_with_what_fills_it():
     weight = "gpu_0/fc1_w"
     assert shifted.init.producer(weight).device == shifted.step.blobs[weight].device == "gpu:1"
     assert shifted.init.blobs[weight].device == "gpu:1"
+
+
+PLAIN = """net plain {
+  x : ? @gpu:0 = GaussianFill() {seed=0}
+  y : ? @gpu:0 = Relu(x)
+  z : ? @gpu:0 = Tanh(y)
+  z_grad : ? @gpu:0 = ConstantFill(z) {phase=backward}
+  y_grad : ? @gpu:0 = TanhGradient(z, z_grad) {phase=backward}
+  x_grad : ? @gpu:0 = ReluGradient(y, y_grad) {phase=backward}
+  x_grad_grad : ? @gpu:0 = Relu(x_grad) {phase=backward}
+  w : ? @gpu:0 = Relu(x_grad_grad) {phase=backward}
+  grad x -> x_grad
+  grad y -> y_grad
+  grad z -> z_grad
+  grad x_grad -> x_grad_grad
+  proto ""
+}"""
+
+
+def test_gradients_are_no_activations():
+    assert passes.find_activations(caffe2.load_program(graphir.parse(PLAIN))) == ["x", "y", "z"]
+
+
+def test_names_without_a_prefix_are_shifted_too():
+    program = caffe2.load_program(graphir.parse(PLAIN))
+    shifted = passes.shift_activations(program, ["y"], {0: 1})
+    assert {op.outputs[0]: op.device for op in shifted.step.ops}["y"] == "gpu:1"
+    placed = passes.inject_copies(shifted)
+    graphir.verify(placed)
+    graphir.certify(program, placed)

@@ -37,6 +37,7 @@ from ...plan import Plan
 from ..blob import Blob
 from ..net import Net
 from ..operator import PURE, Operator, leaves
+from ..opset import OWN
 from ..placement import required_devices, same_memory
 from ..program import Program
 from ..size import Affine, Dims, Size, size_dims
@@ -295,6 +296,8 @@ class _Walk:
                     self.report(f"blob {name!r} is on {actual} but {verb} on {wanted}", op, placement=True)
 
     def signature(self, op: Operator, inputs: list[Geometry | None]) -> None:
+        if self.net.proto is not None and op.type in OWN:
+            return  # Caffe2 has a Copy too
         try:
             known = infer(op, inputs, self.dims)
         except GraphirError as e:
