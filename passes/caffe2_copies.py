@@ -153,10 +153,12 @@ class Injection:
             if present and op.proto and mentioned(op.proto):
                 self.settle(op)
             if op.type == "Copy":
-                if (len(op.inputs), len(op.outputs)) != (1, 1):
+                if len(op.inputs) != 1 or len(op.outputs) != 1:
                     self.refuse("a Copy has one input and one output", op, "")
-                source = home_of(op.inputs[0])
-                near = source is not None and op.inputs[0] not in present and _on_host(source) is _on_host(device)
+                source, copies = home_of(op.inputs[0]), present.get(op.inputs[0])
+                near = source is not None and _on_host(source) is _on_host(device)
+                if copies is not None and device in copies:
+                    near = False
             elif op.type in ELSEWHERE:
                 near = False
             else:
@@ -167,8 +169,10 @@ class Injection:
             if near:
                 for name in op.outputs:
                     home = home_of(name, device)
-                    if home != device or name in present or blobs[name].device != device:
+                    if home != device or blobs[name].device != device:
                         break
+                    if name in present:
+                        del present[name]
                     settled[name] = device
                 else:
                     append(op)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Final
 
 from graphir.ir.device import Device
 from graphir.ir.net import Net
@@ -44,9 +45,9 @@ def shift_by_name(
     sources = {}
     for source, target in shifts.items():
         prefix = f"{head}_{source}/" if head else ""
-        labels = {prefix + name: source for name in known}
-        labels.update({prefix + name: target for name in chosen})
-        sources[source] = _Source(prefix, {prefix + name for name in known}, labels)
+        labels = {prefix + name: _label(source, decides=True) for name in known}
+        labels.update({name: _label(target, decides=name in labels) for name in [prefix + name for name in chosen]})
+        sources[source] = _Source(prefix, labels)
     step = _moved(program.step.ops, sources, by)
     init = _following(program.init.ops, sources, by)
     homes: dict[str, Device] = {}
@@ -56,18 +57,24 @@ def shift_by_name(
     )
 
 
+_DECIDES: Final = 1
+
+
+def _label(number: int, *, decides: bool = False) -> int:
+    """A device's number, and in the lowest bit whether an operator takes this label rather than its first."""
+    return number << 1 | decides
+
+
 @dataclass(frozen=True)
 class _Source:
     """A device that is shifted from.
 
     Attributes:
         prefix: of the names that get labels.
-        activations: the names whose labels decide.
-        labels: by name, the number of a device.
+        labels: by name, see :func:`_label`.
     """
 
     prefix: str
-    activations: set[str]
     labels: dict[str, int]
 
 
@@ -84,25 +91,24 @@ def _moved(ops: tuple[Operator, ...], sources: Mapping[int, _Source], by: str) -
         if here is None:
             continue
         number, source = here
-        labels, activations = source.labels, source.activations
+        labels = source.labels
         decided = first = new = None
         for name in op.inputs + op.outputs:
             label = labels.get(name)
             if label is None:
                 new = [*new, name] if new else [name]
-            elif name in activations:
+            elif label & _DECIDES:
                 decided = label
             elif first is None:
                 first = label
         label = first if decided is None else decided
-        if label is None:
-            label = number
+        goes_to = number if label is None else label >> 1
         if new:
             for name in new:
                 if name.startswith(source.prefix):
-                    labels[name] = label
-        if label != number:
-            found[i] = op.on(_numbered(device, label), by)
+                    labels[name] = goes_to << 1
+        if goes_to != number:
+            found[i] = op.on(_numbered(device, goes_to), by)
     return found
 
 
@@ -115,7 +121,7 @@ def _following(ops: tuple[Operator, ...], sources: Mapping[int, _Source], by: st
     for i, op in enumerate(ops):
         label = labels.get(op.outputs[0]) if op.outputs else None
         if label is not None:
-            device = _numbered(op.device, label)
+            device = _numbered(op.device, label >> 1)
             if device is not op.device:
                 found[i] = op.on(device, by)
     return found

@@ -99,7 +99,11 @@ def _doubled(program: Program) -> Program:
                 yield op._replace(inputs=tuple(map(name, op.inputs)), outputs=outputs, device=device(op.device))
 
     def doubled(net: Net) -> Net:
-        twins = [b._replace(name=name(n), storage=name(n), device=device(b.device)) for n, b in net.blobs.items()]
+        twins = [
+            b._replace(name=name(n), storage=name(n), device=device(b.device))
+            for n, b in net.blobs.items()
+            if name(n) != n
+        ]
         return net.with_(
             ops=tuple(operators(net)),
             blobs={**net.blobs, **{blob.name: blob for blob in twins}},
