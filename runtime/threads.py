@@ -136,7 +136,7 @@ class Threads:
 def _fresh_bytes(plan: Plan) -> int:
     """The most bytes that a step holds at once, beside its state."""
     predicted = memory(plan)
-    return max(predicted.peak[device] - predicted.state[device] for device in predicted.peak)
+    return max((predicted.peak[device] - predicted.state[device] for device in predicted.peak), default=0)
 
 
 def _failed_at(code: ThreadCode, error: BaseException) -> int:

@@ -138,3 +138,42 @@ def test_binary_operators_broadcast_and_their_gradients_sum(type, shape, args, v
     close(y, wanted.detach())
     close(da, a.grad)
     close(db, b.grad)
+
+
+GRADIENTS = [op(f"{type}Gradient", "y dy", "dx") for type in ("Relu", "Tanh", "Sigmoid")]
+
+
+@pytest.mark.parametrize("each", [*GRADIENTS, op("Sum", "y dy", "dx")], ids=lambda o: o.type)
+@pytest.mark.parametrize("other", [torch.ones(3), torch.ones(4, 3).double(), torch.ones(4, 3).int()], ids=str)
+def test_elementwise_operands_of_other_shapes_and_types_are_refused(each, other):
+    with pytest.raises(GraphirError, match=r"'dy' is \w+\[.*\], but 'y' is f32\[4,3\](.|\n)*net 'step', operator 0"):
+        run([each], {"y": torch.ones(4, 3), "dy": other}, "dx")
+
+
+@pytest.mark.parametrize("type", ["Relu", "Tanh", "Sigmoid", "Softmax", "MakeTwoClass"])
+def test_functions_of_integers_are_refused(type):
+    with pytest.raises(GraphirError, match=rf"{type} cannot be translated: 'x' is i32\[2,3\], not of floating-point"):
+        caffe2.lower(program([op(type, "x", "y")], {"x": torch.ones(2, 3).int()}))
+
+
+def test_binary_operands_of_other_types_are_refused():
+    with pytest.raises(GraphirError, match=r"the operands are f32\[3\] and i32\[3\]"):
+        run([op("Mul", "a b", "y")], {"a": torch.ones(3), "b": torch.ones(3).int()}, "y")
+
+
+def test_an_axis_that_the_order_does_not_have_is_refused():
+    with pytest.raises(GraphirError, match="argument 'axis_str' is 'Z'"):
+        run([op("Add", "a b", "y", broadcast=1, axis_str="Z")], {"a": torch.ones(1, 2, 3, 4), "b": torch.ones(2)}, "y")
+
+
+@pytest.mark.parametrize("mixed", ["x", "w"])
+def test_floating_types_are_not_mixed(mixed):
+    inputs = {"x": torch.ones(2, 3), "w": torch.ones(4, 3), "b": torch.ones(4)}
+    inputs[mixed] = inputs[mixed].double()
+    with pytest.raises(GraphirError, match=r"operands are of types f\d+ and f\d+"):
+        caffe2.lower(program([op("FC", "x w b", "y")], inputs))
+
+
+def test_too_few_outputs_are_refused():
+    with pytest.raises(GraphirError, match="FC needs at least 1 outputs, 0 given"):
+        run([op("FC", "x w b", "")], {"x": torch.ones(2, 3), "w": torch.ones(4, 3), "b": torch.ones(4)}, "x")

@@ -110,7 +110,9 @@ def test_init_is_run_once_and_what_it_gives_is_the_state():
 @pytest.mark.parametrize(
     "fill, reason",
     [
-        (op("ConstantFill", "", "x"), "neither an input nor an argument 'shape'"),
+        (op("XavierFill", "", "x", shape=[0, 3]), r"no deviation follows from the shape \[0, 3\]"),
+        (op("MSRAFill", "", "x", shape=[5]), r"no deviation follows from the shape \[5\]"),
+        (op("XavierFill", "", "x"), r"no deviation follows from the shape \[\]"),
         (op("ConstantFill", "", "x", shape=[1], dtype=4), "argument 'dtype' is 4"),
         (op("ConstantFill", "", "x", shape=[1], value="much"), "argument 'value' is 'much', not a number"),
         (op("GivenTensorFill", "", "x", shape=[3], values=[1.0]), "1 values are given for the shape"),
@@ -120,3 +122,14 @@ def test_init_is_run_once_and_what_it_gives_is_the_state():
 def test_fills_that_make_no_sense_are_refused(fill, reason):
     with pytest.raises(GraphirError, match=reason):
         filled(fill)
+
+
+def test_a_fill_without_a_shape_is_a_scalar():
+    x, y = filled(op("ConstantFill", "", "x", value=2.0), op("GivenTensorFill", "", "y", values=[3.0]), names="x y")
+    assert (x.shape, x) == ((), 2) and (y.shape, y) == ((), 3)
+
+
+def test_bounds_that_are_inputs_are_refused_by_name():
+    inputs = {"s": torch.tensor([2]), "low": torch.tensor(0.0), "high": torch.tensor(1.0)}
+    with pytest.raises(GraphirError, match="3 inputs, of which 'low' is no shape"):
+        run([op("UniformFill", "s low high", "x")], inputs, "x")

@@ -104,6 +104,8 @@ def pooling(kind, x, args):
     if kind == "Max":
         return F.max_pool2d(padded(x, args, -torch.inf), kernel, stride, ceil_mode=ceil)
     counted = bool(args.get("count_include_pad"))
+    if counted and ceil:
+        return F.avg_pool2d(padded(x, args), kernel, stride, ceil_mode=True, divisor_override=kernel[0] * kernel[1])
     if args in UNEVEN or counted:
         return F.avg_pool2d(padded(x, args), kernel, stride, ceil_mode=ceil)
     return F.avg_pool2d(x, kernel, stride, sides(args)[0], ceil, count_include_pad=counted)
@@ -115,6 +117,7 @@ def pooling(kind, x, args):
         *[("Max", args) for args in POOLINGS + UNEVEN],
         *[("Average", args) for args in POOLINGS],
         *[("Average", {**args, "count_include_pad": 1}) for args in UNEVEN + POOLINGS[1:2]],
+        *[("Average", {"kernel": 2, "stride": 2, "legacy_pad": 3, "count_include_pad": 1})],
     ],
     ids=str,
 )
@@ -166,6 +169,7 @@ def test_uneven_padding_that_does_not_count_is_refused(args):
         ({"kernels": [2]}, "kernel has 1 sizes"),
         ({"kernel": 2, "pads": [1, 1]}, "2 paddings"),
         ({"kernel": 2, "dilation": 2}, "no dilation"),
+        ({"kernel": 2, "stride": 0}, r"stride \[0, 0\] and dilation \[1, 1\] are not all positive"),
         ({"kernel": "two"}, "argument 'kernel' is 'two', not int"),
     ],
     ids=str,
@@ -239,3 +243,20 @@ def test_dropout_in_a_test_does_nothing():
     ops = [op("Dropout", "x", "x mask", is_test=1), op("DropoutGrad", "dy mask", "dx", is_test=1)]
     y, dx = run(ops, {"x": x, "dy": dy}, "x dx")
     assert torch.equal(y, x) and torch.equal(dx, dy)
+
+
+@pytest.mark.parametrize(
+    "each, reason",
+    [
+        (op("Dropout", "x", "y mask", ratio=1.0), "argument 'ratio' is 1.0"),
+        (op("DropoutGrad", "x s", "y"), r"'s' is f32\[3\], but 'x' is f32\[1,3\]"),
+        (op("SpatialBN", "x s s s s", "y m v sm sv"), r"f32\[1,3\] has no two values in a channel"),
+        (op("SpatialBN", "x2 s s s s", "y"), "SpatialBN needs at least 2 outputs, 1 given"),
+        (op("Conv", "x s", "y", kernel=1, kernels=[1]), "cannot be translated"),
+    ],
+    ids=str,
+)
+def test_images_and_arguments_that_make_no_sense_are_refused(each, reason):
+    inputs = {"x": torch.ones(1, 3), "x2": torch.ones(2, 3), "s": torch.ones(3)}
+    with pytest.raises(GraphirError, match=rf"{reason}(.|\n)*net 'step', operator 0"):
+        run([each], inputs, each.output[0])

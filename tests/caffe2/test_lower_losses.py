@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 from lowering import close, generator, op, run
 
+from graphir import GraphirError
+
 
 def scores(seed, *shape):
     return torch.randn(*shape, generator=generator(seed))
@@ -124,3 +126,40 @@ def test_accuracy_counts_equal_scores_in_their_order(top, seed):
     (y,) = run([op("Accuracy", "x l", "y", top_k=top)], {"x": x, "l": labels}, "y")
     order = x.sort(dim=1, descending=True, stable=True).indices[:, :top]
     close(y, (order == labels.view(20, 1)).any(1).float().mean())
+
+
+@pytest.mark.parametrize("weights", [[1.0, 2.0, 3.0], [0.0, 0.0, 0.0], [-1.0, -2.0, 1.0], [1.0, -1.0, 0.0]], ids=str)
+@pytest.mark.parametrize("by_rows", [0, 1])
+def test_what_a_weighted_loss_is_divided_by(weights, by_rows):
+    x, labels, weights = scores(1, 3, 4), torch.tensor([0, 3, 1]), torch.tensor(weights)
+    args = {"average_by_batch_size": by_rows}
+    ops = [op("SoftmaxWithLoss", "x l w", "p loss", **args), op("SoftmaxWithLossGradient", "x l w p dy", "dx", **args)]
+    dy = torch.tensor(0.7)
+    loss, dx = run(ops, {"x": x, "l": labels.int(), "w": weights, "dy": dy}, "loss dx")
+    leaf, total = x.clone().requires_grad_(), weights.sum()
+    each = (F.cross_entropy(leaf, labels, reduction="none") * weights).sum()
+    each.backward()
+    divisor = 3.0 if by_rows else total
+    close(loss, each.detach() / divisor if total else torch.tensor(0.0))
+    close(dx, leaf.grad * 0.7 / divisor if total > 0 else leaf.grad)
+
+
+def test_what_has_no_rows_has_no_distances_and_no_gradient():
+    inputs = {"x": torch.ones(0, 3), "y": torch.ones(0, 3), "e": torch.ones(0), "dz": torch.tensor(1.0)}
+    ops = [op("SquaredL2Distance", "x y", "z"), op("AveragedLossGradient", "e dz", "de")]
+    z, de = run(ops, inputs, "z de")
+    assert z.shape == de.shape == (0,)
+
+
+@pytest.mark.parametrize(
+    "shapes, reason",
+    [
+        ([(8, 1), (8,), (8,)], r"'y' is f32\[8\], but 'x' is f32\[8,1\]"),
+        ([(8, 2), (8, 2), (1,)], r"'dz' is f32\[1\], but 'x' is f32\[8,2\]"),
+    ],
+    ids=str,
+)
+def test_distances_of_tensors_of_other_shapes_are_refused(shapes, reason):
+    inputs = {name: torch.ones(shape) for name, shape in zip(("x", "y", "dz"), shapes, strict=True)}
+    with pytest.raises(GraphirError, match=reason):
+        run([op("SquaredL2DistanceGradient", "x y dz", "dx dy")], inputs, "dx")

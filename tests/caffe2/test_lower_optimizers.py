@@ -150,3 +150,54 @@ def test_a_period_of_inactivity_may_come_first():
 def test_rates_that_make_no_sense_are_refused(args, reason):
     with pytest.raises(GraphirError, match=reason):
         run([op("LearningRate", "it", "lr", **args)], {"it": torch.tensor([0])}, "lr")
+
+
+UPDATES = [
+    op("WeightedSum", "w lr g lr", "w"),
+    op("WeightedSum", "w g", "w"),
+    op("MomentumSGDUpdate", "g m lr w", "g2 m w"),
+    op("MomentumSGD", "g m lr", "g2 m"),
+    op("Adagrad", "w m g lr", "w m"),
+    op("Adam", "w m v g lr it", "w m v"),
+]
+
+
+@pytest.mark.parametrize("update", UPDATES, ids=lambda o: f"{o.type}{len(o.input)}")
+@pytest.mark.parametrize("grad", [tensor(1, 4), tensor(1, 3, 4).double()], ids=["shape", "type"])
+def test_gradients_that_do_not_fit_are_refused(update, grad):
+    inputs = {"g": grad, "lr": torch.tensor(0.1), "it": torch.tensor([0])}
+    given = {name: inputs[name] for name in update.input if name in inputs}
+    state = {name: tensor(2) for name in update.input if name not in inputs}
+    reason = "'g' should have one element" if list(update.input) == ["w", "g"] else r"f(32|64)\[(3,)?4\]"
+    with pytest.raises(GraphirError, match=rf"{update.type} cannot be translated: .*{reason}(.|\n)*operator 0"):
+        run([update], given, update.output[-1], state=state)
+
+
+@pytest.mark.parametrize(
+    "update, name",
+    [
+        (op("WeightedSum", "w lr w lr", "w"), "w"),
+        (op("WeightedSum", "w lr m lr", "m"), "m"),
+        (op("Adagrad", "w m m lr", "w m"), "m"),
+    ],
+    ids=str,
+)
+def test_an_update_of_what_is_another_operand_too_is_refused(update, name):
+    with pytest.raises(GraphirError, match=f"output '{name}' overwrites an input that is still read"):
+        run([update], {"lr": torch.tensor(0.1)}, "w", state={"w": tensor(1), "m": tensor(2)})
+
+
+def test_a_result_that_overwrites_what_is_still_read_is_refused():
+    adagrad = op("Adagrad", "w m g lr", "w m g")
+    with pytest.raises(GraphirError, match="'g' is read after an output overwrote it"):
+        run([adagrad], {"g": tensor(3), "lr": torch.tensor(0.1)}, "w", state={"w": tensor(1), "m": tensor(2)})
+
+
+def test_a_counter_that_is_no_input_is_refused():
+    with pytest.raises(GraphirError, match="the counter is no input"):
+        run([op("Iter", "", "it")], {}, "it")
+
+
+def test_periods_of_nothing_are_refused():
+    with pytest.raises(GraphirError, match="the periods are 0 and 0"):
+        run([op("LearningRate", "it", "lr", base_lr=0.1, policy="alter")], {"it": torch.tensor([0])}, "lr")

@@ -234,3 +234,88 @@ def test_a_tensor_is_needed_where_there_is_a_mutex():
 def test_only_programs_can_be_lowered():
     with pytest.raises(GraphirError, match="lower takes a Program, not Net"):
         caffe2.lower(trained().step)
+
+
+RESIZED = [op("ConstantFill", "", "lr", shape=[1], value=1.0), op("ConstantFill", "", "s", shape=[2], value=1.0)]
+
+
+def stepped(ops, init, names, steps=2):
+    """What blobs hold after each step, and the state in the end."""
+    lowered = caffe2.lower(program(ops, {}, init), outputs=names)
+    graphir.verify(lowered)
+    with Session(passes.emit(lowered), lowered.state) as session:
+        found = [{name: value.tolist() for name, value in session.step().items()} for _ in range(steps)]
+        return found, {name: value.tolist() for name, value in session.state_dict().items()}
+
+
+FILL = op("GivenTensorFill", "", "s", shape=[2], values=[5.0, 6.0])
+
+
+@pytest.mark.parametrize(
+    "update",
+    [[FILL], [op("GivenTensorFill", "", "t", shape=[2], values=[5.0, 6.0]), op("Copy", "t", "s")]],
+    ids=["filled", "copied"],
+)
+def test_state_that_is_given_known_numbers_keeps_them(update):
+    found, state = stepped([op("Relu", "s", "y"), *update], RESIZED[1:], ["y", "s"])
+    assert found == [{"y": [1, 1], "s": [5, 6]}, {"y": [5, 6], "s": [5, 6]}] and state == {"s": [5, 6]}
+
+
+def test_the_sizes_that_a_concat_tells_may_be_state():
+    init = [op("ConstantFill", "", "n", shape=[2], value=0, dtype=2), RESIZED[1]]
+    ops = [op("Copy", "n", "before"), op("Concat", "s s", "c n", axis=0)]
+    found, state = stepped(ops, init, ["before"])
+    assert found == [{"before": [0, 0]}, {"before": [2, 2]}] and state["n"] == [2, 2]
+
+
+def test_what_a_step_makes_before_it_reads_it_may_have_another_shape_in_init():
+    ops = [op("LearningRate", "it", "lr", base_lr=0.5, policy="fixed"), op("WeightedSum", "s lr", "s")]
+    init = [*RESIZED, op("ConstantFill", "", "it", shape=[1], value=0, dtype=10)]
+    found, state = stepped(ops, init, ["lr", "s"])
+    assert found == [{"lr": 0.5, "s": [0.5, 0.5]}, {"lr": 0.5, "s": [0.25, 0.25]}] and "lr" not in state
+
+
+def test_state_may_have_another_shape_within_a_step():
+    ops = [op("Scale", "s", "half", scale=0.5), op("Concat", "s s", "c info", axis=0), op("Copy", "c", "s")]
+    ops += [op("Relu", "s", "y"), op("Copy", "half", "s")]
+    found, state = stepped(ops, RESIZED[1:], ["y"])
+    assert found == [{"y": [1, 1, 1, 1]}, {"y": [0.5] * 4}] and state == {"s": [0.25, 0.25]}
+
+
+def test_state_whose_size_depends_on_values_is_refused():
+    init = [op("ConstantFill", "", "i", shape=[2], value=1, dtype=10)]
+    with pytest.raises(GraphirError, match="'i' lives from step to step, but its size depends on values"):
+        caffe2.lower(program([op("Unique", "i", "i")], {}, init))
+
+
+def test_state_and_outputs_that_are_no_mapping_and_no_names_are_refused():
+    with pytest.raises(GraphirError, match="state is of type list, not a mapping"):
+        caffe2.lower(trained(), state=[1])
+    with pytest.raises(GraphirError, match="outputs is 5, not a list of names"):
+        caffe2.lower(trained(), outputs=5)
+    with pytest.raises(GraphirError, match="outputs has 3, which is no name"):
+        caffe2.lower(trained(), outputs=[3])
+
+
+@pytest.mark.parametrize(
+    "each", [op("Flatten", "x", ""), op("Accuracy", "v i", "y"), op("StopGradient", "", "y")], ids=str
+)
+def test_whatever_a_translation_trips_over_is_named_with_its_place(each):
+    inputs = {"x": X, "v": torch.ones(3), "i": torch.ones(3).int()}
+    with pytest.raises(GraphirError, match=rf"{each.type} cannot be translated: (.|\n)*net 'step', operator 0"):
+        caffe2.lower(program([each], inputs))
+
+
+@pytest.mark.parametrize("joined", ["Sum", "NCCLReduce", "NCCLAllreduce"])
+def test_participants_of_other_shapes_are_refused(joined):
+    outputs = "a b" if joined == "NCCLAllreduce" else "a"
+    with pytest.raises(GraphirError, match=r"'b' is f32\[4,3\], but 'a' is f32\[3\]"):
+        caffe2.lower(program([op(joined, "a b", outputs)], {"a": torch.ones(3), "b": torch.ones(4, 3)}))
+
+
+def test_only_an_axis_that_is_given_can_be_added():
+    inputs = {"a": torch.randn(3, 4), "b": torch.randn(3, 4)}
+    ops = [op("Concat", "a b", "c info", add_axis=1), op("Split", "c info", "d e", add_axis=1)]
+    c, d, e = run(ops, inputs, "c d e")
+    assert torch.equal(c, torch.cat([inputs["a"], inputs["b"]], 1))
+    assert torch.equal(d, inputs["a"]) and torch.equal(e, inputs["b"])

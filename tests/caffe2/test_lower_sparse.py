@@ -198,3 +198,21 @@ def test_segments_need_a_number():
         run([op("UnsortedSegmentSum", "x s", "y")], inputs, "y")
     (y,) = run([op("UnsortedSegmentSum", "x s", "y", num_segments=5)], inputs, "y")
     close(y, torch.zeros(5, 3).index_add(0, inputs["s"], inputs["x"]))
+
+
+@pytest.mark.parametrize(
+    "each, name",
+    [
+        (op("Gather", "x f", "y"), "f"),
+        (op("BatchGather", "x f", "y"), "f"),
+        (op("SparseLengthsSum", "x i f", "y"), "f"),
+        (op("SparseLengthsIndicesInGradientSumGradient", "x f i", "y"), "f"),
+        (op("SparseLengthsIndicesInGradientSumGradient", "x ii i", "y"), "ii"),
+        (op("UnsortedSegmentSum", "x f", "y", num_segments=3), "f"),
+    ],
+    ids=lambda o: getattr(o, "type", o),
+)
+def test_indices_and_lengths_of_other_kinds_are_refused(each, name):
+    inputs = {"x": torch.ones(2, 3), "f": torch.ones(2), "i": torch.ones(2).long(), "ii": torch.ones(2, 1).int()}
+    with pytest.raises(GraphirError, match=rf"{each.type} cannot be translated: '{name}' is \w+\[2.*, not "):
+        caffe2.lower(program([each], {n: inputs[n] for n in each.input}))

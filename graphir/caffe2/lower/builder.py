@@ -21,7 +21,7 @@ from ...ir.operator import Arg, Operator, Symbol
 from ...ir.opset import effects_of, signature, to_symbol
 from ...ir.verify.infer import Geometry, infer, same_layout
 
-__all__ = ["ABSENT", "Absent", "Builder", "Known", "Operand", "Static", "Temporary", "Value"]
+__all__ = ["ABSENT", "FLOATING", "Absent", "Builder", "Known", "Operand", "Static", "Temporary", "Value"]
 
 
 class Value(NamedTuple):
@@ -143,13 +143,7 @@ class Builder:
         blob = self.blobs[name]
         if (blob.shape, blob.dtype) == (geometry.shape, geometry.dtype):
             return self._next(name, geometry)
-        if blob.role in ("param", "state", "buffer"):
-            before = Geometry(tuple(map(int, blob.shape or ())), str(blob.dtype))  # type: ignore[arg-type]  # no Affine
-            raise GraphirError(
-                f"{blob.role} {name!r} is {before} before the step and {geometry} after it",
-                fix="what lives from step to step keeps its shape and element type",
-            )
-        return self._new(self.fresh(name), geometry, device, blob.role)
+        return self._new(self.fresh(name), geometry, device, role)
 
     def _view(self, op: Operator, geometry: Geometry, source: Value) -> Value:
         base = self.blobs[source.name]
@@ -192,9 +186,11 @@ class Builder:
             The values that the type returns; after them the operands that it overwrites and does not return.
 
         Raises:
-            GraphirError: torch refuses the operands.
+            GraphirError: torch refuses the operands, one of them is overwritten already, or they have several
+                floating types.
         """
         flat, pattern = _arrange(operands)
+        self._check(flat)
         args = _without_defaults(type, args)
         count = len(signature(type).results) if results is None else results.count("t")
         effects = effects_of(type, args, pattern, len(flat), results, count)
@@ -255,6 +251,21 @@ class Builder:
             )
         return values
 
+    def _check(self, operands: Iterable[Value]) -> None:
+        for value in operands:
+            if value.version != self.versions[value.name]:
+                raise GraphirError(
+                    f"{value.name!r} is read after an output overwrote it", fix="give the output another name"
+                )
+        floating = dict.fromkeys(value.dtype for value in operands if value.dtype in FLOATING)
+        if len(floating) > 1:
+            raise GraphirError(
+                f"operands are of types {' and '.join(floating)}", fix="give inputs and state the same floating type"
+            )
+
+
+FLOATING: Final = ("bf16", "f16", "f32", "f64")
+"""Element types of floating-point numbers that torch computes with."""
 
 _CONTIGUOUS: Final = Symbol("contiguous_format")
 

@@ -17,7 +17,11 @@ __all__ = ()
 @translates("FC", "FCTransposed")
 def _fc(c: Call) -> None:
     """``Y = X W^T + b``, where X and W are seen as matrices."""
-    x, w, axis = c[0], c.rows(c[1], c.integer("axis_w", 1)), c.axis(c.integer("axis", 1), len(c[0].shape))
+    x, w, axis = (
+        c.floating(0),
+        c.rows(c.floating(1), c.integer("axis_w", 1)),
+        c.axis(c.integer("axis", 1), len(c[0].shape)),
+    )
     matrix = c.rows(x, axis)
     weight = w if c.op.type == "FCTransposed" else c.one("aten.t.default", [w])
     operands = [c.reshaped(c[2], (weight.shape[1],)), matrix, weight]
@@ -69,32 +73,35 @@ def _batch_matmul(c: Call) -> None:
 
 @translates("Relu")
 def _relu(c: Call) -> None:
-    c.one("aten.relu.default", [c[0]], {}, 0)
+    c.one("aten.relu.default", [c.floating(0)], {}, 0)
 
 
 @translates("Tanh")
 def _tanh(c: Call) -> None:
-    c.one("aten.tanh.default", [c[0]], {}, 0)
+    c.one("aten.tanh.default", [c.floating(0)], {}, 0)
 
 
 @translates("Sigmoid")
 def _sigmoid(c: Call) -> None:
-    c.one("aten.sigmoid.default", [c[0]], {}, 0)
+    c.one("aten.sigmoid.default", [c.floating(0)], {}, 0)
 
 
 @translates("ReluGradient")
 def _relu_gradient(c: Call) -> None:
     """From the result and its gradient, as those of tanh and sigmoid."""
+    c.alike(0, 1), c.floating(0)
     c.one("aten.threshold_backward.default", [c[1], c[0]], {"threshold": 0}, 0)
 
 
 @translates("TanhGradient")
 def _tanh_gradient(c: Call) -> None:
+    c.alike(0, 1), c.floating(0)
     c.one("aten.tanh_backward.default", [c[1], c[0]], {}, 0)
 
 
 @translates("SigmoidGradient")
 def _sigmoid_gradient(c: Call) -> None:
+    c.alike(0, 1), c.floating(0)
     c.one("aten.sigmoid_backward.default", [c[1], c[0]], {}, 0)
 
 
@@ -106,12 +113,10 @@ def _scale(c: Call) -> None:
 @translates("Sum")
 def _sum(c: Call) -> None:
     """From left to right."""
-    total = c[0]
+    total = c.alike(0, *range(1, c.count))
     if c.count == 1:
         c.one("aten.clone.default", [total], {}, 0)
     for i in range(1, c.count):
-        if c[i].shape != c[0].shape:
-            raise refuse(f"input {i} is {c[i].geometry}, but the first one {c[0].geometry}")
         total = c.one("aten.add.Tensor", [total, c[i]], {}, 0 if i == c.count - 1 else None)
 
 
@@ -121,12 +126,16 @@ def _aligned(c: Call, a: Value, b: Value) -> Value:
     With ``broadcast``, its dimensions are those of the first from ``axis`` on, or the last ones; otherwise they are
     matched from the back, as torch does.
     """
+    if a.dtype != b.dtype:
+        raise refuse(f"the operands are {a.geometry} and {b.geometry}", "give both the same element type")
     if not c.integer("broadcast"):
         return b
     rank = len(a.shape)
     axis = c.integer("axis", -1)
     if c.text("axis_str"):
-        axis = c.text("order", "NCHW").index(c.text("axis_str"))
+        axis = c.text("order", "NCHW").find(c.text("axis_str"))
+        if axis < 0:
+            raise refuse(f"argument 'axis_str' is {c.text('axis_str')!r}", f"one of {c.text('order', 'NCHW')!r}")
     if axis == -1:
         axis = rank - len(b.shape)
     after = rank - axis - len(b.shape)
@@ -151,7 +160,7 @@ def _add_gradient(c: Call) -> None:
     grad, a, b = c[0], c[1], c[2]
     operands = (a, _aligned(c, a, b))
     # What overwrites the gradient comes last.
-    for i in sorted((0, 1), key=lambda i: c.op.outputs[i] in c.op.inputs):
+    for i in sorted((0, 1), key=lambda i: c.output(i) in c.op.inputs):
         _reduced(c, grad, operands[i], (a.shape, b.shape)[i], i)
 
 

@@ -26,12 +26,12 @@ DATA_TYPES: Final[Mapping[int, str]] = {
 
 
 def _shape(c: Call) -> tuple[int, ...]:
-    """The shape argument, or that of the input, with further dimensions."""
+    """The shape argument, or that of the input, with further dimensions; a scalar's where there is neither."""
     shape = c.integers("shape")
     if not c.count:
-        if shape is None:
-            raise refuse("there is neither an input nor an argument 'shape'")
-        return shape
+        return shape or ()
+    if c.count > 1:
+        raise refuse(f"{c.count} inputs, of which {c.op.inputs[1]!r} is no shape", "give bounds as arguments")
     if c.integer("input_as_shape"):
         shape = c.static(0)
         if shape is None:
@@ -106,17 +106,24 @@ def _uniform_int(c: Call) -> None:
     c.one("aten.randint.low_generator", [], {"low": low, "high": high, "size": _shape(c), "dtype": Symbol("i32")}, 0)
 
 
+def _fan(shape: tuple[int, ...], dim: int) -> float:
+    """How many elements there are for each place along a dimension."""
+    if len(shape) <= dim or not prod(shape):
+        raise refuse(f"no deviation follows from the shape {list(shape)}")
+    return prod(shape) / shape[dim]
+
+
 @translates("XavierFill")
 def _xavier(c: Call) -> None:
     shape = _shape(c)
-    scale = sqrt(3.0 / (prod(shape) / shape[0]))
+    scale = sqrt(3.0 / _fan(shape, 0))
     _uniform(c, -scale, scale)
 
 
 @translates("MSRAFill")
 def _msra(c: Call) -> None:
     shape = _shape(c)
-    _gaussian(c, 0.0, sqrt(2.0 / (prod(shape) / shape[1])))
+    _gaussian(c, 0.0, sqrt(2.0 / _fan(shape, 1)))
 
 
 @translates("CreateMutex")

@@ -18,13 +18,10 @@ __all__ = ()
 _LEAST_PROBABILITY: Final = 1e-20
 """What probabilities are raised to before their logarithm is taken."""
 
-_LEAST_WEIGHT: Final = 2.0**-126
-"""The smallest normal float32: a divisor that makes 0 of the weighted sum where all weights are 0."""
-
 
 @translates("Softmax")
 def _softmax(c: Call) -> None:
-    x = c[0]
+    x = c.floating(0)
     matrix = c.rows(x, c.integer("axis", 1))
     _shaped(c, "aten._softmax.default", [matrix], {"dim": 1, "half_to_float": False}, x)
 
@@ -32,6 +29,7 @@ def _softmax(c: Call) -> None:
 @translates("SoftmaxGradient")
 def _softmax_gradient(c: Call) -> None:
     """From the result and its gradient."""
+    c.alike(0, 1), c.floating(0)
     axis = c.integer("axis", 1)
     operands = [c.rows(c[1], axis), c.rows(c[0], axis)]
     args = {"dim": 1, "input_dtype": Symbol(c[0].dtype)}
@@ -54,15 +52,22 @@ def _labels(c: Call, rows: int) -> Value:
     return c.reshaped(c.cast(labels, "i64"), (rows, 1))
 
 
+def _averaged(c: Call, total: Value, weight: Value, rows: int) -> Value:
+    """*total* by the sum of the weights, or with ``average_by_batch_size`` by the number of rows."""
+    if c.integer("average_by_batch_size"):
+        return c.one("aten.div.Scalar", [total], {"other": rows})
+    return c.one("aten.div.Tensor", [total, weight])
+
+
 @translates("SoftmaxWithLoss")
 def _softmax_with_loss(c: Call) -> None:
     """The probabilities, and the mean of the rows' losses, each by its weight if there are weights."""
-    x = c[0]
+    x = c.floating(0)
     matrix = c.rows(x, c.integer("axis", 1))
     rows, scale = matrix.shape[0], c.number("scale", 1.0)
     if c.integer("label_prob"):
         _shaped(c, "aten._softmax.default", [matrix], {"dim": 1, "half_to_float": False}, x)
-        probabilities = c.builder.known[c.op.outputs[0]]
+        probabilities = c.builder.known[c.output(0)]
         assert isinstance(probabilities, Value)
         least = c.one("aten.clamp_min.default", [c.reshaped(probabilities, matrix.shape)], {"min": _LEAST_PROBABILITY})
         product = c.one("aten.mul.Tensor", [c.one("aten.log.default", [least]), c.reshaped(c[1], matrix.shape)])
@@ -74,8 +79,9 @@ def _softmax_with_loss(c: Call) -> None:
     if c.count > 2:
         weights = c.reshaped(c[2], (rows, 1))
         total = c.one("aten.sum.default", [c.one("aten.mul.Tensor", [picked, weights])])
-        divisor = c.one("aten.clamp_min.default", [c.one("aten.sum.default", [weights])], {"min": _LEAST_WEIGHT})
-        mean = c.one("aten.div.Tensor", [total, divisor])
+        weight = c.one("aten.sum.default", [weights])
+        nothing = c.one("aten.eq.Scalar", [weight], {"other": 0})
+        mean = c.one("aten.masked_fill.Scalar", [_averaged(c, total, weight, rows), nothing], {"value": 0.0})
     else:
         mean = c.one("aten.mean.default", [picked])
     scaled = mean if scale == 1 else c.one("aten.mul.Scalar", [mean], {"other": scale})
@@ -97,10 +103,13 @@ def _softmax_with_loss_gradient(c: Call) -> None:
     if c.count > 4:
         weights = c.reshaped(c[2], (rows, 1))
         difference = c.one("aten.mul.Tensor", [difference, weights])
-        divisor = c.one("aten.clamp_min.default", [c.one("aten.sum.default", [weights])], {"min": _LEAST_WEIGHT})
-        factor = c.one("aten.div.Tensor", [c.one("aten.mul.Scalar", [grad], {"other": scale}), divisor])
+        weight = c.one("aten.sum.default", [weights])
+        factor = _averaged(c, c.one("aten.mul.Scalar", [grad], {"other": scale}), weight, rows)
+        # As in Caffe2, where weights sum up to nothing or less, it is the gradient of the sum.
+        unscaled = c.one("aten.le.Scalar", [weight], {"other": 0})
+        factor = c.one("aten.masked_fill.Scalar", [factor, unscaled], {"value": 1.0})
     else:
-        factor = c.one("aten.mul.Scalar", [grad], {"other": scale / rows})
+        factor = c.one("aten.mul.Scalar", [grad], {"other": scale / max(rows, 1)})
     _shaped(c, "aten.mul.Tensor", [difference, factor], {}, probabilities)
 
 
@@ -133,7 +142,7 @@ def _label_cross_entropy_gradient(c: Call) -> None:
 
 @translates("MakeTwoClass")
 def _make_two_class(c: Call) -> None:
-    x = c[0]
+    x = c.floating(0)
     other = c.one("aten.rsub.Scalar", [x], {"other": 1.0})
     c.one("aten.stack.default", [[other, x]], {"dim": len(x.shape)}, 0)
 
@@ -153,16 +162,15 @@ def _averaged_loss(c: Call) -> None:
 @translates("AveragedLossGradient")
 def _averaged_loss_gradient(c: Call) -> None:
     shape = c[0].shape
-    each = c.one("aten.mul.Scalar", [c.scalar(1)], {"other": 1.0 / prod(shape)})
+    each = c.one("aten.mul.Scalar", [c.scalar(1)], {"other": 1.0 / max(prod(shape), 1)})
     c.one("aten.expand_copy.default", [each], {"size": shape}, 0)
 
 
 @translates("SquaredL2Distance")
 def _squared_distance(c: Call) -> None:
     """Half the squared distance of each pair of rows."""
-    x, y = c[0], c[1]
-    rows = x.shape[0] if x.shape else 1
-    difference = c.reshaped(c.one("aten.sub.Tensor", [x, y]), (rows, prod(x.shape) // rows))
+    x, y = c.alike(0, 1), c[1]
+    difference = c.reshaped(c.one("aten.sub.Tensor", [x, y]), (prod(x.shape[:1]), prod(x.shape[1:])))
     square = c.one("aten.mul.Tensor", [difference, difference])
     c.one("aten.mul.Scalar", [c.one("aten.sum.dim_IntList", [square], {"dim": (1,)})], {"other": 0.5}, 0)
 
@@ -170,8 +178,10 @@ def _squared_distance(c: Call) -> None:
 @translates("SquaredL2DistanceGradient")
 def _squared_distance_gradient(c: Call) -> None:
     """Of both operands, from them and the gradient of each distance."""
-    x, y = c[0], c[1]
-    factor = c.reshaped(c[2], (c[2].shape[0],) + (1,) * (len(x.shape) - 1)) if x.shape else c.scalar(2)
+    x, y = c.alike(0, 1), c[1]
+    if prod(c[2].shape) != prod(x.shape[:1]):
+        raise refuse(f"{c.op.inputs[2]!r} is {c[2].geometry}, but {c.op.inputs[0]!r} is {x.geometry}")
+    factor = c.reshaped(c[2], x.shape[:1] + (1,) * (len(x.shape) - 1)) if x.shape else c.scalar(2)
     first = c.one("aten.mul.Tensor", [c.one("aten.sub.Tensor", [x, y]), factor], {}, 0)
     c.one("aten.neg.default", [first], {}, 1)
 

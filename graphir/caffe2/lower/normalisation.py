@@ -6,6 +6,8 @@ Sources: ``spatial_batch_norm_op.h`` (as of 2019, when running variances became 
 
 from __future__ import annotations
 
+from math import prod
+
 from ...ir.operator import Arg
 from .registry import Call, refuse, translates
 
@@ -33,6 +35,9 @@ def _batch_norm(c: Call) -> None:
         operands = [c[i] for i in range(5)]
         c.emit("aten.native_batch_norm.default", operands, args, [0], results="t__")
         return
+    shape = c[0].shape
+    if prod(shape[:1] + shape[2:]) < 2:
+        raise refuse(f"{c[0].geometry} has no two values in a channel, and so no variance")
     operands = [c[0], c[1], c[2], c.updated(3, 1), c.updated(4, 2)]
     values = c.emit("aten.native_batch_norm.default", operands, args, [0, 3, 4])
     c.bind(1, values[3])
@@ -48,15 +53,23 @@ def _batch_norm_gradient(c: Call) -> None:
     c.emit("aten.native_batch_norm_backward.default", operands, args, [0, 1, 2])
 
 
+def _ratio(c: Call) -> float:
+    """The share of elements that are dropped."""
+    ratio = c.number("ratio", 0.5)
+    if not 0 <= ratio < 1:
+        raise refuse(f"argument 'ratio' is {ratio}", "it is at least 0 and less than 1")
+    return ratio
+
+
 @translates("Dropout")
 def _dropout(c: Call) -> None:
     """The output and, in training, which elements were kept."""
     x = c[0]
     if c.integer("is_test"):
-        if c.op.inputs[0] != c.op.outputs[0]:
+        if c.op.inputs[0] != c.output(0):
             c.one("aten.clone.default", [x], {}, 0)
         return
-    ratio = c.number("ratio", 0.5)
+    ratio = _ratio(c)
     kept = c.one("aten.bernoulli.p", [x], {"p": 1.0 - ratio})
     mask = c.one("aten.gt.Scalar", [kept], {"other": 0}, 1)
     scaled = c.one("aten.mul.Scalar", [x], {"other": 1.0 / (1.0 - ratio)})
@@ -66,8 +79,9 @@ def _dropout(c: Call) -> None:
 @translates("DropoutGrad")
 def _dropout_gradient(c: Call) -> None:
     if c.integer("is_test"):
-        if c.op.inputs[0] != c.op.outputs[0]:
+        if c.op.inputs[0] != c.output(0):
             c.one("aten.clone.default", [c[0]], {}, 0)
         return
+    c.alike(0, 1, dtype=False)
     masked = c.one("aten.mul.Tensor", [c[0], c[1]])
-    c.one("aten.mul.Scalar", [masked], {"other": 1.0 / (1.0 - c.number("ratio", 0.5))}, 0)
+    c.one("aten.mul.Scalar", [masked], {"other": 1.0 / (1.0 - _ratio(c))}, 0)

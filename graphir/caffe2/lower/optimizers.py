@@ -7,7 +7,7 @@ Sources: ``momentum_sgd_op.h``, ``adagrad_op.h``, ``adam_op.h``, ``iter_op.h`` o
 from __future__ import annotations
 
 from .builder import Value
-from .registry import Call, translates
+from .registry import Call, refuse, translates
 
 __all__ = ()
 
@@ -24,6 +24,8 @@ def _atomic_iter(c: Call) -> None:
 
 
 def _count(c: Call, position: int) -> None:
+    if not c.count:
+        raise refuse("the counter is no input", "let it be input and output, and fill it in the init net")
     counter = c.updated(position, 0)
     device = c.builder.device(counter)
     c.bind(0, c.one("aten.add_.Scalar", [counter], {"other": 1}, device=device))
@@ -34,12 +36,12 @@ def _weighted_sum(c: Call) -> None:
     """``X0 * w0 + X1 * w1 + …``"""
     total = c.updated(0, 0)
 
-    def weight(position: int) -> Value:
-        return c[position] if total.shape else c.scalar(position)
-
-    total = c.one("aten.mul_.Tensor", [total, weight(1)])
+    if c.count % 2:
+        raise refuse(f"{c.count} inputs are not pairs of a tensor and its weight")
+    c.alike(0, *range(2, c.count, 2))
+    total = c.one("aten.mul_.Tensor", [total, c.scalar(1)])
     for i in range(2, c.count, 2):
-        total = c.one("aten.addcmul_.default", [total, c[i], weight(i + 1)])
+        total = c.one("aten.addcmul_.default", [total, c[i], c.scalar(i + 1)])
     c.bind(0, total)
 
 
@@ -51,6 +53,7 @@ def _momentum_sgd(c: Call) -> None:
     Nesterov's momentum ``(1 + momentum) m' - momentum m``.
     """
     momentum, nesterov = c.number("momentum"), c.integer("nesterov")
+    c.alike(0, 1, *[3] * (c.op.type == "MomentumSGDUpdate"))
     grad, buffer = c.one("aten.mul.Tensor", [c[0], c.scalar(2)]), c.updated(1, 1)
     before = c.one("aten.mul.Scalar", [buffer], {"other": momentum}) if nesterov else None
     buffer = c.one("aten.mul_.Scalar", [buffer], {"other": momentum})
@@ -73,6 +76,7 @@ def _adagrad(c: Call) -> None:
     The moment becomes ``h = decay h + g²``; the parameter grows by ``lr / (sqrt(h) + epsilon) g``. The effective
     learning rate and the growth are outputs 2 and 3, where they are wanted.
     """
+    c.alike(0, 1, 2)
     param, moment, grad, lr = c.updated(0, 0), c.updated(1, 1), c[2], c.scalar(3)
     decay, weight_decay = c.number("decay", 1.0), c.number("weight_decay")
     if weight_decay:
@@ -96,6 +100,7 @@ def _adam(c: Call) -> None:
     Unlike torch's, epsilon is added to the root of the second moment before its bias is corrected. Output 3, where it
     is wanted, is what the learning rate is multiplied by.
     """
+    c.alike(0, 1, 2, 3)
     beta1, beta2 = c.number("beta1", 0.9), c.number("beta2", 0.999)
     param, first, second, grad = c.updated(0, 0), c.updated(1, 1), c.updated(2, 2), c[3]
     first = c.one("aten.mul_.Scalar", [first], {"other": beta1})

@@ -6,7 +6,7 @@ kernel gives it to each.
 
 from __future__ import annotations
 
-from math import inf
+from math import inf, prod
 
 from ...ir.operator import Arg
 from .builder import Value
@@ -73,7 +73,10 @@ def _average(c: Call, w: Windows) -> tuple[dict[str, Arg], bool]:
             "pad as much on each side, and at most half of the kernel; or set count_include_pad",
         )
     inner = w if _direct(w) else w.unpadded()
-    return {**_args(inner), "count_include_pad": counted}, not _direct(w)
+    args: dict[str, Arg] = {**_args(inner), "count_include_pad": counted, "divisor_override": None}
+    if counted and w.ceil:
+        args["divisor_override"] = prod(w.kernel)  # torch counts no more than the padded image of the last windows
+    return args, not _direct(w)
 
 
 @translates("AveragePool")
@@ -87,7 +90,6 @@ def _average_pool(c: Call) -> None:
 def _average_pool_gradient(c: Call) -> None:
     x, grad, w = c[0], c[2], _image(c)
     args, pad = _average(c, w)
-    args["divisor_override"] = None
     if pad:
         operands = [grad, padded(c, x, w, 0.0)]
         unpadded(c, c.one("aten.avg_pool2d_backward.default", operands, args), w, 0)

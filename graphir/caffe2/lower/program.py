@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -59,15 +59,10 @@ def lower(
     """
     require(program, (Program,), "lower")
     _refuse_untranslated(program)
-    given = _given(program, state or {})
-    if isinstance(outputs, str):
-        raise GraphirError(f"outputs is {outputs!r}, not a list of names", fix=f"write outputs=[{outputs!r}]")
-    wanted = _default_outputs(program.step) if outputs is None else tuple(outputs)
+    given = _given(program, {} if state is None else state)
+    wanted = _default_outputs(program.step) if outputs is None else _names(outputs)
     first, filled = _run_init(program.init, given)
-    builder = Builder(program.step)
-    kept = _declare(builder, program.step, wanted, first, given)
-    _translate(builder)
-    _write_back(builder, kept)
+    builder, kept = _lower_step(program.step, wanted, first, given)
     names = _handed_back(builder, wanted if outputs is not None else _tensors(builder, wanted))
     tensors = _state(kept, given, filled) | builder.constants
     held = {name: builder.blobs[name] for name in builder.external if builder.blobs[name].role in STATE_ROLES}
@@ -121,6 +116,10 @@ def _many(number: int, thing: str) -> str:
 
 
 def _given(program: Program, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    if not isinstance(state, Mapping):
+        raise GraphirError(
+            f"state is of type {type(state).__name__}, not a mapping", fix="lower(program, state={name: tensor})"
+        )
     known = {**program.init.blobs, **program.step.blobs}
     for name, tensor in state.items():
         if name not in known:
@@ -133,6 +132,17 @@ def _given(program: Program, state: Mapping[str, torch.Tensor]) -> dict[str, tor
                 f"{name!r} in the state is of type {type(tensor).__name__}, not a tensor", fix="torch.from_numpy(array)"
             )
     return dict(state)
+
+
+def _names(outputs: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(outputs, str) or not isinstance(outputs, Iterable):
+        raise GraphirError(f"outputs is {outputs!r}, not a list of names", fix=f"write outputs=[{str(outputs)!r}]")
+    for name in (names := tuple(outputs)):
+        if not isinstance(name, str):
+            raise GraphirError(
+                f"outputs has {name!r}, which is no name", fix="give the names of blobs, prefixes included"
+            )
+    return names
 
 
 def _default_outputs(step: Net) -> tuple[str, ...]:
@@ -186,14 +196,34 @@ def _run_init(init: Net, given: Mapping[str, torch.Tensor]) -> tuple[dict[str, K
     return builder.known, tensors
 
 
+def _lower_step(
+    step: Net, wanted: Sequence[str], first: Mapping[str, Known], given: Mapping[str, torch.Tensor]
+) -> tuple[Builder, dict[str, Geometry]]:
+    """The step's torch operators, and what lives from step to step."""
+    fresh: set[str] = set()
+    read_first = _read_first(step)
+    while True:
+        builder = Builder(step)
+        kept = _declare(builder, step, wanted, first, given, fresh)
+        _translate(builder)
+        resized = [name for name in kept if _resized(builder.known[name], kept[name])]
+        _refuse_resized(builder, [name for name in resized if name in read_first], kept)
+        if not resized:
+            _write_back(builder, kept)
+            return builder, kept
+        # The step makes them before it reads them: no value of another step is needed.
+        fresh.update(resized)
+
+
 def _declare(
     builder: Builder,
     step: Net,
     wanted: Iterable[str],
     first: Mapping[str, Known],
     given: Mapping[str, torch.Tensor],
+    fresh: Collection[str],
 ) -> dict[str, Geometry]:
-    """Declare the step's external inputs; those that live from step to step, with their geometry."""
+    """Declare the step's external inputs other than *fresh*; those that live from step to step, with their geometry."""
     mutexes = _mutexes(step)
     used = {*step.read, *wanted}
     kept: dict[str, Geometry] = {}
@@ -203,7 +233,7 @@ def _declare(
         if name in mutexes or isinstance(before, Absent):
             builder.known[name] = ABSENT
             continue
-        if name not in used:
+        if name not in used or name in fresh:
             continue
         found = _geometry_of(given[name]) if name in given else _filled(before) or _geometry(blob)
         if found is None:
@@ -261,12 +291,43 @@ def _translate(builder: Builder) -> None:
         try:
             TRANSLATIONS[op.type](Call(op, builder))
         except GraphirError as e:
-            raise GraphirError(
-                f"{op.type} cannot be translated: {e.what}",
-                at=e.at or operator_text(op, net),
-                where=f"net {net.name!r}, operator {position}",
-                fix=e.fix,
-            ) from e
+            raise _located(f"{op.type} cannot be translated: {e.what}", net, position, e.fix, e.at) from e
+        except (ArithmeticError, LookupError, TypeError, ValueError) as e:
+            what = f"{op.type} cannot be translated: its operands or arguments make no sense ({e})"
+            raise _located(what, net, position, "compare them with the operator's documentation") from e
+
+
+def _located(what: str, net: Net, position: int, fix: str, at: str = "") -> GraphirError:
+    at = at or operator_text(net.ops[position], net)
+    return GraphirError(what, at=at, where=f"net {net.name!r}, operator {position}", fix=fix)
+
+
+def _read_first(net: Net) -> set[str]:
+    """Blobs that are read before they are made."""
+    made: set[str] = set()
+    found: set[str] = set()
+    for op in net.ops:
+        found.update([name for name in op.inputs if name not in made])
+        made.update(op.outputs)
+    return found
+
+
+def _resized(known: Known, before: Geometry) -> bool:
+    after = _filled(known)
+    return after is not None and (after.shape, after.dtype) != (before.shape, before.dtype)
+
+
+def _refuse_resized(builder: Builder, resized: Iterable[str], kept: Mapping[str, Geometry]) -> None:
+    net = builder.net
+    for name in resized:
+        position = max([i for i, op in enumerate(net.ops) if name in op.outputs])
+        raise _located(
+            f"{builder.blobs[name].role} {name!r} is {kept[name]} before the step and "
+            f"{_filled(builder.known[name])} after it",
+            net,
+            position,
+            "what lives from step to step keeps its shape and element type",
+        )
 
 
 def _write_back(builder: Builder, kept: Iterable[str]) -> None:
@@ -274,6 +335,14 @@ def _write_back(builder: Builder, kept: Iterable[str]) -> None:
     last = builder.net.ops[-1] if builder.net.ops else None
     for name in kept:
         found = builder.known[name]
+        if isinstance(found, Static):
+            found = builder.constant(name, found.tensor, builder.net.blobs[name].device)
+        if isinstance(found, Value) and found.padded:
+            raise GraphirError(
+                f"{name!r} lives from step to step, but its size depends on values",
+                where=f"net {builder.net.name!r}",
+                fix="let the step write another blob",
+            )
         if isinstance(found, Value) and found.name != name:
             assert last is not None
             device = builder.blobs[name].device

@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 from ...errors import GraphirError
 from ...ir.device import CPU, Device
 from ...ir.operator import Arg, Operator, Symbol
-from .builder import Absent, Builder, Known, Operand, Static, Target, Value
+from .builder import FLOATING, Absent, Builder, Known, Operand, Static, Target, Value
 
 __all__ = ["TRANSLATIONS", "Call", "Translation", "refuse", "translates"]
 
@@ -65,14 +65,50 @@ class Call:
             self.builder.known[name] = found
         return found
 
+    def floating(self, position: int) -> Value:
+        """The tensor at an input, of floating-point numbers."""
+        value = self[position]
+        if value.dtype not in FLOATING:
+            raise refuse(f"{self.op.inputs[position]!r} is {value.geometry}, not of floating-point numbers")
+        return value
+
+    def counts(self, position: int) -> Value:
+        """The tensor at an input, which may be padded: indices or lengths."""
+        value = self.padded(position)
+        if value.dtype not in ("i32", "i64"):
+            raise refuse(f"{self.op.inputs[position]!r} is {value.geometry}, not indices (int32 or int64)")
+        return value
+
     def static(self, position: int) -> tuple[int, ...] | None:
         """The numbers at an input, where they are known."""
         found = self.known(position)
         return tuple([int(n) for n in found.tensor.tolist()]) if isinstance(found, Static) else None
 
+    def alike(self, first: int, *others: int, dtype: bool = True) -> Value:
+        """The tensor at an input, of whose shape and element type others have to be: torch would repeat or convert
+        them.
+
+        Args:
+            first, others: the inputs.
+            dtype: whether element types are compared too.
+        """
+        value = self[first]
+        for position in others:
+            other = self[position]
+            if other.shape != value.shape or (dtype and other.dtype != value.dtype):
+                one, two = self.op.inputs[position], self.op.inputs[first]
+                raise refuse(f"{one!r} is {other.geometry}, but {two!r} is {value.geometry}", "give both the same one")
+        return value
+
+    def output(self, position: int) -> str:
+        """The name of an output."""
+        if position >= len(self.op.outputs):
+            raise refuse(f"{self.op.type} needs at least {position + 1} outputs, {len(self.op.outputs)} given")
+        return self.op.outputs[position]
+
     def home(self, output: int) -> Device:
         """Where an output's blob lives."""
-        return self.builder.net.blobs[self.op.outputs[output]].device
+        return self.builder.net.blobs[self.output(output)].device
 
     # -- arguments
 
@@ -118,7 +154,7 @@ class Call:
             type, operands, args, results, device: as there.
             out: for each returned tensor, the output that it becomes; None for a value on the way.
         """
-        targets = [self.op.outputs[target] if isinstance(target, int) else target for target in out]
+        targets = [self.output(target) if isinstance(target, int) else target for target in out]
         values = self.builder.emit(type, operands, args or {}, self.op, targets, results=results, device=device)
         for target, value in zip(out, values, strict=False):
             if isinstance(target, int):
@@ -139,13 +175,19 @@ class Call:
 
     def bind(self, output: int, known: Known) -> None:
         """Say what an output is from now on."""
-        self.builder.known[self.op.outputs[output]] = known
+        self.builder.known[self.output(output)] = known
 
     def updated(self, source: int, output: int) -> Value:
         """The value that is overwritten so as to become an output: an input itself where the operator works in place,
-        else a copy of it."""
-        value = self[source]
-        in_place = self.op.inputs[source] == self.op.outputs[output]
+        else a copy of it.
+
+        Raises:
+            GraphirError: the output overwrites another input, which the operator still reads.
+        """
+        value, name = self[source], self.output(output)
+        if name in self.op.inputs[:source] + self.op.inputs[source + 1 :]:
+            raise refuse(f"output {name!r} overwrites an input that is still read", "give the output another name")
+        in_place = self.op.inputs[source] == name
         if in_place and self.builder.blobs[value.name].role != "constant":
             return value
         return self.one("aten.clone.default", [value], {}, output)

@@ -77,6 +77,8 @@ def _positive(c: Call, name: str) -> int:
 
 def _alter(c: Call, s: _Schedule) -> Value:
     active, inactive, first = c.integer("active_period"), c.integer("inactive_period"), c.integer("active_first", 1)
+    if active < 0 or inactive < 0 or not active + inactive:
+        raise refuse(f"the periods are {active} and {inactive}", "give 'active_period' and 'inactive_period'")
     place = s.op("remainder.Scalar", s.iteration, other=active + inactive)
     early = s.op("lt.Scalar", place, other=active if first else inactive)
     one, none = s.constant(1.0), s.constant(0.0)

@@ -11,7 +11,7 @@ from math import prod
 import torch
 
 from ...ir.operator import Arg
-from .builder import Static
+from .builder import Static, Value
 from .registry import Call, refuse, translates
 
 __all__ = ()
@@ -21,13 +21,18 @@ def _axis(c: Call, rank: int) -> int:
     """The axis argument, or the channels' place."""
     if "axis" in c.op.args:
         return c.axis(c.integer("axis", -1), rank)
-    return 3 if c.text("order") == "NHWC" else 1
+    return c.axis(3 if c.text("order") == "NHWC" else 1, rank)
+
+
+def _adds_axis(c: Call) -> bool:
+    """Whether there is a new dimension: only where ``axis`` says which one."""
+    return "axis" in c.op.args and bool(c.integer("add_axis"))
 
 
 @translates("Concat")
 def _concat(c: Call) -> None:
     values = [c[i] for i in range(c.count)]
-    if c.integer("add_axis"):
+    if _adds_axis(c):
         axis = c.axis(c.integer("axis", -1), len(values[0].shape) + 1)
         sizes = [1] * len(values)
         c.one("aten.stack.default", [values], {"dim": axis}, 0)
@@ -55,7 +60,7 @@ def _split(c: Call) -> None:
     if len(sizes) != parts or sum(sizes) != x.shape[axis]:
         raise refuse(f"sizes {list(sizes)} do not split {x.shape[axis]} rows into {parts}")
     pattern = f"[{'t' * parts}]"
-    if c.integer("add_axis"):
+    if _adds_axis(c):
         c.emit("aten.unbind_copy.int", [x], {"dim": axis}, range(parts), results=pattern)
     else:
         args: dict[str, Arg] = {"split_sizes": sizes, "dim": axis}
@@ -76,7 +81,7 @@ def _resize_like(c: Call) -> None:
 
 @translates("StopGradient")
 def _stop_gradient(c: Call) -> None:
-    if c.op.inputs[0] != c.op.outputs[0]:
+    if c.op.inputs[0] != c.output(0):
         c.one("aten.clone.default", [c[0]], {}, 0)
 
 
@@ -93,8 +98,13 @@ def _batch_gather(c: Call) -> None:
     _select(c, 1, (data.shape[0], *index.shape, *data.shape[2:]))
 
 
+def _index(c: Call) -> Value:
+    c.counts(1)
+    return c[1]
+
+
 def _select(c: Call, axis: int, shape: tuple[int, ...]) -> None:
-    index = c.reshaped(c[1], (prod(c[1].shape),))
+    index = c.reshaped(_index(c), (prod(c[1].shape),))
     if len(c[1].shape) == 1:
         c.one("aten.index_select.default", [c[0], index], {"dim": axis}, 0)
     else:
@@ -104,7 +114,7 @@ def _select(c: Call, axis: int, shape: tuple[int, ...]) -> None:
 @translates("BatchGatherGradient")
 def _batch_gather_gradient(c: Call) -> None:
     """From the data (for its shape), the indices and the gradient."""
-    data, index, grad = c[0], c.reshaped(c[1], (prod(c[1].shape),)), c[2]
+    data, index, grad = c.floating(0), c.reshaped(_index(c), (prod(c[1].shape),)), c.floating(2)
     grad = c.reshaped(grad, (data.shape[0], index.shape[0], *data.shape[2:]))
     zeros = c.full(data.shape, 0.0)
     c.one("aten.index_add.default", [zeros, index, grad], {"dim": 1}, 0)

@@ -21,10 +21,16 @@ __all__ = ()
 
 def _indices(c: Call, position: int) -> Value:
     """The indices at an input, in a row."""
-    found = c.padded(position)
-    if found.dtype not in ("i32", "i64"):
-        raise refuse(f"{c.op.inputs[position]!r} is {found.geometry}, not indices (int32 or int64)")
+    found = c.counts(position)
     return c.reshaped(found, (prod(found.shape),))
+
+
+def _lengths(c: Call, position: int) -> Value:
+    """How many rows each segment has."""
+    found = c.counts(position)
+    if found.padded or len(found.shape) != 1:
+        raise refuse(f"{c.op.inputs[position]!r} is {found.geometry}, not a row of lengths")
+    return found
 
 
 def _segments(c: Call, lengths: Value, total: int) -> Value:
@@ -35,7 +41,7 @@ def _segments(c: Call, lengths: Value, total: int) -> Value:
 @translates("SparseLengthsSum")
 def _sparse_lengths_sum(c: Call) -> None:
     """From data, indices and lengths: for each length, the sum of the rows that so many of the indices name."""
-    data, index, lengths = c[0], _indices(c, 1), c[2]
+    data, index, lengths = c.floating(0), _indices(c, 1), _lengths(c, 2)
     rows = c.one("aten.index_select.default", [data, index], {"dim": 0})
     segments = _segments(c, lengths, index.shape[0])
     zeros = c.full((lengths.shape[0], *data.shape[1:]), 0.0)
@@ -45,7 +51,7 @@ def _sparse_lengths_sum(c: Call) -> None:
 @translates("SparseLengthsIndicesInGradientSumGradient")
 def _sparse_lengths_sum_gradient(c: Call) -> None:
     """From the gradient of the sums, lengths and indices: the gradient of each row that was read."""
-    segments = _segments(c, c[1], prod(c[2].shape))
+    segments = _segments(c, _lengths(c, 1), prod(c[2].shape))
     c.one("aten.index_select.default", [c[0], segments], {"dim": 0}, 0)
 
 
@@ -65,7 +71,7 @@ def _unique(c: Call) -> None:
         differs = c.cast(c.one("aten.ne.Tensor", [right, left]), "i64")
         starts = c.one("aten.cat.default", [[starts, differs]])
     places = c.one("aten.cumsum.default", [starts], {"dim": 0})
-    out = None if c.op.inputs[0] == c.op.outputs[0] else 0
+    out = None if c.op.inputs[0] == c.output(0) else 0
     unique = c.one("aten.scatter.src", [ordered, places, ordered], {"dim": 0}, out)
     c.bind(0, unique._replace(padded=True))
     if len(c.op.outputs) > 1:
@@ -77,6 +83,7 @@ def _unique(c: Call) -> None:
 @translates("UnsortedSegmentSum")
 def _unsorted_segment_sum(c: Call) -> None:
     """From rows and the segment of each: the sum of each segment."""
+    c.counts(1)
     data, segments, count = c[0], c[1], c.integer("num_segments", -1)
     if count < 0 and not segments.remapping:
         raise refuse(

@@ -16,7 +16,7 @@ __all__ = ()
 @translates(*sorted(COPIES), "CopyOnDeviceLike")
 def _copy(c: Call) -> None:
     """To where the output's blob lives."""
-    if c.op.inputs[0] == c.op.outputs[0]:
+    if c.op.inputs[0] == c.output(0):
         return
     known = c.known(0)
     if not isinstance(known, Value):
@@ -28,6 +28,7 @@ def _copy(c: Call) -> None:
 
 @translates("NCCLAllreduce")
 def _all_reduce(c: Call) -> None:
+    c.alike(0, *range(1, c.count))
     values, outputs = [c[i] for i in range(c.count)], c.op.outputs
     if len(outputs) != len(values):
         raise refuse(f"{len(values)} participants have {len(outputs)} results")
@@ -52,7 +53,7 @@ def _broadcast(c: Call) -> None:
 @translates("NCCLReduce")
 def _reduce(c: Call) -> None:
     root = c.integer("root")
-    device = c.builder.device(c[root])
+    device = c.builder.device(c.alike(root, *range(c.count)))
     total: Value | None = None
     for i in range(c.count):
         value = c[i] if c.builder.device(c[i]) == device else c.emit("Copy", [c[i]], device=device)[0]

@@ -62,6 +62,8 @@ def windows(c: Call, image: Sequence[int]) -> Windows:
         raise refuse("a positive kernel size is needed")
     stride, dilation = _each(c, "stride", rank, 1), _each(c, "dilation", rank, 1)
     assert stride is not None and dilation is not None
+    if not all(n > 0 for n in stride + dilation):
+        raise refuse(f"stride {list(stride)} and dilation {list(dilation)} are not all positive")
     legacy = c.integer("legacy_pad")
     if legacy == _SAME:
         head, tail = _same(image, kernel, stride)
