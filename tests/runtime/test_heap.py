@@ -9,11 +9,10 @@ from graphir.runtime.heap import keep_heap
 
 STEPS = """
 import resource
-import sys
 import torch
 from graphir.runtime.heap import keep_heap
 
-held = keep_heap(100 * 2**20) if sys.argv[1] == "kept" else None
+held = keep_heap(100 * 2**20)
 
 def step():
     made = torch.ones(2**18)
@@ -33,14 +32,11 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def faults(how):
-    done = subprocess.run([sys.executable, "-c", STEPS, how], capture_output=True, text=True, check=True)
-    return int(done.stdout)
-
-
 @pytest.mark.skipif(keep_heap(0) is None, reason="the C library is not glibc")
 def test_page_faults_stop():
     environment = [name for name in os.environ if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES"]
     if environment:
         pytest.skip(f"{', '.join(environment)} set how the heap shrinks")
-    assert faults("kept") * 10 < faults("dropped")
+    done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, check=True)
+    # A step makes 49 MiB. Ten steps have tens of thousands of faults without the kept memory, unless chance pins it.
+    assert int(done.stdout) < 1000
