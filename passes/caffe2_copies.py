@@ -89,11 +89,13 @@ def _memory(device: Device) -> Device:
 
 @cache
 def _on_host(device: Device) -> bool:
+    """``device.is_host``, which the sweep asks of every copy."""
     return device.is_host
 
 
 @cache
 def _suffix(device: Device) -> str:
+    """What the name of a copy on *device* ends in."""
     return "cpu" if device.is_host else f"gpu_{device.index}"
 
 
@@ -109,8 +111,8 @@ class Injection:
         unread: names whose present value was not made at home, and nobody has read.
         copies: by name and memory, the blob that copies of it are made to.
         remap: the copies that earlier nets made of what this one does not write.
-        claimed: of what each copy is that earlier nets made, and where; None if that is not known.
         inherited: the same by name and memory.
+        claimed: of what each copy is that earlier nets made, and where; None if that is not known.
     """
 
     def __init__(

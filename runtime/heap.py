@@ -1,7 +1,7 @@
 """Keep the memory of a step from going back to the operating system between steps.
 
 glibc gives the free top of its heap back. A step frees nearly all that it made, in about the reverse order, so the next
-one has the same pages mapped again, one page fault each: a tenth of the time of a small convolutional net. One block
+one has the same pages mapped again, one page fault each, which a small convolutional net feels. One block
 that stays, above as much free memory as a step needs, keeps that memory in the process. The space below it is reserved
 but not touched: it costs addresses, and bytes only once a step has used them.
 """

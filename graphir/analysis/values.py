@@ -170,13 +170,16 @@ class _Run:
         self.replicas = {prefix: r for r, prefix in enumerate(program.replicas)}
         self.blobs: Mapping[str, Blob] = {}
         self.geometries: dict[str, int] = {}
+        self.declared: dict[int, tuple[Mapping[str, Blob], dict[str, int]]] = {}
         self.operators: dict[int, tuple[_Operator, ...]] = {}
 
     def net(self, net: Net, step: int) -> None:
-        blobs, roots, table = _blobs(net), self.roots, self.table
-        if blobs is not self.blobs:
-            self.blobs = blobs
-            self.geometries = {name: table.number(_geometry(blob)) for name, blob in blobs.items()}
+        roots, table = self.roots, self.table
+        if id(net) not in self.declared:
+            blobs = _blobs(net)
+            geometries = {name: table.number(_geometry(blob)) for name, blob in blobs.items()}
+            self.declared[id(net)] = blobs, geometries
+        blobs, _ = self.blobs, self.geometries = self.declared[id(net)]
         for name in net.external_inputs:
             storage = blobs[name].storage
             if blobs[name].role == "input" or storage not in roots:

@@ -15,6 +15,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "caffe2")]
 
 import cases
 from test_inject import chained, copies, injected, without_copies_for_copies
+from test_memonger import bytes_of, high_water, program_of
 
 import graphir
 from graphir import Program, caffe2, passes
@@ -99,9 +100,23 @@ def inject_rows() -> Iterator[str]:
         yield f"| {case.name} | {its} | {mine} | {wrong or ('the same' if same else 'right, with copies to spare')} |"
 
 
+def memory_rows() -> Iterator[str]:
+    """One row for each net that memonger planned."""
+    yield "| net | bytes before | memonger's best | `share_storage` | high water, freed when used | at last use |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: |"
+    for case in cases.cases("memonger"):
+        results, program = case.record["results"], program_of(case)
+        best = min(result["after"]["bytes"] for result in results.values())
+        ours = bytes_of(passes.share_storage(program))
+        recorded = results["release_blobs_when_used"]["estimate_after"]["highwater_bytes"]
+        figures = bytes_of(program), best, ours, recorded, high_water(program, "last use")
+        yield f"| {case.name} | {' | '.join(f'{figure:,}' for figure in figures)} |"
+
+
 def main() -> None:
+    """Replace what stands between the markers of each table."""
     page = PAGE.read_text(encoding="utf-8")
-    for name, rows in (("shift", shift_rows()), ("inject", inject_rows())):
+    for name, rows in (("memory", memory_rows()), ("shift", shift_rows()), ("inject", inject_rows())):
         begin, end = f"<!-- {name} -->", f"<!-- end {name} -->"
         head, rest = page.split(begin, 1)
         page = head + begin + "\n" + "\n".join(rows) + "\n" + end + rest.split(end, 1)[1]
