@@ -191,6 +191,7 @@ class _Statements:
         self.handover = handover
         self.net = setting.plan.step
         self.updates: list[tuple[int, Operator]] = []
+        self.updated: set[str] = set()
         self.freed: list[tuple[int, Instruction]] = []
 
     def add(self, position: int, instruction: Instruction) -> None:
@@ -203,6 +204,7 @@ class _Statements:
             if self.updates and not self.joins(op):
                 self.flush()
             self.updates.append((position, op))
+            self.updated.update([self.net.blobs[name].storage for name in op.outputs])
         elif instruction.kind == "free" and self.updates:
             self.freed.append((position, instruction))
         else:
@@ -212,6 +214,7 @@ class _Statements:
     def flush(self) -> None:
         """Write what is held back."""
         updates, freed, self.updates, self.freed = self.updates, self.freed, [], []
+        self.updated.clear()
         if updates:
             self.writer.line(updates[0][0], self.update([op for _, op in updates]))
         for position, instruction in freed:
@@ -221,12 +224,11 @@ class _Statements:
         """Whether an update can be made in one call with those held back."""
         first = self.updates[0][1]
         blobs = self.net.blobs
-        written = {blobs[name].storage for _, other in self.updates for name in other.outputs}
         return (
             (op.type, op.args, op.operands, op.device) == (first.type, first.args, first.operands, first.device)
             and [blobs[name].dtype for name in op.inputs] == [blobs[name].dtype for name in first.inputs]
             and list(op.reads)[-1] == list(first.reads)[-1]
-            and not any(blobs[name].storage in written for name in op.inputs)
+            and not any(blobs[name].storage in self.updated for name in op.inputs)
         )
 
     def update(self, ops: Sequence[Operator]) -> list[str]:
