@@ -227,9 +227,14 @@ class _Statements:
         return (
             (op.type, op.args, op.operands, op.device) == (first.type, first.args, first.operands, first.device)
             and [blobs[name].dtype for name in op.inputs] == [blobs[name].dtype for name in first.inputs]
-            and list(op.reads)[-1] == list(first.reads)[-1]
+            and self.shared(op) == self.shared(first)
             and not any(blobs[name].storage in self.updated for name in op.inputs)
         )
+
+    def shared(self, op: Operator) -> list[tuple[str, int]]:
+        """What updates made in one call share: their learning rate, and what says whether to skip them."""
+        reads = list(op.reads)
+        return [reads[operand.position] for operand in arrange(op).positional[-2:] if isinstance(operand, Operand)]
 
     def update(self, ops: Sequence[Operator]) -> list[str]:
         """One call of an optimizer's kernel for updates with the same options and learning rate."""
@@ -241,9 +246,10 @@ class _Statements:
         options: dict[str, Any] = {name: evaluate(arg, {}) for name, arg in ops[0].args.items()}
         key = repr((ops[0].type, sorted(options.items())))
         kernel = self.writer.bind(KERNELS[ops[0].type](**options), "c", key)
-        *tensors, rates = zip(*given, strict=True)
+        *tensors, rates, found_infs = zip(*given, strict=True)
         lists = [f"[{', '.join(items)}]" for items in tensors]
-        return [f"{kernel}({', '.join([*lists, rates[0]])})"]
+        skipped = "" if found_infs[0] == "None" else f"{found_infs[0]}.item() or "
+        return [f"{skipped}{kernel}({', '.join([*lists, rates[0]])})"]
 
     def overwrite(self, op: Operator) -> None:
         """What an operator overwrites keeps its variable."""

@@ -194,8 +194,8 @@ def invoke(op: Operator, call: Call, inputs: Sequence[Any], setting: Setting, di
         return view(*positional)
     if op.type in KERNELS:
         update = KERNELS[op.type](**{name: evaluate(arg, dims) for name, arg in op.args.items()})
-        *tensors, rate = positional
-        return update(*[[tensor] for tensor in tensors], rate)
+        *tensors, rate, found_inf = positional
+        return None if found_inf is not None and found_inf.item() else update(*[[t] for t in tensors], rate)
     return overload(op.type)(*positional, **{name: value(argument) for name, argument in call.keyword})
 
 

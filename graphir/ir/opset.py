@@ -27,18 +27,19 @@ OWN: Final[Mapping[str, str]] = {
     "AllReduce": "AllReduce(Tensor[] inputs, *, str reduction='sum', SymInt[] shares=[]) -> Tensor[]",
     "graphir.load": "load(*, str key) -> Tensor",
     "graphir.sgd": (
-        "sgd(Tensor(a!) param, Tensor grad, Tensor(b!)? momentum_buffer, Tensor lr, *, str form='for_loop', "
+        "sgd(Tensor(a!) param, Tensor grad, Tensor(b!)? momentum_buffer, Tensor lr, "
+        "Tensor? found_inf=None, *, str form='for_loop', "
         "float momentum=0., float weight_decay=0., bool nesterov=False, bool maximize=False) -> ()"
     ),
     "graphir.adam": (
         "adam(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? max_exp_avg_sq, "
-        "Tensor(e!) step, Tensor lr, *, str form='for_loop', float beta1=0.9, float beta2=0.999, float eps=1e-08, "
-        "float weight_decay=0., bool maximize=False) -> ()"
+        "Tensor(e!) step, Tensor lr, Tensor? found_inf=None, *, str form='for_loop', float beta1=0.9, "
+        "float beta2=0.999, float eps=1e-08, float weight_decay=0., bool maximize=False) -> ()"
     ),
     "graphir.adamw": (
         "adamw(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? max_exp_avg_sq, "
-        "Tensor(e!) step, Tensor lr, *, str form='for_loop', float beta1=0.9, float beta2=0.999, float eps=1e-08, "
-        "float weight_decay=0., bool maximize=False) -> ()"
+        "Tensor(e!) step, Tensor lr, Tensor? found_inf=None, *, str form='for_loop', float beta1=0.9, "
+        "float beta2=0.999, float eps=1e-08, float weight_decay=0., bool maximize=False) -> ()"
     ),
 }
 """graphir's own types.
@@ -46,7 +47,8 @@ OWN: Final[Mapping[str, str]] = {
 ``Copy`` brings a blob to its device, strides kept. ``AllReduce`` gives every participant the sum of all inputs, added
 in participant order; with ``reduction="mean"`` input r is first scaled by ``shares[r] * n / sum(shares)`` (not at all
 where the shares are equal) and the sum divided by n. ``graphir.load`` reads ``program.state[key]``. The optimizers
-update one parameter in place, as ``torch.optim`` does in its ``fused`` or its ``for_loop`` form.
+update one parameter in place, as ``torch.optim`` does in its ``fused`` or its ``for_loop`` form; where ``found_inf``
+is given and not zero they leave parameter and state as they are, as ``GradScaler.step`` does.
 """
 
 
