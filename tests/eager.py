@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import graphir
 
@@ -20,7 +22,7 @@ class ShareByShare:
     the plain mean where the shares are equal: what ``AllReduce`` says it does, written independently of it.
     """
 
-    def __init__(self, model: nn.Module, loss: Callable[..., Tensor], optimizer: MakeOptimizer, replicas: int) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[..., Any], optimizer: MakeOptimizer, replicas: int) -> None:
         self.loss = loss
         self.models = [copy.deepcopy(model) for _ in range(replicas)]
         self.optimizers = [optimizer(model) for model in self.models]
@@ -28,22 +30,34 @@ class ShareByShare:
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         n = len(self.models)
-        xs, ys = x.chunk(n), y.chunk(n)
+        return self.step_on([((x,), (y,), {}) for x, y in zip(x.chunk(n), y.chunk(n), strict=True)])
+
+    def step_on(self, shares: Sequence[tuple[tuple[Any, ...], tuple[Any, ...], Mapping[str, Any]]]) -> Tensor:
+        """A step on each replica's inputs, targets and keyword arguments; the first tensor's length is its share."""
         losses, gradients = [], []
-        for replica, model in enumerate(self.models):
+        for replica, (model, (inputs, targets, kwargs)) in enumerate(zip(self.models, shares, strict=True)):
             params = list(model.parameters())
             with graphir.seeded(self.steps_done, replica):
-                loss = self.loss(model(xs[replica]), ys[replica])
-                gradients.append(torch.autograd.grad(loss, params))
+                loss = total_loss(self.loss(model(*inputs, **kwargs), *targets))
+                gradients.append(torch.autograd.grad(loss, params, allow_unused=True))
             losses.append(loss.detach())
-        shares = [len(share) for share in xs]
+        sizes = [len(next(t for t in pytree.tree_leaves(share) if isinstance(t, Tensor))) for share in shares]
         for i, values in enumerate(zip(*gradients, strict=True)):
             for model in self.models:
-                list(model.parameters())[i].grad = weighted_mean(values, shares).clone()
+                mean = None if values[0] is None else weighted_mean(values, sizes).clone()
+                list(model.parameters())[i].grad = mean
         for optimizer in self.optimizers:
             optimizer.step()
         self.steps_done += 1
-        return weighted_mean(losses, shares)
+        return weighted_mean(losses, sizes)
+
+
+def total_loss(loss: Tensor | dict[str, Tensor]) -> Tensor:
+    """A loss, or the sum of several in their order."""
+    if isinstance(loss, Tensor):
+        return loss
+    first, *rest = loss.values()
+    return sum(rest, start=first)
 
 
 def weighted_mean(values: Sequence[Tensor], shares: Sequence[int]) -> Tensor:

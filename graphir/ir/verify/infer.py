@@ -78,6 +78,9 @@ _BATCH_NORM: Final = frozenset(
 """Types whose outputs but the first, the saved statistics, are empty in evaluation on some backends and not on
 others."""
 
+_EMBEDDING_BAG: Final = frozenset({"aten._embedding_bag.default", "aten._embedding_bag_forward_only.default"})
+"""Types whose outputs but the first, kept for the backward, have shapes of the backend's choice."""
+
 
 def geometry(blob: Blob, dims: Dims) -> Geometry | None:
     """The blob's geometry under *dims*; None where its shape or type is not known.
@@ -186,7 +189,7 @@ def _infer(op: Operator, inputs: Inputs, args: Mapping[str, Arg]) -> Inferred:
     for output, source in effects.writes:
         if output >= len(returned):
             outputs[output] = known[source]
-    if op.type in _BATCH_NORM and not args.get("training"):
+    if op.type in _EMBEDDING_BAG or (op.type in _BATCH_NORM and not args.get("training")):
         outputs[1:] = [None] * (len(outputs) - 1)
     return Inferred(tuple(outputs), effects, loose=op.type in _BACKEND_STRIDES)
 

@@ -68,6 +68,12 @@ def test_overwritten_operands_keep_their_geometry() -> None:
     assert outputs == (image, channel, channel, channel, channel)
 
 
+def test_what_an_embedding_bag_keeps_for_its_backward_is_the_backends_choice() -> None:
+    table, lookups, offsets = Geometry((20, 8), "f32"), Geometry((12,), "i64"), Geometry((4,), "i64")
+    outputs = call("aten._embedding_bag.default", [table, lookups, offsets], 4).outputs
+    assert outputs == (Geometry((4, 8), "f32"), None, None, None)
+
+
 def test_own_operators() -> None:
     strided = Geometry((3, 2), "f32", (1, 3), 5)
     assert call("Copy", [strided]).outputs == (strided._replace(offset=0),)

@@ -1,0 +1,150 @@
+"""Every model of the zoo trains as in eager PyTorch, bit for bit: captured once, run at two batch sizes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from eager import ShareByShare, assert_same_bits, total_loss
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from zoo_rows import Batch, Row
+from zoo_text import TEXT
+from zoo_vision import VISION
+from zoo_written import WRITTEN
+
+import graphir
+from graphir import passes, runtime
+from graphir.ir.program import Program
+
+ROWS: dict[str, Row] = {**WRITTEN, **VISION, **TEXT}
+
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-4),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
+}
+"""The for-loop form of torch, and the fused one."""
+
+SPREAD = ("resnet18", "dlrm", "vae")
+"""Rows that are run on replicas, too."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Kernels this small gain nothing from threads, and lose much where tests run in parallel."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def model_of(row: Row) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return row.model().train()
+
+
+def batch_of(row: Row, size: int, step: int) -> Batch:
+    """The data of a step."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(100 + step)
+        return row.data(size)
+
+
+def captured(row: Row, model: nn.Module, optimizer: torch.optim.Optimizer) -> Program:
+    """The row's program, whose sizes follow the batch unless the row says otherwise, with gradients handed back."""
+    batch = batch_of(row, row.size, 0)
+    program = graphir.capture(
+        model,
+        batch.inputs,
+        kwargs=batch.kwargs,
+        targets=batch.targets,
+        loss=row.loss,
+        optimizer=optimizer,
+        batch_dims=row.batch_dims,
+    )
+    assert (row.fixed and row.fixed in program.fixed) or row.fixed == program.fixed
+    gradients = [op.inputs[1] for op in program.step.ops if op.phase == "update"]
+    step = program.step.with_(external_outputs=(*program.step.external_outputs, *gradients))
+    return program.with_(step=step)
+
+
+def named_gradients(program: Program, model: nn.Module) -> dict[str, Tensor]:
+    """Eager PyTorch's gradients under the names that the program gives its own."""
+    params = dict(model.named_parameters())
+    grads = {op.inputs[1]: params[op.inputs[0]].grad for op in program.step.ops if op.phase == "update"}
+    assert sum(p.grad is not None for p in params.values()) == len(grads)
+    return {name: grad for name, grad in grads.items() if grad is not None}
+
+
+def optimizer_tensors(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {
+        f"{i}.{key}": value
+        for i, held in state["state"].items()
+        for key, value in held.items()
+        if isinstance(value, Tensor)
+    }
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", ROWS)
+def test_training_has_the_bits_of_eager(name: str, optimizer: str) -> None:
+    """Three steps at the captured size and one at another, each on data of its own, on both executors."""
+    row = ROWS[name]
+    model = model_of(row)
+    held = OPTIMIZERS[optimizer](model.parameters())
+    program = captured(row, model, held)
+    plan = passes.emit(program)
+    with (
+        runtime.Session(plan, program.state, executor="reference") as reference,
+        runtime.Session(plan, program.state, executor="threads") as threads,
+    ):
+        for step, size in enumerate((row.size,) * 3 + (row.size + 1,) * (not row.fixed)):
+            batch = batch_of(row, size, step)
+            arguments = copy.deepcopy((*batch.inputs, *batch.targets)), copy.deepcopy(batch.kwargs)
+            held.zero_grad()
+            with graphir.seeded(step):
+                loss = total_loss(row.loss(model(*batch.inputs, **batch.kwargs), *batch.targets))
+                loss.backward()
+            expected = named_gradients(program, model)
+            held.step()
+            assert loss.isfinite()
+            for session in (reference, threads):
+                assert_same_bits({"loss": session.step(*arguments[0], **arguments[1])}, {"loss": loss.detach()}, name)
+                assert_same_bits(session.gradients(), expected, f"gradients of step {step}")
+                if step >= 2:
+                    assert_same_bits(session.state_dict(), model.state_dict(), f"state after step {step}")
+                    ours, theirs = session.optimizer_state_dict(), held.state_dict()
+                    assert_same_bits(optimizer_tensors(ours), optimizer_tensors(theirs), f"optimizer of step {step}")
+
+
+def shares_of(row: Row, batch: Batch, replicas: int) -> list[Batch]:
+    """A batch as replicas see it, by torch.chunk's rule."""
+    leaves, spec = pytree.tree_flatten(tuple(batch))
+    chunks = [leaf.chunk(replicas) if isinstance(leaf, Tensor) else [leaf] * replicas for leaf in leaves]
+    return [Batch(*pytree.tree_unflatten([c[i] for c in chunks], spec)) for i in range(replicas)]
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_replicas_with_uneven_shares_have_the_bits_of_eager(name: str) -> None:
+    """Two replicas, the second half of each shifted to a device of its own."""
+    row = ROWS[name]
+    model = model_of(row)
+    program = captured(row, model, OPTIMIZERS["sgd"](model.parameters()))
+    replicated = passes.replicate(program, [0, 1])
+    activations = passes.find_activations(replicated)
+    shifted = passes.shift_activations(replicated, activations[len(activations) // 2 :], shifts={0: 2, 1: 3})
+    shifted = passes.share_storage(passes.inject_copies(shifted))
+    assert graphir.certify(replicated, shifted).holds
+    eager = ShareByShare(model, row.loss, lambda model: OPTIMIZERS["sgd"](model.parameters()), 2)
+    with runtime.Session(passes.emit(shifted), program.state) as session:
+        for step in range(3):
+            batch = batch_of(row, 2 * row.size + 1, step)
+            loss = session.step(*batch.inputs, *batch.targets, **batch.kwargs)
+            expected = eager.step_on(shares_of(row, batch, 2))
+            assert_same_bits({"loss": loss}, {"loss": expected}, f"step {step}")
+        for replica, theirs in enumerate(eager.models):
+            assert_same_bits(session.state_dict(replica), theirs.state_dict(), f"replica {replica}")
