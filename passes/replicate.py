@@ -25,7 +25,7 @@ from graphir.ir.names import fresh, replica_prefix
 from graphir.ir.net import Net
 from graphir.ir.operator import Arg, Operator
 from graphir.ir.program import Program
-from graphir.ir.size import Affine, Shape, rename_dims
+from graphir.ir.size import Polynomial, Shape, dimension, rename_dims
 
 from .base import Pass, build, register
 
@@ -124,7 +124,7 @@ class _Copy:
         )
 
     def arg(self, arg: Arg) -> Arg:
-        if isinstance(arg, Affine):
+        if isinstance(arg, Polynomial):
             return rename_dims(arg, self.prefix.__add__)
         return tuple(map(self.arg, arg)) if isinstance(arg, tuple) else arg
 
@@ -209,7 +209,7 @@ def _reduced_gradients(step: Net) -> list[str]:
 def _shares(program: Program, copies: Sequence[_Copy]) -> tuple[Arg, ...]:
     """Each replica's share of the batch: its batch dimension where sizes follow it, else one each."""
     if "batch" in program.dims and not program.fixed:
-        return tuple(Affine(((copy.prefix + "batch", 1),)) for copy in copies)
+        return tuple(dimension(copy.prefix + "batch") for copy in copies)
     return (1,) * len(copies)
 
 

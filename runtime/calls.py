@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from graphir.errors import PlanError
 from graphir.ir.operator import Arg, Operator, Symbol, groups, leaves
 from graphir.ir.opset import OWN, Param, Signature, signature, to_torch
-from graphir.ir.size import Affine, Dims, bind
+from graphir.ir.size import Dims, Polynomial, bind
 
 __all__ = [
     "Argument",
@@ -150,7 +150,7 @@ def _returned(op: Operator, sig: Signature) -> tuple[bool, tuple[int | list[int 
 
 def evaluate(arg: Arg, dims: Dims) -> Any:
     """The Python value of a stored argument: sizes bound, symbols as torch's constants."""
-    if isinstance(arg, Affine):
+    if isinstance(arg, Polynomial):
         return bind(arg, dims)
     if isinstance(arg, Symbol):
         return to_torch(arg)
@@ -161,4 +161,4 @@ def evaluate(arg: Arg, dims: Dims) -> Any:
 
 def depends_on_dims(arg: Arg) -> bool:
     """Whether a stored argument has another value at other sizes."""
-    return any(isinstance(leaf, Affine) for leaf in leaves(arg))
+    return any(isinstance(leaf, Polynomial) for leaf in leaves(arg))

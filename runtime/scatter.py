@@ -18,7 +18,7 @@ from graphir.ir.blob import Blob, contiguous_strides
 from graphir.ir.dtype import TORCH_NAME
 from graphir.ir.opset import to_symbol
 from graphir.ir.program import Program, Scalar
-from graphir.ir.size import Affine, Dims, Size, bind, bind_shape
+from graphir.ir.size import Dims, Size, bind, bind_shape, dimension, size_dims
 
 from .arguments import Arguments, counted
 from .kernels import allocate
@@ -186,9 +186,9 @@ class Scatter:
         for i in self.tensors:
             blob, dim = self.captured(i), self.program.interface.feeds[i].batch_dim
             size = blob.shape[dim] if blob is not None and blob.shape is not None and dim is not None else None
-            if dim is None or not isinstance(size, Affine) or size != Affine(((size.terms[0][0], 1),)):
+            if dim is None or size is None or not (names := size_dims(size)) or size != dimension(names[0]):
                 continue
-            j = first.setdefault(size.terms[0][0], i)
+            j = first.setdefault(names[0], i)
             there = self.program.interface.feeds[j].batch_dim or 0
             ours, theirs = leaves[i].shape[dim], leaves[j].shape[there]
             if ours != theirs:
@@ -224,19 +224,18 @@ class Scatter:
         for several in (False, True):
             for i, blob, shape in cut:
                 for size, actual in zip(blob.shape or (), shape, strict=False):
-                    if (isinstance(size, Affine) and len(size.terms) > 1) is several:
+                    if (len(size_dims(size)) > 1) is several:
                         self.meet(size, actual, found, (i, blob, leaves[i]))
         return {**self.program.dims, **found}
 
     def meet(self, size: Size, actual: int, found: dict[str, int], at: tuple[int, Blob, Tensor]) -> None:
         i, blob, leaf = at
-        if isinstance(size, Affine):
-            unknown = [(dim, k) for dim, k in size.terms if dim not in found]
-            if len(unknown) == 1:
-                dim, k = unknown[0]
-                value, rest = divmod(actual - bind(size, {**found, dim: 0}), k)
-                if rest == 0 and value > 0:
-                    found[dim] = value
+        unknown = [dim for dim in size_dims(size) if dim not in found]
+        if len(unknown) == 1:
+            least, next_ = (bind(size, {**found, unknown[0]: value}) for value in (0, 1))
+            value, rest = divmod(actual - least, next_ - least) if next_ != least else (0, 1)
+            if rest == 0 and value > 0:
+                found[unknown[0]] = value
         if bind(size, {**self.program.dims, **found}) != actual:
             raise self.misshapen(i, blob.shape or (), leaf)
 

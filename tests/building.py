@@ -20,7 +20,7 @@ from graphir.ir.net import Net
 from graphir.ir.operator import Arg, Operator, Phase, Symbol
 from graphir.ir.opset import OWN, effects_of, overload, signature, to_symbol, to_torch
 from graphir.ir.program import Feed, Interface, ParamGroup, Program
-from graphir.ir.size import Affine, Shape, Size, bind
+from graphir.ir.size import Polynomial, Shape, Size, bind
 
 BATCHES = (6, 10, 15)
 """The batch sizes at which each operator is run on meta; the first is the captured one."""
@@ -232,7 +232,7 @@ class ProgramBuilder:
         self.unary("tanh", x, live)
 
     def _mm(self, x: str, live: list[str]) -> None:
-        if len(self.meta[x][0].shape) != 2 or isinstance(self.blobs[x].shape[1], Affine):  # type: ignore[index]
+        if len(self.meta[x][0].shape) != 2 or isinstance(self.blobs[x].shape[1], Polynomial):  # type: ignore[index]
             raise Unfit
         self.linear(x, live)
 
@@ -331,7 +331,7 @@ class ProgramBuilder:
         self.vjp(out, lambda g: self.give(x, self.emit("aten.mul.Tensor", [g, mask], name=grad, phase="backward")[0]))
 
     def _batch_norm(self, x: str, live: list[str]) -> None:
-        if len(self.meta[x][0].shape) != 2 or isinstance(self.blobs[x].shape[1], Affine):  # type: ignore[index]
+        if len(self.meta[x][0].shape) != 2 or isinstance(self.blobs[x].shape[1], Polynomial):  # type: ignore[index]
             raise Unfit
         self.modules += 1
         module, width = f"bn{self.modules}", self.meta[x][0].shape[1]
@@ -563,7 +563,7 @@ def _affine(values: Sequence[int]) -> Size:
     """The size that takes these values at :data:`BATCHES`."""
     first, second, third = values
     k, rest = divmod(second - first, BATCHES[1] - BATCHES[0])
-    size = Affine.of({"batch": k}, first - k * BATCHES[0])
+    size = Polynomial.of({("batch",): k, (): first - k * BATCHES[0]})
     if rest or bind(size, {"batch": BATCHES[2]}) != third:
         raise Unfit(f"{values} is not affine")
     return size
@@ -581,7 +581,7 @@ def _times(shape: Shape) -> Size:
 
 
 def _bound(arg: Arg, dims: Mapping[str, int]) -> Any:
-    if isinstance(arg, Affine):
+    if isinstance(arg, Polynomial):
         return bind(arg, dims)
     if isinstance(arg, Symbol):
         return to_torch(arg)

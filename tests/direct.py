@@ -21,7 +21,7 @@ from graphir.ir.operator import Operator, Symbol, groups
 from graphir.ir.opset import overload, signature, to_torch
 from graphir.ir.program import Program
 from graphir.ir.seeds import mix
-from graphir.ir.size import Affine, Dims, bind, bind_shape
+from graphir.ir.size import Dims, Polynomial, bind, bind_shape
 
 
 def evaluate(
@@ -61,7 +61,7 @@ def evaluate(
 
 
 def _value(arg: Any, dims: Dims) -> Any:
-    if isinstance(arg, Affine):
+    if isinstance(arg, Polynomial):
         return bind(arg, dims)
     if isinstance(arg, tuple):
         return [_value(item, dims) for item in arg]

@@ -16,7 +16,7 @@ from graphir.ir.device import gpu
 from graphir.ir.net import Net
 from graphir.ir.operator import Operator
 from graphir.ir.program import Program
-from graphir.ir.size import Affine, Shape, bind
+from graphir.ir.size import Shape, bind, dimension
 from graphir.plan import STREAMS, Event, Instruction, Plan, lane
 
 
@@ -70,7 +70,7 @@ def synthetic_net(ops: int, devices: int = 8, cross: float = 0.1, seed: int = 0)
     rng = random.Random(seed)
     draw, pick = rng.random, rng.randrange
     places = [gpu(d) for d in range(devices)]
-    shape: Shape = (Affine((("batch", 1),)), 64)
+    shape: Shape = (dimension("batch"), 64)
     add, no_args = "aten.add.Tensor", {}
     blobs: dict[str, Blob] = {}
     made: list[Operator] = []

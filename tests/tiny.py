@@ -12,10 +12,10 @@ from graphir.ir.device import CPU, Device, gpu
 from graphir.ir.net import Net
 from graphir.ir.operator import Effects, Operator, Phase
 from graphir.ir.program import Feed, Interface, ParamGroup, Program
-from graphir.ir.size import Affine, Shape
+from graphir.ir.size import Shape, dimension
 from graphir.plan import Event, Instruction, Plan, lane
 
-BATCH = Affine((("batch", 1),))
+BATCH = dimension("batch")
 GPU0, GPU1 = gpu(0), gpu(1)
 VIEW = Effects(views=((0, 0),))
 

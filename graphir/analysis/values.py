@@ -13,7 +13,7 @@ it; reading a blob gives the root itself, or a view (root, geometry) of it::
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -26,7 +26,7 @@ from ..ir.operator import Arg, Operator, groups, mentioned
 from ..ir.opset import NAMESPACES, overload, signature
 from ..ir.placement import COPIES
 from ..ir.program import Program
-from ..ir.size import Affine, Shape, Size
+from ..ir.size import Polynomial, Shape, Size, add, multiply
 
 __all__ = ["Numbering", "Trace", "canonical_type"]
 
@@ -301,7 +301,7 @@ class _Operator:
         root, start = run.roots[blob.storage]
         same = (kept.shape, kept.strides, kept.dtype, kept.offset) == (blob.shape, blob.strides, blob.dtype, 0)
         if same and not kept.is_view:
-            run.roots[target] = (root, _sum(_byte_offset(blob), start))
+            run.roots[target] = (root, add(_byte_offset(blob), start))
         else:
             run.use(op.inputs)
             key = ("laid out", run.read(source), run.geometries[target])
@@ -352,16 +352,13 @@ def _blobs(net: Net) -> Mapping[str, Blob]:
 
 def _geometry(blob: Blob, start: Size = 0) -> _Key:
     """The layout of a blob whose storage begins at the byte *start* of another one."""
-    return ("geometry", blob.shape, blob.dtype, blob.strides, _sum(_byte_offset(blob), start))
+    return ("geometry", blob.shape, blob.dtype, blob.strides, add(_byte_offset(blob), start))
 
 
 def _byte_offset(blob: Blob) -> Size:
     """Views of one storage may count in elements of different sizes."""
     itemsize = ITEMSIZE[blob.dtype] if blob.dtype else 1
-    offset = blob.offset
-    if isinstance(offset, int):
-        return offset * itemsize
-    return Affine.of({dim: k * itemsize for dim, k in offset.terms}, offset.constant * itemsize)
+    return multiply(blob.offset, itemsize)
 
 
 def _covers(blob: Blob, base: Blob) -> bool:
@@ -374,42 +371,16 @@ def _covers(blob: Blob, base: Blob) -> bool:
     return dense and _elements(blob.shape) == _elements(base.shape)
 
 
-def _elements(shape: Shape) -> dict[tuple[str, ...], int]:
-    """The number of elements as a polynomial of the dimensions: the coefficient of each product of names."""
-    product: dict[tuple[str, ...], int] = {(): 1}
+def _elements(shape: Shape) -> Size:
+    elements: Size = 1
     for size in shape:
-        terms = list(_terms(size))
-        grown: dict[tuple[str, ...], int] = {}
-        for names, factor in product.items():
-            for more, k in terms:
-                key = tuple(sorted((*names, *more)))
-                grown[key] = grown.get(key, 0) + factor * k
-        product = grown
-    return product
-
-
-def _terms(size: Size) -> Iterator[tuple[tuple[str, ...], int]]:
-    if isinstance(size, int):
-        yield (), size
-        return
-    yield from (((dim,), k) for dim, k in size.terms)
-    if size.constant:
-        yield (), size.constant
-
-
-def _sum(a: Size, b: Size) -> Size:
-    if isinstance(a, int) and isinstance(b, int):
-        return a + b
-    a, b = (Affine((), s) if isinstance(s, int) else s for s in (a, b))
-    terms = dict(a.terms)
-    for dim, k in b.terms:
-        terms[dim] = terms.get(dim, 0) + k
-    return Affine.of(terms, a.constant + b.constant)
+        elements = multiply(elements, size)
+    return elements
 
 
 def _freeze(arg: Arg) -> Any:
     """An argument as a key that tells apart whatever gives other bits: 1 from 1.0, 0.0 from -0.0."""
-    if isinstance(arg, Affine):
+    if isinstance(arg, Polynomial):
         return ("size", arg)
     if isinstance(arg, tuple):
         return tuple([_freeze(item) for item in arg])

@@ -16,7 +16,7 @@ from ..ir.net import Net
 from ..ir.operator import Arg, Operator
 from ..ir.opset import effects_of
 from ..ir.program import Feed, Interface, Program
-from ..ir.size import Affine
+from ..ir.size import size_dims
 from .model_state import snapshot
 from .naming import RESERVED, Names, name_values
 from .optimizers import Group
@@ -212,4 +212,4 @@ def _interface(
 
 def _batch_dim(shape: Sequence[Any]) -> int | None:
     """The first dimension that grows with the batch."""
-    return next((d for d, size in enumerate(shape) if isinstance(size, Affine) and size.terms[0][0] == BATCH), None)
+    return next((d for d, size in enumerate(shape) if BATCH in size_dims(size)), None)

@@ -13,7 +13,7 @@ import torch
 
 from ..ir.blob import contiguous_strides
 from ..ir.operator import Arg
-from ..ir.size import Affine, Shape, Size
+from ..ir.size import Polynomial, Shape, Size
 from .recording import Recording
 from .values import Call, Value
 
@@ -94,7 +94,7 @@ class Sizes:
             constant = a - slope * x
             if remainder or any(slope * batch + constant != n for n, batch in zip(rest, others, strict=True)):
                 raise NotAffine(f"{self._text(numbers)} is not affine")
-            self._fitted[numbers] = Affine.of({BATCH: slope}, constant)
+            self._fitted[numbers] = Polynomial.of({(BATCH,): slope, (): constant})
         return self._fitted[numbers]
 
     def _geometry(self, values: tuple[Value, ...]) -> Geometry:

@@ -9,7 +9,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 from .device import Device
 from .dtype import TORCH_NAME
-from .size import Affine
+from .size import Polynomial
 
 __all__ = [
     "PHASES",
@@ -47,7 +47,7 @@ SYMBOLS: Final = frozenset(TORCH_NAME) | {
 }
 """Every text that a :class:`Symbol` may have."""
 
-Arg: TypeAlias = "int | float | bool | str | Affine | Symbol | tuple[Arg, ...] | None"
+Arg: TypeAlias = "int | float | bool | str | Polynomial | Symbol | tuple[Arg, ...] | None"
 """A non-tensor argument. Lists are tuples; a string that is a :class:`Symbol` stands for a torch constant."""
 
 
@@ -153,7 +153,7 @@ def groups(pattern: str | None, count: int) -> list[int | list[int | None] | Non
 
 def leaves(arg: Arg) -> Iterator[Arg]:
     """The scalars of an argument, depth first."""
-    if isinstance(arg, tuple) and not isinstance(arg, Affine):
+    if isinstance(arg, tuple) and not isinstance(arg, Polynomial):
         for item in arg:
             yield from leaves(item)
     else:

@@ -1,25 +1,32 @@
-"""Sizes: integers, or affine expressions of named dimensions such as ``2*batch+1``.
+"""Sizes: integers, or polynomials of named dimensions such as ``2*batch+1`` and ``batch*length``.
 
-A captured loss holds its divisor and every view its sizes, so a program that runs at another batch size must know
-how each of these numbers depends on the batch. Affine is enough for training steps, and stays exact and readable.
+A captured loss holds its divisor and every view its sizes, so a program that runs at other sizes must know how each of
+these numbers depends on its dimensions. Polynomials with integer coefficients are enough for training steps (the rows
+of a transformer's linear layers are ``batch*length``), and stay exact and readable.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple, TypeAlias
 
 from ..errors import GraphirError, ParseError
 
 __all__ = [
+    "HIGHEST_DEGREE",
     "LARGEST",
-    "Affine",
     "Dims",
+    "Monomial",
+    "Polynomial",
     "Shape",
     "Size",
+    "add",
     "bind",
     "bind_shape",
+    "dimension",
+    "multiply",
     "numel",
     "parse_size",
     "rename_dims",
@@ -29,35 +36,50 @@ __all__ = [
 Dims: TypeAlias = Mapping[str, int]
 """The value of each named dimension."""
 
+Monomial: TypeAlias = tuple[str, ...]
+"""A product of dimensions: their names in order, each as often as it is a factor; empty for the constant."""
+
 LARGEST: Final = 1 << 48
 """The largest value of a dimension, and the largest number of elements, that is taken for a real one."""
 
-_TERM: Final = re.compile(r"(?:(-?\d+)\*)?([A-Za-z_][\w./]*)|(-?\d+)")
+HIGHEST_DEGREE: Final = 8
+"""How many dimensions may be multiplied."""
+
+_MOST_TERMS: Final = 1024
+_MOST_DIGITS: Final = 20
+_FIX: Final = "write an integer or an expression such as 2*batch+1 or batch*length"
+_TERM: Final = re.compile(r"(?:(-?\d+)|([A-Za-z_][\w./]*))((?:\*[A-Za-z_][\w./]*)*)")
 
 
-class Affine(NamedTuple):
-    """``sum(coefficient * dimension) + constant``, with terms sorted by name and no zero coefficient.
+class Polynomial(NamedTuple):
+    """A sum of products of dimensions, each with a coefficient; ``terms`` are sorted and have no zero coefficient.
 
-    Build one with :meth:`of`, which returns an ``int`` where nothing depends on a dimension.
+    Build one with :meth:`of`, which returns an ``int`` where nothing depends on a dimension, or :func:`dimension`.
     """
 
-    terms: tuple[tuple[str, int], ...]
-    constant: int = 0
+    terms: tuple[tuple[Monomial, int], ...]
 
     @staticmethod
-    def of(terms: Mapping[str, int], constant: int = 0) -> Size:
-        """The canonical size with these coefficients."""
-        kept = tuple(sorted((dim, k) for dim, k in terms.items() if k))
-        return Affine(kept, constant) if kept else constant
+    def of(terms: Mapping[Monomial, int]) -> Size:
+        """The canonical size with these coefficients; each monomial is sorted."""
+        kept = tuple(sorted((monomial, k) for monomial, k in terms.items() if k))
+        if not kept:
+            return 0
+        return kept[0][1] if len(kept) == 1 and not kept[0][0] else Polynomial(kept)
 
     def __str__(self) -> str:
-        parts = [dim if k == 1 else f"{k}*{dim}" for dim, k in self.terms]
-        parts += [str(self.constant)] if self.constant else []
+        parts = ["*".join(monomial if k == 1 else (str(k), *monomial)) for monomial, k in self.terms if monomial]
+        parts += [str(k) for monomial, k in self.terms if not monomial]
         return "+".join(parts).replace("+-", "-")
 
 
-Size: TypeAlias = int | Affine
+Size: TypeAlias = int | Polynomial
 Shape: TypeAlias = tuple[Size, ...]
+
+
+def dimension(name: str) -> Polynomial:
+    """The size that is the dimension *name* itself."""
+    return Polynomial((((name,), 1),))
 
 
 def bind(size: Size, dims: Dims) -> int:
@@ -68,10 +90,15 @@ def bind(size: Size, dims: Dims) -> int:
     """
     if isinstance(size, int):
         return size
+    total = 0
     try:
-        return size.constant + sum(k * dims[dim] for dim, k in size.terms)
+        for monomial, k in size.terms:
+            for dim in monomial:
+                k *= dims[dim]
+            total += k
     except KeyError as e:
         raise GraphirError(f"dimension {e.args[0]!r} has no value", fix=f"known dimensions: {sorted(dims)}") from None
+    return total
 
 
 def bind_shape(shape: Shape, dims: Dims) -> tuple[int, ...]:
@@ -89,27 +116,57 @@ def numel(shape: Shape, dims: Dims) -> int:
 
 def size_dims(size: Size) -> tuple[str, ...]:
     """The dimensions that *size* depends on."""
-    return () if isinstance(size, int) else tuple(dim for dim, _ in size.terms)
+    return () if isinstance(size, int) else tuple(dict.fromkeys(dim for monomial, _ in size.terms for dim in monomial))
 
 
 def rename_dims(size: Size, rename: Callable[[str], str]) -> Size:
     """*size* with each dimension renamed."""
     if isinstance(size, int):
         return size
-    terms: dict[str, int] = {}
-    for dim, k in size.terms:
-        terms[rename(dim)] = terms.get(rename(dim), 0) + k
-    return Affine.of(terms, size.constant)
+    return _collect((tuple(sorted(map(rename, monomial))), k) for monomial, k in size.terms)
+
+
+def add(a: Size, b: Size) -> Size:
+    """The sum of two sizes."""
+    return a + b if isinstance(a, int) and isinstance(b, int) else _collect((*_terms(a), *_terms(b)))
+
+
+def multiply(a: Size, b: Size) -> Size:
+    """The product of two sizes.
+
+    Raises:
+        GraphirError: it has more terms than any real size.
+    """
+    if isinstance(a, int) and isinstance(b, int):
+        return a * b
+    ours, theirs = _terms(a), _terms(b)
+    if len(ours) * len(theirs) > _MOST_TERMS:
+        raise GraphirError(f"a product of {len(ours)} by {len(theirs)} terms", fix="use fewer dimensions")
+    return _collect((tuple(sorted(x + y)), j * k) for x, j in ours for y, k in theirs)
+
+
+def _terms(size: Size) -> tuple[tuple[Monomial, int], ...]:
+    return (((), size),) if isinstance(size, int) else size.terms
+
+
+def _collect(terms: Iterable[tuple[Monomial, int]]) -> Size:
+    """The sum of these terms."""
+    found: Counter[Monomial] = Counter()
+    for monomial, k in terms:
+        found[monomial] += k
+    return Polynomial.of(found)
 
 
 def parse_size(text: str) -> Size:
     """Read what ``str(size)`` prints.
 
     Raises:
-        ParseError: *text* is not an affine expression.
+        ParseError: *text* is not a polynomial, or one that no size is.
     """
-    terms: dict[str, int] = {}
-    constant, position = 0, 0
+    if not text:
+        raise ParseError("an empty size", fix=_FIX)
+    terms: list[tuple[Monomial, int]] = []
+    position = 0
     while position < len(text):
         sign = 1
         if position and text[position] in "+-":
@@ -117,15 +174,19 @@ def parse_size(text: str) -> Size:
             position += 1
         match = _TERM.match(text, position)
         if not match:
-            raise ParseError(f"{text!r} is not a size", fix="write an integer or an expression such as 2*batch+1")
-        factor, dim, number = match.groups()
-        if dim:
-            terms[dim] = terms.get(dim, 0) + sign * int(factor or 1)
-        else:
-            constant += sign * int(number)
+            raise ParseError(f"{text!r} is not a size", fix=_FIX)
+        number, dim, factors = match.groups()
+        if number and len(number) > _MOST_DIGITS:
+            raise ParseError(
+                f"{text[:20]}… is not the size of anything", fix=f"numbers are of up to {_MOST_DIGITS} digits"
+            )
+        monomial = tuple(sorted([dim, *factors.split("*")[1:]] if dim else factors.split("*")[1:]))
+        if len(monomial) > HIGHEST_DEGREE:
+            raise ParseError(f"{'*'.join(monomial)} is of degree {len(monomial)}", fix=f"at most {HIGHEST_DEGREE}")
+        terms.append((monomial, sign * int(number or 1)))
+        if len(terms) > _MOST_TERMS:
+            raise ParseError(f"a size of more than {_MOST_TERMS} terms", fix="use fewer dimensions")
         position = match.end()
         if position < len(text) and text[position] not in "+-":
-            raise ParseError(f"{text!r} is not a size", fix="write an integer or an expression such as 2*batch+1")
-    if not text:
-        raise ParseError("an empty size", fix="write an integer or an expression such as 2*batch+1")
-    return Affine.of(terms, constant)
+            raise ParseError(f"{text!r} is not a size", fix=_FIX)
+    return _collect(terms)

@@ -9,7 +9,7 @@ from runnable import captured, sgd
 
 from graphir import passes
 from graphir.errors import PlanError
-from graphir.ir.size import Affine
+from graphir.ir.size import Polynomial
 from graphir.plan import Instruction
 
 
@@ -67,7 +67,7 @@ def test_a_group_without_a_learning_rate_is_refused(program, options):
         ({"reduction": "max"}, "AllReduce cannot reduce by 'max'"),
         ({"shares": (0, 0)}, r"AllReduce has the shares \(0, 0\)"),
         ({"shares": (-1, 3)}, r"AllReduce has the shares \(-1, 3\)"),
-        ({"shares": (Affine((("gpu_0/batch", 1),), -100), 3)}, "AllReduce has the shares"),
+        ({"shares": (Polynomial.of({("gpu_0/batch",): 1, (): -100}), 3)}, "AllReduce has the shares"),
     ],
     ids=str,
 )

@@ -7,7 +7,7 @@ from graphir.runtime.kernels import all_reduce, copy, reduction
 from graphir.errors import PlanError
 from graphir.ir.device import gpu
 from graphir.ir.operator import Operator
-from graphir.ir.size import Affine
+from graphir.ir.size import dimension
 
 BASE = torch.arange(120.0)
 
@@ -67,7 +67,7 @@ def mean(*shares):
 
 
 def test_shares_follow_the_dimensions():
-    first, second = (Affine(((f"gpu_{i}/batch", 1),)) for i in range(2))
+    first, second = (dimension(f"gpu_{i}/batch") for i in range(2))
     assert reduction(mean(first, second), {"gpu_0/batch": 4, "gpu_1/batch": 4}) == (2, None)
     assert reduction(mean(first, second), {"gpu_0/batch": 4, "gpu_1/batch": 3}) == (2, (4 * 2 / 7, 3 * 2 / 7))
 

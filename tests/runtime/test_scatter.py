@@ -12,11 +12,11 @@ from graphir.ir.blob import Blob
 from graphir.ir.device import gpu
 from graphir.ir.net import Net
 from graphir.ir.program import Feed, Interface, Program
-from graphir.ir.size import Affine
+from graphir.ir.size import Polynomial
 
 
 def batch(prefix="", times=1, plus=0):
-    return Affine(((f"{prefix}batch", times),), plus)
+    return Polynomial.of({(f"{prefix}batch",): times, (): plus})
 
 
 ROWS_OF_X = Feed("x", 0)

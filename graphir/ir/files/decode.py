@@ -54,21 +54,14 @@ def value_of(file: AnyFile) -> Net | Program | Plan:
     return Plan(program, _dims(file.dims, "dims"), tuple(instructions))
 
 
-def _parsed(text: str) -> Size:
-    try:
-        return parse_size(text)
-    except ValueError:  # more digits than Python reads
-        raise GraphirError(f"{text[:20]}… is not the size of anything", fix=_SIZES) from None
-
-
 def _size(text: SizeText) -> Size:
     """A size of a blob: of numbers that can be sizes."""
     if isinstance(text, int):
         if not 0 <= text <= LARGEST:
             raise GraphirError(f"{text} is not the size of anything", fix=_SIZES)
         return text
-    size = _parsed(text)
-    numbers = (size,) if isinstance(size, int) else (size.constant, *(k for _, k in size.terms))
+    size = parse_size(text)
+    numbers = (size,) if isinstance(size, int) else [k for _, k in size.terms]
     if max(map(abs, numbers)) > LARGEST or (isinstance(size, int) and size < 0):
         raise GraphirError(f"{text} is not the size of anything", fix=_SIZES)
     return size
@@ -94,7 +87,7 @@ def _arg(value: JsonValue) -> Arg:
     if len(value) == 1:
         ((kind, text),) = value.items()
         if kind == "size" and isinstance(text, str):
-            return _parsed(text)
+            return parse_size(text)
         if kind == "symbol" and isinstance(text, str) and text in SYMBOLS:
             return Symbol(text)
         if kind == "float" and isinstance(text, str) and text in ("inf", "-inf", "nan"):

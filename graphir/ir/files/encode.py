@@ -13,7 +13,7 @@ from ..blob import Blob
 from ..net import Net
 from ..operator import PURE, Arg, Effects, Symbol
 from ..program import Interface, Program
-from ..size import Affine, Shape, Size
+from ..size import Polynomial, Shape, Size
 from .records import (
     VERSION,
     AnyFile,
@@ -61,7 +61,7 @@ def _shape(shape: Shape | None) -> tuple[SizeText, ...] | None:
 
 
 def _json(arg: Arg) -> JsonValue:
-    if isinstance(arg, Affine):
+    if isinstance(arg, Polynomial):
         return {"size": str(arg)}
     if isinstance(arg, Symbol):
         return {"symbol": str(arg)}

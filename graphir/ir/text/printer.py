@@ -14,7 +14,7 @@ from ..blob import ROLES, Blob
 from ..names import base_name
 from ..net import Net
 from ..operator import PURE, SYMBOLS, Arg, Effects, Operator, Symbol, groups
-from ..size import Affine, Dims, Shape, Size
+from ..size import Dims, Polynomial, Shape, Size
 
 __all__ = [
     "RESERVED",
@@ -76,7 +76,7 @@ def value_text(arg: Arg) -> str:
         return str(arg)
     if isinstance(arg, str):
         return json_string(arg)
-    if isinstance(arg, Affine):
+    if isinstance(arg, Polynomial):
         text = str(arg)
         return f"1*{text}" if text in _KEYWORD_VALUES else text
     return "[" + ", ".join(map(value_text, arg)) + "]"

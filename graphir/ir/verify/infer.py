@@ -17,7 +17,7 @@ from ..blob import Blob, contiguous_strides
 from ..dtype import ITEMSIZE
 from ..operator import Arg, Effects, Operator, Symbol, groups
 from ..opset import NAMESPACES, OWN, Signature, effects_of, overload, signature, to_symbol, to_torch
-from ..size import LARGEST, Affine, Dims, bind, bind_shape
+from ..size import LARGEST, Dims, Polynomial, bind, bind_shape
 
 __all__ = ["Geometry", "Inferred", "absurdity", "geometry", "infer", "is_known", "same_layout"]
 
@@ -150,17 +150,17 @@ def _args_key(args: Mapping[str, Arg], dims: Dims) -> tuple[Any, ...]:
         kind: type = arg.__class__
         if kind is tuple:
             for item in arg:  # type: ignore[union-attr]  # it is a tuple
-                if item.__class__ is Affine or item.__class__ is tuple:
+                if item.__class__ is Polynomial or item.__class__ is tuple:
                     arg = _bind(arg, dims)
                     break
-        elif kind is Affine:
+        elif kind is Polynomial:
             kind, arg = int, _bind(arg, dims)
         key += (name, kind, arg)
     return tuple(key)
 
 
 def _bind(arg: Arg, dims: Dims) -> Arg:
-    if isinstance(arg, Affine):
+    if isinstance(arg, Polynomial):
         return bind(arg, dims)
     if isinstance(arg, tuple):
         return tuple([_bind(item, dims) for item in arg])

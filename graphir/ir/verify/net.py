@@ -40,7 +40,7 @@ from ..operator import PURE, Operator, leaves
 from ..opset import OWN
 from ..placement import required_devices, same_memory
 from ..program import Program
-from ..size import Affine, Dims, Size, size_dims
+from ..size import Dims, Polynomial, Size, size_dims
 from .infer import Geometry, Inferred, absurdity, geometry, infer, same_layout
 from .plan import plan_problems
 from .problems import Problem, raise_all
@@ -301,7 +301,7 @@ class _Walk:
         try:
             known = infer(op, inputs, self.dims)
         except GraphirError as e:
-            sizes = tuple(leaf for arg in op.args.values() for leaf in leaves(arg) if isinstance(leaf, Affine))
+            sizes = tuple(leaf for arg in op.args.values() for leaf in leaves(arg) if isinstance(leaf, Polynomial))
             if not self.unbound_in(sizes, f"an argument of {op.outputs[0] if op.outputs else op.type!r}"):
                 self.report(e.what, op)
             return

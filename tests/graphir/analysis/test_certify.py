@@ -18,11 +18,11 @@ from graphir.ir.blob import Blob
 from graphir.ir.device import CPU
 from graphir.ir.operator import Effects, Operator
 from graphir.ir.program import Program
-from graphir.ir.size import Affine
+from graphir.ir.size import Polynomial
 
 TINY, MOVED = tiny.program(), tiny.moved()
 RELU, MASK, SGD = 1, 2, 13
-LESS = Affine((("batch", 1),), -1)
+LESS = Polynomial.of({("batch",): 1, (): -1})
 
 
 def op(type: str, inputs: tuple[str, ...], outputs: tuple[str, ...], **changes: Any) -> Operator:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from graphir.capture import capture
 from graphir.ir.program import Program
-from graphir.ir.size import Affine
+from graphir.ir.size import Polynomial, dimension
 
-BATCH = Affine((("batch", 1),))
+BATCH = dimension("batch")
 
 
 class Model(nn.Module):
@@ -45,7 +45,7 @@ def test_shapes_strides_and_arguments() -> None:
 def test_a_divisor_that_is_a_size_follows_the_batch() -> None:
     mean = captured(lambda h: h.mean())
     divisors = [op.args["other"] for op in mean.step.ops if op.type.startswith("aten.div")]
-    assert divisors == [Affine((("batch", 4),))]
+    assert divisors == [Polynomial.of({("batch",): 4})]
     as_float = captured(lambda h: h / float(len(h)))
     divisors = [op.args["other"] for op in as_float.step.ops if op.type == "aten.div.Tensor" and "other" in op.args]
     assert divisors and set(divisors) == {BATCH}
@@ -54,7 +54,7 @@ def test_a_divisor_that_is_a_size_follows_the_batch() -> None:
 def test_offsets_follow_the_batch() -> None:
     program = captured(lambda h: h.t().contiguous()[2])
     view = next(b for b in program.step.blobs.values() if b.name == "select")
-    assert view.offset == Affine((("batch", 2),)) and view.shape == (BATCH,)
+    assert view.offset == Polynomial.of({("batch",): 2}) and view.shape == (BATCH,)
 
 
 FIXED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {

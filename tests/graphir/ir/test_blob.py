@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from graphir.ir.blob import Blob, contiguous_strides, dense_nbytes, overlaps
 from graphir.ir.device import gpu
-from graphir.ir.size import Affine
+from graphir.ir.size import Size, dimension
 
-BATCH = Affine((("batch", 1),))
+BATCH = dimension("batch")
 
 
-def blob(shape: tuple[int | Affine, ...], strides: tuple[int | Affine, ...] | None = None) -> Blob:
+def blob(shape: tuple[Size, ...], strides: tuple[Size, ...] | None = None) -> Blob:
     return Blob("b", shape, "f32", gpu(0), "temporary", "b", strides)
 
 
@@ -32,7 +32,7 @@ def blob(shape: tuple[int | Affine, ...], strides: tuple[int | Affine, ...] | No
     ],
 )
 def test_gaps_count_as_bytes_and_repeats_do_not(
-    shape: tuple[int | Affine, ...], strides: tuple[int, ...] | None, span: int, dense: int
+    shape: tuple[Size, ...], strides: tuple[int, ...] | None, span: int, dense: int
 ) -> None:
     assert blob(shape, strides).nbytes({"batch": 5}) == span
     assert dense_nbytes(blob(shape, strides), {"batch": 5}) == dense

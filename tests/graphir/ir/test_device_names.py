@@ -8,7 +8,7 @@ from graphir.ir.blob import Blob, contiguous_strides, dense_nbytes
 from graphir.ir.device import CPU, Device, gpu
 from graphir.ir.dtype import ITEMSIZE, TORCH_NAME
 from graphir.ir.names import base_name, fresh, prefix_of, replica_prefix
-from graphir.ir.size import Affine
+from graphir.ir.size import dimension
 
 
 def test_a_device_is_its_text():
@@ -86,7 +86,7 @@ def test_bytes_count_gaps_but_not_repeats(tensor, nbytes):
 
 
 def test_bytes_follow_the_batch():
-    blob = Blob("x", (Affine((("batch", 1),)), 8), "bf16", gpu(0), "activation", "x")
+    blob = Blob("x", (dimension("batch"), 8), "bf16", gpu(0), "activation", "x")
     assert blob.nbytes({"batch": 3}) == 48
     assert blob._replace(shape=None).nbytes({}) == 0
     assert dense_nbytes(blob._replace(dtype=None), {}) == 0

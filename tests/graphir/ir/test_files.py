@@ -17,7 +17,7 @@ from graphir.ir.files import load, load_net, load_plan, load_program, save_net, 
 from graphir.ir.net import Net
 from graphir.ir.operator import Effects, Operator, Symbol
 from graphir.ir.program import Feed, Interface, ParamGroup, Program
-from graphir.ir.size import Affine
+from graphir.ir.size import Polynomial, dimension
 
 
 def changed(path, *keys, to):
@@ -73,11 +73,11 @@ def test_nets_come_back(seed, tmp_path):
 def test_every_field_comes_back(tmp_path):
     name = 'odd "name"\n#;слой'
     args = {"a": 1, "b": 1.0, "c": True, "d": "f32", "e": None, "f": (1, (2.5, ())), "g": Symbol("f32"), "i": -(2**70)}
-    args |= {"h": Affine((("batch", 2),), -1), "j": -math.inf, "k": -0.0, name: "nan"}
+    args |= {"h": Polynomial.of({("batch",): 2, (): -1}), "j": -math.inf, "k": -0.0, name: "nan"}
     effects = Effects(((0, 0),), ((1, 0),), True)
     patterns = {"operands": "t_", "results": "[t]_", "input_versions": (2,), "output_versions": (3, 0)}
     op = Operator("FC", (name,), (name, "y"), args, gpu(3), "reduce", name, "me", 2**63, effects=effects, **patterns)
-    blob = Blob(name, (Affine((("batch", 1),)), 3), "bf16", gpu(2), "state", "y", (3, 1), Affine((("batch", 1),)))
+    blob = Blob(name, (dimension("batch"), 3), "bf16", gpu(2), "state", "y", (3, 1), dimension("batch"))
     net = Net(
         name, (op,), {name: blob, "y": Blob("y", None, None, gpu(2), "output", "y")}, (name,), ("y",), {name: "y"}
     )

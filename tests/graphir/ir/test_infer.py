@@ -10,12 +10,12 @@ from graphir.errors import GraphirError
 from graphir.ir.blob import Blob
 from graphir.ir.device import gpu
 from graphir.ir.operator import Effects, Operator, Symbol
-from graphir.ir.size import Affine
+from graphir.ir.size import Polynomial, dimension
 from graphir.ir.verify import infer as module
 from graphir.ir.verify.infer import Geometry, geometry, infer, same_layout
 
 X = Geometry((2, 3), "f32")
-BATCH = Affine((("batch", 1),))
+BATCH = dimension("batch")
 
 
 def call(
@@ -114,7 +114,7 @@ def test_strides_of_single_elements_say_nothing() -> None:
 
 
 def test_geometry_of_a_blob() -> None:
-    blob = Blob("x", (BATCH, 2), "f32", gpu(0), "input", "y", (1, BATCH), Affine((("batch", 2),), 1))
+    blob = Blob("x", (BATCH, 2), "f32", gpu(0), "input", "y", (1, BATCH), Polynomial.of({("batch",): 2, (): 1}))
     assert geometry(blob, {"batch": 5}) == Geometry((5, 2), "f32", (1, 5), 11)
     assert str(geometry(blob, {"batch": 5})) == "f32[5,2] strides [1,5] offset 11"
     assert geometry(blob._replace(shape=None), {}) is None

@@ -19,7 +19,7 @@ from graphir.ir.device import CPU
 from graphir.ir.net import Net
 from graphir.ir.operator import PURE, Effects, Operator
 from graphir.ir.program import ParamGroup, Program
-from graphir.ir.size import Affine
+from graphir.ir.size import dimension
 from graphir.ir.verify import verify
 from graphir.plan import Event, Instruction, Plan
 
@@ -204,7 +204,7 @@ BROKEN: dict[str, tuple[Program, str]] = {
     ),
     "21 blob": (TINY.with_(dims={}), "dimension 'batch' of blob 'x' has no value"),
     "21 argument": (
-        edited(TINY, 8, args={"size": (Affine((("n", 1),)), 4)}),
+        edited(TINY, 8, args={"size": (dimension("n"), 4)}),
         "dimension 'n' of an argument of 'd_grad' has no value",
     ),
 }
