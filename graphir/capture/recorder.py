@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import CaptureError, GraphirError
+from ..ir.meta import META
 from ..ir.operator import Phase
 from .edges import differentiable, keep_edges
 from .forms import Bound, Form, form_of
@@ -141,7 +142,7 @@ class Recorder(TorchDispatchMode):
             if bound.written:
                 return self._overwrite(form, bound, args, kwargs)
             inputs = tuple([self.read(t) for t in bound.tensors])
-            out = func(*args, **kwargs)
+            out = META.get(form.type, func)(*args, **kwargs)
         except FAKE_ERRORS as e:
             raise refused_by_fake(e, form, scope) from e
         if self._makes_something(out):

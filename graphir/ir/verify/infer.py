@@ -15,6 +15,7 @@ import torch
 from ...errors import GraphirError, nearest
 from ..blob import Blob, contiguous_strides
 from ..dtype import ITEMSIZE
+from ..meta import META
 from ..operator import Arg, Effects, Operator, Symbol, groups
 from ..opset import NAMESPACES, OWN, Signature, effects_of, overload, signature, to_symbol, to_torch
 from ..size import LARGEST, Dims, Polynomial, bind, bind_shape
@@ -282,7 +283,7 @@ def _on_meta(op: Operator, sig: Signature, inputs: Sequence[Geometry], args: Map
     positional = [arguments.pop(p.name, p.default) for p in sig.params if not p.keyword]
     try:
         with torch.no_grad():
-            returned = overload(op.type)(*positional, **arguments)
+            returned = META.get(op.type, overload(op.type))(*positional, **arguments)
     except (NotImplementedError, ArithmeticError, AssertionError):  # no kernel, or one that fails on odd sizes
         return None
     except (RuntimeError, IndexError, TypeError, ValueError) as e:
