@@ -101,9 +101,7 @@ def _update(op: Operator) -> str | None:
 def _interface(program: Program) -> Iterator[str]:
     interface, blobs = program.interface, program.step.blobs
     cuts = [("input", feed.blob, feed.batch_dim) for feed in interface.feeds]
-    if len(interface.output_batch_dims) != len(interface.outputs):
-        yield f"{len(interface.outputs)} outputs have {len(interface.output_batch_dims)} batch dimensions"
-    cuts += [("output", name, dim) for name, dim in zip(interface.outputs, interface.output_batch_dims, strict=True)]
+    cuts += [("output", fetch.blob, fetch.batch_dim) for fetch in interface.fetches]
     for kind, name, dim in cuts:
         blob = blobs.get(f"{program.replicas[0]}{name}")
         if dim is None or blob is None or blob.shape is None:

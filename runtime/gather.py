@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphir.errors import SessionError
 from graphir.ir.names import base_name, prefix_of
-from graphir.ir.program import Program
+from graphir.ir.program import Fetch, Program, Scalar
 from graphir.ir.size import Dims
 
 from .kernels import all_reduce, mean_weights
@@ -26,8 +26,10 @@ class Gather:
         self.program = program
         self.position = {name: i for i, name in enumerate(program.step.external_outputs)}
         interface = program.interface
-        names = [interface.loss] if interface.loss is not None else list(interface.outputs)
-        self.places = [[self.place(prefix + name) for prefix in program.replicas] for name in names]
+        names = [fetch.blob for fetch in interface.fetches] if interface.loss is None else [interface.loss]
+        self.places = [
+            [] if name is None else [self.place(prefix + name) for prefix in program.replicas] for name in names
+        ]
         self.structure = read_structure(interface.results) if interface.results is not None else None
         handed = {i for places in self.places for i in places}
         self.others = [(name, i) for name, i in self.position.items() if i not in handed]
@@ -47,13 +49,19 @@ class Gather:
         if self.structure is None and self.program.interface.loss is not None:
             return self.loss([outputs[i] for i in self.places[0]], dims)
         with torch.no_grad():
-            whole = [
-                torch.cat([outputs[i] for i in places], dim)
-                if dim is not None and len(places) > 1
-                else outputs[places[0]].clone()
-                for places, dim in zip(self.places, self.program.interface.output_batch_dims, strict=True)
+            leaves = [
+                self.leaf(fetch, [outputs[i] for i in places])
+                for fetch, places in zip(self.program.interface.fetches, self.places, strict=True)
             ]
-        return unflatten(self.structure, iter(whole)) if self.structure is not None else tuple(whole)
+        return unflatten(self.structure, iter(leaves)) if self.structure is not None else tuple(leaves)
+
+    @staticmethod
+    def leaf(fetch: Fetch, found: Sequence[Tensor]) -> Tensor | Scalar:
+        if not found:
+            return fetch.value
+        if fetch.batch_dim is not None and len(found) > 1:
+            return torch.cat(list(found), fetch.batch_dim)
+        return found[0].clone()
 
     def loss(self, losses: Sequence[Tensor], dims: Dims) -> Tensor:
         """The mean of the replicas' losses, each weighted by its share of the batch, as ``AllReduce`` forms it."""

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
 from ..ir.program import Scalar
+from .structures import named_leaves, written_structure
 
 __all__ = ["Arguments", "Leaf", "read_arguments"]
 
@@ -48,13 +49,7 @@ class Arguments(NamedTuple):
 
     def dumps(self) -> str:
         """The structure as JSON."""
-        try:
-            return pytree.treespec_dumps(self.spec)
-        except Exception as e:
-            raise CaptureError(
-                f"the structure of the arguments can't be written down: {e}",
-                fix="pass tensors in tuples, lists and dicts",
-            ) from e
+        return written_structure(self.spec, "the arguments")
 
 
 def read_arguments(
@@ -123,8 +118,8 @@ def _positional(func: Callable[..., Any] | None, count: int, fallback: str, skip
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor | Scalar]]:
-    for keys, leaf in pytree.tree_flatten_with_path(value)[0]:
-        path = ".".join([name, *(_key_text(key) for key in keys)]).replace("/", "_")
+    for path, leaf in named_leaves(name, value):
+        path = path.replace("/", "_")
         if isinstance(leaf, torch.Tensor):
             if leaf.is_complex() or leaf.layout != torch.strided:
                 kind = "complex" if leaf.is_complex() else str(leaf.layout).removeprefix("torch.")
@@ -135,10 +130,6 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor | Scalar]
                 fix="pass tensors, numbers, strings and None in tuples, lists and dicts",
             )
         yield path, leaf
-
-
-def _key_text(key: Any) -> str:
-    return str(next(getattr(key, field) for field in ("key", "idx", "name") if hasattr(key, field)))
 
 
 def _batch_dims(

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
 from ..ir.blob import Blob, Role
@@ -15,13 +14,14 @@ from ..ir.dtype import TORCH_NAME
 from ..ir.net import Net
 from ..ir.operator import Arg, Operator
 from ..ir.opset import effects_of
-from ..ir.program import Feed, Interface, Program
+from ..ir.program import Feed, Fetch, Interface, Program, Scalar
 from ..ir.size import size_dims
 from .model_state import snapshot
 from .naming import RESERVED, Names, name_values
 from .optimizers import Group
 from .recording import Recording, Step
 from .sizes import BATCH, Sizes
+from .structures import written_structure
 from .update import Update, build_update
 from .values import Call, Value
 
@@ -200,14 +200,19 @@ def _interface(
         arguments=step.arguments.dumps(),
         feeds=tuple(feeds),
         loss=None if recording.loss is None else named[recording.loss.index],
-        outputs=tuple([named[v.index] for v in recording.outputs]),
-        results=None if recording.results is None else pytree.treespec_dumps(recording.results),
-        output_batch_dims=tuple([_batch_dim(sizes.geometries[v.index].shape) for v in recording.outputs]),
+        fetches=tuple([_fetch(leaf, sizes, named) for leaf in recording.returned]),
+        results=None if recording.results is None else written_structure(recording.results, "what the model returns"),
         module_state=step.state.module_state,
         optimizer=optimizer,
         optimizer_state=update.optimizer_state,
         param_groups=update.param_groups,
     )
+
+
+def _fetch(leaf: Value | Scalar, sizes: Sizes, named: Sequence[str]) -> Fetch:
+    if not isinstance(leaf, Value):
+        return Fetch(None, None, leaf)
+    return Fetch(named[leaf.index], _batch_dim(sizes.geometries[leaf.index].shape))
 
 
 def _batch_dim(shape: Sequence[Any]) -> int | None:

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
+from ..ir.program import Scalar
 from .arguments import Arguments, Leaf
 from .model_state import ModelState, fakes_in_place
 from .randomness import random_state_kept
@@ -46,7 +47,7 @@ class Recording(NamedTuple):
         state: the first version of each parameter and buffer, by its blob's name.
         constants: values that the step reads from elsewhere, with the tensors that hold them.
         loss: the scalar loss.
-        outputs: what a forward-only step returns, and ``results``, their structure.
+        returned: the leaves of what a forward-only step returns, and ``results``, their structure.
         gradients: forward values and the values of their gradients, parameters first.
     """
 
@@ -56,9 +57,14 @@ class Recording(NamedTuple):
     state: dict[str, Value]
     constants: list[tuple[Value, torch.Tensor]]
     loss: Value | None
-    outputs: list[Value]
+    returned: list[Value | Scalar]
     results: pytree.TreeSpec | None
     gradients: list[tuple[Value, Value]]
+
+    @property
+    def outputs(self) -> list[Value]:
+        """The tensors that a forward-only step returns."""
+        return [leaf for leaf in self.returned if isinstance(leaf, Value)]
 
 
 def record(step: Step, batch: int | None) -> Recording:
@@ -89,16 +95,18 @@ def record(step: Step, batch: int | None) -> Recording:
         if step.loss is None:
             recorder.end_forward()
             loss = None
-            outputs, results = _outputs(output, recorder)
+            returned, results = _returned(output, recorder)
         else:
-            outputs, results = [], None
+            returned, results = [], None
             with scopes.inside("loss"), scopes.follow(lambda: len(recorder.values), recorder.claim), _failures(scopes):
                 total = _scalar(step.loss(output, *targets))
             recorder.end_forward()
             with scopes.follow(lambda: len(recorder.values), recorder.claim):
                 loss, gradients = _backward(total, recorder)
-    calls = _live(recorder.calls, [loss, *outputs, *(g for _, g in gradients)])
-    return Recording(calls, recorder.values, inputs, state, recorder.constants, loss, outputs, results, gradients)
+    recording = Recording(
+        recorder.calls, recorder.values, inputs, state, recorder.constants, loss, returned, results, gradients
+    )
+    return recording._replace(calls=_live(recording.calls, [loss, *recording.outputs, *(g for _, g in gradients)]))
 
 
 @contextlib.contextmanager
@@ -193,15 +201,16 @@ def _strides(tensor: torch.Tensor, shape: list[int]) -> list[int]:
     return dense
 
 
-def _outputs(output: Any, recorder: Recorder) -> tuple[list[Value], pytree.TreeSpec]:
+def _returned(output: Any, recorder: Recorder) -> tuple[list[Value | Scalar], pytree.TreeSpec]:
     leaves, spec = pytree.tree_flatten(output)
     for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor):
+        if not isinstance(leaf, (torch.Tensor, bool, int, float, str, type(None))):
             raise CaptureError(
                 f"the model returns a {type(leaf).__name__} among its outputs",
-                fix="return tensors only, or wrap the model in one that does",
+                fix="return tensors, numbers, strings and None in tuples, lists, dicts and classes that "
+                "torch.utils._pytree knows (torch.export.register_dataclass makes a dataclass known)",
             )
-    return [recorder.read(leaf) for leaf in leaves], spec
+    return [recorder.read(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec
 
 
 def _scalar(loss: Any) -> torch.Tensor:

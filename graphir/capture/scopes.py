@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch.nn.modules import module as hooks
-from torch.utils import _pytree as pytree
 
 from .refusals import refuse_module
+from .structures import named_leaves
 
 __all__ = ["Scopes"]
 
@@ -50,8 +50,9 @@ class Scopes:
             if sys.exc_info()[0] is not None:
                 self.failed = path if self.failed is None else self.failed
             elif path and id(module) in self._paths:
-                for name, tensor in _named_outputs(path, output):
-                    claim(tensor, name, before)
+                for name, leaf in named_leaves(path, output):
+                    if isinstance(leaf, torch.Tensor):
+                        claim(leaf, name, before)
 
         handles = [
             hooks.register_module_forward_pre_hook(enter),
@@ -71,16 +72,3 @@ class Scopes:
             yield
         finally:
             self.current = before
-
-
-def _named_outputs(path: str, output: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(output, torch.Tensor):
-        yield path, output
-        return
-    for keys, leaf in pytree.tree_flatten_with_path(output)[0]:
-        if isinstance(leaf, torch.Tensor):
-            yield ".".join([path, *map(_key_text, keys)]), leaf
-
-
-def _key_text(key: Any) -> str:
-    return str(next(getattr(key, field) for field in ("key", "idx", "name") if hasattr(key, field)))

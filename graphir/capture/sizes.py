@@ -73,13 +73,17 @@ class Sizes:
     def _compare(self) -> None:
         first = self._recordings[0]
         for other, batch in zip(self._recordings[1:], self._batches[1:], strict=True):
-            for i, (mine, theirs) in enumerate(zip(first.calls, other.calls, strict=False)):
-                if _shape_of(mine) != _shape_of(theirs):
-                    raise NotAffine(f"operator {i} {_difference(mine, theirs, self._batches[0], batch)}")
+            for i, (call, its) in enumerate(zip(first.calls, other.calls, strict=False)):
+                if _shape_of(call) != _shape_of(its):
+                    raise NotAffine(f"operator {i} {_difference(call, its, self._batches[0], batch)}")
             if len(first.calls) != len(other.calls) or len(first.values) != len(other.values):
                 raise NotAffine(
                     f"{len(first.calls)} operators at batch {self._batches[0]}, but {len(other.calls)} at batch {batch}"
                 )
+            for mine, theirs in zip(first.returned, other.returned, strict=True):
+                if not isinstance(mine, Value) and mine != theirs:
+                    at = f"{mine!r} at batch {self._batches[0]}, but {theirs!r} at batch {batch}"
+                    raise NotAffine(f"the model returns {at}")
             for (value, mine_), (_, theirs_) in zip(first.constants, other.constants, strict=True):
                 if mine_ is not theirs_ and not _same_bits(mine_, theirs_):
                     raise NotAffine(f"a constant made in {value.scope or 'the model'} depends on the batch size")

@@ -14,7 +14,7 @@ from .net import Net
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Feed", "Interface", "ParamGroup", "Program", "Scalar"]
+__all__ = ["Feed", "Fetch", "Interface", "ParamGroup", "Program", "Scalar"]
 
 Scalar: TypeAlias = int | float | bool | str | None
 
@@ -26,6 +26,20 @@ class Feed(NamedTuple):
         blob: the blob that takes the tensor, without prefix; None where the leaf is not a tensor.
         batch_dim: the dimension along which it is split over replicas; None: passed whole to each.
         value: the leaf itself where it is not a tensor; a step must be called with an equal one.
+    """
+
+    blob: str | None
+    batch_dim: int | None = None
+    value: Scalar = None
+
+
+class Fetch(NamedTuple):
+    """One leaf of a forward-only program's result.
+
+    Attributes:
+        blob: the blob that it is, without prefix; None where the leaf is not a tensor.
+        batch_dim: the dimension along which the replicas' blobs are gathered; None: the first replica's is taken.
+        value: the leaf itself where it is not a tensor.
     """
 
     blob: str | None
@@ -56,9 +70,8 @@ class Interface:
             targets appended to args.
         feeds: the leaves of that structure, in order.
         loss: the blob of the scalar loss; None for a forward-only program.
-        outputs: blobs of a forward-only program's outputs, in order.
-        results: the JSON text of the structure of those outputs; None for a training step.
-        output_batch_dims: for each output, the dimension along which replicas' outputs are gathered; None: replica 0's.
+        fetches: the leaves of a forward-only program's result, in order.
+        results: the JSON text of the structure of that result; None for a training step.
         module_state: each name of ``module.state_dict()`` and its blob; tied names share one.
         optimizer: name of the captured optimizer's class; empty where there is none.
         optimizer_state: for each parameter, its optimizer state's blobs by the optimizer's own names
@@ -69,9 +82,8 @@ class Interface:
     arguments: str = ""
     feeds: tuple[Feed, ...] = ()
     loss: str | None = None
-    outputs: tuple[str, ...] = ()
+    fetches: tuple[Fetch, ...] = ()
     results: str | None = None
-    output_batch_dims: tuple[int | None, ...] = ()
     module_state: Mapping[str, str] = field(default_factory=dict)
     optimizer: str = ""
     optimizer_state: Mapping[str, Mapping[str, str]] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from torch.utils import _pytree
 
 import graphir
 from graphir import passes
-from graphir.ir.program import Feed, Interface, Program
+from graphir.ir.program import Feed, Fetch, Interface, Program
 from graphir.plan import Plan
 
 Make = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -48,9 +48,8 @@ def forward_plan(
     interface = Interface(
         arguments=structure,
         feeds=tuple(Feed(name) for name in inputs),
-        outputs=(output,),
+        fetches=(Fetch(output),),
         results=_pytree.treespec_dumps(_pytree.tree_structure(0)),
-        output_batch_dims=(None,),
         module_state={name: name for name in state or ()},
     )
     return passes.emit(

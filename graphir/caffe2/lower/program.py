@@ -13,7 +13,7 @@ from ...ir.blob import STATE_ROLES, Blob
 from ...ir.net import Net
 from ...ir.operator import Operator
 from ...ir.opset import to_symbol
-from ...ir.program import Feed, Interface, Program
+from ...ir.program import Feed, Fetch, Interface, Program
 from ...ir.size import bind_shape
 from ...ir.text import operator_text
 from ...ir.verify import require
@@ -391,8 +391,7 @@ def _interface(builder: Builder, names: Mapping[str, str], held: Iterable[str]) 
     return Interface(
         arguments=_pytree.treespec_dumps(arguments),
         feeds=tuple([Feed(name) for name in given]),
-        outputs=tuple(names.values()),
+        fetches=tuple([Fetch(name) for name in names.values()]),
         results=_pytree.treespec_dumps(results),
-        output_batch_dims=(None,) * len(names),
         module_state={name: name for name in held if builder.blobs[name].role != "constant"},
     )

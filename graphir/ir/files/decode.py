@@ -14,7 +14,7 @@ from ..device import Device
 from ..dtype import ITEMSIZE
 from ..net import Net
 from ..operator import PURE, SYMBOLS, Arg, Effects, Operator, Symbol
-from ..program import Feed, Interface, ParamGroup, Program, Scalar
+from ..program import Feed, Fetch, Interface, ParamGroup, Program, Scalar
 from ..size import LARGEST, Dims, Shape, Size, parse_size
 from .records import (
     AnyFile,
@@ -185,15 +185,12 @@ def _option(value: JsonValue) -> Scalar | tuple[Scalar, ...]:
 
 def _interface(record: InterfaceRecord, place: str) -> Interface:
     try:
-        if len(record.outputs) != len(record.output_batch_dims):
-            raise GraphirError(f"{len(record.outputs)} outputs have {len(record.output_batch_dims)} batch dimensions")
         return Interface(
             record.arguments,
             tuple(Feed(f.blob, f.batch_dim, _scalar(f.value)) for f in record.feeds),
             record.loss,
-            record.outputs,
+            tuple(Fetch(f.blob, f.batch_dim, _scalar(f.value)) for f in record.fetches),
             record.results,
-            record.output_batch_dims,
             record.module_state,
             record.optimizer,
             record.optimizer_state,

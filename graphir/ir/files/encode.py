@@ -12,7 +12,7 @@ from ...plan import Instruction, Plan
 from ..blob import Blob
 from ..net import Net
 from ..operator import PURE, Arg, Effects, Symbol
-from ..program import Interface, Program
+from ..program import Feed, Fetch, Interface, Program
 from ..size import Polynomial, Shape, Size
 from .records import (
     VERSION,
@@ -20,10 +20,10 @@ from .records import (
     BlobRecord,
     EffectsRecord,
     EventRecord,
-    FeedRecord,
     GroupRecord,
     InstructionRecord,
     InterfaceRecord,
+    LeafRecord,
     NetFile,
     NetRecord,
     OperatorRecord,
@@ -119,14 +119,17 @@ def _net(net: Net) -> NetRecord:
     )
 
 
+def _leaf(leaf: Feed | Fetch) -> LeafRecord:
+    return LeafRecord(blob=leaf.blob, batch_dim=leaf.batch_dim, value=_json(leaf.value))
+
+
 def _interface(interface: Interface) -> InterfaceRecord:
     return InterfaceRecord(
         arguments=interface.arguments,
-        feeds=tuple(FeedRecord(blob=f.blob, batch_dim=f.batch_dim, value=_json(f.value)) for f in interface.feeds),
+        feeds=tuple(map(_leaf, interface.feeds)),
         loss=interface.loss,
-        outputs=interface.outputs,
+        fetches=tuple(map(_leaf, interface.fetches)),
         results=interface.results,
-        output_batch_dims=interface.output_batch_dims,
         module_state=dict(interface.module_state),
         optimizer=interface.optimizer,
         optimizer_state={param: dict(states) for param, states in interface.optimizer_state.items()},

@@ -20,11 +20,11 @@ __all__ = [
     "BlobRecord",
     "EffectsRecord",
     "EventRecord",
-    "FeedRecord",
     "GroupRecord",
     "Header",
     "InstructionRecord",
     "InterfaceRecord",
+    "LeafRecord",
     "NetFile",
     "NetRecord",
     "OperatorRecord",
@@ -111,8 +111,8 @@ class NetRecord(_Record):
     proto: str | None = None
 
 
-class FeedRecord(_Record):
-    """A :class:`~graphir.ir.program.Feed`."""
+class LeafRecord(_Record):
+    """A :class:`~graphir.ir.program.Feed` or a :class:`~graphir.ir.program.Fetch`."""
 
     blob: str | None = None
     batch_dim: int | None = None
@@ -131,11 +131,10 @@ class InterfaceRecord(_Record):
     """An :class:`~graphir.ir.program.Interface`."""
 
     arguments: str = ""
-    feeds: tuple[FeedRecord, ...] = ()
+    feeds: tuple[LeafRecord, ...] = ()
     loss: str | None = None
-    outputs: tuple[str, ...] = ()
+    fetches: tuple[LeafRecord, ...] = ()
     results: str | None = None
-    output_batch_dims: tuple[int | None, ...] = ()
     module_state: dict[str, str] = {}
     optimizer: str = ""
     optimizer_state: dict[str, dict[str, str]] = {}

@@ -13,7 +13,7 @@ from typing import Final, cast
 from ...errors import ParseError, nearest
 from ...plan import KINDS, STREAMS, Event, Instruction, Kind, Plan
 from ..net import Net
-from ..program import Feed, Interface, ParamGroup, Program, Scalar
+from ..program import Feed, Fetch, Interface, ParamGroup, Program, Scalar
 from .parse_net import NetReader, read_net
 from .tokens import Line, Lines
 
@@ -132,7 +132,7 @@ def _interface(reader: Lines, line: Line) -> Interface:
     line.expect("{", "write interface {")
     line.end()
     feeds: list[Feed] = []
-    outputs: list[tuple[str, int | None]] = []
+    fetches: list[Fetch] = []
     groups: list[ParamGroup] = []
     module_state: dict[str, str] = {}
     optimizer_state: dict[str, dict[str, str]] = {}
@@ -145,8 +145,7 @@ def _interface(reader: Lines, line: Line) -> Interface:
             return replace(
                 found,
                 feeds=tuple(feeds),
-                outputs=tuple(name for name, _ in outputs),
-                output_batch_dims=tuple(dim for _, dim in outputs),
+                fetches=tuple(fetches),
                 module_state=module_state,
                 optimizer_state=optimizer_state,
                 param_groups=tuple(groups),
@@ -159,10 +158,9 @@ def _interface(reader: Lines, line: Line) -> Interface:
         elif word == "optimizer":
             found = replace(found, optimizer=line.name())
         elif word == "feed":
-            blob = None if line.taken("_") else line.name()
-            feeds.append(Feed(blob, _batch_dim(line), _scalar(line) if line.taken("=") else None))
+            feeds.append(Feed(*_leaf(line)))
         elif word == "output":
-            outputs.append((line.name(), _batch_dim(line)))
+            fetches.append(Fetch(*_leaf(line)))
         elif word == "module":
             name, blob = line.renamed(str)
             module_state[name] = blob
@@ -179,8 +177,11 @@ def _interface(reader: Lines, line: Line) -> Interface:
         line.end()
 
 
-def _batch_dim(line: Line) -> int | None:
-    return line.whole() if line.taken("dim") else None
+def _leaf(line: Line) -> tuple[str | None, int | None, Scalar]:
+    """Blob, batch dimension and value of a leaf of the arguments or of the result."""
+    blob = None if line.taken("_") else line.name()
+    batch_dim = line.whole() if line.taken("dim") else None
+    return blob, batch_dim, _scalar(line) if line.taken("=") else None
 
 
 def _scalar(line: Line) -> Scalar:

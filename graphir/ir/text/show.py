@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import zip_longest
 from typing import Final
 
 from ...errors import GraphirError
 from ...plan import Instruction, Plan
 from ..net import Net
 from ..operator import Arg, Operator
-from ..program import Interface, Program
+from ..program import Feed, Fetch, Interface, Program
 from .printer import (
     Printer,
     Style,
@@ -130,13 +129,11 @@ def _interface(interface: Interface) -> Iterator[str]:
     if interface.arguments:
         yield f"  arguments {_raw(interface.arguments)}"
     for feed in interface.feeds:
-        dim = "" if feed.batch_dim is None else f" dim {feed.batch_dim}"
-        value = "" if feed.value is None else f" = {value_text(feed.value)}"
-        yield f"  feed {'_' if feed.blob is None else quoted(feed.blob)}{dim}{value}"
+        yield f"  feed {_leaf(feed)}"
     if interface.loss is not None:
         yield f"  loss {quoted(interface.loss)}"
-    for name, batch_dim in zip_longest(interface.outputs, interface.output_batch_dims[: len(interface.outputs)]):
-        yield f"  output {quoted(name)}" + ("" if batch_dim is None else f" dim {batch_dim}")
+    for fetch in interface.fetches:
+        yield f"  output {_leaf(fetch)}"
     if interface.results is not None:
         yield f"  results {_raw(interface.results)}"
     for name, blob in interface.module_state.items():
@@ -150,6 +147,12 @@ def _interface(interface: Interface) -> Iterator[str]:
         parts = (_renamed(name, blob, f"{param}.{name}") for name, blob in states.items())
         yield f"  state {quoted(param)} : {', '.join(parts)}".rstrip()
     yield "}"
+
+
+def _leaf(leaf: Feed | Fetch) -> str:
+    dim = "" if leaf.batch_dim is None else f" dim {leaf.batch_dim}"
+    value = "" if leaf.value is None else f" = {value_text(leaf.value)}"
+    return f"{'_' if leaf.blob is None else quoted(leaf.blob)}{dim}{value}"
 
 
 def _renamed(name: str, blob: str, default: str) -> str:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from graphir.capture import capture
 from graphir.errors import CaptureError
+from graphir.ir.program import Fetch
 from graphir.ir.verify import verify
 
 
@@ -48,8 +49,8 @@ def test_nested_arguments_are_named_by_path() -> None:
     assert pytree.treespec_loads(program.interface.arguments) == pytree.tree_structure(args)
     assert program.interface.results is not None
     assert pytree.treespec_loads(program.interface.results) == pytree.tree_structure({"sum": 0, "pair": 0})
-    assert program.interface.outputs == ("add_1", "pair.0") and program.interface.output_batch_dims == (0, 0)
-    assert program.step.external_outputs == program.interface.outputs
+    assert program.interface.fetches == (Fetch("add_1", 0), Fetch("pair.0", 0))
+    assert program.step.external_outputs == ("add_1", "pair.0")
     assert program.step.blobs["scale"].role == program.step.blobs["constant"].role == "constant"
     values = evaluate(program, dict(program.state), {"batch.a.b": x, "pair.0": y})
     assert torch.equal(values["add_1"], model({"a": {"b": x}}, (y, y), flag=True)["sum"])
@@ -61,7 +62,7 @@ def test_without_loss_there_is_no_backward() -> None:
         program = capture(example.model, example.inputs)
     verify(program)
     assert {op.phase for op in program.step.ops} == {"forward"} and not program.step.gradients
-    assert program.interface.loss is None and program.interface.outputs == ("fc",)
+    assert program.interface.loss is None and program.interface.fetches == (Fetch("fc", 0),)
     assert program.step.blobs["fc"].role == "output"
 
 

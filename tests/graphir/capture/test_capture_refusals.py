@@ -236,10 +236,10 @@ def test_batch_dims_of_different_sizes() -> None:
 
 def test_outputs_that_are_no_tensors() -> None:
     class Pair(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, str]:
-            return x * 2, "x"
+        def forward(self, x: Tensor) -> tuple[Tensor, object]:
+            return x * 2, object()
 
-    refused("the model returns a str among its outputs", model=Pair(), targets=(), loss=None)
+    refused("the model returns a object among its outputs", model=Pair(), targets=(), loss=None)
 
 
 def test_gradient_hooks() -> None:

@@ -106,7 +106,7 @@ def test_the_batch_can_be_another_dimension() -> None:
 
     program = capture(Last(), (torch.randn(4, 6),), batch_dims=1)
     assert program.step.blobs["x"].shape == (4, BATCH)
-    assert program.interface.feeds[0].batch_dim == 1 and program.interface.output_batch_dims == (0,)
+    assert program.interface.feeds[0].batch_dim == 1 and program.interface.fetches[0].batch_dim == 0
 
 
 def test_tensors_of_another_length_are_passed_whole() -> None:

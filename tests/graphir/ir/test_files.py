@@ -16,7 +16,7 @@ from graphir.ir.files import disk as files
 from graphir.ir.files import load, load_net, load_plan, load_program, save_net, save_plan, save_program
 from graphir.ir.net import Net
 from graphir.ir.operator import Effects, Operator, Symbol
-from graphir.ir.program import Feed, Interface, ParamGroup, Program
+from graphir.ir.program import Feed, Fetch, Interface, ParamGroup, Program
 from graphir.ir.size import Polynomial, dimension
 
 
@@ -82,8 +82,8 @@ def test_every_field_comes_back(tmp_path):
         name, (op,), {name: blob, "y": Blob("y", None, None, gpu(2), "output", "y")}, (name,), ("y",), {name: "y"}
     )
     interface = Interface(
-        "[1]", (Feed(name, 1, 2.5), Feed(None, None, math.inf)), "y", ("y",), "[]", (None,), {name: "y"}, "SGD",
-        {name: {"m": "y"}}, (ParamGroup("lr", (name,), {"betas": (0.9, math.inf), "fused": None}),),
+        "[1]", (Feed(name, 1, 2.5), Feed(None, None, math.inf)), "y", (Fetch("y"), Fetch(None, None, 3)), "[]",
+        {name: "y"}, "SGD", {name: {"m": "y"}}, (ParamGroup("lr", (name,), {"betas": (0.9, math.inf), "fused": None}),),
     )  # fmt: skip
     program = Program(name, net, net, {"batch": 2}, "why", ("gpu_0/", "gpu_1/"), interface, ("a", "b"))
     save_program(program, tmp_path / "p.json")
@@ -375,7 +375,7 @@ def test_damaged_nets_are_refused(net_file, keys, value, what, place):
         (("dims", "batch"), 0, "dimension 'batch' cannot be 0", "dims.batch"),
         (("program", "dims", "batch"), -3, "dimension 'batch' cannot be -3", "program.dims.batch"),
         (("program", "dims", "batch"), 2**60, f"dimension 'batch' cannot be {2**60}", "program.dims.batch"),
-        (("program", "interface", "outputs"), ["a"], "1 outputs have 0 batch dimensions", "program.interface"),
+        (("program", "interface", "fetches"), [{"value": [1]}], "[1] is not a number", "program.interface"),
         (("program", "interface", "feeds", 0, "value"), [1], "[1] is not a number", "program.interface"),
     ],
 )

@@ -13,7 +13,7 @@ from graphir.ir.blob import ROLES, Blob
 from graphir.ir.device import CPU, Device, gpu
 from graphir.ir.net import Net
 from graphir.ir.operator import SYMBOLS, Effects, Operator, Symbol
-from graphir.ir.program import Feed, Interface, ParamGroup, Program
+from graphir.ir.program import Feed, Fetch, Interface, ParamGroup, Program
 from graphir.ir.size import Polynomial, dimension
 from graphir.ir.text import nbytes_text, operator_text, parse, quoted, show
 from graphir.plan import Event, Instruction, Plan
@@ -207,9 +207,8 @@ def test_interfaces_come_back():
         arguments='[1, {"type": null, "#": "#"}]',
         feeds=(Feed("x", 0), Feed("_"), Feed(None, None, 3), Feed(None, None, "a # b"), Feed(None), Feed("y", 1, 2.0)),
         loss="loss",
-        outputs=("a", "b"),
+        fetches=(Fetch("a", 0), Fetch("b"), Fetch(None, None, 3), Fetch(None), Fetch(None, None, "a # b")),
         results="not\njson",
-        output_batch_dims=(0, None),
         module_state={"fc.weight": "fc.weight", "tied.weight": "fc.weight"},
         optimizer="AdamW",
         optimizer_state={"fc.weight": {"exp_avg": "fc.weight.exp_avg", "step": "steps"}, "fc.bias": {}},
