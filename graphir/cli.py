@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from io import TextIOWrapper
 from pathlib import Path
@@ -33,7 +34,7 @@ def _print_version(wanted: bool) -> None:
 def _root(
     _: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")] = False,
 ) -> None:
-    """Also keeps ``demo`` a subcommand while it is the only one."""
+    """What every command shares."""
 
 
 @app.command()
@@ -53,6 +54,22 @@ def demo(
         raise typer.Exit(1)
 
 
+@app.command()
+def show(
+    file: Annotated[str, typer.Argument(help="The file of a program, a net or a plan; - is standard input.")],
+    source: Annotated[
+        bool, typer.Option("--source", help="Say which line of code each operator came from, as a comment.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print indented JSON instead of graphir's text.")] = False,
+) -> None:
+    """Print what a file holds, with the bytes of each blob."""
+    from .ir.files import load, load_stream, to_json
+    from .ir.text import show as show_text
+
+    shown = load(file) if file != "-" else load_stream(sys.stdin.buffer, "standard input")
+    print(to_json(shown) if json else show_text(shown, source=source))
+
+
 def main() -> None:
     """Run the command line; an error that graphir or the file system raises is printed, not traced."""
     for stream in (sys.stdout, sys.stderr):
@@ -60,6 +77,9 @@ def main() -> None:
             stream.reconfigure(errors="replace")  # an ASCII terminal shows ? for what it lacks
     try:
         app()
+    except BrokenPipeError:  # whoever read it, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except (GraphirError, OSError) as e:
         text = f"{e.strerror}: {e.filename}" if isinstance(e, OSError) and e.filename else str(e)
         print(f"graphir: {text}", file=sys.stderr)

@@ -211,7 +211,7 @@ class Injection:
             kept = tuple([pair for pair in effects.writes if outputs[pair[0]] == inputs[pair[1]]])
             if kept != effects.writes:
                 effects = effects._replace(writes=kept)
-        made_here = (op[0], inputs, outputs) + op[3:11] + (effects, read, written, op.proto)  # noqa: RUF005  # fastest
+        made_here = (op[0], inputs, outputs) + op[3:11] + (effects, read, written, *op[14:])  # noqa: RUF005  # fastest
         self.ops.append(Operator._make(made_here))
 
     def copied_from(self, op: Operator) -> Device:

@@ -158,6 +158,7 @@ def _operator(call: Call, args: Mapping[str, Arg], named: Sequence[str]) -> Oper
         effects=effects,
         input_versions=read if any(read) else None,
         output_versions=written if any(written) else None,
+        source=call.line,
     )
 
 

@@ -25,6 +25,7 @@ from .mutation import functional_call, functional_view, overwritten_base
 from .randomness import SeedIds, seedable
 from .refusals import FAKE_ERRORS, refuse_operator, refused_by_fake, where
 from .scopes import Scopes
+from .source_lines import SourceLines
 from .values import Alias, Call, Replay, Value, geometry_of
 
 __all__ = ["Recorder"]
@@ -47,14 +48,20 @@ class Recorder(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, fake_mode: FakeTensorMode, scopes: Scopes, path_of: Callable[[torch.Tensor], str]) -> None:
+    def __init__(
+        self,
+        fake_mode: FakeTensorMode,
+        scopes: Scopes,
+        lines: SourceLines,
+        path_of: Callable[[torch.Tensor], str],
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
         self.values: list[Value] = []
         self.constants: list[tuple[Value, torch.Tensor]] = []
         self.phase: Phase = "forward"
         self.seeds = SeedIds()
-        self._fake_mode, self._scopes, self._path_of = fake_mode, scopes, path_of
+        self._fake_mode, self._scopes, self._lines, self._path_of = fake_mode, scopes, lines, path_of
         self._memory = Memory()
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._owners: dict[int, Value] = {}
@@ -164,7 +171,10 @@ class Recorder(TorchDispatchMode):
         if form.draws(bound.args):
             type, seed = form_of(seedable(form, where(self._scopes.current))).type, self.seeds.take()
         source, scope = self._origin(inputs)
-        return Call(type, inputs, bound.operands, bound.args, scope, self.phase, seed), source
+        line = self._lines.current()
+        if not line and source is not None and source.call is not None:
+            line = source.call.line
+        return Call(type, inputs, bound.operands, bound.args, scope, self.phase, seed, line), source
 
     def _record(self, form: Form, bound: Bound, inputs: tuple[Value, ...], out: Any, replay: Replay) -> None:
         call, source = self._call(form, bound, inputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -19,6 +20,7 @@ from .randomness import random_state_kept
 from .recorder import Recorder
 from .refusals import where
 from .scopes import Scopes
+from .source_lines import SourceLines
 from .values import Call, Value
 
 __all__ = ["Recording", "Step", "record"]
@@ -74,7 +76,8 @@ def record(step: Step, batch: int | None) -> Recording:
         CaptureError: the step can't be told by a program.
     """
     fake_mode, scopes = FakeTensorMode(), Scopes(step.model)
-    recorder = Recorder(fake_mode, scopes, _attribute_paths(step.model))
+    lines = SourceLines(end=sys._getframe().f_code)
+    recorder = Recorder(fake_mode, scopes, lines, _attribute_paths(step.model))
     with fake_mode, torch.no_grad():
         fakes, state = _fake_state(step.state, recorder)
         leaves, inputs = _fake_leaves(step.arguments.leaves, batch, recorder)

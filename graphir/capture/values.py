@@ -93,9 +93,10 @@ class Call:
         inputs: the values read, by the pattern ``operands``.
         outputs: the values made, by the pattern ``results``; then those overwritten without being returned.
         args: the other arguments, without defaults.
+        line: of the user's code, as in ``Operator.source``.
     """
 
-    __slots__ = ("args", "inputs", "operands", "outputs", "phase", "results", "scope", "seed", "type")
+    __slots__ = ("args", "inputs", "line", "operands", "outputs", "phase", "results", "scope", "seed", "type")
 
     def __init__(
         self,
@@ -106,11 +107,12 @@ class Call:
         scope: str,
         phase: Phase,
         seed: int | None = None,
+        line: str = "",
     ) -> None:
         self.type, self.inputs, self.operands, self.args = type, inputs, operands, args
         self.outputs: tuple[Value, ...] = ()
         self.results: str | None = None
-        self.scope, self.phase, self.seed = scope, phase, seed
+        self.scope, self.phase, self.seed, self.line = scope, phase, seed, line
 
 
 class Store:

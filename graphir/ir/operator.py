@@ -88,6 +88,8 @@ class Operator(NamedTuple):
         input_versions: which version of each input is read; None: the first (0) of each.
         output_versions: which version of each output this makes; None: the first (0) of each.
         proto: of an operator from a Caffe2 net, what it says beside this, as the text of an ``OperatorDef``.
+        source: the line of a user's code that called it, or whose gradient it computes, such as ``models/net.py:42``.
+            It says nothing about what is computed: operators that differ in it alone are equal, and texts leave it out.
     """
 
     type: str
@@ -105,6 +107,15 @@ class Operator(NamedTuple):
     input_versions: tuple[int, ...] | None = None
     output_versions: tuple[int, ...] | None = None
     proto: str = ""
+    source: str = ""
+
+    # The line is for people, as a location is in MLIR: a net read from its text, which has none, is the same net.
+
+    def __eq__(self, other: object) -> bool:
+        return self[:-1] == other[:-1] if isinstance(other, Operator) else NotImplemented
+
+    def __ne__(self, other: object) -> bool:
+        return self[:-1] != other[:-1] if isinstance(other, Operator) else NotImplemented
 
     def on(self, device: Device, by: str) -> Operator:
         """This operator moved to *device* by a pass: ``_replace`` at half its cost, as passes over large nets need."""

@@ -120,9 +120,11 @@ def _blob(record: BlobRecord) -> Blob:
     )
 
 
-def _operator(record: OperatorRecord, effects: tuple[Effects, ...]) -> Operator:
+def _operator(record: OperatorRecord, effects: tuple[Effects, ...], sources: tuple[str, ...]) -> Operator:
     if record.effects is not None and not 0 <= record.effects < len(effects):
         raise GraphirError(f"effects {record.effects} are not in the table", fix=f"it has {len(effects)} entries")
+    if record.source is not None and not 0 <= record.source < len(sources):
+        raise GraphirError(f"source {record.source} is not in the table", fix=f"it has {len(sources)} entries")
     for names, versions in ((record.inputs, record.input_versions), (record.outputs, record.output_versions)):
         if versions is not None and len(versions) != len(names):
             raise GraphirError(f"{len(versions)} versions of {len(names)} operands", fix="each operand has one version")
@@ -142,6 +144,7 @@ def _operator(record: OperatorRecord, effects: tuple[Effects, ...]) -> Operator:
         record.input_versions,
         record.output_versions,
         record.proto,
+        "" if record.source is None else sources[record.source],
     )
 
 
@@ -158,7 +161,7 @@ def _net(record: NetRecord, place: str) -> Net:
         raise _placed(f"{place}.blobs[{len(blobs)}]", e) from None
     try:
         for op in record.ops:
-            ops.append(_operator(op, effects))
+            ops.append(_operator(op, effects, record.sources))
     except GraphirError as e:
         raise _placed(f"{place}.ops[{len(ops)}]", e) from None
     return Net(

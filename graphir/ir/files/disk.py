@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import BinaryIO, Final, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError
@@ -30,11 +30,13 @@ __all__ = [
     "load_net",
     "load_plan",
     "load_program",
+    "load_stream",
     "path_of",
     "read_bytes",
     "save_net",
     "save_plan",
     "save_program",
+    "to_json",
     "whole",
 ]
 
@@ -98,36 +100,61 @@ def load(path: str | Path) -> Net | Program | Plan:
         FileError: the file is missing, too large, damaged, of another kind or of a newer format.
     """
     path = path_of(path)
-    text = read_bytes(path)
+    found, value = _read(read_bytes(path), str(path))
+    if isinstance(found, ProgramFile) and isinstance(value, Program) and found.program.state is not None:
+        from .tensors import StoredTensors, stored_layouts
+
+        return value.with_(state=StoredTensors(_tensors_path(path), found.program.state, stored_layouts(value)))
+    return value
+
+
+def load_stream(stream: BinaryIO, where: str) -> Net | Program | Plan:
+    """Read what :func:`load` reads from a stream; a program without its tensors.
+
+    Args:
+        stream: of bytes.
+        where: what errors call it.
+
+    Raises:
+        FileError: as :func:`load`.
+    """
+    text = stream.read(MOST_BYTES + 1)
+    if len(text) > MOST_BYTES:
+        raise FileError(f"more than {MOST_BYTES} bytes are not read", where=where)
+    return _read(text, where)[1]
+
+
+def to_json(x: Net | Program | Plan) -> str:
+    """What the file of a net, a program or a plan would hold, indented, without a program's tensors."""
+    return file_of(x).model_dump_json(exclude_defaults=True, indent=2)
+
+
+def _read(text: bytes, where: str) -> tuple[AnyFile, Net | Program | Plan]:
     try:
         header = Header.model_validate_json(text)
     except ValidationError as e:
-        raise _damaged(e, path, "this is no file of graphir's, or it was cut short") from None
+        raise _damaged(e, where, "this is no file of graphir's, or it was cut short") from None
     model = _FORMATS.get(header.format)
     if model is None:
         raise FileError(
             f"files of format {header.format!r} cannot be read{nearest(header.format, _FORMATS)}",
-            where=str(path),
+            where=where,
             fix=f"formats: {', '.join(_FORMATS)}",
         )
     if header.version != VERSION:
         raise FileError(
             f"the file has version {header.version} of its format, this graphir reads version {VERSION}",
-            where=str(path),
+            where=where,
             fix="install a graphir that reads it, or write the file again with this one",
         )
     try:
         found = model.model_validate_json(text)
         value = value_of(found)
     except ValidationError as e:
-        raise _damaged(e, path, "the file was damaged or edited; write it again") from None
+        raise _damaged(e, where, "the file was damaged or edited; write it again") from None
     except GraphirError as e:
-        raise FileError(e.what, where=f"{path}, at {e.where}", fix=e.fix) from None
-    if isinstance(found, ProgramFile) and isinstance(value, Program) and found.program.state is not None:
-        from .tensors import StoredTensors, stored_layouts
-
-        return value.with_(state=StoredTensors(_tensors_path(path), found.program.state, stored_layouts(value)))
-    return value
+        raise FileError(e.what, where=f"{where}, at {e.where}", fix=e.fix) from None
+    return found, value
 
 
 def load_net(path: str | Path) -> Net:
@@ -187,12 +214,10 @@ def read_bytes(path: Path) -> bytes:
     return text
 
 
-def _damaged(e: ValidationError, path: Path, fix: str) -> FileError:
+def _damaged(e: ValidationError, where: str, fix: str) -> FileError:
     first = e.errors(include_url=False, include_input=False)[0]
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
-    return FileError(
-        f"the file is damaged: {first['msg']}", where=f"{path}, at {place}" if place else str(path), fix=fix
-    )
+    return FileError(f"the file is damaged: {first['msg']}", where=f"{where}, at {place}" if place else where, fix=fix)
 
 
 def _save(x: Net | Program | Plan, path: Path, state: Mapping[str, TensorRecord] | None = None) -> None:

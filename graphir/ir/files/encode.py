@@ -87,6 +87,7 @@ def _blob(blob: Blob) -> BlobRecord:
 
 def _net(net: Net) -> NetRecord:
     table: dict[Effects, int] = {}
+    lines: dict[str, int] = {}
     ops = [
         OperatorRecord(
             type=op.type,
@@ -104,6 +105,7 @@ def _net(net: Net) -> NetRecord:
             input_versions=op.input_versions,
             output_versions=op.output_versions,
             proto=op.proto,
+            source=lines.setdefault(op.source, len(lines)) if op.source else None,
         )
         for op in net.ops
     ]
@@ -112,6 +114,7 @@ def _net(net: Net) -> NetRecord:
         external_inputs=net.external_inputs,
         external_outputs=net.external_outputs,
         effects=tuple(EffectsRecord(writes=e.writes, views=e.views, random=e.random) for e in table),
+        sources=tuple(lines),
         blobs=tuple(map(_blob, net.blobs.values())),
         ops=tuple(ops),
         gradients=dict(net.gradients),

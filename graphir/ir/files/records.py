@@ -79,7 +79,8 @@ class EffectsRecord(_Record):
 
 
 class OperatorRecord(_Record):
-    """An :class:`~graphir.ir.operator.Operator`; ``effects`` is a position in the net's table, none: it has none."""
+    """An :class:`~graphir.ir.operator.Operator`; ``effects`` and ``source`` are positions in the net's tables, none:
+    it has none."""
 
     type: str
     inputs: tuple[str, ...] = ()
@@ -96,6 +97,7 @@ class OperatorRecord(_Record):
     input_versions: tuple[int, ...] | None = None
     output_versions: tuple[int, ...] | None = None
     proto: str = ""
+    source: int | None = None
 
 
 class NetRecord(_Record):
@@ -105,6 +107,7 @@ class NetRecord(_Record):
     external_inputs: tuple[str, ...] = ()
     external_outputs: tuple[str, ...] = ()
     effects: tuple[EffectsRecord, ...] = ()
+    sources: tuple[str, ...] = ()
     blobs: tuple[BlobRecord, ...] = ()
     ops: tuple[OperatorRecord, ...] = ()
     gradients: dict[str, str] = {}

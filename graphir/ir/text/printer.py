@@ -166,11 +166,13 @@ class Style(NamedTuple):
         dims: the value of each dimension, by which figures are computed; None: no figures.
         attributes: the operators' attributes and the program's interface.
         types: the geometry and the device of blobs.
+        source: the operators' source lines, as comments.
     """
 
     dims: Dims | None = None
     attributes: bool = True
     types: bool = True
+    source: bool = False
 
 
 class Printer:
@@ -185,7 +187,7 @@ class Printer:
         blob = self.blobs.get(name)
         if blob is None:
             return f"external {quoted(name)}"
-        return f"{word}{blob.role} {quoted(name)}{self.geometry(blob)}{self.figure([name])}"
+        return f"{word}{blob.role} {quoted(name)}{self.geometry(blob)}{_comment(self.figure([name]))}"
 
     def geometry(self, blob: Blob) -> str:
         if not self.style.types:
@@ -200,14 +202,14 @@ class Printer:
         return f"{text} @{blob.device}"
 
     def figure(self, names: Iterable[str]) -> str:
-        """The bytes of the storages among *names*, as a comment."""
+        """The bytes of the storages among *names*."""
         if self.style.dims is None:
             return ""
         try:
             nbytes = sum(blob.nbytes(self.style.dims) for name in names if not (blob := self.blobs[name]).is_view)
         except GraphirError:
             return ""
-        return f"  # {nbytes_text(nbytes)}" if nbytes else ""
+        return nbytes_text(nbytes) if nbytes else ""
 
     def operator(self, op: Operator, copy: bool = False) -> str:
         """``OUT : TYPE @dev = TYPE(inputs, name=value) {attributes}``; a *copy* as ``OUT : TYPE @dev <- IN``."""
@@ -222,7 +224,7 @@ class Printer:
             text = f"{outputs} = {type_name(op.type)}({', '.join(call)})"
         if self.style.attributes:
             text += self.attribute_text(op, shown_operands, shown_results)
-        return text + self.figure(new)
+        return text + _comment(self.figure(new), op.source if self.style.source else "")
 
     def output(self, name: str, version: int, marked: bool, op: Operator) -> str:
         text = f"{quoted(name)};{version}" if marked else quoted(name)
@@ -294,6 +296,12 @@ class Printer:
         if op.effects != default:
             found += _effects(op.effects, default)
         return f" {{{', '.join(found)}}}" if found else ""
+
+
+def _comment(*parts: str) -> str:
+    """``  # 16.0 MiB, models/net.py:42``, or nothing. What could end the line is shown as JSON has it."""
+    shown = [part if part.isprintable() else json.dumps(part) for part in parts if part]
+    return f"  # {', '.join(shown)}" if shown else ""
 
 
 def _effects(effects: Effects, default: Effects) -> Iterator[str]:

@@ -63,7 +63,9 @@ def operator_text(op: Operator, net: Net) -> str:
     return Printer(net.blobs, "forward", Style()).operator(op)
 
 
-def show(x: Net | Program | Plan, *, figures: bool = True, attributes: bool = True, types: bool = True) -> str:
+def show(
+    x: Net | Program | Plan, *, figures: bool = True, attributes: bool = True, types: bool = True, source: bool = False
+) -> str:
     """The text of a net, a program or a plan for people.
 
     Args:
@@ -72,6 +74,7 @@ def show(x: Net | Program | Plan, *, figures: bool = True, attributes: bool = Tr
         attributes: print the operators' attributes and the program's interface; text without them is read back with
             the defaults in their place.
         types: print the shapes, element types and devices of blobs; text without them is for reading only.
+        source: add the line of code that each captured operator came from, as a comment.
 
     Raises:
         GraphirError: *x* is none of these.
@@ -81,9 +84,9 @@ def show(x: Net | Program | Plan, *, figures: bool = True, attributes: bool = Tr
             f"show takes a Program, Plan or Net, not {type(x).__name__}", fix="str() prints other things"
         )
     if isinstance(x, Net):
-        lines = net_lines(x, Style({} if figures else None, attributes, types))
+        lines = net_lines(x, Style({} if figures else None, attributes, types, source))
     else:
-        style = Style(x.dims if figures else None, attributes, types)
+        style = Style(x.dims if figures else None, attributes, types, source)
         lines = _plan(x, style) if isinstance(x, Plan) else _program(x, style)
     return "\n".join(lines)
 

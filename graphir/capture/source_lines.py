@@ -1,0 +1,85 @@
+"""Source lines: where in a user's code an operator was called, read from Python's stack while it runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Final
+
+import torch
+
+__all__ = ["SourceLines"]
+
+_TORCH: Final = f"{Path(torch.__file__).parent}{os.sep}"
+_NN: Final = f"{Path(torch.nn.__file__).parent}{os.sep}"
+_MODULES: Final = f"{Path(torch.nn.modules.__file__).parent}{os.sep}"
+_CAPTURE: Final = f"{Path(__file__).parent}{os.sep}"
+
+_USERS, _MODULE, _FUNCTION, _PASSED, _END = range(5)
+"""Whose code a frame runs: a user's or a library's, a module's of torch, another's of ``torch.nn``, torch's or
+capture's own, which is passed by, or that of the function beyond which nothing belongs to the step."""
+
+
+class SourceLines:
+    """Finds the line that called the operator which is running: the innermost outside of torch.
+
+    Where torch's modules run by themselves, it is the innermost line of a module, and of ``torch.nn`` where a function
+    does. Each piece of code is judged once, so that what costs time is the walk over a handful of frames.
+
+    Args:
+        end: code of the function that runs the step.
+    """
+
+    def __init__(self, end: CodeType) -> None:
+        self._kinds: dict[CodeType, int] = {end: _END}
+        self._texts: dict[tuple[CodeType, int], str] = {}
+
+    def current(self) -> str:
+        """``models/net.py:42``; empty where no such frame runs, as in most of a backward."""
+        kinds = self._kinds
+        module: FrameType | None = None
+        function: FrameType | None = None
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            code = frame.f_code
+            kind = kinds.get(code)
+            if kind is None:
+                kind = kinds[code] = _kind(code.co_filename)
+            if kind == _USERS:
+                return self._text(code, frame.f_lasti, frame.f_lineno)
+            if kind == _MODULE and module is None:
+                module = frame
+            elif kind == _FUNCTION and function is None:
+                function = frame
+            elif kind == _END:
+                break
+            frame = frame.f_back
+        found = module or function
+        return "" if found is None else self._text(found.f_code, found.f_lasti, found.f_lineno)
+
+    def _text(self, code: CodeType, instruction: int, line: int) -> str:
+        key = code, instruction
+        text = self._texts.get(key)
+        if text is None:
+            text = self._texts[key] = f"{_shown(code.co_filename)}:{line}"
+        return text
+
+
+def _kind(path: str) -> int:
+    if path.startswith(_MODULES):
+        return _MODULE
+    if path.startswith(_NN):
+        return _FUNCTION
+    return _PASSED if path.startswith((_TORCH, _CAPTURE)) else _USERS
+
+
+def _shown(path: str) -> str:
+    """*path* without what is particular to a machine: relative to the folder that it is imported from."""
+    if path.startswith("<"):
+        return path
+    file = Path(path).absolute()
+    folders = [Path(folder).absolute() for folder in (*sys.path, "")]
+    folder = max((f for f in folders if f in file.parents), key=lambda f: len(f.parts), default=file.parent)
+    return file.relative_to(folder).as_posix()

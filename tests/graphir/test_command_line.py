@@ -1,0 +1,90 @@
+"""``graphir show``: what files hold, and errors that are no tracebacks."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import models
+import pytest
+
+import graphir
+from graphir import passes
+from graphir.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs ``graphir …`` on what stands in standard input: the exit status, and what it prints."""
+
+    def run(*arguments: str | Path, given: bytes = b"") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["graphir", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capsys.readouterr()
+        return int(ended.value.code or 0), printed.out, printed.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files of a program, its net and its plan."""
+    made = tmp_path_factory.mktemp("files")
+    example = models.mlp()
+    program = graphir.capture(example.model, example.inputs, targets=example.targets, loss=example.loss)
+    program.save(made / "program.json", state=True)
+    passes.emit(program).save(made / "plan.json")
+    return made
+
+
+def test_it_prints_what_a_file_holds(run: Run, folder: Path) -> None:
+    for name in ("program", "plan"):
+        held = graphir.load(folder / f"{name}.json")
+        assert run("show", folder / f"{name}.json") == (0, graphir.show(held) + "\n", "")
+
+
+def test_it_prints_source_lines_on_request(run: Run, folder: Path) -> None:
+    status, text, errors = run("show", folder / "plan.json", "--source")
+    assert status == 0 and not errors
+    assert text == graphir.show(graphir.load(folder / "plan.json"), source=True) + "\n"
+    assert "# 384 B, models.py:" in text
+
+
+def test_it_prints_json_and_reads_standard_input(run: Run, folder: Path) -> None:
+    given = (folder / "program.json").read_bytes()
+    status, text, errors = run("show", "-", "--json", given=given)
+    assert status == 0 and not errors
+    shown, whole = json.loads(text), json.loads(given)
+    del whole["program"]["state"]
+    assert shown == whole and text.startswith('{\n  "format"')
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given", "error"),
+    [
+        (("missing.json",), b"", "graphir: the file cannot be read: No such file or directory"),
+        ((ROOT / "README.md",), b"", "graphir: the file is damaged"),
+        (("-",), b"{", "standard input"),
+        ((), b"", "Missing argument 'file'"),
+    ],
+)
+def test_errors_are_told_without_a_traceback(run: Run, arguments: tuple[str, ...], given: bytes, error: str) -> None:
+    status, text, errors = run("show", *arguments, given=given)
+    assert status != 0 and not text
+    assert error in errors and "Traceback" not in errors
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(folder: Path) -> None:
+    command = f"{sys.executable} -m graphir show {folder / 'program.json'} --json | head -n 1"
+    done = subprocess.run(command, cwd=ROOT, shell=True, capture_output=True, timeout=300, check=False)
+    assert done.stdout == b"{\n" and not done.stderr
