@@ -97,7 +97,7 @@ def _update(op: Operator, values: dict[str, Tensor]) -> None:
     names = [p.name for p in signature(op.type).tensors]
     bound = {
         name: values[op.inputs[i]]
-        for name, i in zip(names, groups(op.operands, len(op.inputs)), strict=True)
+        for name, i in zip(names, groups(op.operands, len(op.inputs)), strict=False)
         if i is not None
     }
     args = {p.name: p.default for p in signature(op.type).params if p.kind == "value"} | dict(op.args)
