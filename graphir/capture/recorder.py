@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import CaptureError, GraphirError
 from ..ir.meta import META
 from ..ir.operator import Phase
+from ..ir.opset import CHECKS
 from .edges import differentiable, keep_edges
 from .forms import Bound, Form, form_of
 from .memory import Memory
@@ -32,6 +33,8 @@ __all__ = ["Recorder"]
 
 _aten: Final = torch.ops.aten
 _DEVICE: Final = torch.ops.prim.device.default
+_GEOMETRY: Final = frozenset({_aten.is_same_size.default, _aten._has_same_storage_numel.default})
+"""Questions about tensors that fake ones answer: nothing is computed."""
 _SAME: Final = frozenset({_aten.detach.default, _aten.alias.default})
 _LITERAL: Final = frozenset({_aten.lift_fresh.default, _aten.lift.default})
 
@@ -125,7 +128,7 @@ class Recorder(TorchDispatchMode):
             return args[0].fake_device
         kwargs = kwargs or {}
         scope = self._scopes.current
-        if getattr(func, "namespace", "") == "prim":
+        if getattr(func, "namespace", "") == "prim" or func in _GEOMETRY:
             return func(*args, **kwargs)
         if func not in self._safe:
             refuse_operator(func, scope, args)
@@ -152,7 +155,7 @@ class Recorder(TorchDispatchMode):
             out = META.get(form.type, func)(*args, **kwargs)
         except FAKE_ERRORS as e:
             raise refused_by_fake(e, form, scope) from e
-        if self._makes_something(out):
+        if form.func._opname in CHECKS or self._makes_something(out):
             self._record(form, bound, inputs, out, (func, args, dict(kwargs)))
         return out
 
@@ -186,7 +189,8 @@ class Recorder(TorchDispatchMode):
                 made.append(self._result(item, form, call, bound, source, replay, len(made)))
             pattern.append("t" if isinstance(item, torch.Tensor) else "_")
 
-        for item in out if isinstance(out, (tuple, list)) and not _returns_list(form) else (out,):
+        results = out if isinstance(out, (tuple, list)) and not _returns_list(form) else (out,)
+        for item in results if form.func._schema.returns else ():
             if isinstance(item, (tuple, list)):
                 pattern.append("[")
                 for inner in item:

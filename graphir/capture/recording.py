@@ -322,7 +322,7 @@ def _live(calls: list[Call], kept: list[Value | None]) -> list[Call]:
     read = {id(v) for v in kept if v is not None}
     live: list[Call] = []
     for call in reversed(calls):
-        idle = all(v.is_view for v in call.outputs) or call.type.startswith(_GEOMETRY_ONLY)
+        idle = (call.outputs and all(v.is_view for v in call.outputs)) or call.type.startswith(_GEOMETRY_ONLY)
         if not idle or any(id(v) in read for v in call.outputs):
             live.append(call)
             read.update(id(v) for v in call.inputs)

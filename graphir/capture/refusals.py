@@ -109,6 +109,12 @@ def refuse_operator(func: object, scope: str, args: tuple[object, ...]) -> None:
             where=where(scope),
             fix="switch it off: capture under torch.backends.mkldnn.flags(enabled=False)",
         )
+    if name == "aten._efficientzerotensor":
+        raise CaptureError(
+            "forward-mode derivatives that are zero have no memory, which programs can't tell",
+            where=where(scope),
+            fix="use reverse mode: torch.func.grad, torch.func.vjp or torch.autograd.grad",
+        )
     tags = func.tags
     if name == "aten.index":
         masks = [t for t in args[1] if isinstance(t, torch.Tensor)] if isinstance(args[1], (list, tuple)) else []

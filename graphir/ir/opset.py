@@ -17,7 +17,18 @@ from ..errors import GraphirError
 from .dtype import TORCH_NAME
 from .operator import Arg, Effects, Symbol, groups
 
-__all__ = ["NAMESPACES", "OWN", "Param", "Signature", "effects_of", "overload", "signature", "to_symbol", "to_torch"]
+__all__ = [
+    "CHECKS",
+    "NAMESPACES",
+    "OWN",
+    "Param",
+    "Signature",
+    "effects_of",
+    "overload",
+    "signature",
+    "to_symbol",
+    "to_torch",
+]
 
 NAMESPACES: Final = frozenset({"aten", "prims"})
 """Namespaces of torch operators that a program may name."""
@@ -131,8 +142,11 @@ def _only_computes(schema: torch.FunctionSchema, name: str) -> bool:
     given = " ".join(f"{arg.name}:{arg.real_type}" for arg in schema.arguments)
     reaches = re.search(r"filename|Storage|Stream|Any|Future|__torch__", given)
     returns_tensors = any("Tensor" in str(result.real_type) for result in schema.returns)
-    return returns_tensors and not reaches and name not in _REBINDS
+    return (returns_tensors or name in CHECKS) and not reaches and name not in _REBINDS
 
+
+CHECKS: Final = frozenset({"_linalg_check_errors"})
+"""Operators that return nothing: they raise where their operand says that a computation failed."""
 
 _REBINDS: Final = frozenset({"set", "set_", "set_data", "resize", "resize_", "resize_as_", "_resize_output_", "data"})
 """Operators that exchange a tensor's storage or change its size."""

@@ -9,10 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from direct import evaluate, matches_eager
+from graphir.runtime import Session
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+import graphir
+from graphir import RunError, passes
 from graphir.capture import capture
 from graphir.errors import CaptureError
 from graphir.ir.program import Fetch
@@ -221,3 +224,33 @@ def test_structures_that_json_can_not_hold_are_refused() -> None:
 
     with pytest.raises(CaptureError, match="the structure of the arguments can't be written down"):
         capture(Sum(), (Point(torch.randn(3), torch.randn(3)),))
+
+
+class Solves(nn.Module):
+    """Solves a system of equations, which torch checks for a solution."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.linalg.solve(a, b)
+
+
+@pytest.mark.parametrize("executor", ["reference", "threads"])
+def test_what_torch_checks_in_the_data_is_checked_in_each_step(executor: str) -> None:
+    a, b = torch.randn(3, 4, 4), torch.randn(3, 4)
+    program = capture(Solves(), (a, b))
+    assert graphir.parse(str(program)) == program
+    check = next(op for op in program.step.ops if op.type == "aten._linalg_check_errors.default")
+    assert check.outputs == ()
+    with Session(passes.emit(passes.replicate(program, [0])), program.state, executor=executor) as session:
+        assert torch.equal(session.step(a, b), torch.linalg.solve(a, b))
+        with pytest.raises(RunError, match="singular"):
+            session.step(torch.zeros(3, 4, 4), b)
+
+
+def test_forward_mode_derivatives_are_refused() -> None:
+    class Tangent(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.func.jvp(lambda y: y @ torch.ones(4) + 1, (x,), (x.cos(),))[1]
+
+    with pytest.raises(CaptureError, match="forward-mode") as error:
+        capture(Tangent(), (torch.randn(5, 4),))
+    assert "torch.func.vjp" in error.value.fix
