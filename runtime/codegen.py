@@ -40,7 +40,7 @@ from .calls import Argument, Bound, Call, Constant, Default, Operand, OperandLis
 from .executor import Setting
 from .handoffs import Handoffs
 from .kernels import all_reduce, copy, reduction
-from .optimizers import KERNELS
+from .optimizers import KERNELS, updater
 from .reference import flatten, invoke
 from .values import Values
 
@@ -245,7 +245,7 @@ class _Statements:
             self.overwrite(op)
         options: dict[str, Any] = {name: evaluate(arg, {}) for name, arg in ops[0].args.items()}
         key = repr((ops[0].type, sorted(options.items())))
-        kernel = self.writer.bind(KERNELS[ops[0].type](**options), "c", key)
+        kernel = self.writer.bind(updater(ops[0].type, options), "c", key)
         *tensors, rates, found_infs = zip(*given, strict=True)
         lists = [f"[{', '.join(items)}]" for items in tensors]
         skipped = "" if found_infs[0] == "None" else f"{found_infs[0]}.item() or "

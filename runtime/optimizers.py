@@ -1,8 +1,8 @@
 """Kernels of the optimizer types: updates bit for bit as ``torch.optim`` makes them.
 
-Each has torch's two forms: ``for_loop``, the sequence of operators of ``foreach=False``, and ``fused``. They are built
-once for an operator's options and called with tensors every step. As in torch they take lists, an item a parameter, so
-that an executor can make one call of many updates.
+Each has torch's two forms where torch has them: ``for_loop``, the sequence of operators of ``foreach=False``, and
+``fused``. They are built once for an operator's options and called with tensors every step. As in torch they take
+lists, an item a parameter, so that an executor can make one call of many updates.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from typing import Any, Final, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["FORMS", "KERNELS", "Update", "adam", "adamw", "sgd"]
+from graphir.ir.opset import signature
+
+__all__ = ["FORMS", "KERNELS", "Update", "as_torch_has_it", "updater"]
 
 FORMS: Final = ("for_loop", "fused")
 
 Tensors: TypeAlias = list[Tensor]
+Given: TypeAlias = list[Tensor | None]
 
 
 class Update(Protocol):
@@ -31,27 +34,45 @@ class Update(Protocol):
     def __call__(self, params: Tensors, grads: Tensors, *rest: Any) -> None: ...
 
 
-def sgd(
+def updater(type: str, options: Mapping[str, Any]) -> Update:
+    """The kernel of an optimizer type with these options; the others are the defaults of its signature."""
+    defaults = {p.name: p.default for p in signature(type).params if p.kind == "value"}
+    return KERNELS[type](**defaults | dict(options))
+
+
+def as_torch_has_it(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state that ``torch.optim`` has of a parameter for *kept*, the state of an operator, by the operator's names.
+
+    A momentum buffer whose next update is its first is none at all, since torch does not dampen that update.
+    """
+    own = {"next_dampening"}
+    if "next_dampening" in kept and kept["next_dampening"] == 0:
+        own.add("momentum_buffer")
+    return {key: tensor for key, tensor in kept.items() if key not in own}
+
+
+def _sgd(
     *,
-    form: str = "for_loop",
-    momentum: float = 0.0,
-    weight_decay: float = 0.0,
-    nesterov: bool = False,
-    maximize: bool = False,
+    form: str,
+    momentum: float,
+    weight_decay: float,
+    nesterov: bool,
+    maximize: bool,
+    dampening: float = 0.0,
 ) -> Update:
-    """``torch.optim.SGD`` without dampening. A momentum buffer starts at -0.0, the neutral element of addition."""
+    """``torch.optim.SGD``. A momentum buffer starts at -0.0, the neutral element of addition."""
     if form == "fused":
         return partial(
             _fused_sgd,
             weight_decay=weight_decay,
             momentum=momentum,
-            dampening=0.0,
+            dampening=dampening,
             nesterov=nesterov,
             maximize=maximize,
             is_first_step=False,
         )
 
-    def update(params: Tensors, grads: Tensors, buffers: list[Tensor | None], lr: Tensor | float) -> None:
+    def update(params: Tensors, grads: Tensors, buffers: Given, lr: Tensor | float) -> None:
         rate = float(lr)
         for param, grad, buffer in zip(params, grads, buffers, strict=True):
             if maximize:
@@ -59,11 +80,11 @@ def sgd(
             if weight_decay != 0:
                 grad = grad.add(param, alpha=weight_decay)
             if buffer is not None:
-                buffer.mul_(momentum).add_(grad)
+                buffer.mul_(momentum).add_(grad, alpha=1 - dampening)
                 grad = grad.add(buffer, alpha=momentum) if nesterov else buffer
             param.add_(grad, alpha=-rate)
 
-    if momentum and not (weight_decay or nesterov or maximize):
+    if momentum and not (weight_decay or nesterov or dampening or maximize):
         factors = {dtype: torch.tensor(momentum, dtype=dtype, device="cpu") for dtype in _EXACT}
         return partial(_momentum_sgd, update, factors)
     return update
@@ -95,36 +116,37 @@ def _momentum_sgd(
     torch._foreach_add_(params, buffers, alpha=-float(lr))
 
 
-def _fused_sgd(
-    params: Tensors, grads: Tensors, buffers: list[Tensor | None], lr: Tensor | float, **options: Any
-) -> None:
-    torch._fused_sgd_(params, grads, _given(buffers), lr=float(lr), **options)
+def _fused_sgd(params: Tensors, grads: Tensors, buffers: Given, lr: Tensor | float, **options: Any) -> None:
+    torch._fused_sgd_(params, grads, _present(buffers), lr=float(lr), **options)
 
 
-def _given(tensors: list[Tensor | None]) -> list[Tensor]:
+def _dampened_sgd(*, dampening: float, **options: Any) -> Update:
+    """``torch.optim.SGD`` with dampening, from the second update on."""
+    first, later = _sgd(**options), _sgd(dampening=dampening, **options)
+
+    def update(params: Tensors, grads: Tensors, buffers: Tensors, dampenings: Tensors, lr: Tensor | float) -> None:
+        for param, grad, buffer, now in zip(params, grads, buffers, dampenings, strict=True):
+            (later if now.item() else first)([param], [grad], [buffer], lr)
+            now.fill_(dampening)
+
+    return update
+
+
+def _present(tensors: Given) -> Tensors:
     return [tensor for tensor in tensors if tensor is not None]
-
-
-def adam(**options: Any) -> Update:
-    """``torch.optim.Adam``: weight decay is added to the gradient."""
-    return _adam(decoupled=False, **options)
-
-
-def adamw(**options: Any) -> Update:
-    """``torch.optim.AdamW``: weight decay scales the parameter."""
-    return _adam(decoupled=True, **options)
 
 
 def _adam(
     *,
     decoupled: bool,
-    form: str = "for_loop",
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    maximize: bool = False,
+    form: str,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    maximize: bool,
 ) -> Update:
+    """``torch.optim.Adam`` adds weight decay to the gradient; ``AdamW`` (*decoupled*) scales the parameter by it."""
     if form == "fused":
         return partial(
             _fused_adam,
@@ -141,7 +163,7 @@ def _adam(
         grads: Tensors,
         exp_avgs: Tensors,
         exp_avg_sqs: Tensors,
-        maxima: list[Tensor | None],
+        maxima: Given,
         steps: Tensors,
         lr: Tensor | float,
     ) -> None:
@@ -175,20 +197,88 @@ def _fused_adam(
     grads: Tensors,
     exp_avgs: Tensors,
     exp_avg_sqs: Tensors,
-    maxima: list[Tensor | None],
+    maxima: Given,
     steps: Tensors,
     lr: Tensor | float,
     **options: Any,
 ) -> None:
     for step in steps:
         step.add_(1)
-    given = _given(maxima)
+    given = _present(maxima)
     kernel(params, grads, exp_avgs, exp_avg_sqs, given, steps, lr=float(lr), amsgrad=bool(given), **options)
 
 
+def _adagrad(*, form: str, lr_decay: float, weight_decay: float, eps: float, maximize: bool) -> Update:
+    """``torch.optim.Adagrad``."""
+    if form == "fused":
+        return partial(_fused_adagrad, lr_decay=lr_decay, weight_decay=weight_decay, eps=eps, maximize=maximize)
+
+    def update(params: Tensors, grads: Tensors, sums: Tensors, steps: Tensors, lr: Tensor | float) -> None:
+        rate = float(lr)
+        for param, grad, total, step in zip(params, grads, sums, steps, strict=True):
+            step.add_(1)
+            if maximize:
+                grad = -grad
+            if weight_decay != 0:
+                grad = grad.add(param, alpha=weight_decay)
+            total.addcmul_(grad, grad, value=1)
+            step_size = rate / (1 + (step.item() - 1) * lr_decay)
+            param.addcdiv_(grad, total.sqrt().add_(eps), value=-step_size)
+
+    return update
+
+
+def _fused_adagrad(
+    params: Tensors, grads: Tensors, sums: Tensors, steps: Tensors, lr: Tensor | float, **options: Any
+) -> None:
+    for step in steps:
+        step.add_(1)
+    torch._fused_adagrad_(params, grads, sums, steps, lr=float(lr), **options)
+
+
+def _rmsprop(*, alpha: float, eps: float, weight_decay: float, momentum: float, maximize: bool) -> Update:
+    """``torch.optim.RMSprop``, centered where it is given averages of the gradients."""
+
+    def update(
+        params: Tensors,
+        grads: Tensors,
+        square_avgs: Tensors,
+        buffers: Given,
+        grad_avgs: Given,
+        steps: Tensors,
+        lr: Tensor | float,
+    ) -> None:
+        rate = float(lr)
+        for param, grad, square_avg, buffer, grad_avg, step in zip(
+            params, grads, square_avgs, buffers, grad_avgs, steps, strict=True
+        ):
+            step.add_(1)
+            if maximize:
+                grad = -grad
+            if weight_decay != 0:
+                grad = grad.add(param, alpha=weight_decay)
+            square_avg.mul_(alpha).addcmul_(grad, grad, value=1 - alpha)
+            if grad_avg is None:
+                scale = square_avg.sqrt()
+            else:
+                grad_avg.lerp_(grad, 1 - alpha)
+                scale = square_avg.addcmul(grad_avg, grad_avg, value=-1).sqrt_()
+            scale.add_(eps)
+            if buffer is None:
+                param.addcdiv_(grad, scale, value=-rate)
+            else:
+                buffer.mul_(momentum).addcdiv_(grad, scale)
+                param.add_(buffer, alpha=-rate)
+
+    return update
+
+
 KERNELS: Final[Mapping[str, Callable[..., Update]]] = {
-    "graphir.sgd": sgd,
-    "graphir.adam": adam,
-    "graphir.adamw": adamw,
+    "graphir.sgd": _sgd,
+    "graphir.dampened_sgd": _dampened_sgd,
+    "graphir.adam": partial(_adam, decoupled=False),
+    "graphir.adamw": partial(_adam, decoupled=True),
+    "graphir.adagrad": _adagrad,
+    "graphir.rmsprop": _rmsprop,
 }
-"""For each optimizer type, what builds its kernel from the operator's arguments."""
+"""For each optimizer type, what builds its kernel from all of the operator's arguments; :func:`updater` does."""

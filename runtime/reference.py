@@ -27,7 +27,7 @@ from .calls import Argument, Bound, Call, Constant, Default, Operand, OperandLis
 from .executor import Feedable, Setting
 from .faults import fault
 from .kernels import all_reduce, copy, reduction
-from .optimizers import KERNELS
+from .optimizers import KERNELS, updater
 from .surroundings import neutral
 
 __all__ = ["Reference"]
@@ -193,7 +193,7 @@ def invoke(op: Operator, call: Call, inputs: Sequence[Any], setting: Setting, di
     if op.type == "aten.view.default":
         return view(*positional)
     if op.type in KERNELS:
-        update = KERNELS[op.type](**{name: evaluate(arg, dims) for name, arg in op.args.items()})
+        update = updater(op.type, {name: evaluate(arg, dims) for name, arg in op.args.items()})
         *tensors, rate, found_inf = positional
         return None if found_inf is not None and found_inf.item() else update(*[[t] for t in tensors], rate)
     return overload(op.type)(*positional, **{name: value(argument) for name, argument in call.keyword})

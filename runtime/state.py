@@ -17,6 +17,7 @@ from graphir.ir.program import Program
 from graphir.ir.size import bind_shape
 from graphir.ir.text import operator_text
 
+from .optimizers import as_torch_has_it
 from .reference import fill
 
 __all__ = ["State"]
@@ -159,7 +160,8 @@ class State:
             for index, param in zip(indices, group["params"], strict=True):
                 own = self.program.interface.optimizer_state.get(param, {})
                 entries = {name: self.tensors.get(self.blob(blob, replica)) for name, blob in own.items()}
-                kept = {name: tensor.clone() for name, tensor in entries.items() if tensor is not None}
+                found = {name: tensor for name, tensor in entries.items() if tensor is not None}
+                kept = {name: tensor.clone() for name, tensor in as_torch_has_it(found).items()}
                 if kept:
                     state[index] = kept
             packed.append({**group, "params": indices})

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from models import Example
 from torch import Tensor
+from torch.optim.adagrad import adagrad
 from torch.optim.adam import adam
+from torch.optim.rmsprop import rmsprop
 from torch.optim.sgd import sgd
 
 from graphir.capture import seeded
@@ -101,18 +103,30 @@ def _update(op: Operator, values: dict[str, Tensor]) -> None:
         if i is not None
     }
     args = {p.name: p.default for p in signature(op.type).params if p.kind == "value"} | dict(op.args)
-    fused = args.pop("form") == "fused"
-    lr = bound["lr"].item()
-    if op.type == "graphir.sgd":
-        buffer = bound.get("momentum_buffer")
-        sgd([bound["param"]], [bound["grad"]], [buffer], lr=lr, dampening=0.0, foreach=False, fused=fused, **args)
-        return
-    amsgrad = "max_exp_avg_sq" in bound
-    adam(
-        [bound["param"]], [bound["grad"]], [bound["exp_avg"]], [bound["exp_avg_sq"]],
-        [bound["max_exp_avg_sq"]] if amsgrad else [], [bound["step"]],
-        amsgrad=amsgrad, lr=lr, foreach=False, fused=fused, decoupled_weight_decay=op.type == "graphir.adamw", **args,
-    )  # fmt: skip
+    options: dict[str, Any] = {"foreach": False, "lr": bound["lr"].item()}
+    if "form" in args:
+        options["fused"] = args.pop("form") == "fused"
+    listed = {name: [tensor] for name, tensor in bound.items()}
+    if op.type in ("graphir.sgd", "graphir.dampened_sgd"):
+        first = "next_dampening" in bound and bound["next_dampening"] == 0.0
+        buffers: list[Tensor | None] = [None] if first else [bound.get("momentum_buffer")]
+        sgd(listed["param"], listed["grad"], buffers, **options, **{"dampening": 0.0, **args})
+        if "next_dampening" in bound and buffers[0] is not None:
+            bound["momentum_buffer"].copy_(buffers[0])
+            bound["next_dampening"].fill_(args["dampening"])
+    elif op.type == "graphir.adagrad":
+        adagrad(listed["param"], listed["grad"], listed["sum"], listed["step"], **options, **args)
+    elif op.type == "graphir.rmsprop":
+        averages, buffers_ = listed.get("grad_avg", []), listed.get("momentum_buffer", [])
+        state = (listed["square_avg"], averages, buffers_, listed["step"])
+        rmsprop(listed["param"], listed["grad"], *state, centered="grad_avg" in bound, **options, **args)
+    else:
+        decoupled, maxima = op.type == "graphir.adamw", listed.get("max_exp_avg_sq", [])
+        moments = (listed["exp_avg"], listed["exp_avg_sq"], maxima, listed["step"])
+        adam(
+            listed["param"], listed["grad"], *moments, amsgrad=bool(maxima), decoupled_weight_decay=decoupled,
+            **options, **args,
+        )  # fmt: skip
 
 
 def matches_eager(
@@ -186,4 +200,5 @@ def _same_state(
     for name, entries in program.interface.optimizer_state.items():
         assert optimizer is not None
         for key, blob in entries.items():
-            _same(f"{name}.{key}", state[blob], optimizer.state[params[name]][key])
+            if key != "next_dampening":  # torch has no such state
+                _same(f"{name}.{key}", state[blob], optimizer.state[params[name]][key])

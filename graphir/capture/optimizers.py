@@ -1,14 +1,16 @@
 """The optimizer's update as graphir's own operators, one per parameter.
 
 Each is bit for bit what ``torch.optim`` does in its ``fused`` or in its for-loop form (``foreach`` computes the same
-bits as the latter). State that torch makes in the first step exists here from the start: a momentum buffer that was
-never written is -0.0, to which adding a gradient gives that gradient, signs of zeros included.
+bits as the latter in single and double precision, and is refused in others). State that torch makes in the first step
+exists here from the start: a momentum buffer that was never written is -0.0, to which adding a gradient gives that
+gradient, signs of zeros included; and since torch does not dampen the first gradient, the dampening of the next one is
+state too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
@@ -19,15 +21,12 @@ from ..ir.program import Scalar
 
 __all__ = ["Group", "OptimizerState", "ParamUpdate", "read_optimizer"]
 
-_SUPPORTED: Final = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-_FIX: Final = f"supported: {', '.join(c.__name__ for c in _SUPPORTED)}"
-
 
 class OptimizerState(NamedTuple):
     """One tensor of the optimizer's state.
 
     Attributes:
-        key: the optimizer's own name for it, which is also the operator's parameter.
+        key: the operator's parameter, which is also the optimizer's own name for it; ``next_dampening`` is ours alone.
         tensor: its value before the first step.
         on_host: it lives on the cpu.
     """
@@ -71,10 +70,13 @@ def read_optimizer(optimizer: torch.optim.Optimizer, blobs: Mapping[int, str]) -
         blobs: the blob of each of the model's parameters, by the ``id`` of the tensor.
 
     Raises:
-        CaptureError: the optimizer, or an option of a group, is not supported.
+        CaptureError: the optimizer, an option of a group, or the state of a parameter is not supported.
     """
-    if type(optimizer) not in _SUPPORTED:
-        raise CaptureError(f"optimizer {type(optimizer).__name__} is not supported", fix=_FIX)
+    if type(optimizer) not in _RULES:
+        raise CaptureError(
+            f"optimizer {type(optimizer).__name__} is not supported",
+            fix=f"supported: {', '.join(kind.__name__ for kind in _RULES)}",
+        )
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise CaptureError("the optimizer has step hooks, which a program would not run", fix="remove the hooks")
     return tuple(_group(optimizer, i, group, blobs) for i, group in enumerate(optimizer.param_groups))
@@ -82,15 +84,19 @@ def read_optimizer(optimizer: torch.optim.Optimizer, blobs: Mapping[int, str]) -
 
 def _group(optimizer: torch.optim.Optimizer, i: int, group: Mapping[str, Any], blobs: Mapping[int, str]) -> Group:
     place = f"parameter group {i} of {type(optimizer).__name__}"
-    for option, unset in (("differentiable", False), ("capturable", False), ("dampening", 0)):
-        if group.get(option, unset) != unset:
-            raise CaptureError(
-                f"{option}={group[option]} is not supported", where=place, fix=f"set {option}={unset} in this group"
-            )
+    for option in ("differentiable", "capturable"):
+        if group.get(option):
+            raise CaptureError(f"{option}=True is not supported", where=place, fix=f"set {option}=False in this group")
     for option, value in group.items():
         if option != "params" and isinstance(value, torch.Tensor):
             raise CaptureError(f"{option} is a tensor", where=place, fix=f"pass {option} as a Python float")
-    params = []
+    options = {
+        key: tuple(value) if isinstance(value, (list, tuple)) else value
+        for key, value in group.items()
+        if key != "params"
+    }
+    _check_options(options, place)
+    updates = []
     for k, param in enumerate(group["params"]):
         if id(param) not in blobs:
             raise CaptureError(
@@ -98,21 +104,10 @@ def _group(optimizer: torch.optim.Optimizer, i: int, group: Mapping[str, Any], b
                 where=place,
                 fix="pass only model.parameters() to the optimizer",
             )
-        if param.is_complex():
-            raise CaptureError(f"parameter {blobs[id(param)]!r} is complex", where=place, fix="use real parameters")
-        params.append(blobs[id(param)])
-    options = {
-        key: tuple(value) if isinstance(value, (list, tuple)) else value
-        for key, value in group.items()
-        if key != "params"
-    }
-    _check_options(options, place)
-    make = _sgd if type(optimizer) is torch.optim.SGD else _adam
-    updates = tuple(
-        make(type(optimizer).__name__, name, param, options, optimizer.state.get(param, {}))
-        for name, param in zip(params, group["params"], strict=True)
-    )
-    return Group(tuple(params), options, updates)
+        name = blobs[id(param)]
+        _check_param(name, param, options, place)
+        updates.append(_update(optimizer, name, param, options, place))
+    return Group(tuple([update.param for update in updates]), options, tuple(updates))
 
 
 def _check_options(options: Mapping[str, Any], place: str) -> None:
@@ -124,51 +119,120 @@ def _check_options(options: Mapping[str, Any], place: str) -> None:
                 )
 
 
-def _form(options: Mapping[str, Any]) -> str:
-    return "fused" if options.get("fused") else "for_loop"
+def _check_param(name: str, param: torch.Tensor, options: Mapping[str, Any], place: str) -> None:
+    if param.is_complex():
+        raise CaptureError(f"parameter {name!r} is complex", where=place, fix="use real parameters")
+    if options.get("foreach") and param.dtype not in (torch.float32, torch.float64):
+        kind = str(param.dtype).removeprefix("torch.")
+        raise CaptureError(
+            f"foreach=True is not supported for {name!r}, whose type is {kind}: it rounds otherwise than the for-loop",
+            where=place,
+            fix="set foreach=False in this group",
+        )
 
 
-def _plain(type: str, args: Mapping[str, Arg]) -> dict[str, Arg]:
-    """*args* without those that equal the operator's defaults."""
-    defaults = {p.name: p.default for p in signature(type).params if not p.required}
-    return {name: value for name, value in args.items() if name not in defaults or defaults[name] != value}
+def _update(
+    optimizer: torch.optim.Optimizer, name: str, param: torch.Tensor, options: Mapping[str, Any], place: str
+) -> ParamUpdate:
+    kept = {key: value for key, value in optimizer.state.get(param, {}).items() if value is not None}
+    rule = _RULES[type(optimizer)](options, optimizer.defaults, kept)
+    values = {**options, **rule.args, "form": "fused" if options.get("fused") else "for_loop"}
+    args: dict[str, Arg] = {}
+    for p in signature(rule.type).params:
+        if p.kind == "value" and (value := type(p.default)(values[p.name])) != p.default:
+            args[p.name] = value
+    state = [_state(key, first, param, kept, bool(options.get("fused"))) for key, first in rule.state.items()]
+    if kept:
+        _check_kept(name, param, kept, rule, place)
+    return ParamUpdate(name, rule.type, args, tuple(state), bool(kept))
 
 
-def _state(
-    param: torch.Tensor, kept: Mapping[str, Any], key: str, fill: float, device: torch.device | None = None
-) -> OptimizerState:
-    """The state that the optimizer has under *key*, or else the parameter's shape filled with *fill*."""
+def _check_kept(name: str, param: torch.Tensor, kept: Mapping[str, Any], rule: _Rule, place: str) -> None:
+    for key in rule.state:
+        value = kept.get(key)
+        if value is None:
+            if key in rule.late:
+                continue
+            what = f"the optimizer has state of parameter {name!r}, but no {key!r} in it"
+        elif key != "step" and (value.layout, value.shape, value.dtype) != (torch.strided, param.shape, param.dtype):
+            what = f"{key!r} of parameter {name!r} is no dense tensor of its shape and type"
+        else:
+            continue
+        raise CaptureError(what, where=place, fix="make a new optimizer with these options, or load a state that fits")
+
+
+def _state(key: str, first: float, param: torch.Tensor, kept: Mapping[str, Any], fused: bool) -> OptimizerState:
+    """The state that the optimizer has under *key*; before its first step, *first* in the parameter's shape."""
     value = kept.get(key)
+    if key == "next_dampening":
+        return OptimizerState(key, torch.tensor(first, dtype=torch.float64, device="cpu"), True)
     if key == "step":
-        step = fill if value is None else float(value)
-        return OptimizerState(key, torch.full((), step, dtype=torch.float32, device=device), device is None)
+        # As torch's _get_scalar_dtype has it.
+        double = torch.get_default_dtype() == torch.float64 and not fused
+        dtype = value.dtype if isinstance(value, torch.Tensor) else torch.float64 if double else torch.float32
+        device = param.device if fused else "cpu"
+        step = torch.full((), first if value is None else float(value), dtype=dtype, device=device)
+        return OptimizerState(key, step, not fused)
     if value is None:
-        return OptimizerState(key, torch.full_like(param.detach(), fill), False)
+        return OptimizerState(key, torch.full_like(param.detach(), first), False)
     return OptimizerState(key, torch.empty_like(param.detach()).copy_(value.detach()), False)
 
 
-def _sgd(
-    optimizer: str, name: str, param: torch.Tensor, options: Mapping[str, Any], kept: Mapping[str, Any]
-) -> ParamUpdate:
-    args: dict[str, Arg] = {"form": _form(options), "momentum": float(options["momentum"])}
-    args |= {"weight_decay": float(options["weight_decay"])}
-    args |= {key: bool(options.get(key)) for key in ("nesterov", "maximize")}
-    state: tuple[OptimizerState, ...] = ()
-    if options["momentum"]:
-        state = (_state(param, kept, "momentum_buffer", -0.0),)
-    return ParamUpdate(name, "graphir.sgd", _plain("graphir.sgd", args), state, bool(kept))
+class _Rule(NamedTuple):
+    """How an optimizer's class updates a parameter.
+
+    Attributes:
+        type: of the operator.
+        args: the operator's arguments that are not options of that name.
+        state: what the optimizer keeps, in the order of the operator's parameters, and its value before the first step.
+        late: the state that torch may make later than the rest.
+    """
+
+    type: str
+    args: Mapping[str, Arg]
+    state: Mapping[str, float]
+    late: tuple[str, ...] = ()
 
 
-def _adam(
-    optimizer: str, name: str, param: torch.Tensor, options: Mapping[str, Any], kept: Mapping[str, Any]
-) -> ParamUpdate:
-    decoupled = optimizer == "AdamW" or bool(options.get("decoupled_weight_decay"))
-    type = "graphir.adamw" if decoupled else "graphir.adam"
+_Options: TypeAlias = Mapping[str, Any]
+
+
+def _sgd(options: _Options, defaults: _Options, kept: _Options) -> _Rule:
+    momentum = {"momentum_buffer": -0.0} if options["momentum"] else {}
+    if not (momentum and options["dampening"]):
+        return _Rule("graphir.sgd", {}, momentum, ("momentum_buffer",))
+    dampening = {"next_dampening": float(options["dampening"]) if "momentum_buffer" in kept else 0.0}
+    return _Rule("graphir.dampened_sgd", {}, {**momentum, **dampening}, ("momentum_buffer", "next_dampening"))
+
+
+def _adam(options: _Options, defaults: _Options, kept: _Options) -> _Rule:
     beta1, beta2 = options["betas"]
-    args: dict[str, Arg] = {"form": _form(options), "beta1": float(beta1), "beta2": float(beta2)}
-    args |= {"eps": float(options["eps"]), "weight_decay": float(options["weight_decay"])}
-    args |= {"maximize": bool(options.get("maximize"))}
-    keys = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if options.get("amsgrad") else [])]
-    state = [_state(param, kept, key, 0.0) for key in keys]
-    state.append(_state(param, kept, "step", 0.0, param.device if options.get("fused") else None))
-    return ParamUpdate(name, type, _plain(type, args), tuple(state), bool(kept))
+    type = "graphir.adamw" if options.get("decoupled_weight_decay") else "graphir.adam"
+    maximum = {"max_exp_avg_sq": 0.0} if options.get("amsgrad") else {}
+    state = {"exp_avg": 0.0, "exp_avg_sq": 0.0, **maximum, "step": 0.0}
+    return _Rule(type, {"beta1": beta1, "beta2": beta2}, state)
+
+
+def _adamw(options: _Options, defaults: _Options, kept: _Options) -> _Rule:
+    return _adam(options, defaults, kept)._replace(type="graphir.adamw")
+
+
+def _adagrad(options: _Options, defaults: _Options, kept: _Options) -> _Rule:
+    # Where its constructor's state is gone, torch makes it anew by the defaults, not by the group's options.
+    return _Rule("graphir.adagrad", {}, {"sum": float(defaults["initial_accumulator_value"]), "step": 0.0})
+
+
+def _rmsprop(options: _Options, defaults: _Options, kept: _Options) -> _Rule:
+    momentum = {"momentum_buffer": 0.0} if options["momentum"] > 0 else {}
+    centered = {"grad_avg": 0.0} if options["centered"] else {}
+    return _Rule("graphir.rmsprop", {}, {"square_avg": 0.0, **momentum, **centered, "step": 0.0})
+
+
+_RULES: Final[Mapping[type[torch.optim.Optimizer], Callable[[_Options, _Options, _Options], _Rule]]] = {
+    torch.optim.SGD: _sgd,
+    torch.optim.Adam: _adam,
+    torch.optim.AdamW: _adamw,
+    torch.optim.Adagrad: _adagrad,
+    torch.optim.RMSprop: _rmsprop,
+}
+"""For each class, its rule, given a group's options, the optimizer's defaults, and what it keeps of the parameter."""

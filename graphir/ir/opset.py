@@ -33,24 +33,37 @@ __all__ = [
 NAMESPACES: Final = frozenset({"aten", "prims"})
 """Namespaces of torch operators that a program may name."""
 
+_ADAM: Final = (
+    "(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? max_exp_avg_sq, "
+    "Tensor(e!) step, Tensor lr, Tensor? found_inf=None, *, str form='for_loop', float beta1=0.9, float beta2=0.999, "
+    "float eps=1e-08, float weight_decay=0., bool maximize=False) -> ()"
+)
+
 OWN: Final[Mapping[str, str]] = {
     "Copy": "Copy(Tensor source) -> Tensor",
     "AllReduce": "AllReduce(Tensor[] inputs, *, str reduction='sum', SymInt[] shares=[]) -> Tensor[]",
     "graphir.load": "load(*, str key) -> Tensor",
     "graphir.sgd": (
-        "sgd(Tensor(a!) param, Tensor grad, Tensor(b!)? momentum_buffer, Tensor lr, "
-        "Tensor? found_inf=None, *, str form='for_loop', "
-        "float momentum=0., float weight_decay=0., bool nesterov=False, bool maximize=False) -> ()"
+        "sgd(Tensor(a!) param, Tensor grad, Tensor(b!)? momentum_buffer, Tensor lr, Tensor? found_inf=None, *, "
+        "str form='for_loop', float momentum=0., float weight_decay=0., bool nesterov=False, "
+        "bool maximize=False) -> ()"
     ),
-    "graphir.adam": (
-        "adam(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? max_exp_avg_sq, "
-        "Tensor(e!) step, Tensor lr, Tensor? found_inf=None, *, str form='for_loop', float beta1=0.9, "
-        "float beta2=0.999, float eps=1e-08, float weight_decay=0., bool maximize=False) -> ()"
+    "graphir.dampened_sgd": (
+        "dampened_sgd(Tensor(a!) param, Tensor grad, Tensor(b!) momentum_buffer, Tensor(c!) next_dampening, "
+        "Tensor lr, Tensor? found_inf=None, *, str form='for_loop', float momentum=0., float dampening=0., "
+        "float weight_decay=0., bool nesterov=False, bool maximize=False) -> ()"
     ),
-    "graphir.adamw": (
-        "adamw(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? max_exp_avg_sq, "
-        "Tensor(e!) step, Tensor lr, Tensor? found_inf=None, *, str form='for_loop', float beta1=0.9, "
-        "float beta2=0.999, float eps=1e-08, float weight_decay=0., bool maximize=False) -> ()"
+    "graphir.adam": "adam" + _ADAM,
+    "graphir.adamw": "adamw" + _ADAM,
+    "graphir.adagrad": (
+        "adagrad(Tensor(a!) param, Tensor grad, Tensor(b!) sum, Tensor(c!) step, Tensor lr, Tensor? found_inf=None, *, "
+        "str form='for_loop', float lr_decay=0., float weight_decay=0., float eps=1e-10, "
+        "bool maximize=False) -> ()"
+    ),
+    "graphir.rmsprop": (
+        "rmsprop(Tensor(a!) param, Tensor grad, Tensor(b!) square_avg, Tensor(c!)? momentum_buffer, "
+        "Tensor(d!)? grad_avg, Tensor(e!) step, Tensor lr, Tensor? found_inf=None, *, float alpha=0.99, "
+        "float eps=1e-08, float weight_decay=0., float momentum=0., bool maximize=False) -> ()"
     ),
 }
 """graphir's own types.
@@ -59,7 +72,8 @@ OWN: Final[Mapping[str, str]] = {
 in participant order; with ``reduction="mean"`` input r is first scaled by ``shares[r] * n / sum(shares)`` (not at all
 where the shares are equal) and the sum divided by n. ``graphir.load`` reads ``program.state[key]``. The optimizers
 update one parameter in place, as ``torch.optim`` does in its ``fused`` or its ``for_loop`` form; where ``found_inf``
-is given and not zero they leave parameter and state as they are, as ``GradScaler.step`` does.
+is given and not zero they leave parameter and state as they are, as ``GradScaler.step`` does. ``next_dampening`` is the
+dampening of the next update: torch dampens none before the second, so it is 0 at first and then ``dampening``.
 """
 
 

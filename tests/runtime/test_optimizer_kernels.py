@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from graphir.runtime.optimizers import adam, adamw, sgd
+from graphir.runtime.optimizers import as_torch_has_it, updater
 
 SHAPES = ((), (3,), (33, 17), (2, 3, 3, 3))
 
@@ -11,6 +11,23 @@ SGD = [
     for momentum, nesterov in ((0.0, False), (0.9, False), (0.9, True))
     for decay in (0.0, 1e-2)
     for maximize in (False, True)
+]
+DAMPENED = [
+    {"momentum": 0.9, "dampening": dampening, "weight_decay": decay, "maximize": maximize}
+    for dampening in (0.1, 1.0)
+    for decay, maximize in ((0.0, False), (1e-2, True))
+]
+ADAGRAD = [
+    {"lr_decay": lr_decay, "eps": eps, "weight_decay": decay, "maximize": maximize}
+    for lr_decay in (0.0, 0.1)
+    for eps in (1e-10, 1e-3)
+    for decay, maximize in ((0.0, False), (1e-2, True))
+]
+RMSPROP = [
+    {"momentum": momentum, "alpha": alpha, "weight_decay": decay, "maximize": maximize}
+    for momentum in (0.0, 0.9)
+    for alpha in (0.99, 0.5)
+    for decay, maximize in ((0.0, False), (1e-2, True))
 ]
 ADAM = [
     {"weight_decay": decay, "amsgrad": amsgrad, "maximize": maximize}
@@ -66,7 +83,7 @@ def form_of(fused):
 def test_sgd(options, fused, dtype):
     params = parameters(dtype)
     buffers = [torch.full_like(p, -0.0).detach() if options["momentum"] else None for p in params]
-    kernel = sgd(form="fused" if fused else "for_loop", **options)
+    kernel = updater("graphir.sgd", {"form": "fused" if fused else "for_loop", **options})
     optimizer = torch.optim.SGD(params, lr=0.1, **options, **form_of(fused))
     run(optimizer, params, lambda ours, grads, lr: kernel(ours, grads, buffers, lr))
     for p, buffer in zip(params, buffers, strict=True):
@@ -74,23 +91,80 @@ def test_sgd(options, fused, dtype):
             assert torch.equal(optimizer.state[p]["momentum_buffer"].view(-1), buffer.view(-1))
 
 
+@pytest.mark.parametrize(
+    ("fused", "dtype"),
+    [(False, torch.float32), (False, torch.bfloat16), (True, torch.float32), (True, torch.float64)],
+    ids=str,
+)
+@pytest.mark.parametrize("options", DAMPENED, ids=str)
+def test_sgd_with_dampening(options, fused, dtype):
+    params = parameters(dtype)
+    buffers = [torch.full_like(p, -0.0).detach() for p in params]
+    dampenings = [torch.tensor(0.0, dtype=torch.float64) for _ in params]
+    kernel = updater("graphir.dampened_sgd", {"form": "fused" if fused else "for_loop", **options})
+    optimizer = torch.optim.SGD(params, lr=0.1, **options, **form_of(fused))
+    run(optimizer, params, lambda ours, grads, lr: kernel(ours, grads, buffers, dampenings, lr))
+    for p, buffer in zip(params, buffers, strict=True):
+        assert torch.equal(optimizer.state[p]["momentum_buffer"], buffer)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["for_loop", "fused"])
+@pytest.mark.parametrize("options", ADAGRAD, ids=str)
+def test_adagrad(options, fused):
+    params = parameters(torch.float32)
+    sums = [torch.full_like(p, 0.1).detach() for p in params]
+    steps = [torch.tensor(0.0) for _ in params]
+    kernel = updater("graphir.adagrad", {"form": "fused" if fused else "for_loop", **options})
+    optimizer = torch.optim.Adagrad(params, lr=0.1, initial_accumulator_value=0.1, **options, **form_of(fused))
+    run(optimizer, params, lambda ours, grads, lr: kernel(ours, grads, sums, steps, lr))
+    for p, total, step in zip(params, sums, steps, strict=True):
+        assert torch.equal(optimizer.state[p]["sum"], total)
+        assert torch.equal(optimizer.state[p]["step"], step)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("centered", [False, True], ids=["plain", "centered"])
+@pytest.mark.parametrize("options", RMSPROP, ids=str)
+def test_rmsprop(options, centered, dtype):
+    params = parameters(dtype)
+    squares = [torch.zeros_like(p).detach() for p in params]
+    buffers = [torch.zeros_like(p).detach() if options["momentum"] else None for p in params]
+    averages = [torch.zeros_like(p).detach() if centered else None for p in params]
+    steps = [torch.tensor(0.0) for _ in params]
+    kernel = updater("graphir.rmsprop", options)
+    optimizer = torch.optim.RMSprop(params, lr=0.1, centered=centered, foreach=False, **options)
+    run(optimizer, params, lambda ours, grads, lr: kernel(ours, grads, squares, buffers, averages, steps, lr))
+    for p, *state in zip(params, squares, buffers, averages, steps, strict=True):
+        kept = optimizer.state[p]
+        for key, tensor in zip(("square_avg", "momentum_buffer", "grad_avg", "step"), state, strict=True):
+            assert (key in kept) == (tensor is not None)
+            assert tensor is None or torch.equal(kept[key], tensor)
+
+
+def test_a_momentum_buffer_that_waits_for_its_first_gradient_is_none_for_torch():
+    buffer = torch.tensor([-0.0])
+    for dampening, keys in ((0.0, set()), (0.1, {"momentum_buffer"})):
+        kept = {"momentum_buffer": buffer, "next_dampening": torch.tensor(dampening)}
+        assert as_torch_has_it(kept).keys() == keys
+    assert as_torch_has_it({"momentum_buffer": buffer}).keys() == {"momentum_buffer"}
+
+
 def test_sgd_keeps_the_sign_of_a_zero_gradient():
     buffer, param = torch.tensor([-0.0]), torch.tensor([1.0])
-    sgd(momentum=0.9)([param], [torch.tensor([-0.0])], [buffer], 0.1)
+    updater("graphir.sgd", {"momentum": 0.9})([param], [torch.tensor([-0.0])], [buffer], 0.1)
     assert buffer.signbit().all()
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["for_loop", "fused"])
-@pytest.mark.parametrize(("ours", "theirs"), [(adam, torch.optim.Adam), (adamw, torch.optim.AdamW)])
+@pytest.mark.parametrize(("ours", "theirs"), [("graphir.adam", torch.optim.Adam), ("graphir.adamw", torch.optim.AdamW)])
 @pytest.mark.parametrize("options", ADAM, ids=str)
 def test_adam_and_adamw(options, ours, theirs, fused):
     params = parameters(torch.float32)
     amsgrad = options["amsgrad"]
     state = [[torch.zeros_like(p).detach() for _ in range(3)] for p in params]
     steps = [torch.tensor(0.0) for _ in params]
-    kernel = ours(
-        form="fused" if fused else "for_loop", weight_decay=options["weight_decay"], maximize=options["maximize"]
-    )
+    given = {"weight_decay": options["weight_decay"], "maximize": options["maximize"]}
+    kernel = updater(ours, {"form": "fused" if fused else "for_loop", **given})
 
     def update(ours, grads, lr):
         averages, squares, most = map(list, zip(*state, strict=True))

@@ -256,7 +256,7 @@ def _optimizer(op: Operator, sig: Signature, inputs: Sequence[Geometry], args: M
     for info, group in zip(sig.tensors, groups(op.operands, len(inputs)), strict=False):
         if not isinstance(group, int):
             continue
-        scalar = info.name in ("lr", "step", "found_inf")
+        scalar = info.name in ("lr", "step", "next_dampening", "found_inf")
         wanted = () if scalar else param.shape
         if inputs[group].shape != wanted:
             raise _Refused(f"{op.type} takes {info.name} of shape {list(wanted)}, not {inputs[group]}")

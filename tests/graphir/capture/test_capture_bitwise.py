@@ -22,6 +22,14 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda params: torch.optim.Adam(params, lr=0.01, weight_decay=1e-3, amsgrad=True),
     "fused adam": lambda params: torch.optim.Adam(params, lr=0.01, betas=(0.8, 0.99), eps=1e-6, fused=True),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "dampened sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.3, weight_decay=1e-3),
+    "fused dampened sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.3, fused=True),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.1),
+    "foreach adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1, lr_decay=0.1, maximize=True, foreach=True),
+    "fused adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1, lr_decay=0.1, weight_decay=1e-3, fused=True),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, weight_decay=1e-3),
+    "centered rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, alpha=0.9, momentum=0.9, centered=True),
+    "foreach rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.9, maximize=True, foreach=True),
     "fused adamw": lambda params: torch.optim.AdamW(params, lr=0.01, amsgrad=True, fused=True),
 }
 

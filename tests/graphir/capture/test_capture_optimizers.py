@@ -93,7 +93,8 @@ def refused(text: str, make: Callable[[Any], Any]) -> None:
 
 
 def test_other_optimizers() -> None:
-    refused("optimizer Adagrad is not supported\n  fix  supported: SGD, Adam, AdamW", torch.optim.Adagrad)
+    text = "optimizer Adadelta is not supported\n  fix  supported: SGD, Adam, AdamW, Adagrad, RMSprop"
+    refused(text, torch.optim.Adadelta)
 
 
 def test_subclasses_of_optimizers() -> None:
@@ -103,9 +104,53 @@ def test_subclasses_of_optimizers() -> None:
     refused("optimizer Mine is not supported", Mine)
 
 
-def test_dampening() -> None:
-    text = "dampening=0.1 is not supported\n  in   parameter group 0 of SGD\n  fix  set dampening=0 in this group"
-    refused(text, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.1))
+def test_dampening_is_state_since_torch_starts_it_at_the_second_step() -> None:
+    example = models.mlp()
+    optimizer = torch.optim.SGD(example.model.parameters(), lr=0.1, momentum=0.9, dampening=0.1)
+    program = captured(example, optimizer)
+    blob = program.step.blobs["fc1.bias.next_dampening"]
+    assert (blob.shape, blob.dtype, blob.device, blob.role) == ((), "f64", "cpu:0", "state")
+    assert program.state["fc1.bias.next_dampening"] == 0.0
+    example.loss(example.model(*example.inputs), *example.targets).backward()
+    optimizer.step()
+    assert captured(example, optimizer).state["fc1.bias.next_dampening"] == 0.1
+
+
+def test_dampening_without_momentum_does_nothing() -> None:
+    example = models.mlp()
+    program = captured(example, torch.optim.SGD(example.model.parameters(), lr=0.1, dampening=0.1))
+    (op, *_) = [op for op in program.step.ops if op.phase == "update"]
+    assert (op.type, dict(op.args)) == ("graphir.sgd", {})
+
+
+def test_foreach_in_a_type_that_rounds_between_its_operators() -> None:
+    example = models.mlp()
+    example.model.bfloat16()
+    example = example._replace(inputs=(example.inputs[0].bfloat16(),))
+    with pytest.raises(CaptureError, match=r"foreach=True is not supported for 'fc1.weight', whose type is bfloat16"):
+        captured(example, torch.optim.RMSprop(example.model.parameters(), foreach=True))
+
+
+def test_state_that_lacks_what_the_options_need() -> None:
+    example = models.mlp()
+    optimizer = torch.optim.Adam(example.model.parameters())
+    example.loss(example.model(*example.inputs), *example.targets).backward()
+    optimizer.step()
+    optimizer.param_groups[0]["amsgrad"] = True
+    text = "the optimizer has state of parameter 'fc1.weight', but no 'max_exp_avg_sq' in it"
+    with pytest.raises(CaptureError, match=text):
+        captured(example, optimizer)
+
+
+def test_state_of_another_type_than_its_parameter() -> None:
+    example = models.mlp()
+    optimizer = torch.optim.SGD(example.model.parameters(), lr=0.1, momentum=0.9)
+    example.loss(example.model(*example.inputs), *example.targets).backward()
+    optimizer.step()
+    example.model.double()
+    example = example._replace(inputs=(example.inputs[0].double(),))
+    with pytest.raises(CaptureError, match="'momentum_buffer' of parameter 'fc1"):
+        captured(example, optimizer)
 
 
 def test_differentiable() -> None:
