@@ -56,7 +56,7 @@ def capture(
         targets: what the loss is given after the model's output.
         loss: called with the output and the targets; returns a scalar tensor, or a dict of them, which is summed.
             Without it the program is a forward only and returns the model's outputs.
-        optimizer: SGD, Adam or AdamW; without it the parameters' gradients are outputs.
+        optimizer: SGD, Adam, AdamW, Adagrad or RMSprop; without it the parameters' gradients are outputs.
         batch_dims: which dimension of each tensor is the batch: an int for all, or a tree of ints and None (passed
             whole) over ``(inputs, kwargs, targets)``. By default dimension 0 of every tensor whose dimension 0 is as
             long as the first input's.
