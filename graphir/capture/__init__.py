@@ -22,6 +22,7 @@ from ..ir.program import Program
 from ..ir.verify import verify
 from .arguments import read_arguments
 from .build import build_program
+from .collector import collector_paused
 from .model_state import read_state
 from .optimizers import read_optimizer
 from .randomness import seeded
@@ -73,7 +74,7 @@ def capture(
     refuse_model(model)
     if optimizer is not None and loss is None:
         raise CaptureError("an optimizer is given, but no loss", fix="pass loss=, or leave the optimizer out")
-    with torch.inference_mode(False):
+    with collector_paused(), torch.inference_mode(False):
         state = read_state(model)
         arguments = read_arguments(model, inputs, kwargs, targets, loss, batch_dims)
         groups = read_optimizer(optimizer, state.by_id) if optimizer is not None else ()
@@ -88,7 +89,7 @@ def capture(
             optimizer=type(optimizer).__name__ if optimizer is not None else "",
             groups=groups,
         )
-    verify(program)
+        verify(program)
     return program
 
 

@@ -43,16 +43,29 @@ class Form:
         random: it may draw random numbers.
         seedable: the overload that does the same and takes a generator; None where there is none.
         rebinds: it changes a tensor's own geometry (``squeeze_``).
+        repeats: the geometry of its results follows from the arguments' and from nothing else.
         label: its name without the marks of torch's variants: ``add`` of ``add_``, ``softmax`` of ``_softmax``.
     """
 
-    __slots__ = ("_own_dropout", "_params", "_plain", "func", "label", "random", "rebinds", "seedable", "type")
+    __slots__ = (
+        "_own_dropout",
+        "_params",
+        "_plain",
+        "func",
+        "label",
+        "random",
+        "rebinds",
+        "repeats",
+        "seedable",
+        "type",
+    )
 
     def __init__(self, func: torch._ops.OpOverload) -> None:
         self.func = func
         self.type = f"{func.namespace}.{func._opname}.{func._overloadname}"
         self.random = torch.Tag.nondeterministic_seeded in func.tags
         self.rebinds = torch.Tag.inplace_view in func.tags
+        self.repeats = func.namespace == "aten" and not self.rebinds
         params = signature(self.type).params
         self.seedable = _with_generator(func) if self.random else None
         self.label = _label(func._opname)

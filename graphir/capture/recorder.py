@@ -7,16 +7,16 @@ parameters and buffers alone are overwritten, in successive versions.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..errors import CaptureError, GraphirError
-from ..ir.meta import META
 from ..ir.operator import Phase
 from ..ir.opset import CHECKS
 from .edges import differentiable, keep_edges
@@ -25,6 +25,7 @@ from .memory import Memory
 from .mutation import functional_call, functional_view, overwritten_base
 from .randomness import SeedIds, seedable
 from .refusals import FAKE_ERRORS, refuse_operator, refused_by_fake, where
+from .results import Results
 from .scopes import Scopes
 from .source_lines import SourceLines
 from .values import Alias, Call, Replay, Value, geometry_of
@@ -66,11 +67,16 @@ class Recorder(TorchDispatchMode):
         self.seeds = SeedIds()
         self._fake_mode, self._scopes, self._lines, self._path_of = fake_mode, scopes, lines, path_of
         self._memory = Memory()
+        self._results = Results(fake_mode)
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._owners: dict[int, Value] = {}
         self._safe: set[object] = set()
 
     # What exists before the step.
+
+    def fake(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A fake tensor with memory of its own."""
+        return self._results.empty(tuple(shape), tuple(strides), dtype)
 
     def external(self, tensor: torch.Tensor, name: str, kind: str) -> Value:
         """Make a fake tensor known as a parameter, buffer, constant or input."""
@@ -119,6 +125,12 @@ class Recorder(TorchDispatchMode):
                     )
         self.phase = "backward"
 
+    @contextlib.contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Between the step's own calls: what runs on fake tensors is recorded by :meth:`emit` alone."""
+        with _disable_current_modes(), self._fake_mode, torch.no_grad():
+            yield
+
     # What the dispatcher calls.
 
     def __torch_dispatch__(
@@ -145,14 +157,14 @@ class Recorder(TorchDispatchMode):
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._constant, (args, dict(kwargs)))
             bound = form.bind(args, kwargs)
         if func in _SAME:
-            return self._twin(args[0], func(*args, **kwargs))
+            return self._twin(args[0], self._results.of(form, bound, args, kwargs))
         try:
             if form.rebinds:
                 return self._rebind(form, args, kwargs)
             if bound.written:
                 return self._overwrite(form, bound, args, kwargs)
             inputs = tuple([self.read(t) for t in bound.tensors])
-            out = META.get(form.type, func)(*args, **kwargs)
+            out = self._results.of(form, bound, args, kwargs)
         except FAKE_ERRORS as e:
             raise refused_by_fake(e, form, scope) from e
         if form.func._opname in CHECKS or self._makes_something(out):
@@ -264,7 +276,7 @@ class Recorder(TorchDispatchMode):
                     where=where(self._scopes.current),
                     fix="use plain tensors",
                 )
-            fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="cpu")
+            fake = self.fake(real.shape, real.stride(), real.dtype)
             self._fakes[id(real)] = fake, real
             path = self._path_of(real)
             value = self.external(fake, path or "constant", "constant")
@@ -304,12 +316,13 @@ class Recorder(TorchDispatchMode):
     ) -> list[Value]:
         """Record a call of *func* on values, given as their tensors; returns what it makes.
 
-        The tensors that it makes are no windows on the step's memory.
+        The tensors that it makes are no windows on the step's memory. To be used while the dispatcher calls, or
+        :meth:`unseen`; elsewhere the dispatcher would record the call too.
         """
         form = form_of(func)
         bound = form.bind(args, kwargs)
         inputs = tuple(known[id(t)] if id(t) in known else self.read(t) for t in bound.tensors)
-        out = func(*args, **kwargs)
+        out = self._results.of(form, bound, args, kwargs)
         call, source = self._call(form, bound, inputs)
         outs = out if isinstance(out, (tuple, list)) else (out,)
         for tensor in outs:
@@ -338,7 +351,7 @@ class Recorder(TorchDispatchMode):
                 )
         if all(target.store.persistent and target.is_base for target in targets):
             inputs = tuple([self.read(t) for t in bound.tensors])
-            out = form.func(*args, **kwargs)
+            out = self._results.of(form, bound, args, kwargs)
             self._write_state(form, bound, inputs, targets, out)
             return out
         if len(targets) != 1:
@@ -351,7 +364,7 @@ class Recorder(TorchDispatchMode):
         if self.phase == "forward":
             keep_edges(target)
         new = functional_call(self, form, target, args, kwargs, where(self._scopes.current))
-        out = form.func(*args, **kwargs)
+        out = self._results.of(form, bound, args, kwargs)
         self._store_value(target, new)
         return out
 
@@ -376,7 +389,8 @@ class Recorder(TorchDispatchMode):
             for i, t in enumerate(outs)
             if t is not None
         ]
-        call.results = None if None not in outs else "".join("_" if t is None else "t" for t in outs)
+        missing = any(t is None for t in outs)
+        call.results = "".join("_" if t is None else "t" for t in outs) if missing else None
         call.outputs = (*returned, *fresh.values())
         self.calls.append(call)
 

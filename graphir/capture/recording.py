@@ -154,7 +154,7 @@ def _attribute_paths(model: torch.nn.Module) -> Callable[[torch.Tensor], str]:
 def _fake_state(state: ModelState, recorder: Recorder) -> tuple[dict[int, torch.Tensor], dict[str, Value]]:
     fakes, values = {}, {}
     for name, kind, tensor in state.tensors:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        fake = recorder.fake(tensor.shape, tensor.stride(), tensor.dtype)
         fake.requires_grad_(tensor.requires_grad)
         fake._is_param = isinstance(tensor, torch.nn.Parameter)
         fakes[id(tensor)] = fake
@@ -177,7 +177,7 @@ def _fake_leaves(leaves: Sequence[Leaf], batch: int | None, recorder: Recorder) 
             shape = list(tensor.shape)
             if leaf.batch_dim is not None and batch is not None:
                 shape[leaf.batch_dim] = batch
-            fake = torch.empty_strided(shape, _strides(tensor, shape), dtype=tensor.dtype, device="cpu")
+            fake = recorder.fake(shape, _strides(tensor, shape), tensor.dtype)
             fake.requires_grad_(tensor.requires_grad)
             fakes[id(tensor)] = fake, recorder.external(fake, leaf.name, "input")
         fake, value = fakes[id(tensor)]
@@ -244,7 +244,8 @@ def _scalar(loss: Any) -> torch.Tensor:
 def _backward(total: torch.Tensor, recorder: Recorder) -> tuple[Value, list[tuple[Value, Value]]]:
     loss = recorder.read(total)
     if loss.kind or loss.is_view:
-        loss = recorder.emit(_aten.clone.default, (total,), {}, {})[0]
+        with recorder.unseen():
+            loss = recorder.emit(_aten.clone.default, (total,), {}, {})[0]
     recorder.start_backward()
     asked = sorted(recorder.differentiable(), key=lambda pair: (pair[0].kind != "param", pair[0].index))
     try:
@@ -272,7 +273,8 @@ def _backward(total: torch.Tensor, recorder: Recorder) -> tuple[Value, list[tupl
             )
         gradient = recorder.read(tensor)
         if value.kind == "param":
-            gradient = _own_gradient(value, gradient, gradient.index in used, recorder)
+            with recorder.unseen():
+                gradient = _own_gradient(value, gradient, gradient.index in used, recorder)
             used.add(gradient.index)
         gradients.append((value, gradient))
     return loss, gradients

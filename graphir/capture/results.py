@@ -1,0 +1,152 @@
+"""What operators return on fake tensors, remembered: a repeated layer's results are made without asking PyTorch again.
+
+A fake tensor costs PyTorch a good hundred microseconds an operator, most of it for finding out the result's shape. That
+depends on the operator and the geometry of what it reads alone, so it is found out once, for this capture and the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from ..ir.meta import META
+from .forms import Bound, Form
+from .values import geometry_of
+
+__all__ = ["Results", "forget"]
+
+_CPU: Final = torch.device("cpu")
+_META: Final = torch.device("meta")
+_MOST: Final = 100_000
+"""Entries kept; a step of thousands of different operators has tens of thousands."""
+
+
+class _Fresh(NamedTuple):
+    """A tensor with memory of its own."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _View(NamedTuple):
+    """A tensor that looks at the memory of operand *source*."""
+
+    source: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+class _Same(NamedTuple):
+    """Operand *source* itself."""
+
+    source: int
+
+
+_Result: TypeAlias = "_Fresh | _View | _Same | None"
+_Known: TypeAlias = "_Result | tuple[type, tuple[_Result, ...]]"
+
+_known: Final[dict[tuple[object, ...], _Known]] = {}
+_UNKNOWN: Final = object()
+
+
+def forget() -> None:
+    """Start anew with nothing remembered."""
+    _known.clear()
+
+
+class Results:
+    """Calls operators on the fake tensors of one mode.
+
+    Args:
+        fake_mode: the mode.
+    """
+
+    def __init__(self, fake_mode: FakeTensorMode) -> None:
+        sample = FakeTensor(fake_mode, torch.empty(0, device=_META), _CPU)
+        self._attributes = dict(vars(sample))
+
+    def of(self, form: Form, bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What ``form.func(*args, **kwargs)`` returns.
+
+        Args:
+            form: of the operator.
+            bound: its arguments in place.
+            args, kwargs: its arguments.
+        """
+        if not form.repeats or kwargs.get("device") not in (None, _CPU):
+            return META.get(form.type, form.func)(*args, **kwargs)
+        # The text of the arguments tells 1, 1.0 and True apart, and 0.0 and -0.0.
+        key = (form.func, bound.operands, repr(bound.args), torch.get_default_dtype(), *map(geometry_of, bound.tensors))
+        known: Any = _known.get(key, _UNKNOWN)
+        if known is _UNKNOWN:
+            out = META.get(form.type, form.func)(*args, **kwargs)
+            described = _describe(out, bound.tensors)
+            if described is not _UNKNOWN:
+                if len(_known) >= _MOST:
+                    forget()
+                _known[key] = described
+            return out
+        if type(known) is tuple:
+            kind, results = known
+            return kind([self._make(result, bound.tensors) for result in results])
+        return self._make(known, bound.tensors)
+
+    def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A fake tensor with memory of its own."""
+        return self._make(_Fresh(shape, strides, dtype), ())  # type: ignore[return-value]
+
+    def _make(self, result: _Result, operands: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        if result is None:
+            return None
+        if type(result) is _Same:
+            return operands[result.source]
+        with torch._C._DisableTorchDispatch():
+            if type(result) is _View:
+                elem = torch.as_strided(operands[result.source], result.shape, result.strides, result.offset)
+            else:
+                elem = torch.empty_strided(result.shape, result.strides, dtype=result.dtype, device=_META)  # type: ignore[union-attr]
+            made = torch.Tensor._make_subclass(
+                FakeTensor, elem, False, dispatch_device=True, device_for_backend_keys=_CPU
+            )
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        vars(made).update(self._attributes)
+        return made
+
+
+def _describe(out: Any, operands: Sequence[torch.Tensor]) -> Any:
+    """What is to be remembered of *out*; ``_UNKNOWN`` where that would not tell all of it."""
+    leaves = out if isinstance(out, (tuple, list)) else (out,)
+    owners = {t.untyped_storage()._cdata: i for i, t in reversed(list(enumerate(operands)))}
+    fresh: set[int] = set()
+    results: list[_Result] = []
+    for leaf in leaves:
+        result = _describe_leaf(leaf, operands, owners, fresh)
+        if result is _UNKNOWN:
+            return _UNKNOWN
+        results.append(result)
+    return (type(out), tuple(results)) if isinstance(out, (tuple, list)) else results[0]
+
+
+def _describe_leaf(leaf: Any, operands: Sequence[torch.Tensor], owners: Mapping[int, int], fresh: set[int]) -> Any:
+    if leaf is None:
+        return None
+    source = next((i for i, t in enumerate(operands) if t is leaf), None)
+    if source is not None:
+        return _Same(source)
+    if type(leaf) is not FakeTensor or leaf.layout != torch.strided or leaf.is_conj() or leaf.is_neg():
+        return _UNKNOWN
+    storage = leaf.untyped_storage()
+    shape, strides, offset = tuple(leaf.shape), leaf.stride(), int(leaf.storage_offset())
+    source = owners.get(storage._cdata)
+    if source is not None:
+        return _View(source, shape, strides, offset) if leaf.dtype == operands[source].dtype else _UNKNOWN
+    extent = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if leaf.numel() else 0
+    if storage._cdata in fresh or offset or storage.nbytes() != extent * leaf.itemsize or leaf.constant is not None:
+        return _UNKNOWN
+    fresh.add(storage._cdata)
+    return _Fresh(shape, strides, leaf.dtype)
