@@ -16,6 +16,8 @@ from torch import Tensor
 
 from graphir.ir.opset import overload
 
+from .attention import ATTENTION
+
 __all__ = ["FAST", "fastest", "view"]
 
 _CALLABLES: Final = {
@@ -65,10 +67,10 @@ FAST: Final[dict[str, Callable[..., Any]]] = {**_table(), "aten.view.default": v
 
 @cache
 def fastest(type: str) -> Callable[..., Any]:
-    """The callable for a torch operator type.
+    """The callable for an operator type of torch's, or of graphir's attention.
 
     Raises:
         GraphirError: the type is not of an allowed namespace, or this torch does not have it.
     """
-    found = FAST.get(type)
+    found = FAST.get(type) or ATTENTION.get(type)
     return overload(type)._op if found is None else found

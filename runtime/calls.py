@@ -82,7 +82,7 @@ _SUPPLIED: Final = {"device": Bound.DEVICE, "generator": Bound.GENERATOR}
 
 
 def arrange(op: Operator) -> Call:
-    """The call that executes *op*. Types of graphir's own take their tensors by position, and nothing by keyword.
+    """The call that executes *op*. Types of graphir's own take every tensor by position, and the rest by keyword.
 
     Raises:
         PlanError: the operator has operands or arguments that its type does not take.
@@ -94,7 +94,8 @@ def arrange(op: Operator) -> Call:
         if name not in known:
             raise _misfit(op, f"takes no argument {name!r}")
     if op.type in OWN:
-        return Call(tuple(tensors.values()), (), *_returned(op, sig))
+        options = tuple((param.name, Constant(op.args[param.name])) for param in sig.params if param.name in op.args)
+        return Call(tuple(tensors.values()), options, *_returned(op, sig))
     given = {param.name: _argument(op, param, tensors) for param in sig.params}
     ordered = [param for param in sig.params if not param.keyword]
     while ordered and isinstance(given[ordered[-1].name], Default) and not ordered[-1].required:

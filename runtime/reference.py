@@ -22,6 +22,7 @@ from graphir.ir.seeds import mix
 from graphir.ir.size import Dims
 from graphir.plan import Event, Instruction, Plan
 
+from .attention import ATTENTION
 from .bindings import view
 from .calls import Argument, Bound, Call, Constant, Default, Operand, OperandList, arrange, evaluate
 from .executor import Feedable, Setting
@@ -196,7 +197,8 @@ def invoke(op: Operator, call: Call, inputs: Sequence[Any], setting: Setting, di
         update = updater(op.type, {name: evaluate(arg, dims) for name, arg in op.args.items()})
         *tensors, rate, found_inf = positional
         return None if found_inf is not None and found_inf.item() else update(*[[t] for t in tensors], rate)
-    return overload(op.type)(*positional, **{name: value(argument) for name, argument in call.keyword})
+    run = ATTENTION[op.type] if op.type in ATTENTION else overload(op.type)
+    return run(*positional, **{name: value(argument) for name, argument in call.keyword})
 
 
 def flatten(call: Call, returned: Any) -> dict[int, Tensor]:

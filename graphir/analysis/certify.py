@@ -57,6 +57,7 @@ _NONDETERMINISTIC: Final[Mapping[str, str]] = {
     "aten.grid_sampler_2d_backward.default": "adds in no fixed order on CUDA",
     "aten.grid_sampler_3d_backward.default": "adds in no fixed order on CUDA",
     "aten._ctc_loss_backward.default": "adds in no fixed order on CUDA",
+    "graphir.attention_backward": "adds in no fixed order on CUDA",
     "aten._scaled_dot_product_efficient_attention_backward.default": "adds in no fixed order on CUDA",
     "aten._scaled_dot_product_flash_attention_backward.default": "adds in no fixed order on CUDA",
     "aten._scaled_dot_product_cudnn_attention_backward.default": "adds in no fixed order on CUDA",

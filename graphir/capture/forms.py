@@ -18,6 +18,14 @@ _DROPPED: Final = frozenset({"device", "layout", "pin_memory", "generator"})
 """Arguments that are not kept: executors know the device and the generator; every layout is strided."""
 
 
+_OWN: Final[Mapping[str, str]] = {
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": "graphir.attention",
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": "graphir.attention_backward",
+}
+"""Operators of the CPU alone, and the types of graphir's own that do the same on any device. Their tensors are in the
+same order; a dropout probability, which those kernels only take as 0, is left out."""
+
+
 class Bound(NamedTuple):
     """A call with its arguments in place.
 
@@ -38,7 +46,7 @@ class Form:
     """What is fixed about an operator: see the attributes.
 
     Attributes:
-        type: such as ``aten.addmm.default``.
+        type: such as ``aten.addmm.default``; graphir's own where torch's runs on the CPU only.
         func: the operator.
         random: it may draw random numbers.
         seedable: the overload that does the same and takes a generator; None where there is none.
@@ -62,15 +70,20 @@ class Form:
 
     def __init__(self, func: torch._ops.OpOverload) -> None:
         self.func = func
-        self.type = f"{func.namespace}.{func._opname}.{func._overloadname}"
+        torch_type = f"{func.namespace}.{func._opname}.{func._overloadname}"
+        self.type = _OWN.get(torch_type, torch_type)
         self.random = torch.Tag.nondeterministic_seeded in func.tags
         self.rebinds = torch.Tag.inplace_view in func.tags
         self.repeats = func.namespace == "aten" and not self.rebinds
-        params = signature(self.type).params
+        kept = {p.name: p for p in signature(self.type).params}
+        params = [kept.get(p.name, p) for p in signature(torch_type).params]
         self.seedable = _with_generator(func) if self.random else None
         self.label = _label(func._opname)
         self._own_dropout = any(p.name == "dropout_p" for p in params)
-        self._params = [(p.name, p.kind, not p.required, normal_arg(p.default), p.name in _DROPPED) for p in params]
+        self._params = [
+            (p.name, p.kind, not p.required, normal_arg(p.default), p.name in _DROPPED or p.name not in kept)
+            for p in params
+        ]
         self._plain = not any(p.written for p in params) and not self._hides_writes()
 
     def _hides_writes(self) -> bool:
@@ -131,8 +144,7 @@ class Form:
 
 _LABELS: Final[Mapping[str, str]] = {
     "_scaled_dot_product_flash_attention_for_cpu": "scaled_dot_product_attention",
-    "_scaled_dot_product_flash_attention": "scaled_dot_product_attention",
-    "_scaled_dot_product_efficient_attention": "scaled_dot_product_attention",
+    "_scaled_dot_product_flash_attention_for_cpu_backward": "scaled_dot_product_attention",
     "_to_copy": "to",
     "_unsafe_view": "view",
     "unsafe_split": "split",

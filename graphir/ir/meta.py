@@ -39,5 +39,40 @@ def _grouped_mm(
     return mat_a.new_empty_strided((groups, rows, columns), (rows * pitch, pitch, 1), dtype=dtype)
 
 
-META: Final[Mapping[str, Callable[..., Any]]] = {"aten._grouped_mm.default": _grouped_mm}
+def _attention(query: Tensor, key: Tensor, value: Tensor, *options: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    """The output laid out as the query, and a number for each query of each head; 64 bits where the query has them.
+
+    Torch's own rule has 32 bits for all before torch 2.12.
+    """
+    _check_attention(query, key, value)
+    batch, heads, queries, _ = query.shape
+    accumulated = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return torch.empty_like(query), query.new_empty((batch, queries, heads), dtype=accumulated).transpose(1, 2)
+
+
+def _attention_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *options: Any, **named: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients, in memory in the order batch, sequence, heads, size."""
+    _check_attention(query, key, value)
+    torch._check(grad_out.shape == out.shape, lambda: f"a gradient of shape {list(grad_out.shape)}")
+    found = [t.new_empty([t.shape[d] for d in (0, 2, 1, 3)]).transpose(1, 2) for t in (query, key, value)]
+    return found[0], found[1], found[2]
+
+
+def _check_attention(query: Tensor, key: Tensor, value: Tensor) -> None:
+    fits = query.dim() == key.dim() == 4 and key.shape == value.shape
+    fits = fits and (query.shape[0], query.shape[3]) == (key.shape[0], key.shape[3])
+    shapes = ", ".join(str(list(t.shape)) for t in (query, key, value))
+    torch._check(
+        fits and query.shape[1] % key.shape[1] == 0,
+        lambda: f"query, key and value are [batch, heads, sequence, size], not {shapes}",
+    )
+
+
+META: Final[Mapping[str, Callable[..., Any]]] = {
+    "aten._grouped_mm.default": _grouped_mm,
+    "graphir.attention": _attention,
+    "graphir.attention_backward": _attention_backward,
+}
 """The rules, by operator type."""

@@ -65,6 +65,15 @@ OWN: Final[Mapping[str, str]] = {
         "Tensor(d!)? grad_avg, Tensor(e!) step, Tensor lr, Tensor? found_inf=None, *, float alpha=0.99, "
         "float eps=1e-08, float weight_decay=0., float momentum=0., bool maximize=False) -> ()"
     ),
+    "graphir.attention": (
+        "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, *, bool is_causal=False, "
+        "float? scale=None) -> (Tensor out, Tensor logsumexp)"
+    ),
+    "graphir.attention_backward": (
+        "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
+        "Tensor? attn_mask=None, *, bool is_causal=False, float? scale=None) "
+        "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
+    ),
 }
 """graphir's own types.
 
@@ -74,6 +83,8 @@ where the shares are equal) and the sum divided by n. ``graphir.load`` reads ``p
 update one parameter in place, as ``torch.optim`` does in its ``fused`` or its ``for_loop`` form; where ``found_inf``
 is given and not zero they leave parameter and state as they are, as ``GradScaler.step`` does. ``next_dampening`` is the
 dampening of the next update: torch dampens none before the second, so it is 0 at first and then ``dampening``.
+Attention is torch's ``scaled_dot_product_attention`` without dropout, by the kernel of the device that it runs on;
+``logsumexp`` has a number for each query of each head, and with it any device's backward kernel finds the weights again.
 """
 
 

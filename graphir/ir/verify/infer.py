@@ -179,7 +179,7 @@ def _infer(op: Operator, inputs: Inputs, args: Mapping[str, Arg]) -> Inferred:
     if complaint or None in inputs or op.type in _BACKEND_SHAPES:
         return Inferred(None, effects, complaint)
     known = [g for g in inputs if g is not None]
-    rule = _RULES.get(op.type, _OPTIMIZER if op.type in OWN else _on_meta)
+    rule = _RULES.get(op.type, _OPTIMIZER if op.type in OWN and op.type not in META else _on_meta)
     try:
         returned = rule(op, sig, known, args)
     except _Refused as e:
@@ -283,7 +283,7 @@ def _on_meta(op: Operator, sig: Signature, inputs: Sequence[Geometry], args: Map
     positional = [arguments.pop(p.name, p.default) for p in sig.params if not p.keyword]
     try:
         with torch.no_grad():
-            returned = META.get(op.type, overload(op.type))(*positional, **arguments)
+            returned = (META.get(op.type) or overload(op.type))(*positional, **arguments)
     except (NotImplementedError, ArithmeticError, AssertionError):  # no kernel, or one that fails on odd sizes
         return None
     except (RuntimeError, IndexError, TypeError, ValueError) as e:
