@@ -83,8 +83,8 @@ where the shares are equal) and the sum divided by n. ``graphir.load`` reads ``p
 update one parameter in place, as ``torch.optim`` does in its ``fused`` or its ``for_loop`` form; where ``found_inf``
 is given and not zero they leave parameter and state as they are, as ``GradScaler.step`` does. ``next_dampening`` is the
 dampening of the next update: torch dampens none before the second, so it is 0 at first and then ``dampening``.
-Attention is torch's ``scaled_dot_product_attention`` without dropout, by the kernel of the device that it runs on;
-``logsumexp`` has a number for each query of each head, and with it any device's backward kernel finds the weights again.
+Attention is torch's ``scaled_dot_product_attention`` without dropout, by the kernel of the device that it runs on; its
+``logsumexp`` has a number for each query of each head, from which any device's backward kernel finds the weights again.
 """
 
 
