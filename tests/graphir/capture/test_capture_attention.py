@@ -82,8 +82,6 @@ FUSED: dict[str, dict[str, Any]] = {
     "f16": {"dtype": torch.float16},
     "f64": {"dtype": torch.float64},
 }
-if torch.__version__ < "2.12":
-    del FUSED["f64"]  # torch's shape rule has logsumexp in f32 there, its kernel in f64
 MATH: dict[str, dict[str, Any]] = {
     "learned mask": {"mask": torch.randn(6, 6), "learned": True},
     "mask of three dimensions": {"mask": torch.randn(4, 6, 6)},
@@ -121,7 +119,7 @@ def test_a_chosen_backend_is_kept() -> None:
     assert not [op for op in program.step.ops if "attention" in op.type]
 
 
-@pytest.mark.parametrize("name", ["plain", "heads contiguous", "bool mask", "grouped", "odd size", "bf16"])
+@pytest.mark.parametrize("name", ["plain", "heads contiguous", "bool mask", "grouped", "odd size", "bf16", "f64"])
 def test_declared_layouts_are_those_of_the_real_kernel(name: str) -> None:
     given = example(**FUSED[name])
     program = captured(given)

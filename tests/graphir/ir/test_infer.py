@@ -87,6 +87,16 @@ def test_own_operators() -> None:
     assert call("graphir.load", [], args={"key": "w"}).outputs == (None,)
 
 
+def test_attention() -> None:
+    query, key = Geometry((2, 4, 5, 8), "f64", (160, 8, 32, 1)), Geometry((2, 2, 7, 8), "f64")
+    out, sums = Geometry((2, 4, 5, 8), "f64", (160, 8, 32, 1)), Geometry((2, 4, 5), "f64", (20, 1, 4))
+    assert call("graphir.attention", [query, key, key], 2).outputs == (out, sums)
+    grads = call("graphir.attention_backward", [out, query, key, key, out, sums], 3).outputs
+    assert grads == (query, *[Geometry((2, 2, 7, 8), "f64", (112, 8, 16, 1))] * 2)
+    assert "[batch, heads, sequence, size]" in call("graphir.attention", [query, key, query], 2).complaint
+    assert "a gradient of shape" in call("graphir.attention_backward", [key, query, key, key, out, sums], 3).complaint
+
+
 def test_unknown_types_and_unknown_shapes_are_left_open() -> None:
     assert call("FC", [X]) == module.Inferred(None, None)
     assert call("aten.relu.default", [None]).outputs is None
