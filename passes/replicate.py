@@ -208,7 +208,7 @@ def _reduced_gradients(step: Net) -> list[str]:
 
 def _shares(program: Program, copies: Sequence[_Copy]) -> tuple[Arg, ...]:
     """Each replica's share of the batch: its batch dimension where sizes follow it, else one each."""
-    if "batch" in program.dims and not program.fixed:
+    if "batch" in program.dims:
         return tuple(dimension(copy.prefix + "batch") for copy in copies)
     return (1,) * len(copies)
 

@@ -16,9 +16,10 @@ from torch import Tensor
 from graphir.errors import SessionError
 from graphir.ir.blob import Blob, contiguous_strides
 from graphir.ir.dtype import TORCH_NAME
+from graphir.ir.names import base_name
 from graphir.ir.opset import to_symbol
 from graphir.ir.program import Program, Scalar
-from graphir.ir.size import Dims, Size, bind, bind_shape, dimension, size_dims
+from graphir.ir.size import Dims, Size, bind, bind_shape, dimension, rename_dims, size_dims
 
 from .arguments import Arguments, counted
 from .kernels import allocate
@@ -220,41 +221,41 @@ class Scatter:
     def solve(self, cut: Sequence[tuple[int, Blob, tuple[int, ...]]], leaves: Sequence[Tensor]) -> dict[str, int]:
         """The value of each dimension; the captured one where no input depends on it."""
         found: dict[str, int] = {}
+        first: dict[str, int] = {}
         # Sizes of one dimension first: they give the values by which those of several are checked.
         for several in (False, True):
             for i, blob, shape in cut:
                 for size, actual in zip(blob.shape or (), shape, strict=False):
                     if (len(size_dims(size)) > 1) is several:
-                        self.meet(size, actual, found, (i, blob, leaves[i]))
+                        _meet(size, actual, found)
+                        if bind(size, {**self.program.dims, **found}) != actual:
+                            at = [(dim, found[dim], first[dim]) for dim in size_dims(size) if dim in first]
+                            raise self.misshapen(i, blob.shape or (), leaves[i], at)
+                        for dim in found.keys() - first.keys():
+                            first[dim] = i
         return {**self.program.dims, **found}
 
-    def meet(self, size: Size, actual: int, found: dict[str, int], at: tuple[int, Blob, Tensor]) -> None:
-        i, blob, leaf = at
-        unknown = [dim for dim in size_dims(size) if dim not in found]
-        if len(unknown) == 1:
-            least, next_ = (bind(size, {**found, unknown[0]: value}) for value in (0, 1))
-            value, rest = divmod(actual - least, next_ - least) if next_ != least else (0, 1)
-            if rest == 0 and value > 0:
-                found[unknown[0]] = value
-        if bind(size, {**self.program.dims, **found}) != actual:
-            raise self.misshapen(i, blob.shape or (), leaf)
-
-    def misshapen(self, i: int, shape: Sequence[Size], leaf: Tensor) -> SessionError:
-        expected = ", ".join(map(str, shape))
-        replicas = len(self.program.replicas)
-        each = "for each replica" if replicas > 1 else ""
-        fix = "every size must follow from the same dimensions"
+    def misshapen(
+        self, i: int, shape: Sequence[Size], leaf: Tensor, met: Sequence[tuple[str, int, int]] = ()
+    ) -> SessionError:
+        """The refusal of a leaf; *met* are dimensions with their values and the leaves that gave them."""
+        expected = ", ".join(str(rename_dims(size, base_name)) for size in shape)
+        each = " for each replica" if len(self.program.replicas) > 1 else ""
+        pairs = enumerate(zip(shape, leaf.shape, strict=False))
+        wrong = [(d, want) for d, (want, have) in pairs if isinstance(want, int) and want != have]
         if len(shape) != leaf.dim():
             fix = f"give a tensor of {counted(len(shape), 'dimension')}"
-        elif self.program.fixed:
+        elif wrong and self.program.fixed:
             fix = f"its sizes are fixed: {self.program.fixed}"
+        elif wrong:
+            fix = f"dimension {wrong[0][0]} has to be {wrong[0][1]}"
+        elif met:
+            known = (f"{base_name(dim)} is {value} by {self.arguments.names[j]}" for dim, value, j in met)
+            fix = f"every size must follow from the same dimensions: {', '.join(dict.fromkeys(known))}"
         else:
-            pairs = enumerate(zip(shape, leaf.shape, strict=True))
-            wrong = [(d, want) for d, (want, have) in pairs if isinstance(want, int) and want != have]
-            if wrong:
-                fix = f"dimension {wrong[0][0]} has to be {wrong[0][1]}"
+            fix = "every size must follow from the same dimensions"
         return SessionError(
-            f"{self.arguments.names[i]} has shape {list(leaf.shape)}, the program takes [{expected}] {each}".rstrip(),
+            f"{self.arguments.names[i]} has shape {list(leaf.shape)}, the program takes [{expected}]{each}",
             where=f"program {self.program.name!r}",
             fix=fix,
         )
@@ -270,6 +271,16 @@ class Scatter:
         if same and blob.storage not in self.overwritten and not (self.from_offset_0 and offset):
             return share
         return share._replace(layout=(size, strides))
+
+
+def _meet(size: Size, actual: int, found: dict[str, int]) -> None:
+    """Add the value of the only dimension of *size* that is not known yet, if one gives *actual*."""
+    unknown = [dim for dim in size_dims(size) if dim not in found]
+    if len(unknown) == 1:
+        least, next_ = (bind(size, {**found, unknown[0]: value}) for value in (0, 1))
+        value, rest = divmod(actual - least, next_ - least) if next_ != least else (0, 1)
+        if rest == 0 and value > 0:
+            found[unknown[0]] = value
 
 
 def _cut(leaf: Tensor, share: Share) -> Tensor:

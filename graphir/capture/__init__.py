@@ -6,7 +6,7 @@ In the order in which a step passes through::
     recorder                   every operator that the dispatcher sees (with scopes, memory, mutation, forms,
                                randomness, refusals)
     recording                  one run: forward, loss, backward
-    sizes                      three runs, at three batch sizes, fitted
+    sizes, grid                several runs, at several sizes, fitted
     naming, optimizers, update, build     the program
 """
 
@@ -26,9 +26,9 @@ from .collector import collector_paused
 from .model_state import read_state
 from .optimizers import read_optimizer
 from .randomness import seeded
-from .recording import Step, record
+from .recording import Step
 from .refusals import refuse_model
-from .sizes import BATCH, NotAffine, Sizes, other_batches
+from .sizes import follow_dims
 
 __all__ = ["capture", "seeded"]
 
@@ -58,14 +58,15 @@ def capture(
         loss: called with the output and the targets; returns a scalar tensor, or a dict of them, which is summed.
             Without it the program is a forward only and returns the model's outputs.
         optimizer: SGD, Adam, AdamW, Adagrad or RMSprop; without it the parameters' gradients are outputs.
-        batch_dims: which dimension of each tensor is the batch: an int for all, or a tree of ints and None (passed
-            whole) over ``(inputs, kwargs, targets)``. By default dimension 0 of every tensor whose dimension 0 is as
-            long as the first input's.
+        batch_dims: which dimension of each tensor is the batch: an int; None for a tensor that is passed whole; or
+            a dict that names dimensions, such as ``{0: "batch", 1: "length"}``. One for all, or a tree of them over
+            ``(inputs, kwargs, targets)``. By default dimension 0 of every tensor whose dimension 0 is as long as the
+            first input's. The dimension ``batch`` is split over replicas, the others are passed whole to each.
         name: of the program; by default the class's name in lower case.
 
     Returns:
-        A program without prefixes, on ``gpu:0``, whose sizes follow the dimension ``batch``, or whose ``fixed`` says
-        why they don't.
+        A program without prefixes, on ``gpu:0``, whose sizes follow the dimension ``batch`` and those that
+        *batch_dims* names, or whose ``fixed`` says why they don't.
 
     Raises:
         CaptureError: the step depends on data in a way that a program can't tell, or something is not supported.
@@ -79,37 +80,15 @@ def capture(
         arguments = read_arguments(model, inputs, kwargs, targets, loss, batch_dims)
         groups = read_optimizer(optimizer, state.by_id) if optimizer is not None else ()
         step = Step(model, state, arguments, loss)
-        sizes, dims, fixed = _follow_batch(step)
+        followed = follow_dims(step)
         program = build_program(
             step,
-            sizes,
+            followed.sizes,
             name=name or type(model).__name__.lower(),
-            dims=dims,
-            fixed=fixed,
+            dims=followed.dims,
+            fixed=followed.fixed,
             optimizer=type(optimizer).__name__ if optimizer is not None else "",
             groups=groups,
         )
         verify(program)
     return program
-
-
-def _follow_batch(step: Step) -> tuple[Sizes, dict[str, int], str]:
-    """The step's sizes, the captured dimensions, and why sizes are fixed where they are."""
-    batch = step.arguments.batch
-    first = record(step, batch)
-    if batch is None:
-        return Sizes([first], []), {}, "no argument has a batch dimension"
-    batches = (batch, *other_batches(batch))
-    recordings, fixed = [first], ""
-    for other in batches[1:]:
-        try:
-            recordings.append(record(step, other))
-        except CaptureError as e:
-            fixed = f"at batch {other}: {e.what}"
-            break
-    if not fixed:
-        try:
-            return Sizes(recordings, batches), {BATCH: batch}, ""
-        except NotAffine as e:
-            fixed = str(e)
-    return Sizes([first], [batch]), {BATCH: batch}, fixed

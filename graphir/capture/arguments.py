@@ -1,4 +1,4 @@
-"""A step's arguments: their leaves, names, and batch dimensions."""
+"""A step's arguments: their leaves, names, and named dimensions."""
 
 from __future__ import annotations
 
@@ -11,17 +11,24 @@ from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
 from ..ir.program import Scalar
+from .dimensions import read_dims, sizes_of
+from .grid import BATCH
 from .structures import named_leaves, written_structure
 
 __all__ = ["Arguments", "Leaf", "read_arguments"]
 
 
 class Leaf(NamedTuple):
-    """One leaf of the arguments: its name, the dimension along which it is split, and the leaf itself."""
+    """One leaf of the arguments: its name, the names of its dimensions that have one, and the leaf itself."""
 
     name: str
-    batch_dim: int | None
+    dims: Mapping[int, str]
     value: torch.Tensor | Scalar
+
+    @property
+    def batch_dim(self) -> int | None:
+        """The dimension along which it is split over replicas."""
+        return next((d for d, name in self.dims.items() if name == BATCH), None)
 
     @property
     def tensor(self) -> torch.Tensor | None:
@@ -34,13 +41,13 @@ class Arguments(NamedTuple):
     leaves: in the order of the structure ``((*inputs, *targets), kwargs)``.
     spec: that structure.
     inputs: how many inputs there are.
-    batch: the common size of the batch dimensions; None where there are none.
+    dims: the captured size of each named dimension, ``batch`` first; empty where there is none.
     """
 
     leaves: tuple[Leaf, ...]
     spec: pytree.TreeSpec
     inputs: int
-    batch: int | None
+    dims: Mapping[str, int]
 
     def split(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
         """``(inputs, kwargs, targets)`` with these leaves."""
@@ -63,7 +70,7 @@ def read_arguments(
     """Take the arguments apart.
 
     Raises:
-        CaptureError: they are of a kind that programs don't have, or the batch dimensions don't fit them.
+        CaptureError: they are of a kind that programs don't have, or the named dimensions don't fit them.
     """
     for name, value in (("inputs", inputs), ("targets", targets)):
         if not isinstance(value, (tuple, list)):
@@ -80,24 +87,9 @@ def read_arguments(
     flat, spec = pytree.tree_flatten(((*inputs, *targets), kwargs))
     if len(flat) != len(leaves):
         raise AssertionError("the arguments have as many names as leaves")
-    dims = _batch_dims(batch_dims, inputs, kwargs, targets, [value for _, value in leaves])
-    sizes = {}
-    for (name, value), dim in zip(leaves, dims, strict=True):
-        if dim is not None and isinstance(value, torch.Tensor):
-            sizes[name] = value.shape[dim]
-    if len(set(sizes.values())) > 1:
-        text = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-        raise CaptureError(
-            f"the batch dimensions differ in size ({text})", fix="pass batch_dims, None for whole tensors"
-        )
-    batch = next(iter(sizes.values()), None)
-    if batch == 0:
-        raise CaptureError(
-            f"the batch is empty: {next(iter(sizes))!r} has no samples",
-            fix="capture with a batch of at least one sample, best of the size that runs later",
-        )
-    found = tuple(Leaf(name, dim, value) for (name, value), dim in zip(leaves, dims, strict=True))
-    return Arguments(found, spec, len(inputs), batch)
+    named_dims = read_dims(batch_dims, inputs, kwargs, targets, leaves)
+    found = tuple(Leaf(name, dims, value) for (name, value), dims in zip(leaves, named_dims, strict=True))
+    return Arguments(found, spec, len(inputs), sizes_of(found))
 
 
 def _positional(func: Callable[..., Any] | None, count: int, fallback: str, skip: int = 0) -> Iterator[str]:
@@ -130,38 +122,3 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor | Scalar]
                 fix="pass tensors, numbers, strings and None in tuples, lists and dicts",
             )
         yield path, leaf
-
-
-def _batch_dims(
-    batch_dims: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[Any, ...], leaves: list[Any]
-) -> list[int | None]:
-    tensors = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
-    if batch_dims is None:
-        given = pytree.tree_leaves((inputs, kwargs))
-        first = next((t for t in given if isinstance(t, torch.Tensor)), None)
-        if first is None or first.dim() == 0:
-            return [None] * len(leaves)
-        size = first.shape[0]
-        return [0 if t is not None and t.dim() and t.shape[0] == size else None for t in tensors]
-    # The caller's tree is over (inputs, kwargs, targets); the leaves come as ((inputs, targets), kwargs).
-    ours = pytree.tree_structure((inputs, kwargs, targets))
-    flat = pytree._broadcast_to_and_flatten(batch_dims, ours)
-    if flat is None or any(not isinstance(d, (int, type(None))) for d in flat):
-        raise CaptureError(
-            "batch_dims does not fit the arguments",
-            fix="pass an int, or a tuple (inputs, kwargs, targets) of ints and None in the shape of the arguments",
-        )
-    counts = [len(pytree.tree_leaves(part)) for part in (inputs, kwargs, targets)]
-    first_kwarg, first_target = counts[0], counts[0] + counts[1]
-    ordered = [*flat[:first_kwarg], *flat[first_target:], *flat[first_kwarg:first_target]]
-    return [_dim_of(dim, tensor) for dim, tensor in zip(ordered, tensors, strict=True)]
-
-
-def _dim_of(dim: int | None, tensor: torch.Tensor | None) -> int | None:
-    if dim is None or tensor is None or tensor.dim() == 0:
-        return None
-    if not -tensor.dim() <= dim < tensor.dim():
-        raise CaptureError(
-            f"batch_dims has {dim} for a tensor of {tensor.dim()} dimensions", fix="dimensions count from 0"
-        )
-    return dim % tensor.dim()

@@ -16,11 +16,12 @@ from ..ir.operator import Arg, Operator
 from ..ir.opset import effects_of
 from ..ir.program import Feed, Fetch, Interface, Program, Scalar
 from ..ir.size import size_dims
+from .grid import BATCH
 from .model_state import snapshot
 from .naming import RESERVED, Names, name_values
 from .optimizers import Group
 from .recording import Recording, Step
-from .sizes import BATCH, Sizes
+from .sizes import Sizes
 from .structures import written_structure
 from .update import Update, build_update
 from .values import Call, Value
@@ -47,8 +48,8 @@ def build_program(
         step: what was recorded.
         sizes: its recordings, fitted.
         name: of the program.
-        dims: the captured value of each dimension.
-        fixed: why sizes are plain numbers; empty where they are not.
+        dims: the captured value of each dimension that sizes follow.
+        fixed: why sizes are plain numbers where they are.
         optimizer: name of its class.
         groups: its parameter groups.
 

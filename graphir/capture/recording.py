@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
 from ..ir.program import Scalar
+from ..ir.size import Dims
 from .arguments import Arguments, Leaf
 from .model_state import ModelState, fakes_in_place
 from .randomness import random_state_kept
@@ -69,8 +70,8 @@ class Recording(NamedTuple):
         return [leaf for leaf in self.returned if isinstance(leaf, Value)]
 
 
-def record(step: Step, batch: int | None) -> Recording:
-    """Run the step on fake tensors, with *batch* as the size of every batch dimension.
+def record(step: Step, dims: Dims) -> Recording:
+    """Run the step on fake tensors, with *dims* as the sizes of its named dimensions.
 
     Raises:
         CaptureError: the step can't be told by a program.
@@ -80,7 +81,7 @@ def record(step: Step, batch: int | None) -> Recording:
     recorder = Recorder(fake_mode, scopes, lines, _attribute_paths(step.model))
     with fake_mode, torch.no_grad():
         fakes, state = _fake_state(step.state, recorder)
-        leaves, inputs = _fake_leaves(step.arguments.leaves, batch, recorder)
+        leaves, inputs = _fake_leaves(step.arguments.leaves, dims, recorder)
     args, kwargs, targets = step.arguments.split(leaves)
     grad = torch.enable_grad() if step.loss is not None else contextlib.nullcontext()
     gradients: list[tuple[Value, Value]] = []
@@ -114,7 +115,7 @@ def record(step: Step, batch: int | None) -> Recording:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch from logging a traceback of an error that capture reports, or expects at another batch size."""
+    """Keep torch from logging a traceback of an error that capture reports, or expects at other sizes."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -163,7 +164,7 @@ def _fake_state(state: ModelState, recorder: Recorder) -> tuple[dict[int, torch.
     return fakes, values
 
 
-def _fake_leaves(leaves: Sequence[Leaf], batch: int | None, recorder: Recorder) -> tuple[list[Any], list[Value | None]]:
+def _fake_leaves(leaves: Sequence[Leaf], dims: Dims, recorder: Recorder) -> tuple[list[Any], list[Value | None]]:
     fakes: dict[int, tuple[torch.Tensor, Value]] = {}
     made: list[Any] = []
     values: list[Value | None] = []
@@ -175,8 +176,8 @@ def _fake_leaves(leaves: Sequence[Leaf], batch: int | None, recorder: Recorder) 
             continue
         if id(tensor) not in fakes:
             shape = list(tensor.shape)
-            if leaf.batch_dim is not None and batch is not None:
-                shape[leaf.batch_dim] = batch
+            for d, name in leaf.dims.items():
+                shape[d] = dims[name]
             fake = recorder.fake(shape, _strides(tensor, shape), tensor.dtype)
             fake.requires_grad_(tensor.requires_grad)
             fakes[id(tensor)] = fake, recorder.external(fake, leaf.name, "input")

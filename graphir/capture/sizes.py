@@ -1,30 +1,107 @@
-"""Sizes that follow the batch: the same step recorded at three batch sizes, fitted by affine expressions.
+"""Sizes that follow named dimensions: the same step recorded at several sizes, fitted by polynomials.
 
-Two recordings give the coefficients, the third confirms them. Where operators differ or a number is not affine, the
-program keeps the captured sizes and says why.
+Where operators differ or a number is no such polynomial, the program keeps the captured sizes and says why: in the
+dimensions where that shows, if the others follow without them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
+from ..errors import CaptureError
 from ..ir.blob import contiguous_strides
 from ..ir.operator import Arg
-from ..ir.size import Polynomial, Shape, Size
-from .recording import Recording
+from ..ir.size import Dims, Shape, Size
+from .grid import BATCH, Grid
+from .recording import Recording, Step, record
 from .values import Call, Value
 
-__all__ = ["BATCH", "Geometry", "NotAffine", "Sizes", "other_batches"]
-
-BATCH: Final = "batch"
-"""The dimension's name."""
+__all__ = ["Followed", "Geometry", "NotPolynomial", "Sizes", "follow_dims"]
 
 
-class NotAffine(Exception):
-    """A number, or the list of operators, does not follow the batch affinely; says which and how."""
+class NotPolynomial(Exception):
+    """A number, or the list of operators, follows the dimensions otherwise; says which and how."""
+
+
+class Followed(NamedTuple):
+    """Attributes:
+    sizes: of a step.
+    dims: the captured value of each dimension that they follow.
+    fixed: why they don't follow others; empty where there are none.
+    """
+
+    sizes: Sizes
+    dims: dict[str, int]
+    fixed: str
+
+
+def follow_dims(step: Step) -> Followed:
+    """Record *step* at the sizes that are needed, and fit its numbers.
+
+    Raises:
+        CaptureError: the step can't be told by a program.
+    """
+    dims = dict(step.arguments.dims)
+    taken = _Taken(step)
+    plain = taken.sizes({})
+    if not dims:
+        return Followed(plain, {}, "no argument has a batch dimension")
+    try:
+        return Followed(taken.sizes(dims), dims, "")
+    except NotPolynomial as e:
+        if len(dims) == 1:
+            return Followed(plain, {}, str(e))
+        reason = str(e)
+    alone: dict[str, int] = {}
+    fixed: list[str] = []
+    for dim, value in dims.items():
+        try:
+            taken.sizes({dim: value})
+            alone[dim] = value
+        except NotPolynomial as e:
+            fixed.append(f"{dim} is fixed at {value}: {e}")
+    if len(alone) == len(dims):
+        fixed = [f"all but {BATCH} are fixed: {reason}"]
+        alone = {BATCH: dims[BATCH]}
+    try:
+        return Followed(taken.sizes(alone), alone, "; ".join(fixed))
+    except NotPolynomial as e:
+        return Followed(plain, {}, "; ".join([*fixed, str(e)]))
+
+
+class _Taken:
+    """The recordings of a step, each taken once."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.at: dict[tuple[int, ...], Recording] = {}
+
+    def sizes(self, dims: Mapping[str, int]) -> Sizes:
+        """The step's sizes as polynomials in *dims*.
+
+        Raises:
+            NotPolynomial: they are none.
+            CaptureError: the step can't be told by a program.
+        """
+        grid = Grid(dims)
+        recordings: list[Recording] = []
+        for point in grid.points:
+            try:
+                recordings.append(self.recording({**self.step.arguments.dims, **point}))
+            except CaptureError as e:
+                if not recordings:
+                    raise
+                raise NotPolynomial(f"at {_at(point)}: {e.what}") from None
+        return Sizes(recordings, grid)
+
+    def recording(self, dims: Dims) -> Recording:
+        key = tuple(dims.values())
+        if key not in self.at:
+            self.at[key] = record(self.step, dims)
+        return self.at[key]
 
 
 class Geometry(NamedTuple):
@@ -33,14 +110,6 @@ class Geometry(NamedTuple):
     shape: Shape
     strides: Shape | None
     offset: Size
-
-
-def other_batches(batch: int) -> tuple[int, int]:
-    """Two more sizes: one next to *batch*, where a parity shows, and one far from it, where a threshold does.
-
-    Neither is 1: a dimension of that size is broadcast.
-    """
-    return batch + 1, 2 * batch + 3
 
 
 class Sizes:
@@ -52,15 +121,15 @@ class Sizes:
         args: of each call, at its position.
 
     Args:
-        recordings: the step at each of *batches*; one alone gives plain numbers.
+        recordings: the step at each point of *grid*.
 
     Raises:
-        NotAffine: the recordings are not of one shape.
+        NotPolynomial: the recordings are not of one shape.
     """
 
-    def __init__(self, recordings: Sequence[Recording], batches: Sequence[int]) -> None:
+    def __init__(self, recordings: Sequence[Recording], grid: Grid) -> None:
         self.recording = recordings[0]
-        self._recordings, self._batches = recordings, batches
+        self._recordings, self._grid = recordings, grid
         self._fitted: dict[tuple[int, ...], Size] = {}
         if len(recordings) > 1:
             self._compare()
@@ -68,37 +137,40 @@ class Sizes:
         self.args = [self._args(calls) for calls in zip(*(r.calls for r in recordings), strict=True)]
 
     def _text(self, numbers: Sequence[object]) -> str:
-        return f"{', '.join(map(str, numbers))} at batch {', '.join(map(str, self._batches))}"
+        names, points = list(self._grid.points[0]), self._grid.points
+        if len(names) == 1:
+            return f"{', '.join(map(str, numbers))} at {names[0]} {', '.join(str(p[names[0]]) for p in points)}"
+        return ", ".join(f"{number} at {_at(point)}" for number, point in zip(numbers, points, strict=True))
 
     def _compare(self) -> None:
         first = self._recordings[0]
-        for other, batch in zip(self._recordings[1:], self._batches[1:], strict=True):
+        here = _at(self._grid.points[0])
+        for other, point in zip(self._recordings[1:], self._grid.points[1:], strict=True):
+            there = _at(point)
             for i, (call, its) in enumerate(zip(first.calls, other.calls, strict=False)):
                 if _shape_of(call) != _shape_of(its):
-                    raise NotAffine(f"operator {i} {_difference(call, its, self._batches[0], batch)}")
+                    raise NotPolynomial(f"operator {i} {_difference(call, its, here, there)}")
             if len(first.calls) != len(other.calls) or len(first.values) != len(other.values):
-                raise NotAffine(
-                    f"{len(first.calls)} operators at batch {self._batches[0]}, but {len(other.calls)} at batch {batch}"
-                )
+                raise NotPolynomial(f"{len(first.calls)} operators at {here}, but {len(other.calls)} at {there}")
             for mine, theirs in zip(first.returned, other.returned, strict=True):
                 if not isinstance(mine, Value) and mine != theirs:
-                    at = f"{mine!r} at batch {self._batches[0]}, but {theirs!r} at batch {batch}"
-                    raise NotAffine(f"the model returns {at}")
+                    raise NotPolynomial(f"the model returns {mine!r} at {here}, but {theirs!r} at {there}")
             for (value, mine_), (_, theirs_) in zip(first.constants, other.constants, strict=True):
                 if mine_ is not theirs_ and not _same_bits(mine_, theirs_):
-                    raise NotAffine(f"a constant made in {value.scope or 'the model'} depends on the batch size")
+                    made = f"a constant made in {value.scope or 'the model'}"
+                    raise NotPolynomial(f"{made} depends on the {', '.join(point)} size")
 
     def fit(self, numbers: tuple[int, ...]) -> Size:
         """The size that takes these values in the recordings."""
         if len(set(numbers)) == 1:
             return numbers[0]
         if numbers not in self._fitted:
-            (a, b, *rest), (x, y, *others) = numbers, self._batches
-            slope, remainder = divmod(b - a, y - x)
-            constant = a - slope * x
-            if remainder or any(slope * batch + constant != n for n, batch in zip(rest, others, strict=True)):
-                raise NotAffine(f"{self._text(numbers)} is not affine")
-            self._fitted[numbers] = Polynomial.of({(BATCH,): slope, (): constant})
+            size = self._grid.fit(numbers)
+            if size is None:
+                names = list(self._grid.points[0])
+                kind = "not affine" if names == [BATCH] else "not quadratic" if len(names) == 1 else "no polynomial"
+                raise NotPolynomial(f"{self._text(numbers)} is {kind}")
+            self._fitted[numbers] = size
         return self._fitted[numbers]
 
     def _geometry(self, values: tuple[Value, ...]) -> Geometry:
@@ -109,16 +181,16 @@ class Sizes:
             if all(v.strides == contiguous_strides(v.shape) for v in values):
                 return Geometry(shape, None, offset)
             return Geometry(shape, self._fit_all([v.strides for v in values]), offset)
-        except NotAffine as e:
+        except NotPolynomial as e:
             call = first.call
             made = f" made by {call.type}{_in(call)}" if call is not None else f" {first.label!r}"
-            raise NotAffine(f"a size of the value{made}: {e}") from None
+            raise NotPolynomial(f"a size of the value{made}: {e}") from None
 
     def _fit_all(self, tuples: Sequence[tuple[int, ...]]) -> Shape:
         if all(t == tuples[0] for t in tuples):
             return tuples[0]
         if len({len(t) for t in tuples}) > 1:
-            raise NotAffine(f"{self._text([len(t) for t in tuples])} dimensions")
+            raise NotPolynomial(f"{self._text([len(t) for t in tuples])} dimensions")
         return tuple([self.fit(numbers) for numbers in zip(*tuples, strict=True)])
 
     def _args(self, calls: tuple[Call, ...]) -> dict[str, Arg]:
@@ -127,8 +199,8 @@ class Sizes:
         for name in call.args:
             try:
                 found[name] = self._arg([c.args[name] for c in calls], call)
-            except NotAffine as e:
-                raise NotAffine(f"argument {name} of {call.type}{_in(call)}: {e}") from None
+            except NotPolynomial as e:
+                raise NotPolynomial(f"argument {name} of {call.type}{_in(call)}: {e}") from None
         return found
 
     def _arg(self, args: Sequence[Arg], call: Call) -> Arg:
@@ -143,7 +215,7 @@ class Sizes:
             whole = [int(a) for a in args if type(a) is float and a.is_integer()]
         if len(whole) == len(args):
             return self.fit(tuple(whole))
-        raise NotAffine(self._text(args))
+        raise NotPolynomial(self._text(args))
 
 
 def _in(call: Call) -> str:
@@ -163,13 +235,17 @@ def _shape_of(call: Call) -> tuple[object, ...]:
     )
 
 
-def _difference(mine: Call, theirs: Call, at: int, other: int) -> str:
-    """How two calls of one place differ, recorded at the batch sizes *at* and *other*."""
+def _at(point: Dims) -> str:
+    return ", ".join(f"{dim} {value}" for dim, value in point.items())
+
+
+def _difference(mine: Call, theirs: Call, at: str, other: str) -> str:
+    """How two calls of one place differ, recorded at the sizes *at* and *other*."""
     if (mine.type, mine.scope) != (theirs.type, theirs.scope):
-        return f"is {mine.type}{_in(mine)} at batch {at}, but {theirs.type}{_in(theirs)} at batch {other}"
+        return f"is {mine.type}{_in(mine)} at {at}, but {theirs.type}{_in(theirs)} at {other}"
     for verb, a, b in (("returns", mine.outputs, theirs.outputs), ("reads", mine.inputs, theirs.inputs)):
         if len(a) != len(b):
-            return f"({mine.type}{_in(mine)}) {verb} {len(a)} tensors at batch {at} and {len(b)} at batch {other}"
+            return f"({mine.type}{_in(mine)}) {verb} {len(a)} tensors at {at} and {len(b)} at {other}"
     dtypes = [[v.dtype for v in call.outputs] for call in (mine, theirs)]
     if dtypes[0] != dtypes[1]:
         differ = "returns elements of other types"
@@ -183,7 +259,7 @@ def _difference(mine: Call, theirs: Call, at: int, other: int) -> str:
         differ = "returns views of other values"
     else:
         differ = "arranges what it reads and returns otherwise"
-    return f"({mine.type}{_in(mine)}) {differ} at batch {at} than at batch {other}"
+    return f"({mine.type}{_in(mine)}) {differ} at {at} than at {other}"
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

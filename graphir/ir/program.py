@@ -98,9 +98,9 @@ class Program:
         name: of the program.
         init: fills every blob that lives from step to step; a captured program's loads each one from ``state``.
         step: one training or inference step.
-        dims: the captured value of each named dimension. A captured program has ``batch``; a replicated one has
-            ``gpu_0/batch``, ``gpu_1/batch``, ….
-        fixed: why sizes are plain numbers where they are; empty where they follow the dimensions.
+        dims: the captured value of each dimension that sizes follow. A captured program has ``batch``; a replicated
+            one has ``gpu_0/batch``, ``gpu_1/batch``, ….
+        fixed: why sizes are plain numbers where they are; empty where they follow every named dimension.
         replicas: the prefix of each replica, by position; ``("",)`` as captured.
         interface: how arguments and results map to blobs.
         history: the text of each pass that was run, in order.

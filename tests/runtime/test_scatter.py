@@ -12,7 +12,7 @@ from graphir.ir.blob import Blob
 from graphir.ir.device import gpu
 from graphir.ir.net import Net
 from graphir.ir.program import Feed, Interface, Program
-from graphir.ir.size import Polynomial
+from graphir.ir.size import Polynomial, parse_size, rename_dims, size_dims
 
 
 def batch(prefix="", times=1, plus=0):
@@ -34,7 +34,7 @@ def program_of(replicas=1, *, args=(0,), kwargs=None, feeds=(ROWS_OF_X,), fixed=
     step = Net("net.step", (), blobs, tuple(blobs))
     structure = _pytree.treespec_dumps(_pytree.tree_structure((args, kwargs or {})))
     interface = Interface(structure, tuple(feeds))
-    dims = {} if fixed else {f"{p}batch": 4 for p in prefixes}
+    dims = {dim: 4 for shape in shapes.values() for p in prefixes for size in shape(p) for dim in size_dims(size)}
     return Program("net", Net("net.init", (), {}), step, dims, fixed, prefixes, interface)
 
 
@@ -109,6 +109,65 @@ def test_sizes_that_do_not_agree_are_refused():
     )
     with pytest.raises(SessionError, match=r"argument 0 \('x'\) has 12 rows, argument 1 \('y'\) 4"):
         split(program, X, torch.zeros(4, dtype=torch.int64))
+
+
+def sequences(replicas=1, fixed="", **lengths):
+    """Programs of tokens ``x`` and ``y``, whose second dimension is the length, or what *lengths* make of it."""
+    sizes = {"x": "length", "y": "length", **lengths}
+    return program_of(
+        replicas,
+        args=(0, 0),
+        feeds=(Feed("x", 0), Feed("y", 0)),
+        fixed=fixed,
+        **{
+            name: lambda p, second=second: (batch(p), rename_dims(parse_size(second), p.__add__))
+            for name, second in sizes.items()
+        },
+    )
+
+
+def tokens(rows, length):
+    return torch.zeros(rows, length), torch.zeros(rows, length, dtype=torch.int64)
+
+
+def test_other_dimensions_are_passed_whole_to_each_replica():
+    dims, shares = split(sequences(2), *tokens(5, 7))
+    assert dims == {"gpu_0/batch": 3, "gpu_1/batch": 2, "gpu_0/length": 7, "gpu_1/length": 7}
+    assert [tuple(share.shape) for share in shares] == [(3, 7), (2, 7)] * 2
+
+
+def test_a_size_of_several_dimensions_is_checked():
+    program = sequences(y="batch*length+1")
+    x, _ = tokens(3, 4)
+    assert split(program, x, torch.zeros(3, 13, dtype=torch.int64))[0] == {"batch": 3, "length": 4}
+    with pytest.raises(SessionError, match=r"argument 1 .* has shape \[3, 12\], .* takes \[batch, batch\*length\+1\]"):
+        split(program, x, torch.zeros(3, 12, dtype=torch.int64))
+
+
+def test_a_dimension_is_solved_from_a_product():
+    program = program_of(x=lambda p: (batch(p), parse_size(f"{p}batch*{p}length")))
+    assert split(program, torch.zeros(3, 12))[0] == {"batch": 3, "length": 4}
+    with pytest.raises(SessionError, match=r"has shape \[3, 13\], the program takes \[batch, batch\*length\]"):
+        split(program, torch.zeros(3, 13))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_inputs_of_two_lengths_are_refused(replicas):
+    (x, _), (_, y) = tokens(4, 7), tokens(4, 6)
+    with pytest.raises(SessionError) as caught:
+        split(sequences(replicas), x, y)
+    each = " for each replica" if replicas > 1 else ""
+    assert caught.value.what == f"argument 1 ('y') has shape [4, 6], the program takes [batch, length]{each}"
+    assert "length is 7 by argument 0 ('x')" in caught.value.fix
+
+
+def test_a_dimension_of_fixed_size_says_why():
+    program = sequences(fixed="length is fixed at 8: 4, 3, 3, 2 at length 8, 7, 6, 5", x="8", y="8")
+    assert split(program, *tokens(3, 8))[0] == {"batch": 3}
+    with pytest.raises(
+        SessionError, match=r"\[3, 7\], the program takes \[batch, 8\](.|\n)*length is fixed at 8: 4, 3"
+    ):
+        split(program, *tokens(3, 7))
 
 
 def test_a_program_of_fixed_sizes_says_why():

@@ -77,7 +77,7 @@ def test_fixed_sizes_say_why(case: str) -> None:
     body, text = FIXED[case]
     program = captured(body)
     assert text in program.fixed
-    assert program.dims == {"batch": 6} and program.step.blobs["x"].shape == (6, 4)
+    assert program.dims == {} and program.step.blobs["x"].shape == (6, 4)
     x = torch.randn(6, 4)
     model = program.module
     assert model is not None

@@ -1,0 +1,138 @@
+"""``batch_dims``: which dimensions of a step's arguments have a name, and which sizes these have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..errors import CaptureError
+from .grid import BATCH
+
+if TYPE_CHECKING:
+    from .arguments import Leaf
+
+__all__ = ["read_dims", "sizes_of"]
+
+_MOST: Final = 4
+"""How many dimensions may be named: each further one doubles the recordings or more."""
+
+_FIX: Final = 'pass an int, None, {0: "batch", 1: "length"}, or a tree (inputs, kwargs, targets) of these'
+
+
+def read_dims(
+    batch_dims: Any,
+    inputs: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    targets: tuple[Any, ...],
+    leaves: Sequence[tuple[str, Any]],
+) -> list[dict[int, str]]:
+    """The named dimensions of each leaf; *leaves* are names and values in the order of ``((inputs, targets), kwargs)``.
+
+    Raises:
+        CaptureError: *batch_dims* has another form than the arguments, or names what can't be.
+    """
+    if batch_dims is None:
+        return _by_length(inputs, kwargs, [value for _, value in leaves])
+    # The caller's tree is over (inputs, kwargs, targets).
+    ours = pytree.tree_structure((inputs, kwargs, targets))
+    flat = pytree._broadcast_to_and_flatten(batch_dims, ours, is_leaf=_is_names)
+    if flat is None or not all(d is None or type(d) is int or _is_names(d) for d in flat):
+        raise CaptureError("batch_dims does not fit the arguments", fix=_FIX)
+    counts = [len(pytree.tree_leaves(part)) for part in (inputs, kwargs, targets)]
+    first_kwarg, first_target = counts[0], counts[0] + counts[1]
+    ordered = [*flat[:first_kwarg], *flat[first_target:], *flat[first_kwarg:first_target]]
+    found = [_named(dims, name, value) for dims, (name, value) in zip(ordered, leaves, strict=True)]
+    names = {name for dims in found for name in dims.values()}
+    if names and BATCH not in names:
+        raise CaptureError(
+            f"batch_dims names {', '.join(sorted(names))}, but no dimension {BATCH!r}",
+            fix=f'call the dimension that is split over replicas "{BATCH}"',
+        )
+    if len(names) > _MOST:
+        raise CaptureError(
+            f"batch_dims names {len(names)} dimensions: {', '.join(sorted(names))}", fix=f"name at most {_MOST}"
+        )
+    return found
+
+
+def _is_names(tree: Any) -> bool:
+    """Whether this is the names of one tensor's dimensions, and no container of such."""
+    return isinstance(tree, dict) and bool(tree) and all(isinstance(name, str) for name in tree.values())
+
+
+def _by_length(inputs: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[Any]) -> list[dict[int, str]]:
+    """Dimension 0 of every tensor that is as long as the first one."""
+    given = pytree.tree_leaves((inputs, kwargs))
+    first = next((t for t in given if isinstance(t, torch.Tensor)), None)
+    if first is None or first.dim() == 0:
+        return [{} for _ in leaves]
+    length = first.shape[0]
+    return [{0: BATCH} if isinstance(t, torch.Tensor) and t.dim() and t.shape[0] == length else {} for t in leaves]
+
+
+def _named(dims: int | Mapping[Any, str] | None, path: str, value: Any) -> dict[int, str]:
+    if dims is None or not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return {}
+    found: dict[int, str] = {}
+    for d, name in ({dims: BATCH} if isinstance(dims, int) else dims).items():
+        if type(d) is not int:
+            raise CaptureError(f"batch_dims has the key {d!r} for argument {path!r}", fix=_FIX)
+        if not (name.isidentifier() and name.isascii()):
+            raise CaptureError(
+                f"batch_dims calls a dimension of {path!r} {name!r}", fix="write names such as length, src_len"
+            )
+        if not -value.dim() <= d < value.dim():
+            raise CaptureError(
+                f"batch_dims has {d} for a tensor of {value.dim()} dimensions",
+                where=f"argument {path!r}",
+                fix="dimensions count from 0",
+            )
+        if found.setdefault(d % value.dim(), name) != name or list(found.values()).count(BATCH) > 1:
+            raise CaptureError(
+                f"batch_dims names two dimensions of {path!r} {BATCH!r}, or one of them twice",
+                fix="a tensor is split along one dimension",
+            )
+    return dict(sorted(found.items()))
+
+
+def sizes_of(leaves: Sequence[Leaf]) -> dict[str, int]:
+    """The size of each named dimension, ``batch`` first.
+
+    Raises:
+        CaptureError: one name has several sizes, or the size is 0.
+    """
+    sizes: dict[str, dict[str, int]] = {BATCH: {}}
+    seen: dict[int, Leaf] = {}
+    for leaf in leaves:
+        tensor = leaf.tensor
+        if tensor is None:
+            continue
+        first = seen.setdefault(id(tensor), leaf)
+        if first.dims != leaf.dims:
+            raise CaptureError(
+                f"{first.name!r} and {leaf.name!r} are one tensor, and batch_dims names its dimensions in two ways",
+                fix="name them equally, or pass a copy of the tensor",
+            )
+        for d, name in leaf.dims.items():
+            of_name = sizes.setdefault(name, {})
+            if of_name.setdefault(leaf.name, tensor.shape[d]) != tensor.shape[d]:
+                of_name[f"{leaf.name} along {d}"] = tensor.shape[d]
+    return {name: _size(name, found) for name, found in sizes.items() if found}
+
+
+def _size(name: str, found: Mapping[str, int]) -> int:
+    what = "the batch dimensions" if name == BATCH else f"the dimensions {name!r}"
+    if len(set(found.values())) > 1:
+        text = ", ".join(f"{leaf}: {size}" for leaf, size in found.items())
+        raise CaptureError(f"{what} differ in size ({text})", fix="pass batch_dims, None for whole tensors")
+    leaf, size = next(iter(found.items()))
+    if size == 0:
+        noun = "batch" if name == BATCH else f"dimension {name!r}"
+        raise CaptureError(
+            f"the {noun} is empty: {leaf!r} has no samples",
+            fix="capture with a batch of at least one sample, best of the size that runs later",
+        )
+    return size

@@ -1,0 +1,102 @@
+"""Where a step is recorded so that the numbers of it determine polynomials in its dimensions.
+
+The batch appears at most linearly, every other dimension at most squared (attention holds ``length*length``), and
+different dimensions are multiplied freely. As many recordings as there are such monomials determine their coefficients
+exactly, one more, at other values of all dimensions, confirms them::
+
+    length                     batch: 1, batch                         3 recordings
+       ▲       check           batch, length: {1, batch} x
+       │  ●    ●                 {1, length, length²}                  7
+       │  ●    ●               batch, height, width: {1, batch} x
+       │  ●    ●                 {1, h, h², w, w², h*w}               13
+       └──────────▶ batch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from itertools import product
+from math import prod
+from typing import Final
+
+from ..ir.size import Monomial, Polynomial, Size, bind
+
+__all__ = ["BATCH", "Grid"]
+
+BATCH: Final = "batch"
+"""The dimension that is split over replicas."""
+
+_SMALL: Final = 7
+"""Dimensions from here on are recorded at smaller values, which models with a longest sequence take too."""
+
+
+class Grid:
+    """The points for some dimensions, and the polynomials that their numbers determine.
+
+    Attributes:
+        points: values of the dimensions; the captured ones first, those of the check last.
+
+    Args:
+        dims: the captured value of each dimension.
+    """
+
+    def __init__(self, dims: Mapping[str, int]) -> None:
+        exponents = _exponents(tuple(dims))
+        values = {dim: _values(dim, value) for dim, value in dims.items()}
+        self._monomials: list[Monomial] = [
+            tuple(sorted(dim for dim, power in zip(dims, powers, strict=True) for _ in range(power)))
+            for powers in exponents
+        ]
+        # The points of a downward closed set of exponents determine its polynomials, whatever the values are.
+        self.points = [
+            {dim: values[dim][power] for dim, power in zip(dims, powers, strict=True)} for powers in exponents
+        ]
+        self._inverse = _inverse([[prod(point[d] for d in m) for m in self._monomials] for point in self.points])
+        if dims:
+            self.points.append({dim: values[dim][-1] for dim in dims})
+
+    def fit(self, numbers: Sequence[int]) -> Size | None:
+        """The size that takes these values at the points; None where no polynomial with whole coefficients does."""
+        coefficients = [sum(a * n for a, n in zip(row, numbers, strict=False)) for row in self._inverse]
+        if any(k.denominator != 1 for k in coefficients):
+            return None
+        size = Polynomial.of({m: int(k) for m, k in zip(self._monomials, coefficients, strict=True)})
+        return size if bind(size, self.points[-1]) == numbers[-1] else None
+
+
+def _values(dim: str, value: int) -> tuple[int, ...]:
+    """Values of a dimension: the captured one; next to it, where a parity shows; and far, where a threshold does.
+
+    None of the further ones is 1: a dimension of that size is broadcast.
+    """
+    if dim == BATCH:
+        return value, value + 1, 2 * value + 3
+    if value < _SMALL:
+        return value, value + 1, value + 2, 2 * value + 3
+    return value, value - 1, value - 2, value // 2 + 1
+
+
+def _exponents(dims: tuple[str, ...]) -> list[tuple[int, ...]]:
+    """The powers of each dimension in each monomial, the constant first."""
+    highest = [1 if dim == BATCH else 2 for dim in dims]
+    return [
+        powers
+        for powers in product(*(range(most + 1) for most in highest))
+        if 2 not in powers or sum(p for p, dim in zip(powers, dims, strict=True) if dim != BATCH) == 2
+    ]
+
+
+def _inverse(rows: Sequence[Sequence[int]]) -> list[list[Fraction]]:
+    """The inverse of a regular matrix, by Gauss and Jordan's elimination."""
+    n = len(rows)
+    work = [[Fraction(x) for x in row] + [Fraction(i == j) for j in range(n)] for i, row in enumerate(rows)]
+    for column in range(n):
+        pivot = next(i for i in range(column, n) if work[i][column])
+        work[column], work[pivot] = work[pivot], work[column]
+        first = work[column][column]
+        work[column] = [x / first for x in work[column]]
+        for i in range(n):
+            if i != column and (factor := work[i][column]):
+                work[i] = [x - factor * y for x, y in zip(work[i], work[column], strict=True)]
+    return [row[n:] for row in work]
