@@ -189,16 +189,21 @@ def invoke(op: Operator, call: Call, inputs: Sequence[Any], setting: Setting, di
         return setting.generators[op.device].manual_seed(mix(step, setting.replica(op), op.seed))
 
     positional = [value(argument) for argument in call.positional]
-    if op.type == "Copy":
-        return copy(positional[0], setting.binding[op.device])
-    if op.type == "aten.view.default":
+    keyword = {name: value(argument) for name, argument in call.keyword}
+    return perform(op.type, positional, keyword, setting.binding[op.device])
+
+
+def perform(type: str, positional: Sequence[Any], keyword: Mapping[str, Any], device: torch.device) -> Any:
+    """What a type returns for these arguments."""
+    if type == "Copy":
+        return copy(positional[0], device)
+    if type == "aten.view.default":
         return view(*positional)
-    if op.type in KERNELS:
-        update = updater(op.type, {name: evaluate(arg, dims) for name, arg in op.args.items()})
+    if type in KERNELS:
         *tensors, rate, found_inf = positional
-        return None if found_inf is not None and found_inf.item() else update(*[[t] for t in tensors], rate)
-    run = ATTENTION[op.type] if op.type in ATTENTION else overload(op.type)
-    return run(*positional, **{name: value(argument) for name, argument in call.keyword})
+        skipped = found_inf is not None and found_inf.item()
+        return None if skipped else updater(type, keyword)(*[[tensor] for tensor in tensors], rate)
+    return (ATTENTION.get(type) or overload(type))(*positional, **keyword)
 
 
 def flatten(call: Call, returned: Any) -> dict[int, Tensor]:

@@ -34,7 +34,7 @@ __all__ = ["capture", "seeded"]
 
 
 def capture(
-    model: torch.nn.Module,
+    model: torch.nn.Module | torch.export.ExportedProgram,
     inputs: Sequence[Any],
     *,
     kwargs: Mapping[str, Any] | None = None,
@@ -51,7 +51,8 @@ def capture(
     of this step alone, as after ``optimizer.zero_grad()``.
 
     Args:
-        model: as it is: in training or evaluation mode.
+        model: as it is: in training or evaluation mode; or an exported program, of which ``torch.export.unflatten``
+            makes a module.
         inputs: its positional arguments; tensors in tuples, lists and dicts, numbers, strings, None.
         kwargs: its keyword arguments.
         targets: what the loss is given after the model's output.
@@ -72,6 +73,8 @@ def capture(
         CaptureError: the step depends on data in a way that a program can't tell, or something is not supported.
         VerifyError: the captured program breaks an invariant of the IR, which is a defect of graphir.
     """
+    if isinstance(model, torch.export.ExportedProgram):
+        model, name = torch.export.unflatten(model), name or "exported"
     refuse_model(model)
     if optimizer is not None and loss is None:
         raise CaptureError("an optimizer is given, but no loss", fix="pass loss=, or leave the optimizer out")

@@ -140,6 +140,18 @@ class Program:
 
         return print_program(self)
 
+    def to_fx(self) -> torch.fx.GraphModule:
+        """The step as a runnable graph of ``torch.fx``; see :func:`graphir.fx.to_fx`."""
+        from ..fx import to_fx
+
+        return to_fx(self)
+
+    def to_exported(self) -> torch.export.ExportedProgram:
+        """A forward program as one of ``torch.export``; see :func:`graphir.fx.to_exported`."""
+        from ..fx import to_exported
+
+        return to_exported(self)
+
     def save(self, path: str | Path, state: bool = False) -> None:
         """Write the program as JSON; with *state*, its tensors beside it as ``<path>.safetensors``.
 

@@ -1,0 +1,357 @@
+"""Programs as graphs of ``torch.fx``, and forward programs as programs of ``torch.export``.
+
+A graph holds the program's state under the module's names, and its operators as calls: one node an operator, in their
+order. It is called as a session's step is. Sizes that follow a dimension are computed from the shapes of the inputs,
+so one graph serves any size that the program does.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Sequence
+from functools import reduce
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
+from torch.utils import _pytree as pytree
+
+from graphir.runtime.calls import Argument, Bound, Constant, Default, Operand, OperandList, arrange
+from graphir.runtime.reference import perform
+from graphir.runtime.state import State
+from graphir.runtime.structure import read_structure
+
+from .errors import GraphirError
+from .ir.blob import Blob
+from .ir.dtype import TORCH_NAME
+from .ir.operator import Arg, Operator, Symbol
+from .ir.opset import OWN, overload, to_torch
+from .ir.program import Program
+from .ir.seeds import mix
+from .ir.size import Polynomial, Size, bind_shape, dimension
+
+__all__ = ["to_exported", "to_fx"]
+
+
+def to_fx(program: Program) -> fx.GraphModule:
+    """The program's step as a module whose forward is a graph; on the host, with a copy of the program's state.
+
+    Called as a step is (inputs, targets, keyword arguments), it returns what a step returns, and a training step
+    updates the module's parameters, buffers and optimizer state, as a session does. Parameters and buffers have the
+    names that they have in the module; what else lives from step to step is a buffer too, learning rates (``lr``) and
+    ``step`` included. Each node's ``meta`` has its operator's ``blob``, ``module`` and ``source``.
+
+    Raises:
+        GraphirError: the program has several replicas, or no state to start from.
+    """
+    if len(program.replicas) > 1:
+        raise GraphirError(
+            f"program {program.name!r} has {len(program.replicas)} replicas", fix="take the program before replicate"
+        )
+    if not program.state:
+        raise GraphirError(
+            f"program {program.name!r} has no state, so a graph has no parameters",
+            fix="capture the model with its weights, or load the program with its state",
+        )
+    return _Writer(program).module()
+
+
+def to_exported(program: Program) -> torch.export.ExportedProgram:
+    """A forward program as ``torch.export`` has it; dimensions that sizes follow stay dynamic.
+
+    Raises:
+        GraphirError: the program is a training step or draws random numbers; what :func:`to_fx` raises.
+    """
+    if program.interface.loss is not None or any(op.phase != "forward" for op in program.step.ops):
+        raise GraphirError(f"program {program.name!r} is a training step", fix="capture the model without a loss")
+    random = next((op for op in program.step.ops if op.seed is not None), None)
+    if random is not None:
+        where = f"module {random.module!r}" if random.module else ""
+        raise GraphirError(
+            f"{random.type} draws random numbers, which an exported program would not draw by step",
+            where=where,
+            fix="capture the model in evaluation mode",
+        )
+    module = to_fx(program)
+    blobs, prefix, auto = program.step.blobs, program.replicas[0], torch.export.Dim.AUTO
+    leaves: list[Any] = []
+    dynamic: list[Any] = []
+    for feed in program.interface.feeds:
+        blob = None if feed.blob is None else blobs[prefix + feed.blob]
+        leaves.append(feed.value if blob is None else _example(blob, program))
+        shape = () if blob is None else blob.shape or ()
+        dynamic.append({d: auto for d, size in enumerate(shape) if isinstance(size, Polynomial)} or None)
+    structure = _structure(program.interface.arguments)
+    args, kwargs = pytree.tree_unflatten(leaves, structure)
+    # The shapes of the arguments go by the names of the forward's parameters.
+    dims_of_args, dims_of_kwargs = pytree.tree_unflatten(dynamic, structure)
+    names = module.graph._codegen.pytree_info.orig_args  # type: ignore[attr-defined]
+    shapes = {**dict(zip(names, dims_of_args, strict=False)), **dims_of_kwargs}
+    return torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
+
+
+def _example(blob: Blob, program: Program) -> Tensor:
+    assert blob.shape is not None and blob.dtype is not None
+    return torch.zeros(bind_shape(blob.shape, program.dims), dtype=getattr(torch, TORCH_NAME[blob.dtype]))
+
+
+def _structure(text: str) -> pytree.TreeSpec:
+    read_structure(text)  # refuses what torch would import a module for
+    return pytree.treespec_loads(text)
+
+
+class _Writer:
+    """Writes one program's step as a graph."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.blobs = program, program.step.blobs
+        self.graph = fx.Graph()
+        self.attributes: dict[str, Any] = {}
+        self.values: dict[tuple[str, int], fx.Node] = {}
+        self.held: dict[str, fx.Node] = {}
+        self.dims: dict[str, fx.Node] = {}
+        self.sizes: dict[Polynomial, fx.Node] = {}
+        self.step: fx.Node | None = None
+        self.random = any(op.seed is not None for op in program.step.ops)
+        # An as_strided operator counts its offset from the start of the storage.
+        self.from_offset_0 = any(op.type.startswith("aten.as_strided") for op in program.step.ops)
+
+    def module(self) -> fx.GraphModule:
+        structure = _structure(self.program.interface.arguments)
+        self.arguments()
+        self.state()
+        for op in self.program.step.ops:
+            self.operator(op)
+        if self.step is not None:
+            self.graph.call_function(torch.ops.aten.add_.Tensor, (self.step, 1))
+        result = self.result()
+        module = fx.GraphModule(self.attributes, self.graph, _class_name(self.program.name))
+        for path, blob in self.program.interface.module_state.items():
+            if blob in self.held:
+                _tie(module, path, self.held[blob].target)
+        _, kwargs = pytree.tree_unflatten([0] * structure.num_leaves, structure)
+        names = [*_parameter_names(self.program), *kwargs]
+        module.graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(names, structure, result)))
+        module.recompile()
+        return module
+
+    def arguments(self) -> None:
+        first: dict[str, fx.Node] = {}
+        for i, feed in enumerate(self.program.interface.feeds):
+            name = feed.blob if feed.blob is not None else f"argument_{i}"
+            node = self.graph.placeholder(_identifier(name))
+            node.meta["blob"] = feed.blob
+            blob = None if feed.blob is None else self.blobs.get(self.program.replicas[0] + feed.blob)
+            if feed.blob is None:
+                self.graph.call_function(checked, (node, None, feed.value, f"argument {i}"))
+            elif blob is not None and feed.blob not in first:
+                first[feed.blob] = node
+                self.values[blob.name, 0] = self.input(node, blob)
+
+    def input(self, node: fx.Node, blob: Blob) -> fx.Node:
+        """What an argument is to the program: checked, its dimensions known, laid out as captured."""
+        if blob.shape is None:
+            return node
+        shape = [size if isinstance(size, int) else None for size in blob.shape]
+        node = self.graph.call_function(checked, (node, shape, None, blob.name))
+        for d, size in enumerate(blob.shape):
+            for dim in self.program.dims:
+                if size == dimension(dim) and dim not in self.dims:
+                    self.dims[dim] = self.graph.call_function(torch.ops.aten.sym_size.int, (node, d))
+        if self.from_offset_0:
+            node = self.graph.call_function(torch.ops.aten.clone.default, (node,))
+        if blob.strides is None:
+            node = self.graph.call_function(torch.ops.aten.contiguous.default, (node,))
+        return node
+
+    def state(self) -> None:
+        tensors = State(self.program, self.program.state).tensors
+        paths: dict[str, str] = {}
+        for path, blob in self.program.interface.module_state.items():
+            paths.setdefault(blob, path)
+        rates: dict[str, Any] = {group.lr: group.options["lr"] for group in self.program.interface.param_groups}
+        for name in self.program.step.external_inputs:
+            if (name, 0) in self.values:
+                continue
+            if name in rates:
+                value: Tensor = torch.tensor(rates[name], dtype=torch.float64)
+            elif name in tensors:
+                value = tensors[name].clone()
+            else:
+                raise GraphirError(f"input {name!r} of the step is neither an argument nor state")
+            self.values[name, 0] = self.attribute(paths.get(name, _identifier(name)), name, value)
+        if self.random:
+            self.step = self.attribute("step", "step", torch.tensor(int(self.program.state.get("step", 0))))
+
+    def attribute(self, path: str, name: str, value: Tensor) -> fx.Node:
+        role = self.blobs[name].role if name in self.blobs else "state"
+        trains = self.program.interface.loss is None and value.is_floating_point()
+        held: Any = torch.nn.Parameter(value, requires_grad=trains) if role == "param" else torch.nn.Buffer(value)
+        self.attributes[path] = held
+        node = self.held[name] = self.graph.get_attr(path)
+        node.meta["blob"] = name
+        return node
+
+    def operator(self, op: Operator) -> None:
+        call = arrange(op)
+        inputs = [self.values[read] for read in op.reads]
+
+        def value(argument: Argument) -> Any:
+            if isinstance(argument, Operand):
+                return inputs[argument.position]
+            if isinstance(argument, OperandList):
+                return [None if i is None else inputs[i] for i in argument.positions]
+            if isinstance(argument, Constant):
+                return self.constant(argument.arg)
+            if isinstance(argument, Default):
+                return argument.value
+            if argument is Bound.DEVICE:
+                return torch.device("cpu")
+            return self.graph.call_function(generator, (self.step, 0, op.seed))
+
+        target: Any
+        positional: tuple[Any, ...] = tuple([value(argument) for argument in call.positional])
+        keyword = {name: value(argument) for name, argument in call.keyword}
+        if op.type in OWN:
+            target, positional = own_operator, (op.type, *positional)
+        else:
+            target = overload(op.type)
+        name = _identifier(op.outputs[0]) if op.outputs else None
+        node = self.graph.create_node("call_function", target, positional, keyword, name)
+        node.meta.update(blob=op.outputs[0] if op.outputs else "", module=op.module, source=op.source)
+        overwritten = dict(op.effects.writes)
+        made: dict[int, fx.Node] = {}
+        for k, group in enumerate(call.returned):
+            item = node if call.single else self.item(node, k)
+            for j, position in enumerate(group if isinstance(group, list) else [group]):
+                if position is not None and position not in overwritten:
+                    made[position] = self.item(item, j) if isinstance(group, list) else item
+        for position, (name, version) in enumerate(op.makes):
+            if position in overwritten:
+                self.values[name, version] = inputs[overwritten[position]]
+            elif name in self.held:
+                target = self.held[name]
+                self.values[name, version] = self.graph.call_function(
+                    torch.ops.aten.copy_.default, (target, made[position])
+                )
+            else:
+                self.values[name, version] = made[position]
+
+    def item(self, node: fx.Node, position: int) -> fx.Node:
+        return self.graph.call_function(operator.getitem, (node, position))
+
+    def constant(self, arg: Arg) -> Any:
+        if isinstance(arg, Polynomial):
+            return self.size(arg)
+        if isinstance(arg, Symbol):
+            return to_torch(arg)
+        return [self.constant(item) for item in arg] if isinstance(arg, tuple) else arg
+
+    def size(self, size: Size) -> Any:
+        """A node that computes a size from the dimensions."""
+        if isinstance(size, int):
+            return size
+        if size not in self.sizes:
+            terms: list[Any] = []
+            for monomial, coefficient in size.terms:
+                factors: list[Any] = [self.dim(name) for name in monomial]
+                if coefficient != 1 or not factors:
+                    factors.append(coefficient)
+                terms.append(reduce(lambda a, b: self.graph.call_function(operator.mul, (a, b)), factors))
+            self.sizes[size] = reduce(lambda a, b: self.graph.call_function(operator.add, (a, b)), terms)
+        return self.sizes[size]
+
+    def dim(self, name: str) -> Any:
+        return self.dims.get(name, self.program.dims[name])
+
+    def result(self) -> pytree.TreeSpec:
+        """Writes what the step returns; its structure."""
+        last: dict[str, int] = {}
+        for name, version in self.values:
+            last[name] = version
+        interface, prefix = self.program.interface, self.program.replicas[0]
+        if interface.loss is not None:
+            name = prefix + interface.loss
+            self.graph.output([self.values[name, last[name]]])
+            return pytree.tree_structure(0)
+        leaves = [
+            fetch.value if fetch.blob is None else self.values[prefix + fetch.blob, last[prefix + fetch.blob]]
+            for fetch in interface.fetches
+        ]
+        self.graph.output(leaves)
+        return _structure(interface.results) if interface.results else pytree.tree_structure((0,) * len(leaves))
+
+
+def _tie(module: fx.GraphModule, path: str, other: Any) -> None:
+    """Give what the module has under the path *other* to *path* too."""
+    *parents, last = path.split(".")
+    owner: torch.nn.Module = module
+    for parent in parents:
+        if not hasattr(owner, parent):
+            owner.add_module(parent, torch.nn.Module())
+        owner = getattr(owner, parent)
+    if not hasattr(owner, last):
+        setattr(owner, last, attrgetter(other)(module))
+
+
+def _identifier(name: str) -> str:
+    word = re.sub(r"\W", "_", name)
+    return word if word.isidentifier() else f"_{word}"
+
+
+def _class_name(name: str) -> str:
+    return "".join(part.capitalize() for part in re.split(r"\W+", name)) or "Program"
+
+
+def _parameter_names(program: Program) -> list[str]:
+    """Names of the positional parameters of the forward: the blob where an argument is one tensor."""
+    found: list[str] = []
+    structure = _structure(program.interface.arguments)
+    leaves = iter(program.interface.feeds)
+    for i, child in enumerate(_children(_children(structure)[0])):
+        feeds = [next(leaves) for _ in range(child.num_leaves)]
+        name = _identifier(feeds[0].blob) if child.is_leaf() and feeds[0].blob is not None else ""
+        found.append(name if name and name not in found else f"argument_{i}")
+    return found
+
+
+def _children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
+    found: Any = spec.children() if hasattr(spec, "children") else spec.children_specs  # torch 2.11 has the latter
+    return list(found)
+
+
+# What nodes call that torch has no operator for.
+
+
+def own_operator(type: str, *positional: Any, **keyword: Any) -> Any:
+    """One of graphir's own types; an optimizer's update overwrites its operands."""
+    return perform(type, positional, keyword, torch.device("cpu"))
+
+
+def generator(step: Tensor, replica: int, seed_id: int) -> torch.Generator:
+    """A generator that is seeded as the operator with this seed id is."""
+    return torch.Generator().manual_seed(mix(int(step), replica, seed_id))
+
+
+def checked(value: Any, shape: Sequence[int | None] | None, captured: Any, name: str) -> Any:
+    """An argument, which has to be as the program takes it.
+
+    Args:
+        value: what the caller gave.
+        shape: of a tensor; None for a size that may be any; None for an argument that is no tensor.
+        captured: the value of an argument that is no tensor.
+        name: for messages.
+    """
+    if shape is None:
+        if type(value) is not type(captured) or value != captured:
+            raise GraphirError(f"{name} was {captured!r} when the program was captured, now {value!r}")
+        return value
+    given = tuple(value.shape)
+    fits = len(given) == len(shape)
+    if not fits or any(want not in (None, have) for want, have in zip(shape, given, strict=True)):
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise GraphirError(f"{name} has shape {list(given)}, the program takes [{wanted}]")
+    return value

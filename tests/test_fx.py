@@ -1,0 +1,179 @@
+"""Programs as graphs of torch.fx and as exported programs: the same bits, under the module's names."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import models
+import pytest
+import torch
+import torch.nn.functional as F
+from eager import assert_same_bits
+from graphir.runtime import Session
+from torch import Tensor, nn
+
+import graphir
+from graphir import CaptureError, GraphirError, capture, passes
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+}
+EXAMPLES = {
+    "mlp": models.mlp,
+    "resnet with dropout": lambda: models.resnet(blocks=2, dropout=0.2),
+    "gpt": lambda: models.gpt(layers=1),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_a_graph_trains_as_eager_does_at_any_batch(example: str, optimizer: str) -> None:
+    made = EXAMPLES[example]()
+    model, count = copy.deepcopy(made.model), len(made.inputs)
+    theirs = OPTIMIZERS[optimizer](model.parameters())
+    program = capture(
+        made.model,
+        made.inputs,
+        targets=made.targets,
+        loss=made.loss,
+        optimizer=OPTIMIZERS[optimizer](made.model.parameters()),
+    )
+    graph = program.to_fx()
+    for step in range(3):
+        batch = [t if step < 2 else torch.cat([t, t])[:-1] for t in (*made.inputs, *made.targets)]
+        with graphir.seeded(step):
+            theirs.zero_grad()
+            loss = made.loss(model(*batch[:count]), *batch[count:])
+            loss.backward()
+        theirs.step()
+        assert torch.equal(graph(*batch), loss.detach())
+    mine = graph.state_dict()
+    assert_same_bits({name: mine[name] for name in model.state_dict()}, dict(model.state_dict()), example)
+
+
+def test_a_shifted_program_is_a_graph_with_copies() -> None:
+    made = models.mlp()
+    program = capture(made.model, made.inputs, targets=made.targets, loss=made.loss)
+    with Session(passes.emit(program), program.state) as session:
+        loss = session.step(*made.inputs, *made.targets)
+    placed = passes.replicate(program, [0])
+    placed = passes.inject_copies(passes.shift_activations(placed, passes.find_activations(placed)[-1:], shifts={0: 1}))
+    assert any(op.type == "Copy" for op in placed.step.ops)
+    assert torch.equal(placed.to_fx()(*made.inputs, *made.targets), loss)
+
+
+def test_nodes_are_called_after_blobs_and_know_their_module_and_source() -> None:
+    made = models.mlp()
+    program = capture(made.model, made.inputs)
+    graph = program.to_fx().graph
+    (node,) = (node for node in graph.nodes if node.meta.get("blob") == "fc1")
+    op = next(op for op in program.step.ops if op.outputs == ("fc1",))
+    assert node.name == "fc1" and node.target is torch.ops.aten.addmm.default
+    assert node.meta["module"] == "fc1" and node.meta["source"] == op.source != ""
+
+
+class Structured(nn.Module):
+    """Nested arguments and results, a constant among each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 2)
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, batch: dict[str, Any], *, scale: float = 1.0) -> dict[str, Any]:
+        y = self.fc(batch["x"]) * scale
+        self.seen.add_(y.detach().mean(0))
+        return {"y": y, "mean": [y.view(-1).mean(), None, 3], "rows": y[1:]}
+
+
+def test_structures_keyword_arguments_and_buffers() -> None:
+    model, x = Structured(), torch.randn(4, 3)
+    graph = capture(model, ({"x": x, "n": 2},), kwargs={"scale": 2.0}).to_fx()
+    for rows in (4, 6):
+        x = torch.randn(rows, 3)
+        mine, theirs = graph({"x": x, "n": 2}, scale=2.0), model({"x": x, "n": 2}, scale=2.0)
+        assert mine.keys() == theirs.keys() and mine["mean"][1:] == theirs["mean"][1:]
+        assert torch.equal(mine["y"], theirs["y"]) and torch.equal(mine["mean"][0], theirs["mean"][0])
+        assert torch.equal(mine["rows"], theirs["rows"]) and torch.equal(graph.seen, model.seen)
+
+
+def test_a_forward_graph_can_be_trained() -> None:
+    made = models.mlp()
+    graph = capture(made.model, made.inputs).to_fx()
+    made.loss(graph(*made.inputs), *made.targets).backward()
+    made.loss(made.model(*made.inputs), *made.targets).backward()
+    for name, param in made.model.named_parameters():
+        assert torch.equal(graph.get_parameter(name).grad, param.grad)
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    graph = capture(Structured(), ({"x": torch.randn(4, 3), "n": 2},), kwargs={"scale": 2.0}).to_fx()
+    with pytest.raises(GraphirError, match=r"batch.x has shape \[4, 5\], the program takes \[any, 3\]"):
+        graph({"x": torch.randn(4, 5), "n": 2}, scale=2.0)
+    with pytest.raises(GraphirError, match=r"was 2\.0 when the program was captured, now 3.0"):
+        graph({"x": torch.randn(4, 3), "n": 2}, scale=3.0)
+
+
+def test_replicas_and_programs_without_state_are_refused() -> None:
+    made = models.mlp()
+    program = capture(made.model, made.inputs)
+    with pytest.raises(GraphirError, match="2 replicas"):
+        passes.replicate(program, [0, 1]).to_fx()
+    with pytest.raises(GraphirError, match="no state"):
+        program.with_(state={}).to_fx()
+
+
+def test_a_forward_is_exported_and_captured_again_with_the_same_bits() -> None:
+    made = models.resnet(blocks=2)
+    model, (x,) = made.model.eval(), made.inputs
+    program = capture(model, (x,))
+    exported = program.to_exported()
+    assert exported.state_dict.keys() == dict(model.named_parameters()).keys() | dict(model.named_buffers()).keys()
+    again = capture(exported, (x,))
+    assert again.name == "exported" and not again.fixed
+    with Session(passes.emit(again), again.state) as session, torch.no_grad():
+        for rows in (len(x), 3):
+            batch = torch.randn(rows, *x.shape[1:])
+            expected = model(batch)
+            assert torch.equal(exported.module()(batch), expected)
+            assert torch.equal(session.step(batch), expected)
+
+
+def test_what_torch_exports_is_captured_with_its_modules() -> None:
+    made = models.gpt(layers=1)
+    exported = torch.export.export(made.model.eval(), made.inputs)
+    program = capture(exported, made.inputs)
+    modules = {op.module for op in program.step.ops}
+    assert {"layers.0.attention.qkv", "layers.0.mlp.0"} <= modules
+    with Session(passes.emit(program), program.state) as session, torch.no_grad():
+        assert torch.equal(session.step(*made.inputs), made.model(*made.inputs))
+
+
+def test_training_steps_and_random_forwards_are_not_exported() -> None:
+    made = models.resnet(blocks=1, dropout=0.5)
+    program = capture(made.model, made.inputs, targets=made.targets, loss=made.loss)
+    with pytest.raises(GraphirError, match="is a training step"):
+        program.to_exported()
+    with pytest.raises(GraphirError, match="draws random numbers") as error:
+        capture(made.model, made.inputs).to_exported()
+    assert error.value.where == "module 'blocks.0.dropout'"
+
+
+def test_an_optimizer_over_an_exported_program_is_refused() -> None:
+    exported = torch.export.export(nn.Linear(3, 2), (torch.randn(4, 3),))
+    optimizer = torch.optim.SGD(exported.parameters(), lr=0.1)
+    with pytest.raises(CaptureError, match="does not belong to the model"):
+        capture(exported, (torch.randn(4, 3),), targets=(torch.randn(4, 2),), loss=F.mse_loss, optimizer=optimizer)
+
+
+def test_deep_copies_are_independent() -> None:
+    made = models.mlp()
+    optimizer = torch.optim.SGD(made.model.parameters(), lr=0.1)
+    graph = capture(made.model, made.inputs, targets=made.targets, loss=made.loss, optimizer=optimizer).to_fx()
+    other: Any = copy.deepcopy(graph)
+    first: Tensor = graph(*made.inputs, *made.targets)
+    assert torch.equal(other(*made.inputs, *made.targets), first)
+    assert not torch.equal(graph(*made.inputs, *made.targets), first)
