@@ -49,6 +49,7 @@ class Form:
         type: such as ``aten.addmm.default``; graphir's own where torch's runs on the CPU only.
         func: the operator.
         random: it may draw random numbers.
+        generator: the position of the generator among its arguments; None where it takes none.
         seedable: the overload that does the same and takes a generator; None where there is none.
         rebinds: it changes a tensor's own geometry (``squeeze_``).
         repeats: the geometry of its results follows from the arguments' and from nothing else.
@@ -60,6 +61,7 @@ class Form:
         "_params",
         "_plain",
         "func",
+        "generator",
         "label",
         "random",
         "rebinds",
@@ -77,6 +79,7 @@ class Form:
         self.repeats = func.namespace == "aten" and not self.rebinds
         kept = {p.name: p for p in signature(self.type).params}
         params = [kept.get(p.name, p) for p in signature(torch_type).params]
+        self.generator = next((i for i, a in enumerate(func._schema.arguments) if a.name == "generator"), None)
         self.seedable = _with_generator(func) if self.random else None
         self.label = _label(func._opname)
         self._own_dropout = any(p.name == "dropout_p" for p in params)
@@ -163,12 +166,16 @@ def _label(name: str) -> str:
 
 
 def _with_generator(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    name = func._overloadname
-    for candidate in (name, "generator" if name == "default" else f"{name}_generator"):
-        found = getattr(func.overloadpacket, candidate, None)
-        if found is not None and any(a.name == "generator" for a in found._schema.arguments):
-            return found  # type: ignore[no-any-return]
+    packet = func.overloadpacket
+    for candidate in (func, *(getattr(packet, name) for name in packet.overloads())):
+        arguments = candidate._schema.arguments
+        if any(a.name == "generator" for a in arguments) and _others(candidate) == _others(func):
+            return candidate  # type: ignore[no-any-return]
     return None
+
+
+def _others(func: torch._ops.OpOverload) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in func._schema.arguments if a.name != "generator"]
 
 
 @cache

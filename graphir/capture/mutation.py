@@ -19,7 +19,7 @@ from .values import Alias, Value
 if TYPE_CHECKING:
     from .recorder import Recorder
 
-__all__ = ["functional_call", "functional_view", "overwritten_base"]
+__all__ = ["functional_call", "functional_view", "laid_out", "overwritten_base"]
 
 _aten: Final = torch.ops.aten
 
@@ -55,7 +55,7 @@ def functional_call(
         if functional is _aten.bernoulli.p:
             return _bernoulli(recorder, target, seen, args, kwargs, where)
         new = recorder.emit(functional, args, kwargs, {id(target.tensor): seen})[0]
-    return _laid_out(recorder, new, target.tensor, seen, where) if target.is_base else new
+    return laid_out(recorder, new, target.tensor, seen, where) if target.is_base else new
 
 
 def _source(recorder: Recorder, target: Alias, source: torch.Tensor) -> Value:
@@ -98,7 +98,7 @@ def _same_geometry(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
 
 
-def _laid_out(recorder: Recorder, new: Value, like: torch.Tensor, seen: Value, where: str) -> Value:
+def laid_out(recorder: Recorder, new: Value, like: torch.Tensor, seen: Value, where: str) -> Value:
     """*new* in the geometry of *like*, whose value is *seen*."""
     # ``copy`` returns what ``seen.copy_(new)`` leaves, in the strides of ``seen``.
     if _same_geometry(new.tensor, like):
@@ -163,4 +163,4 @@ def overwritten_base(recorder: Recorder, target: Alias, whole: Value, new: Value
     offset = whole.tensor.storage_offset() + view.storage_offset() - base.storage_offset()
     args = (whole.tensor, new.tensor, list(view.shape), list(view.stride()), offset)
     result = recorder.emit(_aten.as_strided_scatter.default, args, {}, known)[0]
-    return _laid_out(recorder, result, base, whole, "a write through a view")
+    return laid_out(recorder, result, base, whole, "a write through a view")

@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from types import ModuleType
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -20,7 +19,7 @@ from ..errors import CaptureError
 from ..ir.seeds import mix
 from .forms import Form, form_of
 
-__all__ = ["SeedIds", "random_state_kept", "seedable", "seeded"]
+__all__ = ["SeedIds", "random_state_kept", "refuse_generator", "refuse_seeding", "seedable", "seeded"]
 
 _STATE_MODULES: Final = (torch, torch.random)
 
@@ -53,21 +52,79 @@ class SeedIds:
             return state
 
         def set_rng_state(new_state: torch.Tensor) -> None:
-            _, self._next = self._saved.get(id(new_state), (new_state, self._next))
+            if id(new_state) not in self._saved:
+                raise CaptureError(
+                    "the step restores a random state that it did not save",
+                    fix="seed before the step; within it, each random operator has a seed of its own",
+                )
+            _, self._next = self._saved[id(new_state)]
             with torch.utils._python_dispatch._disable_current_modes():
                 restore(new_state)
 
         try:
-            for module in _STATE_MODULES:
-                _patch(module, get_rng_state, set_rng_state)
+            _patch(get_rng_state=get_rng_state, set_rng_state=set_rng_state)
             yield
         finally:
-            for module in _STATE_MODULES:
-                _patch(module, get, restore)
+            _patch(get_rng_state=get, set_rng_state=restore)
 
 
-def _patch(module: ModuleType, get: Callable[[], torch.Tensor], restore: Callable[[torch.Tensor], None]) -> None:
-    vars(module).update(get_rng_state=get, set_rng_state=restore)
+def _patch(**functions: Callable[..., Any]) -> None:
+    for module in _STATE_MODULES:
+        vars(module).update(functions)
+
+
+@contextlib.contextmanager
+def refuse_seeding(here: Callable[[], str]) -> Iterator[None]:
+    """While this is active, seeding torch raises: a program's random numbers follow the step, not a fixed seed.
+
+    Args:
+        here: where the step is.
+
+    Raises:
+        CaptureError: the step calls ``torch.manual_seed``, ``torch.seed`` or ``torch.initial_seed``.
+    """
+
+    def refused(name: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            raise CaptureError(
+                f"the step calls torch.{name}",
+                where=here(),
+                fix="seed before the step; for the same numbers in each, draw them once and register a buffer",
+            )
+
+        return call
+
+    saved = {name: getattr(torch, name) for name in ("manual_seed", "seed", "initial_seed")}
+    try:
+        _patch(**{name: refused(name) for name in saved})
+        yield
+    finally:
+        _patch(**saved)
+
+
+def _own_generator(form: Form, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator | None:
+    """The generator that a call is given, unless it is torch's default one."""
+    position = form.generator
+    if position is None:
+        return None
+    given = args[position] if position < len(args) else kwargs.get("generator")
+    if given is None or given._cdata == torch.default_generator._cdata:  # type: ignore[attr-defined]
+        return None
+    return given  # type: ignore[no-any-return]
+
+
+def refuse_generator(form: Form, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> None:
+    """Raise where a call is given a generator, whose state a program would neither read nor advance.
+
+    Raises:
+        CaptureError: it is.
+    """
+    if _own_generator(form, args, kwargs) is not None:
+        raise CaptureError(
+            f"{form.type} draws from a generator of its own",
+            where=where,
+            fix="leave generator= out: each random operator is seeded by the step, the replica and its seed id",
+        )
 
 
 def seedable(form: Form, where: str) -> torch._ops.OpOverload:
@@ -80,7 +137,7 @@ def seedable(form: Form, where: str) -> torch._ops.OpOverload:
         raise CaptureError(
             f"{form.type} draws random numbers but takes no generator",
             where=where,
-            fix="switch its dropout off (dropout_p=0), or write it with torch.nn.functional.dropout",
+            fix="draw with torch.rand, torch.randn or torch.bernoulli; dropout is torch.nn.functional.dropout",
         )
     return form.seedable
 
@@ -137,8 +194,9 @@ class _Seeded(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if isinstance(func, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in func.tags:
             form = form_of(func)
-            if form.draws(form.bind(args, kwargs).args):
+            if form.draws(form.bind(args, kwargs).args) and _own_generator(form, args, kwargs) is None:
                 func = seedable(form, "graphir.seeded")
+                args = args[: form.generator]
                 kwargs["generator"] = self._generator(args, kwargs)
         return func(*args, **kwargs)
 
@@ -155,7 +213,8 @@ class _Seeded(TorchDispatchMode):
 def seeded(step: int, replica: int = 0) -> Iterator[None]:
     """Let eager PyTorch draw the random numbers that the captured step draws.
 
-    Run the forward, the loss and the backward of one step inside it. The global random state stays as it is.
+    Run the forward, the loss and the backward of one step inside it. The global random state stays as it is. Generators
+    that a call is given are used as they are.
 
     Args:
         step: steps done before this one, from 0.

@@ -22,8 +22,8 @@ from ..ir.opset import CHECKS
 from .edges import differentiable, keep_edges
 from .forms import Bound, Form, form_of
 from .memory import Memory
-from .mutation import functional_call, functional_view, overwritten_base
-from .randomness import SeedIds, seedable
+from .mutation import functional_call, functional_view, laid_out, overwritten_base
+from .randomness import SeedIds, refuse_generator, seedable
 from .refusals import FAKE_ERRORS, refuse_operator, refused_by_fake, where
 from .results import Results
 from .scopes import Scopes
@@ -37,6 +37,7 @@ _DEVICE: Final = torch.ops.prim.device.default
 _GEOMETRY: Final = frozenset({_aten.is_same_size.default, _aten._has_same_storage_numel.default})
 """Questions about tensors that fake ones answer: nothing is computed."""
 _SAME: Final = frozenset({_aten.detach.default, _aten.alias.default})
+_RRELU: Final = frozenset({_aten.rrelu_with_noise.default, _aten.rrelu_with_noise_.default})
 _LITERAL: Final = frozenset({_aten.lift_fresh.default, _aten.lift.default})
 
 
@@ -147,6 +148,8 @@ class Recorder(TorchDispatchMode):
             if func is not _aten.index.Tensor:
                 self._safe.add(func)
         form = form_of(func)
+        if form.generator is not None:
+            refuse_generator(form, args, kwargs, where(scope))
         if func in _LITERAL and type(args[0]) is not FakeTensor:
             return self._constant(args[0])
         try:
@@ -354,6 +357,8 @@ class Recorder(TorchDispatchMode):
             out = self._results.of(form, bound, args, kwargs)
             self._write_state(form, bound, inputs, targets, out)
             return out
+        if form.func in _RRELU:
+            return self._overwrite_noise(form, bound, targets, args, kwargs)
         if len(targets) != 1:
             raise CaptureError(
                 f"{form.type} overwrites {len(targets)} tensors at once, not all of them parameters or buffers",
@@ -366,6 +371,24 @@ class Recorder(TorchDispatchMode):
         new = functional_call(self, form, target, args, kwargs, where(self._scopes.current))
         out = self._results.of(form, bound, args, kwargs)
         self._store_value(target, new)
+        return out
+
+    def _overwrite_noise(
+        self, form: Form, bound: Bound, targets: Sequence[Alias], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """``rrelu``, which overwrites its noise and returns a tensor or overwrites that too, by its functional form."""
+        if self.phase == "forward":
+            for target in targets:
+                keep_edges(target)
+        seen = [self.read(target.tensor) for target in targets]
+        made = self.emit(_aten.rrelu_with_noise_functional.default, args, kwargs, {})
+        out = self._results.of(form, bound, args, kwargs)
+        here = where(self._scopes.current)
+        for target, old, new in zip(reversed(targets), reversed(seen), reversed(made), strict=False):
+            self._store_value(target, laid_out(self, new, target.tensor, old, here))
+        if len(targets) == 1:
+            made[0].tensor = out
+            self._memory.add_base(out, made[0], persistent=False)
         return out
 
     def _write_state(

@@ -17,7 +17,7 @@ from ..ir.program import Scalar
 from ..ir.size import Dims
 from .arguments import Arguments, Leaf
 from .model_state import ModelState, fakes_in_place
-from .randomness import random_state_kept
+from .randomness import random_state_kept, refuse_seeding
 from .recorder import Recorder
 from .refusals import where
 from .scopes import Scopes
@@ -91,6 +91,7 @@ def record(step: Step, dims: Dims) -> Recording:
         _quiet(),
         fakes_in_place(step.model, fakes),
         recorder.seeds.follow_rng_state(),
+        refuse_seeding(lambda: where(scopes.current)),
         fake_mode,
         recorder,
     ):

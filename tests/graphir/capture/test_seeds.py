@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from graphir.capture import seeded
 from graphir.errors import CaptureError
@@ -22,15 +23,50 @@ def test_seeds_are_the_same_for_ever() -> None:
     assert mix(0, 0, 0) == 0x238275BC38FCBE91 and 0 <= mix(10**12, 7, 10**6) < 2**64
 
 
-def test_masks_are_independent_and_unbiased() -> None:
-    masks = []
-    for step, replica in itertools.product(range(3), range(3)):
+KEEP, SIZE = 0.7, 4000
+
+
+def masks() -> dict[tuple[int, int, int], Tensor]:
+    """Dropout's masks, by step, replica and seed id."""
+    found = {}
+    for step, replica in itertools.product(range(4), range(4)):
         with seeded(step, replica):
-            masks += [F.dropout(torch.ones(4000), 0.5) > 0 for _ in range(3)]
-    for mask in masks:
-        assert abs(mask.float().mean() - 0.5) < 0.05
-    for one, two in itertools.combinations(masks, 2):
-        assert abs((one == two).float().mean() - 0.5) < 0.05
+            for seed_id in range(4):
+                found[step, replica, seed_id] = F.dropout(torch.ones(SIZE), 1 - KEEP) > 0
+    return found
+
+
+def test_masks_are_unbiased() -> None:
+    """The sum over masks of their squared deviations is chi-square distributed: 64 degrees of freedom."""
+    kept = torch.stack([mask.double().mean() for mask in masks().values()])
+    chi_square = ((kept - KEEP).square() / (KEEP * (1 - KEEP) / SIZE)).sum().item()
+    assert 32 < chi_square < 107  # all but 0.1 % of unbiased masks
+
+
+def test_elements_are_unbiased() -> None:
+    """Each element is dropped as often as any other: 4000 degrees of freedom."""
+    stacked = torch.stack([*masks().values()]).double()
+    chi_square = ((stacked.mean(0) - KEEP).square() / (KEEP * (1 - KEEP) / len(stacked))).sum().item()
+    assert abs(chi_square - SIZE) < 3.3 * (2 * SIZE) ** 0.5
+
+
+def test_masks_are_independent_between_steps_replicas_and_operators() -> None:
+    """Correlations of all 2016 pairs, also of masks that are shifted against each other by an element."""
+    stacked = torch.stack([*masks().values()]).double() - KEEP
+    for shift in (0, 1, 2):
+        products = stacked @ stacked.roll(shift, 1).T / (SIZE * KEEP * (1 - KEEP))
+        pairs = products[~torch.eye(len(stacked), dtype=torch.bool)] * SIZE**0.5
+        assert pairs.abs().max() < 4.6 and abs(pairs.mean()) < 0.1 and 0.9 < pairs.std() < 1.1
+
+
+def test_consecutive_seeds_give_first_numbers_that_are_uniform() -> None:
+    """The first number of each generator, in 20 bins: 19 degrees of freedom."""
+    first = []
+    for step, replica in itertools.product(range(100), range(10)):
+        with seeded(step, replica):
+            first.append(torch.rand(()))
+    counts = torch.stack(first).histc(20, 0, 1)
+    assert ((counts - 50).square() / 50).sum() < 43.8
 
 
 def test_eager_dropout_draws_what_a_seeded_generator_draws() -> None:
