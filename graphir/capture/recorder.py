@@ -21,6 +21,7 @@ from ..ir.operator import Phase
 from ..ir.opset import CHECKS
 from .edges import differentiable, keep_edges
 from .forms import Bound, Form, form_of
+from .known import is_known_result, number_in
 from .memory import Memory
 from .mutation import functional_call, functional_view, laid_out, overwritten_base
 from .randomness import SeedIds, refuse_generator, seedable
@@ -38,6 +39,7 @@ _GEOMETRY: Final = frozenset({_aten.is_same_size.default, _aten._has_same_storag
 """Questions about tensors that fake ones answer: nothing is computed."""
 _SAME: Final = frozenset({_aten.detach.default, _aten.alias.default})
 _RRELU: Final = frozenset({_aten.rrelu_with_noise.default, _aten.rrelu_with_noise_.default})
+_NUMBER: Final = _aten._local_scalar_dense.default
 _LITERAL: Final = frozenset({_aten.lift_fresh.default, _aten.lift.default})
 
 
@@ -100,6 +102,11 @@ class Recorder(TorchDispatchMode):
             if value.claim is None and not value.kind and value.index >= before:
                 value.claim = name
 
+    def is_known(self, tensor: torch.Tensor) -> bool:
+        """Whether what a tensor holds follows from sizes and literals alone."""
+        alias = self._memory.find(tensor)
+        return alias is not None and alias.generation == alias.store.generation and alias.value.known
+
     def differentiable(self) -> Iterator[tuple[Value, Any]]:
         """Each forward value that has a gradient, and where that arrives: its tensor, or an edge of the graph."""
         return differentiable(self._memory, self.values)
@@ -143,6 +150,8 @@ class Recorder(TorchDispatchMode):
         scope = self._scopes.current
         if getattr(func, "namespace", "") == "prim" or func in _GEOMETRY:
             return func(*args, **kwargs)
+        if func is _NUMBER and self.is_known(args[0]):
+            return number_in(self.read(args[0]), {literal.index: real for literal, real in self.constants})
         if func not in self._safe:
             refuse_operator(func, scope, args)
             if func is not _aten.index.Tensor:
@@ -151,7 +160,9 @@ class Recorder(TorchDispatchMode):
         if form.generator is not None:
             refuse_generator(form, args, kwargs, where(scope))
         if func in _LITERAL and type(args[0]) is not FakeTensor:
-            return self._constant(args[0])
+            literal = self._constant(args[0])
+            self.read(literal).known = True
+            return literal
         try:
             bound = form.bind(args, kwargs)
         except GraphirError as e:
@@ -246,7 +257,7 @@ class Recorder(TorchDispatchMode):
                 fix="use dense tensors (for an embedding, sparse=False)",
             )
         value = self._value(tensor, form.label, call.scope, any(v.follows_input for v in call.inputs))
-        value.call, value.source = call, source
+        value.call, value.source, value.known = call, source, is_known_result(call)
         store = self._memory.store(tensor)
         if store is None:
             self._memory.add_base(tensor, value, persistent=False)
@@ -330,7 +341,7 @@ class Recorder(TorchDispatchMode):
         outs = out if isinstance(out, (tuple, list)) else (out,)
         for tensor in outs:
             value = self._value(tensor, form.label, call.scope, any(v.follows_input for v in inputs))
-            value.call, value.source = call, source
+            value.call, value.source, value.known = call, source, is_known_result(call)
             storage = tensor.untyped_storage()._cdata
             for t, v in zip(bound.tensors, inputs, strict=True):
                 if t.untyped_storage()._cdata == storage:

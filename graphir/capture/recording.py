@@ -16,6 +16,7 @@ from ..errors import CaptureError
 from ..ir.program import Scalar
 from ..ir.size import Dims
 from .arguments import Arguments, Leaf
+from .known import fakes_with_known_values_hidden
 from .model_state import ModelState, fakes_in_place
 from .randomness import random_state_kept, refuse_seeding
 from .recorder import Recorder
@@ -92,6 +93,7 @@ def record(step: Step, dims: Dims) -> Recording:
         fakes_in_place(step.model, fakes),
         recorder.seeds.follow_rng_state(),
         refuse_seeding(lambda: where(scopes.current)),
+        fakes_with_known_values_hidden(recorder.is_known),
         fake_mode,
         recorder,
     ):
@@ -322,11 +324,12 @@ def _laid_out(gradient: Value, wanted: list[int] | None, param: Value) -> bool:
 
 
 def _live(calls: list[Call], kept: list[Value | None]) -> list[Call]:
-    """*calls* without views and uninitialised tensors that nothing reads."""
+    """*calls* without views, uninitialised tensors and known values that nothing reads."""
     read = {id(v) for v in kept if v is not None}
     live: list[Call] = []
     for call in reversed(calls):
-        idle = (call.outputs and all(v.is_view for v in call.outputs)) or call.type.startswith(_GEOMETRY_ONLY)
+        free = call.outputs and all(v.is_view or v.known for v in call.outputs)
+        idle = free or call.type.startswith(_GEOMETRY_ONLY)
         if not idle or any(id(v) in read for v in call.outputs):
             live.append(call)
             read.update(id(v) for v in call.inputs)

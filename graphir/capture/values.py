@@ -36,6 +36,7 @@ class Value:
         kind: ``param``, ``buffer``, ``constant``, ``input``, or empty for what an operator made.
         version: how often the blob was overwritten before, for state.
         follows_input: whether it depends on an input of the step.
+        known: it follows from sizes and literals alone, so that every step makes the same.
         phase: in which it was made.
         source: the forward value whose gradient was being computed when a backward operator made this one.
         call: the call that made it.
@@ -50,6 +51,7 @@ class Value:
         "follows_input",
         "index",
         "kind",
+        "known",
         "label",
         "offset",
         "phase",
@@ -75,6 +77,7 @@ class Value:
         self.kind = ""
         self.version = 0
         self.follows_input = False
+        self.known = False
         self.source: Value | None = None
         self.call: Call | None = None
         self.edge: Any = None

@@ -7,7 +7,7 @@ types are declared here. Schemas do not say everything, so :data:`_CORRECTIONS` 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Final, NamedTuple
 
@@ -23,6 +23,7 @@ __all__ = [
     "OWN",
     "Param",
     "Signature",
+    "arguments_of",
     "effects_of",
     "overload",
     "signature",
@@ -290,6 +291,35 @@ _TO_SYMBOL: Final[dict[Any, Symbol]] = {value: Symbol(name) for name, value in _
 def to_torch(symbol: str) -> Any:
     """The torch constant that a symbol names."""
     return _TO_TORCH[symbol]
+
+
+def arguments_of(
+    type: str, operands: str | None, tensors: Sequence[torch.Tensor], args: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Positional and keyword arguments with which a torch operator is called.
+
+    Args:
+        type: of the operator.
+        operands: the pattern by which *tensors* stand in its signature.
+        tensors: its tensor arguments.
+        args: the others, as a program holds them; those that are missing take their defaults.
+    """
+    sig = signature(type)
+    given: dict[str, Any] = {name: _to_torch(arg) for name, arg in args.items()}
+    for param, group in zip(sig.tensors, groups(operands, len(tensors)), strict=False):
+        if isinstance(group, list):
+            given[param.name] = [None if i is None else tensors[i] for i in group]
+        elif group is not None:
+            given[param.name] = tensors[group]
+    if any(p.name == "generator" and p.required for p in sig.params):
+        given["generator"] = None
+    return [given.pop(p.name, p.default) for p in sig.params if not p.keyword], given
+
+
+def _to_torch(arg: Any) -> Any:
+    if isinstance(arg, Symbol):
+        return to_torch(arg)
+    return [_to_torch(item) for item in arg] if isinstance(arg, tuple) else arg
 
 
 def to_symbol(constant: torch.dtype | torch.layout | torch.memory_format) -> Symbol:

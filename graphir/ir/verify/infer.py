@@ -16,8 +16,8 @@ from ...errors import GraphirError, nearest
 from ..blob import Blob, contiguous_strides
 from ..dtype import ITEMSIZE
 from ..meta import META
-from ..operator import Arg, Effects, Operator, Symbol, groups
-from ..opset import NAMESPACES, OWN, Signature, effects_of, overload, signature, to_symbol, to_torch
+from ..operator import Arg, Effects, Operator, groups
+from ..opset import NAMESPACES, OWN, Signature, arguments_of, effects_of, overload, signature, to_symbol, to_torch
 from ..size import LARGEST, Dims, Polynomial, bind, bind_shape
 
 __all__ = ["Geometry", "Inferred", "absurdity", "geometry", "infer", "is_known", "same_layout"]
@@ -269,21 +269,11 @@ _RULES: Final[Mapping[str, _Rule]] = {"Copy": _copy, "AllReduce": _all_reduce, "
 
 def _on_meta(op: Operator, sig: Signature, inputs: Sequence[Geometry], args: Mapping[str, Arg]) -> _Outputs | None:
     """Each output that the operator returns; None where there is no meta kernel."""
-    tensors = [_tensor(g) for g in inputs]
-    arguments: dict[str, Any] = {name: _to_torch(arg) for name, arg in args.items()}
-    for param, group in zip(sig.tensors, groups(op.operands, len(inputs)), strict=False):
-        if isinstance(group, list):
-            arguments[param.name] = [None if i is None else tensors[i] for i in group]
-        elif group is not None:
-            arguments[param.name] = tensors[group]
-    if any(p.name == "device" for p in sig.params):
-        arguments["device"] = "meta"
-    if any(p.name == "generator" and p.required for p in sig.params):
-        arguments["generator"] = None
-    positional = [arguments.pop(p.name, p.default) for p in sig.params if not p.keyword]
+    device = {"device": "meta"} if any(p.name == "device" for p in sig.params) else {}
+    positional, keywords = arguments_of(op.type, op.operands, [_tensor(g) for g in inputs], {**args, **device})
     try:
         with torch.no_grad():
-            returned = (META.get(op.type) or overload(op.type))(*positional, **arguments)
+            returned = (META.get(op.type) or overload(op.type))(*positional, **keywords)
     except (NotImplementedError, ArithmeticError, AssertionError):  # no kernel, or one that fails on odd sizes
         return None
     except (RuntimeError, IndexError, TypeError, ValueError) as e:
@@ -310,12 +300,6 @@ def _arrange(op: Operator, things: Sequence[Any]) -> _Outputs:
                     raise _Refused(f"{op.type} does not return its output {position}")
                 outputs.append(_geometry(tensor))
     return outputs
-
-
-def _to_torch(arg: Arg) -> Any:
-    if isinstance(arg, Symbol):
-        return to_torch(arg)
-    return [_to_torch(item) for item in arg] if isinstance(arg, tuple) else arg
 
 
 def _tensor(g: Geometry) -> torch.Tensor:

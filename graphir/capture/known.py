@@ -1,0 +1,80 @@
+"""Values that follow from sizes and literals alone, such as ``torch.arange(x.shape[1])``: what they hold is known.
+
+The step may read them (``.item()``, ``if``), as it may read sizes. Libraries that look into a tensor to leave something
+out, a mask that masks nothing for instance, don't try where they find a fake tensor: transformers asks
+``isinstance(x, torch._subclasses.FakeTensor)``. So that the captured step leaves out what the eager one does, that says
+no about a tensor whose value is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..ir.opset import arguments_of, overload
+from .values import Call, Value
+
+__all__ = ["fakes_with_known_values_hidden", "is_known_result", "number_in"]
+
+_NEVER: Final = ("aten.empty", "aten.new_empty", "graphir.")
+"""Memory that nothing has written yet, and operators that torch alone does not have."""
+
+
+def is_known_result(call: Call) -> bool:
+    """Whether the call makes the same values in every step."""
+    return call.seed is None and not call.type.startswith(_NEVER) and all(v.known for v in call.inputs)
+
+
+def number_in(value: Value, literals: Mapping[int, torch.Tensor]) -> bool | int | float:
+    """The number that a known value of one element holds.
+
+    Args:
+        value: its ``known`` is true.
+        literals: the tensors of those that no call made, by index.
+    """
+    needed: dict[int, Value] = {}
+    pending = [value]
+    while pending:
+        found = pending.pop()
+        if found.index not in needed:
+            needed[found.index] = found
+            pending += found.call.inputs if found.call is not None else ()
+    real = dict(literals)
+    with _disable_current_modes():
+        for index in sorted(needed):
+            call = needed[index].call
+            if index not in real and call is not None:
+                made = _run(call, [real[v.index] for v in call.inputs])
+                real.update(zip([v.index for v in call.outputs], made, strict=True))
+        return real[value.index].item()
+
+
+def _run(call: Call, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    args, kwargs = arguments_of(call.type, call.operands, tensors, call.args)
+    return [t for t in pytree.tree_leaves(overload(call.type)(*args, **kwargs)) if isinstance(t, torch.Tensor)]
+
+
+@contextlib.contextmanager
+def fakes_with_known_values_hidden(is_known: Callable[[torch.Tensor], bool]) -> Iterator[None]:
+    """While this is active, ``isinstance(x, torch._subclasses.FakeTensor)`` is false where the value of ``x`` is known.
+
+    Torch's own code asks ``torch._subclasses.fake_tensor.FakeTensor``, which stays as it is.
+    """
+
+    class Unknown(type):
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, FakeTensor) and not is_known(instance)
+
+    module = vars(torch._subclasses)
+    before = module["FakeTensor"]
+    module["FakeTensor"] = Unknown("FakeTensor", (), {})
+    try:
+        yield
+    finally:
+        module["FakeTensor"] = before
