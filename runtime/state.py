@@ -48,6 +48,13 @@ class State:
         for name in given:
             if name in loaded or name == "step" or name in program.init.blobs:
                 _check(name, given[name], None, None)
+        if not given and loaded:
+            raise SessionError(
+                "the state is empty, as that of a program which was captured without data (meta or fake tensors)",
+                where=f"program {program.name!r}",
+                fix="pass program.state of a capture of the model with its weights; or a mapping from each name in "
+                "[op.args['key'] for op in program.init.ops] to a tensor, as model.state_dict() has them",
+            )
         missing = sorted({str(op.args["key"]) for op in program.init.ops if op.type == "graphir.load"} - given.keys())
         if missing:
             raise SessionError(

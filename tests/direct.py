@@ -159,7 +159,7 @@ def matches_eager(
         inputs, targets = tensors[: len(example.inputs)], tensors[len(example.inputs) :]
         model = copy.deepcopy(example.model)
         optimizer = make_optimizer(model.parameters()) if make_optimizer else None
-        state = {name: tensor.clone() for name, tensor in program.state.items()}
+        state = _loaded(program)
         feeds = [feed.blob for feed in program.interface.feeds]
         arguments = {name: t.clone() for name, t in zip(feeds, tensors, strict=True) if name is not None}
         for step in range(steps):
@@ -198,6 +198,16 @@ def _same_gradients(program: Program, values: dict[str, Tensor], model: torch.nn
             assert gradient is not None, f"{name} has no gradient"
             _same(f"gradient of {name}", gradient, param.grad)
             assert gradient.stride() == param.grad.stride(), f"gradient of {name} has other strides"
+
+
+def _loaded(program: Program) -> dict[str, Tensor]:
+    """The program's state, each tensor laid out as its blob is."""
+    state = {name: tensor.clone() for name, tensor in program.state.items()}
+    for name, blob in program.init.blobs.items():
+        if blob.strides is not None:
+            like, strides = state[name], bind_shape(blob.strides, {})
+            state[name] = torch.empty_strided(like.shape, strides, dtype=like.dtype).copy_(like)
+    return state
 
 
 def _same_state(

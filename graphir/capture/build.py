@@ -17,7 +17,7 @@ from ..ir.opset import effects_of
 from ..ir.program import Feed, Fetch, Interface, Program, Scalar
 from ..ir.size import size_dims
 from .grid import BATCH
-from .model_state import snapshot
+from .model_state import has_data, snapshot
 from .naming import RESERVED, Names, name_values
 from .optimizers import Group
 from .recording import Recording, Step
@@ -181,7 +181,8 @@ def _init(name: str, state: Mapping[str, Blob], recording: Recording, named: Seq
 
 
 def _state(step: Step, recording: Recording, named: Sequence[str], update: Update) -> dict[str, torch.Tensor]:
-    if any(entry.tensor.is_meta for entry in step.state.tensors):
+    given = [*(entry.tensor for entry in step.state.tensors), *(tensor for _, tensor in recording.constants)]
+    if not all(map(has_data, given)):
         return {}
     tensors = {entry.name: snapshot(entry.tensor) for entry in step.state.tensors}
     tensors |= update.state_tensors

@@ -8,13 +8,14 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import CaptureError
 from .attributes import Attributes
 from .naming import RESERVED, Names
 from .refusals import where
 
-__all__ = ["ModelState", "StateTensor", "fakes_in_place", "read_state", "snapshot"]
+__all__ = ["ModelState", "StateTensor", "fakes_in_place", "has_data", "read_state", "snapshot"]
 
 
 class StateTensor(NamedTuple):
@@ -59,7 +60,8 @@ def read_state(model: torch.nn.Module) -> ModelState:
 
 
 def _check(path: str, kind: str, tensor: torch.Tensor) -> None:
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.layout != torch.strided:
+    plain = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
+    if type(tensor) not in plain or tensor.layout != torch.strided:
         what = f"a {type(tensor).__name__} of layout {tensor.layout}"
         raise CaptureError(f"{kind} {path!r} is {what}, which is not supported", fix="use plain dense tensors")
     if tensor.is_complex():
@@ -91,6 +93,11 @@ def _check_memory(tensors: list[StateTensor]) -> None:
 def _extent(tensor: torch.Tensor) -> int:
     """Elements from the tensor's first to its last, gaps included."""
     return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+
+
+def has_data(tensor: torch.Tensor) -> bool:
+    """Whether there is memory behind a tensor; there is none on meta and under a ``FakeTensorMode``."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def snapshot(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from ..errors import CaptureError
 from ..ir.operator import Arg
 from ..ir.opset import signature
 from ..ir.program import Scalar
+from .model_state import has_data
 
 __all__ = ["Group", "OptimizerState", "ParamUpdate", "read_optimizer"]
 
@@ -28,11 +29,13 @@ class OptimizerState(NamedTuple):
     Attributes:
         key: the operator's parameter, which is also the optimizer's own name for it; ``next_dampening`` is ours alone.
         tensor: its value before the first step.
+        strides: of its blob.
         on_host: it lives on the cpu.
     """
 
     key: str
     tensor: torch.Tensor
+    strides: tuple[int, ...]
     on_host: bool
 
 
@@ -165,17 +168,21 @@ def _state(key: str, first: float, param: torch.Tensor, kept: Mapping[str, Any],
     """The state that the optimizer has under *key*; before its first step, *first* in the parameter's shape."""
     value = kept.get(key)
     if key == "next_dampening":
-        return OptimizerState(key, torch.tensor(first, dtype=torch.float64, device="cpu"), True)
+        return OptimizerState(key, torch.tensor(first, dtype=torch.float64, device="cpu"), (), True)
     if key == "step":
         # As torch's _get_scalar_dtype has it.
         double = torch.get_default_dtype() == torch.float64 and not fused
         dtype = value.dtype if isinstance(value, torch.Tensor) else torch.float64 if double else torch.float32
         device = param.device if fused else "cpu"
-        step = torch.full((), first if value is None else float(value), dtype=dtype, device=device)
-        return OptimizerState(key, step, not fused)
-    if value is None:
-        return OptimizerState(key, torch.full_like(param.detach(), first), False)
-    return OptimizerState(key, torch.empty_like(param.detach()).copy_(value.detach()), False)
+        done = first if value is None or (isinstance(value, torch.Tensor) and not has_data(value)) else float(value)
+        step = torch.full((), done, dtype=dtype, device=device)
+        return OptimizerState(key, step, (), not fused)
+    strides = torch.empty_like(param, device="meta").stride()
+    if value is None or not (has_data(param) and has_data(value)):
+        # One element, shown as often as there are any: sessions have tensors of their own.
+        filled = torch.full((), first, dtype=param.dtype, device=param.device).expand(param.shape)
+        return OptimizerState(key, filled, strides, False)
+    return OptimizerState(key, torch.empty_like(param.detach()).copy_(value.detach()), strides, False)
 
 
 class _Rule(NamedTuple):

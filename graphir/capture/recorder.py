@@ -159,7 +159,7 @@ class Recorder(TorchDispatchMode):
         form = form_of(func)
         if form.generator is not None:
             refuse_generator(form, args, kwargs, where(scope))
-        if func in _LITERAL and type(args[0]) is not FakeTensor:
+        if func in _LITERAL and not self._is_ours(args[0]):
             literal = self._constant(args[0])
             self.read(literal).known = True
             return literal
@@ -167,7 +167,7 @@ class Recorder(TorchDispatchMode):
             bound = form.bind(args, kwargs)
         except GraphirError as e:
             raise CaptureError(f"{form.type}: {e.what}", where=where(scope), fix=e.fix) from e
-        if any(type(t) is not FakeTensor for t in bound.tensors):
+        if not all(map(self._is_ours, bound.tensors)):
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._constant, (args, dict(kwargs)))
             bound = form.bind(args, kwargs)
         if func in _SAME:
@@ -279,12 +279,16 @@ class Recorder(TorchDispatchMode):
         self.values.append(value)
         return value
 
+    def _is_ours(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a fake tensor of this recording, not of the mode in which a model was built."""
+        return type(tensor) is FakeTensor and tensor.fake_mode is self._fake_mode
+
     def _constant(self, real: torch.Tensor) -> torch.Tensor:
         """The fake tensor of a real one that the step reads."""
-        if type(real) is FakeTensor:
+        if self._is_ours(real):
             return real
         if id(real) not in self._fakes:
-            if type(real) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            if type(real) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor):
                 raise CaptureError(
                     f"a tensor of type {type(real).__name__} is not supported",
                     where=where(self._scopes.current),

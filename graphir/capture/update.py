@@ -78,7 +78,7 @@ def build_update(groups: Sequence[Group], recording: Recording, gradients: Mappi
             module = update.param.rpartition(".")[0]
             for entry in update.state:
                 name = mine[entry.key] = names.take(f"{update.param}.{entry.key}")
-                shape, strides = tuple(entry.tensor.shape), entry.tensor.stride()
+                shape, strides = tuple(entry.tensor.shape), entry.strides
                 device = CPU if entry.on_host else _HERE
                 dtype = _DTYPES[entry.tensor.dtype]
                 dense = strides == contiguous_strides(shape)
