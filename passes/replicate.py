@@ -28,6 +28,7 @@ from graphir.ir.program import Program
 from graphir.ir.size import Polynomial, Shape, dimension, rename_dims
 
 from .base import Pass, build, register
+from .sparse_reduction import reduce_sparse, sparse_gradients
 
 __all__ = ["Replicate", "replicate"]
 
@@ -160,8 +161,10 @@ def _interleave(net: Net, copies: Sequence[_Copy]) -> Net:
 
 def _reduce(net: Net, program: Program, copies: Sequence[_Copy], reduction: str) -> Net:
     """Reduce every gradient that an update reads or that is an output, before the first update."""
-    grads = _reduced_gradients(program.step)
-    if len(copies) == 1 or not grads:
+    sparse = sparse_gradients(program.step)
+    parts = {name for pair in sparse for name in pair}
+    grads = [grad for grad in _reduced_gradients(program.step) if grad not in parts]
+    if len(copies) == 1 or not (grads or sparse):
         return net
     blobs = dict(net.blobs)
     reduced: dict[str, str] = {}
@@ -189,6 +192,9 @@ def _reduce(net: Net, program: Program, copies: Sequence[_Copy], reduction: str)
                 results=pattern,
             )
         )
+    for (indices, values), param in sparse.items():
+        pairs = [(copy.blob_name(indices), copy.blob_name(values)) for copy in copies]
+        reductions += reduce_sparse(pairs, [copy.blob_name(param) for copy in copies], args, blobs, reduced)
     before = [op for op in net.ops if op.phase != "update"]
     updates = [_read(op, reduced) for op in net.ops if op.phase == "update"]
     return net.with_(

@@ -154,6 +154,7 @@ class _Sweep:
         moved: by position of an operator that moves, its new device.
         made: by storage that an operator makes against its label, the device of that operator.
         followers: positions of view operators and collectives, which are where their operands are.
+        reductions: positions of what else reduces over replicas, which is where its result is used.
     """
 
     def __init__(
@@ -170,6 +171,7 @@ class _Sweep:
         self.moved: dict[int, Device] = {}
         self.made: dict[str, Device] = {}
         self.followers: list[int] = []
+        self.reductions: list[int] = []
         fed = {feed.blob for feed in program.interface.feeds if feed.blob is not None}
         self.fed = {prefix + name for prefix in program.replicas for name in fed}
         for prefix in program.replicas:
@@ -212,6 +214,9 @@ class _Sweep:
                 self.followers.append(i)
                 self.label_participants(op)
                 continue
+            if op.phase == "reduce":
+                self.reductions.append(i)
+                continue
             device = op.device
             source = sources.get(device)
             if source is None:
@@ -250,6 +255,21 @@ class _Sweep:
             if some & _MOVES and not every:
                 self.note_made(op, self.moves[device] if moves else device)
 
+        for i in reversed(self.reductions):
+            self.label_operands(self.net.ops[i])
+
+    def label_operands(self, op: Operator) -> None:
+        """What a reduction brings to its own device goes where its result goes."""
+        result = self.labels[op.outputs[0]]
+        if isinstance(result, Blob):
+            return
+        for name in op.inputs:
+            label = self.labels[name]
+            if isinstance(label, Blob) and label.storage == name and label.device == op.device:
+                self.labels[name] = result
+                if result & _MOVES:
+                    self.moving.append(name)
+
     def label_participants(self, op: Operator) -> None:
         """Results of a collective go where their participants go."""
         for participant, result in zip(op.inputs, op.outputs, strict=True):
@@ -287,6 +307,10 @@ class _Sweep:
         ops = list(self.net.ops)
         for i in self.followers:
             device = blobs[ops[i].inputs[0]].device
+            if device != ops[i].device:
+                self.moved[i] = device
+        for i in self.reductions:
+            device = blobs[ops[i].outputs[0]].device
             if device != ops[i].device:
                 self.moved[i] = device
         for i, device in self.moved.items():

@@ -7,7 +7,7 @@ every entry of the table against the operator itself. All others go through the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
@@ -17,8 +17,9 @@ from torch import Tensor
 from graphir.ir.opset import overload
 
 from .attention import ATTENTION
+from .sparse import SPARSE
 
-__all__ = ["FAST", "fastest", "view"]
+__all__ = ["FAST", "OWN_KERNELS", "fastest", "view"]
 
 _CALLABLES: Final = {
     torch._C._VariableFunctions: """
@@ -65,12 +66,16 @@ FAST: Final[dict[str, Callable[..., Any]]] = {**_table(), "aten.view.default": v
 """For each of these types, a callable that takes the schema's arguments in the schema's order and is faster."""
 
 
+OWN_KERNELS: Final[Mapping[str, Callable[..., Any]]] = {**ATTENTION, **SPARSE}
+"""Kernels of graphir's own types that compute values from values."""
+
+
 @cache
 def fastest(type: str) -> Callable[..., Any]:
-    """The callable for an operator type of torch's, or of graphir's attention.
+    """The callable for an operator type of torch's, or one of :data:`OWN_KERNELS`.
 
     Raises:
         GraphirError: the type is not of an allowed namespace, or this torch does not have it.
     """
-    found = FAST.get(type) or ATTENTION.get(type)
+    found = FAST.get(type) or OWN_KERNELS.get(type)
     return overload(type)._op if found is None else found

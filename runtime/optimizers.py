@@ -16,6 +16,8 @@ from torch import Tensor
 
 from graphir.ir.opset import signature
 
+from .sparse import SPARSE_UPDATES
+
 __all__ = ["FORMS", "KERNELS", "Update", "as_torch_has_it", "updater"]
 
 FORMS: Final = ("for_loop", "fused")
@@ -40,15 +42,17 @@ def updater(type: str, options: Mapping[str, Any]) -> Update:
     return KERNELS[type](**defaults | dict(options))
 
 
-def as_torch_has_it(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def as_torch_has_it(kept: Mapping[str, Tensor], optimizer: str) -> dict[str, Any]:
     """The state that ``torch.optim`` has of a parameter for *kept*, the state of an operator, by the operator's names.
 
     A momentum buffer whose next update is its first is none at all, since torch does not dampen that update.
+    ``SparseAdam`` counts its steps in Python: powers of a tensor would be rounded otherwise.
     """
     own = {"next_dampening"}
     if "next_dampening" in kept and kept["next_dampening"] == 0:
         own.add("momentum_buffer")
-    return {key: tensor for key, tensor in kept.items() if key not in own}
+    counts = {"step"} if optimizer == "SparseAdam" else set()
+    return {key: int(t) if key in counts else t.clone() for key, t in kept.items() if key not in own}
 
 
 def _sgd(
@@ -280,5 +284,6 @@ KERNELS: Final[Mapping[str, Callable[..., Update]]] = {
     "graphir.adamw": partial(_adam, decoupled=True),
     "graphir.adagrad": _adagrad,
     "graphir.rmsprop": _rmsprop,
+    **SPARSE_UPDATES,
 }
 """For each optimizer type, what builds its kernel from all of the operator's arguments; :func:`updater` does."""

@@ -22,8 +22,7 @@ from graphir.ir.seeds import mix
 from graphir.ir.size import Dims
 from graphir.plan import Event, Instruction, Plan
 
-from .attention import ATTENTION
-from .bindings import view
+from .bindings import OWN_KERNELS, view
 from .calls import Argument, Bound, Call, Constant, Default, Operand, OperandList, arrange, evaluate
 from .executor import Feedable, Setting
 from .faults import fault
@@ -203,7 +202,7 @@ def perform(type: str, positional: Sequence[Any], keyword: Mapping[str, Any], de
         *tensors, rate, found_inf = positional
         skipped = found_inf is not None and found_inf.item()
         return None if skipped else updater(type, keyword)(*[[tensor] for tensor in tensors], rate)
-    return (ATTENTION.get(type) or overload(type))(*positional, **keyword)
+    return (OWN_KERNELS.get(type) or overload(type))(*positional, **keyword)
 
 
 def flatten(call: Call, returned: Any) -> dict[int, Tensor]:

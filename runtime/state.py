@@ -158,7 +158,7 @@ class State:
     def optimizer(self, groups: Sequence[Mapping[str, Any]], replica: int) -> dict[str, Any]:
         """Copies in the format of ``torch.optim.Optimizer.state_dict()``."""
         self.check_replica(replica)
-        state: dict[int, dict[str, Tensor]] = {}
+        state: dict[int, dict[str, Any]] = {}
         packed = []
         count = 0
         for group in groups:
@@ -168,7 +168,7 @@ class State:
                 own = self.program.interface.optimizer_state.get(param, {})
                 entries = {name: self.tensors.get(self.blob(blob, replica)) for name, blob in own.items()}
                 found = {name: tensor for name, tensor in entries.items() if tensor is not None}
-                kept = {name: tensor.clone() for name, tensor in as_torch_has_it(found).items()}
+                kept = as_torch_has_it(found, self.program.interface.optimizer)
                 if kept:
                     state[index] = kept
             packed.append({**group, "params": indices})

@@ -58,11 +58,12 @@ def build_program(
     """
     recording = sizes.recording
     names = Names([*RESERVED, *recording.state])
-    gradients = {value.index: gradient.index for value, gradient in recording.gradients}
+    gradients: dict[int, tuple[int, ...]] = {value.index: (gradient.index,) for value, gradient in recording.gradients}
+    gradients |= {index: (pair.indices.index, pair.values.index) for index, pair in recording.sparse_gradients.items()}
     update = build_update(groups, recording, gradients, names)
     modules = frozenset(path for path, _ in step.model.named_modules() if path)
     named = name_values(recording, names, modules)
-    update = update.with_gradients({i: named[g] for i, g in gradients.items()})
+    update = update.with_gradients({i: tuple([named[g] for g in found]) for i, found in gradients.items()})
 
     roles = _roles(recording)
     state, inputs = _externals(recording, sizes, named, update)
@@ -73,6 +74,8 @@ def build_program(
         if not v.version
     }
     ops = [_operator(call, args, named) for call, args in zip(recording.calls, sizes.args, strict=True)]
+    if not optimizer:
+        _refuse_sparse_outputs(recording, named)
     outputs = _external_outputs(recording, named, optimizer)
     net = Net(
         f"{name}.step",
@@ -110,6 +113,7 @@ def _roles(recording: Recording) -> dict[int, Role]:
     """The role of each storage, by the index of its root."""
     handed_back = {v.root.index for v in [recording.loss, *recording.outputs] if v is not None}
     gradients = {gradient.root.index for _, gradient in recording.gradients}
+    gradients |= {value.root.index for pair in recording.sparse_gradients.values() for value in pair}
     roles: dict[int, Role] = {}
     for value in recording.values:
         if value.root is not value:
@@ -161,6 +165,14 @@ def _operator(call: Call, args: Mapping[str, Arg], named: Sequence[str]) -> Oper
         output_versions=written if any(written) else None,
         source=call.line,
     )
+
+
+def _refuse_sparse_outputs(recording: Recording, named: Sequence[str]) -> None:
+    for index in recording.sparse_gradients:
+        raise CaptureError(
+            f"{named[index]!r} has a sparse gradient, which a program can't hand back",
+            fix="pass the optimizer, or use sparse=False",
+        )
 
 
 def _external_outputs(recording: Recording, named: Sequence[str], optimizer: str) -> tuple[str, ...]:

@@ -89,6 +89,9 @@ def name_values(recording: Recording, names: Names, modules: frozenset[str]) -> 
     for value, gradient in recording.gradients:
         if gradient.index not in found:
             found[gradient.index] = names.take(found[value.index] + "_grad", modules)
+    for index, (indices, values) in recording.sparse_gradients.items():
+        found[indices.index] = names.take(f"{found[index]}_grad.indices", modules)
+        found[values.index] = names.take(f"{found[index]}_grad.values", modules)
     for value in recording.values:
         if value.index not in found:
             found[value.index] = (

@@ -20,7 +20,7 @@ from ..ir.opset import signature
 from ..ir.program import Scalar
 from .model_state import has_data
 
-__all__ = ["Group", "OptimizerState", "ParamUpdate", "read_optimizer"]
+__all__ = ["Group", "OptimizerState", "ParamUpdate", "read_optimizer", "with_layout"]
 
 
 class OptimizerState(NamedTuple):
@@ -111,6 +111,35 @@ def _group(optimizer: torch.optim.Optimizer, i: int, group: Mapping[str, Any], b
         _check_param(name, param, options, place)
         updates.append(_update(optimizer, name, param, options, place))
     return Group(tuple([update.param for update in updates]), options, tuple(updates))
+
+
+_SPARSE: Final[Mapping[str, str]] = {"graphir.sgd": "graphir.sparse_sgd", "graphir.adagrad": "graphir.sparse_adagrad"}
+"""What an update by a sparse gradient is, of those that torch has for both kinds."""
+
+
+def with_layout(update: ParamUpdate, sparse: bool) -> ParamUpdate:
+    """*update* by a gradient of this layout.
+
+    Raises:
+        CaptureError: torch does not update by such a gradient, or with momentum, whose buffer would be sparse.
+    """
+    ours = "graphir.sparse_adam" if update.type == "graphir.sparse_adam" else _SPARSE.get(update.type)
+    if not sparse:
+        if update.type == "graphir.sparse_adam":
+            raise CaptureError(
+                f"SparseAdam does not take the dense gradient of {update.param!r}", fix="give that parameter to Adam"
+            )
+        return update
+    taken = {p.name for p in signature(ours).params} if ours is not None else set()
+    unfit = [key for key in update.args if key not in taken]
+    if ours is None or unfit:
+        what = f"{unfit[0]}={update.args[unfit[0]]!r}" if ours is not None else f"{update.type}"
+        raise CaptureError(
+            f"the sparse gradient of {update.param!r} does not go with {what}",
+            fix="sparse gradients take SGD without momentum and weight decay, Adagrad without weight decay, or "
+            "SparseAdam, none of them fused; or use sparse=False",
+        )
+    return update._replace(type=ours)
 
 
 def _check_options(options: Mapping[str, Any], place: str) -> None:
@@ -235,11 +264,18 @@ def _rmsprop(options: _Options, defaults: _Options, kept: _Options) -> _Rule:
     return _Rule("graphir.rmsprop", {}, {"square_avg": 0.0, **momentum, **centered, "step": 0.0})
 
 
+def _sparse_adam(options: _Options, defaults: _Options, kept: _Options) -> _Rule:
+    beta1, beta2 = options["betas"]
+    state = {"exp_avg": 0.0, "exp_avg_sq": 0.0, "step": 0.0}
+    return _Rule("graphir.sparse_adam", {"beta1": beta1, "beta2": beta2}, state)
+
+
 _RULES: Final[Mapping[type[torch.optim.Optimizer], Callable[[_Options, _Options, _Options], _Rule]]] = {
     torch.optim.SGD: _sgd,
     torch.optim.Adam: _adam,
     torch.optim.AdamW: _adamw,
     torch.optim.Adagrad: _adagrad,
     torch.optim.RMSprop: _rmsprop,
+    torch.optim.SparseAdam: _sparse_adam,
 }
 """For each class, its rule, given a group's options, the optimizer's defaults, and what it keeps of the parameter."""

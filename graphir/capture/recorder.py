@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..errors import CaptureError, GraphirError
-from ..ir.operator import Phase
+from ..ir.operator import Arg, Phase
 from ..ir.opset import CHECKS
 from .edges import differentiable, keep_edges
 from .forms import Bound, Form, form_of
@@ -29,6 +29,7 @@ from .refusals import FAKE_ERRORS, refuse_operator, refused_by_fake, where
 from .results import Results
 from .scopes import Scopes
 from .source_lines import SourceLines
+from .sparse import SparseTensors
 from .values import Alias, Call, Replay, Value, geometry_of
 
 __all__ = ["Recorder"]
@@ -51,6 +52,7 @@ class Recorder(TorchDispatchMode):
         values: every value, externals first, at its index.
         constants: real tensors that the step reads and that are neither parameters, buffers nor inputs.
         phase: forward or backward.
+        sparse: the sparse gradients.
     """
 
     supports_higher_order_operators = True
@@ -68,6 +70,7 @@ class Recorder(TorchDispatchMode):
         self.constants: list[tuple[Value, torch.Tensor]] = []
         self.phase: Phase = "forward"
         self.seeds = SeedIds()
+        self.sparse = SparseTensors()
         self._fake_mode, self._scopes, self._lines, self._path_of = fake_mode, scopes, lines, path_of
         self._memory = Memory()
         self._results = Results(fake_mode)
@@ -153,10 +156,12 @@ class Recorder(TorchDispatchMode):
         if func is _NUMBER and self.is_known(args[0]):
             return number_in(self.read(args[0]), {literal.index: real for literal, real in self.constants})
         if func not in self._safe:
-            refuse_operator(func, scope, args)
+            refuse_operator(func, self._origin(())[1], args)
             if func is not _aten.index.Tensor:
                 self._safe.add(func)
         form = form_of(func)
+        if self.sparse.concern(func, args):
+            return self.sparse.call(self, func, args, kwargs, scope)
         if form.generator is not None:
             refuse_generator(form, args, kwargs, where(scope))
         if func in _LITERAL and not self._is_ours(args[0]):
@@ -199,11 +204,21 @@ class Recorder(TorchDispatchMode):
         type, seed = form.type, None
         if form.draws(bound.args):
             type, seed = form_of(seedable(form, where(self._scopes.current))).type, self.seeds.take()
+        return self._call_of(type, inputs, bound.operands, bound.args, seed)
+
+    def _call_of(
+        self,
+        type: str,
+        inputs: tuple[Value, ...],
+        operands: str | None,
+        args: Mapping[str, Arg],
+        seed: int | None = None,
+    ) -> tuple[Call, Value | None]:
         source, scope = self._origin(inputs)
         line = self._lines.current()
         if not line and source is not None and source.call is not None:
             line = source.call.line
-        return Call(type, inputs, bound.operands, bound.args, scope, self.phase, seed, line), source
+        return Call(type, inputs, operands, args, scope, self.phase, seed, line), source
 
     def _record(self, form: Form, bound: Bound, inputs: tuple[Value, ...], out: Any, replay: Replay) -> None:
         call, source = self._call(form, bound, inputs)
@@ -355,6 +370,24 @@ class Recorder(TorchDispatchMode):
         call.results = "[" + "t" * len(outs) + "]" if _returns_list(form) else None
         self.calls.append(call)
         return list(call.outputs)
+
+    def emit_own(
+        self,
+        type: str,
+        inputs: tuple[Value, ...],
+        operands: str | None,
+        args: Mapping[str, Arg],
+        made: Sequence[torch.Tensor],
+    ) -> tuple[Value, ...]:
+        """Record a call of one of graphir's own types, which makes values like the fake tensors *made*."""
+        call, source = self._call_of(type, inputs, operands, args)
+        for tensor in made:
+            label = type.removeprefix("graphir.").removesuffix("_backward")
+            value = self._value(tensor, label, call.scope, any(v.follows_input for v in inputs))
+            value.call, value.source = call, source
+            call.outputs += (value,)
+        self.calls.append(call)
+        return call.outputs
 
     # Writes.
 

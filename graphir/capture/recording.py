@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from .recorder import Recorder
 from .refusals import where
 from .scopes import Scopes
 from .source_lines import SourceLines
+from .sparse import SparseValue
 from .values import Call, Value
 
 __all__ = ["Recording", "Step", "record"]
@@ -53,6 +54,7 @@ class Recording(NamedTuple):
         loss: the scalar loss.
         returned: the leaves of what a forward-only step returns, and ``results``, their structure.
         gradients: forward values and the values of their gradients, parameters first.
+        sparse_gradients: those of parameters, by the index of the parameter's value.
     """
 
     calls: list[Call]
@@ -64,6 +66,7 @@ class Recording(NamedTuple):
     returned: list[Value | Scalar]
     results: pytree.TreeSpec | None
     gradients: list[tuple[Value, Value]]
+    sparse_gradients: Mapping[int, SparseValue]
 
     @property
     def outputs(self) -> list[Value]:
@@ -111,9 +114,20 @@ def record(step: Step, dims: Dims) -> Recording:
             with scopes.follow(lambda: len(recorder.values), recorder.claim):
                 loss, gradients = _backward(total, recorder)
     recording = Recording(
-        recorder.calls, recorder.values, inputs, state, recorder.constants, loss, returned, results, gradients
+        recorder.calls,
+        recorder.values,
+        inputs,
+        state,
+        recorder.constants,
+        loss,
+        returned,
+        results,
+        gradients,
+        recorder.sparse.gradients,
     )
-    return recording._replace(calls=_live(recording.calls, [loss, *recording.outputs, *(g for _, g in gradients)]))
+    sparse = [value for pair in recording.sparse_gradients.values() for value in pair]
+    kept = [loss, *recording.outputs, *(g for _, g in gradients), *sparse]
+    return recording._replace(calls=_live(recording.calls, kept))
 
 
 @contextlib.contextmanager
@@ -272,9 +286,8 @@ def _backward(total: torch.Tensor, recorder: Recorder) -> tuple[Value, list[tupl
         if tensor is None:
             continue
         if tensor.layout != torch.strided:
-            raise CaptureError(
-                f"{value.label!r} has a sparse gradient", fix="use dense ones (for an embedding, sparse=False)"
-            )
+            recorder.sparse.finish(recorder, value, tensor)
+            continue
         gradient = recorder.read(tensor)
         if value.kind == "param":
             with recorder.unseen():

@@ -126,6 +126,14 @@ def refuse_operator(func: object, scope: str, args: tuple[object, ...]) -> None:
             where=where(scope),
             fix=_REMEDIES.get(name, _REMEDIES["aten._local_scalar_dense"]),
         )
+    node = torch._C._current_autograd_node()
+    if name == "aten.index" and node is not None and node.name() == "EmbeddingBackward0":
+        raise CaptureError(
+            "the sparse gradient of an embedding with padding_idx leaves out the rows of padding, whose number depends "
+            "on data",
+            where=where(scope),
+            fix="use sparse=False, leave padding_idx out, or use nn.EmbeddingBag",
+        )
     if torch.Tag.dynamic_output_shape in tags:
         raise CaptureError(
             f"the shape of {func}'s result depends on data",

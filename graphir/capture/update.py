@@ -14,7 +14,7 @@ from ..ir.operator import Operator
 from ..ir.opset import effects_of, signature
 from ..ir.program import ParamGroup
 from .naming import Names
-from .optimizers import Group, ParamUpdate
+from .optimizers import Group, ParamUpdate, with_layout
 from .recording import Recording
 
 __all__ = ["Update", "build_update"]
@@ -43,23 +43,29 @@ class Update(NamedTuple):
     operators: tuple[tuple[int, Operator], ...]
     ops: tuple[Operator, ...] = ()
 
-    def with_gradients(self, gradients: Mapping[int, str]) -> Update:
+    def with_gradients(self, gradients: Mapping[int, tuple[str, ...]]) -> Update:
         """This update, its operators complete.
 
         Args:
-            gradients: name of the gradient of each parameter, by the index of the parameter's value.
+            gradients: name of the gradient of each parameter, by the index of the parameter's value; two names, of its
+                indices and its values, for a sparse one.
         """
-        ops = [op._replace(inputs=(op.inputs[0], gradients[index], *op.inputs[2:])) for index, op in self.operators]
+        ops = [
+            op._replace(inputs=(op.inputs[0], *gradients[index], *op.inputs[1 + len(gradients[index]) :]))
+            for index, op in self.operators
+        ]
         return self._replace(ops=tuple(ops))
 
 
-def build_update(groups: Sequence[Group], recording: Recording, gradients: Mapping[int, int], names: Names) -> Update:
+def build_update(
+    groups: Sequence[Group], recording: Recording, gradients: Mapping[int, tuple[int, ...]], names: Names
+) -> Update:
     """The update of the parameters that have a gradient; torch skips the others, and so does this.
 
     Args:
         groups: of the optimizer.
         recording: of the step.
-        gradients: for each value that has one, by index, its gradient's index.
+        gradients: for each value that has one, by index, its gradient's index; two of them for a sparse one.
         names: hands out the names of learning rates and state.
     """
     rates = [names.take("lr") for _ in groups]
@@ -72,6 +78,8 @@ def build_update(groups: Sequence[Group], recording: Recording, gradients: Mappi
     for group, rate in zip(groups, rates, strict=True):
         for update in group.updates:
             index = recording.state[update.param].index
+            if index in gradients:
+                update = with_layout(update, sparse=index in recording.sparse_gradients)
             if index not in gradients and not update.started:
                 continue
             mine = state[update.param] = {}
@@ -85,7 +93,9 @@ def build_update(groups: Sequence[Group], recording: Recording, gradients: Mappi
                 blobs.append(Blob(name, shape, dtype, device, "state", name, None if dense else strides))
                 tensors[name], modules[name] = entry.tensor, module
             if index in gradients:
-                operators.append((index, _operator(update, mine, rate, module, versions[update.param])))
+                operators.append(
+                    (index, _operator(update, mine, rate, module, versions[update.param], len(gradients[index])))
+                )
     return Update(
         tuple(ParamGroup(rate, g.params, g.options) for g, rate in zip(groups, rates, strict=True)),
         {param: mine for param, mine in state.items() if mine},
@@ -97,11 +107,13 @@ def build_update(groups: Sequence[Group], recording: Recording, gradients: Mappi
     )
 
 
-def _operator(update: ParamUpdate, state: Mapping[str, str], rate: str, module: str, version: int) -> Operator:
+def _operator(
+    update: ParamUpdate, state: Mapping[str, str], rate: str, module: str, version: int, gradients: int
+) -> Operator:
     keys = [p.name for p in signature(update.type).tensors if p.written and p.name != "param"]
     present = [state[key] for key in keys if key in state]
-    inputs = (update.param, "", *present, rate)
-    pattern = "tt" + "".join("t" if key in state else "_" for key in keys) + "t"
+    inputs = (update.param, *[""] * gradients, *present, rate)
+    pattern = "t" * (1 + gradients) + "".join("t" if key in state else "_" for key in keys) + "t"
     operands = pattern if "_" in pattern else None
     return Operator(
         update.type,

@@ -75,6 +75,28 @@ OWN: Final[Mapping[str, str]] = {
         "Tensor? attn_mask=None, *, bool is_causal=False, float? scale=None) "
         "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
     ),
+    "graphir.embedding_bag_backward": (
+        "embedding_bag_backward(Tensor grad, Tensor indices, Tensor offsets, Tensor offset2bag, Tensor bag_size, "
+        "Tensor maximum_indices, Tensor? per_sample_weights=None, *, SymInt num_weights, int mode=0, "
+        "int padding_idx=-1) -> (Tensor, Tensor)"
+    ),
+    "graphir.sparse_sum": (
+        "sparse_sum(Tensor[] values, Tensor[] indices, *, SymInt rows, str reduction='sum', SymInt[] shares=[]) "
+        "-> (Tensor, Tensor)"
+    ),
+    "graphir.sparse_sgd": (
+        "sparse_sgd(Tensor(a!) param, Tensor indices, Tensor values, Tensor lr, Tensor? found_inf=None, *, "
+        "bool maximize=False) -> ()"
+    ),
+    "graphir.sparse_adagrad": (
+        "sparse_adagrad(Tensor(a!) param, Tensor indices, Tensor values, Tensor(b!) sum, Tensor(c!) step, Tensor lr, "
+        "Tensor? found_inf=None, *, float lr_decay=0., float eps=1e-10, bool maximize=False) -> ()"
+    ),
+    "graphir.sparse_adam": (
+        "sparse_adam(Tensor(a!) param, Tensor indices, Tensor values, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, "
+        "Tensor(d!) step, Tensor lr, Tensor? found_inf=None, *, float beta1=0.9, float beta2=0.999, "
+        "float eps=1e-08, bool maximize=False) -> ()"
+    ),
 }
 """graphir's own types.
 
@@ -86,6 +108,11 @@ is given and not zero they leave parameter and state as they are, as ``GradScale
 dampening of the next update: torch dampens none before the second, so it is 0 at first and then ``dampening``.
 Attention is torch's ``scaled_dot_product_attention`` without dropout, by the kernel of the device that it runs on; its
 ``logsumexp`` has a number for each query of each head, from which any device's backward kernel finds the weights again.
+
+A sparse gradient is two tensors, ``indices`` (1, n) and ``values`` (n, d): ``values[k]`` is added to row
+``indices[0, k]``, and -1 marks a slot that holds nothing. ``embedding_bag_backward`` and ``sparse_sum`` return such a
+pair. The sum is that of sparse tensors in torch, in the order of the operands, with ``reduction`` and ``shares`` as for
+``AllReduce``.
 """
 
 

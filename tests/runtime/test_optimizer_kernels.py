@@ -145,8 +145,8 @@ def test_a_momentum_buffer_that_waits_for_its_first_gradient_is_none_for_torch()
     buffer = torch.tensor([-0.0])
     for dampening, keys in ((0.0, set()), (0.1, {"momentum_buffer"})):
         kept = {"momentum_buffer": buffer, "next_dampening": torch.tensor(dampening)}
-        assert as_torch_has_it(kept).keys() == keys
-    assert as_torch_has_it({"momentum_buffer": buffer}).keys() == {"momentum_buffer"}
+        assert as_torch_has_it(kept, "SGD").keys() == keys
+    assert as_torch_has_it({"momentum_buffer": buffer}, "SGD").keys() == {"momentum_buffer"}
 
 
 def test_sgd_keeps_the_sign_of_a_zero_gradient():

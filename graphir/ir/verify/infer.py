@@ -253,18 +253,46 @@ def _all_reduce(op: Operator, sig: Signature, inputs: Sequence[Geometry], args: 
 
 def _optimizer(op: Operator, sig: Signature, inputs: Sequence[Geometry], args: Mapping[str, Arg]) -> _Outputs:
     param = inputs[0]
+    special: dict[str, tuple[int, ...]] = dict.fromkeys(("lr", "step", "next_dampening", "found_inf"), ())
+    if sig.tensors[1].name == "indices":
+        lookups = inputs[1].shape[-1:]
+        special |= {"indices": (1, *lookups), "values": (*lookups, *param.shape[1:])}
     for info, group in zip(sig.tensors, groups(op.operands, len(inputs)), strict=False):
         if not isinstance(group, int):
             continue
-        scalar = info.name in ("lr", "step", "next_dampening", "found_inf")
-        wanted = () if scalar else param.shape
+        wanted = special.get(info.name, param.shape)
         if inputs[group].shape != wanted:
             raise _Refused(f"{op.type} takes {info.name} of shape {list(wanted)}, not {inputs[group]}")
     return []
 
 
+def _sparse_sum(op: Operator, sig: Signature, inputs: Sequence[Geometry], args: Mapping[str, Arg]) -> _Outputs:
+    count = len(inputs) // 2
+    values, indices = inputs[:count], inputs[count:]
+    for value, index in zip(values, indices, strict=True):
+        if len(value.shape) != 2 or index.shape != (1, value.shape[0]) or value.shape[1] != values[0].shape[1]:
+            raise _Refused(f"{op.type} adds rows of {values[0]}, not {value} at {index}")
+    lookups = sum(value.shape[0] for value in values)
+    return [Geometry((1, lookups), indices[0].dtype), Geometry((lookups, values[0].shape[1]), values[0].dtype)]
+
+
+def _embedding_bag_backward(
+    op: Operator, sig: Signature, inputs: Sequence[Geometry], args: Mapping[str, Arg]
+) -> _Outputs:
+    grad, indices = inputs[:2]
+    if len(grad.shape) != 2 or len(indices.shape) != 1:
+        raise _Refused(f"{op.type} takes gradients of bags and their indices, not {grad} and {indices}")
+    return [Geometry((1, *indices.shape), indices.dtype), Geometry((*indices.shape, grad.shape[1]), grad.dtype)]
+
+
 _OPTIMIZER: Final[_Rule] = _optimizer
-_RULES: Final[Mapping[str, _Rule]] = {"Copy": _copy, "AllReduce": _all_reduce, "graphir.load": _load}
+_RULES: Final[Mapping[str, _Rule]] = {
+    "Copy": _copy,
+    "AllReduce": _all_reduce,
+    "graphir.load": _load,
+    "graphir.sparse_sum": _sparse_sum,
+    "graphir.embedding_bag_backward": _embedding_bag_backward,
+}
 
 
 def _on_meta(op: Operator, sig: Signature, inputs: Sequence[Geometry], args: Mapping[str, Arg]) -> _Outputs | None:

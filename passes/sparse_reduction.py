@@ -1,0 +1,92 @@
+"""The reduction of sparse gradients over replicas.
+
+::
+
+    gpu_0/w_grad.values ─▶ Copy to gpu:1 ─┐
+                                          ├─▶ sparse_sum ─▶ gpu_1/w_grad.values_reduced ─▶ update gpu_1/w
+    gpu_1/w_grad.values ──────────────────┘
+
+Torch adds sparse tensors by merging their rows from the beginning, so that some rows are added before they reach the
+parameter. Their concatenation, which is what a collective could gather, gives other bits. So each replica brings the
+others' gradients to its device, strides kept, and adds them there, in replica order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from functools import reduce
+
+from graphir.ir.blob import Blob
+from graphir.ir.names import fresh
+from graphir.ir.net import Net
+from graphir.ir.operator import Arg, Operator
+from graphir.ir.opset import OWN, signature
+from graphir.ir.size import Size, add
+
+__all__ = ["reduce_sparse", "sparse_gradients"]
+
+
+def sparse_gradients(step: Net) -> dict[tuple[str, str], str]:
+    """The indices and values of each sparse gradient that an update reads, and the parameter."""
+    found = {}
+    for op in step.ops:
+        if op.phase == "update" and op.type in OWN and signature(op.type).tensors[1].name == "indices":
+            found[op.inputs[1], op.inputs[2]] = op.inputs[0]
+    return found
+
+
+def reduce_sparse(
+    pairs: Sequence[tuple[str, str]],
+    params: Sequence[str],
+    args: Mapping[str, Arg],
+    blobs: MutableMapping[str, Blob],
+    reduced: MutableMapping[str, str],
+) -> list[Operator]:
+    """The operators that reduce one gradient on every replica.
+
+    Args:
+        pairs: each replica's indices and values.
+        params: each replica's parameter.
+        args: ``reduction`` and ``shares``, as ``AllReduce`` takes them.
+        blobs: new ones are added.
+        reduced: for each of *pairs*' blobs, what the update reads in its place; entries are added.
+    """
+    ops: list[Operator] = []
+    lookups = reduce(add, [_shape(blobs, values)[0] for _, values in pairs])
+    for pair, param in zip(pairs, params, strict=True):
+        device = blobs[param].device
+        rows, width = _shape(blobs, param)
+        local: list[list[str]] = [[], []]
+        for other in pairs:
+            for names, name in zip(local, other, strict=True):
+                names.append(name if other == pair else fresh(f"{name}_{device.kind}_{device.index}", blobs))
+                if other != pair:
+                    blobs[names[-1]] = blobs[name]._replace(
+                        name=names[-1], device=device, storage=names[-1], offset=0, role="gradient"
+                    )
+                    ops.append(Operator("Copy", (name,), (names[-1],), {}, device, "reduce", by="replicate"))
+        outputs = []
+        for name, shape in zip(pair, ((1, lookups), (lookups, width)), strict=True):
+            outputs.append(fresh(f"{name}_reduced", blobs))
+            blobs[outputs[-1]] = Blob(outputs[-1], shape, blobs[name].dtype, device, "gradient", outputs[-1])
+        reduced.update(zip(pair, outputs, strict=True))
+        indices, values = local
+        ops.append(
+            Operator(
+                "graphir.sparse_sum",
+                (*values, *indices),
+                tuple(outputs),
+                {"rows": rows, **args},
+                device,
+                "reduce",
+                by="replicate",
+                operands=f"[{'t' * len(pairs)}]" * 2,
+            )
+        )
+    return ops
+
+
+def _shape(blobs: Mapping[str, Blob], name: str) -> tuple[Size, Size]:
+    shape = blobs[name].shape
+    assert shape is not None and len(shape) == 2, name
+    return shape[0], shape[1]
