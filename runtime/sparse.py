@@ -20,12 +20,16 @@ from .kernels import all_reduce, mean_weights
 __all__ = ["SPARSE", "SPARSE_UPDATES"]
 
 
+_UNCHECKED: Final[Callable[..., Tensor]] = torch.ops.aten._sparse_coo_tensor_unsafe.default
+"""Makes a sparse tensor, and trusts the indices: the embedding's forward has checked them."""
+
+
 def _tensor(indices: Tensor, values: Tensor, rows: int) -> Tensor:
     """The sparse tensor of what is not empty."""
     present = indices[0] >= 0
     if not present.all():
         indices, values = indices[:, present], values[present]
-    return torch.sparse_coo_tensor(indices, values, (rows, values.shape[1]), check_invariants=False)
+    return _UNCHECKED(indices, values, (rows, values.shape[1]))
 
 
 def _slots(gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -152,7 +156,7 @@ def _adam(
 
 
 def _like(gradient: Tensor, indices: Tensor, values: Tensor) -> Tensor:
-    return torch.sparse_coo_tensor(indices, values, gradient.shape, check_invariants=False)
+    return _UNCHECKED(indices, values, gradient.shape)
 
 
 SPARSE_UPDATES: Final[Mapping[str, Callable[..., Any]]] = {

@@ -4,7 +4,7 @@ In the order in which a step passes through::
 
     arguments, model_state     what the step is given, and what it starts from
     recorder                   every operator that the dispatcher sees (with scopes, memory, mutation, forms,
-                               randomness, refusals)
+                               randomness, sparse, refusals)
     recording                  one run: forward, loss, backward
     sizes, grid                several runs, at several sizes, fitted
     naming, optimizers, update, build     the program
@@ -58,7 +58,7 @@ def capture(
         targets: what the loss is given after the model's output.
         loss: called with the output and the targets; returns a scalar tensor, or a dict of them, which is summed.
             Without it the program is a forward only and returns the model's outputs.
-        optimizer: SGD, Adam, AdamW, Adagrad or RMSprop; without it the parameters' gradients are outputs.
+        optimizer: SGD, Adam, AdamW, Adagrad, RMSprop or SparseAdam; without it the parameters' gradients are outputs.
         batch_dims: which dimension of each tensor is the batch: an int; None for a tensor that is passed whole; or
             a dict that names dimensions, such as ``{0: "batch", 1: "length"}``. One for all, or a tree of them over
             ``(inputs, kwargs, targets)``. By default dimension 0 of every tensor whose dimension 0 is as long as the

@@ -85,7 +85,7 @@ class SparseTensors:
 
     def _show(self, size: Any, shown: SparseValue) -> torch.Tensor:
         pair = shown.indices.tensor, shown.values.tensor
-        tensor = torch.sparse_coo_tensor(*pair, tuple(size), check_invariants=False)
+        tensor: torch.Tensor = _aten._sparse_coo_tensor_unsafe.default(*pair, tuple(size))
         self._shown[id(tensor)] = tensor, shown
         return tensor
 
