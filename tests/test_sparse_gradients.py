@@ -259,3 +259,22 @@ def test_a_weight_that_was_computed() -> None:
             return F.embedding(categories, self.user.weight * 2, sparse=True).sum((1, 2))
 
     refused("aten.mul.Tensor takes a sparse gradient", Scaled(), OPTIMIZERS["sgd"])
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [lambda out: out.sum(), lambda out: (out * 1.5).sum(), lambda out: out.t().contiguous().square().sum()],
+    ids=["one number shown everywhere", "dense", "transposed"],
+)
+def test_the_sum_over_replicas_depends_on_the_layout_of_values_as_in_torch(loss: Callable[[Tensor], Tensor]) -> None:
+    model, make = nn.Embedding(ROWS, WIDTH, sparse=True), OPTIMIZERS["sgd"]
+    program = graphir.capture(model, (torch.arange(6),), loss=loss, optimizer=make(model))
+    program = passes.replicate(program, devices=[0, 1])
+    eager = ShareByShare(model, loss, make, 2)
+    generator = torch.Generator().manual_seed(0)
+    with runtime.Session(passes.emit(program), program.state) as session:
+        for _ in range(3):
+            lookups = torch.randint(0, ROWS, (12,), generator=generator)
+            eager.step_on([((share,), (), {}) for share in lookups.chunk(2)])
+            session.step(lookups)
+        assert_same_bits(session.state_dict(), dict(eager.models[0].state_dict()), "model")

@@ -97,6 +97,24 @@ def test_attention() -> None:
     assert "a gradient of shape" in call("graphir.attention_backward", [key, query, key, key, out, sums], 3).complaint
 
 
+def test_sparse_gradients() -> None:
+    values, indices, table = X, Geometry((1, 2), "i64"), Geometry((9, 3), "f32")
+    added = call("graphir.sparse_sum", [X, X, indices, indices], 2, operands="[tt][tt]", args={"rows": 9})
+    assert added.outputs == (Geometry((1, 4), "i64"), Geometry((4, 3), "f32"))
+    other = Geometry((1, 5), "i64")
+    wrong = call("graphir.sparse_sum", [X, X, indices, other], 2, operands="[tt][tt]", args={"rows": 9})
+    assert wrong.complaint.startswith("graphir.sparse_sum adds rows of f32[2,3], not f32[2,3] at i64[1,5]")
+    update = [table, other, values, Geometry((), "f64")]
+    assert "takes values of shape [5, 3], not f32[2,3]" in call("graphir.sparse_sgd", update).complaint
+    update[1] = indices
+    assert call("graphir.sparse_sgd", update).outputs == (table,)
+    bag = [X, Geometry((4,), "i64"), *[Geometry((2,), "i64")] * 4]
+    made = call("graphir.embedding_bag_backward", bag, 2, args={"num_weights": 9})
+    assert made.outputs == (Geometry((1, 4), "i64"), Geometry((4, 3), "f32"))
+    bag[1] = indices
+    assert "and their indices" in call("graphir.embedding_bag_backward", bag, 2, args={"num_weights": 9}).complaint
+
+
 def test_unknown_types_and_unknown_shapes_are_left_open() -> None:
     assert call("FC", [X]) == module.Inferred(None, None)
     assert call("aten.relu.default", [None]).outputs is None
