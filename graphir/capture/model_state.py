@@ -101,11 +101,12 @@ def has_data(tensor: torch.Tensor) -> bool:
 
 
 def snapshot(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with memory of its own and the same strides."""
+    """A copy in the host's memory, of its own and with the same strides."""
     source = tensor.detach()
     if source.numel() == 0:
-        return torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=source.device)
-    return source.as_strided((_extent(source),), (1,)).clone().as_strided(source.shape, source.stride(), 0)
+        return torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="cpu")
+    span = source.as_strided((_extent(source),), (1,))
+    return span.to("cpu", copy=True).as_strided(source.shape, source.stride(), 0)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from ..errors import CaptureError, GraphirError
 from ..ir.operator import Arg, Phase
 from ..ir.opset import CHECKS
+from .devices import on_host
 from .edges import differentiable, keep_edges
 from .forms import Bound, Form, form_of
 from .known import is_known_result, number_in
@@ -149,8 +150,8 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
-        kwargs = kwargs or {}
         scope = self._scopes.current
+        kwargs = on_host(kwargs or {}, scope)
         if getattr(func, "namespace", "") == "prim" or func in _GEOMETRY:
             return func(*args, **kwargs)
         if func is _NUMBER and self.is_known(args[0]):

@@ -16,6 +16,7 @@ from ..errors import CaptureError
 from ..ir.program import Scalar
 from ..ir.size import Dims
 from .arguments import Arguments, Leaf
+from .devices import moves_stay
 from .known import fakes_with_known_values_hidden
 from .model_state import ModelState, fakes_in_place
 from .randomness import random_state_kept, refuse_seeding
@@ -96,6 +97,7 @@ def record(step: Step, dims: Dims) -> Recording:
         fakes_in_place(step.model, fakes),
         recorder.seeds.follow_rng_state(),
         refuse_seeding(lambda: where(scopes.current)),
+        moves_stay(),
         fakes_with_known_values_hidden(recorder.is_known),
         fake_mode,
         recorder,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from eager import ShareByShare, assert_same_bits, total_loss
+from host_only import HOST_ONLY
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from zoo_rows import Batch, Row
@@ -67,6 +68,7 @@ def captured(row: Row, model: nn.Module, optimizer: torch.optim.Optimizer) -> Pr
         batch_dims=row.batch_dims,
     )
     assert (row.fixed and row.fixed in program.fixed) or row.fixed == program.fixed
+    assert not HOST_ONLY & {op.type for op in program.step.ops}
     gradients = [op.inputs[1] for op in program.step.ops if op.phase == "update"]
     step = program.step.with_(external_outputs=(*program.step.external_outputs, *gradients))
     return program.with_(step=step)

@@ -1,0 +1,67 @@
+"""Devices that a step names: a recording is made on the host, and a program runs where passes place it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import torch
+
+from ..errors import CaptureError
+from .refusals import where
+
+__all__ = ["moves_stay", "on_host"]
+
+_HOST: Final = torch.device("cpu")
+
+
+def on_host(kwargs: Mapping[str, Any], scope: str) -> Mapping[str, Any]:
+    """The keyword arguments of a call, with the host instead of another device, and memory that is not pinned.
+
+    Raises:
+        CaptureError: the step uses CUDA's autocast, which does nothing to tensors on the host.
+    """
+    if torch.is_autocast_enabled("cuda"):
+        raise CaptureError(
+            "the step uses autocast for CUDA, and it is recorded on the host",
+            where=where(scope),
+            fix='write torch.autocast("cpu", dtype): the program has its casts on every device',
+        )
+    device = kwargs.get("device")
+    if device is not None and device != _HOST:
+        kwargs = {**kwargs, "device": _HOST}
+    return {**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs
+
+
+@contextlib.contextmanager
+def moves_stay() -> Iterator[None]:
+    """While this is active, ``x.to("cuda")``, ``x.cuda()`` and ``x.pin_memory()`` leave a tensor on the host.
+
+    They ask for the device before the dispatcher sees them, which fails where there is none.
+    """
+    move = torch.Tensor.to
+
+    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if "device" in kwargs:
+            kwargs["device"] = _hosted(kwargs["device"])
+        return move(tensor, *map(_hosted, args), **kwargs)
+
+    def stay(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor
+
+    patched = {"to": to, "cuda": stay, "pin_memory": stay}
+    try:
+        for name, function in patched.items():
+            setattr(torch.Tensor, name, function)
+        yield
+    finally:
+        for name in patched:  # they belong to its base class
+            delattr(torch.Tensor, name)
+
+
+def _hosted(argument: Any) -> Any:
+    """The host for a device, as an object, a text or a number; anything else as it is."""
+    if isinstance(argument, (torch.device, str)) or type(argument) is int:
+        return _HOST
+    return argument
