@@ -48,22 +48,26 @@ class Attributes:
             held for name, value in self._before.items() if name not in _TABLES for held in _inside(name, value, seen)
         ]
 
-    def check(self, fakes: Mapping[int, torch.Tensor]) -> None:
-        """Raise where an attribute, or what it holds, is another than before.
+    def changed(self, fakes: Mapping[int, torch.Tensor]) -> CaptureError | None:
+        """The complaint about a private attribute that is, or holds, another value than before; None where none does.
+
+        Those may be a part of the module's setting itself up, as hooks are.
 
         Args:
             fakes: what stood for a tensor in the step, by the tensor's ``id``; the same as that tensor.
 
         Raises:
-            CaptureError: names the attribute.
+            CaptureError: the complaint, where the attribute is public, or its new value has tensors of the step.
         """
         for name in dict.fromkeys([*self._before, *self._table]):
             old, new = self._before.get(name), self._table.get(name)
             if not _same(old, new, fakes):
-                raise _changed(f"the attribute {name!r}", self._path)
+                return _complaint(f"the attribute {name!r}", name, new, self._path)
         for held in self._held:
-            if not _same(held.contents, _contents(held.container), fakes):
-                raise _changed(f"what the attribute {held.attribute!r} holds", self._path)
+            contents = _contents(held.container)
+            if not _same(held.contents, contents, fakes):
+                return _complaint(f"what the attribute {held.attribute!r} holds", held.attribute, contents, self._path)
+        return None
 
     def restore(self) -> None:
         """Put everything back."""
@@ -73,12 +77,23 @@ class Attributes:
             _fill(held.container, held.contents)
 
 
-def _changed(what: str, path: str) -> CaptureError:
-    return CaptureError(
+def _complaint(what: str, name: str, value: Any, path: str) -> CaptureError:
+    error = CaptureError(
         f"the step changes {what}, which a program would not do",
         where=where(path),
         fix="keep it in a buffer and update that in place, or don't store it on the module",
     )
+    if not name.startswith("_") or _has_tensor(value):
+        raise error
+    return error
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_has_tensor(item) for item in value.values())
+    if isinstance(value, (list, tuple, set, deque)):
+        return any(_has_tensor(item) for item in value)
+    return isinstance(value, torch.Tensor)
 
 
 def _inside(attribute: str, value: Any, seen: set[int]) -> Iterator[_Held]:

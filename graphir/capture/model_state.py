@@ -15,7 +15,15 @@ from .attributes import Attributes
 from .naming import RESERVED, Names
 from .refusals import where
 
-__all__ = ["ModelState", "StateTensor", "fakes_in_place", "has_data", "read_state", "snapshot"]
+__all__ = [
+    "ModelState",
+    "StateTensor",
+    "attributes_kept",
+    "fakes_in_place",
+    "has_data",
+    "read_state",
+    "snapshot",
+]
 
 
 class StateTensor(NamedTuple):
@@ -110,32 +118,48 @@ def snapshot(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def fakes_in_place(model: torch.nn.Module, fakes: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Put a fake in the place of each parameter and buffer; afterwards everything is as it was.
+def attributes_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Afterwards the attributes of every module are what they were."""
+    kept = [Attributes(path, module) for path, module in model.named_modules()]
+    try:
+        yield
+    finally:
+        for attributes in kept:
+            attributes.restore()
+
+
+@contextlib.contextmanager
+def fakes_in_place(model: torch.nn.Module, fakes: Mapping[int, torch.Tensor]) -> Iterator[list[CaptureError]]:
+    """Put a fake in the place of each parameter and buffer; afterwards they are as they were.
 
     Args:
         model: the module.
         fakes: by ``id`` of the tensor that each stands for.
 
+    Yields:
+        A list that is filled afterwards with the complaints about the private attributes that the model changed.
+
     Raises:
-        CaptureError: the model rebound a buffer or changed another attribute while it ran.
+        CaptureError: the model rebound a buffer, changed a public attribute, or put a tensor into any.
     """
     modules = list(model.named_modules())
     attributes = [Attributes(path, module) for path, module in modules]
     saved = [(dict(m._parameters), dict(m._buffers)) for _, m in modules]
+    changes: list[CaptureError] = []
     try:
         for _, module in modules:
             for table in (module._parameters, module._buffers):
                 for key, tensor in table.items():
                     if tensor is not None:
                         table[key] = fakes[id(tensor)]
-        yield
+        yield changes
         for (path, module), kept, (parameters, buffers) in zip(modules, attributes, saved, strict=True):
             _check_unchanged(path, module, parameters, buffers, fakes)
-            kept.check(fakes)
+            changed = kept.changed(fakes)
+            if changed is not None:
+                changes.append(changed)
     finally:
-        for (_, module), kept, (parameters, buffers) in zip(modules, attributes, saved, strict=True):
-            kept.restore()
+        for (_, module), (parameters, buffers) in zip(modules, saved, strict=True):
             for table, before in ((module._parameters, parameters), (module._buffers, buffers)):
                 table.clear()
                 table.update(before)

@@ -18,7 +18,7 @@ from ..ir.size import Dims
 from .arguments import Arguments, Leaf
 from .devices import moves_stay
 from .known import fakes_with_known_values_hidden
-from .model_state import ModelState, fakes_in_place
+from .model_state import ModelState, attributes_kept, fakes_in_place
 from .randomness import random_state_kept, refuse_seeding
 from .recorder import Recorder
 from .refusals import where
@@ -78,9 +78,23 @@ class Recording(NamedTuple):
 def record(step: Step, dims: Dims) -> Recording:
     """Run the step on fake tensors, with *dims* as the sizes of its named dimensions.
 
+    A model may set itself up in its first step, as those of transformers hang up their hooks: where private attributes
+    change, the step is run again, and must leave them alone and do the same.
+
     Raises:
         CaptureError: the step can't be told by a program.
     """
+    with attributes_kept(step.model):
+        recording, changes = _run(step, dims)
+        if changes:
+            again, more = _run(step, dims)
+            if more or not _same(recording, again):
+                raise changes[0]
+    return recording
+
+
+def _run(step: Step, dims: Dims) -> tuple[Recording, list[CaptureError]]:
+    """One run of the step, and the complaints about what it changed."""
     fake_mode, scopes = FakeTensorMode(), Scopes(step.model)
     lines = SourceLines(end=sys._getframe().f_code)
     recorder = Recorder(fake_mode, scopes, lines, _attribute_paths(step.model))
@@ -94,7 +108,7 @@ def record(step: Step, dims: Dims) -> Recording:
         grad,
         random_state_kept(),
         _quiet(),
-        fakes_in_place(step.model, fakes),
+        fakes_in_place(step.model, fakes) as changes,
         recorder.seeds.follow_rng_state(),
         refuse_seeding(lambda: where(scopes.current)),
         moves_stay(),
@@ -129,7 +143,28 @@ def record(step: Step, dims: Dims) -> Recording:
     )
     sparse = [value for pair in recording.sparse_gradients.values() for value in pair]
     kept = [loss, *recording.outputs, *(g for _, g in gradients), *sparse]
-    return recording._replace(calls=_live(recording.calls, kept))
+    return recording._replace(calls=_live(recording.calls, kept)), changes
+
+
+def _same(a: Recording, b: Recording) -> bool:
+    """Whether two recordings at the same sizes are of the same step."""
+    literals = zip(a.constants, b.constants, strict=False)
+    return (
+        _described(a) == _described(b)
+        and len(a.constants) == len(b.constants)
+        and all(x is y or (x.dtype == y.dtype and torch.equal(x, y)) for (_, x), (_, y) in literals)
+    )
+
+
+def _described(recording: Recording) -> list[object]:
+    calls: list[object] = []
+    for call in recording.calls:
+        made = [(v.index, v.shape, v.strides, v.dtype) for v in call.outputs]
+        read = [v.index for v in call.inputs]
+        calls.append((call.type, read, call.operands, repr(call.args), call.seed, made, call.results))
+    gradients = [(value.index, gradient.index) for value, gradient in recording.gradients]
+    returned = [leaf.index if isinstance(leaf, Value) else ("scalar", leaf) for leaf in recording.returned]
+    return [calls, gradients, returned, recording.loss and recording.loss.index]
 
 
 @contextlib.contextmanager
