@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
 }
 """The for-loop form of torch, and the fused one."""
 
-SPREAD = ("resnet18", "dlrm", "vae")
+SPREAD = ("resnet", "dlrm", "vae")
 """Rows that are run on replicas, too."""
 
 
