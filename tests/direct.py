@@ -18,7 +18,7 @@ from torch.optim.rmsprop import rmsprop
 from torch.optim.sgd import sgd
 
 from graphir.capture import seeded
-from graphir.ir.blob import STATE_ROLES
+from graphir.ir.blob import STATE_ROLES, contiguous_strides
 from graphir.ir.operator import Operator, Symbol, groups
 from graphir.ir.opset import overload, signature, to_torch
 from graphir.ir.program import Program
@@ -62,10 +62,19 @@ def evaluate(
                 for name in op.outputs:
                     shape = bind_shape(blobs[name].shape, dims)
                     assert tuple(values[name].shape) == shape, f"{name} is {tuple(values[name].shape)}, not {shape}"
+                    strides = bind_shape(blobs[name].strides or contiguous_strides(shape), dims)
+                    _laid_out(op, name, values[name], strides)
                     if blobs[name].is_view:
                         storage = values[blobs[name].storage]
                         assert values[name].untyped_storage()._cdata == storage.untyped_storage()._cdata, name
     return values
+
+
+def _laid_out(op: Operator, name: str, tensor: Tensor, declared: Sequence[int]) -> None:
+    """Assert that each element is where its blob says."""
+    for size, stride, said in zip(tensor.shape, tensor.stride(), declared, strict=True):
+        if size > 1 and tensor.numel():
+            assert stride == said, f"{name} of {op.type} has strides {tensor.stride()}, not {tuple(declared)}"
 
 
 def _value(arg: Any, dims: Dims) -> Any:

@@ -11,6 +11,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from .layouts import LAYOUTS
+
 __all__ = ["META"]
 
 
@@ -74,5 +76,6 @@ META: Final[Mapping[str, Callable[..., Any]]] = {
     "aten._grouped_mm.default": _grouped_mm,
     "graphir.attention": _attention,
     "graphir.attention_backward": _attention_backward,
+    **LAYOUTS,
 }
 """The rules, by operator type."""

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from direct import evaluate
 from eager import ShareByShare, assert_same_bits, total_loss
 from host_only import HOST_ONLY
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from zoo_rows import Batch, Row
 from zoo_text import TEXT
+from zoo_timm import TIMM
 from zoo_vision import VISION
 from zoo_written import WRITTEN
 
@@ -21,7 +23,7 @@ import graphir
 from graphir import passes, runtime
 from graphir.ir.program import Program
 
-ROWS: dict[str, Row] = {**WRITTEN, **VISION, **TEXT}
+ROWS: dict[str, Row] = {**WRITTEN, **VISION, **TIMM, **TEXT}
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-4),
@@ -82,6 +84,13 @@ def named_gradients(program: Program, model: nn.Module) -> dict[str, Tensor]:
     return {name: grad for name, grad in grads.items() if grad is not None}
 
 
+def assert_values_lie_as_declared(program: Program, batch: Batch) -> None:
+    """Every shape, every stride and every view of a step is what its blob declares."""
+    leaves = pytree.tree_leaves(((*batch.inputs, *batch.targets), batch.kwargs))
+    arguments = {f.blob: t.clone() for f, t in zip(program.interface.feeds, leaves, strict=True) if f.blob is not None}
+    evaluate(program, {name: tensor.clone() for name, tensor in program.state.items()}, arguments)
+
+
 def optimizer_tensors(state: dict[str, Any]) -> dict[str, Tensor]:
     return {
         f"{i}.{key}": value
@@ -99,6 +108,7 @@ def test_training_has_the_bits_of_eager(name: str, optimizer: str) -> None:
     model = model_of(row)
     held = OPTIMIZERS[optimizer](model.parameters())
     program = captured(row, model, held)
+    assert_values_lie_as_declared(program, batch_of(row, row.size, 0))
     plan = passes.emit(program)
     with (
         runtime.Session(plan, program.state, executor="reference") as reference,

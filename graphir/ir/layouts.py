@@ -1,0 +1,146 @@
+"""How kernels lay out results, where torch's rules for tensors without data say otherwise.
+
+For some operators on permuted operands, torch's rule keeps the order of dimensions of one operand, and its kernel that
+of another, or none. The kernel itself is asked then: on tensors whose dimensions have at most two elements, and lie in
+memory as those of the operands do. Answers are kept, so that the layers of a model cost a lookup each.
+
+The types were found by running torch's own samples of all operators on permuted tensors, forward and backward, with and
+without data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from .opset import overload
+
+__all__ = ["LAYOUTS"]
+
+_ASKED: Final = """
+    _log_softmax_backward_data.default elu_backward.default hardsigmoid_backward.default hardswish_backward.default
+    hardtanh_backward.default huber_loss_backward.default log_sigmoid_forward.default mse_loss_backward.default
+    native_batch_norm.default native_batch_norm_backward.default native_layer_norm_backward.default
+    smooth_l1_loss_backward.default softplus_backward.default
+"""
+
+"""Types whose kernels are asked. Their results are dense, and their arguments hold no sums or products of sizes."""
+
+_FORMAT_OF: Final = {
+    "aten.max_unpool2d.default": 0,
+    "aten.reflection_pad2d_backward.default": 1,
+    "aten.replication_pad2d_backward.default": 1,
+}
+"""Types whose kernels keep the channels where one operand has them, and the position of that operand."""
+
+Order: TypeAlias = tuple[int, ...]
+"""The dimensions of a dense tensor from the innermost in memory to the outermost."""
+
+_orders: Final[dict[tuple[Any, ...], tuple[Order | None, ...]]] = {}
+
+
+class _Operand(NamedTuple):
+    """A tensor of at most two elements a dimension, whose dimensions lie in memory in the order of the operand's."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    def tensor(self) -> Tensor:
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return torch.ones(last + 1, dtype=self.dtype, device="cpu").as_strided(self.shape, self.strides)
+
+
+def _as_kernel(type: str) -> Callable[..., Any]:
+    """The rule of *type* for tensors without data: torch's, with results in the strides that the CPU's kernel gives."""
+    func = overload(type)
+
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        returned = func(*args, **kwargs)
+        tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
+        if all(t.is_contiguous() for t in tensors) or any(t.numel() == 0 for t in tensors):
+            return returned
+        small = tuple([_small(arg) for arg in args]), tuple([(name, _small(arg)) for name, arg in kwargs.items()])
+        key = (type, *small)
+        orders = _orders.get(key)
+        if orders is None:
+            orders = _orders[key] = _asked(func, *small)
+        if isinstance(returned, Tensor):
+            return _in_order(returned, orders[0])
+        return tuple([_in_order(result, order) for result, order in zip(returned, orders, strict=True)])
+
+    return rule
+
+
+def _small(arg: Any) -> Any:
+    if isinstance(arg, Tensor):
+        return _Operand(*_small_geometry(tuple(arg.shape), arg.stride()), arg.dtype)
+    return tuple([min(size, 2) for size in arg]) if isinstance(arg, (list, tuple)) else arg
+
+
+def _small_geometry(shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes of at most 2, and strides that keep the order of the dimensions, gaps between them, and repetition."""
+    small = tuple([min(size, 2) for size in shape])
+    found = dict.fromkeys(strides, 0)
+    step, dense = 1, 1
+    for stride in sorted(set(strides) - {0}):
+        dims = [d for d, s in enumerate(strides) if s == stride]
+        step += stride > dense
+        found[stride] = step
+        step, dense = step * prod(small[d] for d in dims), stride * prod(shape[d] for d in dims)
+    return small, tuple([found[stride] for stride in strides])
+
+
+def _asked(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Sequence[tuple[str, Any]]
+) -> tuple[Order | None, ...]:
+    """The order of the dimensions of each result."""
+
+    def real(arg: Any) -> Any:
+        return arg.tensor() if isinstance(arg, _Operand) else arg
+
+    with unset_fake_temporarily(), torch.no_grad():
+        returned = func(*[real(arg) for arg in args], **{name: real(arg) for name, arg in kwargs})
+    return tuple([_order(result) for result in ([returned] if isinstance(returned, Tensor) else returned)])
+
+
+def _order(tensor: Tensor | None) -> Order | None:
+    if tensor is None:
+        return None
+    strides, shape = tensor.stride(), tensor.shape
+    return tuple(sorted(range(tensor.dim()), key=lambda d: (strides[d], shape[d] != 1)))
+
+
+def _in_order(tensor: Tensor | None, order: Order | None) -> Tensor | None:
+    if tensor is None or order is None:
+        return tensor
+    strides, step = [0] * len(order), 1
+    for d in order:
+        strides[d] = step
+        step *= tensor.shape[d]
+    if tuple(strides) == tensor.stride():
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+
+
+def _in_format(type: str, operand: int) -> Callable[..., Any]:
+    """The rule of *type* for tensors without data: torch's, with the channels last where they are so in *operand*."""
+    func = overload(type)
+
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        return torch.empty_like(func(*args, **kwargs), memory_format=suggest_memory_format(args[operand]))
+
+    return rule
+
+
+LAYOUTS: Final[Mapping[str, Callable[..., Any]]] = {
+    **{type: _as_kernel(type) for type in (f"aten.{name}" for name in _ASKED.split())},
+    **{type: _in_format(type, operand) for type, operand in _FORMAT_OF.items()},
+}
+"""The rules, by operator type."""

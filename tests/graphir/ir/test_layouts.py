@@ -1,0 +1,88 @@
+"""Rules for tensors without data give the strides of torch's kernels, whatever the order of the dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import permutations, product
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphir.ir.layouts import LAYOUTS
+from graphir.ir.opset import overload
+
+
+def in_order(shape: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
+    """A dense tensor whose dimensions lie in memory in *order*, from the outermost to the innermost."""
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return torch.rand([shape[d] for d in order]).permute(back)
+
+
+def windows(shape: tuple[int, ...]) -> Iterator[Tensor]:
+    """Tensors of *shape* in every order, with gaps, and repeated."""
+    yield from (in_order(shape, order) for order in permutations(range(len(shape))))
+    yield torch.rand(*shape[:-1], 2 * shape[-1])[..., ::2]
+    yield torch.rand(*shape[1:]).expand(shape)
+    yield torch.rand(()).expand(shape)
+
+
+PAIRED = {
+    "_log_softmax_backward_data": (1, torch.float32),
+    "hardsigmoid_backward": (),
+    "hardswish_backward": (),
+    "hardtanh_backward": (-1.0, 1.0),
+    "softplus_backward": (1.0, 20.0),
+}
+"""Types that take two tensors of one shape, and what follows."""
+
+LOSSES = {"mse_loss_backward": (1,), "huber_loss_backward": (1, 1.0), "smooth_l1_loss_backward": (1, 1.0)}
+"""Types that take a gradient, two tensors of one shape, and what follows."""
+
+
+def calls(name: str) -> Iterator[tuple[object, ...]]:
+    """Arguments in many layouts for an operator."""
+    statistics, weight = (torch.rand(2, 3, 1), torch.rand(2, 3, 1)), torch.rand(4)
+    channels = [torch.rand(3) for _ in range(5)]
+    for a, b in product(windows((2, 3, 4)), windows((2, 3, 4))):
+        if name in PAIRED:
+            yield a, b, *PAIRED[name]
+        elif name in LOSSES:
+            yield torch.rand(()), a, b, *LOSSES[name]
+        elif name == "elu_backward":
+            yield a, 1.0, 1.0, 1.0, False, b
+        elif name == "native_layer_norm_backward":
+            yield a, b, [4], *statistics, weight, weight, [True, True, True]
+        elif name == "native_batch_norm_backward":
+            yield a, b, *channels, True, 1e-5, [True, True, False]
+    for a in (*windows((2, 3, 4, 5)), *windows((2, 3, 1))):
+        if name == "log_sigmoid_forward":
+            yield (a,)
+        elif name == "native_batch_norm":
+            yield a, *channels[:4], True, 0.1, 1e-5
+        elif name == "max_unpool2d" and a.dim() == 4:
+            yield a, torch.zeros(2, 3, 4, 5, dtype=torch.int64), [8, 10]
+        elif name.endswith("_pad2d_backward") and a.dim() == 4:
+            yield torch.rand(2, 3, 6, 7), a, [1, 1, 1, 1]
+
+
+def layouts(returned: Tensor | tuple[Tensor | None, ...]) -> list[list[tuple[int, int]] | None]:
+    """Sizes and strides of the dimensions that have a stride that means something."""
+    results = [returned] if isinstance(returned, Tensor) else returned
+    return [None if t is None else [(n, s) for n, s in zip(t.shape, t.stride(), strict=True) if n > 1] for t in results]
+
+
+def bare_of(tensor: Tensor) -> Tensor:
+    """The tensor without its data."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+@pytest.mark.parametrize("type", LAYOUTS)
+def test_rules_give_the_strides_of_the_kernels(type: str) -> None:
+    mistaken = 0
+    for args in calls(type.split(".")[1]):
+        bare = [bare_of(arg) if isinstance(arg, Tensor) else arg for arg in args]
+        real = layouts(overload(type)(*args))
+        assert layouts(LAYOUTS[type](*bare)) == real
+        mistaken += layouts(overload(type)(*bare)) != real
+    assert mistaken, "torch's own rule is right: this one is not needed"
