@@ -53,8 +53,8 @@ def _table() -> dict[str, Callable[..., Any]]:
 def view(tensor: Tensor, size: Sequence[int]) -> Tensor:
     """``tensor.view(size)``, or a copy in that shape where its strides do not allow one.
 
-    The kernels of some backward operators lay their results out otherwise than the fake tensors of capture say. Where
-    that makes a recorded view impossible, eager PyTorch, whose ``reshape`` asks the real tensor, has made a copy.
+    A convolution's backend chooses its layout, so that of another machine or torch may be other than the captured one.
+    Where that makes a recorded view impossible, eager PyTorch, whose ``reshape`` asks the real tensor, makes a copy.
     """
     try:
         return tensor.view(size)

@@ -222,7 +222,7 @@ def test_addresses_do_not_change_bits(chosen: list[str], executor: str) -> None:
 
 
 class Laid(nn.Module):
-    """A backward whose kernels lay their results out otherwise than fake tensors say."""
+    """A backward whose kernels lay their results out otherwise than torch's rules for fake tensors say."""
 
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ class Laid(nn.Module):
 
 @pytest.mark.parametrize("executor", ["threads", "reference"])
 @pytest.mark.parametrize("activation", [nn.ELU(), nn.Softplus(), nn.Hardswish(), nn.ReLU6(), nn.LayerNorm(6)], ids=str)
-def test_layouts_that_capture_cannot_foresee(activation: nn.Module, executor: str) -> None:
+def test_layouts_that_only_kernels_know(activation: nn.Module, executor: str) -> None:
     torch.manual_seed(0)
     model = Laid(activation)
     x, y = torch.randn(6, 7, 5), torch.randint(4, (6,))

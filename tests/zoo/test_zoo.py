@@ -31,7 +31,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
 }
 """The for-loop form of torch, and the fused one."""
 
-SPREAD = ("resnet", "dlrm", "vae")
+SPREAD = ("resnext", "u-net", "dlrm", "vae", "gan", "swin")
 """Rows that are run on replicas, too."""
 
 

@@ -196,37 +196,6 @@ def clips(n: int) -> Batch:
     return Batch((torch.randn(n, 3, 4, 16, 16),), (torch.randint(10, (n,)),))
 
 
-def raft() -> nn.Module:
-    raft = models("optical_flow.raft")
-    return raft._raft(
-        feature_encoder_layers=(8, 8, 16, 16, 16),
-        feature_encoder_block=raft.BottleneckBlock,
-        feature_encoder_norm_layer=partial(nn.InstanceNorm2d),
-        context_encoder_layers=(8, 8, 16, 16, 24),
-        context_encoder_block=raft.BottleneckBlock,
-        context_encoder_norm_layer=None,
-        corr_block_num_levels=2,
-        corr_block_radius=1,
-        motion_encoder_corr_layers=(16,),
-        motion_encoder_flow_layers=(16, 8),
-        motion_encoder_out_channels=16,
-        recurrent_block_hidden_state_size=12,
-        recurrent_block_kernel_size=(3,),
-        recurrent_block_padding=(1,),
-        flow_head_hidden_size=8,
-        use_mask_predictor=False,
-    )
-
-
-def frames(n: int) -> Batch:
-    flow = torch.randn(n, 2, 32, 32)
-    return Batch((torch.randn(n, 3, 32, 32), torch.randn(n, 3, 32, 32)), (flow,), {"num_flow_updates": 2})
-
-
-def flow_loss(predictions: list[Tensor], flow: Tensor) -> dict[str, Tensor]:
-    return {str(i): 0.8**-i * (predicted - flow).abs().mean() for i, predicted in enumerate(predictions)}
-
-
 def every_head(output: Any, target: Tensor) -> dict[str, Tensor]:
     """The classifiers' losses, the auxiliary ones less."""
     logits, *auxiliary = pytree.tree_leaves(output)
@@ -268,7 +237,6 @@ TORCHVISION: dict[str, Row] = {
     "r3d": Row(partial(video_resnet, False), clips, F.cross_entropy),
     "r(2+1)d": Row(partial(video_resnet, True), clips, F.cross_entropy),
     "swin3d": Row(swin3d, clips, F.cross_entropy),
-    "raft": Row(raft, frames, flow_loss),
 }
 
 
