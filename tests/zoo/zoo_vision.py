@@ -229,7 +229,7 @@ TORCHVISION: dict[str, Row] = {
     "swin": classifier(partial(swin, 1), 16),
     "swin v2": classifier(partial(swin, 2), 16),
     "vgg": classifier(partial(headed, [8, "M", 16, 16, "M"]), 16),
-    "vit": classifier(vit, 16),
+    "vision transformer": classifier(vit, 16),
     "deeplab v3": Row(partial(segmentation, "deeplab"), labelled_pixels, segmentation_loss),
     "fcn": Row(partial(segmentation, "fcn"), labelled_pixels, segmentation_loss),
     "lraspp": Row(partial(segmentation, "lraspp"), labelled_pixels, segmentation_loss),
