@@ -19,6 +19,7 @@ from .analysis.memory import Memory, memory
 from .capture import capture, seeded
 from .errors import (
     CaptureError,
+    CoverageError,
     EquivalenceError,
     FileError,
     GraphirError,
@@ -26,6 +27,7 @@ from .errors import (
     PassError,
     PlacementError,
     PlanError,
+    RecaptureWarning,
     RunError,
     SessionError,
     VerifyError,
@@ -40,12 +42,16 @@ from .ir.text import parse, show
 from .ir.verify import verify
 from .plan import Plan
 
+from .compile import Compiled, compile  # isort: skip  # it stands on passes and runtime, which import all of the above
+
 __version__ = "0.1.0"
 
 __all__ = [
     "Blob",
     "CaptureError",
     "Certificate",
+    "Compiled",
+    "CoverageError",
     "Device",
     "Diff",
     "EquivalenceError",
@@ -60,11 +66,13 @@ __all__ = [
     "Plan",
     "PlanError",
     "Program",
+    "RecaptureWarning",
     "RunError",
     "SessionError",
     "VerifyError",
     "capture",
     "certify",
+    "compile",
     "diff",
     "load",
     "memory",

@@ -15,6 +15,7 @@ from difflib import get_close_matches
 
 __all__ = [
     "CaptureError",
+    "CoverageError",
     "EquivalenceError",
     "FileError",
     "GraphirError",
@@ -22,6 +23,7 @@ __all__ = [
     "PassError",
     "PlacementError",
     "PlanError",
+    "RecaptureWarning",
     "RunError",
     "SessionError",
     "VerifyError",
@@ -82,8 +84,19 @@ class SessionError(GraphirError):
     """A session was used wrongly: inputs that do not fit the plan, state that is missing, use after close."""
 
 
+class CoverageError(SessionError):
+    """Arguments that the program does not cover: another size where sizes are fixed, another value that is no tensor.
+
+    A program captured with these arguments would take them.
+    """
+
+
 class RunError(GraphirError):
     """An operator failed while a plan ran; the operator's own exception is the cause."""
+
+
+class RecaptureWarning(UserWarning):
+    """A step was captured anew, since no plan so far covers its arguments."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -30,6 +30,8 @@ class Group(Mapping[str, Any]):
         self._params, self._index = list(group.params), index
         self._options: dict[str, Any] = dict(group.options)
         self._followed: torch.optim.Optimizer | None = None
+        # The followed optimizer's options that the program has too; a scheduler's own entries are not among them.
+        self._fixed: list[tuple[str, Any]] = []
 
     def _now(self) -> Mapping[str, Any]:
         if self._followed is None:
@@ -86,22 +88,27 @@ class Rates:
     Args:
         program: whose.
         given: may have learning rates by blob, as :meth:`state` gives them; others are as captured.
+        beside: rates of another program with the same optimizer; both have the same groups.
 
     Attributes:
         groups: one for each parameter group.
         names: the learning-rate blobs that a step takes, in order.
+
+    Raises:
+        SessionError: the program beside has another optimizer, or other options.
     """
 
-    def __init__(self, program: Program, given: Mapping[str, Tensor]) -> None:
+    def __init__(self, program: Program, given: Mapping[str, Tensor], beside: Rates | None = None) -> None:
         self.program = program
         described = program.interface.param_groups
-        self.groups = [Group(group, i) for i, group in enumerate(described)]
-        for group, own in zip(described, self.groups, strict=True):
-            if group.lr in given:
-                own["lr"] = given[group.lr]
-        self.followed: torch.optim.Optimizer | None = None
-        # The options that the program was captured with, by group; a scheduler's own entries are not among them.
-        self.fixed: list[list[tuple[str, Any]]] = []
+        if beside is None:
+            self.groups = [Group(group, i) for i, group in enumerate(described)]
+            for group, own in zip(described, self.groups, strict=True):
+                if group.lr in given:
+                    own["lr"] = given[group.lr]
+        else:
+            self.check_equal(beside.program)
+            self.groups = beside.groups
         taken = set(program.step.external_inputs)
         used = [(group.lr, i) for i, group in enumerate(described) if group.lr in taken]
         self.names = tuple(name for name, _ in used)
@@ -142,9 +149,26 @@ class Rates:
             # Their own objects, so that a step sees by identity that nothing has changed; a list may change unseen.
             kept = [(name, optimizer.param_groups[i][name]) for name, _ in options]
             fixed.append([(name, tuple(value) if isinstance(value, list) else value) for name, value in kept])
-        for own in self.groups:
-            own._followed = optimizer
-        self.followed, self.fixed = optimizer, fixed
+        for own, options in zip(self.groups, fixed, strict=True):
+            own._followed, own._fixed = optimizer, options
+
+    def check_equal(self, other: Program) -> None:
+        ours, theirs = self.program.interface, other.interface
+        if ours.optimizer != theirs.optimizer or len(ours.param_groups) != len(theirs.param_groups):
+            raise self.refusal("the program has another optimizer than the one beside it", "capture both with one")
+        for i, (mine, its) in enumerate(zip(ours.param_groups, theirs.param_groups, strict=True)):
+            for name in sorted((mine.options.keys() | its.options.keys()) - {"lr", "initial_lr"}):
+                if mine.options.get(name) != its.options.get(name):
+                    raise self.refusal(
+                        f"group {i} of the optimizer has {name}={mine.options.get(name)!r} in this program, "
+                        f"{its.options.get(name)!r} in the one beside it",
+                        "keep the options as they were",
+                    )
+
+    @property
+    def followed(self) -> torch.optim.Optimizer | None:
+        """The optimizer that gives the rates, if one does."""
+        return self.groups[0]._followed if self.groups else None
 
     def check_count(self, optimizer: torch.optim.Optimizer) -> None:
         theirs, ours = len(optimizer.param_groups), len(self.groups)
@@ -200,10 +224,10 @@ class Rates:
             theirs = self.followed.param_groups
             if len(theirs) != len(self.groups):
                 self.check_count(self.followed)
-            for i, (options, group) in enumerate(zip(self.fixed, theirs, strict=True)):
-                for name, value in options:
+            for i, (own, group) in enumerate(zip(self.groups, theirs, strict=True)):
+                for name, value in own._fixed:
                     if group.get(name, self) is not value:
-                        self.check_options(i, options, group)
+                        self.check_options(i, own._fixed, group)
             rates = [_rate(group["lr"], i) for i, group in enumerate(theirs)]
         return [
             torch.tensor(rates[i], dtype=torch.float64, device="cpu") if as_tensor else rates[i]

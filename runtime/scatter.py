@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from graphir.errors import SessionError
+from graphir.errors import CoverageError, SessionError
 from graphir.ir.blob import Blob, contiguous_strides
 from graphir.ir.dtype import TORCH_NAME
 from graphir.ir.names import base_name
@@ -116,14 +116,14 @@ class Scatter:
     def check_constants(self, leaves: Sequence[Any]) -> None:
         for i, value in self.constants:
             if not _same(leaves[i], value):
-                raise SessionError(
+                raise CoverageError(
                     f"{self.arguments.names[i]} was {value!r} when the program was captured, now {leaves[i]!r}",
                     where=f"program {self.program.name!r}",
                     fix="arguments that are not tensors are part of the program: capture it again with this one",
                 )
         for i, j in self.again:
             if leaves[i] is not leaves[j]:
-                raise SessionError(
+                raise CoverageError(
                     f"{self.arguments.names[i]} and {self.arguments.names[j]} were one tensor when the program was "
                     "captured, now they are two",
                     where=f"program {self.program.name!r}",
@@ -156,7 +156,8 @@ class Scatter:
     def check_leaf(self, i: int, leaf: Any) -> None:
         name, where = self.arguments.names[i], f"program {self.program.name!r}"
         if not isinstance(leaf, Tensor):
-            raise SessionError(
+            error = CoverageError if isinstance(leaf, (bool, int, float, str, type(None))) else SessionError
+            raise error(
                 f"{name} is of type {type(leaf).__name__}, not a tensor", where=where, fix="pass a torch.Tensor"
             )
         if leaf.device.type != "cpu":
@@ -179,7 +180,7 @@ class Scatter:
                 fix=f"pass it .to({dtype}), or capture the program with {to_symbol(leaf.dtype)}",
             )
         if blob.shape is not None and len(blob.shape) != leaf.dim():
-            raise self.misshapen(i, blob.shape, leaf)
+            raise self.misshapen(i, blob.shape, leaf, leaf.shape)
 
     def check_rows(self, leaves: Sequence[Tensor]) -> None:
         """Leaves whose rows are one dimension have equally many."""
@@ -230,18 +231,23 @@ class Scatter:
                         _meet(size, actual, found)
                         if bind(size, {**self.program.dims, **found}) != actual:
                             at = [(dim, found[dim], first[dim]) for dim in size_dims(size) if dim in first]
-                            raise self.misshapen(i, blob.shape or (), leaves[i], at)
+                            raise self.misshapen(i, blob.shape or (), leaves[i], shape, at)
                         for dim in found.keys() - first.keys():
                             first[dim] = i
         return {**self.program.dims, **found}
 
     def misshapen(
-        self, i: int, shape: Sequence[Size], leaf: Tensor, met: Sequence[tuple[str, int, int]] = ()
+        self,
+        i: int,
+        shape: Sequence[Size],
+        leaf: Tensor,
+        share: Sequence[int],
+        met: Sequence[tuple[str, int, int]] = (),
     ) -> SessionError:
-        """The refusal of a leaf; *met* are dimensions with their values and the leaves that gave them."""
+        """The refusal of a leaf for the shape of its *share*; *met* are dimensions, their values and their leaves."""
         expected = ", ".join(str(rename_dims(size, base_name)) for size in shape)
         each = " for each replica" if len(self.program.replicas) > 1 else ""
-        pairs = enumerate(zip(shape, leaf.shape, strict=False))
+        pairs = enumerate(zip(shape, share, strict=False))
         wrong = [(d, want) for d, (want, have) in pairs if isinstance(want, int) and want != have]
         if len(shape) != leaf.dim():
             fix = f"give a tensor of {counted(len(shape), 'dimension')}"
@@ -254,7 +260,8 @@ class Scatter:
             fix = f"every size must follow from the same dimensions: {', '.join(dict.fromkeys(known))}"
         else:
             fix = "every size must follow from the same dimensions"
-        return SessionError(
+        error = CoverageError if wrong or len(shape) != leaf.dim() else SessionError
+        return error(
             f"{self.arguments.names[i]} has shape {list(leaf.shape)}, the program takes [{expected}]{each}",
             where=f"program {self.program.name!r}",
             fix=fix,

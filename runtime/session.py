@@ -52,6 +52,8 @@ class Session:
             logical device; ``auto`` is ``threads``.
         threads: how many threads one kernel may use; by default as many as in the thread that makes the session, so
             that results equal those of eager PyTorch there bit for bit. Steps called from other threads use as many.
+        beside: a session of another plan of the same model and optimizer, whose parameters, buffers, optimizer state,
+            learning rates and number of steps this one shares: a step of either is a step of both.
 
     Raises:
         VerifyError: the plan is not sound.
@@ -67,6 +69,7 @@ class Session:
         binding: BindingName = "auto",
         executor: ExecutorName = "auto",
         threads: int | None = None,
+        beside: Session | None = None,
     ) -> None:
         _choose("binding", binding, _BINDINGS)
         _choose("executor", executor, _EXECUTORS)
@@ -76,11 +79,14 @@ class Session:
                 fix=f"give a whole number from 1 to {_MOST_THREADS}, or None",
             )
         admit(plan)
-        self.plan, self._closed, self._broken = plan, False, ""
-        self._running, self._forks = threading.Lock(), FORKS[0]
+        self.plan, self._closed = plan, False
+        self._running: threading.Lock = threading.Lock() if beside is None else beside._running
+        self._forks = FORKS[0]
         program = plan.program
-        self._state = State(program, state)
-        self._scatter, self._gather, self._rates = Scatter(program), Gather(program), Rates(program, state)
+        self._state: State = State(program, state, None if beside is None else beside._state)
+        self._rates: Rates = Rates(program, state, None if beside is None else beside._rates)
+        self._progress = self._state.progress
+        self._scatter, self._gather = Scatter(program), Gather(program)
         self._outputs: tuple[Tensor, ...] = ()
         setting = Setting(
             plan,
@@ -102,6 +108,7 @@ class Session:
             the module's outputs, gathered; those without a batch dimension are the first replica's.
 
         Raises:
+            CoverageError: the program does not cover the arguments; nothing has changed.
             SessionError: the arguments do not fit, or another thread is in a step; nothing has changed. Or the session
                 cannot be used any more.
             RunError: an operator failed; the session is unusable from now on.
@@ -109,17 +116,19 @@ class Session:
         if self._running.locked() or self._forks != FORKS[0]:
             self._check_alone()
         with self._running:  # where two threads came past the check at once, the second one waits
-            if self._closed or self._broken:
+            progress = self._progress
+            if self._closed or progress.broken:
                 self._check_usable()
             dims, shares = self._scatter.split(args, kwargs)
             inputs: list[Feedable] = [*shares, *self._rates.now()] if self._rates.names else list(shares)
-            state = self._state
             self._outputs = ()
             try:
-                outputs = self._executor.run(dims, inputs, state.steps_done)
-                state.steps_done += 1
+                outputs = self._executor.run(dims, inputs, progress.steps_done)
+                progress.steps_done += 1
             except BaseException as e:
-                self._broken = f"step {state.steps_done} failed ({_first_line(e)}), so its state may be half updated"
+                progress.broken = (
+                    f"step {progress.steps_done} failed ({_first_line(e)}), so its state may be half updated"
+                )
                 raise
             if self._gather.others:
                 self._outputs = tuple(outputs)
@@ -128,7 +137,7 @@ class Session:
     @property
     def steps_done(self) -> int:
         """How many steps were done, those before the session's state was taken included."""
-        return self._state.steps_done
+        return self._progress.steps_done
 
     @property
     def param_groups(self) -> list[Group]:
@@ -235,9 +244,9 @@ class Session:
 
     def _check_usable(self) -> None:
         self._check_open()
-        if self._broken:
+        if self._progress.broken:
             raise SessionError(
-                f"the session is unusable: {self._broken}",
+                f"the session is unusable: {self._progress.broken}",
                 where=self._where(),
                 fix="make a new Session from a state() taken before, or from program.state",
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -22,6 +22,21 @@ from .reference import fill
 
 __all__ = ["State"]
 
+_COMMON_ROLES: Final = frozenset({"param", "buffer", "state"})
+"""Roles of what two programs of one model have in common; constants are each program's own."""
+
+
+class Progress:
+    """How far steps have brought a state.
+
+    Attributes:
+        steps_done: how many steps were done.
+        broken: why the state cannot be trusted any more; empty while it can.
+    """
+
+    def __init__(self, steps_done: int) -> None:
+        self.steps_done, self.broken = steps_done, ""
+
 
 class State:
     """The tensors behind a program's state blobs, filled by its ``init``.
@@ -32,17 +47,21 @@ class State:
         program: whose state.
         given: the module's and the optimizer's own names, and ``step``, to tensors; nothing of it is kept or written.
             An entry under a blob's full name (``gpu_1/bn.running_mean``) is for that replica alone.
+        beside: a state whose parameters, buffers, optimizer state and number of steps this one has too: the same
+            tensors, which steps of both overwrite.
 
     Attributes:
         tensors: by blob.
-        steps_done: how many steps were done.
+        common: those of them that states beside this one have too.
+        progress: common to them as well.
 
     Raises:
         SessionError: a tensor is missing, or has another shape, dtype, device or layout than its blob.
     """
 
-    def __init__(self, program: Program, given: Mapping[str, Tensor]) -> None:
+    def __init__(self, program: Program, given: Mapping[str, Tensor], beside: State | None = None) -> None:
         self.program = program
+        self.common: dict[str, Tensor] = {} if beside is None else beside.common
         _check_mapping(given, program)
         loaded = {str(op.args["key"]) for op in program.init.ops if op.type == "graphir.load"}
         for name in given:
@@ -67,9 +86,14 @@ class State:
         with torch.inference_mode():
             values: dict[str, Tensor] = {}
             for op in program.init.ops:
-                filled = _load(op, program.init, given) if op.type == "graphir.load" else _fill(op, values, program)
+                if op.outputs and op.outputs[0] in self.common:
+                    filled = _taken(program.init.blob(op.outputs[0]), self.common)
+                else:
+                    filled = _load(op, program.init, given) if op.type == "graphir.load" else _fill(op, values, program)
                 values.update(filled)
             self.tensors = values
+            lasting = (name for name in values if program.init.blob(name).role in _COMMON_ROLES)
+            self.common.update({name: values[name] for name in lasting})
             # What the module has and no step touches is handed back as it was given.
             self.untouched = {
                 name: given[blob].clone()
@@ -78,9 +102,9 @@ class State:
             }
         step = given.get("step", torch.tensor(0, device="cpu"))
         _check("step", step, (), torch.int64)
-        self.steps_done = int(step)
-        if self.steps_done < 0:
-            raise SessionError(f"'step' in the state is {self.steps_done}", fix="give the number of steps done")
+        if int(step) < 0:
+            raise SessionError(f"'step' in the state is {int(step)}", fix="give the number of steps done")
+        self.progress: Progress = Progress(int(step)) if beside is None else beside.progress
 
     def of_step(self) -> dict[str, Tensor]:
         """The tensors that a step takes."""
@@ -112,7 +136,7 @@ class State:
             for blob, key in self.keys.items():
                 if blob != prefix + key and self.program.init.blob(blob).role == "buffer":
                     found[blob] = self.tensors[blob].clone()
-        return {**found, "step": torch.tensor(self.steps_done, device="cpu")}
+        return {**found, "step": torch.tensor(self.progress.steps_done, device="cpu")}
 
     def module(self, replica: int) -> dict[str, Tensor]:
         """Copies under the names of ``module.state_dict()``; tied names share one."""
@@ -184,6 +208,17 @@ def _load(op: Operator, init: Net, given: Mapping[str, Tensor]) -> dict[str, Ten
     shape, dtype = bind_shape(blob.shape, {}), getattr(torch, TORCH_NAME[blob.dtype])
     _check(key, source, shape, dtype)
     return {blob.name: torch.empty_strided(shape, _strides(blob, shape), dtype=dtype, device="cpu").copy_(source)}
+
+
+def _taken(blob: Blob, common: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A blob's tensor of the states beside this one."""
+    tensor = common[blob.name]
+    if blob.shape is not None and blob.dtype is not None:
+        shape = bind_shape(blob.shape, {})
+        _check(blob.name, tensor, shape, getattr(torch, TORCH_NAME[blob.dtype]))
+        if tensor.stride() != _strides(blob, shape):
+            raise SessionError(f"{blob.name!r} in the state is laid out otherwise", fix="make a session of its own")
+    return {blob.name: tensor}
 
 
 def _fill(op: Operator, values: Mapping[str, Tensor], program: Program) -> dict[str, Tensor]:

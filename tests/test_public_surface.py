@@ -11,10 +11,10 @@ from sources import FOLDERS, Source, sources
 
 PUBLIC = {
     "graphir": """
-        Blob Certificate Device Diff Memory Net Operator Plan Program
-        CaptureError EquivalenceError FileError GraphirError ParseError PassError PlacementError PlanError RunError
-        SessionError VerifyError
-        capture certify diff load memory parse seeded show verify
+        Blob Certificate Compiled Device Diff Memory Net Operator Plan Program
+        CaptureError CoverageError EquivalenceError FileError GraphirError ParseError PassError PlacementError PlanError
+        RecaptureWarning RunError SessionError VerifyError
+        capture certify compile diff load memory parse seeded show verify
     """,
     "graphir.passes": """
         InjectCopies Pass Pipeline Replicate Run ShareStorage ShiftActivations Timing

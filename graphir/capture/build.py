@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -15,8 +15,6 @@ from ..ir.net import Net
 from ..ir.operator import Arg, Operator
 from ..ir.opset import effects_of
 from ..ir.program import Feed, Fetch, Interface, Program, Scalar
-from ..ir.size import size_dims
-from .grid import BATCH
 from .model_state import has_data, snapshot
 from .naming import RESERVED, Names, name_values
 from .optimizers import Group
@@ -215,7 +213,7 @@ def _interface(
         arguments=step.arguments.dumps(),
         feeds=tuple(feeds),
         loss=None if recording.loss is None else named[recording.loss.index],
-        fetches=tuple([_fetch(leaf, sizes, named) for leaf in recording.returned]),
+        fetches=tuple([_fetch(leaf, sizes.batch_dim(i), named) for i, leaf in enumerate(recording.returned)]),
         results=None if recording.results is None else written_structure(recording.results, "what the model returns"),
         module_state=step.state.module_state,
         optimizer=optimizer,
@@ -224,12 +222,5 @@ def _interface(
     )
 
 
-def _fetch(leaf: Value | Scalar, sizes: Sizes, named: Sequence[str]) -> Fetch:
-    if not isinstance(leaf, Value):
-        return Fetch(None, None, leaf)
-    return Fetch(named[leaf.index], _batch_dim(sizes.geometries[leaf.index].shape))
-
-
-def _batch_dim(shape: Sequence[Any]) -> int | None:
-    """The first dimension that grows with the batch."""
-    return next((d for d, size in enumerate(shape) if BATCH in size_dims(size)), None)
+def _fetch(leaf: Value | Scalar, batch_dim: int | None, named: Sequence[str]) -> Fetch:
+    return Fetch(named[leaf.index], batch_dim) if isinstance(leaf, Value) else Fetch(None, None, leaf)

@@ -14,7 +14,7 @@ import torch
 from ..errors import CaptureError
 from ..ir.blob import contiguous_strides
 from ..ir.operator import Arg
-from ..ir.size import Dims, Shape, Size
+from ..ir.size import Dims, Shape, Size, size_dims
 from .grid import BATCH, Grid
 from .recording import Recording, Step, record
 from .values import Call, Value
@@ -44,8 +44,14 @@ def follow_dims(step: Step) -> Followed:
     Raises:
         CaptureError: the step can't be told by a program.
     """
-    dims = dict(step.arguments.dims)
     taken = _Taken(step)
+    followed = _follow(taken, dict(step.arguments.dims))
+    if BATCH not in followed.dims:
+        followed.sizes.wider = taken.wider()
+    return followed
+
+
+def _follow(taken: _Taken, dims: dict[str, int]) -> Followed:
     plain = taken.sizes({})
     if not dims:
         return Followed(plain, {}, "no argument has a batch dimension")
@@ -97,6 +103,12 @@ class _Taken:
                 raise NotPolynomial(f"at {_at(point)}: {e.what}") from None
         return Sizes(recordings, grid)
 
+    def wider(self) -> Recording | None:
+        """A recording that was taken at a larger batch, all else as captured; None where there is none."""
+        here = self.step.arguments.dims
+        larger = [{**here, **point} for point in Grid({BATCH: here[BATCH]}).points[1:]] if BATCH in here else []
+        return next((self.at[key] for dims in larger if (key := tuple(dims.values())) in self.at), None)
+
     def recording(self, dims: Dims) -> Recording:
         key = tuple(dims.values())
         if key not in self.at:
@@ -119,6 +131,7 @@ class Sizes:
         recording: the first, whose values and calls the others agree with.
         geometries: of each value, at its index.
         args: of each call, at its position.
+        wider: the step at a larger batch, where the sizes don't follow it and it could be recorded.
 
     Args:
         recordings: the step at each point of *grid*.
@@ -129,6 +142,7 @@ class Sizes:
 
     def __init__(self, recordings: Sequence[Recording], grid: Grid) -> None:
         self.recording = recordings[0]
+        self.wider: Recording | None = None
         self._recordings, self._grid = recordings, grid
         self._fitted: dict[tuple[int, ...], Size] = {}
         if len(recordings) > 1:
@@ -172,6 +186,18 @@ class Sizes:
                 raise NotPolynomial(f"{self._text(numbers)} is {kind}")
             self._fitted[numbers] = size
         return self._fitted[numbers]
+
+    def batch_dim(self, position: int) -> int | None:
+        """The first dimension that grows with the batch, of what a forward-only step returns at this position."""
+        value = self.recording.returned[position]
+        if not isinstance(value, Value):
+            return None
+        grows = [BATCH in size_dims(size) for size in self.geometries[value.index].shape]
+        if self.wider is not None and len(self.wider.returned) > position:
+            other = self.wider.returned[position]
+            if isinstance(other, Value):
+                grows = [a != b for a, b in zip(value.shape, other.shape, strict=False)]
+        return grows.index(True) if True in grows else None
 
     def _geometry(self, values: tuple[Value, ...]) -> Geometry:
         first = values[0]

@@ -108,7 +108,7 @@ def test_a_failed_session_stays_unusable(two):
 def test_the_executor_is_whole_after_a_failure(two):
     with pytest.raises(RunError):
         two.step(BAD, torch.zeros(2, 3))
-    two._broken = ""
+    two._progress.broken = ""
     for _ in range(20):
         assert torch.equal(two.step(GOOD, torch.zeros(2, 3)), -STATE["table"][GOOD])
 
@@ -145,7 +145,7 @@ def test_an_interrupt_stops_all_lanes(delay):
         if delay:
             with pytest.raises(SessionError, match="unusable: step"):
                 session.step(x)
-        session._broken = ""
+        session._progress.broken = ""
         assert not session.step(x).any()
 
 

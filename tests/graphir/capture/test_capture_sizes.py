@@ -116,3 +116,13 @@ def test_tensors_of_another_length_are_passed_whole() -> None:
 
     program = capture(Scaled(), (torch.randn(6, 4), torch.randn(4), torch.tensor(1.0)))
     assert [feed.batch_dim for feed in program.interface.feeds] == [0, None, None]
+
+
+def test_outputs_of_fixed_sizes_have_a_batch_dimension() -> None:
+    class Halves(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.cat(x.chunk(2)).t(), x.sum()
+
+    program = capture(Halves(), (torch.randn(6, 4),))
+    assert "is not affine" in program.fixed
+    assert [fetch.batch_dim for fetch in program.interface.fetches] == [1, None]

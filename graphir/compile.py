@@ -1,0 +1,279 @@
+"""The whole way in one call: a module's step captured, replicated, placed, emitted, and run at the sizes that come.
+
+::
+
+    step(x, y) ──▶ the session that ran last ──covered──▶ its step
+                            │ not covered
+                            ▼
+                   the others, the last used first ──covered──▶ its step
+                            │ covered by none
+                            ▼
+                   capture with (x, y) ──passes, emit──▶ a session beside the others, on the same state
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from graphir.passes import Pipeline, emit, inject_copies, replicate
+from graphir.runtime import Session
+
+from .capture import capture
+from .capture.arguments import Arguments, read_arguments
+from .errors import CoverageError, PlacementError, RecaptureWarning, SessionError
+from .ir.program import Program
+from .plan import Plan
+
+__all__ = ["Compiled", "compile"]
+
+
+def compile(
+    model: torch.nn.Module,
+    inputs: Sequence[Any],
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    targets: Sequence[Any] = (),
+    batch_dims: Any = None,
+    devices: Sequence[int] = (0,),
+    passes: str | Callable[[Program], Program] = "",
+    most_plans: int = 8,
+    session: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Compiled:
+    """Capture a step of *model*, replicate it, run *passes*, and make a session of the plan.
+
+    Args:
+        model: as :func:`graphir.capture` takes it.
+        inputs: its positional arguments for a whole batch, as ``step`` is given them; each replica has its share.
+        kwargs: its keyword arguments.
+        targets: what the loss is given after the model's output.
+        batch_dims: as :func:`graphir.capture` takes it: dimensions that are named here need no plans of their own.
+        devices: one replica on each.
+        passes: a pipeline's text, such as ``"share_storage"``, or a function from program to program. It gets the
+            replicated program. Copies that are missing after it are put in.
+        most_plans: how many plans are kept; the one that was not used for longest makes room.
+        session: arguments of :class:`graphir.runtime.Session`, such as ``{"executor": "reference"}``.
+        options: what else :func:`graphir.capture` takes: ``loss``, ``optimizer``, ….
+
+    Raises:
+        CaptureError: the step can't be captured.
+        PassError: *devices* or *passes* do not fit the program.
+        SessionError: an argument of the session does not fit.
+    """
+    return Compiled(
+        model,
+        inputs,
+        kwargs=kwargs,
+        targets=targets,
+        batch_dims=batch_dims,
+        devices=devices,
+        passes=passes,
+        most_plans=most_plans,
+        session=session,
+        **options,
+    )
+
+
+class Compiled:
+    """A model's step, used like a :class:`graphir.runtime.Session`; see :func:`compile` for the arguments.
+
+    Steps of other sizes use the same plan where the program's sizes follow them. Where they are fixed, or an argument
+    that is no tensor has changed, the step is captured anew with these arguments: the model in the mode that it was in
+    at first, on the present parameters, buffers, optimizer state, learning rates and number of steps, which all plans
+    share. Each such capture is told by a :class:`graphir.RecaptureWarning`.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        inputs: Sequence[Any],
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        targets: Sequence[Any] = (),
+        batch_dims: Any = None,
+        devices: Sequence[int] = (0,),
+        passes: str | Callable[[Program], Program] = "",
+        most_plans: int = 8,
+        session: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        if most_plans < 1:
+            raise SessionError(f"most_plans={most_plans!r}: there is at least one plan", fix="give a number from 1 up")
+        self._model, self._devices, self._most_plans = model, tuple(devices), most_plans
+        self._passes: Callable[[Program], Program] | None = None
+        if passes:
+            self._passes = Pipeline(passes) if isinstance(passes, str) else passes
+        self._options, self._session_options = options, dict(session or {})
+        self._modes = [(module, module.training) for module in model.modules()]
+        self._count = len(inputs)
+        self._running = threading.Lock()
+        arguments = self._read(tuple(inputs), dict(kwargs or {}), tuple(targets), batch_dims)
+        # The same dimensions hold for every later capture, where lengths alone could tell them otherwise.
+        self._batch_dims = batch_dims if batch_dims is not None else _dims_tree(arguments)
+        self._sessions = [self._made(arguments, None)]
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """One step, as :meth:`graphir.runtime.Session.step`; captures anew where no plan covers the arguments.
+
+        Raises:
+            SessionError: the arguments fit no plan and none could be made for them, or another thread is in a step;
+                nothing has changed. Or the session cannot be used any more.
+            CaptureError: the step can't be captured with these arguments; nothing has changed.
+            RunError: an operator failed; the session is unusable from now on.
+        """
+        if not self._running.acquire(blocking=False):
+            raise SessionError("another thread is in a step of this model", fix="compile it once for each thread")
+        try:
+            try:
+                return self._sessions[0].step(*args, **kwargs)
+            except CoverageError as e:
+                return self._step_elsewhere(e, args, kwargs)
+        finally:
+            self._running.release()
+
+    def _step_elsewhere(self, refusal: CoverageError, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        for i, session in enumerate(self._sessions[1:], start=1):
+            with contextlib.suppress(CoverageError):
+                result = session.step(*args, **kwargs)
+                self._sessions.insert(0, self._sessions.pop(i))
+                return result
+        arguments = self._read(args[: self._count], dict(kwargs), args[self._count :], self._batch_dims)
+        with _in_modes(self._modes):
+            session = self._made(arguments, self._sessions[0])
+        try:
+            result = session.step(*args, **kwargs)
+        except SessionError:
+            session.close()
+            raise
+        self._sessions.insert(0, session)
+        dropped = self._sessions[self._most_plans :]
+        del self._sessions[self._most_plans :]
+        for old in dropped:
+            old.close()
+        text = f"the step of {session.plan.name!r} was captured anew: {refusal.what} ({refusal.fix})"
+        kept = f"; {self._most_plans} plans are kept, the one not used for longest was dropped" if dropped else ""
+        warnings.warn(text + kept, RecaptureWarning, stacklevel=3)
+        return result
+
+    def _read(
+        self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[Any, ...], batch_dims: Any
+    ) -> Arguments:
+        return read_arguments(self._model, inputs, kwargs, targets, self._options.get("loss"), batch_dims)
+
+    def _made(self, arguments: Arguments, beside: Session | None) -> Session:
+        """A session of the step with these arguments."""
+        inputs, kwargs, targets = arguments.split(_first_share(arguments, len(self._devices)))
+        captured = capture(
+            self._model, inputs, kwargs=kwargs, targets=targets, batch_dims=_dims_tree(arguments), **self._options
+        )
+        program = replicate(captured, self._devices)
+        if self._passes is not None:
+            program = self._passes(program)
+        try:
+            plan = emit(program)
+        except PlacementError:
+            plan = emit(inject_copies(program))
+        return Session(plan, captured.state, beside=beside, **self._session_options)
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans that are kept, the last used first."""
+        return tuple(session.plan for session in self._sessions)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that was used last."""
+        return self._sessions[0].plan
+
+    @property
+    def steps_done(self) -> int:
+        """How many steps were done, by all plans together."""
+        return self._sessions[0].steps_done
+
+    @property
+    def param_groups(self) -> list[Any]:
+        """The parameter groups; ``param_groups[0]["lr"] = 0.1`` holds from the next step on, whatever its plan."""
+        return self._sessions[0].param_groups
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Read the learning rates of *optimizer* before each step; see :meth:`graphir.runtime.Session.follow`."""
+        self._sessions[0].follow(optimizer)
+
+    def state_dict(self, replica: int = 0) -> dict[str, torch.Tensor]:
+        """The module's state under its own names, copied."""
+        return self._sessions[0].state_dict(replica)
+
+    def optimizer_state_dict(self, replica: int = 0) -> dict[str, Any]:
+        """The optimizer's state as ``optimizer.load_state_dict`` takes it, copied."""
+        found = self._sessions[0].optimizer_state_dict(replica)
+        for session in self._sessions[1:]:  # a parameter may be without a gradient at some sizes
+            for index, entries in session.optimizer_state_dict(replica)["state"].items():
+                found["state"].setdefault(index, entries)
+        return found
+
+    def state(self, replica: int | None = None) -> dict[str, torch.Tensor]:
+        """All state, copied; see :meth:`graphir.runtime.Session.state`."""
+        return self._sessions[0].state(replica)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Overwrite the module's state on every replica."""
+        self._sessions[0].load_state_dict(state)
+
+    def gradients(self, replica: int = 0) -> dict[str, torch.Tensor]:
+        """The gradients of the last step of a program without optimizer, by parameter, copied."""
+        return self._sessions[0].gradients(replica)
+
+    def close(self) -> None:
+        """End the threads of every session. What is closed refuses everything else."""
+        for session in self._sessions:
+            session.close()
+
+    def __enter__(self) -> Compiled:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _dims_tree(arguments: Arguments) -> tuple[Any, Any, Any]:
+    """The named dimensions as ``batch_dims`` takes them: a tree over inputs, kwargs and targets."""
+    inputs, kwargs, targets = arguments.split([dict(leaf.dims) or None for leaf in arguments.leaves])
+    return inputs, kwargs, targets
+
+
+def _first_share(arguments: Arguments, replicas: int) -> list[Any]:
+    """The leaves as the first replica gets them, by torch.chunk's rule; one tensor stays one."""
+    cut: dict[int, torch.Tensor] = {}
+    shares: list[Any] = []
+    for leaf in arguments.leaves:
+        tensor, dim = leaf.tensor, leaf.batch_dim
+        if tensor is None or dim is None or replicas == 1:
+            shares.append(leaf.value)
+            continue
+        if id(tensor) not in cut:
+            share = tensor.detach().narrow(dim, 0, -(-tensor.shape[dim] // replicas))
+            cut[id(tensor)] = share.requires_grad_(tensor.requires_grad)
+        shares.append(cut[id(tensor)])
+    return shares
+
+
+@contextlib.contextmanager
+def _in_modes(modes: Sequence[tuple[torch.nn.Module, bool]]) -> Iterator[None]:
+    """Every module in the given mode, training or evaluation, for as long."""
+    now = [(module, module.training) for module, _ in modes]
+    try:
+        for module, training in modes:
+            module.training = training
+        yield
+    finally:
+        for module, training in now:
+            module.training = training

@@ -1,0 +1,286 @@
+"""The whole way in one call: a step at any sequence of sizes equals eager PyTorch, however many plans that takes."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from eager import ShareByShare, assert_same_bits
+from torch import Tensor, nn
+
+import graphir
+from graphir import passes
+from graphir.errors import CaptureError, CoverageError, RunError, SessionError
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+class Halves(nn.Module):
+    """The halves of a batch are set apart, so sizes are fixed; with state in parameters, buffers and random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(4, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.dropout = nn.Dropout(0.3)
+        self.fc2 = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        first, second = self.dropout(self.norm(self.fc1(x))).chunk(2)
+        return self.fc2(torch.cat([first.relu(), second.sin()])) * scale
+
+
+def rows(count: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(count, 4), torch.randn(count, 3)
+
+
+def compiled(model: nn.Module, count: int = 6, **options: Any) -> graphir.Compiled:
+    x, y = rows(count)
+    return graphir.compile(model, (x,), targets=(y,), loss=F.mse_loss, **{"optimizer": sgd(model), **options})
+
+
+@pytest.fixture(autouse=True)
+def _warnings_are_expected() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", graphir.RecaptureWarning)
+        yield
+
+
+def trains_as_eager(step: graphir.Compiled, model: nn.Module, counts: Sequence[int], replicas: int = 1) -> None:
+    eager = ShareByShare(model, F.mse_loss, sgd, replicas)
+    for count in counts:
+        x, y = rows(count)
+        assert_same_bits({"loss": step.step(x, y)}, {"loss": eager.step(x, y)}, f"step {step.steps_done}")
+    for replica, trained in enumerate(eager.models):
+        assert_same_bits(step.state_dict(replica), trained.state_dict(), f"replica {replica}")
+    assert step.steps_done == len(counts)
+    back = sgd(model)
+    back.load_state_dict(step.optimizer_state_dict())
+    ours, theirs = back.state_dict()["state"], eager.optimizers[0].state_dict()["state"]
+    assert ours.keys() == theirs.keys()
+    for index, entries in theirs.items():
+        assert_same_bits(ours[index], entries, f"parameter {index}")
+
+
+def test_sizes_that_follow_need_one_plan() -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+    with warnings.catch_warnings(), compiled(model) as step:
+        warnings.simplefilter("error")
+        trains_as_eager(step, model, [6, 5, 9, 1])
+        assert len(step.plans) == 1 and step.plan.program.fixed == ""
+
+
+def test_named_dimensions_need_one_plan() -> None:
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x).sum(1)
+
+    model = Sums()
+    named = (({0: "batch", 1: "length"},), {}, 0)
+    with graphir.compile(
+        model, (torch.randn(6, 9, 4),), targets=(torch.randn(6, 3),), loss=F.mse_loss, batch_dims=named, devices=[0, 1]
+    ) as step:
+        eager = ShareByShare(model, F.mse_loss, sgd, 2)
+        for batch, length in [(6, 9), (5, 3), (2, 12)]:
+            x, y = torch.randn(batch, length, 4), torch.randn(batch, 3)
+            with graphir.seeded(0):
+                expected = eager.step(x, y)
+            step.load_state_dict(model.state_dict())
+            eager.models = [copy.deepcopy(model) for _ in range(2)]
+            assert step.step(x, y).shape == expected.shape == ()
+            assert step.gradients(0).keys() == {"fc.weight_grad_reduced", "fc.bias_grad_reduced"}
+        assert len(step.plans) == 1
+
+
+@pytest.mark.parametrize("devices", [[0], [0, 1]])
+def test_fixed_sizes_share_their_state_through_changing_plans(devices: list[int]) -> None:
+    model = Halves()
+    with compiled(model, count=6 * len(devices), devices=devices) as step:
+        counts = [n * len(devices) for n in (6, 4, 6, 3, 4, 6)]
+        trains_as_eager(step, model, counts, len(devices))
+        assert "aten.split.Tensor" in step.plan.program.fixed
+        assert len(step.plans) == 3
+
+
+def test_a_new_plan_is_told_once() -> None:
+    with compiled(Halves()) as step:
+        with pytest.warns(graphir.RecaptureWarning) as caught:
+            for count in (6, 4, 6, 4):
+                step.step(*rows(count))
+        assert [w.filename for w in caught] == [__file__]
+        text = str(caught[0].message)
+    assert text.startswith(
+        "the step of 'halves' was captured anew: argument 0 ('x') has shape [4, 4], the program takes"
+    )
+    assert "[6, 4] (its sizes are fixed: a size of the value made by aten.split.Tensor" in text
+
+
+def test_the_plan_that_was_not_used_for_longest_makes_room() -> None:
+    model = Halves()
+    with compiled(model, most_plans=2) as step:
+        trains_as_eager(step, model, [6, 4, 3, 6, 4])
+        assert len(step.plans) == 2
+        with pytest.warns(graphir.RecaptureWarning, match="2 plans are kept, the one not used for longest was dropped"):
+            step.step(*rows(2))
+
+
+def test_other_values_that_are_no_tensors_are_captured() -> None:
+    model = Halves().eval()
+    x, _ = rows(6)
+    with graphir.compile(model, (x,), kwargs={"scale": 1.0}) as step:
+        for scale in (1.0, 2.0, 1.0, 3.0):
+            assert torch.equal(step.step(x, scale=scale), model(x, scale=scale))
+        assert len(step.plans) == 3
+
+
+def test_an_argument_may_come_and_go() -> None:
+    class Masked(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+            return x * 2 if mask is None else x * mask
+
+    x, mask = torch.randn(4, 4), torch.rand(4)
+    with graphir.compile(Masked(), (x, None)) as step:
+        for given in (None, mask, None):
+            expected = x * 2 if given is None else x * given
+            assert torch.equal(step.step(x, given), expected)
+        assert len(step.plans) == 2
+
+
+def test_what_is_whole_stays_whole_in_later_captures() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return torch.cat((x * scale).chunk(2))
+
+    scale = torch.randn(4)
+    with graphir.compile(Scaled(), (torch.randn(6, 4), scale), devices=[0, 1]) as step:
+        for count in (6, 4, 8):
+            x = torch.randn(count, 4)
+            assert torch.equal(step.step(x, scale), x * scale)
+
+
+def test_later_captures_are_in_the_mode_of_the_first() -> None:
+    model = Halves()
+    with compiled(model) as step:
+        eager = ShareByShare(model, F.mse_loss, sgd, 1)
+        model.eval()
+        x, y = rows(4)
+        assert_same_bits({"loss": step.step(x, y)}, {"loss": eager.step(x, y)}, "in training mode")
+        assert not model.training and not model.norm.training
+
+
+def test_learning_rates_hold_for_every_plan() -> None:
+    model = Halves()
+    optimizer = sgd(model)
+    followed = ShareByShare(model, F.mse_loss, sgd, 1)
+    with compiled(model, optimizer=optimizer) as step:
+        for i, count in enumerate((6, 4, 6, 4, 3)):
+            if i == 3:
+                step.follow(optimizer)
+            if i < 3:
+                step.param_groups[0]["lr"] = 0.1 / (i + 1)
+            else:
+                optimizer.param_groups[0]["lr"] = 0.1 / (i + 1)
+            followed.optimizers[0].param_groups[0]["lr"] = 0.1 / (i + 1)
+            x, y = rows(count)
+            assert_same_bits({"loss": step.step(x, y)}, {"loss": followed.step(x, y)}, f"step {i}")
+        assert_same_bits(step.state_dict(), followed.models[0].state_dict(), "state")
+
+
+def test_loaded_state_holds_for_every_plan() -> None:
+    model = Halves()
+    with compiled(model) as step:
+        for count in (6, 4):
+            step.step(*rows(count))
+        step.load_state_dict(model.state_dict())
+        for _ in step.plans:
+            assert_same_bits(step.state_dict(), dict(model.state_dict()), "loaded")
+        saved = step.state()
+        assert int(saved["step"]) == 2
+
+
+@pytest.mark.parametrize(
+    "given", ["shift_activations{activations=[relu], shifts={0: 1}} | inject_copies | share_storage", "function"]
+)
+def test_passes_run_on_the_replicated_program(given: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+
+    def shifted(program: graphir.Program) -> graphir.Program:
+        return passes.shift_activations(program, passes.find_activations(program)[1:], shifts={0: 1})
+
+    text = given.replace("[relu]", "['1']").replace("'", '"')
+    with compiled(model, passes=shifted if given == "function" else text) as step:
+        assert [str(device) for device in step.plan.devices] == ["gpu:0", "gpu:1", "cpu:0"]
+        assert any(op.type == "Copy" for op in step.plan.step.ops)
+        trains_as_eager(step, model, [6, 5])
+
+
+# What is refused
+
+
+def test_arguments_that_no_capture_takes_change_nothing() -> None:
+    model = Halves()
+    with compiled(model) as step:
+        with pytest.raises(CaptureError, match="the step failed while it was recorded: RuntimeError"):
+            step.step(torch.randn(6, 5), torch.randn(6, 3))
+        with pytest.raises(SessionError, match=r"has dtype torch\.float64"):
+            step.step(torch.randn(6, 4).double(), torch.randn(6, 3))
+        with pytest.raises(SessionError, match="a step takes 2 positional arguments, 1 given"):
+            step.step(torch.randn(6, 4))
+        assert len(step.plans) == 1
+        trains_as_eager(step, model, [6, 4])
+
+
+def test_shares_that_differ_where_sizes_are_fixed() -> None:
+    with compiled(Halves(), count=8, devices=[0, 1]) as step:
+        with pytest.raises(CoverageError, match=r"takes \[3, 4\] for each replica"):
+            step.step(*rows(5))
+        assert len(step.plans) == 1 and step.steps_done == 0
+
+
+def test_an_optimizer_that_has_changed_is_refused() -> None:
+    model = Halves()
+    optimizer = sgd(model)
+    with compiled(model, optimizer=optimizer) as step:
+        optimizer.param_groups[0]["weight_decay"] = 0.1
+        with pytest.raises(SessionError, match=r"has weight_decay=0.1 in this program, 0(\.0)? in the one beside it"):
+            step.step(*rows(4))
+        step.step(*rows(6))
+
+
+def test_a_failed_step_ends_every_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    with compiled(Halves()) as step:
+        for count in (6, 4):
+            step.step(*rows(count))
+
+        def fails(*args: Any) -> None:
+            raise RunError("out of memory")
+
+        monkeypatch.setattr(step._sessions[0]._executor, "run", fails)
+        with pytest.raises(RunError):
+            step.step(*rows(4))
+        for count in (4, 6, 3):
+            with pytest.raises(SessionError, match="the session is unusable: step 2 failed"):
+                step.step(*rows(count))
+
+
+def test_what_is_closed_refuses_steps() -> None:
+    step = compiled(Halves())
+    step.close()
+    with pytest.raises(SessionError, match="the session is closed"):
+        step.step(*rows(6))
+
+
+def test_there_is_at_least_one_plan() -> None:
+    with pytest.raises(SessionError, match="most_plans=0"):
+        compiled(Halves(), most_plans=0)
