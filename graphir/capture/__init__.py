@@ -2,10 +2,12 @@
 
 In the order in which a step passes through::
 
-    arguments, model_state     what the step is given, and what it starts from
+    arguments, options, model_state
+                               what the step is given, and what it starts from
     recorder                   every operator that the dispatcher sees (with scopes, memory, mutation, forms,
                                randomness, sparse, refusals)
-    recording                  one run: forward, loss, backward
+    recording                  one run: forward, loss and backward of each of the micro_batches, and what happens to
+                               the gradients before the update
     sizes, grid                several runs, at several sizes, fitted
     naming, optimizers, update, build     the program
 """
@@ -23,8 +25,10 @@ from ..ir.verify import verify
 from .arguments import read_arguments
 from .build import build_program
 from .collector import collector_paused
+from .micro_batches import divided
 from .model_state import read_state
 from .optimizers import read_optimizer
+from .options import read_options
 from .randomness import seeded
 from .recording import Step
 from .refusals import refuse_model
@@ -42,6 +46,10 @@ def capture(
     loss: Callable[..., Any] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     batch_dims: Any = None,
+    clip_grad_norm: float | None = None,
+    clip_grad_value: float | None = None,
+    accumulate: int = 1,
+    loss_scale: float | torch.amp.GradScaler | None = None,
     name: str | None = None,
 ) -> Program:
     """Capture a step of *model*: forward, loss, backward and update, as one program.
@@ -63,6 +71,13 @@ def capture(
             a dict that names dimensions, such as ``{0: "batch", 1: "length"}``. One for all, or a tree of them over
             ``(inputs, kwargs, targets)``. By default dimension 0 of every tensor whose dimension 0 is as long as the
             first input's. The dimension ``batch`` is split over replicas, the others are passed whole to each.
+        clip_grad_norm: the largest norm of the gradients together, as ``torch.nn.utils.clip_grad_norm_`` clips them
+            before the update; those of the optimizer's parameters, without one those of all.
+        clip_grad_value: the largest magnitude of each of their elements, as ``clip_grad_value_`` clips them.
+        accumulate: into how many micro-batches the batch is cut; each has a forward and a backward of its own, and
+            the gradients of ``loss / accumulate`` are added up. The step's loss is the sum of these losses.
+        loss_scale: a number by which the loss is multiplied before the backward and the gradients are divided
+            afterwards; or a ``torch.amp.GradScaler``, whose scale, growth and skipped steps become part of the program.
         name: of the program; by default the class's name in lower case.
 
     Returns:
@@ -78,11 +93,20 @@ def capture(
     refuse_model(model)
     if optimizer is not None and loss is None:
         raise CaptureError("an optimizer is given, but no loss", fix="pass loss=, or leave the optimizer out")
+    options = read_options(
+        clip_grad_norm,
+        clip_grad_value,
+        accumulate,
+        loss_scale,
+        backward=loss is not None,
+        optimizer=optimizer is not None,
+    )
     with collector_paused(), torch.inference_mode(False):
         state = read_state(model)
         arguments = read_arguments(model, inputs, kwargs, targets, loss, batch_dims)
         groups = read_optimizer(optimizer, state.by_id) if optimizer is not None else ()
-        step = Step(model, state, arguments, loss)
+        trained = None if optimizer is None else frozenset([param for group in groups for param in group.params])
+        step = Step(model, state, divided(arguments, options.accumulate), loss, options, trained)
         followed = follow_dims(step)
         program = build_program(
             step,

@@ -56,12 +56,16 @@ def build_program(
     """
     recording = sizes.recording
     names = Names([*RESERVED, *recording.state])
-    gradients: dict[int, tuple[int, ...]] = {value.index: (gradient.index,) for value, gradient in recording.gradients}
+    gradients: dict[int, tuple[int, ...]] = {param.index: (g.index,) for param, g in recording.finished.gradients}
     gradients |= {index: (pair.indices.index, pair.values.index) for index, pair in recording.sparse_gradients.items()}
     update = build_update(groups, recording, gradients, names)
     modules = frozenset(path for path, _ in step.model.named_modules() if path)
     named = name_values(recording, names, modules)
-    update = update.with_gradients({i: tuple([named[g] for g in found]) for i, found in gradients.items()})
+    found_inf = recording.finished.found_inf
+    update = update.with_gradients(
+        {i: tuple([named[g] for g in found]) for i, found in gradients.items()},
+        None if found_inf is None else named[found_inf.index],
+    )
 
     roles = _roles(recording)
     state, inputs = _externals(recording, sizes, named, update)
@@ -110,7 +114,8 @@ def _blob(named: Sequence[str], value: Value, role: Role, sizes: Sizes) -> Blob:
 def _roles(recording: Recording) -> dict[int, Role]:
     """The role of each storage, by the index of its root."""
     handed_back = {v.root.index for v in [recording.loss, *recording.outputs] if v is not None}
-    gradients = {gradient.root.index for _, gradient in recording.gradients}
+    pairs = [*recording.gradients, *recording.parts, *recording.finished.gradients]
+    gradients = {gradient.root.index for _, gradient in pairs}
     gradients |= {value.root.index for pair in recording.sparse_gradients.values() for value in pair}
     roles: dict[int, Role] = {}
     for value in recording.values:
@@ -120,7 +125,7 @@ def _roles(recording: Recording) -> dict[int, Role]:
             roles[value.index] = value.kind  # type: ignore[assignment]
         elif value.index in handed_back:
             roles[value.index] = "output"
-        elif value.phase == "backward":
+        elif value.phase != "forward":
             roles[value.index] = "gradient" if value.index in gradients else "temporary"
         else:
             roles[value.index] = "activation" if value.follows_input else "temporary"
@@ -135,7 +140,7 @@ def _externals(
     lasting = [
         *(_blob(named, v, v.kind, sizes) for v in recording.state.values()),  # type: ignore[arg-type]
         *update.state_blobs,
-        *(_blob(named, v, "constant", sizes) for v in constants),
+        *(_blob(named, v, v.kind, sizes) for v in constants),  # type: ignore[arg-type]
     ]
     given = [_blob(named, v, "input", sizes) for v in recording.inputs if v is not None]
     return {b.name: b for b in lasting}, {b.name: b for b in [*update.rate_blobs, *given]}
@@ -176,7 +181,7 @@ def _refuse_sparse_outputs(recording: Recording, named: Sequence[str]) -> None:
 def _external_outputs(recording: Recording, named: Sequence[str], optimizer: str) -> tuple[str, ...]:
     if recording.loss is None:
         return tuple(dict.fromkeys(named[v.index] for v in recording.outputs))
-    gradients = [named[g.index] for v, g in recording.gradients if v.kind == "param" and not optimizer]
+    gradients = [named[g.index] for _, g in recording.finished.gradients if not optimizer]
     return (named[recording.loss.index], *gradients)
 
 

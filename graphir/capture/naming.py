@@ -80,7 +80,7 @@ def name_values(recording: Recording, names: Names, modules: frozenset[str]) -> 
             found[value.index] = names.take(_join(value.scope, value.label))
     for value in forward:
         if value.claim is not None and (bearer := _bearer(value, value.claim)).index not in found:
-            found[bearer.index] = names.take(value.claim)
+            found[bearer.index] = names.take(value.prefix + value.claim)
     for value in forward:
         if value.index not in found:
             found[value.index] = (
@@ -88,15 +88,18 @@ def name_values(recording: Recording, names: Names, modules: frozenset[str]) -> 
             )
     for value, gradient in recording.gradients:
         if gradient.index not in found:
-            found[gradient.index] = names.take(found[value.index] + "_grad", modules)
+            found[gradient.index] = names.take(_prefixed(gradient, found[value.index] + "_grad"), modules)
+    for param, gradient in recording.parts:
+        if gradient.index not in found:
+            word = "_grad.sum" if gradient.label == "sum" else "_grad"
+            found[gradient.index] = names.take(_prefixed(gradient, found[param.index] + word), modules)
     for index, (indices, values) in recording.sparse_gradients.items():
         found[indices.index] = names.take(f"{found[index]}_grad.indices", modules)
         found[values.index] = names.take(f"{found[index]}_grad.values", modules)
     for value in recording.values:
         if value.index not in found:
-            found[value.index] = (
-                found[value.root.index] if value.version else _backward_name(value, found, names, modules)
-            )
+            later = _update_name if value.phase == "update" else _backward_name
+            found[value.index] = found[value.root.index] if value.version else later(value, found, names, modules)
     return [found[i] for i in range(len(recording.values))]
 
 
@@ -112,9 +115,14 @@ def _bearer(value: Value, module: str) -> Value:
     return root if computed and prod(root.shape) == prod(value.shape) else value
 
 
+def _prefixed(value: Value, name: str) -> str:
+    """*name* with the prefix of the micro-batch that *value* belongs to."""
+    return name if name.startswith(value.prefix) else value.prefix + name
+
+
 def _forward_name(value: Value, found: Mapping[int, str], names: Names, modules: frozenset[str]) -> str:
     base = _viewed(value, found) or _result_of(value, found) or _join(value.scope, value.label)
-    return names.take(base, modules)
+    return names.take(_prefixed(value, base), modules)
 
 
 def _backward_name(value: Value, found: Mapping[int, str], names: Names, modules: frozenset[str]) -> str:
@@ -126,7 +134,15 @@ def _backward_name(value: Value, found: Mapping[int, str], names: Names, modules
             base = f"{value.claim}.recomputed"
         else:
             base = _join(value.scope, f"recomputed_{value.label}")
-    return names.take(base, modules)
+    return names.take(_prefixed(value, base), modules)
+
+
+def _update_name(value: Value, found: Mapping[int, str], names: Names, modules: frozenset[str]) -> str:
+    """What is made of one gradient is called after it; what is made of all, by a name of its own."""
+    base = value.claim
+    if base is None and value.call is not None:
+        base = f"{found[(value.source or value.call.inputs[0]).index]}.{value.label}"
+    return names.take(base or value.label, modules)
 
 
 def _viewed(value: Value, found: Mapping[int, str]) -> str:

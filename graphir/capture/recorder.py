@@ -52,7 +52,7 @@ class Recorder(TorchDispatchMode):
         calls: in order.
         values: every value, externals first, at its index.
         constants: real tensors that the step reads and that are neither parameters, buffers nor inputs.
-        phase: forward or backward.
+        phase: forward, backward or update.
         sparse: the sparse gradients.
     """
 
@@ -78,6 +78,7 @@ class Recorder(TorchDispatchMode):
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._owners: dict[int, Value] = {}
         self._safe: set[object] = set()
+        self._prefix, self._first = "", 0
 
     # What exists before the step.
 
@@ -89,7 +90,7 @@ class Recorder(TorchDispatchMode):
         """Make a fake tensor known as a parameter, buffer, constant or input."""
         value = self._value(tensor, name, "", follows_input=kind == "input")
         value.kind = kind
-        self._memory.add_base(tensor, value, persistent=kind in ("param", "buffer"))
+        self._memory.add_base(tensor, value, persistent=kind in ("param", "buffer", "state"))
         return value
 
     # What the step did.
@@ -112,8 +113,18 @@ class Recorder(TorchDispatchMode):
         return alias is not None and alias.generation == alias.store.generation and alias.value.known
 
     def differentiable(self) -> Iterator[tuple[Value, Any]]:
-        """Each forward value that has a gradient, and where that arrives: its tensor, or an edge of the graph."""
-        return differentiable(self._memory, self.values)
+        """Each forward value that has a gradient, and where that arrives: its tensor, or an edge of the graph.
+
+        Of the values that operators made, those of the current micro-batch.
+        """
+        seen = (alias for alias in self._memory if alias.value.index >= self._first or alias.value.root.kind)
+        return differentiable(seen, self.values)
+
+    def start_micro_batch(self, prefix: str) -> None:
+        """From here on, operators belong to the forward of the micro-batch whose names start with *prefix*."""
+        self.phase, self._prefix, self._first = "forward", prefix, len(self.values)
+        for value in self.values:
+            value.edge = None
 
     def end_forward(self) -> None:
         """Raise where the forward did to a tensor what no operator tells.
@@ -142,6 +153,17 @@ class Recorder(TorchDispatchMode):
         """Between the step's own calls: what runs on fake tensors is recorded by :meth:`emit` alone."""
         with _disable_current_modes(), self._fake_mode, torch.no_grad():
             yield
+
+    def start_update(self) -> None:
+        """From here on, operators belong to the update."""
+        self.phase, self._prefix = "update", ""
+
+    def window(self, value: Value) -> torch.Tensor:
+        """A new tensor that shows *value*; what is done to it is done to no other tensor."""
+        with self.unseen():
+            tensor = torch.empty_strided(value.shape, value.strides, dtype=value.dtype, device="cpu")
+        self._memory.add_base(tensor, value, persistent=False)
+        return tensor
 
     # What the dispatcher calls.
 
@@ -291,7 +313,7 @@ class Recorder(TorchDispatchMode):
 
     def _value(self, tensor: torch.Tensor, label: str, scope: str, follows_input: bool) -> Value:
         value = Value(len(self.values), tensor, label, scope, self.phase)
-        value.follows_input = follows_input
+        value.follows_input, value.prefix = follows_input, self._prefix
         self.values.append(value)
         return value
 

@@ -17,8 +17,11 @@ from ..ir.program import Scalar
 from ..ir.size import Dims
 from .arguments import Arguments, Leaf
 from .devices import moves_stay
+from .gradients import Finished, fake_scaler, finish_gradients, refuse_sparse, scale_loss
 from .known import fakes_with_known_values_hidden
+from .micro_batches import Sums, micro_batch, prefix_of_micro_batch
 from .model_state import ModelState, attributes_kept, fakes_in_place
+from .options import LossScaler, Options
 from .randomness import random_state_kept, refuse_seeding
 from .recorder import Recorder
 from .refusals import where
@@ -35,12 +38,23 @@ _GEOMETRY_ONLY: Final = ("aten.empty", "aten.new_empty")
 
 
 class Step(NamedTuple):
-    """What is to be recorded: a model, its arguments, and the loss, without which it is a forward only."""
+    """What is to be recorded.
+
+    Attributes:
+        model: the module.
+        state: its parameters and buffers.
+        arguments: of a step; their ``batch`` is that of one micro-batch.
+        loss: without it the step is a forward only.
+        options: of the capture.
+        trained: the parameters' blobs whose gradients are used; None: all of them.
+    """
 
     model: torch.nn.Module
     state: ModelState
     arguments: Arguments
     loss: Callable[..., Any] | None
+    options: Options = Options()
+    trained: frozenset[str] | None = None
 
 
 class Recording(NamedTuple):
@@ -55,6 +69,8 @@ class Recording(NamedTuple):
         loss: the scalar loss.
         returned: the leaves of what a forward-only step returns, and ``results``, their structure.
         gradients: forward values and the values of their gradients, parameters first.
+        parts: parameters, and gradients and sums of some micro-batches.
+        finished: what the updates read, or the caller gets.
         sparse_gradients: those of parameters, by the index of the parameter's value.
     """
 
@@ -67,6 +83,8 @@ class Recording(NamedTuple):
     returned: list[Value | Scalar]
     results: pytree.TreeSpec | None
     gradients: list[tuple[Value, Value]]
+    parts: list[tuple[Value, Value]]
+    finished: Finished
     sparse_gradients: Mapping[int, SparseValue]
 
     @property
@@ -100,10 +118,15 @@ def _run(step: Step, dims: Dims) -> tuple[Recording, list[CaptureError]]:
     recorder = Recorder(fake_mode, scopes, lines, _attribute_paths(step.model))
     with fake_mode, torch.no_grad():
         fakes, state = _fake_state(step.state, recorder)
-        leaves, inputs = _fake_leaves(step.arguments.leaves, dims, recorder)
-    args, kwargs, targets = step.arguments.split(leaves)
+        leaves, inputs = _fake_leaves(step.arguments.leaves, dims, step.options.accumulate, recorder)
+        scale = step.options.loss_scale
+        if isinstance(scale, LossScaler):
+            scale = fake_scaler(scale, recorder)
     grad = torch.enable_grad() if step.loss is not None else contextlib.nullcontext()
+    returned: list[Value | Scalar] = []
+    results: pytree.TreeSpec | None = None
     gradients: list[tuple[Value, Value]] = []
+    sums, finished = Sums(recorder), Finished([])
     with (
         grad,
         random_state_kept(),
@@ -116,33 +139,43 @@ def _run(step: Step, dims: Dims) -> tuple[Recording, list[CaptureError]]:
         fake_mode,
         recorder,
     ):
-        with scopes.follow(lambda: len(recorder.values), recorder.claim), _failures(scopes):
-            output = step.model(*args, **kwargs)
         if step.loss is None:
+            output, _ = _forward(step, leaves, scopes, recorder)
             recorder.end_forward()
-            loss = None
             returned, results = _returned(output, recorder)
         else:
-            returned, results = [], None
-            with scopes.inside("loss"), scopes.follow(lambda: len(recorder.values), recorder.claim), _failures(scopes):
-                total = _scalar(step.loss(output, *targets))
-            recorder.end_forward()
-            with scopes.follow(lambda: len(recorder.values), recorder.claim):
-                loss, gradients = _backward(total, recorder)
+            for i in range(step.options.accumulate):
+                first = len(recorder.calls)
+                recorder.start_micro_batch(prefix_of_micro_batch(i, step.options.accumulate))
+                parts = micro_batch(step.arguments.leaves, leaves, i, step.options.accumulate, recorder)
+                loss, start = _forward_loss(step, parts, scale, scopes, recorder)
+                sums.add_loss(loss)
+                with scopes.follow(lambda: len(recorder.values), recorder.claim):
+                    found = _backward(start, recorder, first_batch=i == 0)
+                of_params = [pair for pair in found if pair[0].kind == "param"]
+                sums.add_gradients(of_params, first)
+                gradients += found[len(of_params) :]
+            refuse_sparse(recorder, step.options)
+            of_params = sums.gradients()
+            gradients = [*of_params, *gradients]
+            used = [pair for pair in of_params if step.trained is None or pair[0].label in step.trained]
+            finished = finish_gradients(used, step.options, scale, recorder)
     recording = Recording(
         recorder.calls,
         recorder.values,
         inputs,
         state,
         recorder.constants,
-        loss,
+        sums.loss,
         returned,
         results,
         gradients,
+        sums.parts,
+        finished,
         recorder.sparse.gradients,
     )
     sparse = [value for pair in recording.sparse_gradients.values() for value in pair]
-    kept = [loss, *recording.outputs, *(g for _, g in gradients), *sparse]
+    kept = [sums.loss, *recording.outputs, *(g for _, g in [*gradients, *finished.gradients]), *sparse]
     return recording._replace(calls=_live(recording.calls, kept)), changes
 
 
@@ -165,6 +198,34 @@ def _described(recording: Recording) -> list[object]:
     gradients = [(value.index, gradient.index) for value, gradient in recording.gradients]
     returned = [leaf.index if isinstance(leaf, Value) else ("scalar", leaf) for leaf in recording.returned]
     return [calls, gradients, returned, recording.loss and recording.loss.index]
+
+
+def _forward(step: Step, leaves: Sequence[Any], scopes: Scopes, recorder: Recorder) -> tuple[Any, tuple[Any, ...]]:
+    """What the model returns, and the targets."""
+    args, kwargs, targets = step.arguments.split(leaves)
+    with scopes.follow(lambda: len(recorder.values), recorder.claim), _failures(scopes):
+        return step.model(*args, **kwargs), targets
+
+
+def _forward_loss(
+    step: Step, leaves: Sequence[Any], scale: float | LossScaler | None, scopes: Scopes, recorder: Recorder
+) -> tuple[Value, torch.Tensor]:
+    """The loss of a micro-batch, and what its backward starts from."""
+    assert step.loss is not None
+    output, targets = _forward(step, leaves, scopes, recorder)
+    with scopes.inside("loss"), scopes.follow(lambda: len(recorder.values), recorder.claim), _failures(scopes):
+        total = _scalar(step.loss(output, *targets))
+        if step.options.accumulate > 1:
+            total = total / step.options.accumulate
+        scaled = scale_loss(total, scale)
+        if scaled is not total:
+            recorder.read(scaled).claim = "loss.scaled"
+    recorder.end_forward()
+    loss = recorder.read(total)
+    if loss.kind or loss.is_view:
+        with recorder.unseen():
+            loss = recorder.emit(_aten.clone.default, (total,), {}, {})[0]
+    return loss, scaled
 
 
 @contextlib.contextmanager
@@ -218,7 +279,9 @@ def _fake_state(state: ModelState, recorder: Recorder) -> tuple[dict[int, torch.
     return fakes, values
 
 
-def _fake_leaves(leaves: Sequence[Leaf], dims: Dims, recorder: Recorder) -> tuple[list[Any], list[Value | None]]:
+def _fake_leaves(
+    leaves: Sequence[Leaf], dims: Dims, accumulate: int, recorder: Recorder
+) -> tuple[list[Any], list[Value | None]]:
     fakes: dict[int, tuple[torch.Tensor, Value]] = {}
     made: list[Any] = []
     values: list[Value | None] = []
@@ -231,7 +294,7 @@ def _fake_leaves(leaves: Sequence[Leaf], dims: Dims, recorder: Recorder) -> tupl
         if id(tensor) not in fakes:
             shape = list(tensor.shape)
             for d, name in leaf.dims.items():
-                shape[d] = dims[name]
+                shape[d] = dims[name] * accumulate if d == leaf.batch_dim else dims[name]
             fake = recorder.fake(shape, _strides(tensor, shape), tensor.dtype)
             fake.requires_grad_(tensor.requires_grad)
             fakes[id(tensor)] = fake, recorder.external(fake, leaf.name, "input")
@@ -296,11 +359,11 @@ def _scalar(loss: Any) -> torch.Tensor:
     return total
 
 
-def _backward(total: torch.Tensor, recorder: Recorder) -> tuple[Value, list[tuple[Value, Value]]]:
-    loss = recorder.read(total)
-    if loss.kind or loss.is_view:
-        with recorder.unseen():
-            loss = recorder.emit(_aten.clone.default, (total,), {}, {})[0]
+def _backward(total: torch.Tensor, recorder: Recorder, first_batch: bool) -> list[tuple[Value, Value]]:
+    """Forward values and the values of their gradients, parameters first.
+
+    Those of the *first_batch* become ``param.grad``; autograd adds later ones to them, however they are laid out.
+    """
     recorder.start_backward()
     asked = sorted(recorder.differentiable(), key=lambda pair: (pair[0].kind != "param", pair[0].index))
     try:
@@ -326,12 +389,12 @@ def _backward(total: torch.Tensor, recorder: Recorder) -> tuple[Value, list[tupl
             recorder.sparse.finish(recorder, value, tensor)
             continue
         gradient = recorder.read(tensor)
-        if value.kind == "param":
+        if value.kind == "param" and first_batch:
             with recorder.unseen():
                 gradient = _own_gradient(value, gradient, gradient.index in used, recorder)
             used.add(gradient.index)
         gradients.append((value, gradient))
-    return loss, gradients
+    return gradients
 
 
 def _own_gradient(param: Value, gradient: Value, shared: bool, recorder: Recorder) -> Value:

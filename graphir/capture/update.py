@@ -43,18 +43,19 @@ class Update(NamedTuple):
     operators: tuple[tuple[int, Operator], ...]
     ops: tuple[Operator, ...] = ()
 
-    def with_gradients(self, gradients: Mapping[int, tuple[str, ...]]) -> Update:
+    def with_gradients(self, gradients: Mapping[int, tuple[str, ...]], found_inf: str | None) -> Update:
         """This update, its operators complete.
 
         Args:
             gradients: name of the gradient of each parameter, by the index of the parameter's value; two names, of its
                 indices and its values, for a sparse one.
+            found_inf: name of what says whether to skip the updates; None where they are never skipped.
         """
         ops = [
             op._replace(inputs=(op.inputs[0], *gradients[index], *op.inputs[1 + len(gradients[index]) :]))
             for index, op in self.operators
         ]
-        return self._replace(ops=tuple(ops))
+        return self._replace(ops=tuple(ops if found_inf is None else [_skipped(op, found_inf) for op in ops]))
 
 
 def build_update(
@@ -127,4 +128,13 @@ def _operator(
         effects=effects_of(update.type, update.args, operands, len(inputs), None, 0),
         input_versions=(version, *[0] * (len(inputs) - 1)) if version else None,
         output_versions=(version + 1, *[1] * len(present)),
+    )
+
+
+def _skipped(op: Operator, found_inf: str) -> Operator:
+    """An optimizer's operator that is told whether to skip."""
+    return op._replace(
+        inputs=(*op.inputs, found_inf),
+        operands=op.operands and f"{op.operands}t",
+        input_versions=op.input_versions and (*op.input_versions, 0),
     )

@@ -33,7 +33,7 @@ class Value:
         label: the operator's name as users know it, such as ``relu``; the whole name for inputs and state.
         scope: path of the module that made it.
         claim: path of the module whose output it is, if any.
-        kind: ``param``, ``buffer``, ``constant``, ``input``, or empty for what an operator made.
+        kind: ``param``, ``buffer``, ``state``, ``constant``, ``input``, or empty for what an operator made.
         version: how often the blob was overwritten before, for state.
         follows_input: whether it depends on an input of the step.
         known: it follows from sizes and literals alone, so that every step makes the same.
@@ -41,6 +41,7 @@ class Value:
         source: the forward value whose gradient was being computed when a backward operator made this one.
         call: the call that made it.
         edge: where its gradient arrives, once the tensor that held it was overwritten.
+        prefix: of its name: of the micro-batch that it belongs to.
     """
 
     __slots__ = (
@@ -55,6 +56,7 @@ class Value:
         "label",
         "offset",
         "phase",
+        "prefix",
         "root",
         "scope",
         "shape",
@@ -81,6 +83,7 @@ class Value:
         self.source: Value | None = None
         self.call: Call | None = None
         self.edge: Any = None
+        self.prefix = ""
 
     @property
     def is_view(self) -> bool:

@@ -1,0 +1,118 @@
+"""What a step does beside forward, loss, backward and update: clipping, micro-batches, loss scaling."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from ..errors import CaptureError
+
+__all__ = ["LossScaler", "Options", "read_options"]
+
+
+class LossScaler(NamedTuple):
+    """A ``torch.amp.GradScaler`` as it is now.
+
+    Attributes:
+        scale: ``f32[]``.
+        growth_tracker: ``i32[]``; steps since the scale last changed or a gradient was not finite.
+        growth_factor, backoff_factor: by which the scale is multiplied.
+        growth_interval: after how many finite steps the scale grows.
+    """
+
+    scale: torch.Tensor
+    growth_tracker: torch.Tensor
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+
+
+class Options(NamedTuple):
+    """Attributes:
+    clip_grad_norm: the largest norm of all gradients together; None: any.
+    clip_grad_value: the largest magnitude of a gradient's element; None: any.
+    accumulate: the number of micro-batches.
+    loss_scale: a constant factor of the loss, or what chooses it; None: 1.
+    """
+
+    clip_grad_norm: float | None = None
+    clip_grad_value: float | None = None
+    accumulate: int = 1
+    loss_scale: float | LossScaler | None = None
+
+
+def read_options(
+    clip_grad_norm: float | None,
+    clip_grad_value: float | None,
+    accumulate: int,
+    loss_scale: float | torch.amp.GradScaler | None,
+    *,
+    backward: bool,
+    optimizer: bool,
+) -> Options:
+    """Check the arguments of ``capture`` that have these names.
+
+    Args:
+        clip_grad_norm, clip_grad_value, accumulate, loss_scale: as given.
+        backward: there is a loss.
+        optimizer: there is an optimizer.
+
+    Raises:
+        CaptureError: one of them is not what it can be, or does not go with the others.
+    """
+    norm = _positive("clip_grad_norm", clip_grad_norm)
+    value = _positive("clip_grad_value", clip_grad_value)
+    if norm is not None and value is not None:
+        raise CaptureError(
+            "clip_grad_norm and clip_grad_value are both given, and their results depend on which comes first",
+            fix="pass one of them",
+        )
+    if type(accumulate) is not int or accumulate < 1:
+        raise CaptureError(
+            f"accumulate={accumulate!r} is not a number of micro-batches", fix="pass a whole number of at least 1"
+        )
+    scale = _loss_scale(loss_scale, optimizer) if loss_scale is not None else None
+    if not backward:
+        used = (norm is not None, value is not None, accumulate > 1, scale is not None)
+        for name in [name for name, given in zip(Options._fields, used, strict=True) if given]:
+            raise CaptureError(
+                f"{name} is given, but no loss, so that there are no gradients",
+                fix=f"pass loss=, or leave {name} out",
+            )
+    return Options(norm, value, accumulate, scale)
+
+
+def _positive(name: str, value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise CaptureError(
+            f"{name}={value!r} is not a positive number", fix="pass a finite number above 0, such as 1.0"
+        )
+    return float(value)
+
+
+def _loss_scale(given: object, optimizer: bool) -> float | LossScaler | None:
+    if not isinstance(given, torch.amp.GradScaler):
+        if not isinstance(given, (int, float)):
+            raise CaptureError(
+                f"loss_scale is a {type(given).__name__}", fix="pass a number, or a torch.amp.GradScaler"
+            )
+        return _positive("loss_scale", given)
+    if not given.is_enabled():
+        return None
+    if not optimizer:
+        raise CaptureError(
+            "loss_scale is a GradScaler, but there is no optimizer whose steps it could skip",
+            fix="pass optimizer=, or a number as loss_scale",
+        )
+    state = given.state_dict()
+    return LossScaler(
+        torch.tensor(state["scale"], dtype=torch.float32, device="cpu"),
+        torch.tensor(state["_growth_tracker"], dtype=torch.int32, device="cpu"),
+        float(state["growth_factor"]),
+        float(state["backoff_factor"]),
+        int(state["growth_interval"]),
+    )
