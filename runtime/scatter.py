@@ -19,7 +19,7 @@ from graphir.ir.dtype import TORCH_NAME
 from graphir.ir.names import base_name
 from graphir.ir.opset import to_symbol
 from graphir.ir.program import Program, Scalar
-from graphir.ir.size import Dims, Size, bind, bind_shape, dimension, rename_dims, size_dims
+from graphir.ir.size import Dims, Polynomial, Size, bind, bind_shape, rename_dims, size_dims
 
 from .arguments import Arguments, counted
 from .kernels import allocate
@@ -184,13 +184,12 @@ class Scatter:
 
     def check_rows(self, leaves: Sequence[Tensor]) -> None:
         """Leaves whose rows are one dimension have equally many."""
-        first: dict[str, int] = {}
+        first: dict[tuple[str, int], int] = {}
         for i in self.tensors:
-            blob, dim = self.captured(i), self.program.interface.feeds[i].batch_dim
-            size = blob.shape[dim] if blob is not None and blob.shape is not None and dim is not None else None
-            if dim is None or size is None or not (names := size_dims(size)) or size != dimension(names[0]):
+            dim, rows = self.program.interface.feeds[i].batch_dim, self.rows(i)
+            if dim is None or rows is None:
                 continue
-            j = first.setdefault(names[0], i)
+            j = first.setdefault(rows, i)
             there = self.program.interface.feeds[j].batch_dim or 0
             ours, theirs = leaves[i].shape[dim], leaves[j].shape[there]
             if ours != theirs:
@@ -200,15 +199,32 @@ class Scatter:
                     fix="give as many rows of each",
                 )
 
+    def rows(self, i: int) -> tuple[str, int] | None:
+        """The dimension that a leaf's rows are, and how often; the latter is the number of micro-batches."""
+        blob, dim = self.captured(i), self.program.interface.feeds[i].batch_dim
+        size = blob.shape[dim] if blob is not None and blob.shape is not None and dim is not None else None
+        if not isinstance(size, Polynomial) or len(size.terms) > 1 or len(size.terms[0][0]) > 1:
+            return None
+        ((name,), times) = size.terms[0]
+        return (name, times) if times > 0 else None
+
     def captured(self, i: int) -> Blob | None:
         """The blob of the first replica that a leaf goes to; None where nothing reads it."""
         feed = self.program.interface.feeds[i]
         return self.program.step.blobs.get(f"{self.program.replicas[0]}{feed.blob}")
 
     def chunks(self, i: int, leaf: Tensor, dim: int, replicas: int) -> list[tuple[int, int]]:
-        """Start and length of each replica's rows, by torch.chunk's rule."""
+        """Start and length of each replica's rows, by torch.chunk's rule; micro-batches are equally long."""
         size = leaf.shape[dim]
-        most = -(-size // replicas)
+        _, parts = self.rows(i) or ("", 1)
+        if size % parts:
+            raise SessionError(
+                f"{self.arguments.names[i]} has {counted(size, 'row')} along dimension {dim}, which {parts} "
+                "micro-batches do not divide",
+                where=f"program {self.program.name!r}",
+                fix=f"give {-(-size // parts) * parts} rows, or another multiple of {parts}",
+            )
+        most = -(-size // parts // replicas) * parts
         shares = [(start, min(most, size - start)) for start in range(0, size, max(most, 1))]
         if len(shares) < replicas:
             raise SessionError(

@@ -170,6 +170,15 @@ class Session:
         self._check_usable()
         return self._state.optimizer(self._rates.groups, replica)
 
+    def loss_scaler_state_dict(self) -> dict[str, Any]:
+        """The loss scaler's state as ``torch.amp.GradScaler.load_state_dict`` takes it.
+
+        Raises:
+            SessionError: the program was captured without one.
+        """
+        self._check_usable()
+        return self._state.loss_scaler()
+
     def state(self, replica: int | None = None) -> dict[str, Tensor]:
         """All state under the names of ``program.state``, copied: ``Session(plan, state)`` goes on from there.
 

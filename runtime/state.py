@@ -198,6 +198,24 @@ class State:
             packed.append({**group, "params": indices})
         return {"state": state, "param_groups": packed}
 
+    def loss_scaler(self) -> dict[str, Any]:
+        """The state in the format of ``torch.amp.GradScaler.state_dict()``; replicas have the same."""
+        op = next((op for op in self.program.step.ops if op.type == "aten._amp_update_scale_.default"), None)
+        if op is None:
+            raise SessionError(
+                "the program has no loss scaler",
+                where=f"program {self.program.name!r}",
+                fix="capture it with loss_scale=torch.amp.GradScaler(…)",
+            )
+        scale, growth_tracker = (self.tensors[name].item() for name in op.inputs[:2])
+        return {
+            "scale": scale,
+            "growth_factor": op.args["scale_growth_factor"],
+            "backoff_factor": op.args["scale_backoff_factor"],
+            "growth_interval": op.args["growth_interval"],
+            "_growth_tracker": growth_tracker,
+        }
+
 
 def _load(op: Operator, init: Net, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A blob's own tensor, with its geometry and the value of ``given[key]``."""

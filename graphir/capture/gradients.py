@@ -16,8 +16,10 @@ from typing import Final, NamedTuple
 
 import torch
 
+from ..errors import CaptureError
 from .options import LossScaler, Options
 from .recorder import Recorder
+from .refusals import where
 from .values import Call, Value
 
 __all__ = ["Finished", "fake_scaler", "finish_gradients", "refuse_sparse", "scale_loss"]
@@ -39,7 +41,7 @@ def fake_scaler(scaler: LossScaler, recorder: Recorder) -> LossScaler:
     """The scaler with fakes in the place of its tensors, which become state of the program."""
     fakes = []
     for name, tensor in (("scale", scaler.scale), ("growth_tracker", scaler.growth_tracker)):
-        fakes.append(torch.empty((), dtype=tensor.dtype, device="cpu"))
+        fakes.append(recorder.fake((), (), tensor.dtype))
         recorder.constants.append((recorder.external(fakes[-1], f"loss_scale.{name}", "state"), tensor))
     return scaler._replace(scale=fakes[0], growth_tracker=fakes[1])
 
@@ -75,6 +77,9 @@ def finish_gradients(
         options: of the capture.
         scale: by which the loss was multiplied; of a scaler its fake.
         recorder: in which it is recorded.
+
+    Raises:
+        CaptureError: a ``GradScaler`` would not unscale a gradient.
     """
     if scale is None and options.clip_grad_norm is None and options.clip_grad_value is None:
         return Finished(list(gradients))
@@ -85,6 +90,7 @@ def finish_gradients(
     found_inf = None
     with torch.no_grad():
         if isinstance(scale, LossScaler):
+            _refuse_half(gradients)
             made, found_inf = _unscale(originals, scale, recorder)
         elif scale is not None:
             made = [
@@ -106,6 +112,16 @@ def _called(value: Value, label: str, of: Value | None = None) -> Value:
     else:
         value.source, value.label = of, label
     return value
+
+
+def _refuse_half(gradients: Sequence[tuple[Value, Value]]) -> None:
+    for param, gradient in gradients:
+        if gradient.dtype == torch.float16:
+            raise CaptureError(
+                f"the gradient of {param.label!r} is torch.float16, which a GradScaler does not unscale",
+                where=where(param.scope),
+                fix="keep the parameters in float32 and compute in float16 under torch.autocast",
+            )
 
 
 def _unscale(gradients: Sequence[Value], scaler: LossScaler, recorder: Recorder) -> tuple[list[Value], Value]:

@@ -160,8 +160,7 @@ class Recorder(TorchDispatchMode):
 
     def window(self, value: Value) -> torch.Tensor:
         """A new tensor that shows *value*; what is done to it is done to no other tensor."""
-        with self.unseen():
-            tensor = torch.empty_strided(value.shape, value.strides, dtype=value.dtype, device="cpu")
+        tensor = self.fake(value.shape, value.strides, value.dtype)
         self._memory.add_base(tensor, value, persistent=False)
         return tensor
 
