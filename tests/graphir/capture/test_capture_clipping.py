@@ -127,3 +127,15 @@ def test_a_forward_only_program_has_none_of_them(option):
     example = models.mlp()
     with pytest.raises(CaptureError, match=f"{next(iter(option))} is given, but no loss"):
         graphir.capture(example.model, example.inputs, **option)
+
+
+@pytest.mark.parametrize(
+    "option", [{"clip_grad_norm": 1.0}, {"clip_grad_value": 1.0}, {"accumulate": 2}, {"loss_scale": 2.0}], ids=str
+)
+def test_sparse_gradients_go_with_none_of_them(option):
+    model = nn.Sequential(nn.Embedding(7, 5, sparse=True))
+    example = models.Example(
+        model, (torch.arange(6),), (torch.zeros(6, dtype=torch.int64),), nn.functional.cross_entropy
+    )
+    with pytest.raises(CaptureError, match=f"{next(iter(option))} is given, but '0.weight' has a sparse gradient"):
+        captured(example, lambda model: torch.optim.SGD(model.parameters(), lr=0.1), **option)
