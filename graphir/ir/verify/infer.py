@@ -60,8 +60,10 @@ Inputs: TypeAlias = Sequence[Geometry | None]
 _MOST_KEPT: Final = 100_000
 _kept: dict[tuple[Any, ...], Inferred] = {}
 
-_BACKEND_STRIDES: Final = frozenset({"aten.convolution.default", "aten.convolution_backward.default"})
-"""Types whose output strides are the backend's choice (mkldnn and cudnn keep channels last, meta does not)."""
+_BACKEND_STRIDES: Final = frozenset(
+    {"aten.convolution.default", "aten.convolution_backward.default", "aten.pixel_shuffle.default"}
+)
+"""Types whose output strides are the backend's choice (mkldnn, cudnn and the CPU keep channels last, meta does not)."""
 
 _BACKEND_SHAPES: Final = frozenset({"aten.mkldnn_rnn_layer.default", "aten._cudnn_rnn.default"})
 """Types with outputs, such as workspaces, whose shapes are the backend's choice."""

@@ -7,6 +7,8 @@ from typing import Any
 
 import models
 import pytest
+import torch
+from torch import nn
 
 from graphir.capture import capture
 from graphir.errors import VerifyError
@@ -25,3 +27,14 @@ def test_a_broken_program_is_reported_not_returned(monkeypatch: pytest.MonkeyPat
     example = models.mlp()
     with pytest.raises(VerifyError, match="before"):
         capture(example.model, example.inputs, targets=example.targets, loss=example.loss)
+
+
+def test_pixels_shuffled_channels_last_are_verified() -> None:
+    """The CPU keeps the layout, the meta device does not."""
+
+    class Shuffle(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.pixel_shuffle(x, 2)
+
+    x = torch.randn(3, 8, 3, 3).to(memory_format=torch.channels_last)
+    assert capture(Shuffle(), (x,)).fixed == ""
