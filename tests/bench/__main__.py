@@ -1,6 +1,6 @@
 """Run the benchmarks and print their tables; with --write, put them into docs/benchmarks.md.
 
-python tests/bench [passes] [synthetic] [caffe2] [step] [bits] [whole] [--write]
+python tests/bench [capture] [scale] [passes] [synthetic] [caffe2] [step] [bits] [whole] [--write]
 """
 
 from __future__ import annotations
@@ -15,16 +15,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "bench")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "zoo"), str(ROOT / "tests" / "bench")]
 
+import capturing
 import exactness
 import importing
 import placing
+import scaling
 import stepping
 import torch
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
+    "capture": capturing.rows,
+    "scale": scaling.rows,
     "passes": placing.resnet50_rows,
     "synthetic": placing.synthetic_rows,
     "caffe2": importing.rows,
