@@ -17,6 +17,7 @@ __all__ = ["Attributes"]
 _Container: TypeAlias = "list[Any] | dict[Any, Any] | set[Any] | deque[Any]"
 
 _CONTAINERS: Final = (list, dict, set, deque)
+_HOLDERS: Final = (*_CONTAINERS, tuple)
 _TABLES: Final = frozenset({"_parameters", "_buffers"})
 """Attributes of every module that hold its tensors, not attributes of its author's."""
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
@@ -45,7 +46,10 @@ class Attributes:
         self._before = dict(module.__dict__)
         seen: set[int] = set()
         self._held = [
-            held for name, value in self._before.items() if name not in _TABLES for held in _inside(name, value, seen)
+            held
+            for name, value in self._before.items()
+            if isinstance(value, _HOLDERS) and name not in _TABLES
+            for held in _inside(name, value, seen)
         ]
 
     def changed(self, fakes: Mapping[int, torch.Tensor]) -> CaptureError | None:
@@ -97,13 +101,14 @@ def _has_tensor(value: Any) -> bool:
 
 
 def _inside(attribute: str, value: Any, seen: set[int]) -> Iterator[_Held]:
-    if not isinstance(value, (*_CONTAINERS, tuple)) or id(value) in seen:
+    if not isinstance(value, _HOLDERS) or id(value) in seen:
         return
     seen.add(id(value))
     if isinstance(value, _CONTAINERS):
         yield _Held(attribute, value, _contents(value))
     for item in value.values() if isinstance(value, dict) else value:
-        yield from _inside(attribute, item, seen)
+        if isinstance(item, _HOLDERS):
+            yield from _inside(attribute, item, seen)
 
 
 def _contents(container: _Container) -> list[Any]:

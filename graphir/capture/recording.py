@@ -380,7 +380,17 @@ def _backward(total: torch.Tensor, recorder: Recorder, first_batch: bool) -> lis
             "reentrant checkpointing runs a backward of its own inside the backward",
             fix="pass use_reentrant=False to torch.utils.checkpoint.checkpoint",
         ) from e
-    gradients: list[tuple[Value, Value]] = []
+    with recorder.unseen():
+        return list(_gradients(asked, found, recorder, first_batch))
+
+
+def _gradients(
+    asked: Sequence[tuple[Value, Any]],
+    found: Sequence[torch.Tensor | None],
+    recorder: Recorder,
+    first_batch: bool,
+) -> Iterator[tuple[Value, Value]]:
+    """Each value that has a gradient, and that."""
     used: set[int] = set()
     for (value, _), tensor in zip(asked, found, strict=True):
         if tensor is None:
@@ -390,11 +400,9 @@ def _backward(total: torch.Tensor, recorder: Recorder, first_batch: bool) -> lis
             continue
         gradient = recorder.read(tensor)
         if value.kind == "param" and first_batch:
-            with recorder.unseen():
-                gradient = _own_gradient(value, gradient, gradient.index in used, recorder)
+            gradient = _own_gradient(value, gradient, gradient.index in used, recorder)
             used.add(gradient.index)
-        gradients.append((value, gradient))
-    return gradients
+        yield value, gradient
 
 
 def _own_gradient(param: Value, gradient: Value, shared: bool, recorder: Recorder) -> Value:

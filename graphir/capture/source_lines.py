@@ -35,6 +35,7 @@ class SourceLines:
     def __init__(self, end: CodeType) -> None:
         self._kinds: dict[CodeType, int] = {end: _END}
         self._texts: dict[tuple[CodeType, int], str] = {}
+        self._files: dict[str, str] = {}
 
     def current(self) -> str:
         """``models/net.py:42``; empty where no such frame runs, as in most of a backward."""
@@ -63,7 +64,10 @@ class SourceLines:
         key = code, instruction
         text = self._texts.get(key)
         if text is None:
-            text = self._texts[key] = f"{_shown(code.co_filename)}:{line}"
+            file = self._files.get(code.co_filename)
+            if file is None:
+                file = self._files[code.co_filename] = _shown(code.co_filename)
+            text = self._texts[key] = f"{file}:{line}"
         return text
 
 
