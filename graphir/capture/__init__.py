@@ -14,7 +14,7 @@ In the order in which a step passes through::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from ..errors import CaptureError
 from ..ir.program import Program
 from ..ir.verify import verify
 from .arguments import read_arguments
+from .attributes import AllowedChanges
 from .build import build_program
 from .collector import collector_paused
 from .micro_batches import divided
@@ -50,6 +51,7 @@ def capture(
     clip_grad_value: float | None = None,
     accumulate: int = 1,
     loss_scale: float | torch.amp.GradScaler | None = None,
+    allow_changes: Iterable[str] = (),
     name: str | None = None,
 ) -> Program:
     """Capture a step of *model*: forward, loss, backward and update, as one program.
@@ -78,6 +80,8 @@ def capture(
             the gradients of ``loss / accumulate`` are added up. The step's loss is the sum of these losses.
         loss_scale: a number by which the loss is multiplied before the backward and the gradients are divided
             afterwards; or a ``torch.amp.GradScaler``, whose scale, growth and skipped steps become part of the program.
+        allow_changes: attributes that the step may change because they only keep books, such as
+            ``("counter", "layers.0.counter")``. Where the step reads one, the program has its value at capture.
         name: of the program; by default the class's name in lower case.
 
     Returns:
@@ -106,8 +110,17 @@ def capture(
         arguments = read_arguments(model, inputs, kwargs, targets, loss, batch_dims)
         groups = read_optimizer(optimizer, state.by_id) if optimizer is not None else ()
         trained = None if optimizer is None else frozenset([param for group in groups for param in group.params])
-        step = Step(model, state, divided(arguments, options.accumulate), loss, options, trained)
+        step = Step(
+            model,
+            state,
+            divided(arguments, options.accumulate),
+            loss,
+            AllowedChanges(model, allow_changes),
+            options,
+            trained,
+        )
         followed = follow_dims(step)
+        step.allowed.check()
         program = build_program(
             step,
             followed.sizes,

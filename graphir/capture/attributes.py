@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import is_
-from typing import Any, Final, NamedTuple, TypeAlias
+from types import SimpleNamespace
+from typing import Any, Final, NamedTuple
 
 import torch
 
-from ..errors import CaptureError
+from ..errors import CaptureError, nearest
+from .conditions import Broken
 from .refusals import where
 
-__all__ = ["Attributes"]
-
-_Container: TypeAlias = "list[Any] | dict[Any, Any] | set[Any] | deque[Any]"
+__all__ = ["AllowedChanges", "Attributes"]
 
 _CONTAINERS: Final = (list, dict, set, deque)
-_HOLDERS: Final = (*_CONTAINERS, tuple)
 _TABLES: Final = frozenset({"_parameters", "_buffers"})
 """Attributes of every module that hold its tensors, not attributes of its author's."""
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
@@ -25,11 +26,66 @@ _KNOWN: Final = (*_PLAIN, *_CONTAINERS, tuple, torch.Tensor)
 """Values that can be told apart; of other objects one can't see whether they mean the same."""
 
 
+class AllowedChanges:
+    """Attributes that a step may change, because they only keep books: ``counter``, ``layers.0.counter``.
+
+    Args:
+        model: the module.
+        names: of the attributes, after the paths of their modules.
+
+    Raises:
+        CaptureError: a name is of nothing that the step could change.
+    """
+
+    def __init__(self, model: torch.nn.Module, names: Iterable[str]) -> None:
+        if isinstance(names, str):
+            raise CaptureError("allow_changes is a str, not a tuple", fix=f"write allow_changes=({names!r},)")
+        self._names = tuple(names)
+        modules = dict(model.named_modules())
+        self._known = [f"{path}.{key}" if path else key for path, m in modules.items() for key in _own(m)]
+        self._unseen = [name for name in self._names if name not in self._known]
+        for name in self._unseen:
+            path, _, key = name.rpartition(".")
+            if path not in modules or key in modules[path]._parameters or key in modules[path]._buffers:
+                raise self._unknown(name)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def saw(self, name: str) -> None:
+        """Note that the step made the attribute *name*."""
+        self._unseen = [other for other in self._unseen if other != name]
+
+    def check(self) -> None:
+        """Raise where a name is of an attribute that neither was there nor was made.
+
+        Raises:
+            CaptureError: gives the nearest names.
+        """
+        for name in self._unseen:
+            raise self._unknown(name)
+
+    def _unknown(self, name: object) -> CaptureError:
+        return CaptureError(
+            f"allow_changes: {name!r} is no attribute that the step could change{nearest(str(name), self._known)}",
+            fix="name plain attributes of modules by their paths, such as layers.0.counter",
+        )
+
+
+def _own(module: torch.nn.Module) -> Iterator[str]:
+    """The attributes that a module's author gave it."""
+    plain = torch.nn.Module().__dict__
+    return (key for key in module.__dict__ if key not in plain)
+
+
 class _Held(NamedTuple):
-    """A container that an attribute holds, itself or through other containers, and what was in it."""
+    """A container that an attribute holds, itself or through other containers, and what was in it.
+
+    An object of a user's class holds its attributes, a random generator its state.
+    """
 
     attribute: str
-    container: _Container
+    container: Any
     contents: list[Any]
 
 
@@ -39,20 +95,21 @@ class Attributes:
     Args:
         path: of the module in the model.
         module: the module.
+        allowed: attributes that may change.
     """
 
-    def __init__(self, path: str, module: torch.nn.Module) -> None:
-        self._path, self._table = path, module.__dict__
+    def __init__(self, path: str, module: torch.nn.Module, allowed: AllowedChanges) -> None:
+        self._path, self._table, self._allowed = path, module.__dict__, allowed
         self._before = dict(module.__dict__)
         seen: set[int] = set()
         self._held = [
             held
             for name, value in self._before.items()
-            if isinstance(value, _HOLDERS) and name not in _TABLES
+            if not isinstance(value, _PLAIN) and name not in _TABLES
             for held in _inside(name, value, seen)
         ]
 
-    def changed(self, fakes: Mapping[int, torch.Tensor]) -> CaptureError | None:
+    def changed(self, fakes: Mapping[int, torch.Tensor]) -> Broken | None:
         """The complaint about a private attribute that is, or holds, another value than before; None where none does.
 
         Those may be a part of the module's setting itself up, as hooks are.
@@ -61,17 +118,36 @@ class Attributes:
             fakes: what stood for a tensor in the step, by the tensor's ``id``; the same as that tensor.
 
         Raises:
-            CaptureError: the complaint, where the attribute is public, or its new value has tensors of the step.
+            Broken: the complaint, where the attribute is public, or its new value has tensors of the step.
         """
         for name in dict.fromkeys([*self._before, *self._table]):
             old, new = self._before.get(name), self._table.get(name)
-            if not _same(old, new, fakes):
-                return _complaint(f"the attribute {name!r}", name, new, self._path)
+            if not _same(old, new, fakes) and not self._may_change(name):
+                return self._complaint(f"the attribute {name!r}", name, new)
         for held in self._held:
             contents = _contents(held.container)
-            if not _same(held.contents, contents, fakes):
-                return _complaint(f"what the attribute {held.attribute!r} holds", held.attribute, contents, self._path)
+            if not _same(held.contents, contents, fakes) and not self._may_change(held.attribute):
+                return self._complaint(f"what the attribute {held.attribute!r} holds", held.attribute, contents)
         return None
+
+    def _may_change(self, name: str) -> bool:
+        whole = f"{self._path}.{name}" if self._path else name
+        self._allowed.saw(whole)
+        return whole in self._allowed
+
+    def _complaint(self, what: str, name: str, value: Any) -> Broken:
+        whole = f"{self._path}.{name}" if self._path else name
+        public = not name.startswith("_") or _has_tensor(value)
+        error = Broken(
+            f"{'module' if public else 'private'} {self._path}",
+            f"the step changes {what}, which a program would not do",
+            where=where(self._path),
+            fix="keep it in a buffer and update that in place, or don't store it on the module; "
+            f"if nothing depends on it, pass allow_changes=({whole!r},)",
+        )
+        if public:
+            raise error
+        return error
 
     def restore(self) -> None:
         """Put everything back."""
@@ -79,17 +155,6 @@ class Attributes:
         self._table.update(self._before)
         for held in self._held:
             _fill(held.container, held.contents)
-
-
-def _complaint(what: str, name: str, value: Any, path: str) -> CaptureError:
-    error = CaptureError(
-        f"the step changes {what}, which a program would not do",
-        where=where(path),
-        fix="keep it in a buffer and update that in place, or don't store it on the module",
-    )
-    if not name.startswith("_") or _has_tensor(value):
-        raise error
-    return error
 
 
 def _has_tensor(value: Any) -> bool:
@@ -101,33 +166,66 @@ def _has_tensor(value: Any) -> bool:
 
 
 def _inside(attribute: str, value: Any, seen: set[int]) -> Iterator[_Held]:
-    if not isinstance(value, _HOLDERS) or id(value) in seen:
+    if isinstance(value, _PLAIN) or id(value) in seen or not (isinstance(value, tuple) or _holds(value)):
         return
     seen.add(id(value))
-    if isinstance(value, _CONTAINERS):
+    if not isinstance(value, tuple):
         yield _Held(attribute, value, _contents(value))
-    for item in value.values() if isinstance(value, dict) else value:
-        if isinstance(item, _HOLDERS):
+    if isinstance(value, (*_CONTAINERS, tuple)) or _is_users(value):
+        for item in _items(value):
             yield from _inside(attribute, item, seen)
 
 
-def _contents(container: _Container) -> list[Any]:
-    """A dict's pairs, another container's items; a set's in the order in which the set gives them."""
-    return list(container.items()) if isinstance(container, dict) else list(container)
+def _holds(value: Any) -> bool:
+    return isinstance(value, (*_CONTAINERS, random.Random)) or _is_numpys(value) or _is_users(value)
 
 
-def _fill(container: _Container, contents: list[Any]) -> None:
-    if len(contents) == len(container) and all(map(is_, _contents(container), contents)):
+def _is_users(value: Any) -> bool:
+    """Whether *value* is an object of a class that a user or a library wrote, so that its attributes say what it is."""
+    if not hasattr(value, "__dict__") or isinstance(value, (torch.nn.Module, torch.Tensor, type)):
+        return False
+    package = type(value).__module__.partition(".")[0]
+    return isinstance(value, SimpleNamespace) or package not in {*sys.stdlib_module_names, "torch", "numpy"}
+
+
+def _is_numpys(value: Any) -> bool:
+    """Whether *value* is a random generator of numpy's."""
+    return hasattr(value, "bit_generator") and type(value).__module__.startswith("numpy.")
+
+
+def _items(container: Any) -> list[Any]:
+    if isinstance(container, (list, tuple, set, deque)):
+        return list(container)
+    return list((container if isinstance(container, dict) else vars(container)).values())
+
+
+def _contents(container: Any) -> list[Any]:
+    """A dict's and an object's pairs, a generator's state, another container's items; a set's in the order it gives."""
+    if isinstance(container, random.Random):
+        return [container.getstate()]
+    if _is_numpys(container):
+        return [container.bit_generator.state]
+    if isinstance(container, _CONTAINERS):
+        return list(container.items()) if isinstance(container, dict) else list(container)
+    return list(vars(container).items())
+
+
+def _fill(container: Any, contents: list[Any]) -> None:
+    now = _contents(container)
+    if len(contents) == len(now) and all(map(is_, now, contents)):
         return
-    container.clear()
-    if isinstance(container, (list, deque)):
-        container.extend(contents)
+    if isinstance(container, random.Random):
+        container.setstate(contents[0])
+    elif _is_numpys(container):
+        container.bit_generator.state = contents[0]
     else:
-        container.update(contents)
+        table = container if isinstance(container, _CONTAINERS) else vars(container)
+        table.clear()
+        (table.extend if isinstance(table, (list, deque)) else table.update)(contents)
 
 
 def _same(old: Any, new: Any, fakes: Mapping[int, torch.Tensor]) -> bool:
-    if old is new or not (isinstance(old, _KNOWN) and isinstance(new, _KNOWN)):
+    if old is new or not (isinstance(old, _KNOWN) or isinstance(new, _KNOWN)):
         return True
     if isinstance(old, torch.Tensor):
         return fakes.get(id(old)) is new

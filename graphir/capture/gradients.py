@@ -172,6 +172,8 @@ def _clip(
     else:
         assert options.clip_grad_value is not None
         torch.nn.utils.clip_grad_value_(tensors, options.clip_grad_value, foreach=False)
+    for tensor in tensors:
+        tensor.grad = None
     return [
         _called(recorder.read(window), "clipped", of=original)
         for window, original in zip(windows, originals, strict=True)

@@ -8,6 +8,7 @@ from typing import Final
 import torch
 
 from ..errors import CaptureError
+from .conditions import Broken
 from .refusals import where
 from .values import Alias, Replay, Store, Value
 
@@ -39,11 +40,11 @@ class Memory:
         """Raise where a tensor that was seen looks at other memory now.
 
         Raises:
-            CaptureError: it was exchanged behind the dispatcher's back.
+            Broken: it was exchanged behind the dispatcher's back.
         """
         for alias in self:
             if alias.is_exchanged:
-                raise _exchanged(alias, alias.value.scope)
+                raise _exchanged(alias)
 
     def add_base(self, tensor: torch.Tensor, value: Value, persistent: bool) -> Store:
         """A tensor with memory of its own."""
@@ -69,7 +70,7 @@ class Memory:
         alias = self._aliases.get(id(tensor))
         if alias is not None:
             if alias.is_exchanged:
-                raise _exchanged(alias, scope)
+                raise _exchanged(alias)
             return alias
         store = self.store(tensor)
         if store is None:
@@ -87,11 +88,11 @@ class Memory:
         return alias
 
 
-def _exchanged(alias: Alias, scope: str) -> CaptureError:
+def _exchanged(alias: Alias) -> Broken:
     value = alias.value
     what = f"{value.kind} {value.label!r}" if value.kind else f"what {value.label!r} made"
-    return CaptureError(
+    return Broken(
+        "memory",
         f"the step gives {what} other memory (.data = …), which no operator tells",
-        where=where(scope),
         fix="overwrite the values (x.copy_(value), under torch.no_grad() for a parameter), or make a new tensor",
     )

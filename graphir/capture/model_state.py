@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -11,7 +12,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import CaptureError
-from .attributes import Attributes
+from .attributes import AllowedChanges, Attributes
+from .conditions import Broken, Checks
 from .naming import RESERVED, Names
 from .refusals import where
 
@@ -68,15 +70,21 @@ def read_state(model: torch.nn.Module) -> ModelState:
 
 
 def _check(path: str, kind: str, tensor: torch.Tensor) -> None:
+    owner = where(path.rpartition(".")[0])
     plain = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
     if type(tensor) not in plain or tensor.layout != torch.strided:
         what = f"a {type(tensor).__name__} of layout {tensor.layout}"
-        raise CaptureError(f"{kind} {path!r} is {what}, which is not supported", fix="use plain dense tensors")
+        raise CaptureError(
+            f"{kind} {path!r} is {what}, which is not supported", where=owner, fix="use plain dense tensors"
+        )
     if tensor.is_complex():
-        raise CaptureError(f"{kind} {path!r} is complex, which is not supported", fix="store real and imaginary parts")
+        raise CaptureError(
+            f"{kind} {path!r} is complex, which is not supported", where=owner, fix="store real and imaginary parts"
+        )
     if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
         raise CaptureError(
             f"{kind} {path!r} has a hook on its gradient, which a program would not run",
+            where=owner,
             fix="remove the hook, or do what it does in the loss or in the optimizer",
         )
 
@@ -94,6 +102,7 @@ def _check_memory(tensors: list[StateTensor]) -> None:
             if first < last:
                 raise CaptureError(
                     f"{name!r} and {other!r} share memory but are two tensors",
+                    where=where(name.rpartition(".")[0]),
                     fix="register one tensor under both names, or clone one of them",
                 )
 
@@ -118,9 +127,9 @@ def snapshot(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def attributes_kept(model: torch.nn.Module) -> Iterator[None]:
+def attributes_kept(model: torch.nn.Module, allowed: AllowedChanges) -> Iterator[None]:
     """Afterwards the attributes of every module are what they were."""
-    kept = [Attributes(path, module) for path, module in model.named_modules()]
+    kept = [Attributes(path, module, allowed) for path, module in model.named_modules()]
     try:
         yield
     finally:
@@ -129,35 +138,41 @@ def attributes_kept(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def fakes_in_place(model: torch.nn.Module, fakes: Mapping[int, torch.Tensor]) -> Iterator[list[CaptureError]]:
+def fakes_in_place(
+    model: torch.nn.Module, fakes: Mapping[int, torch.Tensor], checks: Checks, allowed: AllowedChanges
+) -> Iterator[list[Broken]]:
     """Put a fake in the place of each parameter and buffer; afterwards they are as they were.
 
     Args:
         model: the module.
         fakes: by ``id`` of the tensor that each stands for.
+        checks: is given the condition that each module is left as it was.
+        allowed: attributes that may change.
 
     Yields:
         A list that is filled afterwards with the complaints about the private attributes that the model changed.
 
     Raises:
-        CaptureError: the model rebound a buffer, changed a public attribute, or put a tensor into any.
+        Broken: the model rebound a buffer, changed a public attribute, or put a tensor into any.
     """
     modules = list(model.named_modules())
-    attributes = [Attributes(path, module) for path, module in modules]
+    attributes = [Attributes(path, module, allowed) for path, module in modules]
     saved = [(dict(m._parameters), dict(m._buffers)) for _, m in modules]
-    changes: list[CaptureError] = []
+    changes: list[Broken] = []
     try:
         for _, module in modules:
             for table in (module._parameters, module._buffers):
                 for key, tensor in table.items():
                     if tensor is not None:
                         table[key] = fakes[id(tensor)]
+        mine = {
+            path: partial(_changed, path, module, kept, tables, fakes)
+            for (path, module), kept, tables in zip(modules, attributes, saved, strict=True)
+        }
+        checks.update({f"module {path}": check for path, check in mine.items()})
+        checks.update({f"private {path}": partial(_check_private, check) for path, check in mine.items()})
         yield changes
-        for (path, module), kept, (parameters, buffers) in zip(modules, attributes, saved, strict=True):
-            _check_unchanged(path, module, parameters, buffers, fakes)
-            changed = kept.changed(fakes)
-            if changed is not None:
-                changes.append(changed)
+        changes += [change for check in mine.values() if (change := check()) is not None]
     finally:
         for (_, module), (parameters, buffers) in zip(modules, saved, strict=True):
             for table, before in ((module._parameters, parameters), (module._buffers, buffers)):
@@ -165,19 +180,40 @@ def fakes_in_place(model: torch.nn.Module, fakes: Mapping[int, torch.Tensor]) ->
                 table.update(before)
 
 
-def _check_unchanged(
+def _check_gradient(path: str, what: str, tensor: torch.Tensor, fake: torch.Tensor) -> None:
+    for broken, doing, fix in (
+        (fake._backward_hooks, "puts a hook on the gradient of", "do what the hook does in the loss"),
+        (fake.grad is not None, "computes a gradient of its own for", "call torch.autograd.grad, or add to the loss"),
+        (fake.requires_grad != tensor.requires_grad, "sets requires_grad of", "set it before the capture"),
+    ):
+        if broken:
+            raise Broken(f"module {path}", f"the step {doing} {what}", where=where(path), fix=fix)
+
+
+def _changed(
     path: str,
     module: torch.nn.Module,
-    parameters: Mapping[str, Any],
-    buffers: Mapping[str, Any],
+    attributes: Attributes,
+    saved: tuple[Mapping[str, Any], Mapping[str, Any]],
     fakes: Mapping[int, torch.Tensor],
-) -> None:
+) -> Broken | None:
+    parameters, buffers = saved
     for kind, table, before in (("parameter", module._parameters, parameters), ("buffer", module._buffers, buffers)):
         for key in dict.fromkeys([*before, *table]):
             old = before.get(key)
             if table.get(key) is not (None if old is None else fakes[id(old)]):
-                raise CaptureError(
+                raise Broken(
+                    f"module {path}",
                     f"the step rebinds {kind} {key!r}: a new tensor takes its place instead of a new value",
                     where=where(path),
                     fix=f"write the value into it: self.{key}.copy_(value)",
                 )
+            if old is not None:
+                _check_gradient(path, f"{kind} {key!r}", old, fakes[id(old)])
+    return attributes.changed(fakes)
+
+
+def _check_private(check: Callable[[], Broken | None]) -> None:
+    change = check()
+    if change is not None:
+        raise change

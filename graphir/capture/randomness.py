@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import CaptureError
 from ..ir.seeds import mix
+from .conditions import Broken, Checks
 from .forms import Form, form_of
 
 __all__ = ["SeedIds", "random_state_kept", "refuse_generator", "refuse_seeding", "seedable", "seeded"]
@@ -143,24 +144,33 @@ def seedable(form: Form, where: str) -> torch._ops.OpOverload:
 
 
 @contextlib.contextmanager
-def random_state_kept() -> Iterator[None]:
+def random_state_kept(checks: Checks) -> Iterator[None]:
     """Leave the global random states as they are.
 
+    Args:
+        checks: is given the condition that a step draws from none that programs don't have.
+
     Raises:
-        CaptureError: a step draws from one that programs don't have.
+        Broken: it does not hold.
     """
     drawn, torch_state, numpy_state = random.getstate(), torch.get_rng_state(), _numpy_state()
-    try:
-        yield
+
+    def check() -> None:
         for module, unchanged in (
             ("Python's random", random.getstate() == drawn),
             ("numpy.random", _same_numpy_state(_numpy_state(), numpy_state)),
         ):
             if not unchanged:
-                raise CaptureError(
+                raise Broken(
+                    "random",
                     f"the step draws from {module}, whose numbers a program would repeat for ever",
                     fix="draw with torch (torch.rand), and choose with torch.where",
                 )
+
+    checks["random"] = check
+    try:
+        yield
+        check()
     finally:
         random.setstate(drawn)
         torch.set_rng_state(torch_state)

@@ -54,6 +54,9 @@ class Recorder(TorchDispatchMode):
         constants: real tensors that the step reads and that are neither parameters, buffers nor inputs.
         phase: forward, backward or update.
         sparse: the sparse gradients.
+        refusal: the first one. A model may catch it and go on, but it would go on otherwise than with data.
+        failed_line: the source line of what it refused.
+        arguments: names of the tensors that the step is given, by their ``id``; fake ones stand for them.
     """
 
     supports_higher_order_operators = True
@@ -79,6 +82,9 @@ class Recorder(TorchDispatchMode):
         self._owners: dict[int, Value] = {}
         self._safe: set[object] = set()
         self._prefix, self._first = "", 0
+        self.refusal: CaptureError | None = None
+        self.failed_line = ""
+        self.arguments: dict[int, str] = {}
 
     # What exists before the step.
 
@@ -92,6 +98,10 @@ class Recorder(TorchDispatchMode):
         value.kind = kind
         self._memory.add_base(tensor, value, persistent=kind in ("param", "buffer", "state"))
         return value
+
+    def stand_in(self, tensor: torch.Tensor, fake: torch.Tensor) -> None:
+        """Let *fake* be what the step reads where it reads *tensor* itself, as a closure or a list may hold it."""
+        self._fakes[id(tensor)] = fake, tensor
 
     # What the step did.
 
@@ -143,7 +153,7 @@ class Recorder(TorchDispatchMode):
                 if type(node).__name__ == "CheckpointFunctionBackward":
                     raise CaptureError(
                         "reentrant checkpointing runs a backward of its own inside the backward",
-                        where=where(value.scope),
+                        where=where(value.scope, value.call.line if value.call is not None else ""),
                         fix="pass use_reentrant=False to torch.utils.checkpoint.checkpoint",
                     )
         self.phase = "backward"
@@ -171,8 +181,16 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
-        scope = self._scopes.current
-        kwargs = on_host(kwargs or {}, scope)
+        try:
+            return self._dispatch(func, args, kwargs or {})
+        except CaptureError as e:
+            if self.refusal is None:
+                self.refusal, self.failed_line = e, self._line(self._origin(())[0])
+            raise
+
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        scope = self._scopes.current if self.phase == "forward" else self._origin(())[1]
+        kwargs = on_host(kwargs, scope)
         if getattr(func, "namespace", "") == "prim" or func in _GEOMETRY:
             return func(*args, **kwargs)
         if func is _NUMBER and self.is_known(args[0]):
@@ -187,7 +205,7 @@ class Recorder(TorchDispatchMode):
         if form.generator is not None:
             refuse_generator(form, args, kwargs, where(scope))
         if func in _LITERAL and not self._is_ours(args[0]):
-            literal = self._constant(args[0])
+            literal = self._constant(args[0], literal=True)
             self.read(literal).known = True
             return literal
         try:
@@ -237,10 +255,7 @@ class Recorder(TorchDispatchMode):
         seed: int | None = None,
     ) -> tuple[Call, Value | None]:
         source, scope = self._origin(inputs)
-        line = self._lines.current()
-        if not line and source is not None and source.call is not None:
-            line = source.call.line
-        return Call(type, inputs, operands, args, scope, self.phase, seed, line), source
+        return Call(type, inputs, operands, args, scope, self.phase, seed, self._line(source)), source
 
     def _record(self, form: Form, bound: Bound, inputs: tuple[Value, ...], out: Any, replay: Replay) -> None:
         call, source = self._call(form, bound, inputs)
@@ -265,6 +280,11 @@ class Recorder(TorchDispatchMode):
         call.outputs = tuple(made)
         call.results = None if text == "t" * len(made) else text
         self.calls.append(call)
+
+    def _line(self, source: Value | None) -> str:
+        """The source line of what is running; of a backward that torch runs, that of its forward."""
+        line = self._lines.current()
+        return line if line or source is None or source.call is None else source.call.line
 
     def _origin(self, inputs: Sequence[Value]) -> tuple[Value | None, str]:
         """Whose gradient is being computed, and the module that an operator belongs to."""
@@ -320,10 +340,24 @@ class Recorder(TorchDispatchMode):
         """Whether it is a fake tensor of this recording, not of the mode in which a model was built."""
         return type(tensor) is FakeTensor and tensor.fake_mode is self._fake_mode
 
-    def _constant(self, real: torch.Tensor) -> torch.Tensor:
-        """The fake tensor of a real one that the step reads."""
+    def _constant(self, real: torch.Tensor, literal: bool = False) -> torch.Tensor:
+        """The fake tensor of a real one that the step reads, or of a *literal* that it makes anew each time."""
         if self._is_ours(real):
             return real
+        if real.requires_grad and torch.is_grad_enabled():
+            raise CaptureError(
+                f"the step reads a tensor of shape {list(real.shape)} that needs a gradient and is no parameter of "
+                "the modules that run",
+                where=where(self._scopes.current),
+                fix="read a parameter through its module, make it one of the model's, or pass tensor.detach()",
+            )
+        if id(real) in self.arguments:
+            raise CaptureError(
+                f"the step reads argument {self.arguments[id(real)]!r} from elsewhere too, where another step would "
+                "still find this tensor",
+                where=where(self._scopes.current),
+                fix="pass it where it is read: through kwargs= to the model, through targets= to the loss",
+            )
         if id(real) not in self._fakes:
             if type(real) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor):
                 raise CaptureError(
@@ -336,7 +370,7 @@ class Recorder(TorchDispatchMode):
             path = self._path_of(real)
             value = self.external(fake, path or "constant", "constant")
             value.scope = "" if path else self._scopes.current
-            self._alias(fake).store.persistent = bool(path)
+            self._alias(fake).store.persistent = not literal
             self.constants.append((value, real))
         return self._fakes[id(real)][0]
 

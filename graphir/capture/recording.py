@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -16,7 +16,11 @@ from ..errors import CaptureError
 from ..ir.program import Scalar
 from ..ir.size import Dims
 from .arguments import Arguments, Leaf
+from .attributes import AllowedChanges
+from .conditions import Broken, Checks, Watch
 from .devices import moves_stay
+from .escapes import escapes_refused
+from .global_state import global_state_kept
 from .gradients import Finished, fake_scaler, finish_gradients, refuse_sparse, scale_loss
 from .known import fakes_with_known_values_hidden
 from .micro_batches import Sums, micro_batch, prefix_of_micro_batch
@@ -53,6 +57,7 @@ class Step(NamedTuple):
     state: ModelState
     arguments: Arguments
     loss: Callable[..., Any] | None
+    allowed: AllowedChanges
     options: Options = Options()
     trained: frozenset[str] | None = None
 
@@ -102,20 +107,30 @@ def record(step: Step, dims: Dims) -> Recording:
     Raises:
         CaptureError: the step can't be told by a program.
     """
-    with attributes_kept(step.model):
-        recording, changes = _run(step, dims)
-        if changes:
-            again, more = _run(step, dims)
-            if more or not _same(recording, again):
-                raise changes[0]
+    try:
+        with attributes_kept(step.model, step.allowed):
+            recording, changes = _run(step, dims)
+            if changes:
+                again, more = _run(step, dims)
+                if more or not _same(recording, again):
+                    raise changes[0]
+    except Broken as broken:
+        watch = Watch(broken.condition)
+        with contextlib.suppress(CaptureError), attributes_kept(step.model, step.allowed):
+            _run(step, dims, watch)
+        place = broken.where or where(watch.scope)
+        if watch.line:
+            place = f"{place}, at {watch.line}"
+        raise CaptureError(broken.what, where=place, fix=broken.fix) from None
     return recording
 
 
-def _run(step: Step, dims: Dims) -> tuple[Recording, list[CaptureError]]:
+def _run(step: Step, dims: Dims, watch: Watch | None = None) -> tuple[Recording, list[Broken]]:
     """One run of the step, and the complaints about what it changed."""
-    fake_mode, scopes = FakeTensorMode(), Scopes(step.model)
+    fake_mode, scopes, checks = FakeTensorMode(), Scopes(step.model), Checks()
     lines = SourceLines(end=sys._getframe().f_code)
     recorder = Recorder(fake_mode, scopes, lines, _attribute_paths(step.model))
+    checks["memory"] = recorder.end_forward
     with fake_mode, torch.no_grad():
         fakes, state = _fake_state(step.state, recorder)
         leaves, inputs = _fake_leaves(step.arguments.leaves, dims, step.options.accumulate, recorder)
@@ -129,18 +144,22 @@ def _run(step: Step, dims: Dims) -> tuple[Recording, list[CaptureError]]:
     sums, finished = Sums(recorder), Finished([])
     with (
         grad,
-        random_state_kept(),
+        global_state_kept(checks),
+        random_state_kept(checks),
         _quiet(),
-        fakes_in_place(step.model, fakes) as changes,
+        fakes_in_place(step.model, fakes, checks, step.allowed) as changes,
         recorder.seeds.follow_rng_state(),
         refuse_seeding(lambda: where(scopes.current)),
         moves_stay(),
         fakes_with_known_values_hidden(recorder.is_known),
+        escapes_refused(scopes),
         fake_mode,
         recorder,
+        watch.follow(checks, lines, scopes) if watch is not None else contextlib.nullcontext(),
+        _failures(recorder, scopes, lines),
     ):
         if step.loss is None:
-            output, _ = _forward(step, leaves, scopes, recorder)
+            output, _ = _forward(step, leaves, scopes, recorder, checks)
             recorder.end_forward()
             returned, results = _returned(output, recorder)
         else:
@@ -148,7 +167,7 @@ def _run(step: Step, dims: Dims) -> tuple[Recording, list[CaptureError]]:
                 first = len(recorder.calls)
                 recorder.start_micro_batch(prefix_of_micro_batch(i, step.options.accumulate))
                 parts = micro_batch(step.arguments.leaves, leaves, i, step.options.accumulate, recorder)
-                loss, start = _forward_loss(step, parts, scale, scopes, recorder)
+                loss, start = _forward_loss(step, parts, scale, scopes, recorder, checks)
                 sums.add_loss(loss)
                 with scopes.follow(lambda: len(recorder.values), recorder.claim):
                     found = _backward(start, recorder, first_batch=i == 0)
@@ -200,20 +219,29 @@ def _described(recording: Recording) -> list[object]:
     return [calls, gradients, returned, recording.loss and recording.loss.index]
 
 
-def _forward(step: Step, leaves: Sequence[Any], scopes: Scopes, recorder: Recorder) -> tuple[Any, tuple[Any, ...]]:
+def _forward(
+    step: Step, leaves: Sequence[Any], scopes: Scopes, recorder: Recorder, checks: Checks
+) -> tuple[Any, tuple[Any, ...]]:
     """What the model returns, and the targets."""
     args, kwargs, targets = step.arguments.split(leaves)
-    with scopes.follow(lambda: len(recorder.values), recorder.claim), _failures(scopes):
-        return step.model(*args, **kwargs), targets
+    with scopes.follow(lambda: len(recorder.values), recorder.claim):
+        output = step.model(*args, **kwargs)
+    checks["settings"]()  # before the loss finds that it needs no gradient
+    return output, targets
 
 
 def _forward_loss(
-    step: Step, leaves: Sequence[Any], scale: float | LossScaler | None, scopes: Scopes, recorder: Recorder
+    step: Step,
+    leaves: Sequence[Any],
+    scale: float | LossScaler | None,
+    scopes: Scopes,
+    recorder: Recorder,
+    checks: Checks,
 ) -> tuple[Value, torch.Tensor]:
     """The loss of a micro-batch, and what its backward starts from."""
     assert step.loss is not None
-    output, targets = _forward(step, leaves, scopes, recorder)
-    with scopes.inside("loss"), scopes.follow(lambda: len(recorder.values), recorder.claim), _failures(scopes):
+    output, targets = _forward(step, leaves, scopes, recorder, checks)
+    with scopes.inside("loss"), scopes.follow(lambda: len(recorder.values), recorder.claim):
         total = _scalar(step.loss(output, *targets))
         if step.options.accumulate > 1:
             total = total / step.options.accumulate
@@ -240,31 +268,45 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _failures(scopes: Scopes) -> Iterator[None]:
-    """Say in which module anything else failed."""
+def _failures(recorder: Recorder, scopes: Scopes, lines: SourceLines) -> Iterator[None]:
+    """Say in which module and line the step failed; a refusal that the model caught is one too."""
     try:
         yield
-    except CaptureError:
+        if recorder.refusal is not None:
+            raise recorder.refusal
+    except Broken:
         raise
+    except CaptureError as e:
+        place, line = e.where or where(scopes.failed or scopes.current), lines.of_error(e) or recorder.failed_line
+        raise CaptureError(e.what, at=e.at, where=f"{place}, at {line}" if line else place, fix=e.fix) from e.__cause__
     except Exception as e:
         raise CaptureError(
             f"the step failed while it was recorded: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}",
-            where=where(scopes.failed or scopes.current),
+            where=where(scopes.failed or scopes.current, lines.of_error(e)),
             fix="check that the step runs by itself on these inputs; numpy and foreign code can't be recorded",
         ) from e
 
 
 def _attribute_paths(model: torch.nn.Module) -> Callable[[torch.Tensor], str]:
-    """Finds the path of a tensor that is a plain attribute of a module."""
+    """Finds the path of a tensor that is a plain attribute of a module, or in a list or dict that is one."""
 
     def path_of(tensor: torch.Tensor) -> str:
         for path, module in model.named_modules():
             for key, value in module.__dict__.items():
                 if value is tensor:
                     return f"{path}.{key}" if path else key
+                for place, item in _numbered(value):
+                    if item is tensor:
+                        return f"{path}.{key}.{place}" if path else f"{key}.{place}"
         return ""
 
     return path_of
+
+
+def _numbered(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        return value.items()
+    return enumerate(value) if isinstance(value, (list, tuple)) else ()
 
 
 def _fake_state(state: ModelState, recorder: Recorder) -> tuple[dict[int, torch.Tensor], dict[str, Value]]:
@@ -275,6 +317,7 @@ def _fake_state(state: ModelState, recorder: Recorder) -> tuple[dict[int, torch.
         fake._is_param = isinstance(tensor, torch.nn.Parameter)
         fakes[id(tensor)] = fake
         values[name] = recorder.external(fake, name, kind)
+        recorder.stand_in(tensor, fake)
         values[name].scope = name.rpartition(".")[0]
     return fakes, values
 
@@ -298,6 +341,7 @@ def _fake_leaves(
             fake = recorder.fake(shape, _strides(tensor, shape), tensor.dtype)
             fake.requires_grad_(tensor.requires_grad)
             fakes[id(tensor)] = fake, recorder.external(fake, leaf.name, "input")
+            recorder.arguments[id(tensor)] = leaf.name
         fake, value = fakes[id(tensor)]
         made.append(fake)
         values.append(value)

@@ -18,16 +18,26 @@ from ..errors import CaptureError
 from ..ir.opset import NAMESPACES
 from .forms import Form
 
-__all__ = ["FAKE_ERRORS", "refuse_model", "refuse_module", "refuse_operator", "refused_by_fake", "where"]
+__all__ = [
+    "FAKE_ERRORS",
+    "READS_DATA",
+    "refuse_model",
+    "refuse_module",
+    "refuse_operator",
+    "refused_by_fake",
+    "where",
+]
 
 FAKE_ERRORS: Final = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 """What torch's fake tensors raise where a result can't be known without the data."""
 
+READS_DATA: Final = (
+    "compute with the tensor instead of its number: no .item(), float(), bool() or `if` on tensors; "
+    "torch.where chooses by data"
+)
+"""The remedy where a step reads a tensor's numbers."""
+
 _REMEDIES: Final[Mapping[str, str]] = {
-    "aten._local_scalar_dense": (
-        "compute with the tensor instead of its number: no .item(), float(), bool() or `if` on tensors; "
-        "torch.where chooses by data"
-    ),
     "aten.nonzero": "index with a mask of fixed shape: torch.where(mask, a, b), or multiply by the mask",
     "aten.masked_select": "keep the shape: torch.where(mask, a, b), or multiply by the mask",
     "aten.index": "a boolean mask selects an unknown number of elements: use torch.where(mask, a, b)",
@@ -37,9 +47,10 @@ _REMEDIES: Final[Mapping[str, str]] = {
 _FIXED_SHAPE: Final = "use an operator whose output shape does not depend on the data"
 
 
-def where(scope: str) -> str:
-    """``module 'layer1.0'``, or ``the model`` for the outermost one."""
-    return f"module {scope!r}" if scope else "the model"
+def where(scope: str, line: str = "") -> str:
+    """``module 'layer1.0', at models/net.py:42``; ``the model`` for the outermost one."""
+    place = {"": "the model", "loss": "the loss function"}.get(scope, f"module {scope!r}")
+    return f"{place}, at {line}" if line else place
 
 
 def refuse_model(model: object) -> None:
@@ -124,7 +135,7 @@ def refuse_operator(func: object, scope: str, args: tuple[object, ...]) -> None:
         raise CaptureError(
             f"{func} reads a number out of a tensor, so the step depends on data",
             where=where(scope),
-            fix=_REMEDIES.get(name, _REMEDIES["aten._local_scalar_dense"]),
+            fix=_REMEDIES.get(name, READS_DATA),
         )
     node = torch._C._current_autograd_node()
     if name == "aten.index" and node is not None and node.name() == "EmbeddingBackward0":
@@ -146,6 +157,12 @@ def refuse_operator(func: object, scope: str, args: tuple[object, ...]) -> None:
 
 def refused_by_fake(error: Exception, form: Form, scope: str) -> CaptureError:
     """The error for what fake tensors can't compute."""
+    if isinstance(error, UnsupportedOperatorException):
+        return CaptureError(
+            f"torch can't tell the shape of what {form.type} makes without computing it",
+            where=where(scope),
+            fix="use operators on plain dense tensors",
+        )
     return CaptureError(
         f"the result of {form.type} can't be known without the data: {type(error).__name__}",
         where=where(scope),

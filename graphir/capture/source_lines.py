@@ -15,11 +15,13 @@ __all__ = ["SourceLines"]
 _TORCH: Final = f"{Path(torch.__file__).parent}{os.sep}"
 _NN: Final = f"{Path(torch.nn.__file__).parent}{os.sep}"
 _MODULES: Final = f"{Path(torch.nn.modules.__file__).parent}{os.sep}"
+_CALLS: Final = f"{os.sep}module.py"
 _CAPTURE: Final = f"{Path(__file__).parent}{os.sep}"
+_STANDARD: Final = f"{Path(os.__file__).parent}{os.sep}"
 
 _USERS, _MODULE, _FUNCTION, _PASSED, _END = range(5)
-"""Whose code a frame runs: a user's or a library's, a module's of torch, another's of ``torch.nn``, torch's or
-capture's own, which is passed by, or that of the function beyond which nothing belongs to the step."""
+"""Whose code a frame runs: a user's or a library's, a module's of torch, another's of ``torch.nn``, code of torch,
+Python or capture that is passed by, or that of the function beyond which nothing belongs to the step."""
 
 
 class SourceLines:
@@ -39,10 +41,13 @@ class SourceLines:
 
     def current(self) -> str:
         """``models/net.py:42``; empty where no such frame runs, as in most of a backward."""
+        return self.of_frame(sys._getframe(1))
+
+    def of_frame(self, frame: FrameType | None) -> str:
+        """The line that called *frame*, or its own."""
         kinds = self._kinds
         module: FrameType | None = None
         function: FrameType | None = None
-        frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             code = frame.f_code
             kind = kinds.get(code)
@@ -60,6 +65,23 @@ class SourceLines:
         found = module or function
         return "" if found is None else self._text(found.f_code, found.f_lasti, found.f_lineno)
 
+    def of_error(self, error: BaseException) -> str:
+        """The line that raised *error*, as far as it has been handed on."""
+        places: dict[int, str] = {}
+        trace = error.__traceback__
+        while trace is not None:
+            code = trace.tb_frame.f_code
+            kind = self._kinds.get(code, _kind(code.co_filename))
+            if kind in (_USERS, _MODULE, _FUNCTION):
+                places[kind] = self._text(code, trace.tb_lasti, trace.tb_lineno)
+            trace = trace.tb_next
+        return places[min(places)] if places else ""
+
+    def is_users(self, frame: FrameType) -> bool:
+        """Whether *frame* runs code of a user or a library."""
+        code = frame.f_code
+        return self._kinds.setdefault(code, _kind(code.co_filename)) == _USERS
+
     def _text(self, code: CodeType, instruction: int, line: int) -> str:
         key = code, instruction
         text = self._texts.get(key)
@@ -72,11 +94,12 @@ class SourceLines:
 
 
 def _kind(path: str) -> int:
-    if path.startswith(_MODULES):
+    if path.startswith(_MODULES) and not path.endswith(_CALLS):
         return _MODULE
-    if path.startswith(_NN):
+    if path.startswith(_NN) and not path.startswith(_MODULES):
         return _FUNCTION
-    return _PASSED if path.startswith((_TORCH, _CAPTURE)) else _USERS
+    standard = path.startswith(_STANDARD) and "-packages" not in path
+    return _PASSED if standard or path.startswith((_TORCH, _CAPTURE, "<frozen")) else _USERS
 
 
 def _shown(path: str) -> str:

@@ -1,0 +1,73 @@
+"""What a step must not do behind the dispatcher's back, and the line that does it.
+
+Python tells nobody that an attribute was set or a random number drawn: such a change is found at the end, long after
+the line that made it. The step is then run once more, and looked at after each line of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
+from typing import Any, TypeAlias
+
+from ..errors import CaptureError
+from .scopes import Scopes
+from .source_lines import SourceLines
+
+__all__ = ["Broken", "Checks", "Watch"]
+
+Checks: TypeAlias = dict[str, Callable[[], object]]
+"""By the name of a condition, what raises :class:`Broken` once it does not hold."""
+
+
+class Broken(CaptureError):
+    """A condition that a step has broken; which one, and the error to raise."""
+
+    def __init__(self, condition: str, what: str, *, where: str = "", fix: str = "") -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.condition = condition
+
+
+class Watch:
+    """Looks for the line after which a condition does not hold any more.
+
+    Attributes:
+        line: that line, as in ``Operator.source``; empty until it is found.
+        scope: path of the module that ran then.
+    """
+
+    def __init__(self, condition: str) -> None:
+        self.line = self.scope = ""
+        self._condition, self._found = condition, False
+
+    @contextlib.contextmanager
+    def follow(self, checks: Mapping[str, Callable[[], object]], lines: SourceLines, scopes: Scopes) -> Iterator[None]:
+        """Look after each line of users' code that runs."""
+        check = checks[self._condition]
+        last = ("", "")
+
+        def look() -> None:
+            if not self._found:
+                try:
+                    check()
+                except Broken:
+                    self._found = True
+                    self.line, self.scope = last
+
+        def trace(frame: FrameType, event: str, arg: Any) -> Any:
+            nonlocal last
+            if not lines.is_users(frame):
+                return None
+            look()
+            if event in ("line", "return"):
+                last = lines.of_frame(frame if event == "line" else frame.f_back), scopes.current
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            yield
+        finally:
+            sys.settrace(before)

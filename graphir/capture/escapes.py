@@ -1,0 +1,51 @@
+"""Ways out of torch that no dispatcher sees: numbers of a tensor as Python's or as numpy's."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+
+from ..errors import CaptureError
+from .refusals import READS_DATA, where
+from .scopes import Scopes
+
+__all__ = ["escapes_refused"]
+
+_METHODS: Final = ("tolist", "numpy", "__dlpack__", "__format__")
+"""A tensor that holds data gives it away by them; only a fake one would object."""
+
+
+@contextlib.contextmanager
+def escapes_refused(scopes: Scopes) -> Iterator[None]:
+    """Refuse what would make the data of a tensor, such as one that a closure holds, part of the program unseen."""
+    own = {name: vars(torch.Tensor)[name] for name in _METHODS if name in vars(torch.Tensor)}
+    thread = threading.get_ident()
+    try:
+        for name in _METHODS:
+            setattr(torch.Tensor, name, _refusing(getattr(torch.Tensor, name), name, scopes, thread))
+        yield
+    finally:
+        for name in _METHODS:
+            if name in own:
+                setattr(torch.Tensor, name, own[name])
+            else:
+                delattr(torch.Tensor, name)
+
+
+def _refusing(method: Callable[..., Any], name: str, scopes: Scopes, thread: int) -> Callable[..., Any]:
+    def refuse(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        printed = args == ("",) or sys._getframe(1).f_globals.get("__name__") == "torch._tensor_str"
+        if threading.get_ident() != thread or printed:
+            return method(tensor, *args, **kwargs)
+        raise CaptureError(
+            f".{name}() reads numbers out of a tensor, so the step depends on data",
+            where=where(scopes.current),
+            fix=READS_DATA,
+        )
+
+    return refuse
