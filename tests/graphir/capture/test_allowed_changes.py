@@ -1,4 +1,4 @@
-"""``allow_changes``: attributes that only keep books may change; what a program has of them is their value at capture."""
+"""``allow_changes``: attributes that only keep books may change; a program has what they were at capture."""
 
 from __future__ import annotations
 
