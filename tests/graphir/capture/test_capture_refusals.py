@@ -468,7 +468,7 @@ def snapshot(net: Net) -> list[Any]:
         for name, t in tensors.items()
     ]
     patched = [
-        torch.manual_seed,
+        torch.initial_seed,
         torch.get_rng_state,
         torch.random.get_rng_state,
         torch.set_rng_state,
