@@ -27,8 +27,8 @@ def rows() -> Iterator[str]:
     for stages in zip(*columns, strict=True):
         cells = [f"{s['operators']:,} | {s['seconds']:.1f} | {s['peak'] / 2**30:.2f}" for s in stages]
         yield f"| {stages[0]['stage']} | {' | '.join(cells)} |"
-    totals = [f" | {sum(s['seconds'] for s in stages):.1f} | {stages[-1]['peak'] / 2**30:.2f}" for stages in columns]
-    yield f"| in all |{' |'.join(totals)} |"
+    totals = [f"| {sum(s['seconds'] for s in stages):.1f} | {stages[-1]['peak'] / 2**30:.2f}" for stages in columns]
+    yield f"| in all | {' | '.join(totals)} |"
     yield "| at most | | 60 | 4 | | | |"
 
 
