@@ -11,12 +11,14 @@ from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError, nearest
 from .conditions import Broken
 from .refusals import where
+from .values import geometry_of
 
-__all__ = ["AllowedChanges", "Attributes"]
+__all__ = ["AllowedChanges", "Attributes", "Change", "settled"]
 
 _CONTAINERS: Final = (list, dict, set, deque)
 _TABLES: Final = frozenset({"_parameters", "_buffers"})
@@ -78,6 +80,40 @@ def _own(module: torch.nn.Module) -> Iterator[str]:
     return (key for key in module.__dict__ if key not in plain)
 
 
+class Change(NamedTuple):
+    """An attribute that a step may have changed for a good reason: a second step tells.
+
+    Attributes:
+        attribute: its name, after the path of its module.
+        complaint: the error where there is none.
+        left: the attribute now has tensors of the step, which leaves a result there, as weight normalisation does.
+        value: what it has now.
+    """
+
+    attribute: str
+    complaint: Broken
+    left: bool
+    value: Any
+
+
+def settled(first: Iterable[Change], second: Iterable[Change]) -> bool:
+    """Whether a second step changed nothing but what it left, as the first had left it."""
+    before = {change.attribute: change.value for change in first}
+    return all(c.left and c.attribute in before and _alike(before[c.attribute], c.value) for c in second)
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two values are of one structure, their tensors of one geometry, and everything else equal."""
+    leaves, spec = pytree.tree_flatten(a)
+    others, other_spec = pytree.tree_flatten(b)
+    return spec == other_spec and all(
+        geometry_of(x) == geometry_of(y)
+        if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)
+        else type(x) is type(y) and (x is y or (isinstance(x, _PLAIN) and x == y))
+        for x, y in zip(leaves, others, strict=True)
+    )
+
+
 class _Held(NamedTuple):
     """A container that an attribute holds, itself or through other containers, and what was in it.
 
@@ -109,45 +145,46 @@ class Attributes:
             for held in _inside(name, value, seen)
         ]
 
-    def changed(self, fakes: Mapping[int, torch.Tensor]) -> Broken | None:
-        """The complaint about a private attribute that is, or holds, another value than before; None where none does.
-
-        Those may be a part of the module's setting itself up, as hooks are.
+    def changed(self, fakes: Mapping[int, torch.Tensor]) -> list[Change]:
+        """What a second step has to tell about: private attributes, a part of the module's setting itself up as hooks
+        are, and those that were given tensors of the step.
 
         Args:
             fakes: what stood for a tensor in the step, by the tensor's ``id``; the same as that tensor.
 
         Raises:
-            Broken: the complaint, where the attribute is public, or its new value has tensors of the step.
+            Broken: another attribute is, or holds, another value than before.
         """
+        changes: list[Change] = []
         for name in dict.fromkeys([*self._before, *self._table]):
             old, new = self._before.get(name), self._table.get(name)
             if not _same(old, new, fakes) and not self._may_change(name):
-                return self._complaint(f"the attribute {name!r}", name, new)
+                changes.append(self._change(f"the attribute {name!r}", name, new, left=_has_tensor(new)))
         for held in self._held:
             contents = _contents(held.container)
             if not _same(held.contents, contents, fakes) and not self._may_change(held.attribute):
-                return self._complaint(f"what the attribute {held.attribute!r} holds", held.attribute, contents)
-        return None
+                what = f"what the attribute {held.attribute!r} holds"
+                changes.append(self._change(what, held.attribute, contents, left=False))
+        return changes
 
     def _may_change(self, name: str) -> bool:
         whole = f"{self._path}.{name}" if self._path else name
         self._allowed.saw(whole)
         return whole in self._allowed
 
-    def _complaint(self, what: str, name: str, value: Any) -> Broken:
+    def _change(self, what: str, name: str, value: Any, left: bool) -> Change:
         whole = f"{self._path}.{name}" if self._path else name
-        public = not name.startswith("_") or _has_tensor(value)
+        refused = not left and (not name.startswith("_") or _has_tensor(value))
         error = Broken(
-            f"{'module' if public else 'private'} {self._path}",
+            f"{'module' if refused else 'private'} {self._path}",
             f"the step changes {what}, which a program would not do",
             where=where(self._path),
             fix="keep it in a buffer and update that in place, or don't store it on the module; "
             f"if nothing depends on it, pass allow_changes=({whole!r},)",
         )
-        if public:
+        if refused:
             raise error
-        return error
+        return Change(whole, error, left, value)
 
     def restore(self) -> None:
         """Put everything back."""

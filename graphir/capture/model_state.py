@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import CaptureError
-from .attributes import AllowedChanges, Attributes
+from .attributes import AllowedChanges, Attributes, Change
 from .conditions import Broken, Checks
 from .naming import RESERVED, Names
 from .refusals import where
@@ -72,6 +72,10 @@ def read_state(model: torch.nn.Module) -> ModelState:
 def _check(path: str, kind: str, tensor: torch.Tensor) -> None:
     owner = where(path.rpartition(".")[0])
     plain = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
+    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+        raise CaptureError(
+            f"{kind} {path!r} has no shape yet", where=owner, fix="run the model once, which gives lazy modules theirs"
+        )
     if type(tensor) not in plain or tensor.layout != torch.strided:
         what = f"a {type(tensor).__name__} of layout {tensor.layout}"
         raise CaptureError(
@@ -140,7 +144,7 @@ def attributes_kept(model: torch.nn.Module, allowed: AllowedChanges) -> Iterator
 @contextlib.contextmanager
 def fakes_in_place(
     model: torch.nn.Module, fakes: Mapping[int, torch.Tensor], checks: Checks, allowed: AllowedChanges
-) -> Iterator[list[Broken]]:
+) -> Iterator[list[Change]]:
     """Put a fake in the place of each parameter and buffer; afterwards they are as they were.
 
     Args:
@@ -150,15 +154,15 @@ def fakes_in_place(
         allowed: attributes that may change.
 
     Yields:
-        A list that is filled afterwards with the complaints about the private attributes that the model changed.
+        A list that is filled afterwards with the changes that a second step has to tell about.
 
     Raises:
-        Broken: the model rebound a buffer, changed a public attribute, or put a tensor into any.
+        Broken: the model rebound a buffer, or changed an attribute otherwise.
     """
     modules = list(model.named_modules())
     attributes = [Attributes(path, module, allowed) for path, module in modules]
     saved = [(dict(m._parameters), dict(m._buffers)) for _, m in modules]
-    changes: list[Broken] = []
+    changes: list[Change] = []
     try:
         for _, module in modules:
             for table in (module._parameters, module._buffers):
@@ -172,7 +176,7 @@ def fakes_in_place(
         checks.update({f"module {path}": check for path, check in mine.items()})
         checks.update({f"private {path}": partial(_check_private, check) for path, check in mine.items()})
         yield changes
-        changes += [change for check in mine.values() if (change := check()) is not None]
+        changes += [change for check in mine.values() for change in check()]
     finally:
         for (_, module), (parameters, buffers) in zip(modules, saved, strict=True):
             for table, before in ((module._parameters, parameters), (module._buffers, buffers)):
@@ -196,7 +200,7 @@ def _changed(
     attributes: Attributes,
     saved: tuple[Mapping[str, Any], Mapping[str, Any]],
     fakes: Mapping[int, torch.Tensor],
-) -> Broken | None:
+) -> list[Change]:
     parameters, buffers = saved
     for kind, table, before in (("parameter", module._parameters, parameters), ("buffer", module._buffers, buffers)):
         for key in dict.fromkeys([*before, *table]):
@@ -213,7 +217,6 @@ def _changed(
     return attributes.changed(fakes)
 
 
-def _check_private(check: Callable[[], Broken | None]) -> None:
-    change = check()
-    if change is not None:
-        raise change
+def _check_private(check: Callable[[], list[Change]]) -> None:
+    for change in check():
+        raise change.complaint

@@ -16,7 +16,7 @@ from ..errors import CaptureError
 from ..ir.program import Scalar
 from ..ir.size import Dims
 from .arguments import Arguments, Leaf
-from .attributes import AllowedChanges
+from .attributes import AllowedChanges, Change, settled
 from .conditions import Broken, Checks, Watch
 from .devices import moves_stay
 from .escapes import escapes_refused
@@ -102,7 +102,8 @@ def record(step: Step, dims: Dims) -> Recording:
     """Run the step on fake tensors, with *dims* as the sizes of its named dimensions.
 
     A model may set itself up in its first step, as those of transformers hang up their hooks: where private attributes
-    change, the step is run again, and must leave them alone and do the same.
+    change, the step is run again, and must leave them alone and do the same. And a step may leave tensors on a module,
+    if the next one does the same whatever was left there.
 
     Raises:
         CaptureError: the step can't be told by a program.
@@ -111,9 +112,12 @@ def record(step: Step, dims: Dims) -> Recording:
         with attributes_kept(step.model, step.allowed):
             recording, changes = _run(step, dims)
             if changes:
-                again, more = _run(step, dims)
-                if more or not _same(recording, again):
-                    raise changes[0]
+                try:
+                    again, more = _run(step, dims)
+                except CaptureError:  # it read what the first run had left
+                    raise changes[0].complaint from None
+                if not settled(changes, more) or not _same(recording, again):
+                    raise changes[0].complaint
     except Broken as broken:
         watch = Watch(broken.condition)
         with contextlib.suppress(CaptureError), attributes_kept(step.model, step.allowed):
@@ -125,8 +129,8 @@ def record(step: Step, dims: Dims) -> Recording:
     return recording
 
 
-def _run(step: Step, dims: Dims, watch: Watch | None = None) -> tuple[Recording, list[Broken]]:
-    """One run of the step, and the complaints about what it changed."""
+def _run(step: Step, dims: Dims, watch: Watch | None = None) -> tuple[Recording, list[Change]]:
+    """One run of the step, and what it changed."""
     fake_mode, scopes, checks = FakeTensorMode(), Scopes(step.model), Checks()
     lines = SourceLines(end=sys._getframe().f_code)
     recorder = Recorder(fake_mode, scopes, lines, _attribute_paths(step.model))

@@ -99,3 +99,12 @@ def test_the_fused_kernel_of_lstm_is_refused() -> None:
         error.value.where.startswith("module 'recurrent', at test_capture_module_kinds.py:")
         and "mkldnn" in error.value.fix
     )
+
+
+def test_lazy_modules_are_run_once_first() -> None:
+    model, x = nn.LazyLinear(2), torch.randn(4, 3)
+    with pytest.raises(CaptureError, match="param 'weight' has no shape yet") as error:
+        capture(model, (x,))
+    assert "run the model once" in error.value.fix
+    model(x)
+    assert capture(model, (x,)).step.blobs["weight"].shape == (2, 3)

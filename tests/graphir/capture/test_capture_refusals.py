@@ -305,8 +305,9 @@ def counted(m: Any, h: Tensor) -> Tensor:
 
 @refused("the step changes the attribute 'hidden'")
 def kept(m: Any, h: Tensor) -> Tensor:
+    before = 1 if m.hidden is None else m.hidden
     m.hidden = h.detach()  # here
-    return h
+    return h * before
 
 
 @refused("the step changes the attribute 'training'")
@@ -332,7 +333,7 @@ def appended_inside(m: Any, h: Tensor) -> Tensor:
 
 @refused("the step changes the attribute 'seen'")
 def new_list(m: Any, h: Tensor) -> Tensor:
-    m.seen = [h, h]  # here
+    m.seen = [*m.seen, h]  # here
     return h
 
 
