@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 
 from ..errors import CaptureError
 from .attributes import AllowedChanges, Attributes, Change
@@ -72,7 +73,7 @@ def read_state(model: torch.nn.Module) -> ModelState:
 def _check(path: str, kind: str, tensor: torch.Tensor) -> None:
     owner = where(path.rpartition(".")[0])
     plain = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
-    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+    if is_lazy(tensor):
         raise CaptureError(
             f"{kind} {path!r} has no shape yet", where=owner, fix="run the model once, which gives lazy modules theirs"
         )
