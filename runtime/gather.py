@@ -60,7 +60,7 @@ class Gather:
         if not found:
             return fetch.value
         if fetch.batch_dim is not None and len(found) > 1:
-            return torch.cat(list(found), fetch.batch_dim)
+            return torch.cat([part.to(found[0].device) for part in found], fetch.batch_dim)
         return found[0].clone()
 
     def loss(self, losses: Sequence[Tensor], dims: Dims) -> Tensor:
@@ -68,7 +68,8 @@ class Gather:
         if len(losses) == 1:
             return losses[0].clone()
         with torch.no_grad():
-            return all_reduce(losses, len(losses), mean_weights(self.shares(dims)))
+            here = [loss.to(losses[0].device) for loss in losses]
+            return all_reduce(here, len(here), mean_weights(self.shares(dims)))
 
     def shares(self, dims: Dims) -> list[int]:
         """Each replica's share of the batch; 1 each where sizes are fixed."""

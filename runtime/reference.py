@@ -50,7 +50,8 @@ class Reference:
         interpretation = _Interpretation(self.setting, dims, step)
         for name, tensor in zip(self.setting.inputs, inputs, strict=True):
             interpretation.define(name, 0, tensor)
-        with neutral(self.intraop), torch.inference_mode():
+        kinds = {place.type for place in self.setting.binding.values()}
+        with neutral(self.intraop, kinds), torch.inference_mode():
             try:
                 for instruction in plan.instructions:
                     interpretation.execute(instruction)
@@ -147,7 +148,9 @@ class _Interpretation:
         inputs = [self.read(name, version) for name, version in op.reads]
         divisor, weights = reduction(op, self.dims)
         name, version = list(op.makes)[part]
-        self.assign(name, version, all_reduce([t for t in inputs if isinstance(t, Tensor)], divisor, weights))
+        place = self.setting.binding[self.blob(name).device]
+        parts = [t.to(place) for t in inputs if isinstance(t, Tensor)]
+        self.assign(name, version, all_reduce(parts, divisor, weights))
 
     def assign(self, name: str, version: int, value: Tensor, view: bool = False) -> None:
         """A fresh value for a name; state keeps its tensor and takes the value."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from graphir.errors import CoverageError, SessionError
 from graphir.ir.blob import Blob, contiguous_strides
+from graphir.ir.device import Device
 from graphir.ir.dtype import TORCH_NAME
 from graphir.ir.names import base_name
 from graphir.ir.opset import to_symbol
@@ -30,6 +31,9 @@ _KEPT_FITS: Final = 256
 """For how many geometries of the arguments the fit is kept."""
 
 
+_HOST: Final = torch.device("cpu")
+
+
 class Share(NamedTuple):
     """How one input blob is cut out of a leaf.
 
@@ -38,14 +42,14 @@ class Share(NamedTuple):
         dim: along which it is cut; None: the whole leaf.
         start: first row.
         length: rows.
-        layout: size and strides to which it is copied; None where it has them.
+        layout: size, strides and device to which it is copied; None where it has them.
     """
 
     leaf: int
     dim: int | None
     start: int
     length: int
-    layout: tuple[tuple[int, ...], tuple[int, ...]] | None
+    layout: tuple[tuple[int, ...], tuple[int, ...], torch.device] | None
 
 
 class Fit(NamedTuple):
@@ -62,8 +66,8 @@ class Scatter:
         names: the input blobs, in the order in which :meth:`shares` gives them.
     """
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(self, program: Program, places: Mapping[Device, torch.device] | None = None) -> None:
+        self.program, self.places = program, places or {}
         self.arguments = Arguments(program.interface.arguments, program.interface.feeds)
         blobs, external = program.step.blobs, set(program.step.external_inputs)
         feeds = program.interface.feeds
@@ -100,7 +104,7 @@ class Scatter:
             self.check_constants(leaves)
         try:
             tensors = map(leaves.__getitem__, self.tensors)
-            key = tuple([(t.shape, t.stride(), t.dtype, t.is_cpu, t.__class__) for t in tensors])
+            key = tuple([(t.shape, t.stride(), t.dtype, t.device, t.__class__) for t in tensors])
             if self.from_offset_0:
                 key += tuple([leaves[i].storage_offset() for i in self.tensors])
             fit = self.fits.get(key)
@@ -160,12 +164,8 @@ class Scatter:
             raise error(
                 f"{name} is of type {type(leaf).__name__}, not a tensor", where=where, fix="pass a torch.Tensor"
             )
-        if leaf.device.type != "cpu":
-            raise SessionError(
-                f"{name} is on {leaf.device}, and sessions of this version run on the cpu",
-                where=where,
-                fix="pass x.cpu()",
-            )
+        if leaf.is_meta:
+            raise SessionError(f"{name} is on meta, so it has no data", where=where, fix="pass a tensor with data")
         if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
             kind = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else leaf.layout
             raise SessionError(f"{name} is a {kind} tensor", where=where, fix="pass a dense (strided) one")
@@ -290,10 +290,11 @@ class Scatter:
         size = bind_shape(blob.shape, dims)
         strides = contiguous_strides(size) if blob.strides is None else bind_shape(blob.strides, dims)
         offset = leaf.storage_offset() + (0 if share.dim is None else share.start)
-        same = leaf.stride() == strides and leaf.device.type == "cpu" and type(leaf) is Tensor
+        place = self.places.get(blob.device, _HOST)
+        same = leaf.stride() == strides and leaf.device == place and type(leaf) is Tensor
         if same and blob.storage not in self.overwritten and not (self.from_offset_0 and offset):
             return share
-        return share._replace(layout=(size, strides))
+        return share._replace(layout=(size, strides, place))
 
 
 def _meet(size: Size, actual: int, found: dict[str, int]) -> None:
@@ -311,9 +312,9 @@ def _cut(leaf: Tensor, share: Share) -> Tensor:
         leaf = leaf.narrow(share.dim, share.start, share.length)
     if share.layout is None:
         return leaf
-    size, strides = share.layout
+    size, strides, place = share.layout
     with torch.no_grad():
-        return allocate(leaf, size, strides, torch.device("cpu")).copy_(leaf)
+        return allocate(leaf, size, strides, place).copy_(leaf)
 
 
 def _same(value: object, captured: Scalar) -> bool:

@@ -16,6 +16,7 @@ from graphir.plan import Plan
 from .admission import admit
 from .executor import Executor, Feedable, Setting
 from .gather import Gather
+from .places import Binding, generator_on, places_of
 from .rates import Group, Rates
 from .reference import Reference
 from .scatter import Scatter
@@ -25,10 +26,8 @@ from .threads import Threads
 
 __all__ = ["Session"]
 
-BindingName: TypeAlias = Literal["auto", "cpu"]
 ExecutorName: TypeAlias = Literal["auto", "reference", "threads"]
 
-_BINDINGS: Final = ("auto", "cpu")
 _EXECUTORS: Final = ("auto", "reference", "threads")
 _MOST_THREADS: Final = 4096
 
@@ -47,9 +46,10 @@ class Session:
         state: the module's and the optimizer's own names, and ``step`` (how many steps were done), to tensors, as in
             ``program.state``; entries under a blob's full name are for one replica, those of learning rates are the
             first ones, as :meth:`state` gives both. They are copied.
-        binding: which real device each logical one is: ``cpu`` puts all on the host; ``auto`` is ``cpu``.
-        executor: ``reference`` runs one instruction after the other, ``threads`` generated code in a thread for each
-            logical device; ``auto`` is ``threads``.
+        binding: which real device each logical one is: ``cpu`` puts all on the host, ``cuda`` deals them out to the
+            CUDA devices, a dict says it for each (``{"gpu:0": "cuda:0"}``); ``auto`` is ``cpu``.
+        executor: ``reference`` runs one instruction after the other, on any device; ``threads`` generated code in a
+            thread for each logical device, on the host; ``auto`` is ``threads`` on the host, else ``reference``.
         threads: how many threads one kernel may use; by default as many as in the thread that makes the session, so
             that results equal those of eager PyTorch there bit for bit. Steps called from other threads use as many.
         beside: a session of another plan of the same model and optimizer, whose parameters, buffers, optimizer state,
@@ -58,7 +58,8 @@ class Session:
     Raises:
         VerifyError: the plan is not sound.
         PlanError: the plan has what no executor can run.
-        SessionError: it is no plan; the state does not fit it; an unknown binding or executor.
+        SessionError: it is no plan; the state does not fit it; an unknown binding or executor; devices that are not
+            there.
         RunError: an operator that fills the state failed.
     """
 
@@ -66,12 +67,11 @@ class Session:
         self,
         plan: Plan,
         state: Mapping[str, Tensor],
-        binding: BindingName = "auto",
+        binding: Binding = "auto",
         executor: ExecutorName = "auto",
         threads: int | None = None,
         beside: Session | None = None,
     ) -> None:
-        _choose("binding", binding, _BINDINGS)
         _choose("executor", executor, _EXECUTORS)
         if threads is not None and (type(threads) is not int or not 1 <= threads <= _MOST_THREADS):
             raise SessionError(
@@ -79,23 +79,30 @@ class Session:
                 fix=f"give a whole number from 1 to {_MOST_THREADS}, or None",
             )
         admit(plan)
+        places = places_of(binding, plan.devices)
+        on_host = all(place.type == "cpu" for place in places.values())
+        if executor == "threads" and not on_host:
+            raise SessionError(
+                "the executor 'threads' runs on the host only", where="Session(...)", fix="use executor='reference'"
+            )
         self.plan, self._closed = plan, False
         self._running: threading.Lock = threading.Lock() if beside is None else beside._running
         self._forks = FORKS[0]
         program = plan.program
-        self._state: State = State(program, state, None if beside is None else beside._state)
+        self._state: State = State(program, state, None if beside is None else beside._state, places)
         self._rates: Rates = Rates(program, state, None if beside is None else beside._rates)
         self._progress = self._state.progress
-        self._scatter, self._gather = Scatter(program), Gather(program)
+        self._scatter, self._gather = Scatter(program, places), Gather(program)
         self._outputs: tuple[Tensor, ...] = ()
         setting = Setting(
             plan,
             self._state.of_step(),
             (*self._scatter.names, *self._rates.names),
-            dict.fromkeys(plan.devices, torch.device("cpu")),
-            {device: torch.Generator("cpu") for device in plan.devices},
+            places,
+            {device: generator_on(place) for device, place in places.items()},
         )
-        self._executor: Executor = (Reference if executor == "reference" else Threads)(setting, threads)
+        kind = Threads if on_host and executor != "reference" else Reference
+        self._executor: Executor = kind(setting, threads)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """One step on a batch: inputs, then targets, then keyword arguments, as they were captured.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graphir.errors import RunError, SessionError, nearest
 from graphir.ir.blob import Blob, contiguous_strides
+from graphir.ir.device import Device
 from graphir.ir.dtype import TORCH_NAME
 from graphir.ir.net import Net
 from graphir.ir.operator import Operator
@@ -17,6 +18,7 @@ from graphir.ir.program import Program
 from graphir.ir.size import bind_shape
 from graphir.ir.text import operator_text
 
+from .kernels import copy
 from .optimizers import as_torch_has_it
 from .reference import fill
 
@@ -49,6 +51,7 @@ class State:
             An entry under a blob's full name (``gpu_1/bn.running_mean``) is for that replica alone.
         beside: a state whose parameters, buffers, optimizer state and number of steps this one has too: the same
             tensors, which steps of both overwrite.
+        places: the real device of each logical one; the host where it is not given.
 
     Attributes:
         tensors: by blob.
@@ -59,7 +62,13 @@ class State:
         SessionError: a tensor is missing, or has another shape, dtype, device or layout than its blob.
     """
 
-    def __init__(self, program: Program, given: Mapping[str, Tensor], beside: State | None = None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        given: Mapping[str, Tensor],
+        beside: State | None = None,
+        places: Mapping[Device, torch.device] | None = None,
+    ) -> None:
         self.program = program
         self.common: dict[str, Tensor] = {} if beside is None else beside.common
         _check_mapping(given, program)
@@ -91,6 +100,10 @@ class State:
                 else:
                     filled = _load(op, program.init, given) if op.type == "graphir.load" else _fill(op, values, program)
                 values.update(filled)
+            for name, value in values.items():
+                place = (places or {}).get(program.init.blob(name).device, value.device)
+                if place != value.device:
+                    values[name] = copy(value, place)
             self.tensors = values
             lasting = (name for name in values if program.init.blob(name).role in _COMMON_ROLES)
             self.common.update({name: values[name] for name in lasting})
@@ -265,12 +278,12 @@ def _check_mapping(given: object, program: Program) -> None:
 
 
 def _check(name: str, tensor: Tensor, shape: tuple[int, ...] | None, dtype: torch.dtype | None) -> None:
-    """Raise a SessionError unless it is a dense tensor on the host, with this shape and dtype where they are given."""
+    """Raise a SessionError unless it is a dense tensor with data, of this shape and dtype where they are given."""
     what = f"{name!r} in the state"
     if not isinstance(tensor, Tensor):
         raise SessionError(f"{what} is of type {type(tensor).__name__}, not a tensor", fix="give a torch.Tensor")
-    if tensor.device.type != "cpu":
-        raise SessionError(f"{what} is on {tensor.device}, and sessions of this version run on the cpu", fix="move it")
+    if tensor.is_meta:
+        raise SessionError(f"{what} is on meta, so it has no data", fix="give a tensor with data")
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else tensor.layout
         raise SessionError(f"{what} is a {kind} tensor", fix="give a dense (strided) one")

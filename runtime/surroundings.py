@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Final
 
 import torch
@@ -29,13 +29,16 @@ def is_neutral(threads: int) -> bool:
 
 
 @contextmanager
-def neutral(threads: int) -> Iterator[None]:
-    """Make it so, and restore the thread's own settings afterwards."""
+def neutral(threads: int, kinds: Collection[str] = ("cpu",)) -> Iterator[None]:
+    """Make it so, for these kinds of devices, and restore the thread's own settings afterwards."""
     before = torch.get_num_threads()
     if before != threads:
         torch.set_num_threads(threads)
     try:
-        with torch.autocast("cpu", enabled=False):
+        with ExitStack() as stack:
+            for kind in kinds:
+                if torch.amp.is_autocast_available(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
             yield
     finally:
         if before != threads:

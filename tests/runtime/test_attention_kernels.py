@@ -258,7 +258,6 @@ def test_the_cpus_results_are_eagers() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", CASES)
 def test_a_gpu_agrees_with_the_cpu(name: str) -> None:
     case = CASES[name]

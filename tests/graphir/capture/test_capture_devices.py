@@ -120,7 +120,6 @@ def test_a_model_on_meta_has_no_state() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_model_on_a_gpu_has_its_state_in_the_hosts_memory() -> None:
     given = example(lambda m, x: x * 2)
     program = capture(given.model.cuda(), given.inputs, targets=given.targets, loss=given.loss)

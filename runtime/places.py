@@ -1,0 +1,82 @@
+"""Which real device each logical device of a plan is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final, Literal, TypeAlias
+
+import torch
+
+from graphir.errors import SessionError, nearest
+from graphir.ir.device import Device
+
+__all__ = ["Binding", "generator_on", "places_of"]
+
+Binding: TypeAlias = 'Literal["auto", "cpu", "cuda"] | Mapping[str, str | torch.device]'
+
+_HOST: Final = torch.device("cpu")
+_NAMES: Final = ("auto", "cpu", "cuda")
+_FIX: Final = f"supported: {', '.join(_NAMES)}, or a dict such as {{'gpu:0': 'cuda:0'}}"
+
+
+def places_of(binding: Binding, devices: Sequence[Device]) -> dict[Device, torch.device]:
+    """The real device of each logical one. Host memory is host memory always; several devices may share one.
+
+    Args:
+        binding: ``cpu`` puts all on the host, ``cuda`` deals them out to the CUDA devices that there are, in order;
+            ``auto`` is ``cpu``. Or the real device of each logical one that is no host.
+        devices: of the plan.
+
+    Raises:
+        SessionError: an unknown binding, a device that the plan or this machine does not have, or one without a place.
+    """
+    placed = [device for device in devices if not device.is_host]
+    if isinstance(binding, Mapping):
+        given = _given(binding, placed)
+    elif binding == "cuda":
+        count = _cuda_count("binding 'cuda'")
+        given = {device: torch.device("cuda", i % count) for i, device in enumerate(placed)}
+    elif isinstance(binding, str) and binding in _NAMES:
+        given = dict.fromkeys(placed, _HOST)
+    else:
+        raise SessionError(f"binding {binding!r} is not supported", where="Session(...)", fix=_FIX)
+    return {device: given.get(device, _HOST) for device in devices}
+
+
+def _given(binding: Mapping[str, str | torch.device], placed: Sequence[Device]) -> dict[Device, torch.device]:
+    for name in binding:
+        if name not in placed:
+            raise SessionError(
+                f"binding: the plan has no device {name!r}{nearest(str(name), map(str, placed))}",
+                where="Session(...)",
+                fix=f"its devices: {', '.join(placed) or 'none'}",
+            )
+    found = {}
+    for device in placed:
+        if device not in binding:
+            raise SessionError(f"binding: {device} has no place", where="Session(...)", fix=f"add {str(device)!r}: …")
+        try:
+            place = torch.device(binding[device])
+        except (RuntimeError, TypeError) as e:
+            raise SessionError(
+                f"binding: {binding[device]!r} is no device", where="Session(...)", fix="such as 'cuda:0' or 'cpu'"
+            ) from e
+        if place.type == "cuda" and (place.index or 0) >= _cuda_count(f"binding {device} to {place}"):
+            raise SessionError(
+                f"binding: there is no {place} here", where="Session(...)", fix=f"CUDA: {torch.cuda.device_count()}"
+            )
+        current = place.type == "cuda" and place.index is None
+        found[device] = torch.device("cuda", torch.cuda.current_device()) if current else place
+    return found
+
+
+def _cuda_count(what: str) -> int:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        raise SessionError(f"{what}: there is no CUDA device here", where="Session(...)", fix="use binding='cpu'")
+    return count
+
+
+def generator_on(place: torch.device) -> torch.Generator:
+    """A random generator for a device; the meta device, which draws nothing, gets the host's."""
+    return torch.Generator(_HOST if place.type == "meta" else place)

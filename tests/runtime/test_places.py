@@ -1,0 +1,156 @@
+"""Bindings: which real device each logical one is, and what runs there.
+
+The meta device stands in for one that is not here: its operators refuse operands of other devices, as CUDA's do, so a
+step on it shows that everything was created and brought there.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import models
+import pytest
+import torch
+from eager import assert_same_bits
+from graphir.runtime import Session
+
+import graphir
+from graphir import SessionError, capture, passes
+from graphir.ir.program import Program
+
+EXAMPLES = {
+    "mlp": models.mlp,
+    "resnet": lambda: models.resnet(blocks=2),
+    "gpt": lambda: models.gpt(layers=1),
+}
+
+
+def captured(example: models.Example, fused: bool = False) -> Program:
+    optimizer = torch.optim.AdamW(example.model.parameters(), lr=0.01, fused=fused)
+    return capture(
+        example.model,
+        example.inputs,
+        targets=example.targets,
+        loss=example.loss,
+        optimizer=optimizer,
+        clip_grad_norm=1.0,
+    )
+
+
+def shifted(program: Program) -> Program:
+    program = passes.replicate(program, [0, 1])
+    acts = passes.find_activations(program)
+    return passes.inject_copies(passes.shift_activations(program, acts[len(acts) // 2 :], shifts={0: 2, 1: 3}))
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_a_step_captured_on_the_host_runs_wholly_elsewhere(example: str) -> None:
+    made = EXAMPLES[example]()
+    plan = passes.emit(shifted(program := captured(made)))
+    binding = {str(device): "meta" for device in plan.devices if not device.is_host}
+    with Session(plan, program.state, binding=binding) as session:
+        assert session.step(*made.inputs, *made.targets).is_meta
+        assert all(tensor.is_meta for tensor in session.state_dict().values())
+
+
+def test_an_operand_elsewhere_is_not_overlooked_on_the_meta_device() -> None:
+    made = models.mlp()
+    program = captured(made)
+    plan = passes.emit(shifted(program))
+    with (
+        pytest.raises(graphir.RunError),
+        Session(
+            plan, program.state, binding={"gpu:0": "meta", "gpu:1": "cpu", "gpu:2": "meta", "gpu:3": "cpu"}
+        ) as session,
+    ):  # the mean over replicas needs data of gpu:0 on gpu:1
+        session.step(*made.inputs, *made.targets)
+
+
+@pytest.mark.parametrize(
+    ("binding", "what"),
+    [
+        ("cudo", "binding 'cudo' is not supported"),
+        (3, "binding 3 is not supported"),
+        ({"gpu:0": "cpu"}, "binding: gpu:1 has no place"),
+        ({"gpu:0": "cpu", "gpu:1": "cpu", "gpu:7": "cpu"}, "binding: the plan has no device 'gpu:7'"),
+        ({"gpu:0": "cpu", "gpu:1": "nowhere"}, "binding: 'nowhere' is no device"),
+        ({"gpu:0": "cpu", "gpu:1": "cuda:99"}, "binding"),
+    ],
+)
+def test_bindings_that_do_not_fit_are_refused(binding: Any, what: str) -> None:
+    program = passes.replicate(captured(models.mlp()), [0, 1])
+    with pytest.raises(SessionError) as error:
+        Session(passes.emit(program), program.state, binding=binding)
+    assert error.value.what.startswith(what) and error.value.fix
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+def test_cuda_without_cuda_is_refused() -> None:
+    program = captured(models.mlp())
+    with pytest.raises(SessionError, match="there is no CUDA device here"):
+        Session(passes.emit(program), program.state, binding="cuda")
+
+
+def test_threads_run_on_the_host_only() -> None:
+    program = captured(models.mlp())
+    with pytest.raises(SessionError, match="'threads' runs on the host only"):
+        Session(passes.emit(program), program.state, binding={"gpu:0": "meta"}, executor="threads")
+
+
+def test_all_devices_on_the_host_by_name() -> None:
+    made = models.mlp()
+    program = captured(made)
+    plan = passes.emit(shifted(program))
+    with (
+        Session(plan, program.state) as one,
+        Session(plan, program.state, binding=dict.fromkeys(("gpu:0", "gpu:1", "gpu:2", "gpu:3"), "cpu")) as other,
+    ):
+        assert torch.equal(one.step(*made.inputs, *made.targets), other.step(*made.inputs, *made.targets))
+        assert_same_bits(one.state_dict(), other.state_dict(), "state")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_a_step_captured_on_the_host_trains_on_cuda(example: str, fused: bool) -> None:
+    """Logical devices share one CUDA device; shifted and unshifted have the same bits, and eager is near."""
+    made = EXAMPLES[example]()
+    program = captured(made, fused)
+    eager = copy.deepcopy(made.model).cuda()
+    optimizer = torch.optim.AdamW(eager.parameters(), lr=0.01, fused=fused)
+    batch = [tensor.cuda() for tensor in (*made.inputs, *made.targets)]
+    count = len(made.inputs)
+    with (
+        Session(passes.emit(program), program.state, binding="cuda") as plain,
+        Session(
+            passes.emit(passes.inject_copies(shifted_one(program))),
+            program.state,
+            binding={"gpu:0": "cuda:0", "gpu:1": "cuda:0"},
+        ) as moved,
+    ):
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = made.loss(eager(*batch[:count]), *batch[count:])
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(eager.parameters(), 1.0)
+            optimizer.step()
+            ours = plain.step(*batch)
+            assert ours.is_cuda and torch.equal(ours, moved.step(*batch))
+            torch.testing.assert_close(ours, loss.detach(), rtol=1e-3, atol=1e-4)
+        assert_same_bits(plain.state_dict(), moved.state_dict(), "shifted")
+
+
+def shifted_one(program: Program) -> Program:
+    placed = passes.replicate(program, [0])
+    acts = passes.find_activations(placed)
+    return passes.shift_activations(placed, acts[len(acts) // 2 :], shifts={0: 1})
+
+
+@pytest.mark.cuda
+def test_a_model_on_cuda_is_captured_and_runs_on_the_host() -> None:
+    made = models.gpt(layers=1)
+    program = captured(made)
+    there = captured(made._replace(model=copy.deepcopy(made.model).cuda(), inputs=tuple(x.cuda() for x in made.inputs)))
+    with Session(passes.emit(program), program.state) as one, Session(passes.emit(there), there.state) as other:
+        assert torch.equal(one.step(*made.inputs, *made.targets), other.step(*made.inputs, *made.targets))
