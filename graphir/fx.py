@@ -7,9 +7,10 @@ so one graph serves any size that the program does.
 
 from __future__ import annotations
 
+import keyword
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from operator import attrgetter
 from typing import Any
@@ -31,7 +32,7 @@ from .ir.operator import Arg, Operator, Symbol
 from .ir.opset import OWN, overload, to_torch
 from .ir.program import Program
 from .ir.seeds import mix
-from .ir.size import Polynomial, Size, bind_shape, dimension
+from .ir.size import Polynomial, Size, bind, bind_shape, dimension, size_dims
 
 __all__ = ["to_exported", "to_fx"]
 
@@ -42,10 +43,11 @@ def to_fx(program: Program) -> fx.GraphModule:
     Called as a step is (inputs, targets, keyword arguments), it returns what a step returns, and a training step
     updates the module's parameters, buffers and optimizer state, as a session does. Parameters and buffers have the
     names that they have in the module; what else lives from step to step is a buffer too, learning rates (``lr``) and
-    ``step`` included. Each node's ``meta`` has its operator's ``blob``, ``module`` and ``source``.
+    ``step`` included, with an underscore behind where the module has that name. Each node's ``meta`` has its operator's
+    ``blob``, ``module`` and ``source``.
 
     Raises:
-        GraphirError: the program has several replicas, or no state to start from.
+        GraphirError: the program has several replicas, no state to start from, or names that a graph can't have.
     """
     if len(program.replicas) > 1:
         raise GraphirError(
@@ -110,6 +112,7 @@ class _Writer:
         self.program, self.blobs = program, program.step.blobs
         self.graph = fx.Graph()
         self.attributes: dict[str, Any] = {}
+        self.taken = {path.split(".")[0] for path in program.interface.module_state}
         self.values: dict[tuple[str, int], fx.Node] = {}
         self.held: dict[str, fx.Node] = {}
         self.dims: dict[str, fx.Node] = {}
@@ -121,6 +124,7 @@ class _Writer:
 
     def module(self) -> fx.GraphModule:
         structure = _structure(self.program.interface.arguments)
+        self.refuse_names()
         self.arguments()
         self.state()
         for op in self.program.step.ops:
@@ -128,44 +132,82 @@ class _Writer:
         if self.step is not None:
             self.graph.call_function(torch.ops.aten.add_.Tensor, (self.step, 1))
         result = self.result()
+        _, kwargs = pytree.tree_unflatten([0] * structure.num_leaves, structure)
+        names = [*_parameter_names(self.program, kwargs), *kwargs]
+        self.graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(names, structure, result)))
         module = fx.GraphModule(self.attributes, self.graph, _class_name(self.program.name))
         for path, blob in self.program.interface.module_state.items():
             if blob in self.held:
                 _tie(module, path, self.held[blob].target)
-        _, kwargs = pytree.tree_unflatten([0] * structure.num_leaves, structure)
-        names = [*_parameter_names(self.program), *kwargs]
-        module.graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(names, structure, result)))
-        module.recompile()
         return module
+
+    def refuse_names(self) -> None:
+        """Names that the module has but a graph module can't."""
+        own = fx.GraphModule({}, fx.Graph())
+        for path in self.program.interface.module_state:
+            words = path.split(".")
+            if hasattr(own, words[0]) or any(map(keyword.iskeyword, words)):
+                raise GraphirError(
+                    f"a torch.fx.GraphModule can't have {path!r}: "
+                    + (f"{words[0]!r} is its own" if hasattr(own, words[0]) else "it holds a word of Python's"),
+                    where=f"program {self.program.name!r}",
+                    fix="rename it in the module",
+                )
 
     def arguments(self) -> None:
         first: dict[str, fx.Node] = {}
+        given: set[str] = set()
         for i, feed in enumerate(self.program.interface.feeds):
-            name = feed.blob if feed.blob is not None else f"argument_{i}"
-            node = self.graph.placeholder(_identifier(name))
+            node = self.graph.placeholder(_unused(_identifier(feed.blob or f"argument_{i}"), given))
             node.meta["blob"] = feed.blob
-            blob = None if feed.blob is None else self.blobs.get(self.program.replicas[0] + feed.blob)
             if feed.blob is None:
-                self.graph.call_function(checked, (node, None, feed.value, f"argument {i}"))
-            elif blob is not None and feed.blob not in first:
+                self.graph.call_function(checked_constant, (node, feed.value, f"argument {i}"))
+            elif feed.blob in first:
+                self.graph.call_function(checked_same, (node, first[feed.blob], feed.blob))
+            else:
                 first[feed.blob] = node
-                self.values[blob.name, 0] = self.input(node, blob)
+        prefix = self.program.replicas[0]
+        read = {prefix + name: node for name, node in first.items() if prefix + name in self.blobs}
+        nodes = {name: self.checked(node, self.blobs[name]) for name, node in read.items()}
+        self.measure(nodes)
+        for name, node in nodes.items():
+            self.values[name, 0] = self.laid_out(node, self.blobs[name])
 
-    def input(self, node: fx.Node, blob: Blob) -> fx.Node:
-        """What an argument is to the program: checked, its dimensions known, laid out as captured."""
-        if blob.shape is None:
+    def checked(self, node: fx.Node, blob: Blob) -> fx.Node:
+        """An argument whose type and fixed sizes are the program's."""
+        if blob.shape is None or blob.dtype is None:
             return node
         shape = [size if isinstance(size, int) else None for size in blob.shape]
-        node = self.graph.call_function(checked, (node, shape, None, blob.name))
-        for d, size in enumerate(blob.shape):
-            for dim in self.program.dims:
-                if size == dimension(dim) and dim not in self.dims:
-                    self.dims[dim] = self.graph.call_function(torch.ops.aten.sym_size.int, (node, d))
+        dtype = getattr(torch, TORCH_NAME[blob.dtype])
+        return self.graph.call_function(checked_tensor, (node, shape, dtype, blob.name))
+
+    def measure(self, nodes: Mapping[str, fx.Node]) -> None:
+        """The program's dimensions, from the shapes of the arguments, which must agree."""
+        extents = [
+            (name, d, size)
+            for name in nodes
+            for d, size in enumerate(self.blobs[name].shape or ())
+            if isinstance(size, Polynomial)
+        ]
+        for name, d, size in extents:
+            extent = self.graph.call_function(torch.ops.aten.sym_size.int, (nodes[name], d))
+            dim, *others = size_dims(size)
+            if dim not in self.dims and not others:
+                constant, coefficient = (bind(size, {dim: value}) for value in (0, 1))
+                coefficient -= constant
+                exact = size == dimension(dim)
+                arguments = (extent, constant, coefficient, f"{name} along dimension {d}")
+                self.dims[dim] = extent if exact else self.graph.call_function(measured, arguments)
+            else:
+                self.graph.call_function(agreed, (extent, self.size(size), f"{name} along dimension {d}", str(size)))
+
+    def laid_out(self, node: fx.Node, blob: Blob) -> fx.Node:
+        """An argument in the layout in which it was captured."""
         if self.from_offset_0:
             node = self.graph.call_function(torch.ops.aten.clone.default, (node,))
         if blob.strides is None:
-            node = self.graph.call_function(torch.ops.aten.contiguous.default, (node,))
-        return node
+            return self.graph.call_function(torch.ops.aten.contiguous.default, (node,))
+        return self.graph.call_function(strided, (node, [self.size(stride) for stride in blob.strides]))
 
     def state(self) -> None:
         tensors = State(self.program, self.program.state).tensors
@@ -182,16 +224,18 @@ class _Writer:
                 value = tensors[name].clone()
             else:
                 raise GraphirError(f"input {name!r} of the step is neither an argument nor state")
-            self.values[name, 0] = self.attribute(paths.get(name, _identifier(name)), name, value)
+            path = paths[name] if name in paths else _unused(_identifier(name), self.taken)
+            self.values[name, 0] = self.attribute(path, name, value)
         if self.random:
-            self.step = self.attribute("step", "step", torch.tensor(int(self.program.state.get("step", 0))))
+            done = torch.tensor(int(self.program.state.get("step", 0)))
+            self.step = self.attribute(_unused("step", self.taken), "step", done)
 
     def attribute(self, path: str, name: str, value: Tensor) -> fx.Node:
         role = self.blobs[name].role if name in self.blobs else "state"
         trains = self.program.interface.loss is None and value.is_floating_point()
         held: Any = torch.nn.Parameter(value, requires_grad=trains) if role == "param" else torch.nn.Buffer(value)
         self.attributes[path] = held
-        node = self.held[name] = self.graph.get_attr(path)
+        node = self.held[name] = self.graph.create_node("get_attr", path, name=_identifier(path))
         node.meta["blob"] = name
         return node
 
@@ -214,13 +258,13 @@ class _Writer:
 
         target: Any
         positional: tuple[Any, ...] = tuple([value(argument) for argument in call.positional])
-        keyword = {name: value(argument) for name, argument in call.keyword}
+        named = {name: value(argument) for name, argument in call.keyword}
         if op.type in OWN:
             target, positional = own_operator, (op.type, *positional)
         else:
             target = overload(op.type)
         name = _identifier(op.outputs[0]) if op.outputs else None
-        node = self.graph.create_node("call_function", target, positional, keyword, name)
+        node = self.graph.create_node("call_function", target, positional, named, name)
         node.meta.update(blob=op.outputs[0] if op.outputs else "", module=op.module, source=op.source)
         overwritten = dict(op.effects.writes)
         made: dict[int, fx.Node] = {}
@@ -299,22 +343,42 @@ def _tie(module: fx.GraphModule, path: str, other: Any) -> None:
 
 def _identifier(name: str) -> str:
     word = re.sub(r"\W", "_", name)
-    return word if word.isidentifier() else f"_{word}"
+    return word if word.isidentifier() and word != "self" and not keyword.iskeyword(word) else f"_{word}"
+
+
+def _unused(name: str, taken: set[str]) -> str:
+    """The name, with underscores behind until it is not taken; from then on it is."""
+    while name in taken:
+        name += "_"
+    taken.add(name)
+    return name
 
 
 def _class_name(name: str) -> str:
     return "".join(part.capitalize() for part in re.split(r"\W+", name)) or "Program"
 
 
-def _parameter_names(program: Program) -> list[str]:
-    """Names of the positional parameters of the forward: the blob where an argument is one tensor."""
+def _parameter_names(program: Program, kwargs: Iterable[str]) -> list[str]:
+    """Names of the positional parameters of the forward: the blob where an argument is one tensor.
+
+    Raises:
+        GraphirError: a keyword argument's name is no identifier.
+    """
+    taken = set(kwargs)
+    for name in taken:
+        if name != _identifier(name):
+            raise GraphirError(
+                f"a graph's forward can't have a parameter {name!r}",
+                where=f"program {program.name!r}",
+                fix="rename the keyword argument",
+            )
     found: list[str] = []
     structure = _structure(program.interface.arguments)
     leaves = iter(program.interface.feeds)
     for i, child in enumerate(_children(_children(structure)[0])):
         feeds = [next(leaves) for _ in range(child.num_leaves)]
-        name = _identifier(feeds[0].blob) if child.is_leaf() and feeds[0].blob is not None else ""
-        found.append(name if name and name not in found else f"argument_{i}")
+        blob = feeds[0].blob if child.is_leaf() else None
+        found.append(_unused(_identifier(blob or f"argument_{i}"), taken))
     return found
 
 
@@ -326,9 +390,9 @@ def _children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
 # What nodes call that torch has no operator for.
 
 
-def own_operator(type: str, *positional: Any, **keyword: Any) -> Any:
+def own_operator(type: str, *positional: Any, **named: Any) -> Any:
     """One of graphir's own types; an optimizer's update overwrites its operands."""
-    return perform(type, positional, keyword, torch.device("cpu"))
+    return perform(type, positional, named, torch.device("cpu"))
 
 
 def generator(step: Tensor, replica: int, seed_id: int) -> torch.Generator:
@@ -336,22 +400,47 @@ def generator(step: Tensor, replica: int, seed_id: int) -> torch.Generator:
     return torch.Generator().manual_seed(mix(int(step), replica, seed_id))
 
 
-def checked(value: Any, shape: Sequence[int | None] | None, captured: Any, name: str) -> Any:
-    """An argument, which has to be as the program takes it.
+def checked_constant(value: Any, captured: Any, name: str) -> None:
+    """Refuses another value than the captured one."""
+    if type(value) is not type(captured) or (value != captured and (value == value or captured == captured)):
+        raise GraphirError(f"{name} was {captured!r} when the program was captured, now {value!r}")
 
-    Args:
-        value: what the caller gave.
-        shape: of a tensor; None for a size that may be any; None for an argument that is no tensor.
-        captured: the value of an argument that is no tensor.
-        name: for messages.
-    """
-    if shape is None:
-        if type(value) is not type(captured) or value != captured:
-            raise GraphirError(f"{name} was {captured!r} when the program was captured, now {value!r}")
-        return value
+
+def checked_same(value: Any, first: Any, name: str) -> None:
+    """Refuses two arguments that were one when the program was captured."""
+    if value is not first:
+        raise GraphirError(f"{name!r} was given twice when the program was captured, now these are two arguments")
+
+
+def checked_tensor(value: Any, shape: Sequence[int | None], dtype: torch.dtype, name: str) -> Tensor:
+    """An argument, which has to be as the program takes it; None stands for a size that may be any."""
+    if not isinstance(value, Tensor):
+        raise GraphirError(f"{name} is of type {type(value).__name__}, not a tensor")
+    if value.dtype != dtype:
+        raise GraphirError(f"{name} has dtype {value.dtype}, the program takes {dtype}")
     given = tuple(value.shape)
     fits = len(given) == len(shape)
     if not fits or any(want not in (None, have) for want, have in zip(shape, given, strict=True)):
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise GraphirError(f"{name} has shape {list(given)}, the program takes [{wanted}]")
     return value
+
+
+def measured(extent: int, constant: int, coefficient: int, where: str) -> int:
+    """The dimension of which an extent is ``coefficient * dimension + constant``."""
+    if (extent - constant) % coefficient:
+        raise GraphirError(f"{where} has size {extent}, of which {coefficient} is no divisor")
+    return (extent - constant) // coefficient
+
+
+def agreed(extent: int, expected: int, where: str, size: str) -> None:
+    """Refuses an extent that differs from what the others say."""
+    if extent != expected:
+        raise GraphirError(f"{where} has size {extent}, but {size} is {expected} by the other arguments")
+
+
+def strided(value: Tensor, strides: Sequence[int]) -> Tensor:
+    """A tensor with these strides."""
+    if value.stride() == tuple(strides):
+        return value
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype).copy_(value)

@@ -177,3 +177,113 @@ def test_deep_copies_are_independent() -> None:
     first: Tensor = graph(*made.inputs, *made.targets)
     assert torch.equal(other(*made.inputs, *made.targets), first)
     assert not torch.equal(graph(*made.inputs, *made.targets), first)
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_a_graph_of_micro_batches_follows_the_batch(parts: int) -> None:
+    made = models.mlp()
+    sgd = OPTIMIZERS["sgd"]
+    inputs, targets = [tuple([t[:6] for t in tensors]) for tensors in (made.inputs, made.targets)]
+    program = capture(
+        made.model,
+        inputs,
+        targets=targets,
+        loss=made.loss,
+        optimizer=sgd(made.model.parameters()),
+        accumulate=parts,
+    )
+    graph = program.to_fx()
+    with Session(passes.emit(program), program.state) as session:
+        for times in (1, 2, 3):
+            batch = [torch.cat([t] * times) for t in (*inputs, *targets)]
+            assert torch.equal(graph(*batch), session.step(*batch))
+    with pytest.raises(GraphirError, match=f"has size 7, of which {parts} is no divisor"):
+        graph(*[torch.cat([t, t])[:7] for t in (*inputs, *targets)])
+
+
+def test_arguments_have_to_agree_in_their_dimensions_and_types() -> None:
+    made = models.mlp()
+    graph = capture(made.model, made.inputs, targets=made.targets, loss=made.loss).to_fx()
+    (x,), (y,) = made.inputs, made.targets
+    with pytest.raises(GraphirError, match=f"has size 1, but batch is {len(x)} by the other arguments"):
+        graph(x, y[:1])
+    with pytest.raises(GraphirError, match=r"has dtype torch.float64, the program takes torch.float32"):
+        graph(x.double(), y)
+    with pytest.raises(GraphirError, match=r"is of type int, not a tensor"):
+        graph(x, 3)
+
+
+class Scaled(nn.Module):
+    """Arguments whose names run into each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+
+    def forward(self, batch: dict[str, Tensor], batch_x: Tensor, **more: Tensor) -> Tensor:
+        return self.fc(batch["x"]) * batch_x + sum(more.values())
+
+
+def test_arguments_of_one_name_and_one_tensor_twice() -> None:
+    model, x, y, z = Scaled(), torch.randn(3, 2), torch.randn(3, 2), torch.randn(3, 2)
+    more = {"argument_0": z}
+    assert torch.equal(
+        capture(model, ({"x": x}, y), kwargs=more).to_fx()({"x": y}, z, argument_0=x), model({"x": y}, z, a=x)
+    )
+    twice = capture(model, ({"x": x}, x)).to_fx()
+    assert torch.equal(twice({"x": y}, y), model({"x": y}, y))
+    with pytest.raises(GraphirError, match=r"'batch.x' was given twice"):
+        twice({"x": y}, z)
+    with pytest.raises(GraphirError, match="can't have a parameter 'a b'"):
+        capture(model, ({"x": x}, y), kwargs={"a b": z}).to_fx()
+
+
+@pytest.mark.parametrize("name", ["step", "lr", "fc_weight_momentum_buffer", "self", "input"])
+def test_a_buffer_is_not_taken_for_what_else_the_graph_holds(name: str) -> None:
+    model = _counting(name)
+    program = capture(model, (torch.randn(4, 2),), loss=torch.sum, optimizer=OPTIMIZERS["sgd"](model.parameters()))
+    graph, theirs = program.to_fx(), OPTIMIZERS["sgd"](model.parameters())
+    for step in range(2):
+        x = torch.randn(4, 2)
+        with graphir.seeded(step):
+            theirs.zero_grad()
+            loss = model(x).sum()
+            loss.backward()
+        theirs.step()
+        assert torch.equal(graph(x), loss.detach())
+    mine = graph.state_dict()
+    assert_same_bits({name: mine[name] for name in model.state_dict()}, dict(model.state_dict()), name)
+
+
+@pytest.mark.parametrize("name", ["graph", "code", "meta", "class"])
+def test_a_name_that_a_graph_module_cannot_have_is_refused(name: str) -> None:
+    program = capture(_counting(name), (torch.randn(4, 2),))
+    with pytest.raises(GraphirError, match=f"a torch.fx.GraphModule can't have '{name}'"):
+        program.to_fx()
+
+
+def _counting(name: str) -> nn.Module:
+    """A layer, dropout, and a buffer of this name that counts."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 2)
+            self.register_buffer(name, torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            counter = self.get_buffer(name)
+            counter.add_(1)
+            return F.dropout(self.fc(x) * counter, 0.3)
+
+    return Counting()
+
+
+def test_an_argument_is_laid_out_as_captured() -> None:
+    model, x = (
+        nn.Sequential(nn.Flatten(1), nn.Linear(12, 3)),
+        torch.randn(5, 3, 2, 2).to(memory_format=torch.channels_last),
+    )
+    program = capture(model, (x,))
+    for other in (torch.randn(4, 3, 2, 2), torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)):
+        assert torch.equal(program.to_fx()(other), model(other))
