@@ -5,13 +5,14 @@ A rule takes the operator's arguments, with tensors on the meta device or fake o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from .layouts import LAYOUTS
+from .opset import overload
 
 __all__ = ["META"]
 
@@ -72,8 +73,29 @@ def _check_attention(query: Tensor, key: Tensor, value: Tensor) -> None:
     )
 
 
+def _with_matrices_by_column(type: str, matrices: Sequence[int]) -> Callable[..., Any]:
+    """The rule of *type*, whose results at the positions *matrices* lie in memory column by column on the CPU.
+
+    Torch's rule says so for fake tensors, and row by row for those on the meta device.
+    """
+    func = overload(type)
+
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        returned = func(*args, **kwargs)
+        return tuple([_by_column(t) if i in matrices and t.dim() > 1 else t for i, t in enumerate(returned)])
+
+    return rule
+
+
+def _by_column(matrices: Tensor) -> Tensor:
+    *batch, rows, columns = matrices.shape
+    return matrices.new_empty((*batch, columns, rows)).transpose(-2, -1)
+
+
 META: Final[Mapping[str, Callable[..., Any]]] = {
     "aten._grouped_mm.default": _grouped_mm,
+    "aten._linalg_svd.default": _with_matrices_by_column("aten._linalg_svd.default", (0, 2)),
+    "aten.linalg_eig.default": _with_matrices_by_column("aten.linalg_eig.default", (1,)),
     "graphir.attention": _attention,
     "graphir.attention_backward": _attention_backward,
     **LAYOUTS,

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from graphir.ir.meta import META
+from graphir.ir.opset import overload
 
 OFFSETS = torch.tensor([2, 2, 7, 12], dtype=torch.int32)
 
@@ -34,3 +35,20 @@ def test_grouped_products_are_laid_out_as_the_kernel_does(
 def test_grouped_products_need_matrices_that_fit() -> None:
     with pytest.raises(RuntimeError, match="contraction dimension"):
         META["aten._grouped_mm.default"](torch.empty(4, 3), torch.empty(2, 5, 8), OFFSETS[:2])
+
+
+@pytest.mark.parametrize("type", ["aten._linalg_svd.default", "aten.linalg_eig.default"])
+@pytest.mark.parametrize("shape", [(5, 5), (2, 3, 4, 4)])
+def test_matrices_lie_by_column_as_the_kernels_make_them(type: str, shape: tuple[int, ...]):
+    real = overload(type)(torch.randn(shape))
+    for made, kernel in zip(META[type](torch.empty(shape, device="meta")), real, strict=True):
+        assert (made.shape, made.stride(), made.dtype) == (kernel.shape, kernel.stride(), kernel.dtype)
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_singular_vectors_of_matrices_that_are_not_square(full: bool):
+    type = "aten._linalg_svd.default"
+    for shape in ((2, 5, 3), (2, 3, 5)):
+        real = overload(type)(torch.randn(shape), full)
+        made = META[type](torch.empty(shape, device="meta"), full)
+        assert [(t.shape, t.stride()) for t in made] == [(t.shape, t.stride()) for t in real]
