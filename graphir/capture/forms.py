@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, Final, NamedTuple
@@ -188,14 +189,14 @@ _SCALARS: Final = frozenset({bool, int, float, str, type(None)})
 
 
 def normal_arg(value: Any) -> Arg:
-    """*value* as programs hold it: lists as tuples, torch's constants as symbols.
+    """*value* as programs hold it: lists as tuples, torch's constants as symbols, one NaN, which equals itself.
 
     Raises:
         GraphirError: programs have no such arguments.
     """
     kind = type(value)
     if kind in _SCALARS:
-        return value  # type: ignore[no-any-return]
+        return value if value == value else math.nan
     if kind in (list, tuple) or isinstance(value, (list, tuple)):
         return tuple([normal_arg(item) for item in value])
     if isinstance(value, (torch.dtype, torch.memory_format)):

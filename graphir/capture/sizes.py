@@ -231,17 +231,24 @@ class Sizes:
 
     def _arg(self, args: Sequence[Arg], call: Call) -> Arg:
         first = args[0]
-        if all(type(a) is type(first) and a == first for a in args):
+        if all(type(a) is type(first) and (a is first or a == first) for a in args):
             return first
         if all(isinstance(a, tuple) for a in args) and len({len(a) for a in args if isinstance(a, tuple)}) == 1:
             return tuple([self._arg(items, call) for items in zip(*args, strict=True)])
         whole = [a for a in args if type(a) is int]
-        if len(whole) < len(args) and call.outputs[0].dtype.is_floating_point:
-            # A size as a float means the same as an integer to an operator whose result is floating-point anyway.
+        if len(whole) < len(args) and _is_floating_anyway(call):
+            # There a size as a float means the same as an integer.
             whole = [int(a) for a in args if type(a) is float and a.is_integer()]
         if len(whole) == len(args):
             return self.fit(tuple(whole))
         raise NotPolynomial(self._text(args))
+
+
+def _is_floating_anyway(call: Call) -> bool:
+    """Whether the result is floating-point whatever the type of the numbers among the arguments."""
+    operands = any(v.dtype.is_floating_point for v in call.inputs)
+    named = "dtype" in call.args or call.type.startswith(("aten.div.", "aten.linspace.", "aten.logspace."))
+    return call.outputs[0].dtype.is_floating_point and (operands or named)
 
 
 def _in(call: Call) -> str:

@@ -48,7 +48,8 @@ SYMBOLS: Final = frozenset(TORCH_NAME) | {
 """Every text that a :class:`Symbol` may have."""
 
 Arg: TypeAlias = "int | float | bool | str | Polynomial | Symbol | tuple[Arg, ...] | None"
-"""A non-tensor argument. Lists are tuples; a string that is a :class:`Symbol` stands for a torch constant."""
+"""A non-tensor argument. Lists are tuples; a string that is a :class:`Symbol` stands for a torch constant. NaN is
+``math.nan``, one object, so that it equals itself in comparisons of tuples and mappings."""
 
 
 class Effects(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from math import prod
 from typing import Final
 
@@ -91,7 +92,7 @@ def _arg(value: JsonValue) -> Arg:
         if kind == "symbol" and isinstance(text, str) and text in SYMBOLS:
             return Symbol(text)
         if kind == "float" and isinstance(text, str) and text in ("inf", "-inf", "nan"):
-            return float(text)
+            return math.nan if text == "nan" else float(text)
     raise GraphirError(f"{value} is not an argument", fix="an object is one size, one symbol or one float")
 
 

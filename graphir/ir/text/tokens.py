@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Final, TypeVar
@@ -208,7 +209,7 @@ class Line:
         if token in SYMBOLS:
             return Symbol(token)
         if len(token) <= _LONGEST and _FLOAT.fullmatch(token):
-            return float(token)
+            return math.nan if token.endswith("nan") else float(token)
         if token and (token[0].isalnum() or token[0] in "-_"):
             return self.try_(parse_size, token)
         self.i -= 1

@@ -18,6 +18,7 @@ from graphir.capture import capture
 from graphir.errors import CaptureError, SessionError
 from graphir.ir.program import Program
 from graphir.ir.size import dimension, parse_size
+from graphir.ir.text import parse
 from graphir.ir.verify import verify
 
 TOKENS = {0: "batch", 1: "length"}
@@ -284,3 +285,36 @@ def test_a_dimension_may_count_from_the_end() -> None:
     assert along(torch.relu).dims == {"batch": 4, "length": 8}
     program = two(torch.zeros(4, 8), torch.zeros(8, 4), ((TOKENS, {-1: "batch", 0: "length"}), {}, ()))
     assert program.step.blobs["y"].shape == (dimension("length"), dimension("batch"))
+
+
+class Applied(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._function(x)
+
+
+ON_NUMBERS = {
+    "range": lambda x: x + torch.arange(float(x.shape[1]))[:, None],
+    "full": lambda x: x + torch.full((x.shape[1], 1), float(x.shape[1])),
+    "product": lambda x: x + torch.arange(6) * float(x.shape[1]),
+}
+"""The result's type is that of the number."""
+
+
+@pytest.mark.parametrize("case", ON_NUMBERS)
+def test_a_size_as_a_float_that_makes_the_result_floating_is_fixed(case: str) -> None:
+    program = capture(Applied(ON_NUMBERS[case]), (torch.randn(3, 8, 6),), batch_dims={0: "batch", 1: "length"})
+    assert "length is fixed at 8: argument" in program.fixed and "8.0, 7.0" in program.fixed
+    assert program.dims == {"batch": 3}
+
+
+def test_arguments_that_are_not_numbers_equal_themselves() -> None:
+    model = Applied(lambda x: x.masked_fill(x > 1, float("nan")).nan_to_num(0.5))
+    program = capture(model, (torch.randn(3, 8, 6),))
+    assert not program.fixed and parse(str(program)) == program
+    with Session(emit(program), program.state) as session:
+        x = torch.randn(5, 8, 6)
+        assert torch.equal(session.step(x), model(x))
