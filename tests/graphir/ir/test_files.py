@@ -196,6 +196,13 @@ def test_every_type_has_a_checksum(tmp_path, dtype, shape):
     assert torch.equal(load(tmp_path / "p.json").state["a"], tensor)
 
 
+@pytest.mark.parametrize("shape", [(0,), (1,), (1, 1)])
+def test_tensors_whose_strides_say_nothing_are_saved(tmp_path, shape):
+    net = Net("n", (), {})
+    save_program(Program("p", net, net, state={"a": torch.zeros(()).expand(shape)}), tmp_path / "p.json", state=True)
+    assert torch.equal(load(tmp_path / "p.json").state["a"], torch.zeros(shape))
+
+
 def test_a_state_file_of_another_program_is_refused(program_file):
     save_file({"other": torch.zeros(1)}, program_file.with_name("program.json.safetensors"))
     with pytest.raises(FileError, match="is in one of the program's files and not in the other"):
