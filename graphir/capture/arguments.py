@@ -75,6 +75,8 @@ def read_arguments(
     for name, value in (("inputs", inputs), ("targets", targets)):
         if not isinstance(value, (tuple, list)):
             raise CaptureError(f"{name} is a {type(value).__name__}, not a tuple", fix=f"write {name}=(x,)")
+    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs)):
+        raise CaptureError("kwargs is no mapping of names to arguments", fix='write kwargs={"mask": mask}')
     if targets and loss is None:
         raise CaptureError("targets are given, but no loss that takes them", fix="pass loss=")
     inputs, targets, kwargs = tuple(inputs), tuple(targets), dict(kwargs or {})

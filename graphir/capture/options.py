@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from typing import NamedTuple
 
 import torch
@@ -87,7 +87,7 @@ def read_options(
 def _positive(name: str, value: object) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
         raise CaptureError(
             f"{name}={value!r} is not a positive number", fix="pass a finite number above 0, such as 1.0"
         )

@@ -573,6 +573,11 @@ def test_inputs_that_are_no_tuple() -> None:
     refuses("inputs is a Tensor, not a tuple", inputs=torch.zeros(6, 10))
 
 
+@pytest.mark.parametrize("kwargs", [3, "ab", [("mask", None)], {1: None}], ids=str)
+def test_kwargs_that_are_no_names_and_arguments(kwargs: Any) -> None:
+    refuses("kwargs is no mapping of names to arguments", kwargs=kwargs)
+
+
 def test_an_empty_batch() -> None:
     refuses("the batch is empty: 'x' has no samples", inputs=(torch.zeros(0, 10),), targets=(torch.zeros(0),))
 
