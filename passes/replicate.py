@@ -19,7 +19,7 @@ from typing import ClassVar, Literal
 from pydantic import field_validator
 
 from graphir.errors import PassError
-from graphir.ir.blob import Blob
+from graphir.ir.blob import STATE_ROLES, Blob
 from graphir.ir.device import Device, gpu
 from graphir.ir.names import fresh, replica_prefix
 from graphir.ir.net import Net
@@ -209,7 +209,7 @@ def _reduced_gradients(step: Net) -> list[str]:
     wanted = {name for op in step.ops if op.phase == "update" for name in op.inputs}
     wanted.update(name for name in step.external_outputs if step.blobs[name].role == "gradient")
     made = [name for op in step.ops if op.phase in ("forward", "backward") for name in op.outputs]
-    return [name for name in dict.fromkeys(made) if name in wanted]
+    return [name for name in dict.fromkeys(made) if name in wanted and step.blobs[name].role not in STATE_ROLES]
 
 
 def _shares(program: Program, copies: Sequence[_Copy]) -> tuple[Arg, ...]:

@@ -164,7 +164,8 @@ class Session:
         self._rates.follow(optimizer)
 
     def state_dict(self, replica: int = 0) -> dict[str, Tensor]:
-        """The module's state under its own names, copied. Replicas differ only in buffers."""
+        """The module's state under its own names, copied. Replicas differ only in buffers and in parameters that the
+        forward overwrites."""
         self._check_usable()
         return self._state.module(replica)
 
@@ -190,7 +191,8 @@ class Session:
         """All state under the names of ``program.state``, copied: ``Session(plan, state)`` goes on from there.
 
         It has the learning rates too, by blob (``lr``), and each further replica's buffers under their full names
-        (``gpu_1/bn.running_mean``). With a *replica*, all is that one's, and every replica would go on from it.
+        (``gpu_1/bn.running_mean``); where the forward overwrites parameters, all that is a replica's. With a *replica*,
+        all is that one's, and every replica would go on from it.
         """
         self._check_usable()
         return {**self._state.all(replica), **self._rates.state()}

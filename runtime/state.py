@@ -138,7 +138,8 @@ class State:
     def all(self, replica: int | None) -> dict[str, Tensor]:
         """Everything that another session can go on from, under the names of ``program.state``.
 
-        Without a *replica* it is the first one's, and the other replicas' buffers follow under their blobs' full names.
+        Without a *replica* it is the first one's, and what the others have of their own follows under their blobs' full
+        names.
         """
         self.check_replica(replica or 0)
         prefix = self.program.replicas[replica or 0]
@@ -146,10 +147,22 @@ class State:
         for name, tensor in self.untouched.items():
             found.setdefault(self.program.interface.module_state[name], tensor.clone())
         if replica is None:
+            own = self._roles_of_their_own()
             for blob, key in self.keys.items():
-                if blob != prefix + key and self.program.init.blob(blob).role == "buffer":
+                if blob != prefix + key and self.program.init.blob(blob).role in own:
                     found[blob] = self.tensors[blob].clone()
         return {**found, "step": torch.tensor(self.progress.steps_done, device="cpu")}
+
+    def _roles_of_their_own(self) -> frozenset[str]:
+        """Roles of what replicas may differ in: more than buffers where a forward overwrites parameters."""
+        step = self.program.step
+        written = (
+            step.blobs[step.blobs[op.inputs[source]].storage].role
+            for op in step.ops
+            if op.phase != "update"
+            for _, source in op.effects.writes
+        )
+        return _COMMON_ROLES if "param" in written else frozenset({"buffer"})
 
     def module(self, replica: int) -> dict[str, Tensor]:
         """Copies under the names of ``module.state_dict()``; tied names share one."""

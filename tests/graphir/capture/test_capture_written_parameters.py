@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from direct import matches_eager
+from eager import ShareByShare, assert_same_bits
+from graphir.runtime.session import ExecutorName
 from models import Example
 from torch import Tensor, nn
 
+from graphir import passes, runtime
 from graphir.capture import capture
 from graphir.ir.program import Program
 from graphir.ir.verify import verify
@@ -124,3 +128,28 @@ def test_the_gradient_is_an_output_without_an_optimizer() -> None:
     program = capture(example.model, example.inputs, targets=example.targets, loss=example.loss)
     outputs = [name for name in program.step.external_outputs if name.endswith("_grad")]
     assert sorted(outputs) == ["h.bias_grad", "h.weight_grad", "out.bias_grad", "out.weight_grad"]
+
+
+def words() -> Example:
+    """Rows 0 to 6 with norms far above the bound; each share of a batch reads, and so bounds, others of them."""
+    torch.manual_seed(0)
+    example = Example(Words(), (torch.randint(7, (6, 2)),), (torch.randint(3, (6,)),), loss)
+    with torch.no_grad():
+        example.model.words.weight.mul_(5)
+    return example
+
+
+@pytest.mark.parametrize("executor", ["reference", "threads"])
+@pytest.mark.parametrize("make", [words, *[partial(written, write) for write in WRITES]])
+def test_each_replica_overwrites_its_own(make: Callable[[], Example], executor: ExecutorName) -> None:
+    example = make()
+    program = passes.replicate(trained(example), devices=[0, 1])
+    eager = ShareByShare(example.model, loss, lambda model: momentum(model.parameters()), replicas=2)
+    plan, state = passes.emit(program), program.state
+    for _ in range(3):
+        with runtime.Session(plan, state, executor=executor) as session:
+            session.step(*example.inputs, *example.targets)
+            eager.step(*example.inputs, *example.targets)
+            for replica, model in enumerate(eager.models):
+                assert_same_bits(session.state_dict(replica), dict(model.state_dict()), f"replica {replica}")
+            state = session.state()
