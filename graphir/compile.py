@@ -169,7 +169,9 @@ class Compiled:
 
     def _made(self, arguments: Arguments, beside: Session | None) -> Session:
         """A session of the step with these arguments."""
-        inputs, kwargs, targets = arguments.split(_first_share(arguments, len(self._devices)))
+        parts = self._options.get("accumulate")
+        parts = parts if type(parts) is int and parts > 0 else 1  # what else it may be is for capture to refuse
+        inputs, kwargs, targets = arguments.split(_first_share(arguments, len(self._devices), parts))
         captured = capture(
             self._model, inputs, kwargs=kwargs, targets=targets, batch_dims=_dims_tree(arguments), **self._options
         )
@@ -218,6 +220,10 @@ class Compiled:
                 found["state"].setdefault(index, entries)
         return found
 
+    def loss_scaler_state_dict(self) -> dict[str, Any]:
+        """The loss scaler's state; see :meth:`graphir.runtime.Session.loss_scaler_state_dict`."""
+        return self._sessions[0].loss_scaler_state_dict()
+
     def state(self, replica: int | None = None) -> dict[str, torch.Tensor]:
         """All state, copied; see :meth:`graphir.runtime.Session.state`."""
         return self._sessions[0].state(replica)
@@ -250,8 +256,8 @@ def _dims_tree(arguments: Arguments) -> tuple[Any, Any, Any]:
     return inputs, kwargs, targets
 
 
-def _first_share(arguments: Arguments, replicas: int) -> list[Any]:
-    """The leaves as the first replica gets them, by torch.chunk's rule; one tensor stays one."""
+def _first_share(arguments: Arguments, replicas: int, accumulate: int) -> list[Any]:
+    """The leaves as the first replica gets them, in whole micro-batches by torch.chunk's rule; one tensor stays one."""
     cut: dict[int, torch.Tensor] = {}
     shares: list[Any] = []
     for leaf in arguments.leaves:
@@ -260,7 +266,8 @@ def _first_share(arguments: Arguments, replicas: int) -> list[Any]:
             shares.append(leaf.value)
             continue
         if id(tensor) not in cut:
-            share = tensor.detach().narrow(dim, 0, -(-tensor.shape[dim] // replicas))
+            size = tensor.shape[dim]
+            share = tensor.detach().narrow(dim, 0, min(-(-size // (accumulate * replicas)) * accumulate, size))
             cut[id(tensor)] = share.requires_grad_(tensor.requires_grad)
         shares.append(cut[id(tensor)])
     return shares

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from eager import ShareByShare, assert_same_bits
+from idioms import Idioms
+from models import Example
 from torch import Tensor, nn
 
 import graphir
@@ -111,6 +113,38 @@ def test_fixed_sizes_share_their_state_through_changing_plans(devices: list[int]
         trains_as_eager(step, model, counts, len(devices))
         assert "aten.split.Tensor" in step.plan.program.fixed
         assert len(step.plans) == 3
+
+
+SCALER = {"init_scale": 8.0, "growth_interval": 1}
+
+
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"loss_scale": SCALER, "clip_grad_norm": 0.1}], ids=str)
+def test_micro_batches_and_a_loss_scaler_share_their_state_too(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Halves()
+    eager = Idioms(Example(model, (), (), F.mse_loss), sgd, 2, **options)
+    scaler = {"loss_scale": torch.amp.GradScaler("cpu", **SCALER)} if "loss_scale" in options else {}
+    with compiled(model, 20, devices=[0, 1], **{**options, **scaler}) as step:
+        for count in (20, 16, 20):
+            x, y = rows(count)
+            assert_same_bits({"loss": step.step(x, y)}, {"loss": eager.step(x, y)}, f"step {step.steps_done}")
+            assert_same_bits(step.state_dict(1), dict(eager.models[1].state_dict()), f"step {step.steps_done}")
+            if scaler:
+                assert step.loss_scaler_state_dict() == eager.scalers[0].state_dict()
+
+
+def test_shares_of_a_first_batch_are_whole_micro_batches() -> None:
+    model = nn.Linear(4, 3)
+    with compiled(model, 10, devices=[0, 1], accumulate=2) as step:
+        eager = Idioms(Example(model, (), (), F.mse_loss), sgd, 2, accumulate=2)
+        x, y = rows(10)  # 6 and 4
+        assert_same_bits({"loss": step.step(x, y)}, {"loss": eager.step(x, y)}, "6 and 4 rows")
+
+
+@pytest.mark.parametrize("accumulate", [0, 1.5, "2"])
+def test_what_is_no_number_of_micro_batches(accumulate: Any) -> None:
+    with pytest.raises(CaptureError, match="is not a number of micro-batches"):
+        compiled(nn.Linear(4, 3), devices=[0, 1], accumulate=accumulate)
 
 
 def test_a_new_plan_is_told_once() -> None:
