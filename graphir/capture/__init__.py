@@ -95,6 +95,8 @@ def capture(
     if isinstance(model, torch.export.ExportedProgram):
         model, name = torch.export.unflatten(model), name or "exported"
     refuse_model(model)
+    if not isinstance(name, (str, type(None))):
+        raise CaptureError(f"name is a {type(name).__name__}, not a string", fix='write name="step"')
     if optimizer is not None and loss is None:
         raise CaptureError("an optimizer is given, but no loss", fix="pass loss=, or leave the optimizer out")
     options = read_options(

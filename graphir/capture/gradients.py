@@ -79,10 +79,15 @@ def finish_gradients(
         recorder: in which it is recorded.
 
     Raises:
-        CaptureError: a ``GradScaler`` would not unscale a gradient.
+        CaptureError: a ``GradScaler`` would not unscale a gradient, or there is none at all.
     """
     if scale is None and options.clip_grad_norm is None and options.clip_grad_value is None:
         return Finished(list(gradients))
+    if not gradients:
+        raise CaptureError(
+            "no parameter of the optimizer has a gradient to scale back or to clip",
+            fix="give the optimizer parameters that the loss depends on",
+        )
     recorder.start_update()
     first = len(recorder.calls)
     params, originals = [param for param, _ in gradients], [gradient for _, gradient in gradients]

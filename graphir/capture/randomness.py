@@ -231,8 +231,11 @@ def seeded(step: int, replica: int = 0) -> Iterator[None]:
         replica: the position of the replica in ``devices``, from 0.
 
     Raises:
-        CaptureError: an operator draws random numbers but takes no generator.
+        CaptureError: an operator draws random numbers but takes no generator; *step* or *replica* is no whole number.
     """
+    for word, number in (("step", step), ("replica", replica)):
+        if type(number) is not int or number < 0:
+            raise CaptureError(f"seeded: {word} is {number!r}", fix="give a whole number, counted from 0")
     ids = SeedIds()
     with ids.follow_rng_state(), _Seeded(step, replica, ids):
         yield

@@ -139,3 +139,18 @@ def test_sparse_gradients_go_with_none_of_them(option):
     )
     with pytest.raises(CaptureError, match=f"{next(iter(option))} is given, but '0.weight' has a sparse gradient"):
         captured(example, lambda model: torch.optim.SGD(model.parameters(), lr=0.1), **option)
+
+
+def test_nothing_to_clip_is_refused():
+    example = models.mlp()
+    example.model.requires_grad_(False)
+    example.model.fc2.bias.requires_grad_(True)
+    with pytest.raises(CaptureError, match="no parameter of the optimizer has a gradient"):
+        graphir.capture(
+            example.model,
+            example.inputs,
+            targets=example.targets,
+            loss=example.loss,
+            optimizer=torch.optim.SGD([example.model.fc1.weight], lr=0.1),
+            clip_grad_value=1.0,
+        )

@@ -582,6 +582,12 @@ def test_an_empty_batch() -> None:
     refuses("the batch is empty: 'x' has no samples", inputs=(torch.zeros(0, 10),), targets=(torch.zeros(0),))
 
 
+def test_names_that_are_no_strings() -> None:
+    example = models.mlp()
+    with pytest.raises(CaptureError, match="name is a int, not a string"):
+        capture(example.model, example.inputs, name=5)  # type: ignore[arg-type]
+
+
 def test_models_that_are_no_module() -> None:
     refuses("capture takes an nn.Module, not a function", model=lambda x: x)
     refuses("capture takes an nn.Module, not None", model=None)

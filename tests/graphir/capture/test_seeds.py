@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -89,3 +90,9 @@ def test_the_global_random_state_stays() -> None:
 def test_an_operator_without_generator_is_refused() -> None:
     with seeded(0), pytest.raises(CaptureError, match="draws random numbers but takes no generator"):
         torch.ops.aten.native_dropout(torch.ones(3), 0.5, True)
+
+
+@pytest.mark.parametrize("numbers", [("x",), (None,), (1.0,), (-1,), (0, "y"), (0, True)])
+def test_steps_and_replicas_are_whole_numbers(numbers: Any) -> None:
+    with pytest.raises(CaptureError, match="seeded: (step|replica) is "), seeded(*numbers):
+        pass
