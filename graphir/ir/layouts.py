@@ -4,8 +4,8 @@ For some operators on permuted operands, torch's rule keeps the order of dimensi
 of another, or none. The kernel itself is asked then: on tensors whose dimensions have at most two elements, and lie in
 memory as those of the operands do. Answers are kept, so that the layers of a model cost a lookup each.
 
-The types were found by running torch's own samples of all operators on permuted tensors, forward and backward, with and
-without data.
+The types were found by running torch's own samples of all operators on tensors that are contiguous, transposed,
+channels-last and permuted at random, forward and backward, with and without data.
 """
 
 from __future__ import annotations
@@ -24,20 +24,25 @@ from .opset import overload
 __all__ = ["LAYOUTS"]
 
 _ASKED: Final = """
-    _log_softmax_backward_data.default elu_backward.default hardsigmoid_backward.default hardswish_backward.default
-    hardtanh_backward.default huber_loss_backward.default log_sigmoid_forward.default mse_loss_backward.default
-    native_batch_norm.default native_batch_norm_backward.default native_layer_norm_backward.default
-    smooth_l1_loss_backward.default softplus_backward.default
+    _log_softmax_backward_data.default copysign.Tensor div.Tensor_mode elu_backward.default floor_divide.default
+    hardsigmoid_backward.default hardswish_backward.default hardtanh_backward.default huber_loss_backward.default
+    log_sigmoid_forward.default logit_backward.default mse_loss_backward.default native_batch_norm.default
+    native_batch_norm_backward.default native_dropout_backward.default native_layer_norm_backward.default pow.Scalar
+    smooth_l1_loss_backward.default softplus_backward.default special_xlog1py.default xlogy.Tensor
 """
-
 """Types whose kernels are asked. Their results are dense, and their arguments hold no sums or products of sizes."""
 
-_FORMAT_OF: Final = {
+_FORMAT_OF: Final[Mapping[str, int | None]] = {
+    "aten.channel_shuffle.default": 0,
+    "aten.glu_backward.default": None,
     "aten.max_unpool2d.default": 0,
+    "aten.normal.Tensor_Tensor": None,
     "aten.reflection_pad2d_backward.default": 1,
+    "aten.replication_pad2d.default": 0,
     "aten.replication_pad2d_backward.default": 1,
 }
-"""Types whose kernels keep the channels where one operand has them, and the position of that operand."""
+"""Types whose kernels keep the channels where one operand has them, and the position of that operand; None where the
+result is contiguous whatever the operands are."""
 
 Order: TypeAlias = tuple[int, ...]
 """The dimensions of a dense tensor from the innermost in memory to the outermost."""
@@ -64,7 +69,7 @@ def _as_kernel(type: str) -> Callable[..., Any]:
     def rule(*args: Any, **kwargs: Any) -> Any:
         returned = func(*args, **kwargs)
         tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
-        if all(t.is_contiguous() for t in tensors) or any(t.numel() == 0 for t in tensors):
+        if all(t.is_contiguous() for t in tensors) or tensors[0].numel() == 0:
             return returned
         small = tuple([_small(arg) for arg in args]), tuple([(name, _small(arg)) for name, arg in kwargs.items()])
         key = (type, *small)
@@ -129,12 +134,15 @@ def _in_order(tensor: Tensor | None, order: Order | None) -> Tensor | None:
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
 
 
-def _in_format(type: str, operand: int) -> Callable[..., Any]:
+def _in_format(type: str, operand: int | None) -> Callable[..., Any]:
     """The rule of *type* for tensors without data: torch's, with the channels last where they are so in *operand*."""
     func = overload(type)
 
     def rule(*args: Any, **kwargs: Any) -> Any:
-        return torch.empty_like(func(*args, **kwargs), memory_format=suggest_memory_format(args[operand]))
+        memory_format = torch.contiguous_format if operand is None else suggest_memory_format(args[operand])
+        # Torch's own rules fail on some views of permuted operands.
+        dense = [arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args]
+        return torch.empty_like(func(*dense, **kwargs), memory_format=memory_format)
 
     return rule
 

@@ -32,21 +32,36 @@ PAIRED = {
     "hardsigmoid_backward": (),
     "hardswish_backward": (),
     "hardtanh_backward": (-1.0, 1.0),
+    "logit_backward": (),
     "softplus_backward": (1.0, 20.0),
 }
 """Types that take two tensors of one shape, and what follows."""
+
+BROADCAST = {
+    "copysign": {},
+    "div": {"rounding_mode": "floor"},
+    "floor_divide": {},
+    "special_xlog1py": {},
+    "xlogy": {},
+}
+"""Types that take two tensors, the second of which may lack the first dimension, and what follows by name."""
 
 LOSSES = {"mse_loss_backward": (1,), "huber_loss_backward": (1, 1.0), "smooth_l1_loss_backward": (1, 1.0)}
 """Types that take a gradient, two tensors of one shape, and what follows."""
 
 
 def calls(name: str) -> Iterator[tuple[object, ...]]:
-    """Arguments in many layouts for an operator."""
+    """Positional arguments in many layouts for an operator."""
     statistics, weight = (torch.rand(2, 3, 1), torch.rand(2, 3, 1)), torch.rand(4)
     channels = [torch.rand(3) for _ in range(5)]
     for a, b in product(windows((2, 3, 4)), windows((2, 3, 4))):
         if name in PAIRED:
             yield a, b, *PAIRED[name]
+        elif name in BROADCAST:
+            yield a, b
+            yield a, b[0]
+        elif name == "native_dropout_backward":
+            yield a, b > 0.5, 2.0
         elif name in LOSSES:
             yield torch.rand(()), a, b, *LOSSES[name]
         elif name == "elu_backward":
@@ -55,13 +70,26 @@ def calls(name: str) -> Iterator[tuple[object, ...]]:
             yield a, b, [4], *statistics, weight, weight, [True, True, True]
         elif name == "native_batch_norm_backward":
             yield a, b, *channels, True, 1e-5, [True, True, False]
+            yield a, b, *channels[:3], torch.empty(0), torch.empty(0), False, 1e-5, [True, True, False]
+        elif name == "normal" and (a.numel(), b.numel()) == (24, 24):
+            yield a, b
     for a in (*windows((2, 3, 4, 5)), *windows((2, 3, 1))):
         if name == "log_sigmoid_forward":
             yield (a,)
+        elif name == "pow":
+            yield 2.0, a
+        elif name == "glu_backward" and a.dim() == 4:
+            yield a, torch.rand(2, 6, 4, 5), 1
+            yield torch.rand(2, 3, 4, 5), torch.cat([a, a], 1), 1
         elif name == "native_batch_norm":
             yield a, *channels[:4], True, 0.1, 1e-5
+        elif name == "channel_shuffle" and a.dim() == 4:
+            yield a.expand(2, 3, 4, 5), 3
         elif name == "max_unpool2d" and a.dim() == 4:
             yield a, torch.zeros(2, 3, 4, 5, dtype=torch.int64), [8, 10]
+            yield a[:1], torch.zeros(1, 3, 4, 5, dtype=torch.int64), [8, 10]
+        elif name == "replication_pad2d" and a.dim() == 4:
+            yield a, [1, 1, 1, 1]
         elif name.endswith("_pad2d_backward") and a.dim() == 4:
             yield torch.rand(2, 3, 6, 7), a, [1, 1, 1, 1]
 
@@ -77,12 +105,21 @@ def bare_of(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
+def torchs_own(type: str, bare: list[object], named: dict[str, str]) -> object:
+    """The layouts that torch's rule gives; None where it fails."""
+    try:
+        return layouts(overload(type)(*bare, **named))
+    except (RuntimeError, ValueError):
+        return None
+
+
 @pytest.mark.parametrize("type", LAYOUTS)
 def test_rules_give_the_strides_of_the_kernels(type: str) -> None:
-    mistaken = 0
-    for args in calls(type.split(".")[1]):
+    mistaken, name = 0, type.split(".")[1]
+    for args in calls(name):
+        named = BROADCAST.get(name, {})
         bare = [bare_of(arg) if isinstance(arg, Tensor) else arg for arg in args]
-        real = layouts(overload(type)(*args))
-        assert layouts(LAYOUTS[type](*bare)) == real
-        mistaken += layouts(overload(type)(*bare)) != real
+        real = layouts(overload(type)(*args, **named))
+        assert layouts(LAYOUTS[type](*bare, **named)) == real
+        mistaken += torchs_own(type, bare, named) != real
     assert mistaken, "torch's own rule is right: this one is not needed"
