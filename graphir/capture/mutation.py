@@ -25,7 +25,10 @@ _aten: Final = torch.ops.aten
 
 _FUNCTIONAL: Final[Mapping[str, str]] = {
     "bernoulli_.float": "bernoulli.p",
+    "floor_divide_.Tensor": "floor_divide.default",
     "normal_.default": "normal_functional.default",
+    "pow_.Scalar": "pow.Tensor_Scalar",
+    "pow_.Tensor": "pow.Tensor_Tensor",
     "transpose_.default": "transpose.int",
 }
 """In-place operators whose functional form is not simply named without the underscore."""

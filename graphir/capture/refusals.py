@@ -42,6 +42,7 @@ _REMEDIES: Final[Mapping[str, str]] = {
     "aten.masked_select": "keep the shape: torch.where(mask, a, b), or multiply by the mask",
     "aten.index": "a boolean mask selects an unknown number of elements: use torch.where(mask, a, b)",
     "aten.resize_": "make a new tensor instead",
+    "aten.resize_as_": "make a new tensor instead",
     "aten.set_": "make a new tensor instead",
 }
 _FIXED_SHAPE: Final = "use an operator whose output shape does not depend on the data"
@@ -151,7 +152,7 @@ def refuse_operator(func: object, scope: str, args: tuple[object, ...]) -> None:
             where=where(scope),
             fix=_REMEDIES.get(name, _FIXED_SHAPE),
         )
-    if name in ("aten.resize_", "aten.set_"):
+    if name in ("aten.resize_", "aten.resize_as_", "aten.set_"):
         raise CaptureError(f"{func} changes what a tensor refers to", where=where(scope), fix=_REMEDIES[name])
 
 

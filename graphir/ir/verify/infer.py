@@ -61,9 +61,17 @@ _MOST_KEPT: Final = 100_000
 _kept: dict[tuple[Any, ...], Inferred] = {}
 
 _BACKEND_STRIDES: Final = frozenset(
-    {"aten.convolution.default", "aten.convolution_backward.default", "aten.pixel_shuffle.default"}
+    {
+        "aten._fft_c2c.default",
+        "aten._fft_c2r.default",
+        "aten._fft_r2c.default",
+        "aten.convolution.default",
+        "aten.convolution_backward.default",
+        "aten.pixel_shuffle.default",
+    }
 )
-"""Types whose output strides are the backend's choice (mkldnn, cudnn and the CPU keep channels last, meta does not)."""
+"""Types whose output strides are the backend's choice: mkldnn, cudnn and the CPU keep channels last, meta does not;
+Fourier transforms come out as the library leaves them, and meta takes the GPU's."""
 
 _BACKEND_SHAPES: Final = frozenset({"aten.mkldnn_rnn_layer.default", "aten._cudnn_rnn.default"})
 """Types with outputs, such as workspaces, whose shapes are the backend's choice."""

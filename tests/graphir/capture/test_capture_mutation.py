@@ -90,6 +90,11 @@ def transposed_written(m: Body, h: Tensor) -> Tensor:
     return out.t()
 
 
+def raised_to_powers(m: Body, h: Tensor) -> Tensor:
+    out = h.abs().pow_(2.5)
+    return (out + 1).pow_(h) * (h.detach() * 3).floor_divide_(h.detach())
+
+
 def masked_fill(m: Body, h: Tensor) -> Tensor:
     return (h * 2).masked_fill_(h > 0.5, 0.25)
 
@@ -172,6 +177,7 @@ def dropout_of_a_transposed(m: Body, h: Tensor) -> Tensor:
 
 
 BODIES = [
+    raised_to_powers,
     relu_in_place,
     slice_written,
     column_selected,

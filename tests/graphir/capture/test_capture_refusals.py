@@ -242,6 +242,11 @@ def resized(m: Any, h: Tensor) -> Tensor:
     return h + torch.zeros(2).resize_(4)  # here
 
 
+@refused("aten.resize_as_.default changes what a tensor refers to")
+def resized_like_another(m: Any, h: Tensor) -> Tensor:
+    return h + torch.zeros(2).resize_as_(h)  # here
+
+
 @refused("aten.set_.source_Tensor changes what a tensor refers to")
 def pointed_elsewhere(m: Any, h: Tensor) -> Tensor:
     other = h.detach().clone()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import models
 import pytest
 import torch
+from direct import evaluate
 from torch import nn
 
 from graphir.capture import capture
@@ -38,3 +40,27 @@ def test_pixels_shuffled_channels_last_are_verified() -> None:
 
     x = torch.randn(3, 8, 3, 3).to(memory_format=torch.channels_last)
     assert capture(Shuffle(), (x,)).fixed == ""
+
+
+@pytest.mark.parametrize(
+    "factorised",
+    [torch.linalg.svdvals, lambda x: torch.linalg.eigvals(x).abs(), lambda x: torch.fft.irfft2(torch.fft.rfft2(x))],
+    ids=["svd", "eig", "fft"],
+)
+def test_what_a_library_lays_out_on_the_cpu_is_verified(factorised: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The meta device lays it out as a GPU's library does."""
+
+    class Factorised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.rand(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return factorised(x * self.scale)
+
+    model, x = Factorised(), torch.randn(3, 4, 4)
+    program = capture(model, (x,))
+    assert program.fixed == ""
+    (fetch,) = program.interface.fetches
+    assert fetch.blob is not None
+    assert torch.equal(evaluate(program, dict(program.state), {"x": x})[fetch.blob], model(x))
