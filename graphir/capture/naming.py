@@ -9,6 +9,7 @@
     fc.weight.t                        a view of a parameter
     layer1.0.add_grad                  the gradient of a forward value
     layer1.0.bn1.backward_mul          another value of the backward of layer1.0.bn1
+    layer1.0.bn1.backward_mul.sum      one more, made of that; so is layer1.0.bn1_grad.mul of the gradient
 """
 
 from __future__ import annotations
@@ -48,6 +49,9 @@ class Names:
         self._taken = set(taken)
         self._last: dict[str, int] = {}
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._taken
+
     def take(self, base: str, avoid: frozenset[str] = frozenset()) -> str:
         """A name that nobody has taken and that is not one of *avoid*."""
         if prefix_of(base):  # it would read as a replica's
@@ -69,6 +73,7 @@ def name_values(recording: Recording, names: Names, modules: frozenset[str]) -> 
         names: hands them out; state and the words that programs reserve are already taken.
         modules: paths of the model's modules, kept for their outputs.
     """
+    modules = frozenset(prefix + path for prefix in {value.prefix for value in recording.values} for path in modules)
     found: dict[int, str] = {}
     if recording.loss is not None:
         found[recording.loss.index] = "loss"
@@ -78,10 +83,14 @@ def name_values(recording: Recording, names: Names, modules: frozenset[str]) -> 
     for value in forward:
         if value.kind and not value.version and value.index not in found:
             found[value.index] = names.take(_join(value.scope, value.label))
+    called: set[str] = set()
     for value in forward:
         if value.claim is not None and (bearer := _bearer(value, value.claim)).index not in found:
-            found[bearer.index] = names.take(value.prefix + value.claim)
-    for value in forward:
+            base = value.prefix + value.claim
+            found[bearer.index] = names.take(base, modules if base in called else frozenset())
+            called.add(base)
+    live = {value.index for call in recording.calls for value in call.outputs}
+    for value in sorted(forward, key=lambda value: value.index not in live):  # what is left out takes no number
         if value.index not in found:
             found[value.index] = (
                 found[value.root.index] if value.version else _forward_name(value, found, names, modules)
@@ -130,11 +139,28 @@ def _backward_name(value: Value, found: Mapping[int, str], names: Names, modules
     if not base:
         if value.source is not None:
             base = f"{found[value.source.index]}.backward_{value.label}"
+            if _prefixed(value, base) in names:
+                base = _made_of(value, found) or base
         elif value.claim is not None:
             base = f"{value.claim}.recomputed"
         else:
             base = _join(value.scope, f"recomputed_{value.label}")
     return names.take(_prefixed(value, base), modules)
+
+
+def _made_of(value: Value, found: Mapping[int, str]) -> str:
+    """A backward value after the gradient, or the other value of the same backward, that it is made of.
+
+    Else numbers would follow numbers: ``div_1.backward_div_1``. Names stay short, since what is called so gives no name.
+    """
+    if value.source is None or value.call is None:
+        return ""
+    owner = found[value.source.index]
+    for v in value.call.inputs:
+        root = found.get(v.root.index, "")
+        if v.phase == "backward" and (root.endswith("_grad") or root == f"{owner}.backward_{v.root.label}"):
+            return f"{found[v.index]}.{value.label}"
+    return ""
 
 
 def _update_name(value: Value, found: Mapping[int, str], names: Names, modules: frozenset[str]) -> str:

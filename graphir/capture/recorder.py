@@ -185,7 +185,7 @@ class Recorder(TorchDispatchMode):
             return self._dispatch(func, args, kwargs or {})
         except CaptureError as e:
             if self.refusal is None:
-                self.refusal, self.failed_line = e, self._line(self._origin(())[0])
+                self.refusal, self.failed_line = e, self._line(self._origin(())[0], ())
             raise
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -255,7 +255,7 @@ class Recorder(TorchDispatchMode):
         seed: int | None = None,
     ) -> tuple[Call, Value | None]:
         source, scope = self._origin(inputs)
-        return Call(type, inputs, operands, args, scope, self.phase, seed, self._line(source)), source
+        return Call(type, inputs, operands, args, scope, self.phase, seed, self._line(source, inputs)), source
 
     def _record(self, form: Form, bound: Bound, inputs: tuple[Value, ...], out: Any, replay: Replay) -> None:
         call, source = self._call(form, bound, inputs)
@@ -281,18 +281,34 @@ class Recorder(TorchDispatchMode):
         call.results = None if text == "t" * len(made) else text
         self.calls.append(call)
 
-    def _line(self, source: Value | None) -> str:
-        """The source line of what is running; of a backward that torch runs, that of its forward."""
+    def _line(self, source: Value | None, inputs: Sequence[Value]) -> str:
+        """The source line of what is running; of a backward that torch runs, that of its forward.
+
+        Where capture itself adds losses up, or divides them, it is the line of what it reads.
+        """
         line = self._lines.current()
-        return line if line or source is None or source.call is None else source.call.line
+        if line:
+            return line
+        made = [v.call.line for v in (source, *inputs) if v is not None and v.call is not None]
+        return next(filter(None, made), "")
 
     def _origin(self, inputs: Sequence[Value]) -> tuple[Value | None, str]:
-        """Whose gradient is being computed, and the module that an operator belongs to."""
+        """Whose gradient is being computed, and the module that an operator belongs to.
+
+        Autograd has nodes that made no value that the step saw, as those of a view of overwritten memory, and runs some
+        operators outside of nodes, as the one that makes the loss's gradient. They belong to what they read.
+        """
         scope = self._scopes.current
         if self.phase == "forward" or scope:
             return None, scope
         node = torch._C._current_autograd_node()
         owner = self._owners.get(node._sequence_nr()) if node is not None else None
+        if node is not None and torch.is_grad_enabled():  # a checkpoint runs its forward again
+            return None, owner.scope if owner is not None else ""
+        if self.phase == "backward" and owner is None:
+            made = [v for v in inputs if v.call is not None]
+            owner = next((v.source for v in made if v.source is not None), None)
+            owner = owner or next((v for v in made if v.phase == "forward"), None)
         if owner is not None:
             return owner, owner.scope
         return None, next((v.scope for v in inputs if v.scope), "")

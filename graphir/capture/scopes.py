@@ -21,14 +21,15 @@ class Scopes:
 
     Attributes:
         current: path of the innermost running module; empty in the model itself, ``loss`` in the loss function.
-        failed: path of the innermost module that an exception left, None while there was none.
+        failed: path of the innermost module that the last exception left, None while there was none.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._paths = {id(m): path for path, m in model.named_modules()}
-        self._stack: list[tuple[str, int]] = []
+        self._stack: list[tuple[str, int, BaseException | None]] = []
         self.current = ""
         self.failed: str | None = None
+        self._error: BaseException | None = None
 
     @contextlib.contextmanager
     def follow(self, count: Callable[[], int], claim: Callable[[torch.Tensor, str, int], None]) -> Iterator[None]:
@@ -41,14 +42,16 @@ class Scopes:
         """
 
         def enter(module: torch.nn.Module, args: Any) -> None:
-            self._stack.append((self.current, count()))
+            self._stack.append((self.current, count(), sys.exc_info()[1]))
             self.current = self._paths.get(id(module), self.current)
             refuse_module(module, self.current)
 
         def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
-            path, (self.current, before) = self.current, self._stack.pop()
-            if sys.exc_info()[0] is not None:
-                self.failed = path if self.failed is None else self.failed
+            path, (self.current, before, handled) = self.current, self._stack.pop()
+            error = sys.exc_info()[1]
+            if error is not handled:  # a module may run where its caller handles another exception
+                if error is not self._error:
+                    self.failed, self._error = path, error
             elif path and id(module) in self._paths:
                 for name, leaf in named_leaves(path, output):
                     if isinstance(leaf, torch.Tensor):

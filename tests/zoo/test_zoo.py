@@ -11,6 +11,7 @@ import torch
 from direct import evaluate
 from eager import ShareByShare, assert_same_bits, total_loss
 from host_only import HOST_ONLY
+from recognisable import numbers_upon_numbers
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from zoo_rows import Batch, Row
@@ -71,9 +72,20 @@ def captured(row: Row, model: nn.Module, optimizer: torch.optim.Optimizer) -> Pr
     )
     assert (row.fixed and row.fixed in program.fixed) or row.fixed == program.fixed
     assert not HOST_ONLY & {op.type for op in program.step.ops}
+    assert_names_are_recognisable(program, model)
     gradients = [op.inputs[1] for op in program.step.ops if op.phase == "update"]
     step = program.step.with_(external_outputs=(*program.step.external_outputs, *gradients))
     return program.with_(step=step)
+
+
+def assert_names_are_recognisable(program: Program, model: nn.Module) -> None:
+    """At most one name in a hundred has numbers upon numbers; operators know their module and their line."""
+    odd = numbers_upon_numbers(program)
+    assert len(odd) <= len(program.step.ops) // 100, odd
+    modules = {path for path, _ in model.named_modules()} | {"loss"}
+    for op in program.step.ops:
+        assert op.module in modules, op
+        assert op.source or op.phase == "update", op
 
 
 def named_gradients(program: Program, model: nn.Module) -> dict[str, Tensor]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
-
 import models
 import pytest
 import torch
 import torch.nn.functional as F
+from recognisable import numbers_upon_numbers
 from torch import Tensor, nn
 
 from graphir.capture import capture
+from graphir.errors import CaptureError
 from graphir.ir.names import prefix_of
 from graphir.ir.program import Program
 
@@ -86,8 +86,56 @@ def test_other_backward_values_are_called_after_the_forward_value(gpt: Program) 
 
 
 def test_few_names_have_numbers_upon_numbers(gpt: Program) -> None:
-    odd = [name for name in gpt.step.blobs if re.search(r"_\d+(_\d+|\.\d+)$", name)]
-    assert len(odd) <= len(gpt.step.blobs) // 100, odd
+    assert not numbers_upon_numbers(gpt)
+
+
+class Normalized(nn.Module):
+    """Its backward has several operators of a type for each operator of the forward."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        for _ in range(3):
+            x = x / x.norm(dim=1, keepdim=True) / weight
+        return x
+
+
+def test_what_a_backward_repeats_is_called_after_what_it_is_made_of() -> None:
+    x, weight = torch.rand(3, 4, requires_grad=True), torch.rand(4, requires_grad=True)
+    program = capture(Normalized(), (x, weight), loss=lambda out: out.sum())
+    made = {op.outputs[0]: op.inputs for op in program.step.ops}
+    assert made["div_4.backward_div.div"][0] == "div_4.backward_div"
+    assert made["div_4_grad.div"][0] == "div_4_grad"
+    assert not numbers_upon_numbers(program)
+
+
+class Written(nn.Module):
+    """Part of an activation is overwritten, as in relative positions added to attention weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.part = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc(x).unsqueeze(0)
+        h[:, 1:, 2:] += self.part(x)[1:]
+        return h.softmax(-1)
+
+
+def test_the_backward_of_written_parts_belongs_to_them() -> None:
+    program = capture(nn.Sequential(Written()), (torch.randn(3, 4),), loss=lambda out: out.square().sum())
+    for op in program.step.ops:
+        assert op.module in ("0", "0.fc", "0.part", "loss") and op.source, op
+    assert not [name for name in program.step.blobs if "recomputed" in name]
+
+
+def test_what_nothing_reads_takes_no_number() -> None:
+    class Unread(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.sin()
+            y[1:], y[2:]  # noqa: B018 views that nothing reads
+            return y[:1] * y[1:2]
+
+    blobs = capture(Unread(), (torch.randn(3, 4),)).step.blobs
+    assert {"slice", "slice_1"} < blobs.keys() and "slice_2" not in blobs
 
 
 def test_every_operator_of_a_module_knows_it(gpt: Program) -> None:
@@ -137,6 +185,48 @@ def test_names_do_not_clash() -> None:
     assert blobs["relu_1"].role == "activation"
     assert not any(prefix_of(name) for name in blobs)
     assert "gpu_0/x.weight" in program.interface.module_state
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_module_that_is_called_twice_leaves_other_modules_their_names(accumulate: int) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.relu, self.relu_1 = nn.ReLU(), nn.ReLU()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.relu_1(self.relu(self.fc(self.relu(self.fc(x)))).sin())  # type: ignore[no-any-return]
+
+    program = capture(Twice(), (torch.randn(4, 4),), loss=lambda out: out.sum(), accumulate=accumulate)
+    prefix = "micro_0/" if accumulate > 1 else ""
+    relus = {op.outputs[0]: op.module for op in program.step.ops if op.type == "aten.relu.default"}
+    assert relus[f"{prefix}relu"] == relus[f"{prefix}relu_2"] == "relu"
+    assert relus[f"{prefix}relu_1"] == "relu_1"
+
+
+class Fallback(nn.Module):
+    """Runs another module where the first one fails."""
+
+    def __init__(self, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 4), second
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return self.first(x)  # type: ignore[no-any-return]
+        except RuntimeError:
+            return self.second(x).sin()  # type: ignore[no-any-return]
+
+
+def test_a_module_that_handles_another_ones_failure_has_not_failed_itself() -> None:
+    program = capture(Fallback(nn.Linear(4, 4)), (torch.randn(3, 4),))
+    assert program.step.producer("second") is not None
+
+
+def test_a_module_that_fails_while_a_failure_is_handled_is_named() -> None:
+    with pytest.raises(CaptureError, match="module 'second"):
+        capture(nn.Sequential(Fallback(nn.Linear(6, 4))), (torch.randn(3, 4),))
 
 
 def test_parameters_with_one_gradient_have_a_blob_each() -> None:
