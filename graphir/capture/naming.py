@@ -151,7 +151,7 @@ def _backward_name(value: Value, found: Mapping[int, str], names: Names, modules
 def _made_of(value: Value, found: Mapping[int, str]) -> str:
     """A backward value after the gradient, or the other value of the same backward, that it is made of.
 
-    Else numbers would follow numbers: ``div_1.backward_div_1``. Names stay short, since what is called so gives no name.
+    Else numbers would follow numbers: ``div_1.backward_div_1``. What is called so gives no names: they stay short.
     """
     if value.source is None or value.call is None:
         return ""

@@ -289,7 +289,8 @@ class Recorder(TorchDispatchMode):
         line = self._lines.current()
         if line:
             return line
-        made = [v.call.line for v in (source, *inputs) if v is not None and v.call is not None]
+        read = (source or self._owner(), *inputs)
+        made = [v.call.line for v in read if v is not None and v.call is not None]
         return next(filter(None, made), "")
 
     def _origin(self, inputs: Sequence[Value]) -> tuple[Value | None, str]:
@@ -301,10 +302,9 @@ class Recorder(TorchDispatchMode):
         scope = self._scopes.current
         if self.phase == "forward" or scope:
             return None, scope
-        node = torch._C._current_autograd_node()
-        owner = self._owners.get(node._sequence_nr()) if node is not None else None
-        if node is not None and torch.is_grad_enabled():  # a checkpoint runs its forward again
-            return None, owner.scope if owner is not None else ""
+        owner = self._owner()
+        if owner is not None and torch.is_grad_enabled():  # a checkpoint runs its forward again
+            return None, owner.scope
         if self.phase == "backward" and owner is None:
             made = [v for v in inputs if v.call is not None]
             owner = next((v.source for v in made if v.source is not None), None)
@@ -312,6 +312,11 @@ class Recorder(TorchDispatchMode):
         if owner is not None:
             return owner, owner.scope
         return None, next((v.scope for v in inputs if v.scope), "")
+
+    def _owner(self) -> Value | None:
+        """The forward value whose gradient autograd's running node computes."""
+        node = torch._C._current_autograd_node()
+        return self._owners.get(node._sequence_nr()) if node is not None else None
 
     def _result(
         self,

@@ -17,7 +17,7 @@ import graphir
 
 
 class Layers(NamedTuple):
-    """A model with five layers.
+    """A model with six layers.
 
     Attributes:
         at: paths of the lists of layers.
@@ -39,18 +39,18 @@ def transformer(model: str, **options: Any) -> Callable[[], nn.Module]:
 
 def resnet() -> nn.Module:
     models = library("torchvision").models.resnet
-    return models.ResNet(models.BasicBlock, [5, 1, 1, 1], num_classes=10)  # type: ignore[no-any-return]
+    return models.ResNet(models.BasicBlock, [6, 1, 1, 1], num_classes=10)  # type: ignore[no-any-return]
 
 
-FIVE = {**SMALL, "num_hidden_layers": 5}
+SIX = {**SMALL, "num_hidden_layers": 6}
 
 MODELS: dict[str, Layers] = {
     "gpt2": Layers(
-        transformer("GPT2LMHeadModel", n_embd=16, n_layer=5, n_head=2, n_positions=16, **TEXTS),
+        transformer("GPT2LMHeadModel", n_embd=16, n_layer=6, n_head=2, n_positions=16, **TEXTS),
         labelled,
         ("transformer.h",),
     ),
-    "llama": Layers(transformer("LlamaForCausalLM", use_cache=False, **FIVE, **TEXTS), labelled, ("model.layers",)),
+    "llama": Layers(transformer("LlamaForCausalLM", use_cache=False, **SIX, **TEXTS), labelled, ("model.layers",)),
     "resnet": Layers(resnet, images(32), ("layer1",), F.cross_entropy),
     "t5": Layers(
         transformer(
@@ -58,7 +58,7 @@ MODELS: dict[str, Layers] = {
             d_model=16,
             d_kv=8,
             d_ff=32,
-            num_layers=5,
+            num_layers=6,
             num_heads=2,
             decoder_start_token_id=0,
             use_cache=False,
@@ -68,7 +68,7 @@ MODELS: dict[str, Layers] = {
         ("encoder.block", "decoder.block"),
     ),
     "vit": Layers(
-        lambda: library("torchvision").models.VisionTransformer(16, 4, 5, 2, 16, 32, num_classes=10),
+        lambda: library("torchvision").models.VisionTransformer(16, 4, 6, 2, 16, 32, num_classes=10),
         images(16),
         ("encoder.layers.encoder_layer",),
         F.cross_entropy,

@@ -131,7 +131,7 @@ def test_what_nothing_reads_takes_no_number() -> None:
     class Unread(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             y = x.sin()
-            y[1:], y[2:]  # noqa: B018 views that nothing reads
+            y[1:], y[2:]
             return y[:1] * y[1:2]
 
     blobs = capture(Unread(), (torch.randn(3, 4),)).step.blobs
@@ -225,7 +225,7 @@ def test_a_module_that_handles_another_ones_failure_has_not_failed_itself() -> N
 
 
 def test_a_module_that_fails_while_a_failure_is_handled_is_named() -> None:
-    with pytest.raises(CaptureError, match="module 'second"):
+    with pytest.raises(CaptureError, match=r"module '0\.second'"):
         capture(nn.Sequential(Fallback(nn.Linear(6, 4))), (torch.randn(3, 4),))
 
 
