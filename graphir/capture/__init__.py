@@ -23,7 +23,7 @@ from ..errors import CaptureError
 from ..ir.program import Program
 from ..ir.verify import verify
 from .arguments import read_arguments
-from .attributes import AllowedChanges
+from .attributes import AllowedChanges, attributes_of
 from .build import build_program
 from .collector import collector_paused
 from .micro_batches import divided
@@ -112,17 +112,19 @@ def capture(
         arguments = read_arguments(model, inputs, kwargs, targets, loss, batch_dims)
         groups = read_optimizer(optimizer, state.by_id) if optimizer is not None else ()
         trained = None if optimizer is None else frozenset([param for group in groups for param in group.params])
+        allowed = AllowedChanges(model, allow_changes)
         step = Step(
             model,
             state,
             divided(arguments, options.accumulate),
             loss,
-            AllowedChanges(model, allow_changes),
+            allowed,
+            attributes_of(model, allowed),
             options,
             trained,
         )
         followed = follow_dims(step)
-        step.allowed.check()
+        allowed.check()
         program = build_program(
             step,
             followed.sizes,

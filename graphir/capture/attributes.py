@@ -18,7 +18,7 @@ from .conditions import Broken
 from .refusals import where
 from .values import geometry_of
 
-__all__ = ["AllowedChanges", "Attributes", "Change", "settled"]
+__all__ = ["AllowedChanges", "Attributes", "Change", "attributes_of", "settled"]
 
 _CONTAINERS: Final = (list, dict, set, deque)
 _TABLES: Final = frozenset({"_parameters", "_buffers"})
@@ -115,10 +115,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 class _Held(NamedTuple):
-    """A container that an attribute holds, itself or through other containers, and what was in it.
-
-    An object of a user's class holds its attributes, a random generator its state.
-    """
+    """A container that an attribute holds, itself or through other containers, and what was in it."""
 
     attribute: str
     container: Any
@@ -156,15 +153,16 @@ class Attributes:
             Broken: another attribute is, or holds, another value than before.
         """
         changes: list[Change] = []
-        for name in dict.fromkeys([*self._before, *self._table]):
-            old, new = self._before.get(name), self._table.get(name)
-            if not _same(old, new, fakes) and not self._may_change(name):
+        before, table = self._before, self._table
+        for name in dict.fromkeys([*before, *table]):
+            old, new = before.get(name), table.get(name)
+            if old is not new and not _same(old, new, fakes) and not self._may_change(name):
                 changes.append(self._change(f"the attribute {name!r}", name, new, left=_has_tensor(new)))
-        for held in self._held:
-            contents = _contents(held.container)
-            if not _same(held.contents, contents, fakes) and not self._may_change(held.attribute):
-                what = f"what the attribute {held.attribute!r} holds"
-                changes.append(self._change(what, held.attribute, contents, left=False))
+        for attribute, container, contents in self._held:
+            now = _contents(container)
+            if not (_identical(contents, now) or _same(contents, now, fakes) or self._may_change(attribute)):
+                what = f"what the attribute {attribute!r} holds"
+                changes.append(self._change(what, attribute, now, left=False))
         return changes
 
     def _may_change(self, name: str) -> bool:
@@ -192,6 +190,11 @@ class Attributes:
         self._table.update(self._before)
         for held in self._held:
             _fill(held.container, held.contents)
+
+
+def attributes_of(model: torch.nn.Module, allowed: AllowedChanges) -> list[Attributes]:
+    """Those of each module, in the order of ``model.named_modules()``."""
+    return [Attributes(path, module, allowed) for path, module in model.named_modules()]
 
 
 def _has_tensor(value: Any) -> bool:
@@ -237,19 +240,28 @@ def _items(container: Any) -> list[Any]:
 
 
 def _contents(container: Any) -> list[Any]:
-    """A dict's and an object's pairs, a generator's state, another container's items; a set's in the order it gives."""
+    """What is in a container.
+
+    Of a dict, and of an object of a user's class, which holds its attributes, the keys and then the values; the items
+    of others, a set's in the order it gives; of a random generator its state.
+    """
+    if isinstance(container, dict):
+        return [*container, *container.values()]
+    if isinstance(container, _CONTAINERS):
+        return list(container)
     if isinstance(container, random.Random):
         return [container.getstate()]
     if _is_numpys(container):
         return [container.bit_generator.state]
-    if isinstance(container, _CONTAINERS):
-        return list(container.items()) if isinstance(container, dict) else list(container)
-    return list(vars(container).items())
+    return _contents(vars(container))
+
+
+def _identical(contents: list[Any], others: list[Any]) -> bool:
+    return len(contents) == len(others) and all(map(is_, contents, others))
 
 
 def _fill(container: Any, contents: list[Any]) -> None:
-    now = _contents(container)
-    if len(contents) == len(now) and all(map(is_, now, contents)):
+    if _identical(contents, _contents(container)):
         return
     if isinstance(container, random.Random):
         container.setstate(contents[0])
@@ -258,7 +270,11 @@ def _fill(container: Any, contents: list[Any]) -> None:
     else:
         table = container if isinstance(container, _CONTAINERS) else vars(container)
         table.clear()
-        (table.extend if isinstance(table, (list, deque)) else table.update)(contents)
+        if isinstance(table, dict):
+            half = len(contents) // 2
+            table.update(zip(contents[:half], contents[half:], strict=True))
+        else:
+            (table.update if isinstance(table, set) else table.extend)(contents)
 
 
 def _same(old: Any, new: Any, fakes: Mapping[int, torch.Tensor]) -> bool:

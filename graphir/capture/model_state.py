@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 
 from ..errors import CaptureError
-from .attributes import AllowedChanges, Attributes, Change
+from .attributes import Attributes, Change
 from .conditions import Broken, Checks
 from .naming import RESERVED, Names
 from .refusals import where
@@ -132,19 +132,18 @@ def snapshot(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def attributes_kept(model: torch.nn.Module, allowed: AllowedChanges) -> Iterator[None]:
+def attributes_kept(attributes: Sequence[Attributes]) -> Iterator[None]:
     """Afterwards the attributes of every module are what they were."""
-    kept = [Attributes(path, module, allowed) for path, module in model.named_modules()]
     try:
         yield
     finally:
-        for attributes in kept:
-            attributes.restore()
+        for kept in attributes:
+            kept.restore()
 
 
 @contextlib.contextmanager
 def fakes_in_place(
-    model: torch.nn.Module, fakes: Mapping[int, torch.Tensor], checks: Checks, allowed: AllowedChanges
+    model: torch.nn.Module, fakes: Mapping[int, torch.Tensor], checks: Checks, attributes: Sequence[Attributes]
 ) -> Iterator[list[Change]]:
     """Put a fake in the place of each parameter and buffer; afterwards they are as they were.
 
@@ -152,7 +151,7 @@ def fakes_in_place(
         model: the module.
         fakes: by ``id`` of the tensor that each stands for.
         checks: is given the condition that each module is left as it was.
-        allowed: attributes that may change.
+        attributes: of each module, as they are now.
 
     Yields:
         A list that is filled afterwards with the changes that a second step has to tell about.
@@ -161,7 +160,6 @@ def fakes_in_place(
         Broken: the model rebound a buffer, or changed an attribute otherwise.
     """
     modules = list(model.named_modules())
-    attributes = [Attributes(path, module, allowed) for path, module in modules]
     saved = [(dict(m._parameters), dict(m._buffers)) for _, m in modules]
     changes: list[Change] = []
     try:

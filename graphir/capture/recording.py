@@ -16,7 +16,7 @@ from ..errors import CaptureError
 from ..ir.program import Scalar
 from ..ir.size import Dims
 from .arguments import Arguments, Leaf
-from .attributes import AllowedChanges, Change, settled
+from .attributes import AllowedChanges, Attributes, Change, attributes_of, settled
 from .conditions import Broken, Checks, Watch
 from .devices import moves_stay
 from .escapes import escapes_refused
@@ -49,6 +49,8 @@ class Step(NamedTuple):
         state: its parameters and buffers.
         arguments: of a step; their ``batch`` is that of one micro-batch.
         loss: without it the step is a forward only.
+        allowed: attributes of modules that the step may change.
+        attributes: of each module, as the step finds them.
         options: of the capture.
         trained: the parameters' blobs whose gradients are used; None: all of them.
     """
@@ -58,6 +60,7 @@ class Step(NamedTuple):
     arguments: Arguments
     loss: Callable[..., Any] | None
     allowed: AllowedChanges
+    attributes: Sequence[Attributes]
     options: Options = Options()
     trained: frozenset[str] | None = None
 
@@ -109,18 +112,19 @@ def record(step: Step, dims: Dims) -> Recording:
         CaptureError: the step can't be told by a program.
     """
     try:
-        with attributes_kept(step.model, step.allowed):
+        with attributes_kept(step.attributes):
             recording, changes = _run(step, dims)
             if changes:
+                set_up = step._replace(attributes=attributes_of(step.model, step.allowed))
                 try:
-                    again, more = _run(step, dims)
+                    again, more = _run(set_up, dims)
                 except CaptureError:  # it read what the first run had left
                     raise changes[0].complaint from None
                 if not settled(changes, more) or not _same(recording, again):
                     raise changes[0].complaint
     except Broken as broken:
         watch = Watch(broken.condition)
-        with contextlib.suppress(CaptureError), attributes_kept(step.model, step.allowed):
+        with contextlib.suppress(CaptureError), attributes_kept(step.attributes):
             _run(step, dims, watch)
         place = broken.where or where(watch.scope)
         if watch.line:
@@ -151,7 +155,7 @@ def _run(step: Step, dims: Dims, watch: Watch | None = None) -> tuple[Recording,
         global_state_kept(checks),
         random_state_kept(checks),
         _quiet(),
-        fakes_in_place(step.model, fakes, checks, step.allowed) as changes,
+        fakes_in_place(step.model, fakes, checks, step.attributes) as changes,
         recorder.seeds.follow_rng_state(),
         refuse_seeding(lambda: where(scopes.current)),
         moves_stay(),
