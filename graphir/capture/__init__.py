@@ -28,7 +28,7 @@ from .build import build_program
 from .collector import collector_paused
 from .micro_batches import divided
 from .model_state import read_state
-from .optimizers import read_optimizer
+from .optimizers import Group, read_optimizer
 from .options import read_options
 from .randomness import seeded
 from .recording import Step
@@ -107,7 +107,7 @@ def capture(
         backward=loss is not None,
         optimizer=optimizer is not None,
     )
-    with collector_paused(), torch.inference_mode(False):
+    with collector_paused(), torch.inference_mode(False), torch.compiler.set_stance("force_eager"):
         state = read_state(model)
         arguments = read_arguments(model, inputs, kwargs, targets, loss, batch_dims)
         groups = read_optimizer(optimizer, state.by_id) if optimizer is not None else ()
@@ -123,16 +123,21 @@ def capture(
             options,
             trained,
         )
-        followed = follow_dims(step)
-        allowed.check()
-        program = build_program(
-            step,
-            followed.sizes,
-            name=name or type(model).__name__.lower(),
-            dims=followed.dims,
-            fixed=followed.fixed,
-            optimizer=type(optimizer).__name__ if optimizer is not None else "",
-            groups=groups,
-        )
-        verify(program)
+        return _program_of(step, name or type(model).__name__.lower(), optimizer, groups)
+
+
+def _program_of(step: Step, name: str, optimizer: torch.optim.Optimizer | None, groups: Sequence[Group]) -> Program:
+    followed = follow_dims(step)
+    step.allowed.check()
+    program = build_program(
+        step,
+        followed.sizes,
+        name=name,
+        dims=followed.dims,
+        fixed=followed.fixed,
+        optimizer=type(optimizer).__name__ if optimizer is not None else "",
+        groups=groups,
+    )
+    followed.release()
+    verify(program)
     return program

@@ -36,6 +36,13 @@ class Memory:
         """The store that a tensor looks at, if it is known."""
         return self._stores.get(tensor.untyped_storage()._cdata)
 
+    def release(self) -> None:
+        """Forget everything; aliases and stores refer to each other, so that the collector would have to find them."""
+        for store in self._stores.values():
+            del store.base
+        self._stores.clear()
+        self._aliases.clear()
+
     def check_unexchanged(self) -> None:
         """Raise where a tensor that was seen looks at other memory now.
 

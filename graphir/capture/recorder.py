@@ -103,6 +103,11 @@ class Recorder(TorchDispatchMode):
         """Let *fake* be what the step reads where it reads *tensor* itself, as a closure or a list may hold it."""
         self._fakes[id(tensor)] = fake, tensor
 
+    def release(self) -> None:
+        """Forget the step, once it is recorded: what refers to itself would have to be found by the collector."""
+        self._memory.release()
+        self.calls, self.values, self._fakes, self._owners = [], [], {}, {}
+
     # What the step did.
 
     def read(self, tensor: torch.Tensor) -> Value:
@@ -175,6 +180,11 @@ class Recorder(TorchDispatchMode):
         return tensor
 
     # What the dispatcher calls.
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would wrap what the dispatcher calls in a function that takes longer than most of the calls."""
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -201,6 +201,7 @@ def _run(step: Step, dims: Dims, watch: Watch | None = None) -> tuple[Recording,
         finished,
         recorder.sparse.gradients,
     )
+    recorder.release()
     sparse = [value for pair in recording.sparse_gradients.values() for value in pair]
     kept = [sums.loss, *recording.outputs, *(g for _, g in [*gradients, *finished.gradients]), *sparse]
     return recording._replace(calls=_live(recording.calls, kept)), changes

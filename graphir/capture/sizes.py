@@ -31,11 +31,19 @@ class Followed(NamedTuple):
     sizes: of a step.
     dims: the captured value of each dimension that they follow.
     fixed: why they don't follow others; empty where there are none.
+    recordings: all that were taken.
     """
 
     sizes: Sizes
     dims: dict[str, int]
     fixed: str
+    recordings: tuple[Recording, ...] = ()
+
+    def release(self) -> None:
+        """Take the recordings apart, which nothing is to read any more."""
+        for recording in self.recordings:
+            for value in recording.values:
+                value.release()
 
 
 def follow_dims(step: Step) -> Followed:
@@ -48,7 +56,7 @@ def follow_dims(step: Step) -> Followed:
     followed = _follow(taken, dict(step.arguments.dims))
     if BATCH not in followed.dims:
         followed.sizes.wider = taken.wider()
-    return followed
+    return followed._replace(recordings=tuple(taken.at.values()))
 
 
 def _follow(taken: _Taken, dims: dict[str, int]) -> Followed:

@@ -85,6 +85,11 @@ class Value:
         self.edge: Any = None
         self.prefix = ""
 
+    def release(self) -> None:
+        """Forget what refers to this value in turn: the collector would have to find it."""
+        self.call = self.source = self.edge = None
+        del self.root
+
     @property
     def is_view(self) -> bool:
         """Whether another value's storage holds the bytes."""

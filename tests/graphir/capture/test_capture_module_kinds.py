@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import models
 import pytest
 import torch
 import torch.nn.functional as F
@@ -108,3 +109,19 @@ def test_lazy_modules_are_run_once_first() -> None:
     assert "run the model once" in error.value.fix
     model(x)
     assert capture(model, (x,)).step.blobs["weight"].shape == (2, 3)
+
+
+def test_a_compiled_module_is_captured_as_the_module_itself() -> None:
+    compiled: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        compiled.append(graph)
+        return graph.forward
+
+    made = models.mlp()
+    plain = capture(made.model, made.inputs, targets=made.targets, loss=made.loss)
+    made.model.compile(backend=backend)
+    assert str(capture(made.model, made.inputs, targets=made.targets, loss=made.loss)) == str(plain)
+    assert not compiled
+    made.model(*made.inputs)
+    assert compiled

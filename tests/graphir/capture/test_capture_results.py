@@ -109,3 +109,15 @@ def test_the_collector_is_as_it_was_after_a_failed_capture() -> None:
     with pytest.raises(CaptureError):
         graphir.capture(Reads(), (torch.randn(3),))
     assert gc.isenabled()
+
+
+def test_recordings_are_not_left_to_the_garbage_collector() -> None:
+    example = models.gpt()
+    _text(example)
+    gc.collect()
+    gc.disable()
+    try:
+        _text(example)
+        assert gc.collect() < 1000  # torch's modes alone leave some hundreds, a recording thousands
+    finally:
+        gc.enable()
