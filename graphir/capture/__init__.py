@@ -4,6 +4,7 @@ In the order in which a step passes through::
 
     arguments, options, model_state
                                what the step is given, and what it starts from
+    snapshots                  copies of that, made meanwhile
     recorder                   every operator that the dispatcher sees (with scopes, memory, mutation, forms,
                                randomness, sparse, refusals)
     recording                  one run: forward, loss and backward of each of the micro_batches, and what happens to
@@ -34,6 +35,7 @@ from .randomness import seeded
 from .recording import Step
 from .refusals import refuse_model
 from .sizes import follow_dims
+from .snapshots import snapshots
 
 __all__ = ["capture", "seeded"]
 
@@ -123,15 +125,23 @@ def capture(
             options,
             trained,
         )
-        return _program_of(step, name or type(model).__name__.lower(), optimizer, groups)
+        with snapshots(state.tensors) as copies:
+            return _program_of(step, copies, name or type(model).__name__.lower(), optimizer, groups)
 
 
-def _program_of(step: Step, name: str, optimizer: torch.optim.Optimizer | None, groups: Sequence[Group]) -> Program:
+def _program_of(
+    step: Step,
+    copies: Callable[[], dict[str, torch.Tensor]],
+    name: str,
+    optimizer: torch.optim.Optimizer | None,
+    groups: Sequence[Group],
+) -> Program:
     followed = follow_dims(step)
     step.allowed.check()
     program = build_program(
         step,
         followed.sizes,
+        copies,
         name=name,
         dims=followed.dims,
         fixed=followed.fixed,

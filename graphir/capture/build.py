@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -15,11 +15,12 @@ from ..ir.net import Net
 from ..ir.operator import Arg, Operator
 from ..ir.opset import effects_of
 from ..ir.program import Feed, Fetch, Interface, Program, Scalar
-from .model_state import has_data, snapshot
+from .model_state import has_data
 from .naming import RESERVED, Names, name_values
 from .optimizers import Group
 from .recording import Recording, Step
 from .sizes import Sizes
+from .snapshots import snapshot
 from .structures import written_structure
 from .update import Update, build_update
 from .values import Call, Value
@@ -33,6 +34,7 @@ _DTYPES: Final[Mapping[torch.dtype, str]] = {getattr(torch, name): short for sho
 def build_program(
     step: Step,
     sizes: Sizes,
+    copies: Callable[[], dict[str, torch.Tensor]],
     *,
     name: str,
     dims: Mapping[str, int],
@@ -45,6 +47,7 @@ def build_program(
     Args:
         step: what was recorded.
         sizes: its recordings, fitted.
+        copies: returns those of its parameters and buffers, by their blobs' names.
         name: of the program.
         dims: the captured value of each dimension that sizes follow.
         fixed: why sizes are plain numbers where they are.
@@ -98,7 +101,7 @@ def build_program(
         dims,
         fixed,
         interface=_interface(step, sizes, named, optimizer, groups, update),
-        state=_state(step, recording, named, update),
+        state=_state(step, recording, copies, named, update),
         module=step.model,
     )
 
@@ -195,12 +198,17 @@ def _init(name: str, state: Mapping[str, Blob], recording: Recording, named: Seq
     return Net(f"{name}.init", loads, dict(state))
 
 
-def _state(step: Step, recording: Recording, named: Sequence[str], update: Update) -> dict[str, torch.Tensor]:
+def _state(
+    step: Step,
+    recording: Recording,
+    copies: Callable[[], dict[str, torch.Tensor]],
+    named: Sequence[str],
+    update: Update,
+) -> dict[str, torch.Tensor]:
     given = [*(entry.tensor for entry in step.state.tensors), *(tensor for _, tensor in recording.constants)]
     if not all(map(has_data, given)):
         return {}
-    tensors = {entry.name: snapshot(entry.tensor) for entry in step.state.tensors}
-    tensors |= update.state_tensors
+    tensors = copies() | update.state_tensors
     tensors |= {named[value.index]: snapshot(tensor) for value, tensor in recording.constants}
     tensors["step"] = torch.zeros((), dtype=torch.int64)
     return tensors

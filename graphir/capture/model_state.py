@@ -1,4 +1,4 @@
-"""The model's parameters and buffers: a snapshot for the program, and fakes in their place while the model runs."""
+"""The model's parameters and buffers, and fakes in their place while the model runs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = [
     "ModelState",
     "StateTensor",
     "attributes_kept",
+    "extent",
     "fakes_in_place",
     "has_data",
     "read_state",
-    "snapshot",
 ]
 
 
@@ -99,7 +99,7 @@ def _check_memory(tensors: list[StateTensor]) -> None:
     for name, _, tensor in tensors:
         if tensor.numel() and not tensor.is_meta:
             first = int(tensor.storage_offset()) * tensor.itemsize
-            last = first + _extent(tensor) * tensor.itemsize
+            last = first + extent(tensor) * tensor.itemsize
             spans.setdefault(tensor.untyped_storage()._cdata, []).append((first, last, name))
     for found in spans.values():
         found.sort(key=lambda span: span[:2])
@@ -112,23 +112,16 @@ def _check_memory(tensors: list[StateTensor]) -> None:
                 )
 
 
-def _extent(tensor: torch.Tensor) -> int:
+def extent(tensor: torch.Tensor) -> int:
     """Elements from the tensor's first to its last, gaps included."""
+    if tensor.numel() == 0:
+        return 0
     return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
 
 
 def has_data(tensor: torch.Tensor) -> bool:
     """Whether there is memory behind a tensor; there is none on meta and under a ``FakeTensorMode``."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
-
-
-def snapshot(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in the host's memory, of its own and with the same strides."""
-    source = tensor.detach()
-    if source.numel() == 0:
-        return torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="cpu")
-    span = source.as_strided((_extent(source),), (1,))
-    return span.to("cpu", copy=True).as_strided(source.shape, source.stride(), 0)
 
 
 @contextlib.contextmanager

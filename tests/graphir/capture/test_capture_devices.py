@@ -15,7 +15,7 @@ from models import Example
 from torch import Tensor, nn
 
 from graphir.capture import capture
-from graphir.capture.model_state import snapshot
+from graphir.capture.snapshots import snapshot
 from graphir.errors import CaptureError
 from graphir.ir.program import Program
 

@@ -1,0 +1,64 @@
+"""Copies of parameters and buffers for a program, filled by a thread while the step is recorded.
+
+Memory that nothing has touched yet is slow to fill: for many models that takes as long as a recording, which needs
+Python and no memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from .model_state import StateTensor, extent, has_data
+
+__all__ = ["snapshot", "snapshots"]
+
+
+def snapshot(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in the host's memory, of its own and with the same strides."""
+    copied, span = _blank(tensor)
+    span.copy_(_span(tensor))
+    return copied
+
+
+@contextlib.contextmanager
+def snapshots(state: Iterable[StateTensor]) -> Iterator[Callable[[], dict[str, torch.Tensor]]]:
+    """Start to copy the tensors of *state* that have data.
+
+    Yields:
+        Waits for the copies; returns them by the names of their blobs.
+    """
+    copies: dict[str, torch.Tensor] = {}
+    targets, sources = [], []
+    for name, _, tensor in state:
+        if tensor.device.type != "cpu":
+            if has_data(tensor):  # at once, in the order of its device's stream
+                copies[name] = snapshot(tensor)
+        elif has_data(tensor):
+            copies[name], span = _blank(tensor)
+            targets.append(span)
+            sources.append(_span(tensor))
+    with ThreadPoolExecutor(1) as thread:
+        # One call: a loop in Python would wait for the recording before each tensor.
+        filled = thread.submit(torch._foreach_copy_, targets, sources) if targets else None
+
+        def wait() -> dict[str, torch.Tensor]:
+            if filled is not None:
+                filled.result()
+            return copies
+
+        yield wait
+
+
+def _blank(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """An uninitialised tensor like *tensor*, and all of its memory as one row."""
+    span = torch.empty(extent(tensor), dtype=tensor.dtype, device="cpu")
+    return span.as_strided(tensor.shape, tensor.stride()), span
+
+
+def _span(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory from the tensor's first element to its last, gaps included, as one row."""
+    return tensor.detach().as_strided((extent(tensor),), (1,))
