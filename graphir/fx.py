@@ -170,6 +170,7 @@ class _Writer:
         read = {prefix + name: node for name, node in first.items() if prefix + name in self.blobs}
         nodes = {name: self.checked(node, self.blobs[name]) for name, node in read.items()}
         self.measure(nodes)
+        self.above_one()
         for name, node in nodes.items():
             self.values[name, 0] = self.laid_out(node, self.blobs[name])
 
@@ -200,6 +201,11 @@ class _Writer:
                 self.dims[dim] = extent if exact else self.graph.call_function(measured, arguments)
             else:
                 self.graph.call_function(agreed, (extent, self.size(size), f"{name} along dimension {d}", str(size)))
+
+    def above_one(self) -> None:
+        for dim, why in self.program.above_one.items():
+            if dim in self.dims:
+                self.graph.call_function(more_than_one, (self.dims[dim], dim, why))
 
     def laid_out(self, node: fx.Node, blob: Blob) -> fx.Node:
         """An argument in the layout in which it was captured."""
@@ -431,6 +437,12 @@ def measured(extent: int, constant: int, coefficient: int, where: str) -> int:
     if (extent - constant) % coefficient:
         raise GraphirError(f"{where} has size {extent}, of which {coefficient} is no divisor")
     return (extent - constant) // coefficient
+
+
+def more_than_one(value: int, dim: str, why: str) -> None:
+    """Refuses a dimension of 1, where the step is another one."""
+    if value < 2:
+        raise GraphirError(f"{dim} is 1, the program takes it from 2 on: {why}", fix="capture the model at 1")
 
 
 def agreed(extent: int, expected: int, where: str, size: str) -> None:

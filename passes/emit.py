@@ -63,6 +63,10 @@ def _bind(program: Program, dims: Mapping[str, int]) -> dict[str, int]:
             )
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise PassError(f"dimension {name!r} cannot be {size!r}", fix="sizes are integers from 1 up")
+        if size == 1 and named[0] in program.above_one:
+            raise PassError(
+                f"dimension {name!r} cannot be 1: {program.above_one[named[0]]}", fix="capture the model at 1"
+            )
         bound.update(dict.fromkeys(named, size))
     return bound
 

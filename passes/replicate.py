@@ -71,6 +71,7 @@ class Replicate(Pass):
             init=_interleave(program.init, copies),
             step=_reduce(_interleave(program.step, copies), program, copies, self.reduction),
             dims={copy.prefix + dim: value for copy in copies for dim, value in program.dims.items()},
+            above_one={copy.prefix + dim: why for copy in copies for dim, why in program.above_one.items()},
             replicas=tuple(copy.prefix for copy in copies),
         )
 

@@ -250,6 +250,13 @@ class Scatter:
                             raise self.misshapen(i, blob.shape or (), leaves[i], shape, at)
                         for dim in found.keys() - first.keys():
                             first[dim] = i
+        for dim, why in self.program.above_one.items():
+            if found.get(dim) == 1:
+                raise CoverageError(
+                    f"{self.arguments.names[first[dim]]}: {base_name(dim)} is 1, the program takes it from 2 on: {why}",
+                    where=f"program {self.program.name!r}",
+                    fix="give more, or capture the model at 1",
+                )
         return {**self.program.dims, **found}
 
     def misshapen(

@@ -145,6 +145,7 @@ def _program_of(
         name=name,
         dims=followed.dims,
         fixed=followed.fixed,
+        above_one=followed.above_one,
         optimizer=type(optimizer).__name__ if optimizer is not None else "",
         groups=groups,
     )

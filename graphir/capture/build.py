@@ -39,6 +39,7 @@ def build_program(
     name: str,
     dims: Mapping[str, int],
     fixed: str,
+    above_one: Mapping[str, str],
     optimizer: str = "",
     groups: Sequence[Group] = (),
 ) -> Program:
@@ -51,6 +52,7 @@ def build_program(
         name: of the program.
         dims: the captured value of each dimension that sizes follow.
         fixed: why sizes are plain numbers where they are.
+        above_one: what is otherwise at 1, by dimension.
         optimizer: name of its class.
         groups: its parameter groups.
 
@@ -100,6 +102,7 @@ def build_program(
         net,
         dims,
         fixed,
+        above_one=above_one,
         interface=_interface(step, sizes, named, optimizer, groups, update),
         state=_state(step, recording, copies, named, update),
         module=step.model,

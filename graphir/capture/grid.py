@@ -39,9 +39,10 @@ class Grid:
 
     Args:
         dims: the captured value of each dimension.
+        check: their values in the recording that confirms what the others gave.
     """
 
-    def __init__(self, dims: Mapping[str, int]) -> None:
+    def __init__(self, dims: Mapping[str, int], check: Mapping[str, int] | None = None) -> None:
         exponents = _exponents(tuple(dims))
         values = {dim: _values(dim, value) for dim, value in dims.items()}
         self._monomials: list[Monomial] = [
@@ -54,24 +55,28 @@ class Grid:
         ]
         self._inverse = _inverse([[prod(point[d] for d in m) for m in self._monomials] for point in self.points])
         if dims:
-            self.points.append({dim: values[dim][-1] for dim in dims})
+            self.points.append(dict(check) if check is not None else {dim: values[dim][-1] for dim in dims})
 
-    def fit(self, numbers: Sequence[int]) -> Size | None:
-        """The size that takes these values at the points; None where no polynomial with whole coefficients does."""
-        coefficients = [sum(a * n for a, n in zip(row, numbers, strict=False)) for row in self._inverse]
+    def fit(self, numbers: Sequence[int | None]) -> Size | None:
+        """The size that takes these values at the points; None where no polynomial with whole coefficients does.
+
+        The last may be None, which leaves it open.
+        """
+        given = [n for n in numbers if n is not None]
+        coefficients = [sum(a * n for a, n in zip(row, given, strict=False)) for row in self._inverse]
         if any(k.denominator != 1 for k in coefficients):
             return None
         size = Polynomial.of({m: int(k) for m, k in zip(self._monomials, coefficients, strict=True)})
-        return size if bind(size, self.points[-1]) == numbers[-1] else None
+        return size if numbers[-1] in (None, bind(size, self.points[-1])) else None
 
 
 def _values(dim: str, value: int) -> tuple[int, ...]:
-    """Values of a dimension: the captured one; next to it, where a parity shows; and far, where a threshold does.
+    """Values of a dimension: the captured one; far, where a threshold shows, or next to it; those of the check last.
 
-    None of the further ones is 1: a dimension of that size is broadcast.
+    None of the further ones is 1, where tensors of other strides count as contiguous too.
     """
     if dim == BATCH:
-        return value, value + 1, 2 * value + 3
+        return value, 2 * value + 3 + value % 2, value + 1  # a parity shows between the first two
     if value < _SMALL:
         return value, value + 1, value + 2, 2 * value + 3
     return value, value - 1, value - 2, value // 2 + 1

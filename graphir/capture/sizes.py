@@ -31,12 +31,14 @@ class Followed(NamedTuple):
     sizes: of a step.
     dims: the captured value of each dimension that they follow.
     fixed: why they don't follow others; empty where there are none.
+    above_one: what is otherwise where a dimension is 1, for those that they follow from 2 on only.
     recordings: all that were taken.
     """
 
     sizes: Sizes
     dims: dict[str, int]
     fixed: str
+    above_one: Mapping[str, str] = {}
     recordings: tuple[Recording, ...] = ()
 
     def release(self) -> None:
@@ -64,7 +66,8 @@ def _follow(taken: _Taken, dims: dict[str, int]) -> Followed:
     if not dims:
         return Followed(plain, {}, "no argument has a batch dimension")
     try:
-        return Followed(taken.sizes(dims), dims, "")
+        sizes, above_one = taken.above_one(dims)
+        return Followed(sizes, dims, "", above_one)
     except NotPolynomial as e:
         if len(dims) == 1:
             return Followed(plain, {}, str(e))
@@ -81,7 +84,8 @@ def _follow(taken: _Taken, dims: dict[str, int]) -> Followed:
         fixed = [f"all but {BATCH} are fixed: {reason}"]
         alone = {BATCH: dims[BATCH]}
     try:
-        return Followed(taken.sizes(alone), alone, "; ".join(fixed))
+        sizes, above_one = taken.above_one(alone)
+        return Followed(sizes, alone, "; ".join(fixed), above_one)
     except NotPolynomial as e:
         return Followed(plain, {}, "; ".join([*fixed, str(e)]))
 
@@ -93,14 +97,40 @@ class _Taken:
         self.step = step
         self.at: dict[tuple[int, ...], Recording] = {}
 
-    def sizes(self, dims: Mapping[str, int]) -> Sizes:
-        """The step's sizes as polynomials in *dims*.
+    def above_one(self, dims: Mapping[str, int]) -> tuple[Sizes, dict[str, str]]:
+        """The step's sizes as polynomials in *dims*, and what is otherwise where one of these is 1.
+
+        A tensor with a dimension of 1 may be contiguous in several ways, so PyTorch may take a view of it where it
+        copies larger ones; and some modules refuse it.
 
         Raises:
             NotPolynomial: they are none.
             CaptureError: the step can't be told by a program.
         """
-        grid = Grid(dims)
+        ones = dict.fromkeys(dims, 1)
+        try:
+            return self.sizes(dims, ones), {}
+        except NotPolynomial as e:
+            reason = str(e)
+        sizes = self.sizes(dims)
+        if len(dims) == 1:
+            return sizes, dict.fromkeys(dims, reason)
+        found = {}
+        for dim in dims:
+            try:
+                self.sizes(dims, {**dims, dim: 1})
+            except NotPolynomial as e:
+                found[dim] = str(e)
+        return sizes, found or {dim: reason for dim in dims if dim != BATCH}
+
+    def sizes(self, dims: Mapping[str, int], check: Mapping[str, int] | None = None) -> Sizes:
+        """The step's sizes as polynomials in *dims*; see :class:`.grid.Grid` for *check*.
+
+        Raises:
+            NotPolynomial: they are none.
+            CaptureError: the step can't be told by a program.
+        """
+        grid = Grid(dims, check)
         recordings: list[Recording] = []
         for point in grid.points:
             try:
@@ -152,7 +182,7 @@ class Sizes:
         self.recording = recordings[0]
         self.wider: Recording | None = None
         self._recordings, self._grid = recordings, grid
-        self._fitted: dict[tuple[int, ...], Size] = {}
+        self._fitted: dict[tuple[int | None, ...], Size] = {}
         if len(recordings) > 1:
             self._compare()
         self.geometries = [self._geometry(values) for values in zip(*(r.values for r in recordings), strict=True)]
@@ -182,10 +212,11 @@ class Sizes:
                     made = f"a constant made in {value.scope or 'the model'}"
                     raise NotPolynomial(f"{made} depends on the {', '.join(point)} size")
 
-    def fit(self, numbers: tuple[int, ...]) -> Size:
-        """The size that takes these values in the recordings."""
-        if len(set(numbers)) == 1:
-            return numbers[0]
+    def fit(self, numbers: tuple[int | None, ...]) -> Size:
+        """The size that takes these values in the recordings; None: any in the last."""
+        first, *others = numbers
+        if first is not None and all(n == first or n is None for n in others):
+            return first
         if numbers not in self._fitted:
             size = self._grid.fit(numbers)
             if size is None:
@@ -212,17 +243,20 @@ class Sizes:
         try:
             shape = self._fit_all([v.shape for v in values])
             offset = self.fit(tuple([v.offset for v in values]))
-            if all(v.strides == contiguous_strides(v.shape) for v in values):
+            strides = [*(v.strides for v in values[:-1]), _mattering(values[-1].shape, values[-1].strides)]
+            dense = [contiguous_strides(v.shape) for v in values]
+            if strides == [*dense[:-1], _mattering(values[-1].shape, dense[-1])]:
                 return Geometry(shape, None, offset)
-            return Geometry(shape, self._fit_all([v.strides for v in values]), offset)
+            return Geometry(shape, self._fit_all(strides), offset)
         except NotPolynomial as e:
             call = first.call
             made = f" made by {call.type}{_in(call)}" if call is not None else f" {first.label!r}"
             raise NotPolynomial(f"a size of the value{made}: {e}") from None
 
-    def _fit_all(self, tuples: Sequence[tuple[int, ...]]) -> Shape:
-        if all(t == tuples[0] for t in tuples):
-            return tuples[0]
+    def _fit_all(self, tuples: Sequence[tuple[int | None, ...]]) -> Shape:
+        first = tuples[0]
+        if None not in first and all(t == first for t in tuples):
+            return first  # type: ignore[return-value]
         if len({len(t) for t in tuples}) > 1:
             raise NotPolynomial(f"{self._text([len(t) for t in tuples])} dimensions")
         return tuple([self.fit(numbers) for numbers in zip(*tuples, strict=True)])
@@ -257,6 +291,11 @@ def _is_floating_anyway(call: Call) -> bool:
     operands = any(v.dtype.is_floating_point for v in call.inputs)
     named = "dtype" in call.args or call.type.startswith(("aten.div.", "aten.linspace.", "aten.logspace."))
     return call.outputs[0].dtype.is_floating_point and (operands or named)
+
+
+def _mattering(shape: Sequence[int], strides: Sequence[int]) -> tuple[int | None, ...]:
+    """Strides, without those along which there is nothing to step to."""
+    return tuple([None if size == 1 else stride for size, stride in zip(shape, strides, strict=True)])
 
 
 def _in(call: Call) -> str:

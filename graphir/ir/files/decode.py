@@ -216,6 +216,7 @@ def _program(record: ProgramRecord) -> Program:
         record.replicas,
         _interface(record.interface, "program.interface"),
         record.history,
+        record.above_one,
     )
 
 

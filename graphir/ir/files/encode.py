@@ -150,6 +150,7 @@ def _program(program: Program, state: Mapping[str, TensorRecord] | None) -> Prog
         fixed=program.fixed,
         replicas=program.replicas,
         history=program.history,
+        above_one=dict(program.above_one),
         interface=_interface(program.interface),
         state=None if state is None else dict(state),
         init=_net(program.init),

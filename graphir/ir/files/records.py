@@ -163,6 +163,7 @@ class ProgramRecord(_Record):
     fixed: str = ""
     replicas: tuple[str, ...] = ("",)
     history: tuple[str, ...] = ()
+    above_one: dict[str, str] = {}
     interface: InterfaceRecord = InterfaceRecord()
     state: dict[str, TensorRecord] | None = None
     init: NetRecord

@@ -67,7 +67,8 @@ def _program(reader: Lines, line: Line) -> Program:
             return header.program(line)
         if not header.statement(reader, line):
             raise line.error(
-                f"unknown statement {line.shown()}", "a program has dims, fixed, replicas, passes, nets, interface"
+                f"unknown statement {line.shown()}",
+                "a program has dims, fixed, above_one, replicas, passes, two nets, interface",
             )
 
 
@@ -78,6 +79,7 @@ class _Header:
         self.name = line.name()
         self.dims: dict[str, int] = {}
         self.fixed = ""
+        self.above_one: dict[str, str] = {}
         self.replicas: tuple[str, ...] = ("",)
         self.history: tuple[str, ...] = ()
         self.nets: list[NetReader] = []
@@ -96,6 +98,9 @@ class _Header:
             self.dims = line.assignments(line.whole)
         elif word == "fixed":
             self.fixed = line.string(line.take())
+        elif word == "above_one":
+            dim = line.name()
+            self.above_one[dim] = line.string(line.take())
         elif word == "replicas":
             self.replicas = line.names()
         elif word == "passes":
@@ -113,7 +118,17 @@ class _Header:
         if len(self.nets) != 2:
             raise line.error(f"{self.name!r} has {len(self.nets)} nets", "a program has two nets, init and step")
         init, step = (reader.net() for reader in self.nets)
-        return Program(self.name, init, step, self.dims, self.fixed, self.replicas, self.interface, self.history)
+        return Program(
+            self.name,
+            init,
+            step,
+            self.dims,
+            self.fixed,
+            self.replicas,
+            self.interface,
+            self.history,
+            self.above_one,
+        )
 
 
 def _passes(line: Line) -> tuple[str, ...]:

@@ -8,7 +8,7 @@
 19. Every replica has each blob of the interface: inputs, parameters, buffers and optimizer state before the step, the
     loss or the outputs after it.
 20. Learning rates are inputs ``f64[] @cpu:0``.
-21. Every dimension in a size has a value (found while shapes are compared).
+21. Every dimension in a size has a value (found while shapes are compared), and so has one that is to be above 1.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ def program_problems(program: Program) -> list[Problem]:
 
 
 def _phases(program: Program) -> Iterator[Problem]:
+    for dim in program.above_one:
+        if dim not in program.dims:
+            yield Problem(f"dimension {dim!r}, which is to be above 1, has no value")
     if len(set(program.replicas)) != len(program.replicas) or not program.replicas:
         yield Problem(f"the replicas {list(program.replicas)} are not distinct prefixes")
     for net, initial in ((program.init, True), (program.step, False)):

@@ -58,16 +58,19 @@ def test_offsets_follow_the_batch() -> None:
 
 
 FIXED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "halves": (lambda h: torch.cat(h.chunk(2)), "made by aten.split.Tensor: 3, 4, 8 at batch 6, 7, 15 is not affine"),
+    "halves": (lambda h: torch.cat(h.chunk(2)), "made by aten.split.Tensor: 3, 8, 4 at batch 6, 15, 7 is not affine"),
     "parity": (lambda h: h if len(h) % 2 else h * 2, "operator 2 is aten.mul.Tensor at batch 6, but"),
     "pieces": (
         lambda h: torch.cat(h.split(2)),
-        "(aten.split.Tensor) returns 3 tensors at batch 6 and 4 at batch 7",
+        "(aten.split.Tensor) returns 3 tensors at batch 6 and 8 at batch 15",
     ),
     "operand": (lambda h: [h.sin(), h.cos()][len(h) % 2] * 2, "(aten.mul.Tensor) reads other values at batch"),
     "root": (lambda h: h / len(h) ** 0.5, "argument other of aten.div.Tensor: 2.449489742783178"),
     "literal": (lambda h: h / torch.tensor(float(len(h))), "a constant made in the model depends on the batch size"),
-    "hard-coded": (lambda h: h.view(6, 2, 2), "at batch 7: the step failed while it was recorded: RuntimeError: shape"),
+    "hard-coded": (
+        lambda h: h.view(6, 2, 2),
+        "at batch 15: the step failed while it was recorded: RuntimeError: shape",
+    ),
     "threshold": (lambda h: h if len(h) < 10 else h * 2, "at batch 15"),
 }
 

@@ -94,5 +94,5 @@ def test_an_operator_without_generator_is_refused() -> None:
 
 @pytest.mark.parametrize("numbers", [("x",), (None,), (1.0,), (-1,), (0, "y"), (0, True)])
 def test_steps_and_replicas_are_whole_numbers(numbers: Any) -> None:
-    with pytest.raises(CaptureError, match="seeded: (step|replica) is "), seeded(*numbers):
+    with pytest.raises(CaptureError, match=r"seeded: (step|replica) is "), seeded(*numbers):
         pass

@@ -1,0 +1,121 @@
+"""A batch or a length of 1, where PyTorch may run another step: the same bits, or a refusal that says what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from direct import matches_eager
+from graphir.runtime import Session
+from models import Example
+from torch import Tensor, nn
+
+import graphir
+from graphir import CoverageError, GraphirError, PassError, capture, passes
+from graphir.ir.program import Program
+
+
+class Model(nn.Module):
+    def __init__(self, body: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fc, self.body = nn.Linear(6, 6), body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self.fc(x))
+
+
+def convolved(y: Tensor) -> Tensor:
+    """With one row the transposed tensor counts as contiguous, and the backward takes a view where it copied."""
+    return F.conv1d(y.transpose(1, 2), torch.ones(6, 6, 3), padding=1)
+
+
+def rows_last(y: Tensor) -> Tensor:
+    return y.transpose(0, 1).reshape(-1, 6).relu()
+
+
+def captured(body: Callable[[Tensor], Tensor], dims: Any = 0) -> Program:
+    return capture(Model(body), (torch.randn(3, 8, 6),), loss=lambda y: y.square().mean(), batch_dims=dims)
+
+
+def test_where_the_step_is_the_same_one_row_is_taken() -> None:
+    program = captured(torch.relu, {0: "batch", 1: "length"})
+    assert program.above_one == {}
+    assert program.module is not None
+    matches_eager(
+        program, Example(program.module, (torch.randn(3, 8, 6),), (), lambda y: y.square().mean()), batches=(1,)
+    )
+
+
+@pytest.mark.parametrize("body", [convolved, rows_last])
+def test_where_it_is_another_one_row_is_refused(body: Callable[[Tensor], Tensor]) -> None:
+    program = captured(body)
+    assert program.fixed == "" and program.dims == {"batch": 3} and program.above_one.keys() == {"batch"}
+    with Session(passes.emit(program), program.state) as session:
+        session.step(torch.randn(2, 8, 6))
+        with pytest.raises(CoverageError, match=r"'x'\): batch is 1, the program takes it from 2 on") as error:
+            session.step(torch.randn(1, 8, 6))
+        assert program.above_one["batch"] in error.value.what
+        session.step(torch.randn(4, 8, 6))
+
+
+def test_only_the_dimension_that_differs_is_bound() -> None:
+    program = captured(rows_last, {0: "batch", 1: "length"})
+    assert program.dims == {"batch": 3, "length": 8} and set(program.above_one) <= {"batch", "length"}
+    assert "batch" in program.above_one
+
+
+def test_what_a_module_refuses_a_session_refuses() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+    program = capture(model, (torch.randn(4, 6),), loss=lambda y: y.square().mean())
+    assert "Expected more than 1 value per channel" in program.above_one["batch"]
+    program = passes.replicate(program, [0, 1])
+    assert program.above_one.keys() == {"gpu_0/batch", "gpu_1/batch"}
+    with Session(passes.emit(program), program.state) as session:
+        session.step(torch.randn(4, 6))
+        with pytest.raises(CoverageError, match="batch is 1"):
+            session.step(torch.randn(3, 6))  # two rows and one
+
+
+def test_it_is_printed_saved_verified_and_asked_by_emit(tmp_path: Any) -> None:
+    program = captured(rows_last)
+    assert graphir.parse(str(program)) == program
+    program.save(tmp_path / "p.json")
+    assert graphir.load(tmp_path / "p.json") == program
+    with pytest.raises(PassError, match="dimension 'batch' cannot be 1: "):
+        passes.emit(program, dims={"batch": 1})
+    with pytest.raises(GraphirError, match="dimension 'rows', which is to be above 1, has no value"):
+        graphir.verify(program.with_(above_one={"rows": "why"}))
+
+
+def test_graphs_refuse_one_row() -> None:
+    program = captured(rows_last)
+    with pytest.raises(GraphirError, match="batch is 1, the program takes it from 2 on"):
+        program.to_fx()(torch.randn(1, 8, 6))
+
+
+def test_compile_captures_one_row_anew() -> None:
+    model = Model(convolved)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    eager = Model(convolved)
+    eager.load_state_dict(model.state_dict())
+    theirs = torch.optim.SGD(eager.parameters(), lr=0.1)
+
+    def loss(y: Tensor) -> Tensor:
+        return y.square().mean()
+
+    with graphir.compile(model, (torch.randn(3, 8, 6),), loss=loss, optimizer=optimizer) as compiled:
+        for rows in (3, 1, 2):
+            x = torch.randn(rows, 8, 6)
+            if rows == 1:
+                with pytest.warns(graphir.RecaptureWarning, match="batch is 1"):
+                    found = compiled.step(x)
+            else:
+                found = compiled.step(x)
+            theirs.zero_grad()
+            expected = loss(eager(x))
+            expected.backward()
+            theirs.step()
+            assert torch.equal(found, expected.detach())
