@@ -243,9 +243,11 @@ class Sizes:
         try:
             shape = self._fit_all([v.shape for v in values])
             offset = self.fit(tuple([v.offset for v in values]))
-            strides = [*(v.strides for v in values[:-1]), _mattering(values[-1].shape, values[-1].strides)]
-            dense = [contiguous_strides(v.shape) for v in values]
-            if strides == [*dense[:-1], _mattering(values[-1].shape, dense[-1])]:
+            strides: list[tuple[int | None, ...]] = [v.strides for v in values]
+            dense: list[tuple[int | None, ...]] = [contiguous_strides(v.shape) for v in values]
+            if len(values) > 1:
+                strides[-1], dense[-1] = (_mattering(values[-1].shape, found[-1]) for found in (strides, dense))
+            if strides == dense:
                 return Geometry(shape, None, offset)
             return Geometry(shape, self._fit_all(strides), offset)
         except NotPolynomial as e:
@@ -293,7 +295,7 @@ def _is_floating_anyway(call: Call) -> bool:
     return call.outputs[0].dtype.is_floating_point and (operands or named)
 
 
-def _mattering(shape: Sequence[int], strides: Sequence[int]) -> tuple[int | None, ...]:
+def _mattering(shape: Sequence[int], strides: Sequence[int | None]) -> tuple[int | None, ...]:
     """Strides, without those along which there is nothing to step to."""
     return tuple([None if size == 1 else stride for size, stride in zip(shape, strides, strict=True)])
 

@@ -90,6 +90,15 @@ def test_it_is_printed_saved_verified_and_asked_by_emit(tmp_path: Any) -> None:
         graphir.verify(program.with_(above_one={"rows": "why"}))
 
 
+def test_fixed_sizes_keep_the_strides_of_dimensions_of_one() -> None:
+    class Permuted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.permute(0, 2, 1).exp()
+
+    program = capture(Permuted(), (torch.randn(1, 3, 4),), batch_dims=((None,), {}, ()))
+    assert program.step.blobs["exp"].strides == (12, 1, 4)
+
+
 def test_graphs_refuse_one_row() -> None:
     program = captured(rows_last)
     with pytest.raises(GraphirError, match="batch is 1, the program takes it from 2 on"):
