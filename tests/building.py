@@ -1,7 +1,7 @@
 """Builds the seeded random programs of :mod:`nets`, operator by operator.
 
-Every operator is run on meta tensors at three batch sizes, so that its shapes, strides and sizes are torch's own, and
-gradients follow torch's rules.
+Every operator is run on meta tensors at three batch sizes, so that its shapes, strides and sizes are those of torch's
+kernels, and gradients follow torch's rules.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.utils import _pytree
 
 from graphir.ir.blob import Blob, Role
 from graphir.ir.device import CPU, Device, gpu
+from graphir.ir.meta import META
 from graphir.ir.names import fresh
 from graphir.ir.net import Net
 from graphir.ir.operator import Arg, Operator, Phase, Symbol
@@ -175,8 +176,9 @@ class ProgramBuilder:
             for param in signature(type).tensors:
                 if param.name not in given and queue:
                     given[param.name] = queue.pop(0)
+            positional = [given.pop(p.name, p.default) for p in signature(type).params if not p.keyword]
             try:
-                result = overload(type)(**given)
+                result = (META.get(type) or overload(type))(*positional, **given)
             except (RuntimeError, TypeError) as e:
                 raise Unfit(str(e)) from e
             found.append(result if isinstance(result, tuple) else (result,))

@@ -33,10 +33,12 @@ _ASKED: Final = """
 """Types whose kernels are asked. Their results are dense, and their arguments hold no sums or products of sizes."""
 
 _FORMAT_OF: Final[Mapping[str, int | None]] = {
+    "aten._standard_gamma.default": None,
     "aten.channel_shuffle.default": 0,
     "aten.glu_backward.default": None,
     "aten.max_unpool2d.default": 0,
     "aten.normal.Tensor_Tensor": None,
+    "aten.poisson.default": None,
     "aten.reflection_pad2d_backward.default": 1,
     "aten.replication_pad2d.default": 0,
     "aten.replication_pad2d_backward.default": 1,
@@ -147,8 +149,14 @@ def _in_format(type: str, operand: int | None) -> Callable[..., Any]:
     return rule
 
 
+def _uniform(self: Tensor, *options: Any, **named: Any) -> Tensor:
+    """Laid out as a clone: torch's rule keeps the gaps, too."""
+    return torch.empty_like(self)
+
+
 LAYOUTS: Final[Mapping[str, Callable[..., Any]]] = {
     **{type: _as_kernel(type) for type in (f"aten.{name}" for name in _ASKED.split())},
     **{type: _in_format(type, operand) for type, operand in _FORMAT_OF.items()},
+    "aten.uniform.default": _uniform,
 }
 """The rules, by operator type."""

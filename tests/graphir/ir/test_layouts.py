@@ -74,7 +74,7 @@ def calls(name: str) -> Iterator[tuple[object, ...]]:
         elif name == "normal" and (a.numel(), b.numel()) == (24, 24):
             yield a, b
     for a in (*windows((2, 3, 4, 5)), *windows((2, 3, 1))):
-        if name == "log_sigmoid_forward":
+        if name in ("_standard_gamma", "log_sigmoid_forward", "poisson", "uniform"):
             yield (a,)
         elif name == "pow":
             yield 2.0, a
