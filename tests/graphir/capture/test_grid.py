@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphir.capture.grid import Grid
@@ -22,6 +22,7 @@ def test_as_many_recordings_as_coefficients_and_a_check(dims: tuple[str, ...], r
 
 
 @pytest.mark.parametrize("dims", CASES)
+@settings(deadline=None)
 @given(data=st.data())
 def test_any_such_polynomial_is_found(dims: tuple[str, ...], data: st.DataObject) -> None:
     grid = Grid({dim: data.draw(st.integers(1, 50)) for dim in dims})
