@@ -115,9 +115,17 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 class _Held(NamedTuple):
-    """A container that an attribute holds, itself or through other containers, and what was in it."""
+    """A container that an attribute holds, itself or through other containers, and what was in it.
+
+    Attributes:
+        attribute: of the module.
+        private: whether that attribute is private, or one of an object on the way to the container.
+        container: itself.
+        contents: as :func:`_contents` gives them.
+    """
 
     attribute: str
+    private: bool
     container: Any
     contents: list[Any]
 
@@ -139,12 +147,12 @@ class Attributes:
             held
             for name, value in self._before.items()
             if not isinstance(value, _PLAIN) and name not in _TABLES
-            for held in _inside(name, value, seen)
+            for held in _inside(name, name.startswith("_"), value, seen)
         ]
 
     def changed(self, fakes: Mapping[int, torch.Tensor]) -> list[Change]:
         """What a second step has to tell about: private attributes, a part of the module's setting itself up as hooks
-        are, and those that were given tensors of the step.
+        are, attributes of objects that are private or were None, and those that were given tensors of the step.
 
         Args:
             fakes: what stood for a tensor in the step, by the tensor's ``id``; the same as that tensor.
@@ -157,12 +165,16 @@ class Attributes:
         for name in dict.fromkeys([*before, *table]):
             old, new = before.get(name), table.get(name)
             if old is not new and not _same(old, new, fakes) and not self._may_change(name):
-                changes.append(self._change(f"the attribute {name!r}", name, new, left=_has_tensor(new)))
-        for attribute, container, contents in self._held:
+                private, left = name.startswith("_"), _has_tensor(new)
+                changes.append(self._change(f"the attribute {name!r}", name, new, private, left))
+        for attribute, private, container, contents in self._held:
             now = _contents(container)
             if not (_identical(contents, now) or _same(contents, now, fakes) or self._may_change(attribute)):
                 what = f"what the attribute {attribute!r} holds"
-                changes.append(self._change(what, attribute, now, left=False))
+                if _is_users(container):
+                    open_before, now = _altered(contents, now, fakes)
+                    private = private or open_before
+                changes.append(self._change(what, attribute, now, private, left=False))
         return changes
 
     def _may_change(self, name: str) -> bool:
@@ -170,9 +182,9 @@ class Attributes:
         self._allowed.saw(whole)
         return whole in self._allowed
 
-    def _change(self, what: str, name: str, value: Any, left: bool) -> Change:
+    def _change(self, what: str, name: str, value: Any, private: bool, left: bool) -> Change:
         whole = f"{self._path}.{name}" if self._path else name
-        refused = not left and (not name.startswith("_") or _has_tensor(value))
+        refused = not left and (not private or _has_tensor(value))
         error = Broken(
             f"{'module' if refused else 'private'} {self._path}",
             f"the step changes {what}, which a program would not do",
@@ -205,15 +217,18 @@ def _has_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _inside(attribute: str, value: Any, seen: set[int]) -> Iterator[_Held]:
+def _inside(attribute: str, private: bool, value: Any, seen: set[int]) -> Iterator[_Held]:
     if isinstance(value, _PLAIN) or id(value) in seen or not (isinstance(value, tuple) or _holds(value)):
         return
     seen.add(id(value))
     if not isinstance(value, tuple):
-        yield _Held(attribute, value, _contents(value))
-    if isinstance(value, (*_CONTAINERS, tuple)) or _is_users(value):
-        for item in _items(value):
-            yield from _inside(attribute, item, seen)
+        yield _Held(attribute, private, value, _contents(value))
+    if isinstance(value, (*_CONTAINERS, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _inside(attribute, private, item, seen)
+    elif _is_users(value):
+        for key, item in vars(value).items():
+            yield from _inside(attribute, private or key.startswith("_"), item, seen)
 
 
 def _holds(value: Any) -> bool:
@@ -222,7 +237,8 @@ def _holds(value: Any) -> bool:
 
 def _is_users(value: Any) -> bool:
     """Whether *value* is an object of a class that a user or a library wrote, so that its attributes say what it is."""
-    if not hasattr(value, "__dict__") or isinstance(value, (torch.nn.Module, torch.Tensor, type)):
+    others = (torch.nn.Module, torch.Tensor, type, random.Random, tuple, *_CONTAINERS)
+    if not hasattr(value, "__dict__") or isinstance(value, others):
         return False
     package = type(value).__module__.partition(".")[0]
     return isinstance(value, SimpleNamespace) or package not in {*sys.stdlib_module_names, "torch", "numpy"}
@@ -231,12 +247,6 @@ def _is_users(value: Any) -> bool:
 def _is_numpys(value: Any) -> bool:
     """Whether *value* is a random generator of numpy's."""
     return hasattr(value, "bit_generator") and type(value).__module__.startswith("numpy.")
-
-
-def _items(container: Any) -> list[Any]:
-    if isinstance(container, (list, tuple, set, deque)):
-        return list(container)
-    return list((container if isinstance(container, dict) else vars(container)).values())
 
 
 def _contents(container: Any) -> list[Any]:
@@ -256,6 +266,20 @@ def _contents(container: Any) -> list[Any]:
     return _contents(vars(container))
 
 
+def _named(contents: list[Any]) -> dict[str, Any]:
+    """An object's attributes from its contents."""
+    half = len(contents) // 2
+    return dict(zip(contents[:half], contents[half:], strict=True))
+
+
+def _altered(contents: list[Any], others: list[Any], fakes: Mapping[int, torch.Tensor]) -> tuple[bool, list[Any]]:
+    """Whether all attributes of an object that changed are private or were None, and what they are now."""
+    old, new = _named(contents), _named(others)
+    keys = [k for k in {**old, **new} if not (k in old and k in new and _same(old[k], new[k], fakes))]
+    open_before = all(k.startswith("_") or (k in old and old[k] is None) for k in keys)
+    return open_before, [new[k] for k in keys if k in new]
+
+
 def _identical(contents: list[Any], others: list[Any]) -> bool:
     return len(contents) == len(others) and all(map(is_, contents, others))
 
@@ -271,8 +295,7 @@ def _fill(container: Any, contents: list[Any]) -> None:
         table = container if isinstance(container, _CONTAINERS) else vars(container)
         table.clear()
         if isinstance(table, dict):
-            half = len(contents) // 2
-            table.update(zip(contents[:half], contents[half:], strict=True))
+            table.update(_named(contents))
         else:
             (table.update if isinstance(table, set) else table.extend)(contents)
 

@@ -18,6 +18,21 @@ from graphir import passes
 from graphir.errors import CaptureError
 
 
+class Config:
+    """What models of transformers keep their options in, and what they find out about them in the first step."""
+
+    def __init__(self) -> None:
+        self.problem: str | None = None
+        self.width = 3
+        self._kernel = "eager"
+        self._cache: dict[str, int] = {}
+        self.table = torch.ones(2)
+
+
+class Names(list[str]):
+    """A list of a user's class."""
+
+
 class SetUp(nn.Module):
     """Runs *first* in each step, and scales by what that returns."""
 
@@ -27,6 +42,8 @@ class SetUp(nn.Module):
         self.inner = nn.Linear(3, 2)
         self._seen: list[int] = []
         self._ready = False
+        self.config = Config()
+        self.names = Names()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x) * self.first(self)
@@ -45,6 +62,19 @@ def note_once(module: SetUp) -> float:
     return 1.0
 
 
+def choose_in_an_object(module: SetUp) -> float:
+    module.config._kernel = "fused"
+    module.config._cache["heads"] = 2
+    return 1.0
+
+
+def fill_in_an_object(module: SetUp) -> float:
+    """As transformers does where a classifier is not told its kind of labels."""
+    if module.config.problem is None:
+        module.config.problem = "one label"
+    return 1.0
+
+
 def otherwise_at_first(module: SetUp) -> float:
     before, module._ready = module._ready, True
     return 1.0 if before else 2.0
@@ -60,24 +90,65 @@ def in_public(module: SetUp) -> float:
     return 1.0
 
 
+def in_public_of_an_object(module: SetUp) -> float:
+    module.config.width = 4
+    return 1.0
+
+
+def new_in_an_object(module: SetUp) -> float:
+    module.config.shown = object()
+    return 1.0
+
+
+def again_in_an_object(module: SetUp) -> float:
+    module.config._cache["calls"] = module.config._cache.get("calls", 0) + 1
+    return 1.0
+
+
+def otherwise_by_an_object(module: SetUp) -> float:
+    before, module.config.problem = module.config.problem, "one label"
+    return 1.0 if before else 2.0
+
+
+def in_a_list_of_a_users_class(module: SetUp) -> float:
+    module.names.append("first")
+    return 1.0
+
+
+def tensor_in_an_object(module: SetUp) -> float:
+    module.config._kernel = torch.ones(2)
+    return 1.0
+
+
 def example(first: Callable[[SetUp], float]) -> Example:
     return Example(SetUp(first), (torch.randn(4, 3),), (), lambda y: y.pow(2).sum())
 
 
-@pytest.mark.parametrize("first", [hang_up_hooks, note_once])
+@pytest.mark.parametrize("first", [hang_up_hooks, note_once, choose_in_an_object, fill_in_an_object])
 def test_what_only_the_first_step_changes_is_put_back(first: Callable[[SetUp], float]) -> None:
     made = example(first)
     program = graphir.capture(made.model, made.inputs, loss=made.loss)
     assert program.fixed == ""
     assert not made.model._ready and made.model._seen == []
     assert not made.model.inner._forward_hooks
+    config = made.model.config
+    assert (config.problem, config._kernel, config._cache) == (None, "eager", {})
     matches_eager(program, made, batches=(6,))
 
 
 @pytest.mark.parametrize(
     ("first", "attribute"),
-    [(otherwise_at_first, "'_ready'"), (count_to_two, "'_seen'"), (in_public, "'shown'")],
-    ids=["otherwise", "again", "public"],
+    [
+        (otherwise_at_first, "'_ready'"),
+        (count_to_two, "'_seen'"),
+        (in_public, "'shown'"),
+        (in_public_of_an_object, "'config'"),
+        (new_in_an_object, "'config'"),
+        (again_in_an_object, "'config'"),
+        (otherwise_by_an_object, "'config'"),
+        (in_a_list_of_a_users_class, "'names'"),
+        (tensor_in_an_object, "'config'"),
+    ],
 )
 def test_a_second_step_that_differs_is_refused(first: Callable[[SetUp], float], attribute: str) -> None:
     made = example(first)
