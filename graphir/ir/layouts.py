@@ -33,12 +33,10 @@ _ASKED: Final = """
 """Types whose kernels are asked. Their results are dense, and their arguments hold no sums or products of sizes."""
 
 _FORMAT_OF: Final[Mapping[str, int | None]] = {
-    "aten._standard_gamma.default": None,
     "aten.channel_shuffle.default": 0,
     "aten.glu_backward.default": None,
     "aten.max_unpool2d.default": 0,
     "aten.normal.Tensor_Tensor": None,
-    "aten.poisson.default": None,
     "aten.reflection_pad2d_backward.default": 1,
     "aten.replication_pad2d.default": 0,
     "aten.replication_pad2d_backward.default": 1,
@@ -149,14 +147,20 @@ def _in_format(type: str, operand: int | None) -> Callable[..., Any]:
     return rule
 
 
-def _uniform(self: Tensor, *options: Any, **named: Any) -> Tensor:
-    """Laid out as a clone: torch's rule keeps the gaps, too."""
-    return torch.empty_like(self)
+def _drawn(memory_format: torch.memory_format) -> Callable[..., Any]:
+    """The rule of an operator that draws a number for each of its first operand's."""
+
+    def rule(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.empty_like(self, memory_format=memory_format)
+
+    return rule
 
 
 LAYOUTS: Final[Mapping[str, Callable[..., Any]]] = {
     **{type: _as_kernel(type) for type in (f"aten.{name}" for name in _ASKED.split())},
     **{type: _in_format(type, operand) for type, operand in _FORMAT_OF.items()},
-    "aten.uniform.default": _uniform,
+    "aten._standard_gamma.default": _drawn(torch.contiguous_format),
+    "aten.poisson.default": _drawn(torch.contiguous_format),
+    "aten.uniform.default": _drawn(torch.preserve_format),
 }
 """The rules, by operator type."""
