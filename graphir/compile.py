@@ -34,20 +34,13 @@ from .plan import Plan
 __all__ = ["Compiled", "compile"]
 
 
-def compile(
-    model: torch.nn.Module,
-    inputs: Sequence[Any],
-    *,
-    kwargs: Mapping[str, Any] | None = None,
-    targets: Sequence[Any] = (),
-    batch_dims: Any = None,
-    devices: Sequence[int] = (0,),
-    passes: str | Callable[[Program], Program] = "",
-    most_plans: int = 8,
-    session: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> Compiled:
-    """Capture a step of *model*, replicate it, run *passes*, and make a session of the plan.
+class Compiled:
+    """A model's step, captured, replicated, sent through *passes*, and used like a :class:`graphir.runtime.Session`.
+
+    Steps of other sizes use the same plan where the program's sizes follow them. Where they are fixed, or an argument
+    that is no tensor has changed, the step is captured anew with these arguments: the model in the mode that it was in
+    at first, on the present parameters, buffers, optimizer state, learning rates and number of steps, which all plans
+    share. Each such capture is told by a :class:`graphir.RecaptureWarning`.
 
     Args:
         model: as :func:`graphir.capture` takes it.
@@ -66,28 +59,6 @@ def compile(
         CaptureError: the step can't be captured.
         PassError: *devices* or *passes* do not fit the program.
         SessionError: an argument of the session does not fit.
-    """
-    return Compiled(
-        model,
-        inputs,
-        kwargs=kwargs,
-        targets=targets,
-        batch_dims=batch_dims,
-        devices=devices,
-        passes=passes,
-        most_plans=most_plans,
-        session=session,
-        **options,
-    )
-
-
-class Compiled:
-    """A model's step, used like a :class:`graphir.runtime.Session`; see :func:`compile` for the arguments.
-
-    Steps of other sizes use the same plan where the program's sizes follow them. Where they are fixed, or an argument
-    that is no tensor has changed, the step is captured anew with these arguments: the model in the mode that it was in
-    at first, on the present parameters, buffers, optimizer state, learning rates and number of steps, which all plans
-    share. Each such capture is told by a :class:`graphir.RecaptureWarning`.
     """
 
     def __init__(
@@ -248,6 +219,10 @@ class Compiled:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+compile = Compiled
+"""The whole way in one call."""
 
 
 def _dims_tree(arguments: Arguments) -> tuple[Any, Any, Any]:

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.utils import _pytree as pytree
 
-from graphir.runtime.calls import Argument, Bound, Constant, Default, Operand, OperandList, arrange
+from graphir.runtime.calls import Argument, arrange, given
 from graphir.runtime.reference import perform
 from graphir.runtime.state import State
 from graphir.runtime.structure import read_structure
@@ -249,18 +249,11 @@ class _Writer:
         call = arrange(op)
         inputs = [self.values[read] for read in op.reads]
 
-        def value(argument: Argument) -> Any:
-            if isinstance(argument, Operand):
-                return inputs[argument.position]
-            if isinstance(argument, OperandList):
-                return [None if i is None else inputs[i] for i in argument.positions]
-            if isinstance(argument, Constant):
-                return self.constant(argument.arg)
-            if isinstance(argument, Default):
-                return argument.value
-            if argument is Bound.DEVICE:
-                return torch.device("cpu")
+        def drawn() -> fx.Node:
             return self.graph.call_function(generator, (self.step, 0, op.seed))
+
+        def value(argument: Argument) -> Any:
+            return given(argument, inputs, self.constant, torch.device("cpu"), drawn)
 
         target: Any
         positional: tuple[Any, ...] = tuple([value(argument) for argument in call.positional])

@@ -5,9 +5,11 @@ Every executor works from the same :class:`Call`; the reference evaluates it, ge
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Final, NamedTuple, TypeAlias
+
+import torch
 
 from graphir.errors import PlanError
 from graphir.ir.operator import Arg, Operator, Symbol, groups, leaves
@@ -25,6 +27,7 @@ __all__ = [
     "arrange",
     "depends_on_dims",
     "evaluate",
+    "given",
 ]
 
 
@@ -96,16 +99,16 @@ def arrange(op: Operator) -> Call:
     if op.type in OWN:
         options = tuple((param.name, Constant(op.args[param.name])) for param in sig.params if param.name in op.args)
         return Call(tuple(tensors.values()), options, *_returned(op, sig))
-    given = {param.name: _argument(op, param, tensors) for param in sig.params}
+    passed = {param.name: _argument(op, param, tensors) for param in sig.params}
     ordered = [param for param in sig.params if not param.keyword]
-    while ordered and isinstance(given[ordered[-1].name], Default) and not ordered[-1].required:
+    while ordered and isinstance(passed[ordered[-1].name], Default) and not ordered[-1].required:
         ordered.pop()
     keyword = tuple(
-        (param.name, given[param.name])
+        (param.name, passed[param.name])
         for param in sig.params
-        if param.keyword and (param.required or not isinstance(given[param.name], Default))
+        if param.keyword and (param.required or not isinstance(passed[param.name], Default))
     )
-    return Call(tuple(given[param.name] for param in ordered), keyword, *_returned(op, sig))
+    return Call(tuple(passed[param.name] for param in ordered), keyword, *_returned(op, sig))
 
 
 def _misfit(op: Operator, what: str) -> PlanError:
@@ -147,6 +150,33 @@ def _returned(op: Operator, sig: Signature) -> tuple[bool, tuple[int | list[int 
     if count > len(op.outputs):
         raise _misfit(op, f"returns {count} tensors, the operator has {len(op.outputs)} outputs")
     return len(sig.results) == 1, tuple(groups(op.results, count))
+
+
+def given(
+    argument: Argument,
+    inputs: Sequence[Any],
+    constant: Callable[[Arg], Any],
+    device: torch.device,
+    generator: Callable[[], Any],
+) -> Any:
+    """What is passed for an argument.
+
+    Args:
+        argument: of a call.
+        inputs: the operator's, in order.
+        constant: gives what stands for a stored argument.
+        device: that the operator's logical one is bound to.
+        generator: gives the freshly seeded one.
+    """
+    if isinstance(argument, Operand):
+        return inputs[argument.position]
+    if isinstance(argument, OperandList):
+        return [None if i is None else inputs[i] for i in argument.positions]
+    if isinstance(argument, Constant):
+        return constant(argument.arg)
+    if isinstance(argument, Default):
+        return argument.value
+    return device if argument is Bound.DEVICE else generator()
 
 
 def evaluate(arg: Arg, dims: Dims) -> Any:

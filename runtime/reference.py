@@ -23,7 +23,7 @@ from graphir.ir.size import Dims
 from graphir.plan import Event, Instruction, Plan
 
 from .bindings import OWN_KERNELS, view
-from .calls import Argument, Bound, Call, Constant, Default, Operand, OperandList, arrange, evaluate
+from .calls import Argument, Call, arrange, evaluate, given
 from .executor import Feedable, Setting
 from .faults import fault
 from .kernels import all_reduce, copy, reduction
@@ -176,19 +176,12 @@ class _Interpretation:
 def invoke(op: Operator, call: Call, inputs: Sequence[Any], setting: Setting, dims: Dims, step: int) -> Any:
     """What the operator's type returns for these inputs."""
 
-    def value(argument: Argument) -> Any:
-        if isinstance(argument, Operand):
-            return inputs[argument.position]
-        if isinstance(argument, OperandList):
-            return [None if i is None else inputs[i] for i in argument.positions]
-        if isinstance(argument, Constant):
-            return evaluate(argument.arg, dims)
-        if isinstance(argument, Default):
-            return argument.value
-        if argument is Bound.DEVICE:
-            return setting.binding[op.device]
+    def generator() -> torch.Generator:
         assert op.seed is not None
         return setting.generators[op.device].manual_seed(mix(step, setting.replica(op), op.seed))
+
+    def value(argument: Argument) -> Any:
+        return given(argument, inputs, lambda arg: evaluate(arg, dims), setting.binding[op.device], generator)
 
     positional = [value(argument) for argument in call.positional]
     keyword = {name: value(argument) for name, argument in call.keyword}

@@ -62,15 +62,14 @@ def follow_dims(step: Step) -> Followed:
 
 
 def _follow(taken: _Taken, dims: dict[str, int]) -> Followed:
-    plain = taken.sizes({})
     if not dims:
-        return Followed(plain, {}, "no argument has a batch dimension")
+        return Followed(taken.sizes({}), {}, "no argument has a batch dimension")
     try:
         sizes, above_one = taken.above_one(dims)
         return Followed(sizes, dims, "", above_one)
     except NotPolynomial as e:
         if len(dims) == 1:
-            return Followed(plain, {}, str(e))
+            return Followed(taken.sizes({}), {}, str(e))
         reason = str(e)
     alone: dict[str, int] = {}
     fixed: list[str] = []
@@ -87,7 +86,7 @@ def _follow(taken: _Taken, dims: dict[str, int]) -> Followed:
         sizes, above_one = taken.above_one(alone)
         return Followed(sizes, alone, "; ".join(fixed), above_one)
     except NotPolynomial as e:
-        return Followed(plain, {}, "; ".join([*fixed, str(e)]))
+        return Followed(taken.sizes({}), {}, "; ".join([*fixed, str(e)]))
 
 
 class _Taken:
