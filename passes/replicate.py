@@ -66,6 +66,12 @@ class Replicate(Pass):
                 f"program {program.name!r} is placed on {', '.join(elsewhere)} already",
                 fix="replicate first, then shift",
             )
+        if program.interface.one_replica and len(self.devices) > 1:
+            raise PassError(
+                f"the results of {len(self.devices)} replicas of program {program.name!r} can't be put together: the "
+                f"step could be recorded at one batch only, so nobody knows along which dimension ({program.fixed})",
+                fix="replicate it on one device, or let the model take other batches",
+            )
         copies = [_Copy(program, replica, gpu(device)) for replica, device in enumerate(self.devices)]
         return program.with_(
             init=_interleave(program.init, copies),
@@ -84,7 +90,8 @@ def replicate(program: Program, devices: Sequence[int], *, reduction: Literal["m
     share by share with the gradients added in replica order and divided by their number.
 
     Raises:
-        PassError: devices are missing, negative or repeated, or the program is replicated or placed already.
+        PassError: devices are missing, negative or repeated, the program is replicated or placed already, or the
+            results of several replicas can't be put together.
     """
     return build(Replicate, devices=devices, reduction=reduction)(program)
 

@@ -146,6 +146,7 @@ def _program_of(
         dims=followed.dims,
         fixed=followed.fixed,
         above_one=followed.above_one,
+        batch_dims=followed.batch_dims,
         optimizer=type(optimizer).__name__ if optimizer is not None else "",
         groups=groups,
     )

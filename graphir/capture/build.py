@@ -40,6 +40,7 @@ def build_program(
     dims: Mapping[str, int],
     fixed: str,
     above_one: Mapping[str, str],
+    batch_dims: Sequence[int | None] | None,
     optimizer: str = "",
     groups: Sequence[Group] = (),
 ) -> Program:
@@ -53,6 +54,7 @@ def build_program(
         dims: the captured value of each dimension that sizes follow.
         fixed: why sizes are plain numbers where they are.
         above_one: what is otherwise at 1, by dimension.
+        batch_dims: of each leaf that a forward-only step returns, the one that grows with the batch; None: not known.
         optimizer: name of its class.
         groups: its parameter groups.
 
@@ -103,7 +105,7 @@ def build_program(
         dims,
         fixed,
         above_one=above_one,
-        interface=_interface(step, sizes, named, optimizer, groups, update),
+        interface=_interface(step, recording, batch_dims, named, optimizer, groups, update),
         state=_state(step, recording, copies, named, update),
         module=step.model,
     )
@@ -218,9 +220,15 @@ def _state(
 
 
 def _interface(
-    step: Step, sizes: Sizes, named: Sequence[str], optimizer: str, groups: Sequence[Group], update: Update
+    step: Step,
+    recording: Recording,
+    batch_dims: Sequence[int | None] | None,
+    named: Sequence[str],
+    optimizer: str,
+    groups: Sequence[Group],
+    update: Update,
 ) -> Interface:
-    recording = sizes.recording
+    gathered = batch_dims if batch_dims is not None else [None] * len(recording.returned)
     feeds = []
     for leaf, value in zip(step.arguments.leaves, recording.inputs, strict=True):
         scalar = None if isinstance(leaf.value, torch.Tensor) else leaf.value
@@ -229,8 +237,9 @@ def _interface(
         arguments=step.arguments.dumps(),
         feeds=tuple(feeds),
         loss=None if recording.loss is None else named[recording.loss.index],
-        fetches=tuple([_fetch(leaf, sizes.batch_dim(i), named) for i, leaf in enumerate(recording.returned)]),
+        fetches=tuple([_fetch(leaf, dim, named) for leaf, dim in zip(recording.returned, gathered, strict=True)]),
         results=None if recording.results is None else written_structure(recording.results, "what the model returns"),
+        one_replica=batch_dims is None,
         module_state=step.state.module_state,
         optimizer=optimizer,
         optimizer_state=update.optimizer_state,

@@ -6,7 +6,8 @@ dimensions where that shows, if the others follow without them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,8 @@ class Followed(NamedTuple):
     fixed: why they don't follow others; empty where there are none.
     above_one: what is otherwise where a dimension is 1, for those that they follow from 2 on only.
     recordings: all that were taken.
+    batch_dims: of each leaf that a forward-only step returns, the first dimension that grows with the batch; None
+        where the step could be recorded at one batch only.
     """
 
     sizes: Sizes
@@ -40,6 +43,7 @@ class Followed(NamedTuple):
     fixed: str
     above_one: Mapping[str, str] = {}
     recordings: tuple[Recording, ...] = ()
+    batch_dims: Sequence[int | None] | None = None
 
     def release(self) -> None:
         """Take the recordings apart, which nothing is to read any more."""
@@ -56,9 +60,11 @@ def follow_dims(step: Step) -> Followed:
     """
     taken = _Taken(step)
     followed = _follow(taken, dict(step.arguments.dims))
-    if BATCH not in followed.dims:
-        followed.sizes.wider = taken.wider()
-    return followed._replace(recordings=tuple(taken.at.values()))
+    if BATCH in followed.dims or BATCH not in step.arguments.dims or not followed.sizes.recording.returned:
+        batch_dims = followed.sizes.batch_dims()
+    else:
+        batch_dims = next(_batch_dims(followed.sizes.recording, taken.at_other_batches()), None)
+    return followed._replace(recordings=tuple(taken.at.values()), batch_dims=batch_dims)
 
 
 def _follow(taken: _Taken, dims: dict[str, int]) -> Followed:
@@ -140,11 +146,14 @@ class _Taken:
                 raise NotPolynomial(f"at {_at(point)}: {e.what}") from None
         return Sizes(recordings, grid)
 
-    def wider(self) -> Recording | None:
-        """A recording that was taken at a larger batch, all else as captured; None where there is none."""
+    def at_other_batches(self) -> Iterator[Recording]:
+        """Recordings at other batches, all else as captured, as far as there are any; larger ones first."""
         here = self.step.arguments.dims
-        larger = [{**here, **point} for point in Grid({BATCH: here[BATCH]}).points[1:]] if BATCH in here else []
-        return next((self.at[key] for dims in larger if (key := tuple(dims.values())) in self.at), None)
+        captured, *larger = (point[BATCH] for point in Grid({BATCH: here[BATCH]}).points)
+        for batch in dict.fromkeys((*larger, captured - 1, captured // 2)):
+            if batch > 0:
+                with contextlib.suppress(CaptureError):
+                    yield self.recording({**here, BATCH: batch})
 
     def recording(self, dims: Dims) -> Recording:
         key = tuple(dims.values())
@@ -168,7 +177,6 @@ class Sizes:
         recording: the first, whose values and calls the others agree with.
         geometries: of each value, at its index.
         args: of each call, at its position.
-        wider: the step at a larger batch, where the sizes don't follow it and it could be recorded.
 
     Args:
         recordings: the step at each point of *grid*.
@@ -179,7 +187,6 @@ class Sizes:
 
     def __init__(self, recordings: Sequence[Recording], grid: Grid) -> None:
         self.recording = recordings[0]
-        self.wider: Recording | None = None
         self._recordings, self._grid = recordings, grid
         self._fitted: dict[tuple[int | None, ...], Size] = {}
         if len(recordings) > 1:
@@ -225,17 +232,11 @@ class Sizes:
             self._fitted[numbers] = size
         return self._fitted[numbers]
 
-    def batch_dim(self, position: int) -> int | None:
-        """The first dimension that grows with the batch, of what a forward-only step returns at this position."""
-        value = self.recording.returned[position]
-        if not isinstance(value, Value):
-            return None
-        grows = [BATCH in size_dims(size) for size in self.geometries[value.index].shape]
-        if self.wider is not None and len(self.wider.returned) > position:
-            other = self.wider.returned[position]
-            if isinstance(other, Value):
-                grows = [a != b for a, b in zip(value.shape, other.shape, strict=False)]
-        return grows.index(True) if True in grows else None
+    def batch_dims(self) -> list[int | None]:
+        """Of each leaf that a forward-only step returns, the first dimension that grows with the batch."""
+        leaves = self.recording.returned
+        shapes = [self.geometries[leaf.index].shape if isinstance(leaf, Value) else () for leaf in leaves]
+        return [_first(BATCH in size_dims(size) for size in shape) for shape in shapes]
 
     def _geometry(self, values: tuple[Value, ...]) -> Geometry:
         first = values[0]
@@ -285,6 +286,24 @@ class Sizes:
         if len(whole) == len(args):
             return self.fit(tuple(whole))
         raise NotPolynomial(self._text(args))
+
+
+def _batch_dims(captured: Recording, others: Iterator[Recording]) -> Iterator[list[int | None]]:
+    """What :meth:`Sizes.batch_dims` tells, by those of *others* that return tensors of as many dimensions."""
+    shapes = _returned_shapes(captured)
+    for other in others:
+        theirs = _returned_shapes(other)
+        if list(map(len, shapes)) == list(map(len, theirs)):
+            yield [_first(x != y for x, y in zip(a, b, strict=True)) for a, b in zip(shapes, theirs, strict=True)]
+
+
+def _returned_shapes(recording: Recording) -> list[tuple[int, ...]]:
+    return [leaf.shape if isinstance(leaf, Value) else () for leaf in recording.returned]
+
+
+def _first(conditions: Iterable[bool]) -> int | None:
+    """The position of the first that holds."""
+    return next((i for i, holds in enumerate(conditions) if holds), None)
 
 
 def _is_floating_anyway(call: Call) -> bool:

@@ -77,6 +77,8 @@ class Interface:
         optimizer_state: for each parameter, its optimizer state's blobs by the optimizer's own names
             (``{"fc1.weight": {"momentum_buffer": "fc1.weight.momentum_buffer"}}``).
         param_groups: see :class:`ParamGroup`.
+        one_replica: the step could be recorded at one batch only, so that nobody knows along which dimensions the
+            results of several replicas would be gathered.
     """
 
     arguments: str = ""
@@ -88,6 +90,7 @@ class Interface:
     optimizer: str = ""
     optimizer_state: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     param_groups: tuple[ParamGroup, ...] = ()
+    one_replica: bool = False
 
 
 @dataclass(frozen=True)

@@ -201,6 +201,7 @@ def _interface(record: InterfaceRecord, place: str) -> Interface:
             tuple(
                 ParamGroup(g.lr, g.params, {n: _option(v) for n, v in g.options.items()}) for g in record.param_groups
             ),
+            record.one_replica,
         )
     except GraphirError as e:
         raise _placed(place, e) from None

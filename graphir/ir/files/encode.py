@@ -133,6 +133,7 @@ def _interface(interface: Interface) -> InterfaceRecord:
         loss=interface.loss,
         fetches=tuple(map(_leaf, interface.fetches)),
         results=interface.results,
+        one_replica=interface.one_replica,
         module_state=dict(interface.module_state),
         optimizer=interface.optimizer,
         optimizer_state={param: dict(states) for param, states in interface.optimizer_state.items()},

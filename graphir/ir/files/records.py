@@ -142,6 +142,7 @@ class InterfaceRecord(_Record):
     optimizer: str = ""
     optimizer_state: dict[str, dict[str, str]] = {}
     param_groups: tuple[GroupRecord, ...] = ()
+    one_replica: bool = False
 
 
 class TensorRecord(_Record):

@@ -168,6 +168,8 @@ def _interface(reader: Lines, line: Line) -> Interface:
         if word in ("arguments", "results"):
             text = line.raw()
             found = replace(found, arguments=text) if word == "arguments" else replace(found, results=text)
+        elif word == "one_replica":
+            found = replace(found, one_replica=True)
         elif word == "loss":
             found = replace(found, loss=line.name())
         elif word == "optimizer":
@@ -187,7 +189,7 @@ def _interface(reader: Lines, line: Line) -> Interface:
         else:
             raise line.error(
                 f"unknown statement {word!r}",
-                "an interface has arguments, feed, loss, output, results, module, optimizer, group, state",
+                "an interface has arguments, feed, loss, output, results, one_replica, module, optimizer, group, state",
             )
         line.end()
 

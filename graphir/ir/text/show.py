@@ -141,6 +141,8 @@ def _interface(interface: Interface) -> Iterator[str]:
         yield f"  output {_leaf(fetch)}"
     if interface.results is not None:
         yield f"  results {_raw(interface.results)}"
+    if interface.one_replica:
+        yield "  one_replica"
     for name, blob in interface.module_state.items():
         yield f"  module {_renamed(name, blob, name)}"
     if interface.optimizer:

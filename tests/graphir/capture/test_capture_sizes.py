@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import models
 import pytest
 import torch
 from direct import evaluate
+from graphir.passes import replicate
 from torch import Tensor, nn
 
+from graphir import load
 from graphir.capture import capture
+from graphir.errors import PassError
 from graphir.ir.program import Program
 from graphir.ir.size import Polynomial, dimension
+from graphir.ir.text import parse
 
 BATCH = dimension("batch")
 
@@ -129,3 +134,32 @@ def test_outputs_of_fixed_sizes_have_a_batch_dimension() -> None:
     program = capture(Halves(), (torch.randn(6, 4),))
     assert "is not affine" in program.fixed
     assert [fetch.batch_dim for fetch in program.interface.fetches] == [1, None]
+
+
+class AtMost(nn.Module):
+    """Takes no more than so many rows, and no fewer."""
+
+    def __init__(self, fewest: int, most: int) -> None:
+        super().__init__()
+        self.fewest, self.most = fewest, most
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.fewest <= len(x) <= self.most:
+            raise ValueError("too many rows, or too few")
+        return (x * 2).t(), x.sum()
+
+
+def test_outputs_of_a_step_that_takes_no_larger_batch_have_a_batch_dimension() -> None:
+    program = capture(AtMost(1, 6), (torch.randn(6, 4),))
+    assert "too many rows" in program.fixed and not program.interface.one_replica
+    assert [fetch.batch_dim for fetch in program.interface.fetches] == [1, None]
+
+
+def test_results_that_could_be_recorded_at_one_batch_only_are_not_gathered(tmp_path: Path) -> None:
+    program = capture(AtMost(6, 6), (torch.randn(6, 4),))
+    assert program.interface.one_replica
+    program.save(tmp_path / "program.json")
+    assert parse(str(program)) == program == load(tmp_path / "program.json")
+    assert replicate(program, [1]).replicas == ("gpu_1/",)
+    with pytest.raises(PassError, match=r"results of 2 replicas of program 'atmost' can't be put together.*too many"):
+        replicate(program, [0, 1])
