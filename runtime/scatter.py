@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from graphir.errors import CoverageError, SessionError
 from graphir.ir.blob import Blob, contiguous_strides
@@ -164,8 +165,9 @@ class Scatter:
             raise error(
                 f"{name} is of type {type(leaf).__name__}, not a tensor", where=where, fix="pass a torch.Tensor"
             )
-        if leaf.is_meta:
-            raise SessionError(f"{name} is on meta, so it has no data", where=where, fix="pass a tensor with data")
+        if leaf.is_meta or isinstance(leaf, FakeTensor):
+            what = "on meta" if leaf.is_meta else "a fake tensor"
+            raise SessionError(f"{name} is {what}, so it has no data", where=where, fix="pass a tensor with data")
         if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
             kind = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else leaf.layout
             raise SessionError(f"{name} is a {kind} tensor", where=where, fix="pass a dense (strided) one")

@@ -33,7 +33,7 @@ from .optimizers import Group, read_optimizer
 from .options import read_options
 from .randomness import seeded
 from .recording import Step
-from .refusals import refuse_model
+from .refusals import refuse_loss, refuse_model
 from .sizes import follow_dims
 from .snapshots import snapshots
 
@@ -99,6 +99,7 @@ def capture(
     refuse_model(model)
     if not isinstance(name, (str, type(None))):
         raise CaptureError(f"name is a {type(name).__name__}, not a string", fix='write name="step"')
+    refuse_loss(loss)
     if optimizer is not None and loss is None:
         raise CaptureError("an optimizer is given, but no loss", fix="pass loss=, or leave the optimizer out")
     options = read_options(

@@ -38,7 +38,10 @@ def read_dims(
         return _by_length(inputs, kwargs, [value for _, value in leaves])
     # The caller's tree is over (inputs, kwargs, targets).
     ours = pytree.tree_structure((inputs, kwargs, targets))
-    flat = pytree._broadcast_to_and_flatten(batch_dims, ours, is_leaf=_is_names)
+    try:
+        flat = pytree._broadcast_to_and_flatten(batch_dims, ours, is_leaf=_is_names)
+    except RecursionError:  # it contains itself
+        flat = None
     if flat is None or not all(d is None or type(d) is int or _is_names(d) for d in flat):
         raise CaptureError("batch_dims does not fit the arguments", fix=_FIX)
     counts = [len(pytree.tree_leaves(part)) for part in (inputs, kwargs, targets)]

@@ -65,7 +65,7 @@ class Group(NamedTuple):
     updates: tuple[ParamUpdate, ...]
 
 
-def read_optimizer(optimizer: torch.optim.Optimizer, blobs: Mapping[int, str]) -> tuple[Group, ...]:
+def read_optimizer(optimizer: object, blobs: Mapping[int, str]) -> tuple[Group, ...]:
     """The optimizer's groups.
 
     Args:
@@ -75,6 +75,12 @@ def read_optimizer(optimizer: torch.optim.Optimizer, blobs: Mapping[int, str]) -
     Raises:
         CaptureError: the optimizer, an option of a group, or the state of a parameter is not supported.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        given = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
+        raise CaptureError(
+            f"optimizer is {given}, not an optimizer",
+            fix="make one: torch.optim.SGD(model.parameters(), lr=0.1)",
+        )
     if type(optimizer) not in _RULES:
         raise CaptureError(
             f"optimizer {type(optimizer).__name__} is not supported",

@@ -21,6 +21,7 @@ from ..ir.operator import Arg, Phase
 from ..ir.opset import CHECKS
 from .devices import on_host
 from .edges import differentiable, keep_edges
+from .element_types import check_element_types
 from .forms import Bound, Form, form_of
 from .known import is_known_result, number_in
 from .memory import Memory
@@ -225,6 +226,7 @@ class Recorder(TorchDispatchMode):
         if not all(map(self._is_ours, bound.tensors)):
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._constant, (args, dict(kwargs)))
             bound = form.bind(args, kwargs)
+        check_element_types(form, bound, scope)
         if func in _SAME:
             return self._twin(args[0], self._results.of(form, bound, args, kwargs))
         try:

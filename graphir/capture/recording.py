@@ -30,6 +30,7 @@ from .randomness import random_state_kept, refuse_seeding
 from .recorder import Recorder
 from .refusals import where
 from .scopes import Scopes
+from .snapshots import same_bits
 from .source_lines import SourceLines
 from .sparse import SparseValue
 from .values import Call, Value
@@ -213,7 +214,7 @@ def _same(a: Recording, b: Recording) -> bool:
     return (
         _described(a) == _described(b)
         and len(a.constants) == len(b.constants)
-        and all(x is y or (x.dtype == y.dtype and torch.equal(x, y)) for (_, x), (_, y) in literals)
+        and all(x is y or same_bits(x, y) for (_, x), (_, y) in literals)
     )
 
 

@@ -21,6 +21,7 @@ from .forms import Form
 __all__ = [
     "FAKE_ERRORS",
     "READS_DATA",
+    "refuse_loss",
     "refuse_model",
     "refuse_module",
     "refuse_operator",
@@ -73,6 +74,21 @@ def refuse_model(model: object) -> None:
                 where=where(path),
                 fix="pass the nn.Module that was scripted or traced",
             )
+
+
+def refuse_loss(loss: object) -> None:
+    """Raise where *loss* is nothing that could be called with the model's output.
+
+    Raises:
+        CaptureError: it is no function, or a module's class.
+    """
+    if isinstance(loss, type) and issubclass(loss, torch.nn.Module):
+        raise CaptureError(f"loss is the class {loss.__name__}, not a loss", fix=f"make one: loss={loss.__name__}()")
+    if loss is not None and not callable(loss):
+        raise CaptureError(
+            f"loss is a {type(loss).__name__}, not a function",
+            fix="pass a function of the model's output and the targets, such as torch.nn.functional.mse_loss",
+        )
 
 
 def refuse_module(module: torch.nn.Module, scope: str) -> None:

@@ -10,14 +10,13 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import torch
-
 from ..errors import CaptureError
 from ..ir.blob import contiguous_strides
 from ..ir.operator import Arg
 from ..ir.size import Dims, Shape, Size, size_dims
 from .grid import BATCH, Grid
 from .recording import Recording, Step, record
+from .snapshots import same_bits
 from .values import Call, Value
 
 __all__ = ["Followed", "Geometry", "NotPolynomial", "Sizes", "follow_dims"]
@@ -60,6 +59,7 @@ def follow_dims(step: Step) -> Followed:
     """
     taken = _Taken(step)
     followed = _follow(taken, dict(step.arguments.dims))
+    batch_dims: Sequence[int | None] | None
     if BATCH in followed.dims or BATCH not in step.arguments.dims or not followed.sizes.recording.returned:
         batch_dims = followed.sizes.batch_dims()
     else:
@@ -211,10 +211,10 @@ class Sizes:
             if len(first.calls) != len(other.calls) or len(first.values) != len(other.values):
                 raise NotPolynomial(f"{len(first.calls)} operators at {here}, but {len(other.calls)} at {there}")
             for mine, theirs in zip(first.returned, other.returned, strict=True):
-                if not isinstance(mine, Value) and mine != theirs:
+                if not isinstance(mine, Value) and repr(mine) != repr(theirs):  # NaN is the same as NaN
                     raise NotPolynomial(f"the model returns {mine!r} at {here}, but {theirs!r} at {there}")
             for (value, mine_), (_, theirs_) in zip(first.constants, other.constants, strict=True):
-                if mine_ is not theirs_ and not _same_bits(mine_, theirs_):
+                if mine_ is not theirs_ and not same_bits(mine_, theirs_):
                     made = f"a constant made in {value.scope or 'the model'}"
                     raise NotPolynomial(f"{made} depends on the {', '.join(point)} size")
 
@@ -360,7 +360,3 @@ def _difference(mine: Call, theirs: Call, at: str, other: str) -> str:
     else:
         differ = "arranges what it reads and returns otherwise"
     return f"({mine.type}{_in(mine)}) {differ} at {at} than at {other}"
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)

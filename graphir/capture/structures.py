@@ -14,12 +14,21 @@ __all__ = ["named_leaves", "written_structure"]
 
 
 def named_leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Each leaf of *value* under *name* and the keys that lead to it: ``batch.image``, ``pair.0``."""
+    """Each leaf of *value* under *name* and the keys that lead to it: ``batch.image``, ``pair.0``.
+
+    Raises:
+        CaptureError: *value* contains itself.
+    """
     if isinstance(value, torch.Tensor):
         yield name, value
         return
     try:
         leaves = pytree.tree_flatten_with_path(value)[0]
+    except RecursionError:
+        raise CaptureError(
+            f"{name!r} is nested too deep; a container may contain itself",
+            fix="pass tensors in tuples, lists and dicts that are no part of themselves",
+        ) from None
     except ValueError:  # a registered class that gives no keys: positions
         yield from ((f"{name}.{i}", leaf) for i, leaf in enumerate(pytree.tree_leaves(value)))
         return

@@ -92,6 +92,40 @@ def _by_column(matrices: Tensor) -> Tensor:
     return matrices.new_empty((*batch, columns, rows)).transpose(-2, -1)
 
 
+def _with_types(type: str, types_of: Callable[[Sequence[Any]], tuple[torch.dtype, ...]]) -> Callable[..., Any]:
+    """The rule of *type*, whose results have the element types that *types_of* finds in its arguments.
+
+    Torch's rules differ between fake tensors and those on the meta device, where an operand is of half precision.
+    """
+    func = LAYOUTS.get(type) or overload(type)
+
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        returned = func(*args, **kwargs)
+        return tuple([_of_type(t, dtype) for t, dtype in zip(returned, types_of(args), strict=True)])
+
+    return rule
+
+
+def _of_type(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if tensor is None or tensor.dtype == dtype:
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=tensor.device)
+
+
+def _normalised(args: Sequence[Any]) -> tuple[torch.dtype, ...]:
+    """The data's type, and twice that of the parameters: the statistics have it on the CPU."""
+    data, *params = (arg.dtype for arg in args if isinstance(arg, Tensor))
+    statistics = params[0] if params else data
+    return data, statistics, statistics
+
+
+def _group_norm_backward(args: Sequence[Any]) -> tuple[torch.dtype, ...]:
+    """The types of the data and, twice, of the parameters."""
+    data, weight = args[1].dtype, args[4]
+    params = data if weight is None else weight.dtype
+    return data, params, params
+
+
 META: Final[Mapping[str, Callable[..., Any]]] = {
     "aten._grouped_mm.default": _grouped_mm,
     "aten._linalg_svd.default": _with_matrices_by_column("aten._linalg_svd.default", (0, 2)),
@@ -99,5 +133,11 @@ META: Final[Mapping[str, Callable[..., Any]]] = {
     "graphir.attention": _attention,
     "graphir.attention_backward": _attention_backward,
     **LAYOUTS,
+    "aten.native_batch_norm.default": _with_types("aten.native_batch_norm.default", _normalised),
+    "aten.native_group_norm.default": _with_types("aten.native_group_norm.default", _normalised),
+    "aten.native_group_norm_backward.default": _with_types(
+        "aten.native_group_norm_backward.default", _group_norm_backward
+    ),
+    "aten.native_layer_norm.default": _with_types("aten.native_layer_norm.default", _normalised),
 }
 """The rules, by operator type."""

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from graphir.runtime.scatter import Scatter
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree
 
 from graphir.errors import SessionError
@@ -190,6 +191,7 @@ def test_a_program_of_fixed_sizes_says_why():
         ((X.to_sparse(),), r"argument 0 \('x'\) is a torch.sparse_coo tensor"),
         ((X.to_mkldnn(),), r"argument 0 \('x'\) is a torch._mkldnn tensor"),
         ((X.to("meta"),), r"argument 0 \('x'\) is on meta, so it has no data"),
+        ((FakeTensorMode().from_tensor(X),), r"argument 0 \('x'\) is a fake tensor, so it has no data"),
         ((torch.nested.nested_tensor([X]),), r"argument 0 \('x'\) is a nested tensor"),
         ((torch.quantize_per_tensor(X, 0.1, 0, torch.qint8),), r"argument 0 \('x'\) is a quantized tensor"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,12 +10,14 @@ import models
 import pytest
 import torch
 from direct import evaluate
-from graphir.passes import replicate
+from eager import assert_same_bits
+from graphir.passes import emit, replicate
+from graphir.runtime import Session
 from torch import Tensor, nn
 
 from graphir import load
 from graphir.capture import capture
-from graphir.errors import PassError
+from graphir.errors import CoverageError, PassError
 from graphir.ir.program import Program
 from graphir.ir.size import Polynomial, dimension
 from graphir.ir.text import parse
@@ -163,3 +166,25 @@ def test_results_that_could_be_recorded_at_one_batch_only_are_not_gathered(tmp_p
     assert replicate(program, [1]).replicas == ("gpu_1/",)
     with pytest.raises(PassError, match=r"results of 2 replicas of program 'atmost' can't be put together.*too many"):
         replicate(program, [0, 1])
+
+
+class NotANumber(nn.Module):
+    """Takes and returns numbers that are not equal to themselves, and makes a tensor of one."""
+
+    def forward(self, x: Tensor, factor: float) -> tuple[Tensor, float]:
+        return (x * factor).where(x > 0, torch.tensor(math.nan)), math.nan
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_not_finite_come_back_and_do_not_fix_sizes(factor: float, tmp_path: Path) -> None:
+    program = capture(NotANumber(), (torch.randn(6, 4), factor))
+    assert program.fixed == ""
+    program.save(tmp_path / "program.json")
+    loaded = load(tmp_path / "program.json")
+    assert str(parse(str(program))) == str(loaded) == str(program)
+    with Session(emit(loaded), program.state) as session:
+        out, number = session.step(torch.ones(3, 4), float(str(factor)))
+        assert math.isnan(number)
+        assert_same_bits({"out": out}, {"out": torch.full((3, 4), factor)}, "scaled")
+        with pytest.raises(CoverageError, match=r"argument 1 was -?(nan|inf) when the program was captured, now 2.0"):
+            session.step(torch.ones(3, 4), 2.0)

@@ -1,0 +1,175 @@
+"""Changes of state and of attributes that a program would not make are refused: with the module, the line, a remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from refusing import GLOBAL, Cases
+from torch import Tensor, nn
+
+CASES = Cases()
+refused = CASES.refused
+
+
+# State that is not overwritten in place
+
+
+@refused("the step rebinds buffer 'counter'")
+def rebound_buffer(m: Any, h: Tensor) -> Tensor:
+    m.counter = m.counter + 1  # here
+    return h
+
+
+@refused("the step rebinds parameter 'weight'", module="inner.fc")
+def rebound_parameter(m: Any, h: Tensor) -> Tensor:
+    m.fc.weight = nn.Parameter(m.fc.weight * 2)  # here
+    return h * 2
+
+
+@refused("the step gives param 'inner.fc.weight' other memory (.data = …)")
+def exchanged_memory(m: Any, h: Tensor) -> Tensor:
+    m.fc.weight.data = m.fc.weight.data * 2  # here
+    h = h + 1
+    return h @ m.fc.weight
+
+
+@refused("aten.resize_.default changes what a tensor refers to")
+def resized(m: Any, h: Tensor) -> Tensor:
+    return h + torch.zeros(2).resize_(4)  # here
+
+
+@refused("aten.resize_as_.default changes what a tensor refers to")
+def resized_like_another(m: Any, h: Tensor) -> Tensor:
+    return h + torch.zeros(2).resize_as_(h)  # here
+
+
+@refused("aten.set_.source_Tensor changes what a tensor refers to")
+def pointed_elsewhere(m: Any, h: Tensor) -> Tensor:
+    other = h.detach().clone()
+    other.set_(h.detach())  # here
+    return h + other
+
+
+@refused("aten.mul.out overwrites a tensor and has no functional form")
+def written_out(m: Any, h: Tensor) -> Tensor:
+    return h + torch.mul(h.detach(), 2, out=torch.empty(6, 4))  # here
+
+
+@refused("aten.mul_.Tensor overwrites 'inner.scale', which is neither parameter nor buffer")
+def overwritten_attribute(m: Any, h: Tensor) -> Tensor:
+    m.scale.mul_(2)  # here
+    return h * m.scale
+
+
+@refused("aten.add_.Tensor overwrites 'inner.tables.0', which is neither parameter nor buffer")
+def overwritten_item(m: Any, h: Tensor) -> Tensor:
+    return h * m.tables[0].add_(1)  # here
+
+
+@refused("aten.add_.Tensor overwrites 'constant', which is neither parameter nor buffer")
+def overwritten_global(m: Any, h: Tensor) -> Tensor:
+    GLOBAL.add_(1)  # here
+    return h * GLOBAL
+
+
+@refused("the step puts a hook on the gradient of parameter 'weight'", module="inner.fc")
+def hooked_parameter(m: Any, h: Tensor) -> Tensor:
+    m.fc.weight.register_hook(lambda gradient: gradient * 2)  # here
+    return h
+
+
+@refused("the step computes a gradient of its own for parameter 'weight'", module="inner.fc")
+def backward_inside(m: Any, h: Tensor) -> Tensor:
+    h.sum().backward(retain_graph=True)  # here
+    return h
+
+
+@refused("the step sets requires_grad of parameter 'weight'", module="inner.fc")
+def frozen_late(m: Any, h: Tensor) -> Tensor:
+    m.fc.weight.requires_grad_(False)  # here
+    return h
+
+
+@refused("that needs a gradient and is no parameter of the modules that run")
+def parameter_in_a_list(m: Any, h: Tensor) -> Tensor:
+    return h @ m.params[0]  # here
+
+
+# Attributes that change
+
+
+@refused("the step changes the attribute 'calls'")
+def counted(m: Any, h: Tensor) -> Tensor:
+    m.calls += 1  # here
+    return h * m.calls
+
+
+@refused("the step changes the attribute 'hidden'")
+def kept(m: Any, h: Tensor) -> Tensor:
+    before = 1 if m.hidden is None else m.hidden
+    m.hidden = h.detach()  # here
+    return h * before
+
+
+@refused("the step changes the attribute 'training'")
+def switched(m: Any, h: Tensor) -> Tensor:
+    m.training = False  # here
+    return h
+
+
+@refused("the step changes what the attribute 'seen' holds")
+def appended(m: Any, h: Tensor) -> Tensor:
+    m.seen.append(h)  # here
+    return h
+
+
+@refused("the step changes what the attribute 'seen' holds")
+def appended_inside(m: Any, h: Tensor) -> Tensor:
+    def note() -> None:
+        m.seen[1].append(3)  # here
+
+    note()
+    return h
+
+
+@refused("the step changes the attribute 'seen'")
+def new_list(m: Any, h: Tensor) -> Tensor:
+    m.seen = [*m.seen, h]  # here
+    return h
+
+
+@refused("the step changes what the attribute 'cache' holds")
+def cached(m: Any, h: Tensor) -> Tensor:
+    m.cache["h"] = h.detach()  # here
+    return h
+
+
+@refused("the step changes what the attribute 'cache' holds")
+def counted_in_a_dict(m: Any, h: Tensor) -> Tensor:
+    m.cache["kept"]["inner"] += 1  # here
+    return h
+
+
+@refused("the step changes what the attribute 'shapes' holds")
+def added_to_a_set(m: Any, h: Tensor) -> Tensor:
+    m.shapes.add(tuple(h.shape))  # here
+    return h
+
+
+@refused("the step changes what the attribute 'recent' holds")
+def put_into_a_deque(m: Any, h: Tensor) -> Tensor:
+    m.recent.append(2)  # here
+    return h
+
+
+@refused("the step changes what the attribute 'book' holds")
+def counted_in_an_object(m: Any, h: Tensor) -> Tensor:
+    m.book.calls += 1  # here
+    return h * m.book.calls
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refused_with_module_line_and_remedy(case: str) -> None:
+    CASES[case].check()
