@@ -204,7 +204,7 @@ class Compiled:
         self._sessions[0].load_state_dict(state)
 
     def gradients(self, replica: int = 0) -> dict[str, torch.Tensor]:
-        """The gradients of the last step of a program without optimizer, by parameter, copied."""
+        """The last step's gradients by parameter; see :meth:`graphir.runtime.Session.gradients`."""
         return self._sessions[0].gradients(replica)
 
     def close(self) -> None:

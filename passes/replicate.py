@@ -14,6 +14,7 @@ each replica's share of the batch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 from pydantic import field_validator
@@ -24,7 +25,7 @@ from graphir.ir.device import Device, gpu
 from graphir.ir.names import fresh, replica_prefix
 from graphir.ir.net import Net
 from graphir.ir.operator import Arg, Operator
-from graphir.ir.program import Program
+from graphir.ir.program import Interface, Program
 from graphir.ir.size import Polynomial, Shape, dimension, rename_dims
 
 from .base import Pass, build, register
@@ -73,9 +74,12 @@ class Replicate(Pass):
                 fix="replicate it on one device, or let the model take other batches",
             )
         copies = [_Copy(program, replica, gpu(device)) for replica, device in enumerate(self.devices)]
+        copied = _interleave(program.step, copies)
+        step = _reduce(copied, program, copies, self.reduction)
         return program.with_(
             init=_interleave(program.init, copies),
-            step=_reduce(_interleave(program.step, copies), program, copies, self.reduction),
+            step=step,
+            interface=_with_gradients_of(program.interface, copies[0].prefix, copied, step),
             dims={copy.prefix + dim: value for copy in copies for dim, value in program.dims.items()},
             above_one={copy.prefix + dim: why for copy in copies for dim, why in program.above_one.items()},
             replicas=tuple(copy.prefix for copy in copies),
@@ -210,6 +214,13 @@ def _reduce(net: Net, program: Program, copies: Sequence[_Copy], reduction: str)
         blobs=blobs,
         external_outputs=tuple(reduced.get(name, name) for name in net.external_outputs),
     )
+
+
+def _with_gradients_of(interface: Interface, prefix: str, copied: Net, reduced: Net) -> Interface:
+    """The interface whose gradients are the reduced ones, which have the same names on every replica."""
+    handed = dict(zip(copied.external_outputs, reduced.external_outputs, strict=True))
+    gradients = {param: handed[prefix + grad].removeprefix(prefix) for param, grad in interface.gradients.items()}
+    return replace(interface, gradients=gradients)
 
 
 def _reduced_gradients(step: Net) -> list[str]:

@@ -76,6 +76,8 @@ class Gather:
         return [dims.get(prefix + "batch", 1) for prefix in self.program.replicas]
 
     def gradients(self, outputs: Sequence[Tensor], replica: int) -> dict[str, Tensor]:
-        """Copies of a replica's remaining outputs, by base name."""
+        """Copies of a replica's remaining outputs: gradients by their parameters' names, others by base name."""
         prefix = self.program.replicas[replica]
-        return {base_name(name): outputs[i].clone() for name, i in self.others if prefix_of(name) == prefix}
+        params = {gradient: param for param, gradient in self.program.interface.gradients.items()}
+        found = [(base_name(name), outputs[i]) for name, i in self.others if prefix_of(name) == prefix]
+        return {params.get(name, name): tensor.clone() for name, tensor in found}

@@ -208,8 +208,9 @@ class Session:
         self._state.load_module(state)
 
     def gradients(self, replica: int = 0) -> dict[str, Tensor]:
-        """What the last step handed back beside its loss, by base name, copied: a program without optimizer gives its
-        parameters' gradients.
+        """The gradients that the last step of a program without optimizer handed back, copied, by the names of
+        ``model.named_parameters()``; those of several replicas are reduced. What else a program hands back beside its
+        loss is there by base name.
 
         Raises:
             SessionError: no step was done, or the program hands back nothing else.

@@ -240,6 +240,7 @@ def _interface(
         fetches=tuple([_fetch(leaf, dim, named) for leaf, dim in zip(recording.returned, gathered, strict=True)]),
         results=None if recording.results is None else written_structure(recording.results, "what the model returns"),
         one_replica=batch_dims is None,
+        gradients={} if optimizer else {named[p.index]: named[g.index] for p, g in recording.finished.gradients},
         module_state=step.state.module_state,
         optimizer=optimizer,
         optimizer_state=update.optimizer_state,

@@ -79,6 +79,7 @@ class Interface:
         param_groups: see :class:`ParamGroup`.
         one_replica: the step could be recorded at one batch only, so that nobody knows along which dimensions the
             results of several replicas would be gathered.
+        gradients: each parameter whose gradient a training step without optimizer hands back, and the gradient's blob.
     """
 
     arguments: str = ""
@@ -91,6 +92,7 @@ class Interface:
     optimizer_state: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     param_groups: tuple[ParamGroup, ...] = ()
     one_replica: bool = False
+    gradients: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -130,8 +130,9 @@ def test_a_program_without_optimizer_gives_gradients():
             session.gradients()
         session.step(*batch_of(example))
         found = session.gradients()
+        assert found.keys() == dict(example.model.named_parameters()).keys()
         for name, param in example.model.named_parameters():
-            assert torch.equal(found[f"{name}_grad"], param.grad)
+            assert torch.equal(found[name], param.grad)
 
 
 def test_a_program_with_an_optimizer_has_no_gradients_to_give(mlp):

@@ -202,6 +202,7 @@ def _interface(record: InterfaceRecord, place: str) -> Interface:
                 ParamGroup(g.lr, g.params, {n: _option(v) for n, v in g.options.items()}) for g in record.param_groups
             ),
             record.one_replica,
+            record.gradients,
         )
     except GraphirError as e:
         raise _placed(place, e) from None

@@ -134,6 +134,7 @@ def _interface(interface: Interface) -> InterfaceRecord:
         fetches=tuple(map(_leaf, interface.fetches)),
         results=interface.results,
         one_replica=interface.one_replica,
+        gradients=dict(interface.gradients),
         module_state=dict(interface.module_state),
         optimizer=interface.optimizer,
         optimizer_state={param: dict(states) for param, states in interface.optimizer_state.items()},

@@ -143,6 +143,7 @@ class InterfaceRecord(_Record):
     optimizer_state: dict[str, dict[str, str]] = {}
     param_groups: tuple[GroupRecord, ...] = ()
     one_replica: bool = False
+    gradients: dict[str, str] = {}
 
 
 class TensorRecord(_Record):

@@ -149,6 +149,7 @@ def _interface(reader: Lines, line: Line) -> Interface:
     feeds: list[Feed] = []
     fetches: list[Fetch] = []
     groups: list[ParamGroup] = []
+    gradients: dict[str, str] = {}
     module_state: dict[str, str] = {}
     optimizer_state: dict[str, dict[str, str]] = {}
     found = Interface()
@@ -161,6 +162,7 @@ def _interface(reader: Lines, line: Line) -> Interface:
                 found,
                 feeds=tuple(feeds),
                 fetches=tuple(fetches),
+                gradients=gradients,
                 module_state=module_state,
                 optimizer_state=optimizer_state,
                 param_groups=tuple(groups),
@@ -178,6 +180,9 @@ def _interface(reader: Lines, line: Line) -> Interface:
             feeds.append(Feed(*_leaf(line)))
         elif word == "output":
             fetches.append(Fetch(*_leaf(line)))
+        elif word == "gradient":
+            param, blob = line.renamed(lambda param: f"{param}_grad")
+            gradients[param] = blob
         elif word == "module":
             name, blob = line.renamed(str)
             module_state[name] = blob
@@ -189,7 +194,8 @@ def _interface(reader: Lines, line: Line) -> Interface:
         else:
             raise line.error(
                 f"unknown statement {word!r}",
-                "an interface has arguments, feed, loss, output, results, one_replica, module, optimizer, group, state",
+                "an interface has arguments, feed, loss, output, results, one_replica, gradient, module, optimizer, "
+                "group, state",
             )
         line.end()
 

@@ -143,6 +143,8 @@ def _interface(interface: Interface) -> Iterator[str]:
         yield f"  results {_raw(interface.results)}"
     if interface.one_replica:
         yield "  one_replica"
+    for param, gradient in interface.gradients.items():
+        yield f"  gradient {_renamed(param, gradient, f'{param}_grad')}"
     for name, blob in interface.module_state.items():
         yield f"  module {_renamed(name, blob, name)}"
     if interface.optimizer:

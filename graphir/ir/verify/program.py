@@ -93,6 +93,7 @@ def _interface(program: Program) -> Iterator[Problem]:
     after = {
         "loss": [interface.loss] if interface.loss is not None else [],
         "output": [fetch.blob for fetch in interface.fetches if fetch.blob is not None],
+        "gradient": list(interface.gradients.values()),
     }
     given, handed = set(program.step.external_inputs), set(program.step.external_outputs)
     for wanted, names, role in ((before, given, "an external input"), (after, handed, "an external output")):

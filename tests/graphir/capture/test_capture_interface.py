@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from direct import evaluate, matches_eager
+from eager import assert_same_bits
+from graphir.passes import emit, replicate
 from graphir.runtime import Session
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -19,6 +21,7 @@ from graphir import RunError, passes
 from graphir.capture import capture
 from graphir.errors import CaptureError
 from graphir.ir.program import Fetch
+from graphir.ir.text import parse
 from graphir.ir.verify import verify
 
 
@@ -254,3 +257,34 @@ def test_forward_mode_derivatives_are_refused() -> None:
     with pytest.raises(CaptureError, match="forward-mode") as error:
         capture(Tangent(), (torch.randn(5, 4),))
     assert "torch.func.vjp" in error.value.fix
+
+
+class Tied(nn.Module):
+    """Has tied, parametrized, frozen and unused parameters, and two that share one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.b.weight = self.a.weight
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+        self.left, self.right = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.normed(self.b(self.a(x).relu())) + self.frozen(x) + (self.left + self.right)
+
+
+@pytest.mark.parametrize("devices", [(0,), (0, 1)], ids=["one", "two"])
+def test_gradients_have_the_names_of_parameters(devices: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model, x = Tied(), torch.randn(6, 3)
+    program = capture(model, (x[:3],), loss=lambda out: out.sum())
+    assert parse(str(program)) == program
+    with Session(emit(replicate(program, devices)), program.state) as session:
+        session.step(x)
+        found = session.gradients(len(devices) - 1)
+    for share in x.chunk(len(devices)):
+        (model(share).sum() / len(devices)).backward()
+    eager = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert_same_bits(found, eager, "gradients")

@@ -84,7 +84,7 @@ def test_every_field_comes_back(tmp_path):
     interface = Interface(
         "[1]", (Feed(name, 1, 2.5), Feed(None, None, math.inf)), "y", (Fetch("y"), Fetch(None, None, 3)), "[]",
         {name: "y"}, "SGD", {name: {"m": "y"}}, (ParamGroup("lr", (name,), {"betas": (0.9, math.inf), "fused": None}),),
-        True,
+        True, {name: "y"},
     )  # fmt: skip
     program = Program(name, net, net, {"batch": 2}, "why", ("gpu_0/", "gpu_1/"), interface, ("a", "b"))
     save_program(program, tmp_path / "p.json")
