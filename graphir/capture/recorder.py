@@ -8,6 +8,7 @@ parameters and buffers alone are overwritten, in successive versions.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from ..errors import CaptureError, GraphirError
 from ..ir.operator import Arg, Phase
 from ..ir.opset import CHECKS
+from .checks import CHECKED, Check
 from .devices import on_host
 from .edges import differentiable, keep_edges
 from .element_types import check_element_types
@@ -206,6 +208,8 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is _NUMBER and self.is_known(args[0]):
             return number_in(self.read(args[0]), {literal.index: real for literal, real in self.constants})
+        if func is _NUMBER and (check := CHECKED.get(sys._getframe(2).f_code)) is not None:
+            return self._checked(check, args[0])
         if func not in self._safe:
             refuse_operator(func, self._origin(())[1], args)
             if func is not _aten.index.Tensor:
@@ -241,6 +245,12 @@ class Recorder(TorchDispatchMode):
         if form.func._opname in CHECKS or self._makes_something(out):
             self._record(form, bound, inputs, out, (func, args, dict(kwargs)))
         return out
+
+    def _checked(self, check: Check, outcome: torch.Tensor) -> bool:
+        """Record that the *outcome* of a check is the one that it has where it holds."""
+        holds = outcome if check.holds else self._dispatch(_aten.logical_not.default, (outcome,), {})
+        self._dispatch(_aten._assert_async.msg, (holds, check.message), {})
+        return check.holds
 
     def _makes_something(self, out: Any) -> bool:
         leaves = out if isinstance(out, (tuple, list)) else (out,)

@@ -42,6 +42,9 @@ _REMEDIES: Final[Mapping[str, str]] = {
     "aten.nonzero": "index with a mask of fixed shape: torch.where(mask, a, b), or multiply by the mask",
     "aten.masked_select": "keep the shape: torch.where(mask, a, b), or multiply by the mask",
     "aten.index": "a boolean mask selects an unknown number of elements: use torch.where(mask, a, b)",
+    "aten._ctc_loss": "compute the loss outside of the step, from what the model returns: what it keeps for backward "
+    "is as long as the longest target",
+    "aten.linalg_lstsq": "solve the normal equations, torch.linalg.solve(A.mT @ A, A.mT @ b), or use torch.linalg.pinv",
     "aten.resize_": "make a new tensor instead",
     "aten.resize_as_": "make a new tensor instead",
     "aten.set_": "make a new tensor instead",
@@ -135,7 +138,8 @@ def refuse_operator(func: object, scope: str, args: tuple[object, ...]) -> None:
         raise CaptureError(
             "the fused CPU kernel of LSTM is not supported",
             where=where(scope),
-            fix="switch it off: capture under torch.backends.mkldnn.flags(enabled=False)",
+            fix="switch it off in the forward, around the module, so that eager PyTorch computes the same bits: "
+            "with torch.backends.mkldnn.flags(enabled=False): ...",
         )
     if name == "aten._efficientzerotensor":
         raise CaptureError(

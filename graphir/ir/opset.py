@@ -198,8 +198,8 @@ def _only_computes(schema: torch.FunctionSchema, name: str) -> bool:
     return (returns_tensors or name in CHECKS) and not reaches and name not in _REBINDS
 
 
-CHECKS: Final = frozenset({"_linalg_check_errors"})
-"""Operators that return nothing: they raise where their operand says that a computation failed."""
+CHECKS: Final = frozenset({"_assert_async", "_linalg_check_errors"})
+"""Operators that return nothing: they raise where their operand says that something is wrong."""
 
 _REBINDS: Final = frozenset({"set", "set_", "set_data", "resize", "resize_", "resize_as_", "_resize_output_", "data"})
 """Operators that exchange a tensor's storage or change its size."""

@@ -58,6 +58,19 @@ def test_recurrent_modules_have_the_bits_of_eager(make: Callable[[], nn.Module],
     trains_like_eager(example(make(), width))
 
 
+class WithoutFusedKernel(nn.LSTM):
+    def forward(self, x: Tensor) -> Any:
+        with torch.backends.mkldnn.flags(enabled=False):  # type: ignore[no-untyped-call]
+            return super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore:TF32")
+def test_lstm_that_switches_the_fused_kernel_off_has_the_bits_of_eager() -> None:
+    before = torch.backends.mkldnn.enabled
+    trains_like_eager(example(WithoutFusedKernel(4, 5, batch_first=True, num_layers=2)))
+    assert torch.backends.mkldnn.enabled is before
+
+
 @pytest.mark.filterwarnings("ignore:TF32")
 def test_lstm_has_the_bits_of_eager_without_the_fused_kernel() -> None:
     with torch.backends.mkldnn.flags(enabled=False):  # type: ignore[no-untyped-call]

@@ -1,0 +1,62 @@
+"""Checks of data in torch's own Python code are part of a program; shapes that follow data are refused usefully."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from eager import assert_same_bits
+from graphir.passes import emit
+from graphir.runtime import Session
+from torch import Tensor, nn
+
+from graphir.capture import capture
+from graphir.errors import CaptureError, RunError
+from graphir.ir.text import parse
+
+
+@pytest.mark.parametrize("executor", ["reference", "threads"])
+def test_the_variance_of_a_gaussian_loss_is_checked_in_each_step(executor: str) -> None:
+    model, loss = nn.Linear(3, 2), nn.GaussianNLLLoss()
+    x, target, variance = torch.randn(6, 3), torch.randn(6, 2), torch.rand(6, 2)
+    program = capture(model, (x,), targets=(target, variance), loss=loss)
+    assert program.fixed == "" and parse(str(program)) == program
+    with Session(emit(program), program.state, executor=executor) as session:
+        expected = loss(model(x[:4]), target[:4], variance[:4])
+        expected.backward()
+        assert torch.equal(session.step(x[:4], target[:4], variance[:4]), expected.detach())
+        assert_same_bits(session.gradients(), {n: p.grad for n, p in model.named_parameters()}, "gradients")
+        with pytest.raises(RunError, match="var has negative entry/entries"):
+            session.step(x, target, -variance)
+
+
+class LogDensity(nn.Module):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return torch.distributions.Normal(0.0, scale).log_prob(x)
+
+
+def test_distributions_check_their_parameters_and_values_in_each_step() -> None:
+    x, scale = torch.randn(4), torch.rand(4)
+    program = capture(LogDensity(), (x, scale))
+    for arguments, message in (((x, -scale), "a parameter of a dist"), ((x * torch.nan, scale), "outside of the supp")):
+        with Session(emit(program), program.state) as session:
+            assert torch.equal(session.step(x, scale), LogDensity()(x, scale))
+            with pytest.raises(RunError, match=message):
+                session.step(*arguments)
+
+
+def ctc(out: Tensor) -> Tensor:
+    return F.ctc_loss(out[:, None].log_softmax(-1), torch.ones(1, 2, dtype=torch.int64), (6,), (2,))
+
+
+def least_squares(out: Tensor) -> Tensor:
+    return torch.linalg.lstsq(out, out).solution.sum()
+
+
+@pytest.mark.parametrize(("loss", "remedy"), [(ctc, "outside of the step"), (least_squares, "normal equations")])
+def test_shapes_that_follow_the_data_are_refused_with_a_remedy(loss: Callable[[Tensor], Tensor], remedy: str) -> None:
+    with pytest.raises(CaptureError, match="result depends on data") as error:
+        capture(nn.Linear(4, 4), (torch.randn(6, 4),), loss=loss)
+    assert remedy in error.value.fix
