@@ -16,6 +16,10 @@ by ``mm(dy.t, data)``, which would find the gradient's and carry the first layer
 So parameters follow the first operator that computes with them, and gradients and updates follow both. Views are
 transparent: they live where their storage lives, and do not label it. A fresh value lives where its operator runs,
 state lives where its label says.
+
+One gradient may be that of several activations, as of the operands of an addition; it has one label for all of them.
+The backward of an embedding bag, which reads the gradient and no activation beside it, may so run on another device
+than the bag, and its table's update read a copy.
 """
 
 from __future__ import annotations
