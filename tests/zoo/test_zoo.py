@@ -60,6 +60,14 @@ def batch_of(row: Row, size: int, step: int) -> Batch:
 
 def captured(row: Row, model: nn.Module, optimizer: torch.optim.Optimizer) -> Program:
     """The row's program, whose sizes follow the batch unless the row says otherwise, with gradients handed back."""
+    program = capture(row, model, optimizer, row.batch_dims)
+    assert (row.fixed and row.fixed in program.fixed) or row.fixed == program.fixed
+    assert_names_are_recognisable(program, model)
+    return program
+
+
+def capture(row: Row, model: nn.Module, optimizer: torch.optim.Optimizer, batch_dims: Any) -> Program:
+    """The row's program, with gradients handed back."""
     batch = batch_of(row, row.size, 0)
     program = graphir.capture(
         model,
@@ -68,14 +76,17 @@ def captured(row: Row, model: nn.Module, optimizer: torch.optim.Optimizer) -> Pr
         targets=batch.targets,
         loss=row.loss,
         optimizer=optimizer,
-        batch_dims=row.batch_dims,
+        batch_dims=batch_dims,
     )
-    assert (row.fixed and row.fixed in program.fixed) or row.fixed == program.fixed
     assert not HOST_ONLY & {op.type for op in program.step.ops}
-    assert_names_are_recognisable(program, model)
     gradients = [op.inputs[1] for op in program.step.ops if op.phase == "update"]
     step = program.step.with_(external_outputs=(*program.step.external_outputs, *gradients))
     return program.with_(step=step)
+
+
+def whole(batch: Batch) -> Any:
+    """No tensor has a batch dimension."""
+    return pytree.tree_map(lambda leaf: None, (batch.inputs, batch.kwargs, batch.targets))
 
 
 def assert_names_are_recognisable(program: Program, model: nn.Module) -> None:
@@ -115,18 +126,25 @@ def optimizer_tensors(state: dict[str, Any]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", ROWS)
 def test_training_has_the_bits_of_eager(name: str, optimizer: str) -> None:
-    """Three steps at the captured size and one at another, each on data of its own, on both executors."""
+    """Three steps at the captured size and one at another, each on data of its own, on both executors.
+
+    Updates read no batch, so that one optimizer's programs are enough to see sizes follow it; those of the other are
+    captured at one size, in a third of the time.
+    """
     row = ROWS[name]
     model = model_of(row)
     held = OPTIMIZERS[optimizer](model.parameters())
-    program = captured(row, model, held)
-    assert_values_lie_as_declared(program, batch_of(row, row.size, 0))
+    if optimizer == "sgd":
+        program = captured(row, model, held)
+        assert_values_lie_as_declared(program, batch_of(row, row.size, 0))
+    else:
+        program = capture(row, model, held, whole(batch_of(row, row.size, 0)))
     plan = passes.emit(program)
     with (
         runtime.Session(plan, program.state, executor="reference") as reference,
         runtime.Session(plan, program.state, executor="threads") as threads,
     ):
-        for step, size in enumerate((row.size,) * 3 + (row.size + 1,) * (not row.fixed)):
+        for step, size in enumerate((row.size,) * 3 + (row.size + 1,) * (not program.fixed)):
             batch = batch_of(row, size, step)
             arguments = copy.deepcopy((*batch.inputs, *batch.targets)), copy.deepcopy(batch.kwargs)
             held.zero_grad()

@@ -75,16 +75,20 @@ def thin(conv: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
 
 
 def inception_v3() -> nn.Module:
+    """Without blocks that repeat the one before, and with an auxiliary head for smaller images."""
     inception = models("inception")
     conv = thin(inception.BasicConv2d)
     blocks = [inception.InceptionA, inception.InceptionB, inception.InceptionC, inception.InceptionD]
     blocks = [partial(block, conv_block=conv) for block in [*blocks, inception.InceptionE, inception.InceptionAux]]
     model = models().Inception3(num_classes=10, init_weights=False, inception_blocks=[conv, *blocks])
+    model.Mixed_5d = model.Mixed_6c = model.Mixed_6d = model.Mixed_6e = model.Mixed_7c = nn.Identity()
+    model.AuxLogits.conv1 = conv(128, 768, kernel_size=1)
     model.fc, model.AuxLogits.fc = nn.Linear(256, 10), nn.Linear(96, 10)
     return model
 
 
 def googlenet() -> nn.Module:
+    """Without blocks that repeat the one before."""
     googlenet = models("googlenet")
     conv = thin(googlenet.BasicConv2d)
     auxiliary = googlenet.InceptionAux
@@ -98,12 +102,21 @@ def googlenet() -> nn.Module:
         return made
 
     model = models().GoogLeNet(num_classes=10, init_weights=False, blocks=[conv, block, aux])
+    model.inception4b = model.inception4c = model.inception5a = nn.Identity()
     model.fc = nn.Linear(128, 10)
     return model
 
 
 def shufflenet() -> nn.Module:
     return models().ShuffleNetV2([2, 2, 2], [8, 16, 32, 32, 64], num_classes=10)
+
+
+def mnasnet() -> nn.Module:
+    """With two blocks a stack."""
+    model = models().MNASNet(0.1, num_classes=10)
+    for stack in range(8, 14):
+        model.layers[stack] = model.layers[stack][:2]
+    return model
 
 
 def regnet() -> nn.Module:
@@ -216,9 +229,9 @@ TORCHVISION: dict[str, Row] = {
     "efficientnet": classifier(partial(efficientnet, False), 32),
     "efficientnet v2": classifier(partial(efficientnet, True), 32),
     "googlenet": Row(googlenet, images(64), every_head),
-    "inception v3": Row(inception_v3, images(299), every_head),
+    "inception v3": Row(inception_v3, images(107), every_head),
     "maxvit": classifier(maxvit, 32),
-    "mnasnet": classifier(lambda: models().MNASNet(0.1, num_classes=10), 32),
+    "mnasnet": classifier(mnasnet, 32),
     "mobilenet v2": classifier(mobilenet_v2, 32),
     "mobilenet v3": classifier(mobilenet_v3, 32),
     "regnet": classifier(regnet, 32),
