@@ -152,6 +152,22 @@ def test_what_torch_exports_is_captured_with_its_modules() -> None:
         assert torch.equal(session.step(*made.inputs), made.model(*made.inputs))
 
 
+class Doubled(nn.Module):
+    """Sums in double precision; torch.export notes what each tensor is that it converts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(torch.float64).cumsum(1).to(x.dtype)
+
+
+def test_an_exported_program_that_converts_tensors_is_captured() -> None:
+    x = torch.randn(4, 3)
+    exported = torch.export.export(Doubled(), (x,))
+    assert "_assert_tensor_metadata" in str(exported.graph)
+    program = capture(exported, (x,))
+    with Session(passes.emit(program), program.state, executor="reference") as session:
+        assert torch.equal(session.step(x), Doubled()(x))
+
+
 def test_training_steps_and_random_forwards_are_not_exported() -> None:
     made = models.resnet(blocks=1, dropout=0.5)
     program = capture(made.model, made.inputs, targets=made.targets, loss=made.loss)

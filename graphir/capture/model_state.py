@@ -202,7 +202,8 @@ def _changed(
                     f"module {path}",
                     f"the step rebinds {kind} {key!r}: a new tensor takes its place instead of a new value",
                     where=where(path),
-                    fix=f"write the value into it: self.{key}.copy_(value)",
+                    fix=f"write the value into it: self.{key}.copy_(value); "
+                    "if the first step alone sets it up, run one before the capture",
                 )
             if old is not None:
                 _check_gradient(path, f"{kind} {key!r}", old, fakes[id(old)])

@@ -40,7 +40,9 @@ __all__ = ["Recorder"]
 
 _aten: Final = torch.ops.aten
 _DEVICE: Final = torch.ops.prim.device.default
-_GEOMETRY: Final = frozenset({_aten.is_same_size.default, _aten._has_same_storage_numel.default})
+_GEOMETRY: Final = frozenset(
+    {_aten.is_same_size.default, _aten._has_same_storage_numel.default, _aten._assert_tensor_metadata.default}
+)
 """Questions about tensors that fake ones answer: nothing is computed."""
 _SAME: Final = frozenset({_aten.detach.default, _aten.alias.default})
 _RRELU: Final = frozenset({_aten.rrelu_with_noise.default, _aten.rrelu_with_noise_.default})

@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from ..errors import CaptureError
+from ..errors import CaptureError, GraphirError
 from ..ir.opset import NAMESPACES
-from .forms import Form
+from .forms import Form, form_of
 
 __all__ = [
     "FAKE_ERRORS",
@@ -174,6 +174,14 @@ def refuse_operator(func: object, scope: str, args: tuple[object, ...]) -> None:
         )
     if name in ("aten.resize_", "aten.resize_as_", "aten.set_"):
         raise CaptureError(f"{func} changes what a tensor refers to", where=where(scope), fix=_REMEDIES[name])
+    if name.startswith("aten._foreach_") and not func._schema.returns:
+        raise CaptureError(
+            f"{func} overwrites a list of tensors", where=where(scope), fix="overwrite them one by one, in a loop"
+        )
+    try:
+        form_of(func)
+    except GraphirError as e:
+        raise CaptureError(e.what, where=where(scope), fix=e.fix) from e
 
 
 def refused_by_fake(error: Exception, form: Form, scope: str) -> CaptureError:

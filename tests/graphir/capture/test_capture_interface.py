@@ -249,6 +249,23 @@ def test_what_torch_checks_in_the_data_is_checked_in_each_step(executor: str) ->
             session.step(torch.zeros(3, 4, 4), b)
 
 
+class Positive(nn.Module):
+    """The logarithm of what it makes sure to be positive."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._assert_async((x > 0).all(), "not positive")  # type: ignore[call-overload]
+        return x.log()
+
+
+def test_what_a_model_asserts_of_its_data_is_asserted_in_each_step() -> None:
+    x = torch.rand(4, 3) + 1
+    program = capture(Positive(), (x,))
+    with Session(passes.emit(program), program.state, executor="reference") as session:
+        assert torch.equal(session.step(x), x.log())
+        with pytest.raises(RunError, match="not positive"):
+            session.step(-x)
+
+
 def test_forward_mode_derivatives_are_refused() -> None:
     class Tangent(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

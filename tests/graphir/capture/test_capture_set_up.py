@@ -251,3 +251,26 @@ def test_results_that_the_next_step_reads_are_refused(body: Callable[[Remembers,
     with pytest.raises(CaptureError, match=r"the step changes the attribute '(last|other|all)'"):
         graphir.capture(model, (torch.randn(4, 3),), loss=lambda y: y.pow(2).sum())
     assert model.all == [] and torch.equal(model.last, torch.zeros(4, 3)) and not hasattr(model, "other")
+
+
+class Positions(nn.Module):
+    """Makes its table of positions for the length that the first step has, as timm's ConViT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+        self.register_buffer("positions", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.positions) != x.shape[1]:
+            self.positions = torch.arange(x.shape[1], dtype=x.dtype)
+        return self.inner(x * self.positions)
+
+
+def test_a_buffer_that_the_first_step_makes_is_refused_before_that_step_alone() -> None:
+    made = Example(Positions(), (torch.randn(4, 3),), (), lambda y: y.pow(2).sum())
+    with pytest.raises(CaptureError, match="rebinds buffer 'positions'") as error:
+        graphir.capture(made.model, made.inputs, loss=made.loss)
+    assert error.value.fix.endswith("if the first step alone sets it up, run one before the capture")
+    made.model(*made.inputs)
+    matches_eager(graphir.capture(made.model, made.inputs, loss=made.loss), made, batches=(6,))

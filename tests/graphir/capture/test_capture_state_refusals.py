@@ -16,6 +16,17 @@ refused = CASES.refused
 # State that is not overwritten in place
 
 
+@refused("aten._foreach_add_.Scalar overwrites a list of tensors")
+def foreach(m: Any, h: Tensor) -> Tensor:
+    torch._foreach_add_([m.counter], 1.0)  # here
+    return h
+
+
+@refused("operator 'aten.is_set_to.default' is not allowed in a program")
+def no_operator_of_programs(m: Any, h: Tensor) -> Tensor:
+    return h * 2 if h.is_set_to(m.counter) else h  # here
+
+
 @refused("the step rebinds buffer 'counter'")
 def rebound_buffer(m: Any, h: Tensor) -> Tensor:
     m.counter = m.counter + 1  # here
