@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from .layouts import LAYOUTS
 from .opset import overload
@@ -126,10 +127,28 @@ def _group_norm_backward(args: Sequence[Any]) -> tuple[torch.dtype, ...]:
     return data, params, params
 
 
+def _view_of(type: str) -> Callable[..., Any]:
+    """The rule of *type*, a view in another shape, with the strides that torch's C++ computes.
+
+    Torch's rule for fake tensors keeps strides along dimensions of one element, which decide the memory format that a
+    convolution sees.
+    """
+    func = overload(type)
+
+    def rule(self: Tensor, size: Sequence[int]) -> Tensor:
+        with unset_fake_temporarily():
+            seen = func(torch.empty_strided(self.shape, self.stride(), device="meta"), size)
+        return self.as_strided(seen.shape, seen.stride())
+
+    return rule
+
+
 META: Final[Mapping[str, Callable[..., Any]]] = {
     "aten._grouped_mm.default": _grouped_mm,
     "aten._linalg_svd.default": _with_matrices_by_column("aten._linalg_svd.default", (0, 2)),
+    "aten._unsafe_view.default": _view_of("aten._unsafe_view.default"),
     "aten.linalg_eig.default": _with_matrices_by_column("aten.linalg_eig.default", (1,)),
+    "aten.view.default": _view_of("aten.view.default"),
     "graphir.attention": _attention,
     "graphir.attention_backward": _attention_backward,
     **LAYOUTS,

@@ -36,6 +36,11 @@ def rows_last(y: Tensor) -> Tensor:
     return y.transpose(0, 1).reshape(-1, 6).relu()
 
 
+def patches(y: Tensor) -> Tensor:
+    """One row of the reshaped tensor counts as contiguous, so the convolution does not lay out the channels last."""
+    return F.conv2d(y.transpose(1, 2).reshape(-1, 6, 2, 4), torch.ones(6, 6, 1, 2))
+
+
 def captured(body: Callable[[Tensor], Tensor], dims: Any = 0) -> Program:
     return capture(Model(body), (torch.randn(3, 8, 6),), loss=lambda y: y.square().mean(), batch_dims=dims)
 
@@ -49,7 +54,7 @@ def test_where_the_step_is_the_same_one_row_is_taken() -> None:
     )
 
 
-@pytest.mark.parametrize("body", [convolved, rows_last])
+@pytest.mark.parametrize("body", [convolved, patches, rows_last])
 def test_where_it_is_another_one_row_is_refused(body: Callable[[Tensor], Tensor]) -> None:
     program = captured(body)
     assert program.fixed == "" and program.dims == {"batch": 3} and program.above_one.keys() == {"batch"}

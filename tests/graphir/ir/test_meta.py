@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphir.ir.meta import META
 from graphir.ir.opset import overload
@@ -52,3 +53,17 @@ def test_singular_vectors_of_matrices_that_are_not_square(full: bool):
         real = overload(type)(torch.randn(shape), full)
         made = META[type](torch.empty(shape, device="meta"), full)
         assert [(t.shape, t.stride()) for t in made] == [(t.shape, t.stride()) for t in real]
+
+
+@pytest.mark.parametrize("type", ["aten._unsafe_view.default", "aten.view.default"])
+@pytest.mark.parametrize(
+    ("shape", "strides", "size"),
+    [((1, 6, 8), (48, 1, 6), (1, 6, 2, 4)), ((1, 6, 8), (8, 8, 1), (1, 6, 2, -1)), ((1, 2, 4), (8, 1, 2), (2, 4))],
+)
+def test_views_have_the_strides_of_real_ones_along_one_element_too(
+    type: str, shape: tuple[int, ...], strides: tuple[int, ...], size: tuple[int, ...]
+) -> None:
+    real = overload(type)(torch.empty_strided(shape, strides), size)
+    with FakeTensorMode():
+        fake = META[type](torch.empty_strided(shape, strides), size)
+    assert (fake.shape, fake.stride()) == (real.shape, real.stride())
