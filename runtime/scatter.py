@@ -24,6 +24,7 @@ from graphir.ir.program import Program, Scalar
 from graphir.ir.size import Dims, Polynomial, Size, bind, bind_shape, rename_dims, size_dims
 
 from .arguments import Arguments, counted
+from .coverage import check_layouts
 from .kernels import allocate
 
 __all__ = ["Fit", "Scatter", "Share"]
@@ -65,10 +66,18 @@ class Scatter:
 
     Attributes:
         names: the input blobs, in the order in which :meth:`shares` gives them.
+
+    Args:
+        program: whose steps they are.
+        places: the real device of each logical one; the host where one is missing.
+        threads: how many threads one kernel may use; None: as many as in this thread.
     """
 
-    def __init__(self, program: Program, places: Mapping[Device, torch.device] | None = None) -> None:
+    def __init__(
+        self, program: Program, places: Mapping[Device, torch.device] | None = None, threads: int | None = None
+    ) -> None:
         self.program, self.places = program, places or {}
+        self.threads = threads or torch.get_num_threads()
         self.arguments = Arguments(program.interface.arguments, program.interface.feeds)
         blobs, external = program.step.blobs, set(program.step.external_inputs)
         feeds = program.interface.feeds
@@ -156,6 +165,7 @@ class Scatter:
             share = Share(i, None if whole else dim, start, length, None)
             cut.append((share, self.program.step.blobs[name], tuple(shape)))
         dims = self.solve([(share.leaf, blob, shape) for share, blob, shape in cut], leaves)
+        check_layouts(self.program, dims, self.places, self.threads)
         return Fit(dims, tuple(self.laid_out(share, blob, leaves[share.leaf], dims) for share, blob, _ in cut))
 
     def check_leaf(self, i: int, leaf: Any) -> None:

@@ -92,7 +92,7 @@ class Session:
         self._state: State = State(program, state, None if beside is None else beside._state, places)
         self._rates: Rates = Rates(program, state, None if beside is None else beside._rates)
         self._progress = self._state.progress
-        self._scatter, self._gather = Scatter(program, places), Gather(program)
+        self._scatter, self._gather = Scatter(program, places, threads), Gather(program)
         self._outputs: tuple[Tensor, ...] = ()
         setting = Setting(
             plan,

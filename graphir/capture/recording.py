@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
+from ..ir.meta import fresh_fake_mode
 from ..ir.program import Scalar
 from ..ir.size import Dims
 from .arguments import Arguments, Leaf
@@ -136,7 +136,7 @@ def record(step: Step, dims: Dims) -> Recording:
 
 def _run(step: Step, dims: Dims, watch: Watch | None = None) -> tuple[Recording, list[Change]]:
     """One run of the step, and what it changed."""
-    fake_mode, scopes, checks = FakeTensorMode(), Scopes(step.model), Checks()
+    fake_mode, scopes, checks = fresh_fake_mode(), Scopes(step.model), Checks()
     lines = SourceLines(end=sys._getframe().f_code)
     recorder = Recorder(fake_mode, scopes, lines, _attribute_paths(step.model))
     checks["memory"] = recorder.end_forward

@@ -69,6 +69,8 @@ class Results:
     def __init__(self, fake_mode: FakeTensorMode) -> None:
         sample = FakeTensor(fake_mode, torch.empty(0, device=_META), _CPU)
         self._attributes = dict(vars(sample))
+        # Convolutions choose their backend, and with that their layout, by these.
+        self._surroundings = torch.get_num_threads(), torch.backends.mkldnn.enabled
 
     def of(self, form: Form, bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What ``form.func(*args, **kwargs)`` returns.
@@ -81,7 +83,8 @@ class Results:
         if not form.repeats or kwargs.get("device") not in (None, _CPU):
             return META.get(form.type, form.func)(*args, **kwargs)
         # The text of the arguments tells 1, 1.0 and True apart, and 0.0 and -0.0.
-        key = (form.func, bound.operands, repr(bound.args), torch.get_default_dtype(), *map(geometry_of, bound.tensors))
+        setting = torch.get_default_dtype(), *self._surroundings
+        key = (form.func, bound.operands, repr(bound.args), setting, *map(geometry_of, bound.tensors))
         known: Any = _known.get(key, _UNKNOWN)
         if known is _UNKNOWN:
             out = META.get(form.type, form.func)(*args, **kwargs)

@@ -10,12 +10,23 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from .layouts import LAYOUTS
 from .opset import overload
 
-__all__ = ["META"]
+__all__ = ["META", "fresh_fake_mode"]
+
+
+def fresh_fake_mode() -> FakeTensorMode:
+    """A mode that asks torch for every result.
+
+    What torch keeps of former calls does not know the number of threads nor whether oneDNN was on, by which a
+    convolution chooses its backend and with that its layout.
+    """
+    mode = FakeTensorMode()
+    mode.cache_enabled = False
+    return mode
 
 
 def _grouped_mm(
