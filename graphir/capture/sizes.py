@@ -17,6 +17,7 @@ from ..ir.size import Dims, Shape, Size, size_dims
 from .grid import BATCH, Grid
 from .recording import Recording, Step, record
 from .snapshots import same_bits
+from .thresholds import threshold_in
 from .values import Call, Value
 
 __all__ = ["Followed", "Geometry", "NotPolynomial", "Sizes", "follow_dims"]
@@ -24,6 +25,10 @@ __all__ = ["Followed", "Geometry", "NotPolynomial", "Sizes", "follow_dims"]
 
 class NotPolynomial(Exception):
     """A number, or the list of operators, follows the dimensions otherwise; says which and how."""
+
+
+class _Threshold(NotPolynomial):
+    """The operators follow a threshold of some size, so that none but the captured one is sure."""
 
 
 class Followed(NamedTuple):
@@ -115,6 +120,8 @@ class _Taken:
         ones = dict.fromkeys(dims, 1)
         try:
             return self.sizes(dims, ones), {}
+        except _Threshold:
+            raise
         except NotPolynomial as e:
             reason = str(e)
         sizes = self.sizes(dims)
@@ -144,6 +151,8 @@ class _Taken:
                 if not recordings:
                     raise
                 raise NotPolynomial(f"at {_at(point)}: {e.what}") from None
+        if threshold := threshold_in(recordings):
+            raise _Threshold(threshold)
         return Sizes(recordings, grid)
 
     def at_other_batches(self) -> Iterator[Recording]:

@@ -188,3 +188,20 @@ def test_numbers_that_are_not_finite_come_back_and_do_not_fix_sizes(factor: floa
         assert_same_bits({"out": out}, {"out": torch.full((3, 4), factor)}, "scaled")
         with pytest.raises(CoverageError, match=r"argument 1 was -?(nan|inf) when the program was captured, now 2.0"):
             session.step(torch.ones(3, 4), 2.0)
+
+
+class Distances(nn.Module):
+    def __init__(self, **options: str) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cdist(x, x[:2], **self.options)
+
+
+@pytest.mark.parametrize("rows", [3, 30])
+def test_distances_whose_way_depends_on_the_rows_fix_them(rows: int) -> None:
+    program = capture(Distances(), (torch.randn(rows, 4),))
+    assert "torch.cdist takes another way from 26 rows on" in program.fixed and program.dims == {}
+    for mode in ("use_mm_for_euclid_dist", "donot_use_mm_for_euclid_dist"):
+        assert not capture(Distances(compute_mode=mode), (torch.randn(rows, 4),)).fixed
