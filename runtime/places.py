@@ -36,7 +36,7 @@ def places_of(binding: Binding, devices: Sequence[Device]) -> dict[Device, torch
     elif binding == "cuda":
         count = _cuda_count("binding 'cuda'")
         given = {device: torch.device("cuda", i % count) for i, device in enumerate(placed)}
-    elif isinstance(binding, str) and binding in _NAMES:
+    elif binding in _NAMES:
         given = dict.fromkeys(placed, _HOST)
     else:
         raise SessionError(f"binding {binding!r} is not supported", where="Session(...)", fix=_FIX)
@@ -71,7 +71,7 @@ def _given(binding: Mapping[str, str | torch.device], placed: Sequence[Device]) 
 
 
 def _cuda_count(what: str) -> int:
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = torch.cuda.device_count()
     if not count:
         raise SessionError(f"{what}: there is no CUDA device here", where="Session(...)", fix="use binding='cpu'")
     return count

@@ -141,8 +141,6 @@ def _adam(
         gradient = _tensor(index, value, param.shape[0])
         gradient = (-gradient if maximize else gradient).coalesce()
         rows, new = gradient._indices(), gradient._values()
-        if not new.numel():
-            continue
         before = exp_avg.sparse_mask(gradient)._values()
         change = new.sub(before).mul_(1 - beta1)
         exp_avg.add_(_like(gradient, rows, change))

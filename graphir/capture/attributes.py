@@ -47,8 +47,7 @@ class AllowedChanges:
         self._known = [f"{path}.{key}" if path else key for path, m in modules.items() for key in _own(m)]
         self._unseen = [name for name in self._names if name not in self._known]
         for name in self._unseen:
-            path, _, key = name.rpartition(".")
-            if path not in modules or key in modules[path]._parameters or key in modules[path]._buffers:
+            if name.rpartition(".")[0] not in modules:
                 raise self._unknown(name)
 
     def __contains__(self, name: str) -> bool:
@@ -86,20 +85,18 @@ class Change(NamedTuple):
     Attributes:
         attribute: its name, after the path of its module.
         complaint: the error where there is none.
-        left: the attribute now has tensors of the step, which leaves a result there, as weight normalisation does.
         value: what it has now.
     """
 
     attribute: str
     complaint: Broken
-    left: bool
     value: Any
 
 
 def settled(first: Iterable[Change], second: Iterable[Change]) -> bool:
-    """Whether a second step changed nothing but what it left, as the first had left it."""
+    """Whether a second step left everything that it changed as the first had left it."""
     before = {change.attribute: change.value for change in first}
-    return all(c.left and c.attribute in before and _alike(before[c.attribute], c.value) for c in second)
+    return all(c.attribute in before and _alike(before[c.attribute], c.value) for c in second)
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -194,7 +191,7 @@ class Attributes:
         )
         if refused:
             raise error
-        return Change(whole, error, left, value)
+        return Change(whole, error, value)
 
     def restore(self) -> None:
         """Put everything back."""

@@ -68,10 +68,10 @@ def _as_kernel(type: str) -> Callable[..., Any]:
 
     def rule(*args: Any, **kwargs: Any) -> Any:
         returned = func(*args, **kwargs)
-        tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
         if all(t.is_contiguous() for t in tensors) or tensors[0].numel() == 0:
             return returned
-        small = tuple([_small(arg) for arg in args]), tuple([(name, _small(arg)) for name, arg in kwargs.items()])
+        small = tuple([_small(arg) for arg in args]), tuple(kwargs.items())
         key = (type, *small)
         orders = _orders.get(key)
         if orders is None:
@@ -106,12 +106,8 @@ def _asked(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Sequence[tuple[str, Any]]
 ) -> tuple[Order | None, ...]:
     """The order of the dimensions of each result."""
-
-    def real(arg: Any) -> Any:
-        return arg.tensor() if isinstance(arg, _Operand) else arg
-
     with unset_fake_temporarily(), torch.no_grad():
-        returned = func(*[real(arg) for arg in args], **{name: real(arg) for name, arg in kwargs})
+        returned = func(*[arg.tensor() if isinstance(arg, _Operand) else arg for arg in args], **dict(kwargs))
     return tuple([_order(result) for result in ([returned] if isinstance(returned, Tensor) else returned)])
 
 

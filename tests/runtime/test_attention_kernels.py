@@ -29,6 +29,7 @@ class Case(NamedTuple):
     size: int = 8
     dtype: torch.dtype = torch.float32
     mask: str = ""
+    mask_dtype: torch.dtype | None = None
     is_causal: bool = False
     scale: float | None = None
     by_sequence: bool = False
@@ -48,7 +49,7 @@ class Case(NamedTuple):
             if self.mask == "hidden":  # the second query sees no key at all
                 mask = mask.masked_fill(mask > 0.5, -math.inf)
                 mask[1] = -math.inf
-            mask = mask.to(device, self.dtype)
+            mask = mask.to(device, self.mask_dtype or self.dtype)
         query = tensor(self.heads, self.queries)
         return query, tensor(self.key_heads, self.keys), tensor(self.key_heads, self.keys), mask
 
@@ -68,6 +69,7 @@ CASES = {
     "odd size": Case(size=7),
     "long": Case(queries=70, keys=45, mask="whole"),
     "bf16": Case(dtype=torch.bfloat16),
+    "f32 mask": Case(dtype=torch.bfloat16, mask="whole", mask_dtype=torch.float32),
     "f16": Case(dtype=torch.float16, size=6),
     "f64": Case(dtype=torch.float64),
 }
@@ -99,6 +101,11 @@ def layout(tensor: Tensor) -> list[int]:
 @pytest.mark.parametrize("name", CASES)
 def test_the_math_kernel_agrees_with_the_cpus(name: str) -> None:
     agrees("math", CASES[name])
+
+
+def by_sequence(out: Tensor) -> Tensor:
+    """An output as CUDA's kernels lay it out, whatever the layout of the query."""
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 class Stand(TorchDispatchMode):
@@ -133,7 +140,7 @@ class Stand(TorchDispatchMode):
         assert query.size(-1) % 8 == 0 and return_debug_mask is False
         out, lse = KERNELS["math"].forward(query, key, value, None, is_causal, scale)
         seed = torch.empty(2, dtype=torch.uint64)
-        return out, lse.contiguous(), None, None, query.size(2), key.size(2), seed, seed[0], torch.empty(0)
+        return by_sequence(out), lse.contiguous(), None, None, query.size(2), key.size(2), seed, seed[0], torch.empty(0)
 
     def _scaled_dot_product_flash_attention_backward(self, grad_out, query, key, value, out, logsumexp, **rest):
         self.operands(query, key, value, grouped=True)
@@ -157,7 +164,7 @@ class Stand(TorchDispatchMode):
         out, lse = KERNELS["math"].forward(query, key, value, attn_bias, is_causal, scale)
         rows = torch.full((*lse.shape[:2], -(-lse.size(2) // 32) * 32), math.inf)
         rows[..., : lse.size(2)] = lse
-        return out, rows, torch.empty((), dtype=torch.int64), torch.empty((), dtype=torch.int64)
+        return by_sequence(out), rows, torch.empty((), dtype=torch.int64), torch.empty((), dtype=torch.int64)
 
     def _scaled_dot_product_efficient_attention_backward(
         self, grad_out_, query, key, value, attn_bias, out, logsumexp, grad_input_mask, is_causal, scale, **rest
@@ -168,6 +175,7 @@ class Stand(TorchDispatchMode):
         assert grad_out_.stride(-1) == 1 and logsumexp.is_contiguous() and logsumexp.dtype == torch.float32
         assert logsumexp.size(2) == -(-queries // 32) * 32 and (logsumexp[..., queries:] == math.inf).all()
         assert list(grad_input_mask) == [True, True, True, False]
+        assert rest["philox_seed"].dtype == rest["philox_offset"].dtype == torch.int64
         options = query, key, value, attn_bias, is_causal, scale
         return *KERNELS["math"].backward(grad_out_, *options, out, logsumexp[..., :queries]), None
 
@@ -186,6 +194,18 @@ def test_cudas_kernels_are_given_what_they_demand(kernel: str, name: str) -> Non
         agrees(kernel, CASES[name])
     called = f"_scaled_dot_product_{kernel}_attention"
     assert stand.calls == [called, f"{called}_backward"]
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient"])
+def test_backward_kernels_are_given_gradients_and_sums_of_any_layout(kernel: str) -> None:
+    query, key, value, _ = Case().operands()
+    options = query, key, value, None, False, 0.3
+    out, logsumexp = KERNELS["host"].forward(*options)
+    given = torch.randn(query.mT.shape).mT, *options, out, logsumexp.mT.contiguous().mT
+    with Stand():
+        grads = KERNELS[kernel].backward(*given)
+    for mine, theirs in zip(grads, KERNELS["host"].backward(*given), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(("kernel", "name"), CUDA)
@@ -212,6 +232,7 @@ class Placed(NamedTuple):
     [
         ("cpu", 8, True, True, "host"),
         ("cuda", 8, True, True, "flash"),
+        ("cuda", 192, True, True, "flash"),
         ("cuda", 200, True, True, "efficient"),
         ("cuda", 8, False, True, "efficient"),
         ("cuda", 8, False, False, "math"),
@@ -229,18 +250,18 @@ def test_the_device_and_the_operands_choose(
 
 
 def test_grouped_heads_are_told_to_flash_and_spread_for_the_efficient_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, int, bool]] = []
+    asked: list[tuple[str, int, tuple[int, ...], bool]] = []
 
     def asking(name: str) -> Any:
-        return lambda params: asked.append((name, params[1].size(1), params[-1]))
+        return lambda params: asked.append((name, params[1].size(1), params[3].shape, params[-1]))
 
     monkeypatch.setattr(kernels, "SDPAParams", lambda *args: args)
     monkeypatch.setattr(kernels, "can_use_flash_attention", asking("flash"))
     monkeypatch.setattr(kernels, "can_use_efficient_attention", asking("efficient"))
-    query, key, value, _ = Case(key_heads=2).operands()
+    query, key, value, mask = Case(key_heads=2, mask="keys").operands()
     monkeypatch.setattr(Tensor, "device", torch.device("cuda"))
-    assert choose(query, key, value, None, False) == "math"
-    assert asked == [("flash", 2, True), ("efficient", 4, False)]
+    assert choose(query, key, value, mask, False) == "math"
+    assert asked == [("flash", 2, (2, 1, 1, 7), True), ("efficient", 4, (2, 4, 5, 7), False)]
 
 
 def test_the_cpus_results_are_eagers() -> None:

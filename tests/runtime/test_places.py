@@ -14,9 +14,11 @@ import pytest
 import torch
 from eager import assert_same_bits
 from graphir.runtime import Session
+from graphir.runtime.places import places_of
 
 import graphir
 from graphir import SessionError, capture, passes
+from graphir.ir.device import CPU, gpu
 from graphir.ir.program import Program
 
 EXAMPLES = {
@@ -75,6 +77,7 @@ def test_an_operand_elsewhere_is_not_overlooked_on_the_meta_device() -> None:
         ({"gpu:0": "cpu"}, "binding: gpu:1 has no place"),
         ({"gpu:0": "cpu", "gpu:1": "cpu", "gpu:7": "cpu"}, "binding: the plan has no device 'gpu:7'"),
         ({"gpu:0": "cpu", "gpu:1": "nowhere"}, "binding: 'nowhere' is no device"),
+        ({"gpu:0": "cpu", "gpu:1": 0.5}, "binding: 0.5 is no device"),
         ({"gpu:0": "cpu", "gpu:1": "cuda:99"}, "binding"),
     ],
 )
@@ -90,6 +93,18 @@ def test_cuda_without_cuda_is_refused() -> None:
     program = captured(models.mlp())
     with pytest.raises(SessionError, match="there is no CUDA device here"):
         Session(passes.emit(program), program.state, binding="cuda")
+
+
+def test_cuda_devices_are_dealt_out_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    devices = [gpu(0), gpu(1), gpu(2), CPU]
+    found = places_of("cuda", devices)
+    assert [str(found[device]) for device in devices] == ["cuda:0", "cuda:1", "cuda:0", "cpu"]
+    found = places_of({"gpu:0": "cuda", "gpu:1": "cuda:1", "gpu:2": "meta"}, devices)
+    assert [str(found[device]) for device in devices] == ["cuda:1", "cuda:1", "meta", "cpu"]
+    with pytest.raises(SessionError, match="there is no cuda:2 here"):
+        places_of({"gpu:0": "cuda:2"}, [gpu(0)])
 
 
 def test_threads_run_on_the_host_only() -> None:

@@ -63,6 +63,11 @@ def test_data_from_elsewhere_is_a_constant_in_state() -> None:
     assert_same_bits({"loss": first_loss(program, x)}, {"loss": loss(model(x))}, "the step")
 
 
+def test_data_of_an_inner_module_is_called_after_its_place() -> None:
+    program = capture(nn.Sequential(Reader()), (torch.randn(3, 4),))
+    assert {"0.attribute", "0.listed.1", "0.by_name.bias"} < set(constants(program))
+
+
 CHANGES: dict[str, tuple[str, Callable[[Reader], Any]]] = {
     "attribute": ("attribute", lambda m: m.attribute.mul_(2)),
     "list": ("listed.1", lambda m: m.listed[1].mul_(2)),

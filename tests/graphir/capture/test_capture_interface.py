@@ -62,6 +62,21 @@ def test_nested_arguments_are_named_by_path() -> None:
     assert torch.equal(values["add_1"], model({"a": {"b": x}}, (y, y), flag=True)["sum"])
 
 
+def test_names_of_arguments() -> None:
+    class Positional(nn.Module):
+        def forward(self, first: Tensor, /, *rest: Tensor) -> Tensor:
+            return first + rest[0] * rest[1]["a/b"]
+
+    class Any(nn.Module):
+        def forward(self, *tensors: Tensor) -> Tensor:
+            return tensors[0] * 2
+
+    x = torch.randn(4, 3)
+    program = capture(Positional(), (x, x + 1, {"a/b": x + 2}))
+    assert [feed.blob for feed in program.interface.feeds] == ["first", "input_1", "input_2.a_b"]
+    assert [feed.blob for feed in capture(Any(), (x,)).interface.feeds] == ["input"]
+
+
 def test_without_loss_there_is_no_backward() -> None:
     example = models.resnet(blocks=1)
     with torch.no_grad():
@@ -90,10 +105,19 @@ def test_a_dict_of_losses_is_summed() -> None:
 
 
 def test_a_loss_that_is_a_module() -> None:
-    example = models.mlp()._replace(loss=nn.CrossEntropyLoss(label_smoothing=0.1))
+    class Smoothed(nn.CrossEntropyLoss):
+        def forward(self, scores: Tensor, labels: Tensor) -> Tensor:
+            return super().forward(scores, labels)
+
+    example = models.mlp()._replace(loss=Smoothed(label_smoothing=0.1))
     program = capture(example.model, example.inputs, targets=example.targets, loss=example.loss)
-    assert [feed.blob for feed in program.interface.feeds] == ["x", "target"]
+    assert [feed.blob for feed in program.interface.feeds] == ["x", "labels"]
     matches_eager(program, example, batches=(3,))
+
+
+def test_a_loss_without_a_signature() -> None:
+    program = capture(nn.Linear(3, 2), (torch.randn(4, 3),), targets=(torch.randn(4, 2),), loss=torch.dist)
+    assert [feed.blob for feed in program.interface.feeds] == ["input", "target"]
 
 
 def test_a_model_that_returns_its_loss() -> None:

@@ -37,6 +37,13 @@ def overwritten(x: Tensor, module: nn.Module) -> float:
     return weights.sum().item()
 
 
+def overwritten_in_part(x: Tensor, module: nn.Module) -> float:
+    zeros = torch.zeros(3)
+    first = zeros[0]
+    zeros.copy_(x[0])
+    return first.item()
+
+
 def joined(x: Tensor, module: nn.Module) -> float:
     parts = torch.linspace(0, len(x), 3, dtype=torch.float64).split(2)
     return float(torch.cat(parts[::-1])[0])
@@ -66,8 +73,20 @@ def test_numbers_that_follow_from_sizes_are_known(number: Callable[[Tensor, nn.M
         lambda x, module: torch.arange(len(x)).float().uniform_().sum().item(),
         lambda x, module: torch.empty(()).item(),
         lambda x, module: torch.zeros(3).add_(x[0]).sum().item(),
+        overwritten_in_part,
+        lambda x, module: torch.tensor(x[0, 0]).item(),
     ],
-    ids=["input", "buffer", "parameter", "random", "random in place", "uninitialised", "overwritten"],
+    ids=[
+        "input",
+        "buffer",
+        "parameter",
+        "random",
+        "random in place",
+        "uninitialised",
+        "overwritten",
+        "overwritten in part",
+        "copied",
+    ],
 )
 def test_other_numbers_are_refused(number: Callable[[Tensor, nn.Module], float]) -> None:
     read = example(number)

@@ -210,6 +210,28 @@ def test_mutation_has_the_bits_of_eager(body: Callable[[Body, Tensor], Tensor]) 
     matches_eager(program, given, make_sgd, batches=(6,) if not program.fixed else ())
 
 
+def test_a_buffer_that_a_module_returns_keeps_its_name() -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            return self.count
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counter = Counter()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.counter(x)
+
+    op = capture(Counting(), (torch.randn(4, 3),)).step.ops[0]
+    assert (op.outputs, op.output_versions) == (("counter.count",), (1,))
+
+
 def test_only_state_is_overwritten() -> None:
     for body in BODIES:
         program, _ = captured(body)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable
+from fractions import Fraction
 
 import pytest
 import torch
@@ -185,7 +187,7 @@ class Leaves(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.last = self.fc(x)
-        self.pyramid = [self.last, self.last.relu()]
+        self.pyramid = [self.last, self.last.relu(), 1e3 * len(x)]
         return self.pyramid[1] * 2
 
 
@@ -218,6 +220,7 @@ class Remembers(nn.Module):
         self.fc, self.body = nn.Linear(3, 3), body
         self.last: Tensor | None = torch.zeros(4, 3)
         self.all: list[Tensor] = []
+        self._first: deque[Tensor] = deque()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(self, x)
@@ -240,15 +243,43 @@ def add_to_a_list(m: Remembers, x: Tensor) -> Tensor:
     return m.all[-1]
 
 
+def add_to_a_deque_once(m: Remembers, x: Tensor) -> Tensor:
+    y = m.fc(x)
+    if not m._first:
+        m._first.append(y)
+    return y
+
+
+def note_another_type(m: Remembers, x: Tensor) -> Tensor:
+    m.last = m.fc(x), 1 if isinstance(m.last, Tensor) else 1.0
+    return m.last[0]
+
+
+def note_an_object(m: Remembers, x: Tensor) -> Tensor:
+    m.last = m.fc(x), Fraction(1, 2)
+    return m.last[0]
+
+
 def grow(m: Remembers, x: Tensor) -> Tensor:
     m.last = m.fc(torch.cat([x, torch.zeros(1 if m.last is None else len(m.last), 3)]))
     return m.last
 
 
-@pytest.mark.parametrize("body", [read_it, ask_whether_it_is_there, add_to_a_list, grow])
+@pytest.mark.parametrize(
+    "body",
+    [
+        read_it,
+        ask_whether_it_is_there,
+        add_to_a_list,
+        add_to_a_deque_once,
+        note_another_type,
+        note_an_object,
+        grow,
+    ],
+)
 def test_results_that_the_next_step_reads_are_refused(body: Callable[[Remembers, Tensor], Tensor]) -> None:
     model = Remembers(body)
-    with pytest.raises(CaptureError, match=r"the step changes the attribute '(last|other|all)'"):
+    with pytest.raises(CaptureError, match=r"the step changes .*'(last|other|all|_first)'"):
         graphir.capture(model, (torch.randn(4, 3),), loss=lambda y: y.pow(2).sum())
     assert model.all == [] and torch.equal(model.last, torch.zeros(4, 3)) and not hasattr(model, "other")
 
