@@ -85,18 +85,20 @@ class Change(NamedTuple):
     Attributes:
         attribute: its name, after the path of its module.
         complaint: the error where there is none.
+        left: the attribute now has tensors of the step, which leaves a result there, as weight normalisation does.
         value: what it has now.
     """
 
     attribute: str
     complaint: Broken
+    left: bool
     value: Any
 
 
 def settled(first: Iterable[Change], second: Iterable[Change]) -> bool:
-    """Whether a second step left everything that it changed as the first had left it."""
+    """Whether a second step changed nothing but what it left, as the first had left it."""
     before = {change.attribute: change.value for change in first}
-    return all(c.attribute in before and _alike(before[c.attribute], c.value) for c in second)
+    return all(c.left and c.attribute in before and _alike(before[c.attribute], c.value) for c in second)
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -191,7 +193,7 @@ class Attributes:
         )
         if refused:
             raise error
-        return Change(whole, error, value)
+        return Change(whole, error, left, value)
 
     def restore(self) -> None:
         """Put everything back."""

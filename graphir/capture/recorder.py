@@ -594,6 +594,12 @@ class Recorder(TorchDispatchMode):
         before = _aten.detach.default(tensor)
         old = self._memory.add_alias(before, alias.value, alias.parent or alias, alias.replay, alias.position)
         old.parent = alias.parent
+        for other in self._memory:  # what was a view of the tensor is one of what it was
+            if other.parent is alias:
+                other.parent = old
+                if other.replay is not None:
+                    func, given, options = other.replay
+                    other.replay = func, tuple([before if arg is tensor else arg for arg in given]), options
         alias.value.tensor = before
         if alias.store.base is alias:
             alias.store.base = old

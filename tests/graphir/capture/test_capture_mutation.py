@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from direct import matches_eager
+from graphir.runtime import Session
 from models import Example
 from torch import Tensor, nn
 
+from graphir import passes
 from graphir.capture import capture
 from graphir.ir.program import Program
 from graphir.ir.verify import verify
@@ -208,6 +210,32 @@ def test_mutation_has_the_bits_of_eager(body: Callable[[Body, Tensor], Tensor]) 
     program, given = captured(body)
     verify(program)
     matches_eager(program, given, make_sgd, batches=(6,) if not program.fixed else ())
+
+
+def viewed_before_it_was_transposed(m: nn.Module, x: Tensor) -> Tensor:
+    out = x * 2
+    column = out[:, 0]
+    out.t_()
+    out.mul_(2)
+    return out.t() + column.unsqueeze(1)
+
+
+def viewed_before_it_was_squeezed(m: nn.Module, x: Tensor) -> Tensor:
+    out = x * 2
+    out.unsqueeze_(0)
+    inner = out[0]
+    out.squeeze_(0)
+    inner[:, 1].mul_(3)
+    return out * inner.cos()
+
+
+@pytest.mark.parametrize("body", [viewed_before_it_was_transposed, viewed_before_it_was_squeezed])
+def test_a_view_stays_one_of_what_its_tensor_was(body: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    model = type("Viewing", (nn.Module,), {"forward": body})()
+    program = capture(model, (torch.randn(3, 4),))
+    with Session(passes.emit(program), program.state) as session:
+        x = torch.randn(5, 4)
+        assert torch.equal(session.step(x), model(x))
 
 
 def test_a_buffer_that_a_module_returns_keeps_its_name() -> None:

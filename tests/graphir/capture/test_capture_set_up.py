@@ -122,6 +122,18 @@ def tensor_in_an_object(module: SetUp) -> float:
     return 1.0
 
 
+def parameter_in_an_object_once(module: SetUp) -> float:
+    if module.config._kernel == "eager":
+        module.config._kernel = module.inner.weight
+    return 1.0
+
+
+def another_in_an_object(module: SetUp) -> float:
+    name = "_second" if hasattr(module.config, "_first") else "_first"
+    setattr(module.config, name, 1)
+    return 1.0
+
+
 def example(first: Callable[[SetUp], float]) -> Example:
     return Example(SetUp(first), (torch.randn(4, 3),), (), lambda y: y.pow(2).sum())
 
@@ -150,6 +162,8 @@ def test_what_only_the_first_step_changes_is_put_back(first: Callable[[SetUp], f
         (otherwise_by_an_object, "'config'"),
         (in_a_list_of_a_users_class, "'names'"),
         (tensor_in_an_object, "'config'"),
+        (parameter_in_an_object_once, "'config'"),
+        (another_in_an_object, "'config'"),
     ],
 )
 def test_a_second_step_that_differs_is_refused(first: Callable[[SetUp], float], attribute: str) -> None:
