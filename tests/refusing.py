@@ -53,6 +53,7 @@ class Inner(nn.Module):
         self.hidden: Tensor | None = None
         self.seen: list[Any] = [1, [2]]
         self.cache: dict[str, Any] = {"kept": {"inner": 1}}
+        self.nested = ([1],)
         self.shapes = {(1, 2)}
         self.recent: deque[int] = deque([1], maxlen=2)
         self.tables = [torch.ones(4)]

@@ -58,7 +58,8 @@ def test_modules_that_torchscript_compiled() -> None:
     assert error.value.where == "module '0'"
 
 
-def test_complex_inputs() -> None:
+def test_complex_and_sparse_inputs() -> None:
+    refuses("argument 'x' is a sparse_coo tensor", inputs=(torch.zeros(6, 10).to_sparse(),))
     refuses("argument 'x' is a complex tensor", inputs=(torch.zeros(6, 10, dtype=torch.complex64),))
 
 

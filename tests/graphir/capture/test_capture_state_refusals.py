@@ -163,6 +163,12 @@ def counted_in_a_dict(m: Any, h: Tensor) -> Tensor:
     return h
 
 
+@refused("the step changes what the attribute 'nested' holds")
+def counted_within_a_tuple(m: Any, h: Tensor) -> Tensor:
+    m.nested[0].append(1)  # here
+    return h
+
+
 @refused("the step changes what the attribute 'shapes' holds")
 def added_to_a_set(m: Any, h: Tensor) -> Tensor:
     m.shapes.add(tuple(h.shape))  # here
