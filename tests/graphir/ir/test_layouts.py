@@ -23,7 +23,6 @@ def windows(shape: tuple[int, ...]) -> Iterator[Tensor]:
     """Tensors of *shape* in every order, with gaps, and repeated."""
     yield from (in_order(shape, order) for order in permutations(range(len(shape))))
     yield torch.rand(*shape[:-1], 2 * shape[-1])[..., ::2]
-    yield in_order((2 * shape[0], *shape[1:]), tuple(reversed(range(len(shape)))))[::2]
     yield torch.rand(*shape[1:]).expand(shape)
     yield torch.rand(()).expand(shape)
 
@@ -74,11 +73,10 @@ def calls(name: str) -> Iterator[tuple[object, ...]]:
             yield a, b, *channels[:3], torch.empty(0), torch.empty(0), False, 1e-5, [True, True, False]
         elif name == "normal" and (a.numel(), b.numel()) == (24, 24):
             yield a, b
-    if name in ("_standard_gamma", "log_sigmoid_forward", "poisson", "uniform"):
-        for a in (*windows((2, 3, 4, 5)), *windows((2, 3, 1)), *windows((2, 1, 3, 4))):
-            yield (a,)
     for a in (*windows((2, 3, 4, 5)), *windows((2, 3, 1))):
-        if name == "pow":
+        if name in ("_standard_gamma", "log_sigmoid_forward", "poisson", "uniform"):
+            yield (a,)
+        elif name == "pow":
             yield 2.0, a
         elif name == "glu_backward" and a.dim() == 4:
             yield a, torch.rand(2, 6, 4, 5), 1
@@ -125,8 +123,3 @@ def test_rules_give_the_strides_of_the_kernels(type: str) -> None:
         assert layouts(LAYOUTS[type](*bare, **named)) == real
         mistaken += torchs_own(type, bare, named) != real
     assert mistaken, "torch's own rule is right: this one is not needed"
-
-
-def test_a_kernel_is_not_asked_about_empty_tensors() -> None:
-    empty = torch.empty(0, 3, 2, device="meta").transpose(1, 2)
-    assert LAYOUTS["aten.copysign.Tensor"](empty, empty).shape == (0, 2, 3)
