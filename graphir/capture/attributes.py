@@ -161,14 +161,17 @@ class Attributes:
         """
         changes: list[Change] = []
         before, table = self._before, self._table
-        for name in dict.fromkeys([*before, *table]):
+        same = _identical(_contents(before), _contents(table))
+        for name in () if same else dict.fromkeys([*before, *table]):
             old, new = before.get(name), table.get(name)
             if old is not new and not _same(old, new, fakes) and not self._may_change(name):
                 private, left = name.startswith("_"), _has_tensor(new)
                 changes.append(self._change(f"the attribute {name!r}", name, new, private, left))
         for attribute, private, container, contents in self._held:
+            if _is_left(container, contents):
+                continue
             now = _contents(container)
-            if not (_identical(contents, now) or _same(contents, now, fakes) or self._may_change(attribute)):
+            if not (_same(contents, now, fakes) or self._may_change(attribute)):
                 what = f"what the attribute {attribute!r} holds"
                 if _is_users(container):
                     open_before, now = _altered(contents, now, fakes)
@@ -197,8 +200,7 @@ class Attributes:
 
     def restore(self) -> None:
         """Put everything back."""
-        self._table.clear()
-        self._table.update(self._before)
+        _fill(self._table, _contents(self._before))
         for held in self._held:
             _fill(held.container, held.contents)
 
@@ -279,12 +281,19 @@ def _altered(contents: list[Any], others: list[Any], fakes: Mapping[int, torch.T
     return open_before, [new[k] for k in keys if k in new]
 
 
+def _is_left(container: Any, contents: list[Any]) -> bool:
+    """Whether a container has the very contents it had."""
+    if not contents and isinstance(container, _CONTAINERS):  # as most are: the tables of hooks
+        return not container
+    return _identical(contents, _contents(container))
+
+
 def _identical(contents: list[Any], others: list[Any]) -> bool:
     return len(contents) == len(others) and all(map(is_, contents, others))
 
 
 def _fill(container: Any, contents: list[Any]) -> None:
-    if _identical(contents, _contents(container)):
+    if _is_left(container, contents):
         return
     if isinstance(container, random.Random):
         container.setstate(contents[0])

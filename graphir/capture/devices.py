@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -16,8 +16,12 @@ __all__ = ["moves_stay", "on_host"]
 _HOST: Final = torch.device("cpu")
 
 
-def on_host(kwargs: Mapping[str, Any], scope: str) -> Mapping[str, Any]:
+def on_host(kwargs: Mapping[str, Any], here: Callable[[], str]) -> Mapping[str, Any]:
     """The keyword arguments of a call, with the host instead of another device, and memory that is not pinned.
+
+    Args:
+        kwargs: of the call.
+        here: path of the module that calls.
 
     Raises:
         CaptureError: the step uses CUDA's autocast, which does nothing to tensors on the host.
@@ -25,9 +29,11 @@ def on_host(kwargs: Mapping[str, Any], scope: str) -> Mapping[str, Any]:
     if torch.is_autocast_enabled("cuda"):
         raise CaptureError(
             "the step uses autocast for CUDA, and it is recorded on the host",
-            where=where(scope),
+            where=where(here()),
             fix='write torch.autocast("cpu", dtype): the program has its casts on every device',
         )
+    if not kwargs:
+        return kwargs
     device = kwargs.get("device")
     if device is not None and device != _HOST:
         kwargs = {**kwargs, "device": _HOST}

@@ -6,7 +6,7 @@ were found by running torch's own samples of all operators with one operand of a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 import torch
@@ -95,48 +95,48 @@ class _Given(NamedTuple):
     tensor: torch.Tensor
 
 
-def check_element_types(form: Form, bound: Bound, scope: str) -> None:
+def check_element_types(form: Form, bound: Bound, here: Callable[[], str]) -> None:
     """Raise where the operator's kernels refuse the element types that it is given.
 
     Args:
         form: of the operator.
         bound: its arguments in place.
-        scope: path of the module that it belongs to.
+        here: path of the module that it belongs to.
 
     Raises:
         CaptureError: names the parameters and their types.
     """
     name = form.func._opname.rstrip("_")
     if name in _ALIKE:
-        _check_alike(form, [g for g in _given(form, bound) if g.name in _ALIKE[name]], scope)
+        _check_alike(form, [g for g in _given(form, bound) if g.name in _ALIKE[name]], here)
     if name in _NORMALISED:
-        _check_normalised(form, list(_given(form, bound)), scope)
+        _check_normalised(form, list(_given(form, bound)), here)
     if name in _INDICES:
         parameter, types = _INDICES[name]
         for given in _given(form, bound):
             if given.name == parameter and given.tensor.dtype not in types:
                 raise CaptureError(
                     f"{form.type} takes {parameter} of {' or '.join(map(str, types))}, not of {given.tensor.dtype}",
-                    where=where(scope),
+                    where=where(here()),
                     fix=f"convert it, such as by .to({types[0]})",
                 )
 
 
-def _check_alike(form: Form, given: list[_Given], scope: str) -> None:
+def _check_alike(form: Form, given: list[_Given], here: Callable[[], str]) -> None:
     if len({g.tensor.dtype for g in given}) > 1:
         names = ", ".join(g.name for g in given)
         raise CaptureError(
             f"{form.type} takes {names} of one element type, not of {_types(given)}",
-            where=where(scope),
+            where=where(here()),
             fix="bring them to one: convert the step's inputs, as by x.to(torch.float32), or the module",
         )
 
 
-def _check_normalised(form: Form, given: list[_Given], scope: str) -> None:
+def _check_normalised(form: Form, given: list[_Given], here: Callable[[], str]) -> None:
     data, *params = given
     if data.tensor.dtype in _HALF and all(g.tensor.dtype == torch.float32 for g in params):
         return
-    _check_alike(form, given, scope)
+    _check_alike(form, given, here)
 
 
 def _types(given: list[_Given]) -> str:

@@ -54,6 +54,7 @@ class Form:
         seedable: the overload that does the same and takes a generator; None where there is none.
         rebinds: it changes a tensor's own geometry (``squeeze_``).
         repeats: the geometry of its results follows from the arguments' and from nothing else.
+        returns_list: its one result is a list of tensors.
         label: its name without the marks of torch's variants: ``add`` of ``add_``, ``softmax`` of ``_softmax``.
     """
 
@@ -61,12 +62,14 @@ class Form:
         "_own_dropout",
         "_params",
         "_plain",
+        "_writes",
         "func",
         "generator",
         "label",
         "random",
         "rebinds",
         "repeats",
+        "returns_list",
         "seedable",
         "type",
     )
@@ -78,6 +81,8 @@ class Form:
         self.random = torch.Tag.nondeterministic_seeded in func.tags
         self.rebinds = torch.Tag.inplace_view in func.tags
         self.repeats = func.namespace == "aten" and not self.rebinds
+        returns = func._schema.returns
+        self.returns_list = len(returns) == 1 and "List" in str(returns[0].type)
         kept = {p.name: p for p in signature(self.type).params}
         params = [kept.get(p.name, p) for p in signature(torch_type).params]
         self.generator = next((i for i, a in enumerate(func._schema.arguments) if a.name == "generator"), None)
@@ -89,6 +94,7 @@ class Form:
             for p in params
         ]
         self._plain = not any(p.written for p in params) and not self._hides_writes()
+        self._writes: dict[tuple[object, ...], tuple[int, ...]] = {}
 
     def _hides_writes(self) -> bool:
         tensors = signature(self.type).tensors
@@ -142,8 +148,13 @@ class Form:
         return Bound(tensors, operands, kept, written)
 
     def _written(self, tensors: list[torch.Tensor], operands: str | None, args: Mapping[str, Arg]) -> tuple[int, ...]:
-        writes = effects_of(self.type, args, operands, len(tensors), None, 0).writes
-        return tuple(sorted({source for _, source in writes}))
+        # Of the other arguments only this one says what is overwritten: a batch norm's statistics.
+        key = operands, len(tensors), args.get("training")
+        found = self._writes.get(key)
+        if found is None:
+            writes = effects_of(self.type, args, operands, len(tensors), None, 0).writes
+            found = self._writes[key] = tuple(sorted({source for _, source in writes}))
+        return found
 
 
 _LABELS: Final[Mapping[str, str]] = {

@@ -28,7 +28,7 @@ _NEVER: Final = ("aten.empty", "aten.new_empty", "graphir.")
 
 def is_known_result(call: Call) -> bool:
     """Whether the call makes the same values in every step."""
-    return call.seed is None and not call.type.startswith(_NEVER) and all(v.known for v in call.inputs)
+    return call.seed is None and all(v.known for v in call.inputs) and not call.type.startswith(_NEVER)
 
 
 def number_in(value: Value, literals: Mapping[int, torch.Tensor]) -> bool | int | float:

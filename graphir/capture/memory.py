@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Final
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import CaptureError
 from .conditions import Broken
@@ -43,11 +45,32 @@ class Memory:
         self._stores.clear()
         self._aliases.clear()
 
+    @contextlib.contextmanager
+    def exchanges_refused(self) -> Iterator[None]:
+        """While this is active, ``x.data = …`` raises if that gives a tensor that was seen other memory.
+
+        Raises:
+            Broken: it does.
+        """
+        data = torch.Tensor.data
+
+        def exchange(tensor: torch.Tensor, other: torch.Tensor) -> None:
+            data.__set__(tensor, other)  # type: ignore[attr-defined]
+            alias = self.find(tensor)
+            if alias is not None and alias.is_exchanged:
+                raise _exchanged(alias)
+
+        FakeTensor.data = property(data.__get__, exchange)  # type: ignore[attr-defined, assignment]
+        try:
+            yield
+        finally:
+            del FakeTensor.data
+
     def check_unexchanged(self) -> None:
         """Raise where a tensor that was seen looks at other memory now.
 
         Raises:
-            Broken: it was exchanged behind the dispatcher's back.
+            Broken: it was exchanged by other means than ``x.data = …``, or where nobody heard of it.
         """
         for alias in self:
             if alias.is_exchanged:
@@ -72,12 +95,10 @@ class Memory:
         """The alias of a tensor, which need not have been seen before if its memory was.
 
         Raises:
-            CaptureError: its memory is unknown, or was exchanged for other memory.
+            CaptureError: its memory is unknown.
         """
         alias = self._aliases.get(id(tensor))
         if alias is not None:
-            if alias.is_exchanged:
-                raise _exchanged(alias)
             return alias
         store = self.store(tensor)
         if store is None:
@@ -89,8 +110,8 @@ class Memory:
         base = store.base
         alias = self.add_alias(tensor, base.value, base, None)
         if not alias.is_base:
-            geometry = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
-            alias.replay = (_aten.as_strided.default, (base.tensor, *geometry), {})
+            shape, strides, offset, _ = alias.geometry
+            alias.replay = (_aten.as_strided.default, (base.tensor, shape, strides, offset), {})
             alias.generation = -1
         return alias
 

@@ -23,7 +23,6 @@ from ..ir.opset import CHECKS
 from .checks import CHECKED, Check
 from .devices import on_host
 from .edges import differentiable, keep_edges
-from .element_types import check_element_types
 from .forms import Bound, Form, form_of
 from .known import is_known_result, number_in
 from .memory import Memory
@@ -70,7 +69,7 @@ class Recorder(TorchDispatchMode):
         self,
         fake_mode: FakeTensorMode,
         scopes: Scopes,
-        lines: SourceLines,
+        lines: SourceLines | None,
         path_of: Callable[[torch.Tensor], str],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -82,10 +81,10 @@ class Recorder(TorchDispatchMode):
         self.sparse = SparseTensors()
         self._fake_mode, self._scopes, self._lines, self._path_of = fake_mode, scopes, lines, path_of
         self._memory = Memory()
-        self._results = Results(fake_mode)
+        self._results = Results(fake_mode, self._scope)
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._owners: dict[int, Value] = {}
-        self._safe: set[object] = set()
+        self._forms: dict[object, Form] = {}
         self._prefix, self._first = "", 0
         self.refusal: CaptureError | None = None
         self.failed_line = ""
@@ -119,6 +118,10 @@ class Recorder(TorchDispatchMode):
         """The value that a tensor shows now."""
         return self._current(self._alias(tensor))
 
+    def follow_modules(self) -> contextlib.AbstractContextManager[None]:
+        """Know which module runs, and name what it returns."""
+        return self._scopes.follow(lambda: len(self.values), self.claim if self._lines is not None else None)
+
     def claim(self, tensor: torch.Tensor, name: str, before: int) -> None:
         """Name what a module returns after it, if an operator made it while the module ran."""
         alias = self._memory.find(tensor)
@@ -146,13 +149,18 @@ class Recorder(TorchDispatchMode):
         for value in self.values:
             value.edge = None
 
+    def exchanges_refused(self) -> contextlib.AbstractContextManager[None]:
+        """While this is active, a step that exchanges a tensor's memory (``x.data = …``) is refused."""
+        return self._memory.exchanges_refused()
+
     def end_forward(self) -> None:
-        """Raise where the forward did to a tensor what no operator tells.
+        """Raise where the forward did to a tensor what no operator tells, in the recording that is named.
 
         Raises:
             CaptureError: it exchanged a tensor's memory.
         """
-        self._memory.check_unexchanged()
+        if self._lines is not None:
+            self._memory.check_unexchanged()
 
     def start_backward(self) -> None:
         """From here on, operators belong to the backward of the forward value whose gradient is being computed."""
@@ -204,23 +212,23 @@ class Recorder(TorchDispatchMode):
             raise
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        scope = self._scopes.current if self.phase == "forward" else self._origin(())[1]
-        kwargs = on_host(kwargs, scope)
-        if getattr(func, "namespace", "") == "prim" or func in _GEOMETRY:
-            return func(*args, **kwargs)
-        if func is _NUMBER and self.is_known(args[0]):
-            return number_in(self.read(args[0]), {literal.index: real for literal, real in self.constants})
-        if func is _NUMBER and (check := CHECKED.get(sys._getframe(2).f_code)) is not None:
-            return self._checked(check, args[0])
-        if func not in self._safe:
-            refuse_operator(func, self._origin(())[1], args)
-            if func is not _aten.index.Tensor:
-                self._safe.add(func)
-        form = form_of(func)
+        kwargs = on_host(kwargs, self._scope)
+        form = self._forms.get(func)
+        if form is None:
+            if getattr(func, "namespace", "") == "prim" or func in _GEOMETRY:
+                return func(*args, **kwargs)
+            if func is _NUMBER and self.is_known(args[0]):
+                return number_in(self.read(args[0]), {literal.index: real for literal, real in self.constants})
+            if func is _NUMBER and (check := CHECKED.get(sys._getframe(2).f_code)) is not None:
+                return self._checked(check, args[0])
+            refuse_operator(func, self._scope(), args)
+            form = form_of(func)
+            if func is not _aten.index.Tensor:  # refused with masks alone
+                self._forms[func] = form
         if self.sparse.concern(func, args):
-            return self.sparse.call(self, func, args, kwargs, scope)
+            return self.sparse.call(self, func, args, kwargs, self._scope())
         if form.generator is not None:
-            refuse_generator(form, args, kwargs, where(scope))
+            refuse_generator(form, args, kwargs, where(self._scope()))
         if func in _LITERAL and not self._is_ours(args[0]):
             literal = self._constant(args[0], literal=True)
             self.read(literal).known = True
@@ -228,22 +236,24 @@ class Recorder(TorchDispatchMode):
         try:
             bound = form.bind(args, kwargs)
         except GraphirError as e:
-            raise CaptureError(f"{form.type}: {e.what}", where=where(scope), fix=e.fix) from e
-        if not all(map(self._is_ours, bound.tensors)):
+            raise CaptureError(f"{form.type}: {e.what}", where=where(self._scope()), fix=e.fix) from e
+        seen = [self._memory.find(t) for t in bound.tensors]
+        if None in seen and not all(map(self._is_ours, bound.tensors)):
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._constant, (args, dict(kwargs)))
             bound = form.bind(args, kwargs)
-        check_element_types(form, bound, scope)
+            seen = [None] * len(bound.tensors)
+        aliases = [alias or self._alias(t) for alias, t in zip(seen, bound.tensors, strict=True)]
         if func in _SAME:
-            return self._twin(args[0], self._results.of(form, bound, args, kwargs))
+            return self._twin(aliases[0], self._results.of(form, bound, [aliases[0].geometry], args, kwargs))
         try:
             if form.rebinds:
                 return self._rebind(form, args, kwargs)
             if bound.written:
-                return self._overwrite(form, bound, args, kwargs)
-            inputs = tuple([self.read(t) for t in bound.tensors])
-            out = self._results.of(form, bound, args, kwargs)
+                return self._overwrite(form, bound, aliases, args, kwargs)
+            inputs = tuple([self._current(alias) for alias in aliases])
+            out = self._results.of(form, bound, [alias.geometry for alias in aliases], args, kwargs)
         except FAKE_ERRORS as e:
-            raise refused_by_fake(e, form, scope) from e
+            raise refused_by_fake(e, form, self._scope()) from e
         if form.func._opname in CHECKS or self._makes_something(out):
             self._record(form, bound, inputs, out, (func, args, dict(kwargs)))
         return out
@@ -255,6 +265,8 @@ class Recorder(TorchDispatchMode):
         return check.holds
 
     def _makes_something(self, out: Any) -> bool:
+        if isinstance(out, torch.Tensor):
+            return self._memory.find(out) is None
         leaves = out if isinstance(out, (tuple, list)) else (out,)
         return any(
             self._memory.find(leaf) is None
@@ -283,6 +295,10 @@ class Recorder(TorchDispatchMode):
 
     def _record(self, form: Form, bound: Bound, inputs: tuple[Value, ...], out: Any, replay: Replay) -> None:
         call, source = self._call(form, bound, inputs)
+        self.calls.append(call)
+        if isinstance(out, torch.Tensor):
+            call.outputs = (self._result(out, form, call, bound, source, replay, 0),)
+            return
         pattern: list[str] = []
         made: list[Value] = []
 
@@ -291,7 +307,7 @@ class Recorder(TorchDispatchMode):
                 made.append(self._result(item, form, call, bound, source, replay, len(made)))
             pattern.append("t" if isinstance(item, torch.Tensor) else "_")
 
-        results = out if isinstance(out, (tuple, list)) and not _returns_list(form) else (out,)
+        results = out if isinstance(out, (tuple, list)) and not form.returns_list else (out,)
         for item in results if form.func._schema.returns else ():
             if isinstance(item, (tuple, list)):
                 pattern.append("[")
@@ -303,19 +319,24 @@ class Recorder(TorchDispatchMode):
         text = "".join(pattern)
         call.outputs = tuple(made)
         call.results = None if text == "t" * len(made) else text
-        self.calls.append(call)
 
     def _line(self, source: Value | None, inputs: Sequence[Value]) -> str:
         """The source line of what is running; of a backward that torch runs, that of its forward.
 
-        Where capture itself adds losses up, or divides them, it is the line of what it reads.
+        Where capture itself adds losses up, or divides them, it is the line of what it reads. Empty where nobody asks.
         """
+        if self._lines is None:
+            return ""
         line = self._lines.current()
         if line:
             return line
         read = (source or self._owner(), *inputs)
         made = [v.call.line for v in read if v is not None and v.call is not None]
         return next(filter(None, made), "")
+
+    def _scope(self) -> str:
+        """The module that is running."""
+        return self._origin(())[1]
 
     def _origin(self, inputs: Sequence[Value]) -> tuple[Value | None, str]:
         """Whose gradient is being computed, and the module that an operator belongs to.
@@ -370,7 +391,7 @@ class Recorder(TorchDispatchMode):
         self._memory.add_alias(tensor, value, parent, replay, position)
         seen = parent.value
         value.root = seen.root
-        value.offset = seen.offset + int(tensor.storage_offset()) - int(parent.tensor.storage_offset())
+        value.offset = seen.offset + value.geometry.offset - parent.geometry.offset
         return value
 
     # Values and the memory behind them.
@@ -437,9 +458,8 @@ class Recorder(TorchDispatchMode):
             alias.generation = alias.store.generation
         return alias.value
 
-    def _twin(self, tensor: torch.Tensor, same: torch.Tensor) -> torch.Tensor:
-        """Let *same* be another window on what *tensor* shows."""
-        original = self._alias(tensor)
+    def _twin(self, original: Alias, same: torch.Tensor) -> torch.Tensor:
+        """Let *same* be another window on what *original* shows."""
         self._memory.add_alias(same, self._current(original), original, None)
         return same
 
@@ -455,20 +475,22 @@ class Recorder(TorchDispatchMode):
         """
         form = form_of(func)
         bound = form.bind(args, kwargs)
-        inputs = tuple(known[id(t)] if id(t) in known else self.read(t) for t in bound.tensors)
-        out = self._results.of(form, bound, args, kwargs)
+        inputs = tuple([known.get(id(t)) or self.read(t) for t in bound.tensors])
+        pairs = list(zip(bound.tensors, inputs, strict=True))
+        geometries = [v.geometry if v.tensor is t else geometry_of(t) for t, v in pairs]
+        out = self._results.of(form, bound, geometries, args, kwargs)
         call, source = self._call(form, bound, inputs)
         outs = out if isinstance(out, (tuple, list)) else (out,)
         for tensor in outs:
             value = self._value(tensor, form.label, call.scope, any(v.follows_input for v in inputs))
             value.call, value.source, value.known = call, source, is_known_result(call)
             storage = tensor.untyped_storage()._cdata
-            for t, v in zip(bound.tensors, inputs, strict=True):
+            for (t, v), geometry in zip(pairs, geometries, strict=True):
                 if t.untyped_storage()._cdata == storage:
                     value.root = v.root
-                    value.offset = v.offset + int(tensor.storage_offset()) - int(t.storage_offset())
+                    value.offset = v.offset + value.geometry.offset - geometry.offset
             call.outputs += (value,)
-        call.results = "[" + "t" * len(outs) + "]" if _returns_list(form) else None
+        call.results = "[" + "t" * len(outs) + "]" if form.returns_list else None
         self.calls.append(call)
         return list(call.outputs)
 
@@ -492,8 +514,11 @@ class Recorder(TorchDispatchMode):
 
     # Writes.
 
-    def _overwrite(self, form: Form, bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        targets = [self._alias(bound.tensors[i]) for i in bound.written]
+    def _overwrite(
+        self, form: Form, bound: Bound, aliases: Sequence[Alias], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        targets = [aliases[i] for i in bound.written]
+        geometries = [alias.geometry for alias in aliases]
         for target in targets:
             if target.store.persistent and target.store.base.value.kind == "constant":
                 raise CaptureError(
@@ -502,12 +527,12 @@ class Recorder(TorchDispatchMode):
                     fix="register it with module.register_buffer(name, tensor)",
                 )
         if all(target.store.persistent and target.is_base for target in targets):
-            inputs = tuple([self.read(t) for t in bound.tensors])
-            out = self._results.of(form, bound, args, kwargs)
+            inputs = tuple([self._current(alias) for alias in aliases])
+            out = self._results.of(form, bound, geometries, args, kwargs)
             self._write_state(form, bound, inputs, targets, out)
             return out
         if form.func in _RRELU:
-            return self._overwrite_noise(form, bound, targets, args, kwargs)
+            return self._overwrite_noise(form, bound, aliases, args, kwargs)
         if len(targets) != 1:
             raise CaptureError(
                 f"{form.type} overwrites {len(targets)} tensors at once, not all of them parameters or buffers",
@@ -518,20 +543,21 @@ class Recorder(TorchDispatchMode):
         if self.phase == "forward":
             keep_edges(target)
         new = functional_call(self, form, target, args, kwargs, where(self._scopes.current))
-        out = self._results.of(form, bound, args, kwargs)
+        out = self._results.of(form, bound, geometries, args, kwargs)
         self._store_value(target, new)
         return out
 
     def _overwrite_noise(
-        self, form: Form, bound: Bound, targets: Sequence[Alias], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, form: Form, bound: Bound, aliases: Sequence[Alias], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """``rrelu``, which overwrites its noise and returns a tensor or overwrites that too, by its functional form."""
+        targets = [aliases[i] for i in bound.written]
         if self.phase == "forward":
             for target in targets:
                 keep_edges(target)
         seen = [self.read(target.tensor) for target in targets]
         made = self.emit(_aten.rrelu_with_noise_functional.default, args, kwargs, {})
-        out = self._results.of(form, bound, args, kwargs)
+        out = self._results.of(form, bound, [alias.geometry for alias in aliases], args, kwargs)
         here = where(self._scopes.current)
         for target, old, new in zip(reversed(targets), reversed(seen), reversed(made), strict=False):
             self._store_value(target, laid_out(self, new, target.tensor, old, here))
@@ -610,8 +636,3 @@ class Recorder(TorchDispatchMode):
         alias.value.tensor = tensor
         alias.parent, alias.replay, alias.position, alias.geometry = old, replay, 0, geometry_of(tensor)
         return out
-
-
-def _returns_list(form: Form) -> bool:
-    returns = form.func._schema.returns
-    return len(returns) == 1 and "List" in str(returns[0].type)

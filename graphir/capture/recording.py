@@ -102,8 +102,11 @@ class Recording(NamedTuple):
         return [leaf for leaf in self.returned if isinstance(leaf, Value)]
 
 
-def record(step: Step, dims: Dims) -> Recording:
+def record(step: Step, dims: Dims, *, named: bool = True) -> Recording:
     """Run the step on fake tensors, with *dims* as the sizes of its named dimensions.
+
+    Only the first recording of a step has to be *named*: to tell source lines and which module returns what. Others
+    are for their numbers, which takes a third less time.
 
     A model may set itself up in its first step, as those of transformers hang up their hooks: where private attributes
     change, the step is run again, and must leave them alone and do the same. And a step may leave tensors on a module,
@@ -114,19 +117,21 @@ def record(step: Step, dims: Dims) -> Recording:
     """
     try:
         with attributes_kept(step.attributes):
-            recording, changes = _run(step, dims)
+            recording, changes = _run(step, dims, named)
             if changes:
                 set_up = step._replace(attributes=attributes_of(step.model, step.allowed))
                 try:
-                    again, more = _run(set_up, dims)
+                    again, more = _run(set_up, dims, named)
                 except CaptureError:  # it read what the first run had left
                     raise changes[0].complaint from None
                 if not settled(changes, more) or not _same(recording, again):
                     raise changes[0].complaint
     except Broken as broken:
+        if not named:
+            raise
         watch = Watch(broken.condition)
         with contextlib.suppress(CaptureError), attributes_kept(step.attributes):
-            _run(step, dims, watch)
+            _run(step, dims, named, watch)
         place = broken.where or where(watch.scope)
         if watch.line:
             place = f"{place}, at {watch.line}"
@@ -134,11 +139,11 @@ def record(step: Step, dims: Dims) -> Recording:
     return recording
 
 
-def _run(step: Step, dims: Dims, watch: Watch | None = None) -> tuple[Recording, list[Change]]:
+def _run(step: Step, dims: Dims, named: bool, watch: Watch | None = None) -> tuple[Recording, list[Change]]:
     """One run of the step, and what it changed."""
     fake_mode, scopes, checks = fresh_fake_mode(), Scopes(step.model), Checks()
     lines = SourceLines(end=sys._getframe().f_code)
-    recorder = Recorder(fake_mode, scopes, lines, _attribute_paths(step.model))
+    recorder = Recorder(fake_mode, scopes, lines if named else None, _attribute_paths(step.model))
     checks["memory"] = recorder.end_forward
     with fake_mode, torch.no_grad():
         fakes, state = _fake_state(step.state, recorder)
@@ -159,6 +164,7 @@ def _run(step: Step, dims: Dims, watch: Watch | None = None) -> tuple[Recording,
         fakes_in_place(step.model, fakes, checks, step.attributes) as changes,
         recorder.seeds.follow_rng_state(),
         refuse_seeding(lambda: where(scopes.current)),
+        recorder.exchanges_refused(),
         moves_stay(),
         fakes_with_known_values_hidden(recorder.is_known),
         escapes_refused(scopes),
@@ -178,7 +184,7 @@ def _run(step: Step, dims: Dims, watch: Watch | None = None) -> tuple[Recording,
                 parts = micro_batch(step.arguments.leaves, leaves, i, step.options.accumulate, recorder)
                 loss, start = _forward_loss(step, parts, scale, scopes, recorder, checks)
                 sums.add_loss(loss)
-                with scopes.follow(lambda: len(recorder.values), recorder.claim):
+                with recorder.follow_modules():
                     found = _backward(start, recorder, first_batch=i == 0)
                 of_params = [pair for pair in found if pair[0].kind == "param"]
                 sums.add_gradients(of_params, first)
@@ -234,7 +240,7 @@ def _forward(
 ) -> tuple[Any, tuple[Any, ...]]:
     """What the model returns, and the targets."""
     args, kwargs, targets = step.arguments.split(leaves)
-    with scopes.follow(lambda: len(recorder.values), recorder.claim):
+    with recorder.follow_modules():
         output = step.model(*args, **kwargs)
     checks["settings"]()  # before the loss finds that it needs no gradient
     return output, targets
@@ -251,7 +257,7 @@ def _forward_loss(
     """The loss of a micro-batch, and what its backward starts from."""
     assert step.loss is not None
     output, targets = _forward(step, leaves, scopes, recorder, checks)
-    with scopes.inside("loss"), scopes.follow(lambda: len(recorder.values), recorder.claim):
+    with scopes.inside("loss"), recorder.follow_modules():
         total = _scalar(step.loss(output, *targets))
         if step.options.accumulate > 1:
             total = total / step.options.accumulate

@@ -6,15 +6,16 @@ depends on the operator and the geometry of what it reads alone, so it is found 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ..ir.meta import META
+from .element_types import check_element_types
 from .forms import Bound, Form
-from .values import geometry_of
+from .values import Geometry
 
 __all__ = ["Results", "forget"]
 
@@ -64,30 +65,43 @@ class Results:
 
     Args:
         fake_mode: the mode.
+        here: path of the module that is running.
     """
 
-    def __init__(self, fake_mode: FakeTensorMode) -> None:
+    def __init__(self, fake_mode: FakeTensorMode, here: Callable[[], str]) -> None:
+        self._here = here
         sample = FakeTensor(fake_mode, torch.empty(0, device=_META), _CPU)
         self._attributes = dict(vars(sample))
         # Convolutions choose their backend, and with that their layout, by these.
         self._surroundings = torch.get_num_threads(), torch.backends.mkldnn.enabled
 
-    def of(self, form: Form, bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def of(
+        self,
+        form: Form,
+        bound: Bound,
+        geometries: Iterable[Geometry],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
         """What ``form.func(*args, **kwargs)`` returns.
 
         Args:
             form: of the operator.
             bound: its arguments in place.
+            geometries: of the tensors among them.
             args, kwargs: its arguments.
+
+        Raises:
+            CaptureError: its kernels refuse the element types that it is given.
         """
-        if not form.repeats or kwargs.get("device") not in (None, _CPU):
-            return META.get(form.type, form.func)(*args, **kwargs)
+        if not form.repeats or (kwargs and kwargs.get("device") not in (None, _CPU)):
+            return self._call(form, bound, args, kwargs)
         # The text of the arguments tells 1, 1.0 and True apart, and 0.0 and -0.0.
         setting = torch.get_default_dtype(), *self._surroundings
-        key = (form.func, bound.operands, repr(bound.args), setting, *map(geometry_of, bound.tensors))
+        key = (form.func, bound.operands, repr(bound.args), setting, *geometries)
         known: Any = _known.get(key, _UNKNOWN)
         if known is _UNKNOWN:
-            out = META.get(form.type, form.func)(*args, **kwargs)
+            out = self._call(form, bound, args, kwargs)
             described = _describe(out, bound.tensors)
             if described is not _UNKNOWN:
                 if len(_known) >= _MOST:
@@ -98,6 +112,10 @@ class Results:
             kind, results = known
             return kind([self._make(result, bound.tensors) for result in results])
         return self._make(known, bound.tensors)
+
+    def _call(self, form: Form, bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        check_element_types(form, bound, self._here)
+        return META.get(form.type, form.func)(*args, **kwargs)
 
     def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A fake tensor with memory of its own."""

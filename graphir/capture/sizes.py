@@ -167,7 +167,7 @@ class _Taken:
     def recording(self, dims: Dims) -> Recording:
         key = tuple(dims.values())
         if key not in self.at:
-            self.at[key] = record(self.step, dims)
+            self.at[key] = record(self.step, dims, named=not self.at)
         return self.at[key]
 
 
@@ -198,6 +198,7 @@ class Sizes:
         self.recording = recordings[0]
         self._recordings, self._grid = recordings, grid
         self._fitted: dict[tuple[int | None, ...], Size] = {}
+        self._alike: dict[tuple[object, ...], Geometry] = {}
         if len(recordings) > 1:
             self._compare()
         self.geometries = [self._geometry(values) for values in zip(*(r.values for r in recordings), strict=True)]
@@ -248,6 +249,12 @@ class Sizes:
         return [_first(BATCH in size_dims(size) for size in shape) for shape in shapes]
 
     def _geometry(self, values: tuple[Value, ...]) -> Geometry:
+        key = tuple([(v.geometry, v.offset) for v in values])  # repeated layers have the same
+        if key not in self._alike:
+            self._alike[key] = self._fit_geometry(values)
+        return self._alike[key]
+
+    def _fit_geometry(self, values: tuple[Value, ...]) -> Geometry:
         first = values[0]
         try:
             shape = self._fit_all([v.shape for v in values])

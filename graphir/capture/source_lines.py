@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Final
@@ -37,7 +39,6 @@ class SourceLines:
     def __init__(self, end: CodeType) -> None:
         self._kinds: dict[CodeType, int] = {end: _END}
         self._texts: dict[tuple[CodeType, int], str] = {}
-        self._files: dict[str, str] = {}
 
     def current(self) -> str:
         """``models/net.py:42``; empty where no such frame runs, as in most of a backward."""
@@ -86,10 +87,7 @@ class SourceLines:
         key = code, instruction
         text = self._texts.get(key)
         if text is None:
-            file = self._files.get(code.co_filename)
-            if file is None:
-                file = self._files[code.co_filename] = _shown(code.co_filename)
-            text = self._texts[key] = f"{file}:{line}"
+            text = self._texts[key] = f"{_shown(code.co_filename, (*sys.path, str(Path.cwd())))}:{line}"
         return text
 
 
@@ -102,11 +100,12 @@ def _kind(path: str) -> int:
     return _PASSED if standard or path.startswith((_TORCH, _CAPTURE, "<frozen")) else _USERS
 
 
-def _shown(path: str) -> str:
+@lru_cache(1024)
+def _shown(path: str, search: Sequence[str]) -> str:
     """*path* without what is particular to a machine: relative to the folder that it is imported from."""
     if path.startswith("<"):
         return path
     file = Path(path).absolute()
-    folders = [Path(folder).absolute() for folder in (*sys.path, "")]
+    folders = [Path(folder).absolute() for folder in search]
     folder = max((f for f in folders if f in file.parents), key=lambda f: len(f.parts), default=file.parent)
     return file.relative_to(folder).as_posix()

@@ -11,16 +11,30 @@ recording keeps two things apart::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from ..ir.operator import Arg, Phase
 
-__all__ = ["Alias", "Call", "Replay", "Store", "Value", "geometry_of"]
+__all__ = ["Alias", "Call", "Geometry", "Replay", "Store", "Value", "geometry_of"]
 
 Replay: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 """An operator and its arguments, tensors included."""
+
+
+class Geometry(NamedTuple):
+    """Where in its memory a tensor looks, and as what: offset and strides count elements."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+def geometry_of(tensor: torch.Tensor) -> Geometry:
+    """The geometry of *tensor* now."""
+    return Geometry(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
 
 class Value:
@@ -29,6 +43,8 @@ class Value:
     Attributes:
         index: position in the order of making; equal values of two recordings have equal indices.
         tensor: a fake tensor of its geometry; of an overwritten tensor, the one that held it.
+        geometry: of that tensor.
+        offset: elements from the first of its root to its own first.
         root: the value whose storage holds the bytes; itself unless this is a view.
         label: the operator's name as users know it, such as ``relu``; the whole name for inputs and state.
         scope: path of the module that made it.
@@ -47,9 +63,9 @@ class Value:
     __slots__ = (
         "call",
         "claim",
-        "dtype",
         "edge",
         "follows_input",
+        "geometry",
         "index",
         "kind",
         "known",
@@ -59,20 +75,14 @@ class Value:
         "prefix",
         "root",
         "scope",
-        "shape",
         "source",
-        "strides",
         "tensor",
         "version",
     )
 
     def __init__(self, index: int, tensor: torch.Tensor, label: str, scope: str, phase: Phase) -> None:
-        self.index = index
-        self.tensor = tensor
-        self.shape: tuple[int, ...] = tuple(tensor.shape)
-        self.strides: tuple[int, ...] = tensor.stride()
+        self.index, self.tensor, self.geometry = index, tensor, geometry_of(tensor)
         self.offset = 0
-        self.dtype = tensor.dtype
         self.root = self
         self.label, self.scope, self.phase = label, scope, phase
         self.claim: str | None = None
@@ -89,6 +99,21 @@ class Value:
         """Forget what refers to this value in turn: the collector would have to find it."""
         self.call = self.source = self.edge = None
         del self.root
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of its tensor."""
+        return self.geometry.shape
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of its tensor."""
+        return self.geometry.strides
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its tensor."""
+        return self.geometry.dtype
 
     @property
     def is_view(self) -> bool:
@@ -145,11 +170,6 @@ class Store:
         self.persistent = persistent
 
 
-def geometry_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Where in its memory a tensor looks, and as what."""
-    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
-
-
 class Alias:
     """A tensor, the memory it looks at, and the value it showed last.
 
@@ -166,7 +186,7 @@ class Alias:
 
     def __init__(self, tensor: torch.Tensor, value: Value, store: Store) -> None:
         self.tensor, self.value, self.store = tensor, value, store
-        self.geometry = geometry_of(tensor)
+        self.geometry = value.geometry if value.tensor is tensor else geometry_of(tensor)
         self.generation = store.generation
         self.parent: Alias | None = None
         self.replay: Replay | None = None
@@ -181,11 +201,5 @@ class Alias:
     @property
     def is_base(self) -> bool:
         """Whether it covers all of the memory, in the base's own geometry."""
-        base = self.store.base.tensor
-        tensor = self.tensor
-        return base is tensor or (
-            tensor.shape == base.shape
-            and tensor.stride() == base.stride()
-            and tensor.storage_offset() == base.storage_offset()
-            and tensor.dtype == base.dtype
-        )
+        base = self.store.base
+        return self is base or self.geometry == base.geometry

@@ -44,6 +44,15 @@ def exchanged_after_its_last_use(m: Inner, x: Tensor) -> Tensor:
     return out
 
 
+def exchanged_and_put_back(m: Inner, x: Tensor) -> Tensor:
+    h = m.fc(x)
+    own = h.data
+    h.data = h * 2
+    out = h.sin()
+    h.data = own
+    return out
+
+
 def buffer_exchanged(m: Inner, x: Tensor) -> Tensor:
     m.mean.data = m.mean * 0.9
     return m.fc(x) + m.mean
@@ -69,6 +78,7 @@ EXCHANGES = [
     input_exchanged,
     activation_exchanged,
     exchanged_after_its_last_use,
+    exchanged_and_put_back,
     buffer_exchanged,
     parameter_exchanged,
     transposed_in_its_own_memory,
