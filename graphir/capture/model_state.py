@@ -176,7 +176,10 @@ def fakes_in_place(
                 table.update(before)
 
 
-def _check_gradient(path: str, what: str, tensor: torch.Tensor, fake: torch.Tensor) -> None:
+def _check_gradient(path: str, kind: str, key: str, tensor: torch.Tensor, fake: torch.Tensor) -> None:
+    if fake.requires_grad == tensor.requires_grad and fake.grad is None and not fake._backward_hooks:
+        return
+    what = f"{kind} {key!r}"
     for broken, doing, fix in (
         (fake._backward_hooks, "puts a hook on the gradient of", "do what the hook does in the loss"),
         (fake.grad is not None, "computes a gradient of its own for", "call torch.autograd.grad, or add to the loss"),
@@ -195,7 +198,7 @@ def _changed(
 ) -> list[Change]:
     parameters, buffers = saved
     for kind, table, before in (("parameter", module._parameters, parameters), ("buffer", module._buffers, buffers)):
-        for key in dict.fromkeys([*before, *table]):
+        for key in dict.fromkeys([*before, *table]) if before or table else ():
             old = before.get(key)
             if table.get(key) is not (None if old is None else fakes[id(old)]):
                 raise Broken(
@@ -206,7 +209,7 @@ def _changed(
                     "if the first step alone sets it up, run one before the capture",
                 )
             if old is not None:
-                _check_gradient(path, f"{kind} {key!r}", old, fakes[id(old)])
+                _check_gradient(path, kind, key, old, fakes[id(old)])
     return attributes.changed(fakes)
 
 

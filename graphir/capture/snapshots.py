@@ -9,12 +9,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Final
 
 import torch
 
 from .model_state import StateTensor, extent, has_data
 
 __all__ = ["same_bits", "snapshot", "snapshots"]
+
+_FEW_BYTES: Final = 2**20
+"""They are copied before a thread would have started."""
 
 
 def snapshot(tensor: torch.Tensor) -> torch.Tensor:
@@ -49,13 +53,17 @@ def snapshots(state: Iterable[StateTensor]) -> Iterator[Callable[[], dict[str, t
             copies[name], span = _blank(tensor)
             targets.append(span)
             sources.append(_span(tensor))
+    if sum(span.nbytes for span in targets) < _FEW_BYTES:
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        yield lambda: copies
+        return
     with ThreadPoolExecutor(1) as thread:
         # One call: a loop in Python would wait for the recording before each tensor.
-        filled = thread.submit(torch._foreach_copy_, targets, sources) if targets else None
+        filled = thread.submit(torch._foreach_copy_, targets, sources)
 
         def wait() -> dict[str, torch.Tensor]:
-            if filled is not None:
-                filled.result()
+            filled.result()
             return copies
 
         yield wait
