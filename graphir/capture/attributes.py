@@ -142,12 +142,14 @@ class Attributes:
         self._path, self._table, self._allowed = path, module.__dict__, allowed
         self._before = dict(module.__dict__)
         seen: set[int] = set()
-        self._held = [
-            held
-            for name, value in self._before.items()
-            if not isinstance(value, _PLAIN) and name not in _TABLES
-            for held in _inside(name, name.startswith("_"), value, seen)
-        ]
+        self._held: list[_Held] = []
+        for name, value in self._before.items():
+            if isinstance(value, _PLAIN) or name in _TABLES:
+                continue
+            if isinstance(value, dict) and not value:  # as most are: the tables of hooks
+                self._held.append(_Held(name, name.startswith("_"), value, []))
+            else:
+                self._held += _inside(name, name.startswith("_"), value, seen)
 
     def changed(self, fakes: Mapping[int, torch.Tensor]) -> list[Change]:
         """What a second step has to tell about: private attributes, a part of the module's setting itself up as hooks
@@ -283,7 +285,7 @@ def _altered(contents: list[Any], others: list[Any], fakes: Mapping[int, torch.T
 
 def _is_left(container: Any, contents: list[Any]) -> bool:
     """Whether a container has the very contents it had."""
-    if not contents and isinstance(container, _CONTAINERS):  # as most are: the tables of hooks
+    if not contents and isinstance(container, _CONTAINERS):
         return not container
     return _identical(contents, _contents(container))
 

@@ -120,7 +120,9 @@ class Recorder(TorchDispatchMode):
 
     def follow_modules(self) -> contextlib.AbstractContextManager[None]:
         """Know which module runs, and name what it returns."""
-        return self._scopes.follow(lambda: len(self.values), self.claim if self._lines is not None else None)
+        if self._lines is None:
+            return contextlib.nullcontext()
+        return self._scopes.follow(lambda: len(self.values), self.claim)
 
     def claim(self, tensor: torch.Tensor, name: str, before: int) -> None:
         """Name what a module returns after it, if an operator made it while the module ran."""
@@ -134,14 +136,6 @@ class Recorder(TorchDispatchMode):
         """Whether what a tensor holds follows from sizes and literals alone."""
         alias = self._memory.find(tensor)
         return alias is not None and alias.generation == alias.store.generation and alias.value.known
-
-    def differentiable(self) -> Iterator[tuple[Value, Any]]:
-        """Each forward value that has a gradient, and where that arrives: its tensor, or an edge of the graph.
-
-        Of the values that operators made, those of the current micro-batch.
-        """
-        seen = (alias for alias in self._memory if alias.value.index >= self._first or alias.value.root.kind)
-        return differentiable(seen, self.values)
 
     def start_micro_batch(self, prefix: str) -> None:
         """From here on, operators belong to the forward of the micro-batch whose names start with *prefix*."""
@@ -162,9 +156,16 @@ class Recorder(TorchDispatchMode):
         if self._lines is not None:
             self._memory.check_unexchanged()
 
-    def start_backward(self) -> None:
-        """From here on, operators belong to the backward of the forward value whose gradient is being computed."""
-        for value, edge in self.differentiable():
+    def start_backward(self) -> list[tuple[Value, Any]]:
+        """From here on, operators belong to the backward of the forward value whose gradient is being computed.
+
+        Returns:
+            Each forward value that has a gradient, and where that arrives: its tensor, or an edge of the graph. Of the
+            values that operators made, those of the current micro-batch.
+        """
+        seen = (alias for alias in self._memory if alias.value.index >= self._first or alias.value.root.kind)
+        found = list(differentiable(seen, self.values))
+        for value, edge in found:
             node = edge.grad_fn if isinstance(edge, torch.Tensor) else edge.node
             if node is not None:
                 self._owners.setdefault(node._sequence_nr(), value)
@@ -175,6 +176,7 @@ class Recorder(TorchDispatchMode):
                         fix="pass use_reentrant=False to torch.utils.checkpoint.checkpoint",
                     )
         self.phase = "backward"
+        return found
 
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:

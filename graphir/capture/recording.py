@@ -105,8 +105,8 @@ class Recording(NamedTuple):
 def record(step: Step, dims: Dims, *, named: bool = True) -> Recording:
     """Run the step on fake tensors, with *dims* as the sizes of its named dimensions.
 
-    Only the first recording of a step has to be *named*: to tell source lines and which module returns what. Others
-    are for their numbers, which takes a third less time.
+    Only the first recording of a step has to be *named*: to know modules and source lines. Others are for their
+    numbers, which takes a third less time.
 
     A model may set itself up in its first step, as those of transformers hang up their hooks: where private attributes
     change, the step is run again, and must leave them alone and do the same. And a step may leave tensors on a module,
@@ -424,8 +424,7 @@ def _backward(total: torch.Tensor, recorder: Recorder, first_batch: bool) -> lis
 
     Those of the *first_batch* become ``param.grad``; autograd adds later ones to them, however they are laid out.
     """
-    recorder.start_backward()
-    asked = sorted(recorder.differentiable(), key=lambda pair: (pair[0].kind != "param", pair[0].index))
+    asked = sorted(recorder.start_backward(), key=lambda pair: (pair[0].kind != "param", pair[0].index))
     try:
         found: Sequence[torch.Tensor | None] = torch.autograd.grad(
             total, [edge for _, edge in asked], allow_unused=True

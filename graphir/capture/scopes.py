@@ -32,15 +32,13 @@ class Scopes:
         self._error: BaseException | None = None
 
     @contextlib.contextmanager
-    def follow(
-        self, count: Callable[[], int], claim: Callable[[torch.Tensor, str, int], None] | None
-    ) -> Iterator[None]:
+    def follow(self, count: Callable[[], int], claim: Callable[[torch.Tensor, str, int], None]) -> Iterator[None]:
         """Keep the stack while modules run, and refuse those that can't be captured.
 
         Args:
             count: how many values have been made so far.
             claim: called at the end of each module with a tensor that it returns, the name of that output, and the
-                number of values that had been made before it started; None: nobody wants to know.
+                number of values that had been made before it started.
         """
 
         def enter(module: torch.nn.Module, args: Any) -> None:
@@ -54,7 +52,7 @@ class Scopes:
             if error is not handled:  # a module may run where its caller handles another exception
                 if error is not self._error:
                     self.failed, self._error = path, error
-            elif claim is not None and path and id(module) in self._paths:
+            elif path and id(module) in self._paths:
                 for name, leaf in named_leaves(path, output):
                     if isinstance(leaf, torch.Tensor):
                         claim(leaf, name, before)

@@ -357,8 +357,8 @@ def _at(point: Dims) -> str:
 
 def _difference(mine: Call, theirs: Call, at: str, other: str) -> str:
     """How two calls of one place differ, recorded at the sizes *at* and *other*."""
-    if (mine.type, mine.scope) != (theirs.type, theirs.scope):
-        return f"is {mine.type}{_in(mine)} at {at}, but {theirs.type}{_in(theirs)} at {other}"
+    if mine.type != theirs.type:
+        return f"is {mine.type}{_in(mine)} at {at}, but {theirs.type} at {other}"
     for verb, a, b in (("returns", mine.outputs, theirs.outputs), ("reads", mine.inputs, theirs.inputs)):
         if len(a) != len(b):
             return f"({mine.type}{_in(mine)}) {verb} {len(a)} tensors at {at} and {len(b)} at {other}"
