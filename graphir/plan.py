@@ -22,18 +22,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
+from .ir.blob import Blob
 from .ir.device import Device
 from .ir.net import Net
+from .ir.operator import Operator
 from .ir.program import Program
 
-__all__ = ["KINDS", "STREAMS", "Event", "Instruction", "Kind", "Plan", "lane", "lane_device"]
+__all__ = ["KINDS", "STREAMS", "Event", "Instruction", "Kind", "Plan", "issued_as", "issued_on", "lane", "lane_device"]
 
 Kind: TypeAlias = Literal["run", "copy", "collective", "record", "wait", "free"]
 KINDS: Final[tuple[str, ...]] = get_args(Kind)
 
 STREAMS: Final = ("compute", "copy_in", "copy_out")
-"""The lanes of a device. A copy belongs to the destination's ``copy_in``, or to the source's ``copy_out`` where the
-destination is the cpu."""
+"""The lanes of a device; :func:`issued_on` says which one an operator belongs to."""
 
 
 def lane(device: Device, stream: str) -> str:
@@ -44,6 +45,30 @@ def lane(device: Device, stream: str) -> str:
 def lane_device(lane: str) -> Device:
     """The device of a lane."""
     return Device.parse(lane.partition(".")[0])
+
+
+def issued_as(op: Operator) -> Kind:
+    """The kind of the instructions that execute an operator."""
+    if op.type == "AllReduce":
+        return "collective"
+    return "copy" if op.type == "Copy" else "run"
+
+
+def issued_on(op: Operator, blobs: Mapping[str, Blob], part: int = 0) -> str:
+    """The lane that executes an operator, or a part of a collective.
+
+    A run belongs to its device's ``compute``, a copy to the destination's ``copy_in``, or to the source's ``copy_out``
+    where the destination is the cpu. A part of a collective belongs to its participant's ``copy_in``, so that gradients
+    are reduced while others are still computed.
+    """
+    kind = issued_as(op)
+    if kind == "run":
+        return lane(op.device, "compute")
+    if kind == "collective":
+        return lane(blobs[op.inputs[part]].device, "copy_in")
+    if op.device.kind == "cpu":
+        return lane(blobs[op.inputs[0]].device, "copy_out")
+    return lane(op.device, "copy_in")
 
 
 class Event(NamedTuple):
@@ -65,7 +90,7 @@ class Instruction(NamedTuple):
             event; ``free`` drops a storage.
         lane: the lane that executes it.
         op: position of the operator in ``plan.step.ops`` (run, copy, collective), else -1.
-        part: which participant of a collective this is; its lane is the compute lane of that participant's device.
+        part: which participant of a collective this is.
         event: of a record or a wait.
         storage: of a free.
     """

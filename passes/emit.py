@@ -23,7 +23,7 @@ from graphir.ir.net import Net
 from graphir.ir.operator import Operator
 from graphir.ir.program import Program
 from graphir.ir.verify import verify
-from graphir.plan import Event, Instruction, Kind, Plan, lane
+from graphir.plan import Event, Instruction, Plan, issued_as, issued_on, lane
 
 from .base import require_program
 
@@ -105,13 +105,12 @@ class _Emission:
     def run(self) -> list[Instruction]:
         dead = _last_uses(self.net)
         for i, op in enumerate(self.net.ops):
-            if op.type == "AllReduce":
-                for part in range(len(op.inputs)):
-                    at = lane(self.net.blobs[op.inputs[part]].device, "compute")
-                    self.execute(Instruction("collective", at, i, part), op, list(op.reads), [list(op.makes)[part]])
+            kind, blobs = issued_as(op), self.net.blobs
+            if kind == "collective":
+                for part, made in enumerate(op.makes):
+                    self.execute(Instruction(kind, issued_on(op, blobs, part), i, part), op, list(op.reads), [made])
             else:
-                kind: Kind = "copy" if op.type == "Copy" else "run"
-                self.execute(Instruction(kind, self.lane_of(op), i), op, list(op.reads), list(op.makes))
+                self.execute(Instruction(kind, issued_on(op, blobs), i), op, list(op.reads), list(op.makes))
             for storage in dead.get(i, ()):
                 self.free(storage)
         instructions = []
@@ -120,13 +119,6 @@ class _Emission:
             for event in self.records.get(position, ()):
                 instructions.append(Instruction("record", instruction.lane, event=event))
         return instructions
-
-    def lane_of(self, op: Operator) -> str:
-        if op.type != "Copy":
-            return lane(op.device, "compute")
-        if op.device.kind == "cpu":
-            return lane(self.net.blobs[op.inputs[0]].device, "copy_out")
-        return lane(op.device, "copy_in")
 
     def execute(
         self, instruction: Instruction, op: Operator, reads: list[tuple[str, int]], makes: list[tuple[str, int]]

@@ -13,7 +13,7 @@ from graphir.ir.net import Net
 from graphir.ir.operator import Effects, Operator, Phase
 from graphir.ir.program import Feed, Interface, ParamGroup, Program
 from graphir.ir.size import Shape, dimension
-from graphir.plan import Event, Instruction, Plan, lane
+from graphir.plan import Event, Instruction, Plan, issued_as, issued_on, lane
 
 BATCH = dimension("batch")
 GPU0, GPU1 = gpu(0), gpu(1)
@@ -109,16 +109,17 @@ def plan(p: Program) -> Plan:
     made: dict[tuple[str, int], str] = {}
     issued: list[Instruction] = []
     for i, op in enumerate(net.ops):
-        kind = "copy" if op.type == "Copy" else "run"
-        at = lane(op.device, "copy_in" if kind == "copy" else "compute")
-        for name, version in op.reads:
-            by = made.get((name, version), at)
-            if by != at:
-                issued.append(Instruction("wait", at, event=Event(name, version, by)))
-        issued.append(Instruction(kind, at, i))
-        for name, version in op.makes:
-            made[name, version] = at
-            issued.append(Instruction("record", at, event=Event(name, version, at)))
+        kind, makes = issued_as(op), list(op.makes)
+        for part, own in enumerate([[output] for output in makes] if kind == "collective" else [makes]):
+            at = issued_on(op, blobs, part)
+            for name, version in op.reads:
+                by = made.get((name, version), at)
+                if by != at:
+                    issued.append(Instruction("wait", at, event=Event(name, version, by)))
+            issued.append(Instruction(kind, at, i, part))
+            for name, version in own:
+                made[name, version] = at
+                issued.append(Instruction("record", at, event=Event(name, version, at)))
         for storage in dict.fromkeys(blobs[n].storage for n in (*op.inputs, *op.outputs)):
             if last[storage] == i and storage not in kept:
                 issued.append(Instruction("free", lane(blobs[storage].device, "compute"), storage=storage))

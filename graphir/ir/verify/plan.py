@@ -2,8 +2,7 @@
 
 22. Instructions of an operator are of the kind that its type asks for, and in program order.
 23. Every operator is issued exactly once; a collective once for each participant.
-24. An instruction is on the lane that it belongs to: a run on its device's ``compute``, a copy on the destination's
-    ``copy_in`` or, to the cpu, the source's ``copy_out``, a part of a collective on its participant's ``compute``.
+24. An instruction is on the lane that it belongs to (:func:`graphir.plan.issued_on`).
 25. A record is of a version that its own lane has made or read.
 26. A wait comes after a record of its event.
 27. A storage is freed at most once, after it was made and after its last use; what lives from step to step and what is
@@ -15,16 +14,12 @@ emit puts in every wait that is needed, but a wait that is missing from an edite
 
 from __future__ import annotations
 
-from typing import Final
-
-from ...plan import Event, Instruction, Plan, lane
+from ...plan import Event, Instruction, Plan, issued_as, issued_on
 from ..blob import STATE_ROLES
 from ..operator import Operator
 from .problems import Problem
 
 __all__ = ["plan_problems"]
-
-_KIND: Final = {"Copy": "copy", "AllReduce": "collective"}
 
 
 def plan_problems(plan: Plan) -> list[Problem]:
@@ -72,7 +67,7 @@ class _Issue:
             self.report(f"there is no operator {instruction.op}", instruction)
             return
         op = ops[instruction.op]
-        kind = _KIND.get(op.type, "run")
+        kind = issued_as(op)
         if instruction.kind != kind:
             self.report(f"{op.type} is issued as {instruction.kind}, not as {kind}", instruction)
         if instruction.op < self.last:
@@ -85,18 +80,10 @@ class _Issue:
         if instruction.part >= (len(op.inputs) if kind == "collective" else 1):
             self.report(f"the operator has no part {instruction.part}", instruction)
             return
-        wanted = self.lane(op, kind, instruction.part)
+        wanted = issued_on(op, self.plan.step.blobs, instruction.part)
         if instruction.lane != wanted:
             self.report(f"the operator is issued on {instruction.lane}, not on {wanted}", instruction)
         self.touch(op, instruction, kind)
-
-    def lane(self, op: Operator, kind: str, part: int) -> str:
-        blobs = self.plan.step.blobs
-        if kind == "collective":
-            return lane(blobs[op.inputs[part]].device, "compute")
-        if kind == "copy" and op.device.kind == "cpu":
-            return lane(blobs[op.inputs[0]].device, "copy_out")
-        return lane(op.device, "copy_in" if kind == "copy" else "compute")
 
     def touch(self, op: Operator, instruction: Instruction, kind: str) -> None:
         """The operands are used: they must exist, and may be recorded by this lane from now on."""

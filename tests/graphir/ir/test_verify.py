@@ -359,34 +359,27 @@ def test_broken_plan_is_reported(plan: Plan, message: str) -> None:
         verify(plan)
 
 
-def collective_plan(*, strangers: bool = False) -> Plan:
-    """With *strangers*, the first participant's lane records the second one's output."""
-    p = two_participants()
-    plan = tiny.plan(p)
-    at = tiny.position(p, "w_grad_0")
-    listed = []
-    for i in plan.instructions:
-        if i.op == at:
-            listed += [i._replace(kind="collective"), i._replace(kind="collective", lane="gpu:1.compute", part=1)]
-        elif strangers or i.event is None or i.event.blob != "w_grad_1":
-            listed.append(i)
-    return plan.with_(instructions=tuple(listed))
-
-
 def test_a_collective_is_issued_once_for_each_participant() -> None:
-    plan = collective_plan()
+    plan = tiny.plan(two_participants())
     verify(plan)
     without = tuple(i for i in plan.instructions if i.part != 1)
     with pytest.raises(VerifyError, match="1 parts are never issued"):
         verify(plan.with_(instructions=without))
-    elsewhere = tuple(i._replace(lane="gpu:0.compute") if i.part == 1 else i for i in plan.instructions)
-    with pytest.raises(VerifyError, match=r"issued on gpu:0\.compute, not on gpu:1\.compute"):
-        verify(plan.with_(instructions=elsewhere))
+
+
+def test_a_part_is_on_its_participants_lane_for_what_comes_in() -> None:
+    plan = tiny.plan(two_participants())
+    for lane in ("gpu:1.compute", "gpu:0.copy_in"):
+        elsewhere = tuple(i._replace(lane=lane) if i.part == 1 else i for i in plan.instructions)
+        with pytest.raises(VerifyError, match=f"issued on {lane}, not on gpu:1.copy_in"):
+            verify(plan.with_(instructions=elsewhere))
 
 
 def test_a_participant_makes_its_own_output_only() -> None:
-    with pytest.raises(VerifyError, match=r"gpu:0\.compute has neither made nor read 'w_grad_1';0"):
-        verify(collective_plan(strangers=True))
+    plan = tiny.plan(two_participants())
+    record = Instruction("record", "gpu:0.copy_in", event=Event("w_grad_1", 0, "gpu:0.copy_in"))
+    with pytest.raises(VerifyError, match=r"gpu:0\.copy_in has neither made nor read 'w_grad_1';0"):
+        verify(plan.with_(instructions=(*plan.instructions, record)))
 
 
 def test_a_plan_whose_program_is_broken_reports_the_program() -> None:
