@@ -44,7 +44,7 @@ from .optimizers import KERNELS, updater
 from .reference import flatten, invoke
 from .values import Values
 
-__all__ = ["Handover", "ThreadCode", "generate"]
+__all__ = ["Handover", "Statements", "ThreadCode", "Writer", "generate"]
 
 _LARGEST_LITERAL: Final = 2**63
 _FILE: Final = "<graphir thread>"
@@ -108,8 +108,8 @@ def generate(setting: Setting, thread: Mapping[str, int], handover: Handover | N
         PlanError: an instruction reads what nobody made, or an operator does not fit its type.
     """
     values = Values(setting, thread)
-    writers = [_Writer(values.kept) for _ in range(max(thread.values(), default=0) + 1)]
-    printers = [_Statements(setting, writer, values, handover, i) for i, writer in enumerate(writers)]
+    writers = [Writer(values.kept) for _ in range(max(thread.values(), default=0) + 1)]
+    printers = [Statements(setting, writer, values, handover, i) for i, writer in enumerate(writers)]
     for position, instruction in enumerate(setting.plan.instructions):
         here = thread[instruction.lane]
         printers[here].add(position, instruction)
@@ -121,7 +121,7 @@ def generate(setting: Setting, thread: Mapping[str, int], handover: Handover | N
     return [writer.finish() for writer in writers]
 
 
-class _Writer:
+class Writer:
     """The lines and bound parameters of one thread's function."""
 
     def __init__(self, kept: Sequence[Tensor]) -> None:
@@ -181,11 +181,11 @@ class _Writer:
         )
 
 
-class _Statements:
+class Statements:
     """The statements of each of one thread's instructions."""
 
     def __init__(
-        self, setting: Setting, writer: _Writer, values: Values, handover: Handover | None, thread: int
+        self, setting: Setting, writer: Writer, values: Values, handover: Handover | None, thread: int
     ) -> None:
         self.setting, self.writer, self.values, self.thread = setting, writer, values, thread
         self.handover = handover
