@@ -15,6 +15,9 @@ one code object serve any size: only the constants that depend on dimensions are
 geometry depends on no dimension stay the same too; they are taken once, and bound like state. Values that another
 thread reads are also kept in the list ``x``. Optimizer updates alike that follow each other share a line.
 
+Where a step is observed, the functions are generated once more, with the methods of a probe as further arguments, which
+each line calls before and after what it does (:mod:`.probes`).
+
 Nothing of a plan's text is in the code: names are numbered, and of its arguments only numbers, booleans and None are
 written as literals.
 """
@@ -73,7 +76,7 @@ class ThreadCode(NamedTuple):
         source: its Python text.
         code: compiled.
         instructions: for each line of the source, the position of the instruction in the plan; -1 for none.
-        inputs: which of the setting's inputs it takes, after the number of steps done.
+        inputs: which of the setting's inputs it takes, after the number of steps done and the methods of a probe.
         outputs: which of the step's external outputs it returns.
         constants: what its remaining parameters are bound to; those that depend on dimensions are None.
         sized: position in ``constants`` and what computes each of those.
@@ -96,19 +99,22 @@ class ThreadCode(NamedTuple):
         return FunctionType(self.code, {"__builtins__": builtins}, "run", tuple(constants))
 
 
-def generate(setting: Setting, thread: Mapping[str, int], handover: Handover | None = None) -> list[ThreadCode]:
+def generate(
+    setting: Setting, thread: Mapping[str, int], handover: Handover | None = None, observed: bool = False
+) -> list[ThreadCode]:
     """The functions of threads ``0, 1, …``.
 
     Args:
         setting: what they run.
         thread: which thread each lane of the plan belongs to.
         handover: needed where there are several threads.
+        observed: whether they take the methods ``begin`` and ``end`` of a probe, and call them.
 
     Raises:
         PlanError: an instruction reads what nobody made, or an operator does not fit its type.
     """
     values = Values(setting, thread)
-    writers = [Writer(values.kept) for _ in range(max(thread.values(), default=0) + 1)]
+    writers = [Writer(values.kept, observed) for _ in range(max(thread.values(), default=0) + 1)]
     printers = [Statements(setting, writer, values, handover, i) for i, writer in enumerate(writers)]
     for position, instruction in enumerate(setting.plan.instructions):
         here = thread[instruction.lane]
@@ -124,8 +130,8 @@ def generate(setting: Setting, thread: Mapping[str, int], handover: Handover | N
 class Writer:
     """The lines and bound parameters of one thread's function."""
 
-    def __init__(self, kept: Sequence[Tensor]) -> None:
-        self.kept = kept
+    def __init__(self, kept: Sequence[Tensor], observed: bool = False) -> None:
+        self.kept, self.observed = kept, observed
         self.lines: list[str] = []
         self.instructions: list[int] = [-1]
         self.bound: dict[str, object] = {}
@@ -165,7 +171,8 @@ class Writer:
 
     def finish(self) -> ThreadCode:
         inputs = sorted(self.inputs, key=lambda name: int(name[1:]))
-        head = ", ".join(["n", *inputs, *self.bound])
+        probe = ["begin", "end"] if self.observed else []
+        head = ", ".join(["n", *probe, *inputs, *self.bound])
         returned = "".join([f"{variable}, " for variable in self.outputs.values()])
         source = "\n ".join([f"def run({head}):", *self.lines, f"return ({returned})"]) + "\n"
         order = {name: i for i, name in enumerate(self.bound)}
@@ -209,16 +216,38 @@ class Statements:
             self.freed.append((position, instruction))
         else:
             self.flush()
-            self.writer.line(position, self.of(position, instruction))
+            self.writer.line(position, self.observed(self.of(position, instruction), position))
 
     def flush(self) -> None:
         """Write what is held back."""
         updates, freed, self.updates, self.freed = self.updates, self.freed, [], []
         self.updated.clear()
         if updates:
-            self.writer.line(updates[0][0], self.update([op for _, op in updates]))
+            statements = self.update([op for _, op in updates])
+            self.writer.line(updates[0][0], self.observed(statements, *[position for position, _ in updates]))
         for position, instruction in freed:
-            self.writer.line(position, self.of(position, instruction))
+            self.writer.line(position, self.observed(self.of(position, instruction), position))
+
+    def observed(self, statements: list[str], *positions: int) -> list[str]:
+        """The statements of some instructions, between the calls of a probe."""
+        if not self.writer.observed or not statements:
+            return statements
+        found: list[str] = []
+        for position in positions:
+            found += [f"begin({position})", *(statements if position == positions[0] else [])]
+            found.append(f"end({position}, {', '.join(self.touched(position))})")
+        return found
+
+    def touched(self, position: int) -> list[str]:
+        """Two tuples: what an instruction has read, and what it has made."""
+        instruction = self.setting.plan.instructions[position]
+        if instruction.op < 0:
+            return ["()", "()"]
+        op = self.net.ops[instruction.op]
+        makes = list(op.makes)
+        if instruction.kind == "collective":
+            makes = [makes[instruction.part]]
+        return [f"({''.join([self.read(*value) + ', ' for value in values])})" for values in (op.reads, makes)]
 
     def joins(self, op: Operator) -> bool:
         """Whether an update can be made in one call with those held back."""

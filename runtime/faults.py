@@ -11,6 +11,8 @@ __all__ = ["fault"]
 
 def fault(plan: Plan, instruction: Instruction | None, step: int, cause: BaseException) -> RunError:
     """The error for an exception that *instruction* raised in step number *step*; None where none is to blame."""
+    if isinstance(cause, RunError):  # a probe's, which says it all
+        return cause
     reason = str(cause).strip().partition("\n")[0]
     reason = f"{type(cause).__name__}: {reason}" if reason else type(cause).__name__
     place = f"plan {plan.name!r}, step {step}"

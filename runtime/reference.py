@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphir.errors import PlanError
+from graphir.errors import PlanError, RunError
 from graphir.ir.blob import Blob
 from graphir.ir.operator import Operator
 from graphir.ir.opset import overload
@@ -28,6 +28,7 @@ from .executor import Feedable, Setting
 from .faults import fault
 from .kernels import all_reduce, copy, reduction
 from .optimizers import KERNELS, updater
+from .probes import Clock, HostClock, Probe
 from .surroundings import neutral
 
 __all__ = ["Reference"]
@@ -43,9 +44,17 @@ class Reference:
 
     def __init__(self, setting: Setting, threads: int | None = None) -> None:
         self.setting, self.intraop = setting, threads or torch.get_num_threads()
+        self.clock: Clock = HostClock()
 
     def run(self, dims: Dims, inputs: Sequence[Feedable], step: int) -> Sequence[Tensor]:
         """One step; see :class:`.executor.Executor`."""
+        return self.interpret(dims, inputs, step, None)
+
+    def run_observed(self, dims: Dims, inputs: Sequence[Feedable], step: int, probe: Probe) -> Sequence[Tensor]:
+        """One step with a probe; see :class:`.probes.Observable`."""
+        return self.interpret(dims, inputs, step, probe)
+
+    def interpret(self, dims: Dims, inputs: Sequence[Feedable], step: int, probe: Probe | None) -> Sequence[Tensor]:
         plan, instruction = self.setting.plan, None
         interpretation = _Interpretation(self.setting, dims, step)
         for name, tensor in zip(self.setting.inputs, inputs, strict=True):
@@ -53,11 +62,14 @@ class Reference:
         kinds = {place.type for place in self.setting.binding.values()}
         with neutral(self.intraop, kinds), torch.inference_mode():
             try:
-                for instruction in plan.instructions:
-                    interpretation.execute(instruction)
+                for position, instruction in enumerate(plan.instructions):
+                    if probe is None:
+                        interpretation.execute(instruction)
+                    else:
+                        interpretation.observe(position, instruction, probe)
                 instruction = None
                 return interpretation.outputs()
-            except PlanError:
+            except (PlanError, RunError):
                 raise
             except Exception as e:
                 raise fault(plan, instruction, step, e) from e
@@ -107,6 +119,20 @@ class _Interpretation:
         if self.made_at[name, version] != self.writes.get(storage, 0):
             raise self.unsound(f"version {version} of {name!r} is read after its storage {storage!r} was overwritten")
         return self.values[name, version]
+
+    def observe(self, position: int, instruction: Instruction, probe: Probe) -> None:
+        """Execute an instruction between the calls of a probe."""
+        reads: list[Feedable] = []
+        makes: list[tuple[str, int]] = []
+        if instruction.op >= 0:
+            op = self.net.ops[instruction.op]
+            reads, makes = [self.read(name, version) for name, version in op.reads], list(op.makes)
+            if instruction.kind == "collective":
+                makes = [makes[instruction.part]]
+        probe.begin(position)
+        self.execute(instruction)
+        made = [self.values[value] for value in makes]
+        probe.end(position, reads, [value for value in made if isinstance(value, Tensor)])
 
     def execute(self, instruction: Instruction) -> None:
         if instruction.kind == "free":

@@ -22,8 +22,9 @@ import weakref
 from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import methodcaller
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ from .executor import Feedable, Setting
 from .faults import fault
 from .handoffs import handoffs
 from .heap import keep_heap
+from .probes import Clock, HostClock, Probe
 from .surroundings import is_neutral, neutral
 
 __all__ = ["Threads"]
@@ -57,6 +59,21 @@ _KEPT_SIZES: Final = 64
 _yield: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
+class _Code(NamedTuple):
+    """The functions of all threads, and what they are bound to for the sizes of late."""
+
+    threads: Sequence[ThreadCode]
+    bound: dict[tuple[int, ...], list[Callable[..., tuple[Tensor, ...]]]]
+
+    def functions(self, dims: Dims) -> list[Callable[..., tuple[Tensor, ...]]]:
+        functions = self.bound.get(key := tuple(dims.values()))
+        if functions is None:
+            if len(self.bound) >= _KEPT_SIZES:
+                del self.bound[next(iter(self.bound))]
+            functions = self.bound[key] = [code.bind(dims) for code in self.threads]
+        return functions
+
+
 class Threads:
     """See :mod:`graphir.runtime.threads`.
 
@@ -71,59 +88,75 @@ class Threads:
         plan = setting.plan
         devices = {device: i for i, device in enumerate(dict.fromkeys(map(lane_device, plan.lanes)))}
         of_lane = {lane: devices[lane_device(lane)] for lane in plan.lanes}
+        self.clock: Clock = HostClock()
         self.team: _Team | None = None
         self.heap: Tensor | None = None
         if len(devices) <= 1:
-            self.codes = generate(setting, of_lane)
+            self.generate = partial(generate, setting, of_lane, None)
+            self.code = _Code(self.generate(), {})
             self.heap = keep_heap(_SPARE * _fresh_bytes(plan))
         else:
             found = handoffs(plan, of_lane)
             self.team = _Team(len(devices), found.total, self.intraop)
             try:
-                self.codes = generate(setting, of_lane, Handover(found, *self.team.events(), self.team.values))
+                handover = Handover(found, *self.team.events(), self.team.values)
+                self.generate = partial(generate, setting, of_lane, handover)
+                self.code = _Code(self.generate(), {})
             except BaseException:
                 self.team.close()
                 raise
-        self.bound: dict[tuple[int, ...], list[Callable[..., tuple[Tensor, ...]]]] = {}
+        self.observed: _Code | None = None
 
     def run(self, dims: Dims, inputs: Sequence[Feedable], step: int) -> Sequence[Tensor]:
         """One step; see :class:`.executor.Executor`."""
-        functions = self.bound.get(key := tuple(dims.values()))
-        if functions is None:
-            if len(self.bound) >= _KEPT_SIZES:
-                del self.bound[next(iter(self.bound))]
-            functions = self.bound[key] = [code.bind(dims) for code in self.codes]
+        return self.execute(self.code, dims, inputs, (step,))
+
+    def run_observed(self, dims: Dims, inputs: Sequence[Feedable], step: int, probe: Probe) -> Sequence[Tensor]:
+        """One step with a probe; see :class:`.probes.Observable`."""
+        if self.observed is None:
+            self.observed = _Code(self.generate(observed=True), {})
+        return self.execute(self.observed, dims, inputs, (step, probe.begin, probe.end))
+
+    def execute(self, code: _Code, dims: Dims, inputs: Sequence[Feedable], first: tuple[Any, ...]) -> Sequence[Tensor]:
+        """One step of this code, whose functions take *first* before their inputs: the number of steps done, …"""
+        functions = code.functions(dims)
         if self.team is None:
-            return self.run_here(functions[0], inputs, step)
-        calls = [(step, *[inputs[i] for i in code.inputs]) for code in self.codes]
+            return self.run_here(code.threads[0], functions[0], inputs, first)
+        calls = [(*first, *[inputs[i] for i in thread.inputs]) for thread in code.threads]
         returned, failure = self.team.run(functions, calls)
         if failure is not None:
-            raise self.blame(*failure, step)
+            index, cause = failure
+            raise self.blame(code.threads[index], cause, first[0])
         outputs: dict[int, Tensor] = {}
-        for code, values in zip(self.codes, returned, strict=True):
-            outputs.update(zip(code.outputs, values, strict=True))
+        for thread, values in zip(code.threads, returned, strict=True):
+            outputs.update(zip(thread.outputs, values, strict=True))
         return [outputs[i] for i in range(len(outputs))]
 
     def run_here(
-        self, function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Feedable], step: int
+        self,
+        code: ThreadCode,
+        function: Callable[..., tuple[Tensor, ...]],
+        inputs: Sequence[Feedable],
+        first: tuple[Any, ...],
     ) -> Sequence[Tensor]:
-        code = self.codes[0]
         given = inputs if len(code.inputs) == len(inputs) else [inputs[i] for i in code.inputs]
         try:
             if is_neutral(self.intraop):
                 with torch.inference_mode():
-                    return function(step, *given)
+                    return function(*first, *given)
             with neutral(self.intraop), torch.inference_mode():
-                return function(step, *given)
+                return function(*first, *given)
         except Exception as e:
-            raise self.blame(0, e, step) from e
+            error = self.blame(code, e, first[0])
+            raise error from error.__cause__
 
-    def blame(self, thread: int, cause: BaseException, step: int) -> RunError:
-        """The error for what a thread raised."""
-        plan, position = self.setting.plan, _failed_at(self.codes[thread], cause)
+    def blame(self, code: ThreadCode, cause: BaseException, step: int) -> RunError:
+        """The error for what a thread that executes *code* raised."""
+        plan, position = self.setting.plan, _failed_at(code, cause)
         error = fault(plan, plan.instructions[position] if position >= 0 else None, step, cause)
         traceback.clear_frames(cause.__traceback__)  # frames hold the step's tensors
-        error.__cause__ = cause
+        if error is not cause:
+            error.__cause__ = cause
         return error
 
     def close(self) -> None:
