@@ -7,7 +7,7 @@ was never made, or whose storage has been overwritten since; waiting for an even
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from graphir.ir.opset import overload
 from graphir.ir.program import Program
 from graphir.ir.seeds import mix
 from graphir.ir.size import Dims
-from graphir.plan import Event, Instruction, Plan
+from graphir.ir.text import instruction_text
+from graphir.plan import Event, Plan
 
 from .bindings import OWN_KERNELS, view
 from .calls import Argument, Call, arrange, evaluate, given
@@ -31,7 +32,7 @@ from .optimizers import KERNELS, updater
 from .probes import Clock, HostClock, Probe
 from .surroundings import neutral
 
-__all__ = ["Reference"]
+__all__ = ["Interpretation", "Reference"]
 
 
 class Reference:
@@ -55,73 +56,103 @@ class Reference:
         return self.interpret(dims, inputs, step, probe)
 
     def interpret(self, dims: Dims, inputs: Sequence[Feedable], step: int, probe: Probe | None) -> Sequence[Tensor]:
-        plan, instruction = self.setting.plan, None
-        interpretation = _Interpretation(self.setting, dims, step)
-        for name, tensor in zip(self.setting.inputs, inputs, strict=True):
-            interpretation.define(name, 0, tensor)
+        """One step, with a probe where one is given."""
+        plan, position = self.setting.plan, -1
         kinds = {place.type for place in self.setting.binding.values()}
         with neutral(self.intraop, kinds), torch.inference_mode():
+            interpretation = self.interpretation(dims, inputs, step)
             try:
-                for position, instruction in enumerate(plan.instructions):
+                for position in self.order(step):
                     if probe is None:
-                        interpretation.execute(instruction)
+                        interpretation.execute(position)
                     else:
-                        interpretation.observe(position, instruction, probe)
-                instruction = None
+                        interpretation.observe(position, probe)
+                position = -1
                 return interpretation.outputs()
             except (PlanError, RunError):
                 raise
             except Exception as e:
-                raise fault(plan, instruction, step, e) from e
+                raise fault(plan, plan.instructions[position] if position >= 0 else None, step, e) from e
+
+    def interpretation(self, dims: Dims, inputs: Sequence[Feedable], step: int) -> Interpretation:
+        """What executes the step's instructions."""
+        return Interpretation(self.setting, dims, inputs, step)
+
+    def order(self, step: int) -> Iterable[int]:
+        """The positions of the plan's instructions, as they are executed."""
+        return range(len(self.setting.plan.instructions))
 
     def close(self) -> None:
         """Nothing to end."""
 
 
-class _Interpretation:
-    """One step in progress.
+class Interpretation:
+    """One step in progress. Instructions are given by position in the plan.
 
     Attributes:
-        values: every value that was made, by (name, version).
-        writes: how often each storage has been written in this step.
-        made_at: that count of the value's storage, just after the value was made.
-        freed: storages that were freed.
+        values: every value that is there, by (name, version).
+        stored: those of each storage.
+        writes: the instructions that have written to each storage in this step.
+        made_at: how many there were just after the value was made.
+        freed: for each storage that was freed, the instruction that did it.
         recorded: events.
+        position: of the instruction that is executed.
     """
 
-    def __init__(self, setting: Setting, dims: Dims, step: int) -> None:
-        self.setting, self.dims, self.step = setting, dims, step
+    def __init__(self, setting: Setting, dims: Dims, inputs: Sequence[Feedable], step: int) -> None:
+        self.setting, self.dims, self.step, self.position = setting, dims, step, -1
         self.net = setting.plan.step
         self.values: dict[tuple[str, int], Feedable] = {}
-        self.writes: dict[str, int] = {}
+        self.stored: dict[str, dict[tuple[str, int], None]] = {}
+        self.writes: dict[str, list[int]] = {}
         self.made_at: dict[tuple[str, int], int] = {}
-        self.freed: set[str] = set()
+        self.freed: dict[str, int] = {}
         self.recorded: set[Event] = set()
         for name, tensor in setting.state.items():
             self.define(name, 0, tensor)
+        for name, value in zip(setting.inputs, inputs, strict=True):
+            self.define(name, 0, value)
 
     def blob(self, name: str) -> Blob:
+        """The blob of this name."""
         return self.net.blob(name)
 
-    def unsound(self, what: str) -> PlanError:
-        return PlanError(what, where=f"plan {self.setting.plan.name!r}", fix="emit the plan again")
+    def unsound(self, what: str, cause: int = -1) -> PlanError:
+        """The error for the instruction that is executed, where an earlier one is the *cause*."""
+        plan = self.setting.plan
+        at = [f"{i} {instruction_text(plan, plan.instructions[i])}" for i in (self.position, cause) if i >= 0]
+        return PlanError(
+            what, at=", after ".join(at), where=f"plan {plan.name!r}, step {self.step}", fix="emit the plan again"
+        )
 
     def define(self, name: str, version: int, value: Feedable) -> None:
+        """Give a name its value, which is there from now on."""
+        storage = self.blob(name).storage
         self.values[name, version] = value
-        self.made_at[name, version] = self.writes.get(self.blob(name).storage, 0)
+        self.stored.setdefault(storage, {})[name, version] = None
+        self.made_at[name, version] = len(self.writes.get(storage, ()))
 
     def read(self, name: str, version: int) -> Feedable:
+        """The value of a name.
+
+        Raises:
+            PlanError: it was not made yet, or is no longer there.
+        """
         storage = self.blob(name).storage
         if storage in self.freed:
-            raise self.unsound(f"{name!r} is read after its storage {storage!r} was freed")
+            raise self.unsound(f"{name!r} is read after its storage {storage!r} was freed", self.freed[storage])
         if (name, version) not in self.values:
             raise self.unsound(f"version {version} of {name!r} is read before it is made")
-        if self.made_at[name, version] != self.writes.get(storage, 0):
-            raise self.unsound(f"version {version} of {name!r} is read after its storage {storage!r} was overwritten")
+        writes = self.writes.get(storage, ())
+        if self.made_at[name, version] != len(writes):
+            what = f"version {version} of {name!r} is read after its storage {storage!r} was overwritten"
+            raise self.unsound(what, writes[self.made_at[name, version]])
         return self.values[name, version]
 
-    def observe(self, position: int, instruction: Instruction, probe: Probe) -> None:
-        """Execute an instruction between the calls of a probe."""
+    def observe(self, position: int, probe: Probe) -> None:
+        """Execute the instruction at a position between the calls of a probe."""
+        self.position = position
+        instruction = self.setting.plan.instructions[position]
         reads: list[Feedable] = []
         makes: list[tuple[str, int]] = []
         if instruction.op >= 0:
@@ -130,11 +161,18 @@ class _Interpretation:
             if instruction.kind == "collective":
                 makes = [makes[instruction.part]]
         probe.begin(position)
-        self.execute(instruction)
+        self.execute(position)
         made = [self.values[value] for value in makes]
         probe.end(position, reads, [value for value in made if isinstance(value, Tensor)])
 
-    def execute(self, instruction: Instruction) -> None:
+    def execute(self, position: int) -> None:
+        """Execute the instruction at a position.
+
+        Raises:
+            PlanError: it needs what is not there.
+        """
+        self.position = position
+        instruction = self.setting.plan.instructions[position]
         if instruction.kind == "free":
             self.free(instruction.storage)
         elif instruction.kind == "record":
@@ -148,15 +186,15 @@ class _Interpretation:
         else:
             self.call(self.net.ops[instruction.op])
 
-    def free(self, storage: str) -> None:
+    def free(self, storage: str) -> list[Feedable]:
+        """Drop the values of a storage, and give them back."""
         if storage in self.freed:
-            raise self.unsound(f"storage {storage!r} is freed twice")
-        self.freed.add(storage)
-        for name, version in list(self.values):
-            if self.blob(name).storage == storage:
-                del self.values[name, version]
+            raise self.unsound(f"storage {storage!r} is freed twice", self.freed[storage])
+        self.freed[storage] = self.position
+        return [self.values.pop(key) for key in self.stored.pop(storage, {})]
 
     def call(self, op: Operator) -> None:
+        """Execute an operator."""
         call = arrange(op)
         inputs = [self.read(name, version) for name, version in op.reads]
         returned = invoke(op, call, inputs, self.setting, self.dims, self.step)
@@ -171,6 +209,7 @@ class _Interpretation:
                 self.assign(name, version, results[position], view=position in dict(op.effects.views))
 
     def reduce(self, op: Operator, part: int) -> None:
+        """Execute one participant's part of a collective."""
         inputs = [self.read(name, version) for name, version in op.reads]
         divisor, weights = reduction(op, self.dims)
         name, version = list(op.makes)[part]
@@ -187,14 +226,18 @@ class _Interpretation:
         self.define(name, version, value)
 
     def written(self, name: str) -> None:
+        """Note that the instruction has written to the storage of a name."""
         storage = self.blob(name).storage
-        self.writes[storage] = self.writes.get(storage, 0) + 1
-        self.freed.discard(storage)
+        if storage in self.freed:
+            raise self.unsound(f"{name!r} is written after its storage {storage!r} was freed", self.freed[storage])
+        self.writes.setdefault(storage, []).append(self.position)
 
     def outputs(self) -> list[Tensor]:
+        """The external outputs, once every instruction was executed."""
+        self.position = -1
         last: dict[str, int] = {}
-        for name, version in self.values:  # in the order in which they were made
-            last[name] = version
+        for name, version in self.values:
+            last[name] = max(version, last.get(name, 0))
         found = [self.read(name, last.get(name, 0)) for name in self.net.external_outputs]
         return [value for value in found if isinstance(value, Tensor)]
 

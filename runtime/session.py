@@ -14,6 +14,7 @@ from graphir.errors import RunError, SessionError
 from graphir.plan import Plan
 
 from .admission import admit
+from .adversarial import Adversarial
 from .executor import Executor, Feedable, Setting
 from .gather import Gather
 from .places import Binding, generator_on, places_of
@@ -26,9 +27,9 @@ from .threads import Threads
 
 __all__ = ["Session"]
 
-ExecutorName: TypeAlias = Literal["auto", "reference", "threads"]
+ExecutorName: TypeAlias = Literal["auto", "reference", "threads", "adversarial"]
 
-_EXECUTORS: Final = ("auto", "reference", "threads")
+_EXECUTORS: Final = ("auto", "reference", "threads", "adversarial")
 _MOST_THREADS: Final = 4096
 
 
@@ -50,10 +51,12 @@ class Session:
             CUDA devices, a dict says it for each (``{"gpu:0": "cuda:0"}``); ``auto`` is ``cpu``.
         executor: ``reference`` runs one instruction after the other, on any device; ``threads`` generated code in a
             thread for each logical device, on the host; ``auto`` is ``threads`` on the host, else ``reference``.
+            ``adversarial``, for tests, interleaves the lanes as badly as the plan allows.
         threads: how many threads one kernel may use; by default as many as in the thread that makes the session, so
             that results equal those of eager PyTorch there bit for bit. Steps called from other threads use as many.
         beside: a session of another plan of the same model and optimizer, whose parameters, buffers, optimizer state,
             learning rates and number of steps this one shares: a step of either is a step of both.
+        seed: of the adversarial executor's interleavings, 0 by default.
 
     Raises:
         VerifyError: the plan is not sound.
@@ -71,12 +74,19 @@ class Session:
         executor: ExecutorName = "auto",
         threads: int | None = None,
         beside: Session | None = None,
+        seed: int | None = None,
     ) -> None:
         _choose("executor", executor, _EXECUTORS)
         if threads is not None and (type(threads) is not int or not 1 <= threads <= _MOST_THREADS):
             raise SessionError(
                 f"threads={threads!r}: a kernel needs at least one thread",
                 fix=f"give a whole number from 1 to {_MOST_THREADS}, or None",
+            )
+        if seed is not None and (executor != "adversarial" or type(seed) is not int):
+            raise SessionError(
+                f"seed={seed!r}: a whole number, for the adversarial executor only",
+                where="Session(...)",
+                fix="leave it out, or use executor='adversarial'",
             )
         admit(plan)
         places = places_of(binding, plan.devices)
@@ -101,8 +111,11 @@ class Session:
             places,
             {device: generator_on(place) for device, place in places.items()},
         )
-        kind = Threads if on_host and executor != "reference" else Reference
-        self._executor: Executor = kind(setting, threads)
+        self._executor: Executor
+        if executor == "adversarial":
+            self._executor = Adversarial(setting, threads, seed or 0)
+        else:
+            self._executor = (Threads if on_host and executor != "reference" else Reference)(setting, threads)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """One step on a batch: inputs, then targets, then keyword arguments, as they were captured.

@@ -2,9 +2,10 @@
 
 from .parse import parse
 from .printer import nbytes_text, quoted, type_name
-from .show import operator_text, print_net, print_plan, print_program, show
+from .show import instruction_text, operator_text, print_net, print_plan, print_program, show
 
 __all__ = [
+    "instruction_text",
     "nbytes_text",
     "operator_text",
     "parse",

@@ -37,7 +37,7 @@ from .printer import (
     value_text,
 )
 
-__all__ = ["nbytes_text", "operator_text", "print_net", "print_plan", "print_program", "show"]
+__all__ = ["instruction_text", "nbytes_text", "operator_text", "print_net", "print_plan", "print_program", "show"]
 
 _RAW: Final = re.compile(r'(?!["\s])(?:"(?:[^"\\\n]|\\.)*"|[^"#\n])*(?<!\s)')
 _RAW_PASS: Final = re.compile(r'(?!["\s])(?:"(?:[^"\\\n]|\\.)*"|[^|"#\n])+(?<!\s)')
@@ -61,6 +61,12 @@ def print_plan(plan: Plan) -> str:
 def operator_text(op: Operator, net: Net) -> str:
     """One operator as it stands in *net*, with the types of all its outputs and its attributes."""
     return Printer(net.blobs, "forward", Style()).operator(op)
+
+
+def instruction_text(plan: Plan, instruction: Instruction) -> str:
+    """One instruction as it stands in *plan*, with its lane and with the whole operator that it executes."""
+    printer = Printer(plan.step.blobs, "forward", Style())
+    return f"{instruction.lane}: {_instruction(instruction, plan.step, printer, set(), {})}"
 
 
 def show(

@@ -1,0 +1,204 @@
+"""The adversarial executor gives the reference's bits on sound plans, and finds what is wrong with the others."""
+
+from itertools import product
+
+import models
+import nets
+import pytest
+import torch
+from graphir.runtime import Session
+from graphir.runtime.adversarial import Adversarial
+from runnable import captured, forward_plan, setting_of, sgd, spread
+
+from graphir import passes
+from graphir.errors import PlanError, SessionError
+from graphir.ir.operator import PURE
+from graphir.plan import Event, Instruction
+
+HERE, THERE, COPIES = "gpu:0.compute", "gpu:1.compute", "gpu:1.copy_in"
+X = torch.tensor([1.0, -2.0])
+
+
+def executor_of(plan, seed=0, **state):
+    names = [feed.blob for feed in plan.program.interface.feeds]
+    return Adversarial(setting_of(plan, *names, **state), seed=seed)
+
+
+def run(plan, steps=3, **state):
+    executor = executor_of(plan, **state)
+    return [executor.run({}, (X,), step) for step in range(steps)]
+
+
+def two_lanes():
+    return forward_plan(
+        """
+        input x : f32[2] @gpu:0
+        a : f32[2] @gpu:0 = aten.relu(x)
+        b : f32[2] @gpu:1 = Copy(a)
+        c : f32[2] @gpu:1 = aten.neg(b)
+        """,
+        "x",
+        output="c",
+    )
+
+
+def without(plan, kind, lane):
+    kept = [i for i in plan.instructions if (i.kind, i.lane) != (kind, lane)]
+    assert len(kept) == len(plan.instructions) - 1
+    return plan.with_(instructions=tuple(kept))
+
+
+def assert_agree(plan, state, batches, seed=0):
+    with (
+        Session(plan, state, executor="reference", threads=1) as a,
+        Session(plan, state, executor="adversarial", threads=1, seed=seed) as b,
+    ):
+        for batch in batches:
+            assert torch.equal(a.step(*batch).nan_to_num(), b.step(*batch).nan_to_num())
+        for replica in range(len(plan.program.replicas)):
+            ours, theirs = a.state(replica), b.state(replica)
+            assert all(torch.equal(ours[name].nan_to_num(), theirs[name].nan_to_num()) for name in ours)
+
+
+@pytest.mark.parametrize("place", [lambda p: p, spread], ids=["one", "spread"])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_programs_give_the_references_bits(seed, place):
+    program = nets.random_program(seed)
+    plan = passes.emit(place(program))
+    batches = [nets.example_inputs(program, seed=step, batch=(12, 7)[step % 2]) for step in range(len(plan.lanes))]
+    assert_agree(plan, program.state, batches, seed)
+
+
+@pytest.mark.parametrize("name", ["resnet", "gpt"])
+def test_models_give_the_references_bits(name):
+    example = {"resnet": lambda: models.resnet(dropout=0.3), "gpt": models.gpt}[name]()
+    program = captured(example, sgd(example.model.parameters()))
+    plan = passes.emit(spread(program))
+    batch = [torch.cat([t] * 2) for t in (*example.inputs, *example.targets)]
+    assert_agree(plan, program.state, [batch] * 3)
+
+
+def test_a_sound_plan_runs():
+    assert [output.tolist() for (output,) in run(two_lanes())] == [[-1, 0]] * 3
+
+
+def test_a_missing_wait_is_found():
+    message = r"version 0 of 'a' is read before it is made\n  at .*: copy b : f32\[2\] @gpu:1 <- a\n"
+    with pytest.raises(PlanError, match=message):
+        run(without(two_lanes(), "wait", COPIES))
+
+
+def test_a_free_that_waits_for_nobody_is_found():
+    message = (
+        r"'a' is read after its storage 'a' was freed\n"
+        r"  at   \d gpu:1.copy_in: copy b .*, after \d+ gpu:0.compute: free a\n  in .* step \d"
+    )
+    with pytest.raises(PlanError, match=message):
+        run(without(two_lanes(), "wait", HERE))
+
+
+def test_a_free_that_may_come_first_is_found():
+    plan = two_lanes()
+    free = Instruction("free", THERE, storage="a")
+    kept = [i for i in plan.instructions if i != free._replace(lane=HERE) and (i.kind, i.lane) != ("wait", HERE)]
+    with pytest.raises(PlanError, match=r"storage 'a' is freed before it is made\n  at   \d+ gpu:1.compute: free a\n"):
+        run(plan.with_(instructions=(kept[0], free, *kept[1:])))
+
+
+def test_a_write_that_waits_for_no_reader_is_found():
+    plan = forward_plan(
+        """
+        buffer s : f32[2] @gpu:0
+        input x : f32[2] @gpu:0
+        b : f32[2] @gpu:1 = Copy(s)
+        s;1 = aten.add_.Tensor(s, x) {writes=[0:0]}
+        """,
+        "x",
+        output="b",
+        state={"s": X},
+    )
+    message = (
+        r"version 0 of 's' is read after its storage 's' was overwritten\n  at .*copy b.*, after .*run buffer s;1 "
+    )
+    with pytest.raises(PlanError, match=message):
+        run(without(plan, "wait", HERE), s=X.clone())
+
+
+def test_a_wait_that_nothing_satisfies_is_a_deadlock():
+    plan = two_lanes()
+    wait = Instruction("wait", HERE, event=Event("b", 0, COPIES))
+    message = r"a deadlock.*\n  at   gpu:0.compute: wait b by gpu:1.copy_in; gpu:1.copy_in: wait a by gpu:0.compute; gp"
+    with pytest.raises(PlanError, match=message):
+        run(plan.with_(instructions=(wait, *plan.instructions)))
+
+
+def test_freed_memory_that_an_unknown_view_sees_is_nan():
+    plan = forward_plan(
+        """
+        input x : f32[2] @gpu:0
+        a : f32[2] @gpu:0 = aten.relu(x)
+        v : f32[2] in a @gpu:0 = aten.view(a, size=[2]) {views=[0:0]}
+        b : f32[2] @gpu:0 = aten.neg(v)
+        """,
+        "x",
+        output="b",
+    )
+    step = plan.step
+    ops = [op._replace(effects=PURE) for op in step.ops]
+    blobs = {**step.blobs, "v": step.blobs["a"]._replace(name="v", storage="v")}
+    plan = plan.with_(program=plan.program.with_(step=step.with_(ops=tuple(ops), blobs=blobs)))
+    free = Instruction("free", HERE, storage="a")
+    by_op = {i.op: i for i in plan.instructions if i.op >= 0}
+    (output,) = run(plan.with_(instructions=(by_op[0], by_op[1], free, by_op[2])), 1)[0]
+    assert output.isnan().all()
+
+
+def test_arguments_of_a_step_are_not_overwritten():
+    x = torch.tensor([1.0, -2.0])
+    plan = two_lanes()
+    executor_of(plan).run({}, (x,), 0)
+    assert any(i.kind == "free" and i.storage == "x" for i in plan.instructions)
+    assert x.tolist() == [1, -2]
+
+
+def interleavings(plan, seed, steps):
+    executor = executor_of(plan, seed)
+    return [list(executor.order(step)) for step in range(steps)]
+
+
+def test_equal_seeds_give_equal_interleavings():
+    plan = passes.emit(spread(nets.random_program(1)))
+    assert interleavings(plan, 1, 4) == interleavings(plan, 1, 4)
+    assert len({str(found) for seed in (1, 2) for found in interleavings(plan, seed, 8)}) == 16
+
+
+def happens_before(plan):
+    """For each position, the positions that come before it in every interleaving."""
+    before, last, recorded = [], {}, {}
+    for position, instruction in enumerate(plan.instructions):
+        direct = {last[instruction.lane]} if instruction.lane in last else set()
+        if instruction.kind == "wait":
+            direct.add(recorded[instruction.event])
+        elif instruction.kind == "record":
+            recorded[instruction.event] = position
+        before.append(direct.union(*[before[i] for i in direct]))
+        last[instruction.lane] = position
+    return before
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_unordered_instructions_come_in_both_orders_and_others_in_theirs(seed):
+    plan = passes.emit(spread(nets.random_program(seed, ops=16)))
+    before = happens_before(plan)
+    found = interleavings(plan, seed, len(plan.lanes))
+    places = [{position: place for place, position in enumerate(order)} for order in found]
+    assert all(sorted(place) == list(range(len(plan.instructions))) for place in places)
+    for a, b in product(range(len(plan.instructions)), repeat=2):
+        firsts = {place[a] < place[b] for place in places}
+        assert firsts == ({True} if a in before[b] else {False} if a == b or b in before[a] else {True, False})
+
+
+@pytest.mark.parametrize("executor, seed", [("threads", 1), ("auto", 0), ("adversarial", 1.5)])
+def test_a_seed_is_a_number_for_the_adversarial_executor(executor, seed):
+    with pytest.raises(SessionError, match=r"seed=.*: a whole number, for the adversarial executor only\n"):
+        Session(two_lanes(), {}, executor=executor, seed=seed)
