@@ -97,7 +97,7 @@ class Compiled:
             SessionError: the arguments fit no plan and none could be made for them, or another thread is in a step;
                 nothing has changed. Or the session cannot be used any more.
             CaptureError: the step can't be captured with these arguments; nothing has changed.
-            RunError: an operator failed; the session is unusable from now on.
+            RunError: an operator failed; the model can go on where the error's ``usable`` says so.
         """
         if not self._running.acquire(blocking=False):
             raise SessionError("another thread is in a step of this model", fix="compile it once for each thread")
@@ -120,7 +120,7 @@ class Compiled:
             session = self._made(arguments, self._sessions[0])
         try:
             result = session.step(*args, **kwargs)
-        except SessionError:
+        except BaseException:
             session.close()
             raise
         self._sessions.insert(0, session)

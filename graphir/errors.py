@@ -43,9 +43,7 @@ class GraphirError(Exception):
 
     def __init__(self, what: str, *, at: str = "", where: str = "", fix: str = "") -> None:
         self.what, self.at, self.where, self.fix = what, at, where, fix
-        lines = [what]
-        lines += [f"  {label:<4} {text}" for label, text in (("at", at), ("in", where), ("fix", fix)) if text]
-        super().__init__("\n".join(lines))
+        super().__init__(_message(what, ("at", at), ("in", where), ("fix", fix)))
 
 
 class CaptureError(GraphirError):
@@ -92,11 +90,31 @@ class CoverageError(SessionError):
 
 
 class RunError(GraphirError):
-    """An operator failed while a plan ran; the operator's own exception is the cause."""
+    """A step failed: an operator, whose own exception is the cause, or what connects the lanes.
+
+    Args:
+        what: one line, what is wrong.
+        at: the operator, or what each lane was doing, as text.
+        where: module, plan, step and lane.
+        live: where memory ran out, what was live there.
+        fix: what the user can do.
+        usable: whether the session can go on, since no state had been written.
+    """
+
+    def __init__(
+        self, what: str, *, at: str = "", where: str = "", live: str = "", fix: str = "", usable: bool = False
+    ) -> None:
+        super().__init__(what, at=at, where=where, fix=fix)
+        self.live, self.usable = live, usable
+        self.args = (_message(what, ("at", at), ("in", where), ("live", live), ("fix", fix)),)
 
 
 class RecaptureWarning(UserWarning):
     """A step was captured anew, since no plan so far covers its arguments."""
+
+
+def _message(what: str, *labelled: tuple[str, str]) -> str:
+    return "\n".join([what, *(f"  {label:<4} {text}" for label, text in labelled if text)])
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -1,29 +1,92 @@
-"""What is said when an operator fails while a plan runs."""
+"""What is said when a step fails, and whether its session can go on."""
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Mapping
+
+import torch
+
 from graphir.errors import RunError
+from graphir.ir.blob import STATE_ROLES
+from graphir.ir.device import Device
+from graphir.ir.size import Dims
 from graphir.ir.text import operator_text
 from graphir.plan import Instruction, Plan
 
-__all__ = ["fault"]
+from .shortage import is_shortage, shortage
+
+__all__ = ["UNUSABLE", "UNWRITTEN", "fault", "reason_of", "writes_state"]
+
+UNUSABLE = "the session is unusable now: make a new one from a state() taken before, or from program.state"
+UNWRITTEN = "no state was written: the session can go on with other arguments"
 
 
-def fault(plan: Plan, instruction: Instruction | None, step: int, cause: BaseException) -> RunError:
-    """The error for an exception that *instruction* raised in step number *step*; None where none is to blame."""
+def fault(
+    plan: Plan,
+    instruction: Instruction | None,
+    step: int,
+    cause: BaseException,
+    *,
+    dims: Dims | None = None,
+    binding: Mapping[Device, torch.device] | None = None,
+    usable: bool = False,
+) -> RunError:
+    """The error for an exception that *instruction* raised in step number *step*; None where none is to blame.
+
+    What the failed step's frames hold is let go first, so that memory that ran out is there again.
+
+    Args:
+        plan: what is executed.
+        instruction: which instruction raised.
+        step: how many steps were done before.
+        cause: what it raised.
+        dims: the value of each dimension in this step; the plan's where not given.
+        binding: the real device of each logical one, which says what shares a memory that ran out.
+        usable: whether no state had been written, on any lane.
+    """
+    traceback.clear_frames(cause.__traceback__)
     if isinstance(cause, RunError):  # a probe's, which says it all
+        cause.usable = usable
         return cause
-    reason = str(cause).strip().partition("\n")[0]
-    reason = f"{type(cause).__name__}: {reason}" if reason else type(cause).__name__
-    place = f"plan {plan.name!r}, step {step}"
+    reason = reason_of(cause)
+    place, fix = f"plan {plan.name!r}, step {step}", UNWRITTEN if usable else UNUSABLE
     if instruction is None:
-        return RunError(f"a step failed: {reason}", where=place)
+        return RunError(f"a step failed: {reason}", where=place, fix=fix, usable=usable)
     if instruction.op < 0:
-        return RunError(f"{instruction.kind} failed: {reason}", where=f"{place}, lane {instruction.lane}")
-    op = plan.step.ops[instruction.op]
+        where = f"{place}, lane {instruction.lane}"
+        return RunError(f"{instruction.kind} failed: {reason}", where=where, fix=fix, usable=usable)
+    op, live = plan.step.ops[instruction.op], ""
+    what = f"{op.type} failed: {reason}"
+    if is_shortage(cause):
+        what = f"{op.type} ran out of memory: {reason}"
+        live, remedy = shortage(plan, instruction, dims or {}, binding or {})
+        fix = f"{remedy}; {fix}"
     module = f"module {op.module!r}, " if op.module else ""
+    source = f"line {op.source}, " if op.source else ""
     return RunError(
-        f"{op.type} failed: {reason}",
+        what,
         at=operator_text(op, plan.step),
-        where=f"{module}{place}, lane {instruction.lane}",
+        where=f"{module}{source}{place}, lane {instruction.lane}",
+        live=live,
+        fix=fix,
+        usable=usable,
     )
+
+
+def reason_of(error: BaseException) -> str:
+    """An exception's type and the first line of its message."""
+    message = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def writes_state(plan: Plan, instruction: Instruction) -> bool:
+    """Whether an instruction changes what lasts from step to step."""
+    if instruction.op < 0:
+        return False
+    op, net = plan.step.ops[instruction.op], plan.step
+    views = {output for output, _ in op.effects.views}
+    written = [name for i, name in enumerate(op.outputs) if i not in views]
+    if instruction.kind == "collective":
+        written = [op.outputs[instruction.part]]
+    return any(net.blobs[net.blobs[name].storage].role in STATE_ROLES for name in written)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphir.errors import PlanError, RunError
+from graphir.errors import PlanError
 from graphir.ir.blob import Blob
 from graphir.ir.operator import Operator
 from graphir.ir.opset import overload
@@ -26,7 +26,7 @@ from graphir.plan import Event, Plan
 from .bindings import OWN_KERNELS, view
 from .calls import Argument, Call, arrange, evaluate, given
 from .executor import Feedable, Setting
-from .faults import fault
+from .faults import fault, writes_state
 from .kernels import all_reduce, copy, reduction
 from .optimizers import KERNELS, updater
 from .probes import Clock, HostClock, Probe
@@ -69,10 +69,14 @@ class Reference:
                         interpretation.observe(position, probe)
                 position = -1
                 return interpretation.outputs()
-            except (PlanError, RunError):
+            except PlanError:
                 raise
             except Exception as e:
-                raise fault(plan, plan.instructions[position] if position >= 0 else None, step, e) from e
+                instruction = plan.instructions[position] if position >= 0 else None
+                usable = not interpretation.wrote_state()
+                interpretation.values.clear()  # the error's traceback holds this frame
+                error = fault(plan, instruction, step, e, dims=dims, binding=self.setting.binding, usable=usable)
+                raise error from error.__cause__ if error is e else e
 
     def interpretation(self, dims: Dims, inputs: Sequence[Feedable], step: int) -> Interpretation:
         """What executes the step's instructions."""
@@ -185,6 +189,13 @@ class Interpretation:
             self.reduce(self.net.ops[instruction.op], instruction.part)
         else:
             self.call(self.net.ops[instruction.op])
+
+    def wrote_state(self) -> bool:
+        """Whether any instruction wrote what lasts from step to step, or may have: the one that is executed, if it
+        failed."""
+        plan = self.setting.plan
+        executed = [position for positions in self.writes.values() for position in positions]
+        return any(writes_state(plan, plan.instructions[position]) for position in (*executed, self.position))
 
     def free(self, storage: str) -> list[Feedable]:
         """Drop the values of a storage, and give them back."""

@@ -131,7 +131,7 @@ class Session:
             CoverageError: the program does not cover the arguments; nothing has changed.
             SessionError: the arguments do not fit, or another thread is in a step; nothing has changed. Or the session
                 cannot be used any more.
-            RunError: an operator failed; the session is unusable from now on.
+            RunError: an operator failed; the session is :attr:`usable` where no state had been written.
         """
         if self._running.locked() or self._forks != FORKS[0]:
             self._check_alone()
@@ -146,13 +146,20 @@ class Session:
                 outputs = self._executor.run(dims, inputs, progress.steps_done)
                 progress.steps_done += 1
             except BaseException as e:
-                progress.broken = (
-                    f"step {progress.steps_done} failed ({_first_line(e)}), so its state may be half updated"
-                )
+                if not (isinstance(e, RunError) and e.usable):
+                    progress.broken = (
+                        f"step {progress.steps_done} failed ({_first_line(e)}), so its state may be half updated"
+                    )
                 raise
             if self._gather.others:
                 self._outputs = tuple(outputs)
             return self._gather.result(outputs, dims)
+
+    @property
+    def usable(self) -> bool:
+        """Whether steps can be made: not once the session is closed, nor after a step that failed or was interrupted,
+        unless no lane had written state before it failed."""
+        return not (self._closed or self._progress.broken or self._forks != FORKS[0])
 
     @property
     def steps_done(self) -> int:

@@ -36,7 +36,7 @@ from graphir.plan import Plan, lane_device
 
 from .codegen import Handover, ThreadCode, generate
 from .executor import Feedable, Setting
-from .faults import fault
+from .faults import fault, writes_state
 from .handoffs import handoffs
 from .heap import keep_heap
 from .probes import Clock, HostClock, Probe
@@ -121,12 +121,11 @@ class Threads:
         """One step of this code, whose functions take *first* before their inputs: the number of steps done, …"""
         functions = code.functions(dims)
         if self.team is None:
-            return self.run_here(code.threads[0], functions[0], inputs, first)
+            return self.run_here(code, functions[0], dims, inputs, first)
         calls = [(*first, *[inputs[i] for i in thread.inputs]) for thread in code.threads]
-        returned, failure = self.team.run(functions, calls)
-        if failure is not None:
-            index, cause = failure
-            raise self.blame(code.threads[index], cause, first[0])
+        returned, errors = self.team.run(functions, calls)
+        if any(e is not None for e in errors):
+            raise self.blame(code.threads, errors, dims, first[0])
         outputs: dict[int, Tensor] = {}
         for thread, values in zip(code.threads, returned, strict=True):
             outputs.update(zip(thread.outputs, values, strict=True))
@@ -134,12 +133,14 @@ class Threads:
 
     def run_here(
         self,
-        code: ThreadCode,
+        code: _Code,
         function: Callable[..., tuple[Tensor, ...]],
+        dims: Dims,
         inputs: Sequence[Feedable],
         first: tuple[Any, ...],
     ) -> Sequence[Tensor]:
-        given = inputs if len(code.inputs) == len(inputs) else [inputs[i] for i in code.inputs]
+        wanted = code.threads[0].inputs
+        given = inputs if len(wanted) == len(inputs) else [inputs[i] for i in wanted]
         try:
             if is_neutral(self.intraop):
                 with torch.inference_mode():
@@ -147,17 +148,36 @@ class Threads:
             with neutral(self.intraop), torch.inference_mode():
                 return function(*first, *given)
         except Exception as e:
-            error = self.blame(code, e, first[0])
+            error = self.blame(code.threads, [e], dims, first[0])
             raise error from error.__cause__
 
-    def blame(self, code: ThreadCode, cause: BaseException, step: int) -> RunError:
-        """The error for what a thread that executes *code* raised."""
-        plan, position = self.setting.plan, _failed_at(code, cause)
-        error = fault(plan, plan.instructions[position] if position >= 0 else None, step, cause)
-        traceback.clear_frames(cause.__traceback__)  # frames hold the step's tensors
+    def blame(
+        self, threads: Sequence[ThreadCode], errors: Sequence[BaseException | None], dims: Dims, step: int
+    ) -> RunError:
+        """The error for what threads raised; the first failure is to blame for those that it stopped."""
+        plan = self.setting.plan
+        thread, cause = next((i, e) for i, e in enumerate(errors) if e is not None and not isinstance(e, _Stopped))
+        line = _failed_at(threads[thread], cause)
+        position = -1 if line is None else threads[thread].instructions[line]
+        error = fault(
+            plan,
+            plan.instructions[position] if position >= 0 else None,
+            step,
+            cause,
+            dims=dims,
+            binding=self.setting.binding,
+            usable=not any(self.wrote(code, e) for code, e in zip(threads, errors, strict=True)),
+        )
         if error is not cause:
             error.__cause__ = cause
         return error
+
+    def wrote(self, code: ThreadCode, error: BaseException | None) -> bool:
+        """Whether a thread may have written state before it ended."""
+        line = None if error is None else _failed_at(code, error)
+        executed = code.instructions if line is None else code.instructions[: line + 1]
+        plan = self.setting.plan
+        return any(writes_state(plan, plan.instructions[position]) for position in executed if position >= 0)
 
     def close(self) -> None:
         """End the threads, and let the heap shrink."""
@@ -172,12 +192,12 @@ def _fresh_bytes(plan: Plan) -> int:
     return max((predicted.peak[device] - predicted.state[device] for device in predicted.peak), default=0)
 
 
-def _failed_at(code: ThreadCode, error: BaseException) -> int:
-    """The position of the instruction that raised, -1 where none did."""
+def _failed_at(code: ThreadCode, error: BaseException) -> int | None:
+    """The line of a thread's function that raised, None where none did."""
     for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_code is code.code:
-            return code.instructions[line]
-    return -1
+            return line
+    return None
 
 
 class _Stopped(BaseException):
@@ -258,8 +278,8 @@ class _Team:
 
     def run(
         self, functions: Sequence[Callable[..., Any]], calls: Sequence[tuple[Any, ...]]
-    ) -> tuple[list[Any], tuple[int, BaseException] | None]:
-        """What each thread returned, and the first failure with its thread.
+    ) -> tuple[list[Any], list[BaseException | None]]:
+        """What each thread returned, and what it raised.
 
         Ctrl-C may strike between any two lines here, so that what was started and what has finished is read from the
         locks and flags that C code and the workers set, never from how far these lines came.
@@ -275,12 +295,12 @@ class _Team:
             raise
         self.begun.acquire()
         returned = [worker.returned for worker in self.workers]
-        failures = [(i, worker.error) for i, worker in enumerate(self.workers) if worker.error is not None]
+        errors = [worker.error for worker in self.workers]
         for worker in self.workers:
             worker.returned = worker.error = None
-        if failures:
+        if any(e is not None for e in errors):
             self.reset()
-        return returned, next(((i, e) for i, e in failures if not isinstance(e, _Stopped)), None)
+        return returned, errors
 
     def settle(self) -> None:
         """Stop whatever was started and wait for its end, whatever else happens."""
@@ -354,7 +374,7 @@ def _serve(worker: _Worker, brake: _Brake, intraop: int) -> None:
             try:
                 worker.returned = function(*arguments)
             except BaseException as e:
-                worker.error = e if brake.pull() else _Stopped()
+                worker.error = e if brake.pull() else _Stopped().with_traceback(e.__traceback__)
             worker.call = None
             del function, arguments
             worker.finished = True

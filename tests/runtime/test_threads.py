@@ -92,24 +92,10 @@ def test_a_lane_that_waits_for_a_failed_one_executes_nothing_more(monkeypatch):
         assert copied == []
 
 
-def test_a_failed_session_stays_unusable(two):
-    with pytest.raises(RunError):
-        two.step(BAD, torch.zeros(2, 3))
-    with pytest.raises(SessionError, match=r"unusable: step 0 failed \(aten.embedding.default failed: IndexError"):
-        two.step(GOOD, torch.zeros(2, 3))
-    with pytest.raises(SessionError, match="unusable"):
-        two.state_dict()
-    with pytest.raises(SessionError, match=r"fix  make a new Session from a state\(\) taken before"):
-        two.load_state_dict(STATE)
-    with pytest.raises(SessionError, match="unusable"):
-        two.step(GOOD, torch.zeros(2, 3))
-
-
 def test_the_executor_is_whole_after_a_failure(two):
-    with pytest.raises(RunError):
-        two.step(BAD, torch.zeros(2, 3))
-    two._progress.broken = ""
-    for _ in range(20):
+    for _ in range(5):
+        with pytest.raises(RunError):
+            two.step(BAD, torch.zeros(2, 3))
         assert torch.equal(two.step(GOOD, torch.zeros(2, 3)), -STATE["table"][GOOD])
 
 
