@@ -17,7 +17,7 @@ deadlock.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
@@ -112,11 +112,14 @@ class Plan:
         dims: the value of each dimension that predicted bytes and seconds refer to. The instructions hold for every
             value.
         instructions: the total order; ``run``, ``copy`` and ``collective`` follow the order of ``step.ops``.
+        values: what a step makes of each external output and of each state blob that it changes, as emit found it: see
+            :func:`.analysis.values.value_numbers`. Empty in files of an earlier graphir.
     """
 
     program: Program
     dims: Mapping[str, int]
     instructions: tuple[Instruction, ...]
+    values: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

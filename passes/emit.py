@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from graphir.analysis.values import value_numbers
 from graphir.errors import PassError, nearest
 from graphir.ir.blob import STATE_ROLES
 from graphir.ir.names import base_name
@@ -48,6 +49,7 @@ def emit(program: Program, dims: Mapping[str, int] | None = None) -> Plan:
         program=program.with_(state={}, module=None),
         dims=_bind(program, dims or {}),
         instructions=tuple(_Emission(program.step).run()),
+        values=value_numbers(program),
     )
 
 

@@ -131,4 +131,5 @@ def random_plan(seed: int, ops: int = 30) -> Plan:
     if rng.random() < 0.3:
         rng.shuffle(made)
     dims = program.dims if rng.random() < 0.5 else {"batch": rng.randrange(100)}
-    return Plan(program.with_(state={}), dims, tuple(made))
+    values = {name: f"{rng.randrange(2**64):016x}" for name in program.step.external_outputs}
+    return Plan(program.with_(state={}), dims, tuple(made), values)

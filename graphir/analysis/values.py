@@ -13,12 +13,13 @@ it; reading a blob gives the root itself, or a view (root, geometry) of it::
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from hashlib import blake2b
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ..errors import GraphirError
-from ..ir.blob import Blob
+from ..ir.blob import STATE_ROLES, Blob
 from ..ir.dtype import ITEMSIZE
 from ..ir.names import prefix_of
 from ..ir.net import Net
@@ -28,7 +29,7 @@ from ..ir.placement import COPIES
 from ..ir.program import Program
 from ..ir.size import Polynomial, Shape, Size, add, multiply
 
-__all__ = ["Numbering", "Trace", "canonical_type"]
+__all__ = ["Numbering", "Trace", "canonical_type", "value_numbers"]
 
 _Key: TypeAlias = tuple[Any, ...]
 _Root: TypeAlias = "tuple[int, Size]"
@@ -127,16 +128,20 @@ class Numbering:
 
     def __init__(self) -> None:
         self.numbers: dict[_Key, int] = {}
-        self.geometry: list[int] = []
+        self.geometry: dict[int, int] = {}
         self.unwritten: dict[int, str] = {}
 
     def number(self, key: _Key, geometry: int = -1) -> int:
         """The number of *key*; *geometry* is the layout in which it was computed."""
         found = self.numbers.get(key)
         if found is None:
-            found = self.numbers[key] = len(self.geometry)
-            self.geometry.append(geometry)
+            found = self.numbers[key] = self.fresh(key)
+            self.geometry[found] = geometry
         return found
+
+    def fresh(self, key: _Key) -> int:
+        """The number of a key that has none yet."""
+        return len(self.numbers)
 
     def trace(
         self, program: Program, steps: int = 2, *, record: bool = False, outputs: Sequence[str] | None = None
@@ -159,6 +164,52 @@ class Numbering:
         return Trace(tuple(values), run.values(lasting), run.made, frozenset(run.unwritten))
 
 
+class _Digests(Numbering):
+    """Numbers that mean the same in every table: each is a digest of its key, and so of all that it follows from."""
+
+    def fresh(self, key: _Key) -> int:
+        return int.from_bytes(blake2b(ascii(key).encode(), digest_size=8).digest(), "big")
+
+
+def value_numbers(program: Program, issue: Iterable[tuple[int, int]] | None = None) -> dict[str, str]:
+    """What one step makes of each external output and of each state blob that it changes, as 16 hex digits.
+
+    State starts as a symbol under its own name, unless ``init`` copies it from other state; so neither placement nor
+    copies change a number. Files hold these numbers: whatever changes them needs another version of the file format.
+
+    Args:
+        program: its operators find what they read.
+        issue: the operators to execute, as position in ``step.ops`` and part of a collective, in this order; by default
+            all of them in program order.
+    """
+    table = _Digests()
+    run = _Run(table, program, record=False)
+    run.declare(program.init)
+    for op in program.init.ops:
+        if op.type in COPIES:
+            _Operator(op, run).execute(run, op, -1)
+        else:
+            run.begin(op.outputs, -1)
+    step = program.step
+    run.declare(step)
+    run.begin(step.external_inputs, 0)
+    before = dict(run.roots)
+    forms: list[_Operator | None] = [None] * len(step.ops)
+    for position, part in _parts(step.ops) if issue is None else issue:
+        op = step.ops[position]
+        form = forms[position] = forms[position] or _Operator(op, run)
+        form.execute(run, op, 0, part)
+    states = (name for name in step.external_inputs if step.blobs[name].role in STATE_ROLES)
+    changed = [name for name in states if run.roots[step.blobs[name].storage] != before[step.blobs[name].storage]]
+    return {name: f"{value:016x}" for name, value in run.values((*step.external_outputs, *changed)).items()}
+
+
+def _parts(ops: Sequence[Operator]) -> Iterator[tuple[int, int]]:
+    for position, op in enumerate(ops):
+        for part in range(len(op.outputs) if op.type == "AllReduce" else 1):
+            yield position, part
+
+
 class _Run:
     """The storages of one program while it is executed on values."""
 
@@ -172,20 +223,29 @@ class _Run:
         self.geometries: dict[str, int] = {}
         self.declared: dict[int, tuple[Mapping[str, Blob], dict[str, int]]] = {}
         self.operators: dict[int, tuple[_Operator, ...]] = {}
+        self.calls: dict[tuple[Any, ...], int] = {}
 
-    def net(self, net: Net, step: int) -> None:
-        roots, table = self.roots, self.table
+    def declare(self, net: Net) -> None:
+        """The blobs from now on are those of *net*."""
         if id(net) not in self.declared:
             blobs = _blobs(net)
-            geometries = {name: table.number(_geometry(blob)) for name, blob in blobs.items()}
+            geometries = {name: self.table.number(_geometry(blob)) for name, blob in blobs.items()}
             self.declared[id(net)] = blobs, geometries
-        blobs, _ = self.blobs, self.geometries = self.declared[id(net)]
-        for name in net.external_inputs:
+        self.blobs, self.geometries = self.declared[id(net)]
+
+    def begin(self, names: Iterable[str], step: int) -> None:
+        """Give inputs a value of this step, and state that has no value yet one of its own."""
+        blobs, roots = self.blobs, self.roots
+        for name in names:
             storage = blobs[name].storage
             if blobs[name].role == "input" or storage not in roots:
                 when = step if blobs[name].role == "input" else -1
                 geometry = self.geometries[storage]
-                roots[storage] = (table.number(("external", storage, when, geometry), geometry), 0)
+                roots[storage] = (self.table.number(("external", storage, when, geometry), geometry), 0)
+
+    def net(self, net: Net, step: int) -> None:
+        self.declare(net)
+        self.begin(net.external_inputs, step)
         if id(net) not in self.operators:
             self.operators[id(net)] = tuple(_Operator(op, self) for op in net.ops)
         for position, (op, form) in enumerate(zip(net.ops, self.operators[id(net)], strict=True)):
@@ -229,26 +289,48 @@ class _Run:
 class _Operator:
     """What stays the same when an operator is executed again: its key without its inputs' values."""
 
-    __slots__ = ("batch_norm", "effects", "empty", "geometries", "kind", "mentioned", "random", "static", "views")
+    __slots__ = (
+        "batch_norm",
+        "effects",
+        "empty",
+        "geometries",
+        "is_copy",
+        "kind",
+        "mentioned",
+        "random",
+        "static",
+        "views",
+    )
 
     def __init__(self, op: Operator, run: _Run) -> None:
-        table = run.table
-        kind = canonical_type(op.type)
-        self.kind, self.empty = kind, _is_empty(op.type)
+        self.kind = kind = canonical_type(op.type)
+        self.empty = _is_empty(op.type)
+        self.is_copy = kind in COPIES and len(op.inputs) == len(op.outputs) == 1
         self.batch_norm = kind in _BATCH_NORM and bool(op.args.get("training", True))
-        self.views = frozenset(output for output, _ in op.effects.views)
+        self.views = frozenset([output for output, _ in op.effects.views])
         self.effects = op.effects
-        args = tuple(sorted((name, _freeze(arg)) for name, arg in op.args.items()))
-        replica = run.replicas.get(prefix_of(op.outputs[0]) if op.outputs else "", -1)
         self.random = op.seed is not None
-        seed = (op.seed, replica) if self.random else ()
         self.mentioned = mentioned(op.proto) if "op {" in op.proto else ()
-        self.static = table.number(("operator", kind, op.operands, op.results, args, seed, _meaning(op.proto)))
+        self.static = self.number(op, run)
         self.geometries = [run.geometries[name] for name in op.outputs]
 
-    def execute(self, run: _Run, op: Operator, step: int) -> None:
+    def number(self, op: Operator, run: _Run) -> int:
+        """What the operator does, as one number. Replicas share their arguments."""
+        call = (op.type, id(op.args), op.operands, op.results, op.proto)
+        number = run.calls.get(call)
+        if number is None:
+            args = tuple(sorted((name, _freeze(arg)) for name, arg in op.args.items()))
+            key = ("operator", self.kind, op.operands, op.results, args, _meaning(op.proto))
+            number = run.calls[call] = run.table.number(key)
+        if op.seed is None:
+            return number
+        replica = run.replicas.get(prefix_of(op.outputs[0]) if op.outputs else "", -1)
+        return run.table.number(("draws", number, op.seed, replica))
+
+    def execute(self, run: _Run, op: Operator, step: int, part: int | None = None) -> None:
+        """Give the outputs their values; of a collective only that of *part*, unless it is None."""
         table = run.table
-        if self.kind in COPIES and len(op.inputs) == len(op.outputs) == 1:
+        if self.is_copy:
             self.copy(run, op)
             return
         if len(self.views) == len(op.outputs):
@@ -273,7 +355,8 @@ class _Operator:
         inputs += [run.read(name) for name in self.mentioned if name in run.blobs and name in run.roots]
         key = (self.static, step if self.random else None, *inputs)
         if self.kind == "AllReduce":
-            for name, geometry in zip(op.outputs, self.geometries, strict=True):
+            parts = slice(None) if part is None else slice(part, part + 1)
+            for name, geometry in zip(op.outputs[parts], self.geometries[parts], strict=True):
                 run.write(name, table.number((*key, geometry), geometry))
             return
         call = table.number(key)
@@ -352,7 +435,8 @@ def _blobs(net: Net) -> Mapping[str, Blob]:
 
 def _geometry(blob: Blob, start: Size = 0) -> _Key:
     """The layout of a blob whose storage begins at the byte *start* of another one."""
-    return ("geometry", blob.shape, blob.dtype, blob.strides, add(_byte_offset(blob), start))
+    offset = _byte_offset(blob) if blob.offset else 0
+    return ("geometry", blob.shape, blob.dtype, blob.strides, add(offset, start) if start else offset)
 
 
 def _byte_offset(blob: Blob) -> Size:

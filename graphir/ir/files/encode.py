@@ -49,6 +49,7 @@ def file_of(x: Net | Program | Plan, state: Mapping[str, TensorRecord] | None = 
         program=_program(x.program, None),
         dims=dict(x.dims),
         instructions=tuple(map(_instruction, x.instructions)),
+        values=dict(x.values),
     )
 
 

@@ -41,6 +41,7 @@ VERSION: Final = 1
 SizeText: TypeAlias = "int | str"
 Pairs: TypeAlias = tuple[tuple[int, int], ...]
 Pattern: TypeAlias = Annotated[str, StringConstraints(pattern=r"^([t_]|\[[t_]*\])*$")]
+Digest: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 Lane: TypeAlias = Annotated[str, StringConstraints(pattern=r"^(gpu|cpu):[0-9]{1,6}\.(compute|copy_in|copy_out)$")]
 
 
@@ -215,6 +216,7 @@ class PlanFile(_Record):
     program: ProgramRecord
     dims: dict[str, int]
     instructions: tuple[InstructionRecord, ...]
+    values: dict[str, Digest] = {}
 
 
 AnyFile: TypeAlias = NetFile | ProgramFile | PlanFile

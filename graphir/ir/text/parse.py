@@ -19,6 +19,7 @@ from .tokens import Line, Lines
 
 __all__ = ["parse"]
 
+_VALUE_NUMBER: Final = re.compile(r"[0-9a-f]{16}")
 _PASS: Final = re.compile(r'\s*(?=[^\s|])((?:"(?:[^"\\\n]|\\.)*"|[^|"#\n])+?)\s*(?:\||$)')
 
 
@@ -247,6 +248,7 @@ def _plan(reader: Lines, line: Line) -> Plan:
     line.end()
     sizes: dict[str, int] | None = None
     instructions: list[Instruction] = []
+    values: dict[str, str] = {}
     reading: _InstructionReader | None = None
     while True:
         line = reader.next(f"}} of plan {header.name!r}")
@@ -259,11 +261,22 @@ def _plan(reader: Lines, line: Line) -> Plan:
         elif line.taken("}"):
             line.end()
             program = header.program(line)
-            return Plan(program, program.dims if sizes is None else sizes, tuple(instructions))
+            return Plan(program, program.dims if sizes is None else sizes, tuple(instructions), values)
         elif line.taken("sizes"):
             sizes = line.assignments(line.whole)
+        elif line.taken("value"):
+            name = line.name()
+            values[name] = _value_number(line)
+            line.end()
         elif not header.statement(reader, line):
             raise line.error(f"unknown statement {line.shown()}", "write instructions as gpu:0.compute: run …")
+
+
+def _value_number(line: Line) -> str:
+    line.expect("=", "write value BLOB = DIGITS")
+    if not _VALUE_NUMBER.fullmatch(line.peek()):
+        raise line.error(f"{line.shown()} is no value number", "a value number has 16 hexadecimal digits")
+    return line.take()
 
 
 class _InstructionReader:

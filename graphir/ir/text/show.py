@@ -189,6 +189,9 @@ def _plan(plan: Plan, style: Style) -> Iterator[str]:
     yield from _header(program)
     if dict(plan.dims) != dict(program.dims):
         yield f"  sizes {_assignments(plan.dims)}".rstrip()
+    if style.attributes:
+        for name, number in plan.values.items():
+            yield f"  value {quoted(name)} = {number}"
     yield from _indented(net_lines(program.init, style))
 
     phase = net_phase(net)

@@ -63,6 +63,15 @@ def test_plans_come_back(seed, tmp_path):
     assert load(tmp_path / "p.json") == plan
 
 
+def test_a_plan_without_value_numbers_is_read(tmp_path):
+    plan = nets.random_plan(3)
+    plan.save(tmp_path / "p.json")
+    document = json.loads((tmp_path / "p.json").read_text())
+    del document["values"]
+    (tmp_path / "p.json").write_text(json.dumps(document))
+    assert load(tmp_path / "p.json") == plan.with_(values={})
+
+
 @pytest.mark.parametrize("seed", range(25))
 def test_nets_come_back(seed, tmp_path):
     net = nets.random_program(seed).init
@@ -383,6 +392,7 @@ def test_damaged_nets_are_refused(net_file, keys, value, what, place):
         (("dims", "batch"), 0, "dimension 'batch' cannot be 0", "dims.batch"),
         (("program", "dims", "batch"), -3, "dimension 'batch' cannot be -3", "program.dims.batch"),
         (("program", "dims", "batch"), 2**60, f"dimension 'batch' cannot be {2**60}", "program.dims.batch"),
+        (("values",), {"x": "0123"}, "String should match pattern", "values.x"),
         (("program", "interface", "fetches"), [{"value": [1]}], "[1] is not a number", "program.interface"),
         (("program", "interface", "feeds", 0, "value"), [1], "[1] is not a number", "program.interface"),
     ],

@@ -128,6 +128,7 @@ def test_odd_names_come_back(name):
             Instruction("wait", "gpu:0.compute", event=Event(name, 1, "gpu:1.copy_in")),
             Instruction("free", "gpu:0.compute", storage=name),
         ),
+        {name: "0123456789abcdef"},
     )
     round_trip(plan)
 
@@ -372,6 +373,8 @@ def test_bad_text_is_refused(text, what, line):
         ("gpu:0.compute: fee x", "did you mean 'free'"),
         ("gpu:0.kompute: free x", "'gpu:0.kompute' is not a lane"),
         ("gpu:0.compute: wait x", "expected 'by', found the end of the line"),
+        ("value x = 12", "'12' is no value number"),
+        ("value x 0123456789abcdef", "expected '=', found '0123456789abcdef'"),
         ("gpu:0.compute: run of x", "no operator makes 'x' so far"),
         ("gpu:0.compute: run of op 7", "there is no operator 7"),
         ("gpu:0.compute free x", "expected ':', found 'free'"),
