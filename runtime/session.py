@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -15,21 +15,28 @@ from graphir.plan import Plan
 
 from .admission import admit
 from .adversarial import Adversarial
+from .choice import HOST_ONLY, choose
 from .executor import Executor, Feedable, Setting
 from .gather import Gather
 from .places import Binding, generator_on, places_of
 from .rates import Group, Rates
 from .reference import Reference
 from .scatter import Scatter
+from .serial import Serial
 from .state import State
 from .surroundings import FORKS
 from .threads import Threads
 
 __all__ = ["Session"]
 
-ExecutorName: TypeAlias = Literal["auto", "reference", "threads", "adversarial"]
+ExecutorName: TypeAlias = Literal["auto", "reference", "serial", "threads", "adversarial"]
 
-_EXECUTORS: Final = ("auto", "reference", "threads", "adversarial")
+_EXECUTORS: Final[tuple[str, ...]] = get_args(ExecutorName)
+_KINDS: Final[Mapping[str, Callable[[Setting, int | None], Executor]]] = {
+    "reference": Reference,
+    "serial": Serial,
+    "threads": Threads,
+}
 _MOST_THREADS: Final = 4096
 
 
@@ -49,8 +56,9 @@ class Session:
             first ones, as :meth:`state` gives both. They are copied.
         binding: which real device each logical one is: ``cpu`` puts all on the host, ``cuda`` deals them out to the
             CUDA devices, a dict says it for each (``{"gpu:0": "cuda:0"}``); ``auto`` is ``cpu``.
-        executor: ``reference`` runs one instruction after the other, on any device; ``threads`` generated code in a
-            thread for each logical device, on the host; ``auto`` is ``threads`` on the host, else ``reference``.
+        executor: ``reference`` runs one instruction after the other, on any device. On the host, ``serial`` runs
+            generated code in the calling thread, ``threads`` in a thread for each logical device where there are
+            several, and ``auto`` chooses the one that is predicted to be faster; elsewhere it is ``reference``.
             ``adversarial``, for tests, interleaves the lanes as badly as the plan allows.
         threads: how many threads one kernel may use; by default as many as in the thread that makes the session, so
             that results equal those of eager PyTorch there bit for bit. Steps called from other threads use as many.
@@ -91,9 +99,9 @@ class Session:
         admit(plan)
         places = places_of(binding, plan.devices)
         on_host = all(place.type == "cpu" for place in places.values())
-        if executor == "threads" and not on_host:
+        if executor in HOST_ONLY and not on_host:
             raise SessionError(
-                "the executor 'threads' runs on the host only", where="Session(...)", fix="use executor='reference'"
+                f"the executor {executor!r} runs on the host only", where="Session(...)", fix="use executor='reference'"
             )
         self.plan, self._closed = plan, False
         self._running: threading.Lock = threading.Lock() if beside is None else beside._running
@@ -111,11 +119,12 @@ class Session:
             places,
             {device: generator_on(place) for device, place in places.items()},
         )
+        self._choice = choose(plan, executor, on_host, threads or torch.get_num_threads())
         self._executor: Executor
         if executor == "adversarial":
             self._executor = Adversarial(setting, threads, seed or 0)
         else:
-            self._executor = (Threads if on_host and executor != "reference" else Reference)(setting, threads)
+            self._executor = _KINDS[self._choice.executor](setting, threads)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """One step on a batch: inputs, then targets, then keyword arguments, as they were captured.
@@ -160,6 +169,11 @@ class Session:
         """Whether steps can be made: not once the session is closed, nor after a step that failed or was interrupted,
         unless no lane had written state before it failed."""
         return not (self._closed or self._progress.broken or self._forks != FORKS[0])
+
+    @property
+    def executor(self) -> str:
+        """The executor that runs the steps; with ``executor="auto"``, the one that was chosen."""
+        return self._choice.executor
 
     @property
     def steps_done(self) -> int:

@@ -1,7 +1,6 @@
 """The CPU executor: generated Python, one persistent thread per logical device.
 
-A thread executes its device's lanes, merged in issue order. A plan of one device runs in the caller's thread, without
-events. A step over several::
+A thread executes its device's lanes, merged in issue order. A step::
 
     caller     give every thread its inputs ① ── wait for all ④ ──▶ outputs
     gpu:0      ① ── run … record ② ───────────────────────── ④
@@ -17,30 +16,26 @@ from __future__ import annotations
 import os
 import threading
 import time
-import traceback
 import weakref
 from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import methodcaller
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from graphir.analysis.memory import memory
-from graphir.errors import RunError, SessionError
+from graphir.errors import SessionError
 from graphir.ir.size import Dims
-from graphir.plan import Plan, lane_device
+from graphir.plan import lane_device
 
-from .codegen import Handover, ThreadCode, generate
+from .codegen import Handover, generate
 from .executor import Feedable, Setting
-from .faults import fault, writes_state
+from .generated import Generated, Stopped
 from .handoffs import handoffs
-from .heap import keep_heap
 from .probes import Clock, HostClock, Probe
-from .surroundings import is_neutral, neutral
 
 __all__ = ["Threads"]
 
@@ -49,29 +44,7 @@ _SPINS: Final = 40
 
 _LOOK_SECONDS: Final = 0.05
 
-_SPARE: Final = 3
-"""How much free memory a step's heap shall have, in the bytes that its values take at most: kernels take some beside
-them, and a block needs a hole that is long enough."""
-
-_KEPT_SIZES: Final = 64
-"""For how many sizes the bound functions are kept."""
-
 _yield: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
-
-
-class _Code(NamedTuple):
-    """The functions of all threads, and what they are bound to for the sizes of late."""
-
-    threads: Sequence[ThreadCode]
-    bound: dict[tuple[int, ...], list[Callable[..., tuple[Tensor, ...]]]]
-
-    def functions(self, dims: Dims) -> list[Callable[..., tuple[Tensor, ...]]]:
-        functions = self.bound.get(key := tuple(dims.values()))
-        if functions is None:
-            if len(self.bound) >= _KEPT_SIZES:
-                del self.bound[next(iter(self.bound))]
-            functions = self.bound[key] = [code.bind(dims) for code in self.threads]
-        return functions
 
 
 class Threads:
@@ -84,124 +57,47 @@ class Threads:
     """
 
     def __init__(self, setting: Setting, threads: int | None = None) -> None:
-        self.setting, self.intraop = setting, threads or torch.get_num_threads()
-        plan = setting.plan
+        self.setting, plan = setting, setting.plan
         devices = {device: i for i, device in enumerate(dict.fromkeys(map(lane_device, plan.lanes)))}
         of_lane = {lane: devices[lane_device(lane)] for lane in plan.lanes}
+        found = handoffs(plan, of_lane)
         self.clock: Clock = HostClock()
-        self.team: _Team | None = None
-        self.heap: Tensor | None = None
-        if len(devices) <= 1:
-            self.generate = partial(generate, setting, of_lane, None)
-            self.code = _Code(self.generate(), {})
-            self.heap = keep_heap(_SPARE * _fresh_bytes(plan))
-        else:
-            found = handoffs(plan, of_lane)
-            self.team = _Team(len(devices), found.total, self.intraop)
-            try:
-                handover = Handover(found, *self.team.events(), self.team.values)
-                self.generate = partial(generate, setting, of_lane, handover)
-                self.code = _Code(self.generate(), {})
-            except BaseException:
-                self.team.close()
-                raise
-        self.observed: _Code | None = None
+        self.team = _Team(len(devices), found.total, threads or torch.get_num_threads())
+        try:
+            handover = Handover(found, *self.team.events(), self.team.values)
+            self.generate = partial(generate, setting, of_lane, handover)
+            self.plain = Generated(setting, self.generate())
+        except BaseException:
+            self.team.close()
+            raise
+        self.observed: Generated | None = None
 
     def run(self, dims: Dims, inputs: Sequence[Feedable], step: int) -> Sequence[Tensor]:
         """One step; see :class:`.executor.Executor`."""
-        return self.execute(self.code, dims, inputs, (step,))
+        return self.execute(self.plain, dims, inputs, (step,))
 
     def run_observed(self, dims: Dims, inputs: Sequence[Feedable], step: int, probe: Probe) -> Sequence[Tensor]:
         """One step with a probe; see :class:`.probes.Observable`."""
         if self.observed is None:
-            self.observed = _Code(self.generate(observed=True), {})
+            self.observed = Generated(self.setting, self.generate(observed=True))
         return self.execute(self.observed, dims, inputs, (step, probe.begin, probe.end))
 
-    def execute(self, code: _Code, dims: Dims, inputs: Sequence[Feedable], first: tuple[Any, ...]) -> Sequence[Tensor]:
+    def execute(
+        self, generated: Generated, dims: Dims, inputs: Sequence[Feedable], first: tuple[Any, ...]
+    ) -> Sequence[Tensor]:
         """One step of this code, whose functions take *first* before their inputs: the number of steps done, …"""
-        functions = code.functions(dims)
-        if self.team is None:
-            return self.run_here(code, functions[0], dims, inputs, first)
-        calls = [(*first, *[inputs[i] for i in thread.inputs]) for thread in code.threads]
-        returned, errors = self.team.run(functions, calls)
+        calls = [(*first, *[inputs[i] for i in code.inputs]) for code in generated.threads]
+        returned, errors = self.team.run(generated.functions(dims), calls)
         if any(e is not None for e in errors):
-            raise self.blame(code.threads, errors, dims, first[0])
+            raise generated.blame(errors, dims, first[0])
         outputs: dict[int, Tensor] = {}
-        for thread, values in zip(code.threads, returned, strict=True):
-            outputs.update(zip(thread.outputs, values, strict=True))
+        for code, values in zip(generated.threads, returned, strict=True):
+            outputs.update(zip(code.outputs, values, strict=True))
         return [outputs[i] for i in range(len(outputs))]
 
-    def run_here(
-        self,
-        code: _Code,
-        function: Callable[..., tuple[Tensor, ...]],
-        dims: Dims,
-        inputs: Sequence[Feedable],
-        first: tuple[Any, ...],
-    ) -> Sequence[Tensor]:
-        wanted = code.threads[0].inputs
-        given = inputs if len(wanted) == len(inputs) else [inputs[i] for i in wanted]
-        try:
-            if is_neutral(self.intraop):
-                with torch.inference_mode():
-                    return function(*first, *given)
-            with neutral(self.intraop), torch.inference_mode():
-                return function(*first, *given)
-        except Exception as e:
-            error = self.blame(code.threads, [e], dims, first[0])
-            raise error from error.__cause__
-
-    def blame(
-        self, threads: Sequence[ThreadCode], errors: Sequence[BaseException | None], dims: Dims, step: int
-    ) -> RunError:
-        """The error for what threads raised; the first failure is to blame for those that it stopped."""
-        plan = self.setting.plan
-        thread, cause = next((i, e) for i, e in enumerate(errors) if e is not None and not isinstance(e, _Stopped))
-        line = _failed_at(threads[thread], cause)
-        position = -1 if line is None else threads[thread].instructions[line]
-        error = fault(
-            plan,
-            plan.instructions[position] if position >= 0 else None,
-            step,
-            cause,
-            dims=dims,
-            binding=self.setting.binding,
-            usable=not any(self.wrote(code, e) for code, e in zip(threads, errors, strict=True)),
-        )
-        if error is not cause:
-            error.__cause__ = cause
-        return error
-
-    def wrote(self, code: ThreadCode, error: BaseException | None) -> bool:
-        """Whether a thread may have written state before it ended."""
-        line = None if error is None else _failed_at(code, error)
-        executed = code.instructions if line is None else code.instructions[: line + 1]
-        plan = self.setting.plan
-        return any(writes_state(plan, plan.instructions[position]) for position in executed if position >= 0)
-
     def close(self) -> None:
-        """End the threads, and let the heap shrink."""
-        self.heap = None
-        if self.team is not None:
-            self.team.close()
-
-
-def _fresh_bytes(plan: Plan) -> int:
-    """The most bytes that a step holds at once, beside its state."""
-    predicted = memory(plan)
-    return max((predicted.peak[device] - predicted.state[device] for device in predicted.peak), default=0)
-
-
-def _failed_at(code: ThreadCode, error: BaseException) -> int | None:
-    """The line of a thread's function that raised, None where none did."""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        if frame.f_code is code.code:
-            return line
-    return None
-
-
-class _Stopped(BaseException):
-    """Raised by a wait once another thread has failed."""
+        """End the threads."""
+        self.team.close()
 
 
 class _Worker:
@@ -337,7 +233,7 @@ def _taker(lock: Any, pulled: Sequence[bool]) -> Callable[[], None]:
         else:
             acquire()
         if pulled:
-            raise _Stopped
+            raise Stopped
 
     return take
 
@@ -374,7 +270,7 @@ def _serve(worker: _Worker, brake: _Brake, intraop: int) -> None:
             try:
                 worker.returned = function(*arguments)
             except BaseException as e:
-                worker.error = e if brake.pull() else _Stopped().with_traceback(e.__traceback__)
+                worker.error = e if brake.pull() else Stopped().with_traceback(e.__traceback__)
             worker.call = None
             del function, arguments
             worker.finished = True

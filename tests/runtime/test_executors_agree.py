@@ -20,13 +20,20 @@ def assert_same_state(a, b, replicas):
         assert all(torch.equal(ours[name].nan_to_num(), theirs[name].nan_to_num()) for name in ours)
 
 
-@pytest.mark.parametrize("place", [lambda p: p, spread], ids=["one", "spread"])
+@pytest.mark.parametrize(
+    ("place", "executor"),
+    [(lambda p: p, "serial"), (spread, "serial"), (spread, "threads")],
+    ids=["one-serial", "spread-serial", "spread-threads"],
+)
 @pytest.mark.parametrize("seed", range(25))
-def test_random_programs(seed, place):
+def test_random_programs(seed, place, executor):
     program = nets.random_program(seed)
     placed = place(program)
     plan = passes.emit(placed)
-    with Session(plan, program.state, executor="reference") as a, Session(plan, program.state) as b:
+    with (
+        Session(plan, program.state, executor="reference") as a,
+        Session(plan, program.state, executor=executor) as b,
+    ):
         for step, batch in enumerate((12, 7, 12)):
             inputs = nets.example_inputs(program, seed=step, batch=batch)
             assert torch.equal(a.step(*inputs).nan_to_num(), b.step(*inputs).nan_to_num())
@@ -38,7 +45,10 @@ def test_gradients_of_random_programs(seed):
     program = nets.random_program(seed, mutate=False)
     plan = passes.emit(spread(program))
     inputs = nets.example_inputs(program, batch=11)
-    with Session(plan, program.state, executor="reference") as a, Session(plan, program.state) as b:
+    with (
+        Session(plan, program.state, executor="reference") as a,
+        Session(plan, program.state, executor="threads") as b,
+    ):
         a.step(*inputs)
         b.step(*inputs)
         for replica in (0, 1):
@@ -56,7 +66,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("executor", ["reference", "threads"])
+@pytest.mark.parametrize("executor", ["reference", "serial"])
 @pytest.mark.parametrize("name", MODELS)
 def test_captured_models_train_as_in_eager(name, executor):
     make, optim = MODELS[name]
@@ -73,7 +83,7 @@ def test_captured_models_train_as_in_eager(name, executor):
         assert all(torch.equal(kept[index][n], value) for n, value in entries.items())
 
 
-@pytest.mark.parametrize("executor", ["reference", "threads"])
+@pytest.mark.parametrize("executor", ["reference", "serial", "threads"])
 def test_shifted_replicas_train_as_eager_share_by_share(executor):
     example = models.resnet(batch=4, dropout=0.3)
     program = captured(example, sgd(example.model.parameters()))

@@ -6,13 +6,14 @@ import torch
 from graphir.runtime import Session
 from graphir.runtime.probes import Observable, Probes
 from graphir.runtime.reference import Reference
+from graphir.runtime.serial import Serial
 from graphir.runtime.threads import Threads
 from runnable import captured, forward_plan, setting_of, sgd, spread
 
 from graphir import passes
 from graphir.errors import RunError
 
-EXECUTORS = [Reference, Threads]
+EXECUTORS = [Reference, Serial, Threads]
 
 TWO_DEVICES = """
     buffer s : f32[2] @gpu:0
@@ -44,7 +45,7 @@ def of_kind(plan, *kinds):
     return [i for i, instruction in enumerate(plan.instructions) if instruction.kind in kinds]
 
 
-@pytest.fixture(params=EXECUTORS, ids=["reference", "threads"])
+@pytest.fixture(params=EXECUTORS, ids=["reference", "serial", "threads"])
 def executor(request):
     made = []
 
@@ -115,7 +116,7 @@ def test_updates_in_one_call_are_told_one_by_one():
 def test_an_unobserved_step_calls_nothing():
     plan = forward_plan(TWO_DEVICES, "x", output="c", state={"s": torch.zeros(2)})
     threads = Threads(setting_of(plan, "x", s=torch.zeros(2)))
-    assert not any("begin" in thread.source for thread in threads.code.threads)
+    assert not any("begin" in thread.source for thread in threads.plain.threads)
     threads.run({}, [torch.ones(2)], 0)
     assert threads.observed is None
     threads.close()
@@ -128,7 +129,7 @@ def test_observed_steps_have_the_same_bits(kind):
     plan, states = passes.emit(spread(program)), []
     x, y = example.inputs[0], example.targets[0]
     for observed in (False, True):
-        name = "reference" if kind is Reference else "threads"
+        name = kind.__name__.lower()
         with Session(plan, program.state, executor=name) as session:
             if observed:
                 executor = session._executor

@@ -32,7 +32,7 @@ GOOD, BAD = torch.tensor([1, 2]), torch.tensor([1, 99])
 
 @pytest.fixture
 def two():
-    with Session(forward_plan(TWO_DEVICES, "i", "d", output="c", state=STATE), STATE) as session:
+    with Session(forward_plan(TWO_DEVICES, "i", "d", output="c", state=STATE), STATE, executor="threads") as session:
         yield session
 
 
@@ -49,7 +49,8 @@ def test_values_cross_between_threads(two):
 def test_a_plan_of_one_device_makes_no_thread():
     before = len(threads_of_sessions())
     plan = forward_plan("input x : f32[2] @gpu:0\ny : f32[2] @gpu:0 = aten.neg(x)", "x", output="y")
-    with Session(plan, {}) as session:
+    with Session(plan, {}, executor="threads") as session:
+        assert session.executor == "serial"
         assert session.step(torch.ones(2)).tolist() == [-1, -1]
         assert len(threads_of_sessions()) == before
 
@@ -62,14 +63,14 @@ def test_threads_end_with_the_session(two):
 
 
 def test_threads_end_with_a_session_that_nobody_closed():
-    session = Session(forward_plan(TWO_DEVICES, "i", "d", output="c", state=STATE), STATE)
+    session = Session(forward_plan(TWO_DEVICES, "i", "d", output="c", state=STATE), STATE, executor="threads")
     assert threads_of_sessions()
     del session
     gc.collect()
     assert threads_of_sessions() == []
 
 
-@pytest.mark.parametrize("executor", ["reference", "threads"])
+@pytest.mark.parametrize("executor", ["reference", "serial", "threads"])
 def test_a_failing_operator_stops_every_lane_and_is_named(executor):
     plan = forward_plan(TWO_DEVICES, "i", "d", output="c", state=STATE)
     with Session(plan, STATE, executor=executor) as session:
@@ -86,7 +87,7 @@ def test_a_failing_operator_stops_every_lane_and_is_named(executor):
 def test_a_lane_that_waits_for_a_failed_one_executes_nothing_more(monkeypatch):
     copied = []
     monkeypatch.setattr("graphir.runtime.codegen.copy", lambda *args: copied.append(args))
-    with Session(forward_plan(TWO_DEVICES, "i", "d", output="c", state=STATE), STATE) as session:
+    with Session(forward_plan(TWO_DEVICES, "i", "d", output="c", state=STATE), STATE, executor="threads") as session:
         with pytest.raises(RunError):
             session.step(BAD, torch.zeros(2, 3))
         assert copied == []
@@ -121,7 +122,7 @@ SLOW = """
 @pytest.mark.parametrize("delay", [0.0, 0.01, 0.05])
 def test_an_interrupt_stops_all_lanes(delay):
     x = torch.zeros(1500, 1500)
-    with Session(forward_plan(SLOW, "x", output="w"), {}) as session:
+    with Session(forward_plan(SLOW, "x", output="w"), {}, executor="threads") as session:
         timer = threading.Thread(target=lambda: (time.sleep(delay), _thread.interrupt_main()))
         with pytest.raises(KeyboardInterrupt):  # it may come before, in or after a step
             timer.start()
@@ -137,14 +138,14 @@ def test_an_interrupt_stops_all_lanes(delay):
 
 def test_sizes_may_alternate():
     program = nets.random_program(3)
-    with Session(passes.emit(spread(program)), program.state) as session:
+    with Session(passes.emit(spread(program)), program.state, executor="threads") as session:
         for batch in (6, 7, 6, 20, 7, 6):
             session.step(*nets.example_inputs(program, batch=batch))
         assert session.steps_done == 6
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_a_kernels_threads_are_those_asked_for(devices, monkeypatch):
+@pytest.mark.parametrize(("devices", "executor"), [(1, "serial"), (2, "serial"), (2, "threads")])
+def test_a_kernels_threads_are_those_asked_for(devices, executor, monkeypatch):
     mine, seen = torch.get_num_threads(), []
     other = 1 if mine > 1 else 2
 
@@ -156,7 +157,7 @@ def test_a_kernels_threads_are_those_asked_for(devices, monkeypatch):
     body = TWO_DEVICES if devices == 2 else TWO_DEVICES.replace("gpu:1", "gpu:0")
     plan = forward_plan(body, "i", "d", output="c", state=STATE)
     for threads, expected in ((None, mine), (other, other)):
-        with Session(plan, STATE, threads=threads) as session:
+        with Session(plan, STATE, executor=executor, threads=threads) as session:
             session.step(GOOD, torch.zeros(2, 3))
         assert set(seen) == {expected}
         assert torch.get_num_threads() == mine

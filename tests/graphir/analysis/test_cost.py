@@ -1,0 +1,72 @@
+"""The work of an operator: its arithmetic against torch's own count, its bytes by hand."""
+
+import models
+import pytest
+import torch
+from small import program_of
+from torch.utils import flop_counter
+from torch.utils.flop_counter import FlopCounterMode
+
+import graphir
+from graphir.analysis.cost import Rates, Work, work
+from graphir.ir.size import bind_shape
+
+
+def captured(model, inputs, targets=(), loss=None):
+    return graphir.capture(model, inputs=inputs, targets=targets, loss=loss)
+
+
+def flops(op, program):
+    return work(op, program.step, program.dims).flops
+
+
+def work_of(body):
+    net = program_of(body).step
+    return [work(op, net, {"batch": 4}) for op in net.ops]
+
+
+@pytest.mark.parametrize("make", [models.mlp, models.resnet, models.gpt])
+def test_arithmetic_is_what_torch_counts(make):
+    example = make()
+    program = captured(*example)
+    with FlopCounterMode(display=False) as counter:
+        example.loss(example.model(*example.inputs), *example.targets).backward()
+    counted = sum(flops(op, program) for op in program.step.ops if "attention" not in op.type)
+    assert counted == counter.get_total_flops() > 0
+
+
+def test_attention_is_what_torch_counts():
+    program = captured(*models.gpt())
+    forward, backward = (op for op in program.step.ops if "attention" in op.type and op.module == "layers.0.attention")
+    q, k, v, out = (bind_shape(program.step.blob(n).shape, program.dims) for n in (*forward.inputs, forward.outputs[0]))
+    # torch has no count for the kernel that the host runs.
+    assert flops(forward, program) == flop_counter.sdpa_flop_count(q, k, v)
+    assert flops(backward, program) == flop_counter.sdpa_backward_flop_count(out, q, k, v)
+
+
+def test_a_transposed_convolution_sweeps_its_input():
+    convolution = torch.nn.ConvTranspose2d(3, 4, 2, stride=2)
+    x = torch.randn(2, 3, 5, 5)
+    with FlopCounterMode(display=False) as counter:
+        convolution(x).sum().backward()
+    program = captured(convolution, (x,), loss=torch.sum)
+    assert sum(flops(op, program) for op in program.step.ops) == counter.get_total_flops()
+
+
+def test_bytes_are_those_read_and_written():
+    assert work_of(
+        """
+        input x : f32[batch,3] @gpu:0
+        input i : i64[2] @gpu:0
+        a : f32[batch,3] @gpu:0 = aten.neg(x)
+        b : f32[3,batch] strides [1,3] in a @gpu:0 = aten.t(a) {views=[0:0]}
+        c : f32[2,3] @gpu:0 = aten.index_select(x, i, dim=0)
+        """
+    ) == [Work(0, 96), Work(0, 0), Work(0, 24)]
+
+
+def test_an_operator_takes_the_longer_of_its_arithmetic_and_its_bytes():
+    rates = Rates(100.0, 10.0, 1.0)
+    assert rates.seconds(Work(200, 5)) == 3.0
+    assert rates.seconds(Work(200, 50)) == 6.0
+    assert rates.seconds(Work(0, 0)) == 1.0

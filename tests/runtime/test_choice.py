@@ -1,0 +1,111 @@
+"""Which executor runs a plan on the host, and why."""
+
+import re
+
+import models
+import pytest
+import torch
+from graphir.runtime import Session, calibration, choice
+from runnable import captured, forward_plan, sgd
+
+from graphir import passes
+from graphir.analysis.cost import Rates
+
+SLOW, FAST = Rates(1e9, 1e7, 1e-6), Rates(1e15, 1e15, 1e-9)
+"""On one of these machines the smallest operator takes 20 µs and more, on the other one none does."""
+
+
+def replicas(count=2):
+    example = models.mlp()
+    program = captured(example, sgd(example.model.parameters()))
+    return passes.emit(passes.replicate(program, range(count))), program.state
+
+
+CHAIN = """
+    input x : f32[64,64] @gpu:0
+    a : f32[64,64] @gpu:0 = aten.mm(x, x)
+    a_gpu_1 : f32[64,64] @gpu:1 = Copy(a)
+    b : f32[64,64] @gpu:1 = aten.mm(a_gpu_1, a_gpu_1)
+    b_gpu_0 : f32[64,64] @gpu:0 = Copy(b)
+    c : f32[64,64] @gpu:0 = aten.mm(b_gpu_0, b_gpu_0)
+"""
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    def of(cores, rates):
+        monkeypatch.setattr(choice, "cores", lambda: cores)
+        monkeypatch.setattr(choice, "measured", lambda threads: rates)
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "rates", "executor", "reason"),
+    [
+        pytest.param(2, 1, SLOW, "threads", r"predicted: \S+ ms a step in one thread, \S+ ms in 2", id="long"),
+        pytest.param(2, 1, FAST, "serial", r"predicted: \S+ ms a step in one thread, \S+ ms in 2", id="short"),
+        pytest.param(1, 1, SLOW, "serial", "kernels use 1 threads, and the process has 1 cores", id="one core"),
+        pytest.param(2, 2, SLOW, "serial", "kernels use 2 threads, and the process has 2 cores", id="taken cores"),
+        pytest.param(4, 2, SLOW, "threads", "predicted", id="enough cores"),
+    ],
+)
+def test_threads_are_chosen_where_they_pay(machine, cores, threads, rates, executor, reason):
+    machine(cores, rates)
+    plan, state = replicas()
+    with Session(plan, state, threads=threads) as session:
+        assert session.executor == executor
+    assert re.match(reason, choice.choose(plan, "auto", True, threads).reason)
+
+
+@pytest.mark.parametrize("executor", ["reference", "serial", "threads"])
+def test_an_executor_that_is_asked_for_is_taken(machine, executor):
+    machine(1, FAST)
+    plan, state = replicas()
+    with Session(plan, state, executor=executor) as session:
+        assert session.executor == executor
+
+
+def test_devices_that_wait_for_each_other_run_in_one_thread(machine):
+    machine(2, SLOW)
+    with Session(forward_plan(CHAIN, "x", output="c"), {}) as session:
+        assert session.executor == "serial"
+
+
+def test_one_device_takes_one_thread_and_no_measurement(monkeypatch):
+    monkeypatch.setattr(choice, "measured", None)
+    plan, state = replicas(1)
+    with Session(plan, state) as session:
+        assert session.executor == "serial"
+
+
+def test_elsewhere_the_reference_runs():
+    plan, _ = replicas()
+    assert choice.choose(plan, "auto", False, 1).executor == "reference"
+
+
+def test_a_prediction_adds_what_follows_and_overlaps_what_does_not():
+    plan = forward_plan(
+        """
+        input x : f32[1000] @gpu:0
+        input y : f32[1000] @gpu:1
+        a : f32[1000] @gpu:0 = aten.neg(x)
+        b : f32[1000] @gpu:0 = aten.neg(a)
+        c : f32[1000] @gpu:1 = aten.neg(y)
+        """,
+        "x",
+        "y",
+        output="b",
+    )
+    each = 8000 / 1e6 + 0.5
+    predicted = choice.predict(plan, Rates(1.0, 1e6, 0.5), 2, 0.25)
+    assert predicted == pytest.approx((3 * each, 2 * (each + 0.25)))
+    assert choice.predict(plan, Rates(1.0, 1e6, 0.5), 1, 0.0).several == pytest.approx(3 * each)
+
+
+def test_the_machine_is_measured_once_and_left_as_it_was():
+    before = torch.get_num_threads()
+    rates = calibration.measured(1)
+    assert min(rates) > 0
+    assert calibration.measured(1) is rates
+    assert torch.get_num_threads() == before
