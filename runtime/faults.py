@@ -46,11 +46,10 @@ def fault(
         usable: whether no state had been written, on any lane.
     """
     traceback.clear_frames(cause.__traceback__)
-    if isinstance(cause, RunError):  # a probe's, which says it all
-        cause.usable = usable
-        return cause
     reason = reason_of(cause)
     place, fix = f"plan {plan.name!r}, step {step}", UNWRITTEN if usable else UNUSABLE
+    if isinstance(cause, RunError):  # a probe's, which says what and where
+        return RunError(cause.what, at=cause.at, where=cause.where, fix=fix, usable=usable)
     if instruction is None:
         return RunError(f"a step failed: {reason}", where=place, fix=fix, usable=usable)
     if instruction.op < 0:

@@ -61,8 +61,7 @@ class Generated:
             binding=self.setting.binding,
             usable=not any(self.wrote(code, e) for code, e in zip(self.threads, errors, strict=True)),
         )
-        if error is not cause:
-            error.__cause__ = cause
+        error.__cause__ = cause
         return error
 
     def wrote(self, code: ThreadCode, error: BaseException | None) -> bool:

@@ -75,8 +75,7 @@ class Reference:
                 instruction = plan.instructions[position] if position >= 0 else None
                 usable = not interpretation.wrote_state()
                 interpretation.values.clear()  # the error's traceback holds this frame
-                error = fault(plan, instruction, step, e, dims=dims, binding=self.setting.binding, usable=usable)
-                raise error from error.__cause__ if error is e else e
+                raise fault(plan, instruction, step, e, dims=dims, binding=self.setting.binding, usable=usable) from e
 
     def interpretation(self, dims: Dims, inputs: Sequence[Feedable], step: int) -> Interpretation:
         """What executes the step's instructions."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Final, Literal, TypeAlias, get_args
 
@@ -17,10 +18,15 @@ from .admission import admit
 from .adversarial import Adversarial
 from .choice import HOST_ONLY, choose
 from .executor import Executor, Feedable, Setting
+from .finite import FiniteWatch
 from .gather import Gather
+from .loop import run_loader
+from .measurement import Measurement
+from .observed import Observed, observable
 from .places import Binding, generator_on, places_of
 from .rates import Group, Rates
 from .reference import Reference
+from .report import Report, report
 from .scatter import Scatter
 from .serial import Serial
 from .state import State
@@ -65,6 +71,8 @@ class Session:
         beside: a session of another plan of the same model and optimizer, whose parameters, buffers, optimizer state,
             learning rates and number of steps this one shares: a step of either is a step of both.
         seed: of the adversarial executor's interleavings, 0 by default.
+        check_finite: whether to stop a step at the first operator that makes NaN or infinities of finite values, with
+            a RunError that names it. Every value of a step costs one reduction more.
 
     Raises:
         VerifyError: the plan is not sound.
@@ -83,6 +91,7 @@ class Session:
         threads: int | None = None,
         beside: Session | None = None,
         seed: int | None = None,
+        check_finite: bool = False,
     ) -> None:
         _choose("executor", executor, _EXECUTORS)
         if threads is not None and (type(threads) is not int or not 1 <= threads <= _MOST_THREADS):
@@ -125,6 +134,14 @@ class Session:
             self._executor = Adversarial(setting, threads, seed or 0)
         else:
             self._executor = _KINDS[self._choice.executor](setting, threads)
+        self._setting, self._places = setting, places
+        self._watch = FiniteWatch(plan) if check_finite else None
+        self._watched = None
+        if self._watch is not None:
+            self._watched = Observed(observable(self._executor, "check_finite"), setting, self._watch)
+        self._observed: Observed | None = self._watched
+        self._measurement: Measurement | None = None
+        self._results: list[Any] = []
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """One step on a batch: inputs, then targets, then keyword arguments, as they were captured.
@@ -152,7 +169,7 @@ class Session:
             inputs: list[Feedable] = [*shares, *self._rates.now()] if self._rates.names else list(shares)
             self._outputs = ()
             try:
-                outputs = self._executor.run(dims, inputs, progress.steps_done)
+                outputs = (self._observed or self._executor).run(dims, inputs, progress.steps_done)
                 progress.steps_done += 1
             except BaseException as e:
                 if not (isinstance(e, RunError) and e.usable):
@@ -169,6 +186,78 @@ class Session:
         """Whether steps can be made: not once the session is closed, nor after a step that failed or was interrupted,
         unless no lane had written state before it failed."""
         return not (self._closed or self._progress.broken or self._forks != FORKS[0])
+
+    def run(self, loader: Iterable[Any], steps: int | None = None, progress: bool = True) -> list[Any]:
+        """Steps on the batches of a loader: once through it, and at most *steps*.
+
+        A batch that is a tuple or a list gives a step's arguments, one that is a mapping its keyword arguments, and any
+        other, such as a tensor, is the one argument. No batch is taken that is not used.
+
+        Ctrl-C stops between steps: the one that runs is finished first, unless Ctrl-C comes a second time. Then, and
+        where the loader fails, all steps that were begun are done, the session can go on, and :attr:`results` has what
+        they returned.
+
+        Args:
+            loader: a ``DataLoader``, or any other iterable of batches.
+            steps: the most steps; None: as many as there are batches.
+            progress: show progress on the terminal, if the error stream is one.
+
+        Returns:
+            What each step returned: for a training step its loss.
+
+        Raises:
+            SessionError: the loader is none, or failed; *steps* is no number of steps; or as :meth:`step`.
+            RunError: as :meth:`step`.
+        """
+        self._check_usable()
+        self._results = []
+        run_loader(self.step, loader, steps, progress, self._results, self._where())
+        return self._results
+
+    @property
+    def results(self) -> list[Any]:
+        """What the steps of the last :meth:`run` have returned so far."""
+        return self._results
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Measure the steps that are done in this context, for :meth:`report`.
+
+        They are steps like all others, with the same bits. The first one counts bytes, which takes time, and those
+        after it are timed; where there is only one, it does both.
+
+        Raises:
+            SessionError: the executor cannot be observed, steps are being measured already, or the session cannot be
+                used any more.
+        """
+        self._check_usable()
+        if self._observed is not self._watched:
+            raise SessionError(
+                "the session's steps are being measured already", where=self._where(), fix="leave that context first"
+            )
+        executor = observable(self._executor, "measured()")
+        self._measurement = Measurement(self._setting, executor.clock)
+        self._observed = Observed(executor, self._setting, self._watch, self._measurement)
+        try:
+            yield
+        finally:
+            self._observed = self._watched
+
+    def report(self) -> Report:
+        """What the steps of the last :meth:`measured` took: seconds by lane and by operator, bytes by device against
+        the prediction, copies and their bandwidth.
+
+        Raises:
+            SessionError: no step was measured.
+        """
+        return report(self._measured_steps(), self._places, *self._choice)
+
+    def _measured_steps(self) -> Measurement:
+        if self._measurement is None or not self._measurement.steps:
+            raise SessionError(
+                "no step was measured", where=self._where(), fix="with session.measured(): session.step(…)"
+            )
+        return self._measurement
 
     @property
     def executor(self) -> str:

@@ -154,8 +154,8 @@ def test_what_a_probe_raises_stops_every_lane(executor, when):
     runs = executor(plan, "x", s=torch.zeros(2))
     with pytest.raises(RunError) as caught:
         runs.run_observed({}, [torch.ones(2)], 0, seen)
-    assert caught.value is stop
-    assert caught.value.__cause__ is None
+    assert caught.value.what == "enough"
+    assert caught.value.__cause__ is stop
     assert torch.isfinite(runs.run_observed({}, [torch.ones(2)], 1, Seen())[0]).all()
 
 

@@ -1,0 +1,154 @@
+"""Steps over the batches of a loader."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Final
+
+from torch import Tensor
+
+from graphir.errors import SessionError
+
+__all__ = ["run_loader"]
+
+_LOOK_SECONDS: Final = 0.1
+
+
+def run_loader(
+    step: Callable[..., Any],
+    loader: Iterable[Any],
+    steps: int | None,
+    progress: bool,
+    results: list[Any],
+    where: str,
+) -> None:
+    """Call *step* with each batch, at most *steps* of them, and append what it returns to *results*.
+
+    No batch is taken that is not used. Ctrl-C is held back while a step runs, so that it strikes between steps; a
+    second one strikes at once.
+
+    Args:
+        step: of a session.
+        loader: gives batches: a tuple or list is taken as arguments, a mapping as keyword arguments, all else as one
+            argument.
+        steps: the most steps; None: as many as there are batches.
+        progress: whether to show progress on the terminal.
+        results: filled.
+        where: the plan, for messages.
+
+    Raises:
+        SessionError: the loader is none, or fails, with its exception as the cause; *steps* is no number of steps.
+        KeyboardInterrupt: on Ctrl-C; all steps that were begun are finished.
+    """
+    if steps is not None and (type(steps) is not int or steps < 0):
+        raise SessionError(f"steps={steps!r} is no number of steps", where=where, fix="give a whole number, or None")
+    if not any(hasattr(type(loader), name) for name in ("__iter__", "__getitem__")):
+        what = f"the loader is a {type(loader).__name__}, which has no batches"
+        raise SessionError(what, where=where, fix="give a DataLoader, or any iterable of batches")
+    batches = _batches(loader, results, where)
+    with _interrupts(results) as held, _bar(loader, steps, progress) as show:
+        while steps is None or len(results) < steps:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            with held():
+                results.append(_call(step, batch))
+            show(results[-1])
+
+
+def _call(step: Callable[..., Any], batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return step(**batch)
+    return step(*batch) if isinstance(batch, tuple | list) else step(batch)
+
+
+def _batches(loader: Iterable[Any], results: list[Any], where: str) -> Iterator[Any]:
+    try:
+        yield from loader
+    except Exception as e:
+        raise SessionError(
+            f"the loader failed after {_count(results)}: {type(e).__name__}: {e}",
+            where=where,
+            fix="the session is whole: session.results has what the steps returned, and step() and run() go on",
+        ) from e
+
+
+def _count(results: list[Any]) -> str:
+    return f"{len(results)} step{'s' if len(results) != 1 else ''}"
+
+
+@contextmanager
+def _interrupts(results: list[Any]) -> Iterator[Callable[[], Any]]:
+    """What holds Ctrl-C back for as long as a step runs. Handlers that the program has set itself stay as they are."""
+    held: list[int] = []
+    stepping = [False]
+
+    def interrupt() -> KeyboardInterrupt:
+        return KeyboardInterrupt(f"stopped after {_count(results)}, which session.results has; the session is whole")
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if held:
+            raise KeyboardInterrupt
+        if not stepping[0]:
+            raise interrupt()
+        held.append(number)
+
+    @contextmanager
+    def step() -> Iterator[None]:
+        stepping[0] = True
+        try:
+            yield
+        finally:
+            stepping[0] = False
+        if held:
+            raise interrupt()
+
+    own = threading.current_thread() is threading.main_thread()
+    if not own or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield step
+        return
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield step
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def _bar(loader: Iterable[Any], steps: int | None, wanted: bool) -> Iterator[Callable[[Any], None]]:
+    """What shows the steps done, and the last loss, on a terminal; nothing elsewhere."""
+    if not wanted or not sys.stderr.isatty():
+        yield lambda result: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    counts = [n for n in (steps, len(loader) if isinstance(loader, Sized) else None) if n is not None]
+    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    with Progress(*columns, TextColumn("{task.fields[loss]}"), console=Console(stderr=True)) as bar:
+        task = bar.add_task("steps", total=min(counts, default=None), loss="")
+        due = 0.0
+
+        def show(result: Any) -> None:
+            nonlocal due
+            bar.update(task, advance=1)
+            # Reading a loss waits for its device, so only as often as people look.
+            if isinstance(result, Tensor) and result.numel() == 1 and time.monotonic() >= due:
+                bar.update(task, loss=f"loss {result.item():.4g}")
+                due = time.monotonic() + _LOOK_SECONDS
+
+        yield show

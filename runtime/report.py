@@ -1,0 +1,265 @@
+"""What the measured steps of a session took, against what was predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from graphir.analysis.memory import memory
+from graphir.ir.device import Device
+from graphir.ir.text import nbytes_text
+from graphir.plan import Plan
+
+from .measurement import Measurement, Timed
+
+__all__ = ["CopyUse", "DeviceBytes", "LaneTime", "OperatorTime", "Report", "report"]
+
+_MOST_PRINTED: Final = 10
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class LaneTime(_Entry):
+    """Seconds of a lane in a mean step.
+
+    Attributes:
+        lane: its name.
+        busy: executing operators, copies, parts of collectives and frees.
+        waiting: for the events of other lanes.
+        idle: the rest of the step, as when it has nothing to do, or its thread is busy with another of its lanes.
+    """
+
+    lane: str
+    busy: float
+    waiting: float
+    idle: float
+
+
+class DeviceBytes(_Entry):
+    """Bytes of a device.
+
+    Attributes:
+        device: the logical one.
+        place: the real one.
+        state: of parameters, buffers, optimizer state and constants.
+        peak: the most at once, state and arguments included.
+        predicted_state: what :func:`graphir.memory` says of the plan at the step's sizes.
+        predicted_peak: likewise.
+    """
+
+    device: str
+    place: str
+    state: int
+    peak: int
+    predicted_state: int
+    predicted_peak: int
+
+
+class CopyUse(_Entry):
+    """The copies from one device to another in a mean step.
+
+    Attributes:
+        source: the device that they read.
+        destination: the device that they write.
+        copies: how many there are.
+        nbytes: what they move.
+        seconds: what they take, one after the other.
+        bytes_per_second: the bandwidth that follows.
+    """
+
+    source: str
+    destination: str
+    copies: int
+    nbytes: float
+    seconds: float
+    bytes_per_second: float
+
+
+class OperatorTime(_Entry):
+    """The operators of one type in a module, in a mean step.
+
+    Updates that are made in one call stand with the module of the first.
+    """
+
+    module: str
+    type: str
+    calls: int
+    seconds: float
+
+
+class Report(_Entry):
+    """What measured steps took. Prints as a table.
+
+    Attributes:
+        name: of the plan.
+        executor: what executed it.
+        reason: why this one.
+        steps: how many steps the times are the mean of.
+        seconds: of a step, from the beginning of its first instruction to the end of its last one.
+        lanes: in the plan's order.
+        devices: in the plan's order; bytes of the first measured step.
+        copies: by their devices.
+        operators: slowest first.
+    """
+
+    name: str
+    executor: str
+    reason: str
+    steps: int
+    seconds: float
+    lanes: tuple[LaneTime, ...]
+    devices: tuple[DeviceBytes, ...]
+    copies: tuple[CopyUse, ...]
+    operators: tuple[OperatorTime, ...]
+
+    def to_json(self) -> str:
+        """The whole report as JSON text."""
+        return self.model_dump_json()
+
+    def __str__(self) -> str:
+        count = f"{self.steps} step{'s' if self.steps != 1 else ''}"
+        lines = [f"report of {self.name!r}: {_seconds(self.seconds)} a step, mean of {count}"]
+        lines.append(f"  executor {self.executor}: {self.reason}")
+        lines += _table(
+            ("lane", "busy", "waiting", "idle"),
+            [(t.lane, _seconds(t.busy), _seconds(t.waiting), _seconds(t.idle)) for t in self.lanes],
+        )
+        lines += _table(
+            ("device", "on", "state", "predicted", "peak", "predicted"),
+            [
+                (d.device, d.place, *map(nbytes_text, (d.state, d.predicted_state, d.peak, d.predicted_peak)))
+                for d in self.devices
+            ],
+        )
+        if self.copies:
+            rows = [
+                (
+                    f"{c.source} -> {c.destination}",
+                    str(c.copies),
+                    nbytes_text(round(c.nbytes)),
+                    _seconds(c.seconds),
+                    f"{nbytes_text(round(c.bytes_per_second))}/s",
+                )
+                for c in self.copies
+            ]
+            lines += _table(("copies", "number", "bytes", "time", "bandwidth"), rows)
+        shown = self.operators[:_MOST_PRINTED]
+        slowest = [(o.module or "-", o.type, str(o.calls), _seconds(o.seconds)) for o in shown]
+        lines += _table(("module", "operator", "calls", "time"), slowest, left=2)
+        if len(self.operators) > len(shown):
+            lines.append(f"  and {len(self.operators) - len(shown)} more")
+        return "\n".join(lines)
+
+
+def report(measurement: Measurement, binding: Mapping[Device, torch.device], executor: str, reason: str) -> Report:
+    """The report of what was measured.
+
+    Args:
+        measurement: of at least one step.
+        binding: the real device of each logical one.
+        executor: what executed the steps.
+        reason: why this one.
+    """
+    plan, timed = measurement.setting.plan, measurement.timed
+    return Report(
+        name=plan.name,
+        executor=executor,
+        reason=reason,
+        steps=timed.steps,
+        seconds=timed.seconds / timed.steps,
+        lanes=tuple(_lanes(plan, timed)),
+        devices=tuple(_devices(measurement, binding)),
+        copies=tuple(_copies(plan, timed)),
+        operators=tuple(_operators(plan, timed)),
+    )
+
+
+def _lanes(plan: Plan, timed: Timed) -> list[LaneTime]:
+    busy = dict.fromkeys(plan.lanes, 0.0)
+    waiting = dict.fromkeys(plan.lanes, 0.0)
+    for position, seconds in timed.totals.items():
+        instruction = plan.instructions[position]
+        spent = waiting if instruction.kind == "wait" else busy
+        spent[instruction.lane] += seconds / timed.steps
+    step = timed.seconds / timed.steps
+    return [
+        LaneTime(lane=lane, busy=busy[lane], waiting=waiting[lane], idle=max(step - busy[lane] - waiting[lane], 0.0))
+        for lane in plan.lanes
+    ]
+
+
+def _devices(measurement: Measurement, binding: Mapping[Device, torch.device]) -> list[DeviceBytes]:
+    plan, ledger = measurement.setting.plan, measurement.ledger
+    assert ledger is not None
+    predicted = memory(plan, measurement.dims)
+    return [
+        DeviceBytes(
+            device=device,
+            place=str(binding[device]),
+            state=ledger.state[device],
+            peak=ledger.peak[device],
+            predicted_state=predicted.state.get(device, 0),
+            predicted_peak=predicted.peak.get(device, 0),
+        )
+        for device in plan.devices
+    ]
+
+
+def _copies(plan: Plan, timed: Timed) -> list[CopyUse]:
+    found: dict[tuple[str, str], list[int]] = {}
+    for position in timed.copied:
+        op = plan.step.ops[plan.instructions[position].op]
+        link = plan.step.blobs[op.inputs[0]].device, plan.step.blobs[op.outputs[0]].device
+        found.setdefault(link, []).append(position)
+    uses = []
+    for (source, destination), positions in sorted(found.items()):
+        nbytes = sum(timed.copied[position] for position in positions) / timed.steps
+        seconds = sum(timed.totals.get(position, 0.0) for position in positions) / timed.steps
+        uses.append(
+            CopyUse(
+                source=source,
+                destination=destination,
+                copies=len(positions),
+                nbytes=nbytes,
+                seconds=seconds,
+                bytes_per_second=nbytes / seconds if seconds else 0.0,
+            )
+        )
+    return uses
+
+
+def _operators(plan: Plan, timed: Timed) -> list[OperatorTime]:
+    found: dict[tuple[str, str], list[float]] = {}
+    for position, seconds in timed.totals.items():
+        instruction = plan.instructions[position]
+        if instruction.op >= 0:
+            op = plan.step.ops[instruction.op]
+            found.setdefault((op.module, op.type), []).append(seconds / timed.steps)
+    times = [
+        OperatorTime(module=module, type=type, calls=len(seconds), seconds=sum(seconds))
+        for (module, type), seconds in found.items()
+    ]
+    return sorted(times, key=lambda time: -time.seconds)
+
+
+def _seconds(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= scale:
+            return f"{seconds / scale:.2f} {unit}"
+    return f"{seconds * 1e6:.1f} µs"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Lines of columns, the first *left* of them aligned to the left."""
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+
+    def line(row: Sequence[str]) -> str:
+        cells = [f"{c:<{w}}" if i < left else f"{c:>{w}}" for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        return "  " + "  ".join(cells)
+
+    return [line(row) for row in (head, *rows)]
