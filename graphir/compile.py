@@ -18,7 +18,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -166,6 +166,11 @@ class Compiled:
         return self._sessions[0].plan
 
     @property
+    def usable(self) -> bool:
+        """Whether steps can be made; see :attr:`graphir.runtime.Session.usable`."""
+        return self._sessions[0].usable
+
+    @property
     def steps_done(self) -> int:
         """How many steps were done, by all plans together."""
         return self._sessions[0].steps_done
@@ -211,6 +216,12 @@ class Compiled:
         """End the threads of every session. What is closed refuses everything else."""
         for session in self._sessions:
             session.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise SessionError(
+            "a compiled model has threads and tensors of its own, and cannot be copied or pickled",
+            fix="compile the model where it runs, and load this one's state_dict()",
+        )
 
     def __enter__(self) -> Compiled:
         return self

@@ -32,6 +32,7 @@ class Setting:
         inputs: the blobs that a step is given, in order.
         binding: the real device of each logical one.
         generators: a random generator for each logical device.
+        deadline: after how many seconds without progress threads that wait for each other are stopped; None: never.
     """
 
     plan: Plan
@@ -39,6 +40,7 @@ class Setting:
     inputs: tuple[str, ...]
     binding: Mapping[Device, torch.device]
     generators: Mapping[Device, torch.Generator]
+    deadline: float | None = None
 
     def replica(self, op: Operator) -> int:
         """The replica whose random numbers *op* draws."""

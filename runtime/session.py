@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Final, Literal, TypeAlias, get_args
+from typing import Any, Final, Literal, NoReturn, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -44,6 +45,8 @@ _KINDS: Final[Mapping[str, Callable[[Setting, int | None], Executor]]] = {
     "threads": Threads,
 }
 _MOST_THREADS: Final = 4096
+_LOOK_SECONDS: Final = 0.05
+"""How often a session that is being closed looks whether it is its own step that it waits for."""
 
 
 class Session:
@@ -68,6 +71,8 @@ class Session:
             ``adversarial``, for tests, interleaves the lanes as badly as the plan allows.
         threads: how many threads one kernel may use; by default as many as in the thread that makes the session, so
             that results equal those of eager PyTorch there bit for bit. Steps called from other threads use as many.
+        deadline: seconds. A step of several threads is given up where no lane has come to its next instruction for as
+            long; None: never. Lanes that wait for each other, and threads that have died, are noticed at once.
         beside: a session of another plan of the same model and optimizer, whose parameters, buffers, optimizer state,
             learning rates and number of steps this one shares: a step of either is a step of both.
         seed: of the adversarial executor's interleavings, 0 by default.
@@ -92,6 +97,7 @@ class Session:
         beside: Session | None = None,
         seed: int | None = None,
         check_finite: bool = False,
+        deadline: float | None = 600.0,
     ) -> None:
         _choose("executor", executor, _EXECUTORS)
         if threads is not None and (type(threads) is not int or not 1 <= threads <= _MOST_THREADS):
@@ -104,6 +110,10 @@ class Session:
                 f"seed={seed!r}: a whole number, for the adversarial executor only",
                 where="Session(...)",
                 fix="leave it out, or use executor='adversarial'",
+            )
+        if deadline is not None and not (type(deadline) in (int, float) and 0 < deadline < math.inf):
+            raise SessionError(
+                f"deadline={deadline!r}: seconds, more than 0", fix="give a number, or None for no limit"
             )
         admit(plan)
         places = places_of(binding, plan.devices)
@@ -127,6 +137,7 @@ class Session:
             (*self._scatter.names, *self._rates.names),
             places,
             {device: generator_on(place) for device, place in places.items()},
+            deadline,
         )
         self._choice = choose(plan, executor, on_host, threads or torch.get_num_threads())
         self._executor: Executor
@@ -163,6 +174,7 @@ class Session:
             self._check_alone()
         with self._running:  # where two threads came past the check at once, the second one waits
             progress = self._progress
+            progress.thread = threading.get_ident()
             if self._closed or progress.broken:
                 self._check_usable()
             dims, shares = self._scatter.split(args, kwargs)
@@ -289,8 +301,8 @@ class Session:
     def state_dict(self, replica: int = 0) -> dict[str, Tensor]:
         """The module's state under its own names, copied. Replicas differ only in buffers and in parameters that the
         forward overwrites."""
-        self._check_usable()
-        return self._state.module(replica)
+        with self._between_steps():
+            return self._state.module(replica)
 
     def optimizer_state_dict(self, replica: int = 0) -> dict[str, Any]:
         """The optimizer's state as ``optimizer.load_state_dict`` takes it, copied. Replicas have the same.
@@ -298,8 +310,8 @@ class Session:
         The options of its groups are those of the followed optimizer now; where none is followed, as captured, with
         the learning rates of the next step.
         """
-        self._check_usable()
-        return self._state.optimizer(self._rates.groups, replica)
+        with self._between_steps():
+            return self._state.optimizer(self._rates.groups, replica)
 
     def loss_scaler_state_dict(self) -> dict[str, Any]:
         """The loss scaler's state as ``torch.amp.GradScaler.load_state_dict`` takes it.
@@ -307,8 +319,8 @@ class Session:
         Raises:
             SessionError: the program was captured without one.
         """
-        self._check_usable()
-        return self._state.loss_scaler()
+        with self._between_steps():
+            return self._state.loss_scaler()
 
     def state(self, replica: int | None = None) -> dict[str, Tensor]:
         """All state under the names of ``program.state``, copied: ``Session(plan, state)`` goes on from there.
@@ -317,8 +329,8 @@ class Session:
         (``gpu_1/bn.running_mean``); where the forward overwrites parameters, all that is a replica's. With a *replica*,
         all is that one's, and every replica would go on from it.
         """
-        self._check_usable()
-        return {**self._state.all(replica), **self._rates.state()}
+        with self._between_steps():
+            return {**self._state.all(replica), **self._rates.state()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Overwrite the module's state on every replica. Optimizer state stays as it is.
@@ -327,8 +339,8 @@ class Session:
             SessionError: a name is missing or unknown, or a tensor does not fit; nothing has changed. Or a step has
                 failed: its optimizer state would stay half updated.
         """
-        self._check_usable()
-        self._state.load_module(state)
+        with self._between_steps():
+            self._state.load_module(state)
 
     def gradients(self, replica: int = 0) -> dict[str, Tensor]:
         """The gradients that the last step of a program without optimizer handed back, copied, by the names of
@@ -338,7 +350,10 @@ class Session:
         Raises:
             SessionError: no step was done, or the program hands back nothing else.
         """
-        self._check_usable()
+        with self._between_steps():
+            return self._gradients(replica)
+
+    def _gradients(self, replica: int) -> dict[str, Tensor]:
         self._state.check_replica(replica)
         if not self._gather.others:
             raise SessionError(
@@ -351,9 +366,27 @@ class Session:
         return self._gather.gradients(self._outputs, replica)
 
     def close(self) -> None:
-        """End the session's threads. A closed session refuses everything else."""
+        """End the session's threads. A closed session refuses everything else. A step in another thread is waited for.
+
+        Raises:
+            SessionError: it is called from within a step of this session; nothing has changed.
+        """
+        if self._forks == FORKS[0]:  # a forked process has neither the threads nor the one that is in a step
+            while not self._running.acquire(timeout=_LOOK_SECONDS):
+                if self._progress.thread == threading.get_ident():
+                    self._check_alone()
+            try:
+                self._executor.close()
+            finally:
+                self._running.release()
         self._closed, self._outputs = True, ()
-        self._executor.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise SessionError(
+            "a session has threads and tensors of its own, and cannot be copied or pickled",
+            where=self._where(),
+            fix="copy plan and state(), and make a Session of them: Session(session.plan, session.state())",
+        )
 
     def __enter__(self) -> Session:
         self._check_open()
@@ -373,6 +406,18 @@ class Session:
     def _where(self) -> str:
         return f"plan {self.plan.name!r}"
 
+    @contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        """What reads or overwrites state happens between two steps, of a session that is usable."""
+        self._check_open()
+        if not self._running.acquire(blocking=False):
+            raise self._busy()
+        try:
+            self._check_usable()
+            yield
+        finally:
+            self._running.release()
+
     def _check_alone(self) -> None:
         if self._forks != FORKS[0]:
             raise SessionError(
@@ -380,9 +425,14 @@ class Session:
                 where=self._where(),
                 fix="make the session in the process that runs it",
             )
-        raise SessionError(
-            "another thread is in a step of this session", where=self._where(), fix="make one Session for each thread"
-        )
+        raise self._busy()
+
+    def _busy(self) -> SessionError:
+        if self._progress.thread == threading.get_ident():
+            what, fix = "this thread is in a step of this session already", "use the session once the step has returned"
+        else:
+            what, fix = "another thread is in a step of this session", "make one Session for each thread"
+        return SessionError(what, where=self._where(), fix=fix)
 
     def _check_usable(self) -> None:
         self._check_open()

@@ -34,10 +34,11 @@ class Progress:
     Attributes:
         steps_done: how many steps were done.
         broken: why the state cannot be trusted any more; empty while it can.
+        thread: that of the last step.
     """
 
     def __init__(self, steps_done: int) -> None:
-        self.steps_done, self.broken = steps_done, ""
+        self.steps_done, self.broken, self.thread = steps_done, "", 0
 
 
 class State:

@@ -8,7 +8,8 @@ A thread executes its device's lanes, merged in issue order. A step::
 
 An event is a lock for each (record, wait) pair, taken beforehand: a record releases it ②, a wait acquires it ③, which
 leaves it ready for the next step. Where a thread fails, it releases all locks, and every wait after that stops its
-thread, so that nothing is left hanging.
+thread, so that nothing is left hanging. Waits of threads take no time limit: the caller, while it waits ④, watches
+them all (:mod:`graphir.runtime.watch`), and does the same where they cannot go on.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from .executor import Feedable, Setting
 from .generated import Generated, Stopped
 from .handoffs import handoffs
 from .probes import Clock, HostClock, Probe
+from .watch import Watch
 
 __all__ = ["Threads"]
 
@@ -43,6 +45,10 @@ _SPINS: Final = 40
 """How often a wait looks before it blocks: some 30 µs, which is what waking a blocked thread costs."""
 
 _LOOK_SECONDS: Final = 0.05
+"""How often the caller looks at the threads that it waits for."""
+
+_GRACE_SECONDS: Final = 10.0
+"""How long a thread that was told to stop may take to end the operator that it is in, before it is left to itself."""
 
 _yield: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
@@ -60,11 +66,11 @@ class Threads:
         self.setting, plan = setting, setting.plan
         devices = {device: i for i, device in enumerate(dict.fromkeys(map(lane_device, plan.lanes)))}
         of_lane = {lane: devices[lane_device(lane)] for lane in plan.lanes}
-        found = handoffs(plan, of_lane)
+        self.handoffs, self.of_lane = handoffs(plan, of_lane), of_lane
         self.clock: Clock = HostClock()
-        self.team = _Team(len(devices), found.total, threads or torch.get_num_threads())
+        self.team = _Team(len(devices), self.handoffs.total, threads or torch.get_num_threads())
         try:
-            handover = Handover(found, *self.team.events(), self.team.values)
+            handover = Handover(self.handoffs, *self.team.events(), self.team.values)
             self.generate = partial(generate, setting, of_lane, handover)
             self.plain = Generated(setting, self.generate())
         except BaseException:
@@ -87,7 +93,7 @@ class Threads:
     ) -> Sequence[Tensor]:
         """One step of this code, whose functions take *first* before their inputs: the number of steps done, …"""
         calls = [(*first, *[inputs[i] for i in code.inputs]) for code in generated.threads]
-        returned, errors = self.team.run(generated.functions(dims), calls)
+        returned, errors = self.team.run(generated.functions(dims), calls, partial(self.watch, generated, first[0]))
         if any(e is not None for e in errors):
             raise generated.blame(errors, dims, first[0])
         outputs: dict[int, Tensor] = {}
@@ -95,13 +101,25 @@ class Threads:
             outputs.update(zip(code.outputs, values, strict=True))
         return [outputs[i] for i in range(len(outputs))]
 
+    def watch(self, generated: Generated, step: int) -> Watch:
+        """What looks at the threads of a step."""
+        setting, threads = self.setting, self.team.threads
+        return Watch(setting.plan, self.handoffs, self.of_lane, generated.threads, threads, setting.deadline, step)
+
     def close(self) -> None:
         """End the threads."""
         self.team.close()
 
 
 class _Worker:
-    """One thread and the call that it is given."""
+    """One thread and the call that it is given.
+
+    Attributes:
+        go: released to start the call.
+        done: released by the thread when it has finished it.
+        error: what the call raised.
+        died: what ended the thread itself.
+    """
 
     def __init__(self) -> None:
         self.go, self.done = _taken_lock(), _taken_lock()
@@ -109,6 +127,7 @@ class _Worker:
         self.finished = True
         self.returned: Any = None
         self.error: BaseException | None = None
+        self.died: BaseException | None = None
 
 
 class _Brake:
@@ -159,23 +178,34 @@ class _Team:
                 if worker.error is not None:
                     raise worker.error
         except Exception as e:
-            _end(self.workers, started)
+            _end(self.workers, started, self.brake)
             raise SessionError(
                 f"the session's threads cannot be started: {type(e).__name__}: {e}",
                 fix="use fewer threads, or executor='reference'",
             ) from e
         finally:
             torch.set_num_threads(own)  # a worker's setting is also the one for threads to come
-        self.close = weakref.finalize(self, _end, self.workers, self.threads)
+        self.close = weakref.finalize(self, _end, self.workers, self.threads, self.brake)
 
     def events(self) -> tuple[list[Callable[[], object]], list[Callable[[], object]]]:
         """What gives and what takes each hand-off."""
         return [lock.release for lock in self.locks], [_taker(lock, self.brake.pulled) for lock in self.locks]
 
     def run(
-        self, functions: Sequence[Callable[..., Any]], calls: Sequence[tuple[Any, ...]]
+        self,
+        functions: Sequence[Callable[..., Any]],
+        calls: Sequence[tuple[Any, ...]],
+        watch: Callable[[], Watch],
     ) -> tuple[list[Any], list[BaseException | None]]:
         """What each thread returned, and what it raised.
+
+        Args:
+            functions: for each thread.
+            calls: their arguments.
+            watch: makes what looks at the threads, once they have taken a while.
+
+        Raises:
+            RunError: a thread died, or they cannot go on; they were stopped.
 
         Ctrl-C may strike between any two lines here, so that what was started and what has finished is read from the
         locks and flags that C code and the workers set, never from how far these lines came.
@@ -184,8 +214,13 @@ class _Team:
             for worker, function, arguments in zip(self.workers, functions, calls, strict=True):
                 worker.finished, worker.call = False, (function, arguments)
             deque(map(methodcaller("release"), self.starters), maxlen=0)
+            watching: Watch | None = None
             for worker in self.workers:
-                worker.done.acquire()
+                while not worker.done.acquire(timeout=_LOOK_SECONDS):
+                    watching = watching or watch()
+                    self.look(watching)
+            if self.brake.pulled:
+                self.look(watching or watch())
         except BaseException:
             self.settle()
             raise
@@ -198,14 +233,28 @@ class _Team:
             self.reset()
         return returned, errors
 
+    def look(self, watch: Watch) -> None:
+        """Raise a RunError where a thread has died, or the others cannot go on."""
+        for index, (worker, thread) in enumerate(zip(self.workers, self.threads, strict=True)):
+            if worker.died is not None or not thread.is_alive():
+                raise watch.died(index, worker.died) from worker.died
+        watch.look([index for index, worker in enumerate(self.workers) if not worker.finished])
+
     def settle(self) -> None:
-        """Stop whatever was started and wait for its end, whatever else happens."""
+        """Stop whatever was started and wait for its end, whatever else happens.
+
+        A thread that does not end the operator that it is in is left to itself. All stay stopped then: it must not come
+        upon the next step.
+        """
         while True:
             try:
                 if not self.begun.locked():
                     self.brake.pull()
-                    for worker in self.workers:
-                        while not worker.finished:
+                    until = time.monotonic() + _GRACE_SECONDS
+                    for worker, thread in zip(self.workers, self.threads, strict=True):
+                        while not worker.finished and thread.is_alive():
+                            if time.monotonic() > until:
+                                return
                             worker.done.acquire(timeout=_LOOK_SECONDS)
                 for worker in self.workers:
                     worker.done.acquire(False)
@@ -260,26 +309,39 @@ def _serve(worker: _Worker, brake: _Brake, intraop: int) -> None:
         worker.error = e
         worker.done.release()
         return
-    with torch.inference_mode():
-        worker.done.release()
-        while True:
-            worker.go.acquire()
-            if worker.call is None:
-                return
-            function, arguments = worker.call
-            try:
-                worker.returned = function(*arguments)
-            except BaseException as e:
-                worker.error = e if brake.pull() else Stopped().with_traceback(e.__traceback__)
-            worker.call = None
-            del function, arguments
-            worker.finished = True
+    try:
+        with torch.inference_mode():
             worker.done.release()
+            while _called(worker, brake):
+                continue
+    except BaseException as e:  # nothing of a call: what was raised in the thread from outside
+        worker.died = e
+        brake.pull()
 
 
-def _end(workers: Sequence[_Worker], threads: Sequence[threading.Thread]) -> None:
+def _called(worker: _Worker, brake: _Brake) -> bool:
+    """Do what a thread is told to do next; whether it was anything."""
+    worker.go.acquire()
+    if worker.call is None:
+        return False
+    function, arguments = worker.call
+    try:
+        worker.returned = function(*arguments)
+    except BaseException as e:
+        worker.error = e if brake.pull() else Stopped().with_traceback(e.__traceback__)
+    worker.call = None
+    del function, arguments
+    worker.finished = True
+    worker.done.release()
+    return True
+
+
+def _end(workers: Sequence[_Worker], threads: Sequence[threading.Thread], brake: _Brake) -> None:
+    """Have all threads end; one that is in an operator for long is left to itself."""
+    brake.pull()
     for worker in workers:
         _release(worker.go)
+    until = time.monotonic() + _GRACE_SECONDS
     for thread in threads:
         if thread is not threading.current_thread():
-            thread.join()
+            thread.join(max(0.0, until - time.monotonic()))

@@ -16,7 +16,7 @@ from small import two_layers
 from graphir import passes
 from graphir.errors import RunError, SessionError
 
-EXECUTORS = ["reference", "threads"]
+EXECUTORS = ["reference", "serial", "threads"]
 
 COUNTED = """
     param table : f32[5,3] @gpu:0
@@ -178,7 +178,7 @@ def test_a_caught_error_holds_no_tensor_of_the_step(executor, monkeypatch):
         made.append(weakref.ref(result := copy(source, device)))
         return result
 
-    module = "codegen" if executor == "threads" else "reference"
+    module = "reference" if executor == "reference" else "codegen"
     monkeypatch.setattr(f"graphir.runtime.{module}.copy", noting_copy)
     plan = forward_plan(
         """
