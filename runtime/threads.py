@@ -235,8 +235,8 @@ class _Team:
 
     def look(self, watch: Watch) -> None:
         """Raise a RunError where a thread has died, or the others cannot go on."""
-        for index, (worker, thread) in enumerate(zip(self.workers, self.threads, strict=True)):
-            if worker.died is not None or not thread.is_alive():
+        for index, worker in enumerate(self.workers):
+            if worker.died is not None:
                 raise watch.died(index, worker.died) from worker.died
         watch.look([index for index, worker in enumerate(self.workers) if not worker.finished])
 
@@ -251,8 +251,8 @@ class _Team:
                 if not self.begun.locked():
                     self.brake.pull()
                     until = time.monotonic() + _GRACE_SECONDS
-                    for worker, thread in zip(self.workers, self.threads, strict=True):
-                        while not worker.finished and thread.is_alive():
+                    for worker in self.workers:
+                        while not worker.finished and worker.died is None:
                             if time.monotonic() > until:
                                 return
                             worker.done.acquire(timeout=_LOOK_SECONDS)

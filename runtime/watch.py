@@ -92,11 +92,10 @@ class Watch:
                 unfinished,
             )
 
-    def died(self, index: int, cause: BaseException | None) -> RunError:
+    def died(self, index: int, cause: BaseException) -> RunError:
         """The error for a thread that is no more."""
-        reason = f": {reason_of(cause)}" if cause is not None else ""
         lanes = ", ".join([lane for lane, thread in self.thread.items() if thread == index])
-        return RunError(f"the thread of {lanes} has died{reason}", where=self.where(), fix=UNUSABLE)
+        return RunError(f"the thread of {lanes} has died: {reason_of(cause)}", where=self.where(), fix=UNUSABLE)
 
     def lines(self, threads: Sequence[int]) -> dict[int, int]:
         """The line of its function that each of these threads is at; without those that are in no line."""
@@ -145,7 +144,7 @@ class Watch:
         if wait is None:
             return text + _innermost(self.codes[index].code, sys._current_frames().get(self.threads[index].ident or 0))
         passed = wait.giver not in lines or lines[wait.giver] > wait.line
-        return f"{text}, which {wait.record} {'has recorded' if passed else 'has yet to record'}"
+        return f"{text}, whose record ({wait.record}) {'was made' if passed else 'is still to come'}"
 
     def where(self) -> str:
         return f"plan {self.plan.name!r}, step {self.step}"

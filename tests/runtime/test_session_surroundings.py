@@ -1,7 +1,14 @@
 """What surrounds a step does not change its bits: autocast, modes, thread numbers; other threads and processes."""
 
+import copy
 import os
+import pickle
+import signal
+import subprocess
+import sys
 import threading
+import time
+from pathlib import Path
 
 import models
 import pytest
@@ -107,7 +114,7 @@ def test_a_step_in_another_thread_is_refused_meanwhile(monkeypatch):
 def test_a_step_in_a_forked_child_is_refused():
     example = models.mlp()
     program = captured(example, sgd(example.model.parameters()))
-    with Session(passes.emit(spread(program)), program.state) as session:
+    with Session(passes.emit(spread(program)), program.state, executor="threads") as session:
         session.step(*example.inputs, *example.targets)
         child = os.fork()
         if child == 0:
@@ -131,5 +138,206 @@ def test_a_thread_that_cannot_start_is_reported(monkeypatch):
 
     monkeypatch.setattr(torch, "set_num_threads", failing)
     with pytest.raises(SessionError, match="threads cannot be started: RuntimeError: no more"):
-        Session(plan, program.state)
+        Session(plan, program.state, executor="threads")
     assert threading.active_count() == before
+
+
+# -- threads, processes and copies of a session
+
+ADDING = """
+    buffer s : f32[2] @gpu:0
+    input x : f32[2] @gpu:0
+    y : f32[2] @gpu:0 = Copy(x)
+    s;1 = aten.add_.Tensor(s, y) {writes=[0:0]}
+"""
+
+
+def adding(**options):
+    state = {"s": torch.zeros(2)}
+    return Session(forward_plan(ADDING, "x", output="y", state=state), state, **options)
+
+
+@pytest.fixture
+def during(monkeypatch):
+    """Within a step, calls what is in the list."""
+    calls = []
+
+    def calling(source, device):
+        while calls:
+            calls.pop()()
+        return source.clone()
+
+    monkeypatch.setattr("graphir.runtime.codegen.copy", calling)
+    return calls
+
+
+USES = {
+    "state_dict": lambda session: session.state_dict(),
+    "optimizer_state_dict": lambda session: session.optimizer_state_dict(),
+    "loss_scaler_state_dict": lambda session: session.loss_scaler_state_dict(),
+    "state": lambda session: session.state(),
+    "gradients": lambda session: session.gradients(),
+    "load_state_dict": lambda session: session.load_state_dict({"s": torch.ones(2)}),
+    "step": lambda session: session.step(torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_state_is_not_used_during_a_step_of_another_thread(use, during):
+    refused = []
+
+    def in_another_thread():
+        def trying():
+            with pytest.raises(SessionError, match="another thread is in a step"):
+                use(session)
+            refused.append(True)
+
+        thread = threading.Thread(target=trying)
+        thread.start()
+        thread.join(20)
+
+    with adding() as session:
+        during.append(in_another_thread)
+        session.step(torch.ones(2))
+        assert refused
+        assert session.usable
+        assert session.state()["s"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("use", [*USES.values(), Session.close], ids=[*USES, "close"])
+def test_a_session_is_not_used_from_within_its_own_step(use, during):
+    refused = []
+
+    def trying():
+        with pytest.raises(SessionError, match=r"this thread is in a step of this session already"):
+            use(session)
+        refused.append(True)
+
+    with adding(executor="serial") as session:
+        during.append(trying)
+        session.step(torch.ones(2))
+        assert refused
+        assert session.state()["s"].tolist() == [1, 1]
+        session.step(torch.ones(2))
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+def test_closing_waits_for_the_step_of_another_thread(executor, during):
+    inside, results = threading.Event(), []
+
+    def taking_its_time():
+        inside.set()
+        time.sleep(0.2)
+
+    session = adding(executor=executor)
+    during.append(taking_its_time)
+    other = threading.Thread(target=lambda: results.append(session.step(torch.ones(2))))
+    other.start()
+    assert inside.wait(20)
+    session.close()
+    assert session.steps_done == 1
+    other.join(20)
+    assert results[0].tolist() == [1, 1]
+    with pytest.raises(SessionError, match="the session is closed"):
+        session.step(torch.ones(2))
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+def test_steps_from_many_threads_are_done_whole_or_refused(executor):
+    done = []
+
+    def stepping(session):
+        for _ in range(50):
+            try:
+                done.append(session.step(torch.ones(2)))
+            except SessionError as e:
+                assert "another thread is in a step" in str(e)  # refused or done, either may happen
+
+    with adding(executor=executor) as session:
+        threads = [threading.Thread(target=stepping, args=(session,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert session.steps_done == len(done) > 0
+        assert session.state()["s"].tolist() == [len(done)] * 2
+
+
+COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": pickle.dumps}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_a_session_cannot_be_copied_or_pickled(copied):
+    with adding() as session:
+        with pytest.raises(
+            SessionError, match=r"cannot be copied or pickled(.|\n)*Session\(session\.plan, session\.state"
+        ):
+            copied(session)
+        with Session(session.plan, session.state()) as another:
+            assert another.state().keys() == session.state().keys()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_session_can_be_closed_in_a_child_forked_during_a_step(during):
+    inside, leave = threading.Event(), threading.Event()
+    during.append(lambda: (inside.set(), leave.wait(20)))
+    with adding(executor="threads") as session:
+        other = threading.Thread(target=session.step, args=(torch.ones(2),))
+        other.start()
+        assert inside.wait(20)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            session.close()
+            os._exit(7 if not session.usable else 8)
+        leave.set()
+        other.join(20)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert session.usable
+
+
+PROCESS = """
+import os, signal, sys, threading, time
+sys.path[:0] = {paths}
+import torch
+from graphir.runtime import Session, codegen, threads
+from runnable import forward_plan
+
+BODY = '''
+    buffer s : f32[2] @gpu:0
+    input x : f32[2] @gpu:1
+    y : f32[2] @gpu:0 = Copy(x)
+    s;1 = aten.add_.Tensor(s, y) {{writes=[0:0]}}
+'''
+plan, state = forward_plan(BODY, "x", output="y", state={{"s": torch.zeros(2)}}), {{"s": torch.zeros(2)}}
+
+def interrupting(source, device):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.1)
+    return source.clone()
+
+for executor in ("serial", "threads"):
+    codegen.copy = interrupting
+    with Session(plan, state, executor=executor) as session:
+        try:
+            session.step(torch.ones(2))
+        except KeyboardInterrupt:
+            print(executor, session.usable, session.steps_done)
+
+# At the exit: threads that nobody ended, and a step that nobody waits for.
+inside = threading.Event()
+codegen.copy = lambda source, device: (inside.set(), time.sleep(60))
+threads._GRACE_SECONDS = 0.2
+idle, busy = (Session(plan, state, executor="threads") for _ in range(2))
+threading.Thread(target=busy.step, args=(torch.ones(2),), daemon=True).start()
+print(inside.wait(20))
+"""
+
+
+def test_ctrl_c_stops_every_thread_and_sessions_that_nobody_closed_do_not_keep_a_process():
+    tests = Path(__file__).parents[1]
+    code = PROCESS.format(paths=[str(path) for path in (tests.parent, tests, tests / "runtime")])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout, done.stderr) == ("serial False 0\nthreads False 0\nTrue\n", "")
+    assert done.returncode == 0
