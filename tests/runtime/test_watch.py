@@ -52,9 +52,10 @@ def circle(plan, thread):
     )
 
 
-def test_lanes_that_wait_for_each_other_are_noticed_at_once(monkeypatch):
+@pytest.mark.parametrize("observed", [False, True])
+def test_lanes_that_wait_for_each_other_are_noticed_at_once(observed, monkeypatch):
     monkeypatch.setattr("graphir.runtime.threads.handoffs", circle)
-    with session_of(deadline=None) as session:
+    with session_of(deadline=None, check_finite=observed) as session:
         with pytest.raises(RunError) as caught:
             session.step(X)
         assert unusable(session)
