@@ -2,21 +2,24 @@
 
 Threads share Python's interpreter: each operator is called with its lock held, and a thread that wants the lock while
 another one has it sleeps and is woken. So several threads pay some time for each operator, whatever it computes, and
-gain only what they compute at the same time. Both are predicted from what each operator costs.
+gain only what they compute at the same time; where segments run without the lock they pay less. A step is predicted for
+each executor from what its operators cost.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from graphir.analysis.cost import Rates, work
+from graphir.errors import SessionError
 from graphir.plan import Event, Plan, lane_device
 
 from .calibration import measured
+from .segments import printable, unavailable
 
-__all__ = ["HOST_ONLY", "Choice", "Prediction", "choose", "predict"]
+__all__ = ["HOST_ONLY", "Choice", "choose", "predict"]
 
 _INTERPRETER_SECONDS: Final = 13e-6
 """What an operator takes longer where another thread calls operators too. Measured on plans of two devices with
@@ -29,19 +32,7 @@ _WAKE_SECONDS: Final = 30e-6
 """What it takes to wake a thread that waits for an event."""
 
 _GAIN: Final = 0.9
-"""Threads have to be predicted to take at most this part of one thread's time."""
-
-
-class Prediction(NamedTuple):
-    """Seconds of a step.
-
-    Attributes:
-        one: in one thread.
-        several: with a thread for each device.
-    """
-
-    one: float
-    several: float
+"""What is less plain has to be predicted to take at most this part of the time of what is plainer."""
 
 
 class Choice(NamedTuple):
@@ -56,7 +47,7 @@ class Choice(NamedTuple):
     reason: str
 
 
-HOST_ONLY: Final = ("serial", "threads")
+HOST_ONLY: Final = ("serial", "threads", "segments")
 """The executors that run on the host only."""
 
 
@@ -68,8 +59,13 @@ def choose(plan: Plan, asked: str, on_host: bool, threads: int) -> Choice:
         asked: an executor's name, or ``auto``.
         on_host: every device of the plan is bound to the host.
         threads: how many threads one kernel uses.
+
+    Raises:
+        SessionError: it is asked for segments, which this torch cannot execute.
     """
     devices = len({lane_device(lane) for lane in plan.lanes})
+    if asked == "segments" and (why := unavailable()):
+        raise SessionError(f"the executor 'segments' cannot be used: {why}", fix="use executor='threads'")
     if asked in HOST_ONLY and devices < 2:
         return Choice("serial", "the plan has one device")
     if asked != "auto":
@@ -81,11 +77,15 @@ def choose(plan: Plan, asked: str, on_host: bool, threads: int) -> Choice:
     side_by_side = min(devices, cores() // threads)
     if side_by_side < 2:
         return Choice("serial", f"kernels use {threads} threads, and the process has {cores()} cores")
-    predicted = predict(plan, measured(threads), side_by_side, _INTERPRETER_SECONDS)
-    return Choice(
-        "threads" if predicted.several <= _GAIN * predicted.one else "serial",
-        f"predicted: {predicted.one * 1e3:.2f} ms a step in one thread, {predicted.several * 1e3:.2f} ms in {devices}",
-    )
+    predicted = predict(plan, measured(threads), side_by_side)
+    if unavailable():
+        del predicted["segments"]
+    chosen = "serial"
+    for executor, seconds in predicted.items():
+        if seconds <= _GAIN * predicted[chosen]:
+            chosen = executor
+    figures = ", ".join([f"{executor} {seconds * 1e3:.2f} ms" for executor, seconds in predicted.items()])
+    return Choice(chosen, f"predicted for a step: {figures}")
 
 
 def cores() -> int:
@@ -95,38 +95,49 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def predict(plan: Plan, rates: Rates, side_by_side: int, contention: float) -> Prediction:
-    """How long a step takes, in one thread and in several.
+def predict(plan: Plan, rates: Rates, side_by_side: int) -> dict[str, float]:
+    """How many seconds a step takes by each executor, the plainest first.
 
     Args:
         plan: what is executed; a device's lanes are merged in issue order.
         rates: how fast kernels are.
         side_by_side: how many threads can compute at the same time.
-        contention: seconds that each operator takes longer with several threads.
     """
+    seconds = _seconds(plan, rates)
+    serial = sum(seconds[i.op] for i in plan.instructions if i.op >= 0)
+    locked = [_INTERPRETER_SECONDS] * len(seconds)
+    free = [_SEGMENT_SECONDS if printable(op) else _INTERPRETER_SECONDS for op in plan.step.ops]
+    found = {"serial": serial}
+    for executor, extra in (("threads", locked), ("segments", free)):
+        overlapped = _overlapped(plan, [a + b for a, b in zip(seconds, extra, strict=True)])
+        found[executor] = max(overlapped, serial / side_by_side)
+    return found
+
+
+def _overlapped(plan: Plan, seconds: Sequence[float]) -> float:
+    """How long a step takes in threads that wait for nothing but events, given what each operator takes."""
     clocks = {lane_device(lane): 0.0 for lane in plan.lanes}
     recorded: dict[Event, float] = {}
-    total, seconds = 0.0, _seconds(plan, rates)
     for instruction in plan.instructions:
         here = lane_device(instruction.lane)
         if instruction.op >= 0:
-            total += seconds[instruction.op]
-            clocks[here] += seconds[instruction.op] + contention
+            clocks[here] += seconds[instruction.op]
         elif instruction.event is not None and instruction.kind == "record":
             recorded[instruction.event] = clocks[here]
         elif instruction.event is not None and recorded[instruction.event] > clocks[here]:
             clocks[here] = recorded[instruction.event] + _WAKE_SECONDS
-    return Prediction(total, max(*clocks.values(), total / side_by_side))
+    return max(clocks.values(), default=0.0)
 
 
-def _seconds(plan: Plan, rates: Rates) -> Mapping[int, float]:
-    """What one instruction of each operator takes. Every participant of a collective reads what all of them have."""
+def _seconds(plan: Plan, rates: Rates) -> list[float]:
+    """What one instruction of each operator takes. A part of a collective reads all that the collective reads, and
+    makes one of its results."""
     net = plan.step
-    found = {}
-    for position, op in enumerate(net.ops):
+    found = []
+    for op in net.ops:
         done = work(op, net, plan.dims)
         if op.type == "AllReduce":
             read = done.nbytes // 2
             done = done._replace(nbytes=read + read // len(op.inputs))
-        found[position] = rates.seconds(done)
+        found.append(rates.seconds(done))
     return found

@@ -100,7 +100,11 @@ class ThreadCode(NamedTuple):
 
 
 def generate(
-    setting: Setting, thread: Mapping[str, int], handover: Handover | None = None, observed: bool = False
+    setting: Setting,
+    thread: Mapping[str, int],
+    handover: Handover | None = None,
+    observed: bool = False,
+    statements: type[Statements] | None = None,
 ) -> list[ThreadCode]:
     """The functions of threads ``0, 1, …``.
 
@@ -109,13 +113,15 @@ def generate(
         thread: which thread each lane of the plan belongs to.
         handover: needed where there are several threads.
         observed: whether they take the methods ``begin`` and ``end`` of a probe, and call them.
+        statements: what writes each thread's lines; :class:`Statements` where not given.
 
     Raises:
         PlanError: an instruction reads what nobody made, or an operator does not fit its type.
     """
     values = Values(setting, thread)
     writers = [Writer(values.kept, observed) for _ in range(max(thread.values(), default=0) + 1)]
-    printers = [Statements(setting, writer, values, handover, i) for i, writer in enumerate(writers)]
+    kind = statements or Statements
+    printers = [kind(setting, writer, values, handover, i) for i, writer in enumerate(writers)]
     for position, instruction in enumerate(setting.plan.instructions):
         here = thread[instruction.lane]
         printers[here].add(position, instruction)

@@ -15,7 +15,7 @@ from .codegen import ThreadCode
 from .executor import Setting
 from .faults import fault, writes_state
 
-__all__ = ["Generated", "Stopped"]
+__all__ = ["Generated", "Located", "Stopped"]
 
 _KEPT_SIZES: Final = 64
 """For how many sizes the bound functions are kept."""
@@ -23,6 +23,19 @@ _KEPT_SIZES: Final = 64
 
 class Stopped(BaseException):
     """Raised in a thread once another one has failed."""
+
+
+class Located(Exception):
+    """Raised by a line that executes several instructions.
+
+    Attributes:
+        position: of the instruction that failed, in the plan.
+        cause: what it raised.
+    """
+
+    def __init__(self, position: int, cause: Exception) -> None:
+        super().__init__(position, cause)
+        self.position, self.cause = position, cause
 
 
 class Generated:
@@ -52,6 +65,8 @@ class Generated:
         thread, cause = next((i, e) for i, e in enumerate(errors) if e is not None and not isinstance(e, Stopped))
         line = _failed_at(self.threads[thread], cause)
         position = -1 if line is None else self.threads[thread].instructions[line]
+        if isinstance(cause, Located):
+            position, cause = cause.position, cause.cause.with_traceback(cause.__traceback__)
         error = fault(
             plan,
             plan.instructions[position] if position >= 0 else None,

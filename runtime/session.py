@@ -29,6 +29,7 @@ from .rates import Group, Rates
 from .reference import Reference
 from .report import Report, report
 from .scatter import Scatter
+from .segments import Segments
 from .serial import Serial
 from .state import State
 from .surroundings import FORKS
@@ -36,13 +37,14 @@ from .threads import Threads
 
 __all__ = ["Session"]
 
-ExecutorName: TypeAlias = Literal["auto", "reference", "serial", "threads", "adversarial"]
+ExecutorName: TypeAlias = Literal["auto", "reference", "serial", "threads", "segments", "adversarial"]
 
 _EXECUTORS: Final[tuple[str, ...]] = get_args(ExecutorName)
 _KINDS: Final[Mapping[str, Callable[[Setting, int | None], Executor]]] = {
     "reference": Reference,
     "serial": Serial,
     "threads": Threads,
+    "segments": Segments,
 }
 _MOST_THREADS: Final = 4096
 _LOOK_SECONDS: Final = 0.05
@@ -67,7 +69,8 @@ class Session:
             CUDA devices, a dict says it for each (``{"gpu:0": "cuda:0"}``); ``auto`` is ``cpu``.
         executor: ``reference`` runs one instruction after the other, on any device. On the host, ``serial`` runs
             generated code in the calling thread, ``threads`` in a thread for each logical device where there are
-            several, and ``auto`` chooses the one that is predicted to be faster; elsewhere it is ``reference``.
+            several, ``segments`` the same without Python's lock where torch allows it, and ``auto`` chooses the one
+            that is predicted to be fastest; elsewhere it is ``reference``.
             ``adversarial``, for tests, interleaves the lanes as badly as the plan allows.
         threads: how many threads one kernel may use; by default as many as in the thread that makes the session, so
             that results equal those of eager PyTorch there bit for bit. Steps called from other threads use as many.

@@ -21,9 +21,10 @@ import weakref
 from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import methodcaller
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from graphir.errors import SessionError
 from graphir.ir.size import Dims
 from graphir.plan import lane_device
 
-from .codegen import Handover, generate
+from .codegen import Handover, Statements, generate
 from .executor import Feedable, Setting
 from .generated import Generated, Stopped
 from .handoffs import handoffs
@@ -60,7 +61,14 @@ class Threads:
         setting: what to run.
         threads: how many threads one kernel may use; None: as many as in the thread that makes the executor, so that
             bits equal those of eager PyTorch there.
+
+    Attributes:
+        statements: what writes a thread's code.
+        surroundings: what a thread is in for as long as it lives.
     """
+
+    statements: ClassVar[type[Statements]] = Statements
+    surroundings: ClassVar[type[AbstractContextManager[None]]] = nullcontext
 
     def __init__(self, setting: Setting, threads: int | None = None) -> None:
         self.setting, plan = setting, setting.plan
@@ -68,11 +76,11 @@ class Threads:
         of_lane = {lane: devices[lane_device(lane)] for lane in plan.lanes}
         self.handoffs, self.of_lane = handoffs(plan, of_lane), of_lane
         self.clock: Clock = HostClock()
-        self.team = _Team(len(devices), self.handoffs.total, threads or torch.get_num_threads())
+        self.team = _Team(len(devices), self.handoffs.total, threads or torch.get_num_threads(), self.surroundings)
         try:
             handover = Handover(self.handoffs, *self.team.events(), self.team.values)
             self.generate = partial(generate, setting, of_lane, handover)
-            self.plain = Generated(setting, self.generate())
+            self.plain = Generated(setting, self.generate(statements=self.statements))
         except BaseException:
             self.team.close()
             raise
@@ -158,7 +166,7 @@ class _Brake:
 class _Team:
     """Persistent threads, and the locks by which they wait for each other."""
 
-    def __init__(self, size: int, events: int, intraop: int) -> None:
+    def __init__(self, size: int, events: int, intraop: int, surroundings: type[AbstractContextManager[None]]) -> None:
         self.locks = [_taken_lock() for _ in range(events)]
         self.brake = _Brake(self.locks)
         self.values: list[Tensor | None] = []
@@ -166,7 +174,9 @@ class _Team:
         self.begun = _taken_lock()
         self.starters = [*[worker.go for worker in self.workers], self.begun]
         self.threads = [
-            threading.Thread(target=_serve, args=(worker, self.brake, intraop), daemon=True, name=f"graphir-{i}")
+            threading.Thread(
+                target=_serve, args=(worker, self.brake, intraop, surroundings), daemon=True, name=f"graphir-{i}"
+            )
             for i, worker in enumerate(self.workers)
         ]
         own, started = torch.get_num_threads(), list[threading.Thread]()
@@ -300,7 +310,7 @@ def _release(lock: Any) -> None:
         return
 
 
-def _serve(worker: _Worker, brake: _Brake, intraop: int) -> None:
+def _serve(worker: _Worker, brake: _Brake, intraop: int, surroundings: type[AbstractContextManager[None]]) -> None:
     """What a thread does until it is given nothing."""
     try:
         torch.set_num_threads(intraop)
@@ -310,7 +320,7 @@ def _serve(worker: _Worker, brake: _Brake, intraop: int) -> None:
         worker.done.release()
         return
     try:
-        with torch.inference_mode():
+        with surroundings(), torch.inference_mode():
             worker.done.release()
             while _called(worker, brake):
                 continue

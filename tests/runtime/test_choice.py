@@ -10,6 +10,7 @@ from runnable import captured, forward_plan, sgd
 
 from graphir import passes
 from graphir.analysis.cost import Rates
+from graphir.errors import SessionError
 
 SLOW, FAST = Rates(1e9, 1e7, 1e-6), Rates(1e15, 1e15, 1e-9)
 """On one of these machines the smallest operator takes 20 µs and more, on the other one none does."""
@@ -33,7 +34,8 @@ CHAIN = """
 
 @pytest.fixture
 def machine(monkeypatch):
-    def of(cores, rates):
+    def of(cores, rates, segments=None):
+        monkeypatch.setattr(choice, "unavailable", lambda: segments)
         monkeypatch.setattr(choice, "cores", lambda: cores)
         monkeypatch.setattr(choice, "measured", lambda threads: rates)
 
@@ -43,22 +45,22 @@ def machine(monkeypatch):
 @pytest.mark.parametrize(
     ("cores", "threads", "rates", "executor", "reason"),
     [
-        pytest.param(2, 1, SLOW, "threads", r"predicted: \S+ ms a step in one thread, \S+ ms in 2", id="long"),
-        pytest.param(2, 1, FAST, "serial", r"predicted: \S+ ms a step in one thread, \S+ ms in 2", id="short"),
+        pytest.param(2, 1, SLOW, "threads", r"predicted for a step: serial \S+ ms, threads \S+ ms$", id="long"),
+        pytest.param(2, 1, FAST, "serial", r"predicted for a step: serial \S+ ms, threads \S+ ms$", id="short"),
         pytest.param(1, 1, SLOW, "serial", "kernels use 1 threads, and the process has 1 cores", id="one core"),
         pytest.param(2, 2, SLOW, "serial", "kernels use 2 threads, and the process has 2 cores", id="taken cores"),
         pytest.param(4, 2, SLOW, "threads", "predicted", id="enough cores"),
     ],
 )
 def test_threads_are_chosen_where_they_pay(machine, cores, threads, rates, executor, reason):
-    machine(cores, rates)
+    machine(cores, rates, segments="torch has none")
     plan, state = replicas()
     with Session(plan, state, threads=threads) as session:
         assert session.executor == executor
     assert re.match(reason, choice.choose(plan, "auto", True, threads).reason)
 
 
-@pytest.mark.parametrize("executor", ["reference", "serial", "threads"])
+@pytest.mark.parametrize("executor", ["reference", "serial", "threads", "segments"])
 def test_an_executor_that_is_asked_for_is_taken(machine, executor):
     machine(1, FAST)
     plan, state = replicas()
@@ -98,9 +100,30 @@ def test_a_prediction_adds_what_follows_and_overlaps_what_does_not():
         output="b",
     )
     each = 8000 / 1e6 + 0.5
-    predicted = choice.predict(plan, Rates(1.0, 1e6, 0.5), 2, 0.25)
-    assert predicted == pytest.approx((3 * each, 2 * (each + 0.25)))
-    assert choice.predict(plan, Rates(1.0, 1e6, 0.5), 1, 0.0).several == pytest.approx(3 * each)
+    locked, free = choice._INTERPRETER_SECONDS, choice._SEGMENT_SECONDS
+    assert choice.predict(plan, Rates(1.0, 1e6, 0.5), 2) == pytest.approx(
+        {"serial": 3 * each, "threads": 2 * (each + locked), "segments": 2 * (each + free)}, rel=1e-9
+    )
+    assert choice.predict(plan, Rates(1.0, 1e6, 0.5), 1)["threads"] == pytest.approx(3 * each)
+
+
+MIDDLING = Rates(1e15, 1e15, 12e-6)
+"""Calls of 12 µs: too short for Python's lock, long enough without it."""
+
+
+@pytest.mark.parametrize(("missing", "executor"), [(None, "segments"), ("torch has none", "serial")])
+def test_segments_are_chosen_where_they_pay_and_work(machine, missing, executor):
+    machine(2, MIDDLING, missing)
+    plan, state = replicas()
+    with Session(plan, state, threads=1) as session:
+        assert session.executor == executor
+
+
+def test_segments_that_torch_cannot_execute_are_refused(machine):
+    machine(2, SLOW, "torch 9 does not run TorchScript's IR: gone")
+    plan, state = replicas()
+    with pytest.raises(SessionError, match=r"'segments' cannot be used: torch 9 does(.|\n)*use executor='threads'"):
+        Session(plan, state, executor="segments")
 
 
 def test_the_machine_is_measured_once_and_left_as_it_was():

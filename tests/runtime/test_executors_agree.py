@@ -22,8 +22,8 @@ def assert_same_state(a, b, replicas):
 
 @pytest.mark.parametrize(
     ("place", "executor"),
-    [(lambda p: p, "serial"), (spread, "serial"), (spread, "threads")],
-    ids=["one-serial", "spread-serial", "spread-threads"],
+    [(lambda p: p, "serial"), (spread, "serial"), (spread, "threads"), (spread, "segments")],
+    ids=["one-serial", "spread-serial", "spread-threads", "spread-segments"],
 )
 @pytest.mark.parametrize("seed", range(25))
 def test_random_programs(seed, place, executor):
@@ -83,7 +83,7 @@ def test_captured_models_train_as_in_eager(name, executor):
         assert all(torch.equal(kept[index][n], value) for n, value in entries.items())
 
 
-@pytest.mark.parametrize("executor", ["reference", "serial", "threads"])
+@pytest.mark.parametrize("executor", ["reference", "serial", "threads", "segments"])
 def test_shifted_replicas_train_as_eager_share_by_share(executor):
     example = models.resnet(batch=4, dropout=0.3)
     program = captured(example, sgd(example.model.parameters()))
@@ -109,3 +109,19 @@ def test_shifted_replicas_train_as_eager_share_by_share(executor):
         for r, model in enumerate(replicas):
             state = session.state_dict(r)
             assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt_fused"])
+def test_replicated_models_train_alike(name):
+    make, optim = MODELS[name]
+    example = make()
+    program = captured(example, optim(example.model.parameters()))
+    plan = passes.emit(passes.replicate(program, devices=[0, 1]))
+    batch = [torch.cat([tensor, tensor]) for tensor in (*example.inputs, *example.targets)]
+    found = []
+    for executor in ("reference", "threads", "segments"):
+        with Session(plan, program.state, executor=executor) as session:
+            losses = {f"loss {i}": session.step(*batch) for i in range(3)}
+            found.append({**losses, **session.state()})
+    for other in found[1:]:
+        assert all(torch.equal(other[name], tensor) for name, tensor in found[0].items())

@@ -349,7 +349,10 @@ def test_a_refused_step_changes_nothing(mlp):
     ("options", "message"),
     [
         ({"binding": "gpu"}, "binding 'gpu' is not supported(.|\n)*supported: auto, cpu, cuda"),
-        ({"executor": "fast"}, "executor 'fast' is not supported(.|\n)*supported: auto, reference, serial, threads"),
+        (
+            {"executor": "fast"},
+            "executor 'fast' is not supported(.|\n)*supported: auto, reference, serial, threads, se",
+        ),
         ({"threads": 0}, "threads=0: a kernel needs at least one thread"),
         ({"threads": 1.5}, "threads=1.5: a kernel needs at least one thread"),
         ({"threads": "2"}, "threads='2': a kernel needs at least one thread"),
