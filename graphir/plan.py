@@ -111,7 +111,8 @@ class Plan:
         program: without state and module.
         dims: the value of each dimension that predicted bytes and seconds refer to. The instructions hold for every
             value.
-        instructions: the total order; ``run``, ``copy`` and ``collective`` follow the order of ``step.ops``.
+        instructions: the total order. It may be another one than that of ``step.ops``, as long as every operator comes
+            after those whose values it reads or overwrites.
         values: what a step makes of each external output and of each state blob that it changes, as emit found it: see
             :func:`.analysis.values.value_numbers`. Empty in files of an earlier graphir.
     """

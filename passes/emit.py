@@ -1,32 +1,31 @@
 """Turn a placed program into a plan: lanes, the events that order them, and the frees.
 
-The issue order is the program's order. Within a lane, order is enough; between lanes a dependency needs a record after
-the earlier instruction and a wait before the later one. Dependencies are
+The issue order is that of :mod:`.order`. Within a lane, order is enough; between lanes a dependency needs a record
+after the earlier instruction and a wait before the later one. Dependencies are
 
 * read after write: an operand's storage was last written, or the operand's view of it was made, by another lane;
 * write after read, write after write: a storage that is overwritten was last used by other lanes;
 * free after use: a storage is dropped by its device's compute lane once every lane is done with it.
 
 A dependency that earlier waits imply gets no wait of its own. What each lane knows of the others is kept as a vector
-clock, which a record carries and a wait merges.
+clock, which a record carries and a wait merges. Transfers that are issued as a group are waited for as a whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from graphir.analysis.values import value_numbers
 from graphir.errors import PassError, nearest
-from graphir.ir.blob import STATE_ROLES
 from graphir.ir.names import base_name
 from graphir.ir.net import Net
-from graphir.ir.operator import Operator
 from graphir.ir.program import Program
 from graphir.ir.verify import verify
 from graphir.plan import Event, Instruction, Plan, issued_as, issued_on, lane
 
 from .base import require_program
+from .order import Issue, issue_order
 
 __all__ = ["emit"]
 
@@ -48,7 +47,7 @@ def emit(program: Program, dims: Mapping[str, int] | None = None) -> Plan:
     return Plan(
         program=program.with_(state={}, module=None),
         dims=_bind(program, dims or {}),
-        instructions=tuple(_Emission(program.step).run()),
+        instructions=tuple(_Emission(program.step).run(issue_order(program.step, program.dims))),
         values=value_numbers(program),
     )
 
@@ -76,106 +75,139 @@ def _bind(program: Program, dims: Mapping[str, int]) -> dict[str, int]:
 class _Use(NamedTuple):
     """The last instruction of a lane that touched a storage, and the value that it touched."""
 
+    lane: str
     position: int
     blob: str
     version: int
 
 
+class _Part(NamedTuple):
+    """An instruction that executes an operator, or a part of one, and the values that it reads and makes."""
+
+    instruction: Instruction
+    reads: list[tuple[str, int]]
+    written: list[tuple[str, int]]
+    views: list[tuple[str, int]]
+
+
 class _Emission:
-    """One sweep in program order.
+    """One sweep in issue order.
 
     Attributes:
         out: the instructions without records; a position is an index into it.
-        records: for each position, the events recorded right after it.
+        records: for each position that somebody waits for, the event recorded right after it.
         clock: for each lane, the last position of every other lane that it is known to come after.
         known_at: for each position that a record may follow, the clock of its lane just then.
-        writer: for each storage, its last writer's lane and use.
+        writer: for each storage, its last writer.
         readers: for each storage, every lane's last use since then.
-        views: for each view, the lane and the use that made it; it is later than its storage's last write.
+        views: for each view, the use that made it; it is later than its storage's last write.
+        last_of_group: for each position in a group of transfers, the last use of its lane in the group.
     """
 
     def __init__(self, net: Net) -> None:
         self.net = net
         self.out: list[Instruction] = []
-        self.records: dict[int, list[Event]] = {}
+        self.records: dict[int, Event] = {}
         self.clock: dict[str, dict[str, int]] = {}
         self.known_at: list[dict[str, int]] = []
-        self.writer: dict[str, tuple[str, _Use]] = {}
+        self.writer: dict[str, _Use] = {}
         self.readers: dict[str, dict[str, _Use]] = {}
-        self.views: dict[tuple[str, int], tuple[str, _Use]] = {}
+        self.views: dict[tuple[str, int], _Use] = {}
+        self.last_of_group: dict[int, _Use] = {}
 
-    def run(self) -> list[Instruction]:
-        dead = _last_uses(self.net)
-        for i, op in enumerate(self.net.ops):
-            kind, blobs = issued_as(op), self.net.blobs
-            if kind == "collective":
-                for part, made in enumerate(op.makes):
-                    self.execute(Instruction(kind, issued_on(op, blobs, part), i, part), op, list(op.reads), [made])
+    def run(self, order: Iterable[Issue]) -> list[Instruction]:
+        for issue in order:
+            if isinstance(issue, str):
+                self.free(issue)
             else:
-                self.execute(Instruction(kind, issued_on(op, blobs), i), op, list(op.reads), list(op.makes))
-            for storage in dead.get(i, ()):
-                self.free(storage)
+                self.execute([part for i in issue for part in self.parts(i)])
         instructions = []
         for position, instruction in enumerate(self.out):
             instructions.append(instruction)
-            for event in self.records.get(position, ()):
-                instructions.append(Instruction("record", instruction.lane, event=event))
+            if position in self.records:
+                instructions.append(Instruction("record", instruction.lane, event=self.records[position]))
         return instructions
 
-    def execute(
-        self, instruction: Instruction, op: Operator, reads: list[tuple[str, int]], makes: list[tuple[str, int]]
-    ) -> None:
-        """Append an instruction that executes an operator, after the waits that it needs."""
-        at, blobs = instruction.lane, self.net.blobs
-        for name, version in reads:
-            self.after_writer(at, blobs[name].storage)
-            if (name, version) in self.views:
-                self.after(at, *self.views[name, version])
+    def parts(self, i: int) -> list[_Part]:
+        """The instructions that execute an operator."""
+        op, blobs = self.net.ops[i], self.net.blobs
+        kind, reads, makes = issued_as(op), list(op.reads), list(op.makes)
+        if kind == "collective":
+            lanes = [issued_on(op, blobs, part) for part in range(len(makes))]
+            return [_Part(Instruction(kind, at, i, n), reads, makes[n : n + 1], []) for n, at in enumerate(lanes)]
         views = {output for output, _ in op.effects.views}
         written = [made for position, made in enumerate(makes) if position not in views]
-        for name, _ in written:
-            self.after_users(at, blobs[name].storage)
-        position = self.append(instruction)
-        for name, version in reads:
-            self.readers.setdefault(blobs[name].storage, {})[at] = _Use(position, name, version)
-        for name, version in written:
-            storage = blobs[name].storage
-            self.writer[storage] = at, _Use(position, name, version)
-            self.readers[storage] = {}
-        self.views.update((makes[i], (at, _Use(position, *makes[i]))) for i in views)
-        for name, version in makes:
-            if blobs[name].storage != name:
-                self.readers.setdefault(blobs[name].storage, {})[at] = _Use(position, name, version)
+        return [_Part(Instruction(kind, issued_on(op, blobs), i), reads, written, [makes[n] for n in sorted(views)])]
+
+    def execute(self, parts: Sequence[_Part]) -> None:
+        """Append instructions, each lane's after the waits that all of its need."""
+        needed: dict[str, list[_Use]] = {}
+        for part in parts:
+            needed.setdefault(part.instruction.lane, []).extend(self.needed(part))
+        for at, uses in needed.items():
+            self.after(at, uses)
+        positions = [self.append(part.instruction) for part in parts]
+        for position, part in zip(positions, parts, strict=True):
+            self.note(position, part)
+        if len(parts) > 1:
+            ends = {part.instruction.lane: (p, part) for p, part in zip(positions, parts, strict=True)}
+            for position, part in zip(positions, parts, strict=True):
+                end, last = ends[at := part.instruction.lane]
+                self.last_of_group[position] = _Use(at, end, *last.written[0])
+
+    def needed(self, part: _Part) -> Iterator[_Use]:
+        """The uses that an instruction has to come after."""
+        blobs = self.net.blobs
+        for name, version in part.reads:
+            yield from self.write_of(blobs[name].storage)
+            if (name, version) in self.views:
+                yield self.views[name, version]
+        for name, _ in part.written:
+            yield from self.uses_of(blobs[name].storage)
+
+    def note(self, position: int, part: _Part) -> None:
+        """What an appended instruction has touched."""
+        at, blobs = part.instruction.lane, self.net.blobs
+        for name, version in part.reads:
+            self.readers.setdefault(blobs[name].storage, {})[at] = _Use(at, position, name, version)
+        for name, version in part.written:
+            self.writer[blobs[name].storage] = _Use(at, position, name, version)
+            self.readers[blobs[name].storage] = {}
+        for name, version in (*part.written, *part.views):
+            if blobs[name].is_view:
+                self.readers.setdefault(blobs[name].storage, {})[at] = _Use(at, position, name, version)
+        for view in part.views:
+            self.views[view] = _Use(at, position, *view)
 
     def free(self, storage: str) -> None:
         """Drop a storage once every lane is done with it."""
         at = lane(self.net.blobs[storage].device, "compute")
-        self.after_writer(at, storage)
-        self.after_users(at, storage)
+        self.after(at, self.uses_of(storage))
         self.append(Instruction("free", at, storage=storage))
 
-    def after_writer(self, at: str, storage: str) -> None:
+    def write_of(self, storage: str) -> Iterator[_Use]:
         if storage in self.writer:
-            self.after(at, *self.writer[storage])
+            yield self.writer[storage]
 
-    def after_users(self, at: str, storage: str) -> None:
-        self.after_writer(at, storage)
-        for reader, use in self.readers.get(storage, {}).items():
-            self.after(at, reader, use)
+    def uses_of(self, storage: str) -> Iterator[_Use]:
+        yield from self.write_of(storage)
+        yield from self.readers.get(storage, {}).values()
 
-    def after(self, at: str, other: str, use: _Use) -> None:
-        """Make lane *at* come after another lane's use of a storage."""
+    def after(self, at: str, uses: Iterable[_Use]) -> None:
+        """Make lane *at* come after other lanes' uses; the latest first, since it may imply the others."""
+        whole = dict.fromkeys([self.last_of_group.get(use.position, use) for use in uses])
+        for use in sorted(whole, key=lambda use: -use.position):
+            self.wait(at, use)
+
+    def wait(self, at: str, use: _Use) -> None:
         clock = self.clock.setdefault(at, {})
-        if other == at or clock.get(other, -1) >= use.position:
+        if use.lane == at or clock.get(use.lane, -1) >= use.position:
             return
-        event = Event(use.blob, use.version, other)
-        events = self.records.setdefault(use.position, [])
-        if event not in events:
-            events.append(event)
+        event = self.records.setdefault(use.position, Event(use.blob, use.version, use.lane))
         merged = dict(self.known_at[use.position])
-        for lane_, position in clock.items():
-            merged[lane_] = max(position, merged.get(lane_, -1))
-        merged[other] = max(use.position, merged.get(other, -1))
+        for other, position in clock.items():
+            merged[other] = max(position, merged.get(other, -1))
+        merged[use.lane] = max(use.position, merged.get(use.lane, -1))
         self.clock[at] = merged
         self.append(Instruction("wait", at, event=event))
 
@@ -183,20 +215,3 @@ class _Emission:
         self.out.append(instruction)
         self.known_at.append(self.clock.setdefault(instruction.lane, {}))
         return len(self.out) - 1
-
-
-def _last_uses(net: Net) -> dict[int, list[str]]:
-    """For each operator, the storages that nobody needs after it. State and outputs are needed after the step."""
-    blobs = net.blobs
-    kept = {blobs[name].storage for name in net.external_outputs}
-    kept.update(name for name, blob in blobs.items() if blob.role in STATE_ROLES)
-    kept.update(name for name in net.external_inputs if blobs[name].device.kind == "cpu")
-    last: dict[str, int] = {}
-    for i, op in enumerate(net.ops):
-        for name in (*op.inputs, *op.outputs):
-            last[blobs[name].storage] = i
-    dead: dict[int, list[str]] = {}
-    for storage, i in last.items():
-        if storage not in kept:
-            dead.setdefault(i, []).append(storage)
-    return dead

@@ -210,7 +210,8 @@ class Statements:
     def add(self, position: int, instruction: Instruction) -> None:
         """Write the line of an instruction, or hold it back: updates that follow each other become one call.
 
-        What is freed between them is freed after them; nothing takes its place meanwhile.
+        What is freed between them is freed after them; nothing takes its place meanwhile. What is waited for between
+        them is waited for before them, which delays nobody: whoever waits for the updates waits for a later record.
         """
         op = self.net.ops[instruction.op] if instruction.kind == "run" else None
         if op is not None and op.type in KERNELS:
@@ -220,6 +221,11 @@ class Statements:
             self.updated.update([self.net.blobs[name].storage for name in op.outputs])
         elif instruction.kind == "free" and self.updates:
             self.freed.append((position, instruction))
+        elif instruction.kind in ("record", "wait"):
+            statements = self.event(position)
+            if instruction.kind == "record" and statements:
+                self.flush()
+            self.writer.line(position, self.observed(statements, position))
         else:
             self.flush()
             self.writer.line(position, self.observed(self.of(position, instruction), position))
@@ -296,8 +302,6 @@ class Statements:
     def of(self, position: int, instruction: Instruction) -> list[str]:
         if instruction.kind == "free":
             return self.free(instruction.storage)
-        if instruction.kind == "record" or instruction.kind == "wait":
-            return self.event(position)
         op = self.net.ops[instruction.op]
         if instruction.kind == "collective":
             return self.collective(op, instruction.part)

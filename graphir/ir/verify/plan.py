@@ -1,6 +1,8 @@
 """The invariants of a plan's instructions; :mod:`.verify` has those of its program.
 
-22. Instructions of an operator are of the kind that its type asks for, and in program order.
+22. Instructions of an operator are of the kind that its type asks for. They are in program order or in another one
+    that respects the hazards: what an operator reads is made before, and of a storage's reads and writes no write
+    comes before what it follows in the program.
 23. Every operator is issued exactly once; a collective once for each participant.
 24. An instruction is on the lane that it belongs to (:func:`graphir.plan.issued_on`).
 25. A record is of a version that its own lane has made or read.
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 from ...plan import Event, Instruction, Plan, issued_as, issued_on
 from ..blob import STATE_ROLES
+from ..net import Net
 from ..operator import Operator
 from .problems import Problem
 
@@ -44,7 +47,9 @@ class _Issue:
         self.plan, self.position = plan, 0
         self.problems: list[Problem] = []
         self.issued: dict[int, set[int]] = {}
-        self.last = -1
+        self.writes_before = _writes_before(plan.step)
+        self.writes: dict[str, int] = {}
+        self.values = {(name, 0) for name in plan.step.external_inputs}
         self.touched: set[Event] = set()
         self.recorded: set[Event] = set()
         self.freed: dict[str, int] = {}
@@ -70,9 +75,6 @@ class _Issue:
         kind = issued_as(op)
         if instruction.kind != kind:
             self.report(f"{op.type} is issued as {instruction.kind}, not as {kind}", instruction)
-        if instruction.op < self.last:
-            self.report("the operator is issued after a later one", instruction)
-        self.last = max(self.last, instruction.op)
         parts = self.issued.setdefault(instruction.op, set())
         if instruction.part in parts:
             self.report("the operator is issued twice", instruction)
@@ -83,20 +85,32 @@ class _Issue:
         wanted = issued_on(op, self.plan.step.blobs, instruction.part)
         if instruction.lane != wanted:
             self.report(f"the operator is issued on {instruction.lane}, not on {wanted}", instruction)
-        self.touch(op, instruction, kind)
+        self.touch(op, instruction)
 
-    def touch(self, op: Operator, instruction: Instruction, kind: str) -> None:
+    def touch(self, op: Operator, instruction: Instruction) -> None:
         """The operands are used: they must exist, and may be recorded by this lane from now on."""
         blobs, at = self.plan.step.blobs, instruction.lane
         makes = list(op.makes)
-        if kind == "collective":
+        if issued_as(op) == "collective":
             makes = makes[instruction.part : instruction.part + 1]
-        for name, version in (*op.reads, *makes):
-            self.touched.add(Event(name, version, at))
-            storage = blobs[name].storage
+        for name, version in op.reads:
+            if (name, version) not in self.values:
+                self.report(f"{name!r};{version} is read before it is made", instruction)
+        wanted = self.writes_before[instruction.op]
+        for storage in dict.fromkeys([blobs[name].storage for name, _ in (*op.reads, *makes)]):
             if storage in self.freed:
                 self.report(f"storage {storage!r} is used after it is freed", instruction)
-        for name, _ in makes:
+            elif self.writes.get(storage, 0) < wanted[storage]:
+                self.report(f"storage {storage!r} is used before a write that comes first in the program", instruction)
+            elif self.writes.get(storage, 0) > wanted[storage]:
+                self.report(f"storage {storage!r} is used after a write that comes later in the program", instruction)
+        for name, version in (*op.reads, *makes):
+            self.touched.add(Event(name, version, at))
+        views = _views(op)
+        for name, _ in [made for made in makes if made not in views]:
+            self.writes[blobs[name].storage] = self.writes.get(blobs[name].storage, 0) + 1
+        for name, version in makes:
+            self.values.add((name, version))
             self.made.add(blobs[name].storage)
 
     def event(self, instruction: Instruction) -> None:
@@ -133,6 +147,29 @@ class _Issue:
             if missing > 0:
                 what = "the operator is never issued" if parts == 1 else f"{missing} parts are never issued"
                 self.problems.append(Problem(what, op, self.plan.step))
+
+
+def _views(op: Operator) -> frozenset[tuple[str, int]]:
+    """The values that an operator makes as views of others."""
+    if not op.effects.views:
+        return frozenset()
+    makes = list(op.makes)
+    return frozenset([makes[output] for output, _ in op.effects.views])
+
+
+def _writes_before(net: Net) -> list[dict[str, int]]:
+    """For each operator, how often the storages that it touches are written before it in the program."""
+    writes: dict[str, int] = {}
+    found = []
+    for op in net.ops:
+        touched = [net.blobs[name].storage for name in (*op.inputs, *op.outputs)]
+        found.append({storage: writes.get(storage, 0) for storage in touched})
+        views = _views(op)
+        for made in op.makes:
+            if made not in views:
+                storage = net.blobs[made[0]].storage
+                writes[storage] = writes.get(storage, 0) + 1
+    return found
 
 
 def _text(instruction: Instruction) -> str:

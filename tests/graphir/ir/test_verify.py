@@ -298,9 +298,17 @@ def change(listed: list[Instruction], i: int, **changes: Any) -> None:
 
 BROKEN_PLANS: dict[str, tuple[Plan, str]] = {
     "22 kind": (instructions(lambda s: change(s, index(s, "copy"), kind="run")), "Copy is issued as run, not as copy"),
-    "22 order": (
-        instructions(lambda s: swap(s, index(s, "run", 5), index(s, "run", 6))),
-        "the operator is issued after a later one",
+    "22 unmade": (
+        instructions(lambda s: swap(s, index(s, "run", 4), index(s, "run", 6))),
+        "'d.t';0 is read before it is made",
+    ),
+    "22 early": (
+        instructions(lambda s: swap(s, index(s, "run", 3), index(s, "run", 4))),
+        "storage 'd' is used before a write that comes first in the program",
+    ),
+    "22 late": (
+        instructions(lambda s: s.append(s.pop(index(s, "run")))),
+        "storage 'w' is used after a write that comes later in the program",
     ),
     "23 twice": (instructions(lambda s: s.insert(0, s[index(s, "run")])), "the operator is issued twice"),
     "23 never": (instructions(lambda s: s.pop(index(s, "run", -1))), "the operator is never issued"),
