@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -306,6 +307,39 @@ def test_a_failed_step_ends_every_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         for count in (4, 6, 3):
             with pytest.raises(SessionError, match="the session is unusable: step 2 failed"):
                 step.step(*rows(count))
+
+
+class Tokens(nn.Module):
+    """An embedding whose halves are set apart, so sizes are fixed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        first, second = self.table(tokens).chunk(2)
+        return torch.cat([first.relu(), second.sin()])
+
+
+@pytest.mark.parametrize("count", [6, 8])
+def test_a_step_that_fails_before_it_wrote_state_changes_nothing(count: int) -> None:
+    with graphir.compile(
+        model := Tokens(), (torch.arange(6) % 5,), targets=(torch.randn(6, 3),), loss=F.mse_loss, optimizer=sgd(model)
+    ) as step:
+        before = step.state()
+        with pytest.raises(RunError, match="no state was written") as caught:
+            step.step(torch.full((count,), 9), torch.randn(count, 3))
+        assert caught.value.usable and step.usable and len(step.plans) == 1
+        assert_same_bits(step.state(), before, "after the failure")
+        step.step(torch.arange(count) % 5, torch.randn(count, 3))
+        assert step.steps_done == 1
+    assert not step.usable
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_compiled_model_cannot_be_copied_or_pickled(copied: Callable[[object], object]) -> None:
+    with compiled(nn.Linear(4, 3)) as step, pytest.raises(SessionError, match="cannot be copied or pickled"):
+        copied(step)
 
 
 def test_what_is_closed_refuses_steps() -> None:

@@ -8,7 +8,7 @@ import models
 import pytest
 import torch
 from graphir.runtime import Session
-from graphir.runtime.faults import fault
+from graphir.runtime.faults import fault, writes_state
 from graphir.runtime.kernels import copy
 from runnable import captured, forward_plan, sgd
 from small import two_layers
@@ -146,6 +146,12 @@ def test_the_reference_stops_at_the_failure_in_issue_order(first, second, usable
         with pytest.raises(RunError):
             session.step(BAD, D)
         assert session.usable is usable
+
+
+def test_only_what_overwrites_state_writes_it():
+    plan = passes.emit(two_layers())
+    written = [i for i in plan.instructions if writes_state(plan, i)]
+    assert [plan.step.ops[i.op].type for i in written] == ["graphir.sgd"] * 2
 
 
 def test_a_closed_session_is_not_usable():
