@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from graphir.analysis.cost import Rates, work
+from graphir.analysis.cost import Rates, operator_seconds
 from graphir.errors import SessionError
 from graphir.plan import Event, Plan, lane_device
 
@@ -103,7 +103,7 @@ def predict(plan: Plan, rates: Rates, side_by_side: int) -> dict[str, float]:
         rates: how fast kernels are.
         side_by_side: how many threads can compute at the same time.
     """
-    seconds = _seconds(plan, rates)
+    seconds = operator_seconds(plan.step, plan.dims, rates)
     serial = sum(seconds[i.op] for i in plan.instructions if i.op >= 0)
     locked = [_INTERPRETER_SECONDS] * len(seconds)
     free = [_SEGMENT_SECONDS if printable(op) else _INTERPRETER_SECONDS for op in plan.step.ops]
@@ -127,17 +127,3 @@ def _overlapped(plan: Plan, seconds: Sequence[float]) -> float:
         elif instruction.event is not None and recorded[instruction.event] > clocks[here]:
             clocks[here] = recorded[instruction.event] + _WAKE_SECONDS
     return max(clocks.values(), default=0.0)
-
-
-def _seconds(plan: Plan, rates: Rates) -> list[float]:
-    """What one instruction of each operator takes. A part of a collective reads all that the collective reads, and
-    makes one of its results."""
-    net = plan.step
-    found = []
-    for op in net.ops:
-        done = work(op, net, plan.dims)
-        if op.type == "AllReduce":
-            read = done.nbytes // 2
-            done = done._replace(nbytes=read + read // len(op.inputs))
-        found.append(rates.seconds(done))
-    return found

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from graphir.analysis.schedule import Interval
 from graphir.ir.blob import dense_nbytes
 from graphir.ir.device import Device
 from graphir.ir.size import Dims
@@ -22,23 +23,10 @@ from graphir.plan import Plan
 from .executor import Feedable, Setting
 from .probes import Clock, Probe
 
-__all__ = ["Interval", "Ledger", "Measurement", "Timed", "Timer"]
+__all__ = ["Ledger", "Measurement", "Timed", "Timer"]
 
 _NUMBER_BYTES = 8
 """Of a learning rate, which is handed over as a number."""
-
-
-@dataclass(frozen=True)
-class Interval:
-    """When an instruction was executed, in seconds since the step's first one began."""
-
-    start: float
-    end: float
-
-    @property
-    def seconds(self) -> float:
-        """How long it took."""
-        return self.end - self.start
 
 
 class Timer:

@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, NoReturn, TypeAlias, get_args
 
@@ -17,6 +18,7 @@ from graphir.plan import Plan
 
 from .admission import admit
 from .adversarial import Adversarial
+from .calibration import measured
 from .choice import HOST_ONLY, choose
 from .executor import Executor, Feedable, Setting
 from .finite import FiniteWatch
@@ -34,6 +36,7 @@ from .serial import Serial
 from .state import State
 from .surroundings import FORKS
 from .threads import Threads
+from .trace import write_trace
 
 __all__ = ["Session"]
 
@@ -148,7 +151,7 @@ class Session:
             self._executor = Adversarial(setting, threads, seed or 0)
         else:
             self._executor = _KINDS[self._choice.executor](setting, threads)
-        self._setting, self._places = setting, places
+        self._setting, self._places, self._intraop = setting, places, threads or torch.get_num_threads()
         self._watch = FiniteWatch(plan) if check_finite else None
         self._watched = None
         if self._watch is not None:
@@ -266,6 +269,23 @@ class Session:
             SessionError: no step was measured.
         """
         return report(self._measured_steps(), self._places, *self._choice)
+
+    def trace(self, path: str | Path) -> None:
+        """Write the last step of the last :meth:`measured` as a trace for Perfetto or Chrome's tracing page: each
+        lane's instructions as they were executed and, on the host, as they were predicted, and arrows along the events
+        between lanes.
+
+        Args:
+            path: of the JSON file, which is written whole or not at all.
+
+        Raises:
+            SessionError: no step was measured.
+            FileError: the file cannot be written.
+        """
+        measurement = self._measured_steps()
+        on_host = all(place.type == "cpu" for place in self._places.values())
+        rates = measured(self._intraop) if on_host else None
+        write_trace(path, measurement, self._choice, rates)
 
     def _measured_steps(self) -> Measurement:
         if self._measurement is None or not self._measurement.steps:

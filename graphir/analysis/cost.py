@@ -16,7 +16,7 @@ from ..ir.net import Net
 from ..ir.operator import Operator
 from ..ir.size import Dims, bind_shape
 
-__all__ = ["Rates", "Work", "work"]
+__all__ = ["Rates", "Work", "operator_seconds", "work"]
 
 
 class Work(NamedTuple):
@@ -70,6 +70,19 @@ def work(op: Operator, net: Net, dims: Dims) -> Work:
     if op.type in _LOOKUPS:
         touched = range(-len(op.outputs), 0)
     return Work(rule(op, shape) if rule else 0, sum(dense_nbytes(blob(i), dims) for i in touched))
+
+
+def operator_seconds(net: Net, dims: Dims, rates: Rates) -> list[float]:
+    """What one instruction of each operator takes. A part of a collective reads all that the collective reads, and
+    makes one of its results."""
+    found = []
+    for op in net.ops:
+        done = work(op, net, dims)
+        if op.type == "AllReduce":
+            read = done.nbytes // 2
+            done = done._replace(nbytes=read + read // len(op.inputs))
+        found.append(rates.seconds(done))
+    return found
 
 
 _LOOKUPS: Final = frozenset({"aten.embedding.default", "aten.index_select.default", "aten.gather.default"})

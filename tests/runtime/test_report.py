@@ -7,11 +7,12 @@ import models
 import pytest
 import torch
 from graphir.runtime import Session
-from graphir.runtime.measurement import Interval, Measurement
+from graphir.runtime.measurement import Measurement
 from graphir.runtime.report import report
 from runnable import captured, forward_plan, setting_of, sgd, spread
 
 from graphir import passes
+from graphir.analysis.schedule import Interval
 from graphir.errors import RunError, SessionError
 
 TWO_DEVICES = """
