@@ -46,7 +46,7 @@ def write_trace(path: str | Path, measurement: Measurement, choice: Choice, rate
     plan, dims = measurement.setting.plan, measurement.last_dims
     events = trace_events(plan, dims, measurement.timed.intervals, 1, "measured")
     if rates is not None:
-        worker = lane_device if choice.executor == "threads" else _one
+        worker = lane_device if choice.executor in ("threads", "segments") else _one
         seconds = operator_seconds(plan.step, dims, rates)
         events += trace_events(plan, dims, schedule(plan, seconds, worker), 2, "predicted")
     about = {"plan": plan.name, **choice._asdict()}
