@@ -140,6 +140,30 @@ def test_what_other_lanes_wrote_before_they_stopped_counts(monkeypatch):
         assert not caught.value.usable
 
 
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_what_stopped_lanes_had_yet_to_write_does_not_count(executor):
+    state = {"table": STATE["table"], "s": torch.zeros(2, 3)}
+    plan = forward_plan(
+        """
+        param table : f32[5,3] @gpu:0
+        buffer s : f32[2,3] @gpu:1
+        input i : i64[2] @gpu:0
+        a : f32[2,3] @gpu:0 = aten.embedding(table, i)
+        a_gpu_1 : f32[2,3] @gpu:1 = Copy(a)
+        s;1 = aten.add_.Tensor(s, a_gpu_1) {writes=[0:0]}
+        """,
+        "i",
+        output="a",
+        state=state,
+    )
+    with Session(plan, state, executor=executor) as session:
+        with pytest.raises(RunError):
+            session.step(BAD)
+        assert session.usable
+        session.step(GOOD)
+        assert torch.equal(session.state_dict()["s"], STATE["table"][GOOD])
+
+
 @pytest.mark.parametrize(("first", "second", "usable"), [(LOOKUP, COUNT, True), (COUNT, LOOKUP, False)])
 def test_the_reference_stops_at_the_failure_in_issue_order(first, second, usable):
     with Session(counted(first, second), STATE, executor="reference") as session:
