@@ -8,6 +8,7 @@ are not activations.
 from __future__ import annotations
 
 from graphir.ir.program import Program
+from graphir.ir.verify import blamed
 
 from .base import require_program
 
@@ -21,8 +22,9 @@ def find_activations(program: Program) -> list[str]:
     Caffe2's nets, where it has none, as ``GetActivationBlobs`` gives none.
     """
     require_program(program, "find_activations")
-    prefix = program.replicas[0]
-    names = activation_names(program)
+    with blamed(program):
+        prefix = program.replicas[0]
+        names = activation_names(program)
     return [name[len(prefix) :] for name in _in_order(program) if name in names]
 
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from graphir.errors import ParseError, PassError, nearest
 from graphir.ir.program import Program
-from graphir.ir.verify import verify
+from graphir.ir.verify import blamed, verify
 
 __all__ = [
     "Pass",
@@ -75,7 +75,7 @@ class Pass(BaseModel):
 
     def recorded(self, program: Program) -> Program:
         """Run the pass and add its text to the history, without verifying."""
-        with _collector_paused():
+        with _collector_paused(), blamed(program):
             return self.rewrite(program).with_(history=(*program.history, str(self)))
 
     def __str__(self) -> str:

@@ -183,6 +183,7 @@ def memory(subject: Program | Plan, dims: Dims | None = None, *, frees: Frees = 
             uses = _uses(subject, sizes, stays(subject))
         else:
             uses = _uses(subject, sizes, liveness(subject).items())
+        totals = _total(net, uses)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as e:
         what = f"the memory of {subject.name!r} cannot be computed: {type(e).__name__}: {e}"
         raise GraphirError(what, fix="verify it: it is not well-formed") from None
@@ -209,9 +210,7 @@ def memory(subject: Program | Plan, dims: Dims | None = None, *, frees: Frees = 
         at_peak[device] = {category: nbytes for category, nbytes in found.items() if nbytes}
     high_water = {device: int(_timeline(made, positions).max()) for device, made in by_maker.items()}
     unknown = dict.fromkeys(use.blob for use in uses if (b := net.blobs[use.blob]).shape is None or b.dtype is None)
-    return Memory(
-        subject.name, sizes, peak, state, _total(net, uses), high_water, at_peak, positions, tuple(unknown), tuple(uses)
-    )
+    return Memory(subject.name, sizes, peak, state, totals, high_water, at_peak, positions, tuple(unknown), tuple(uses))
 
 
 def _uses(subject: Program | Plan, dims: Dims, lifetimes: Iterable[tuple[str, Lifetime]]) -> list[StorageUse]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import FileError, nearest
-from ..ir.files.disk import MOST_BYTES, path_of, read_bytes, whole
+from ..ir.files.disk import MOST_BYTES, path_of, read_bytes, read_stream, whole
 from .schema import Message, messages
 
 __all__ = ["read_net", "write_net"]
@@ -83,7 +83,7 @@ def _packed(content: bytes) -> bytes:
 def _unpacked(packed: bytes, path: Path) -> bytes:
     try:
         with GzipFile(fileobj=BytesIO(packed)) as file:
-            content = file.read(MOST_BYTES + 1)
+            content = read_stream(file, MOST_BYTES)
     except (BadGzipFile, EOFError, zlib.error) as e:
         raise FileError(f"the file is not compressed, or damaged: {e}", where=str(path), fix="write it again") from None
     if len(content) > MOST_BYTES:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from io import BufferedIOBase
 from pathlib import Path
 from typing import BinaryIO, Final, TypeVar
 
@@ -33,6 +34,7 @@ __all__ = [
     "load_stream",
     "path_of",
     "read_bytes",
+    "read_stream",
     "save_net",
     "save_plan",
     "save_program",
@@ -42,6 +44,8 @@ __all__ = [
 
 MOST_BYTES: Final = 1 << 30
 """The size above which a JSON file is not read (1 GiB)."""
+
+_CHUNK: Final = 1 << 20
 
 T = TypeVar("T", Net, Program, Plan)
 
@@ -118,7 +122,7 @@ def load_stream(stream: BinaryIO, where: str) -> Net | Program | Plan:
     Raises:
         FileError: as :func:`load`.
     """
-    text = stream.read(MOST_BYTES + 1)
+    text = read_stream(stream, MOST_BYTES)
     if len(text) > MOST_BYTES:
         raise FileError(f"more than {MOST_BYTES} bytes are not read", where=where)
     return _read(text, where)[1]
@@ -204,7 +208,7 @@ def read_bytes(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             nbytes = os.fstat(file.fileno()).st_size
-            text = file.read(MOST_BYTES + 1) if nbytes <= MOST_BYTES else b""
+            text = read_stream(file, MOST_BYTES) if nbytes <= MOST_BYTES else b""
     except OSError as e:
         raise FileError(f"the file cannot be read: {e.strerror}", where=str(path), fix="check the path") from None
     if max(nbytes, len(text)) > MOST_BYTES:
@@ -212,6 +216,16 @@ def read_bytes(path: Path) -> bytes:
             f"the file has {max(nbytes, len(text))} bytes; more than {MOST_BYTES} are not read", where=str(path)
         )
     return text
+
+
+def read_stream(stream: BinaryIO | BufferedIOBase, most: int) -> bytes:
+    """What a stream holds, and no more than one byte beyond *most*. Asked for all at once, that much is allocated."""
+    chunks: list[bytes] = []
+    left = most + 1
+    while left and (chunk := stream.read(min(left, _CHUNK))):
+        chunks.append(chunk)
+        left -= len(chunk)
+    return b"".join(chunks)
 
 
 def _damaged(e: ValidationError, where: str, fix: str) -> FileError:

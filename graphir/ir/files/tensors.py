@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ...errors import FileError, GraphirError
+from ..blob import overlaps
 from ..opset import to_symbol
 from ..program import Program
 from .records import TensorRecord
@@ -19,6 +20,10 @@ from .records import TensorRecord
 __all__ = ["StoredTensors", "describe", "stored_layouts", "write_tensors"]
 
 _FIX: Final = "save the program again with state=True; its two files belong together"
+
+_MOST_GAPPED: Final = 1 << 24
+_MOST_TIMES: Final = 64
+"""How many elements a tensor's strides may reach over: so many, or so many for each that it holds."""
 
 
 def describe(state: Mapping[str, torch.Tensor]) -> dict[str, TensorRecord]:
@@ -119,9 +124,18 @@ class StoredTensors(Mapping[str, torch.Tensor]):
                 raise FileError(what, where=str(self._path), fix=_FIX)
             strides = self._layouts.get(name)
             if strides is not None and len(strides) == tensor.dim():
-                tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
+                tensor = self._laid_out(name, tensor, strides)
             self._read[name] = tensor
         return self._read[name]
+
+    def _laid_out(self, name: str, tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+        # Where the stride is 0 all elements are one, which cannot be written to through the view.
+        held = tensor[tuple([slice(1 if stride == 0 else None) for stride in strides])]
+        span = sum((size - 1) * stride for size, stride in zip(held.shape, strides, strict=True))
+        if overlaps(held.shape, strides) or span > max(_MOST_GAPPED, _MOST_TIMES * held.numel()):
+            what = f"tensor {name!r} of shape {list(tensor.shape)} cannot have the strides {list(strides)}"
+            raise FileError(what, where=str(self._path), fix=_FIX)
+        return torch.empty_strided(held.shape, strides, dtype=tensor.dtype).copy_(held).expand(tensor.shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._expected)

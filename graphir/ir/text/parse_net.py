@@ -104,6 +104,8 @@ class NetReader:
                 return shape, dtype, line.try_(Device.parse, token[1:]), storage, strides, offset
             if token == "strides":
                 strides = line.sizes()
+                if shape is None or len(strides) != len(shape):
+                    raise line.error(f"{len(strides)} strides", "a blob has one stride for each dimension of its shape")
             elif token == "offset":
                 offset = line.size(line.take())
             elif token == "in":

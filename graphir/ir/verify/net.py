@@ -29,7 +29,8 @@ of what is known. A name of a Caffe2 net may hold tensors of several shapes, so 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Final, TypeAlias
 
 from ...errors import GraphirError, VerifyError
@@ -47,7 +48,7 @@ from .problems import Problem, raise_all
 from .program import program_problems
 from .subject import require
 
-__all__ = ["Problem", "net_problems", "verify"]
+__all__ = ["Problem", "blamed", "net_problems", "verify"]
 
 _RAW: Final = (
     RuntimeError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, AssertionError
@@ -82,6 +83,20 @@ def verify(subject: Subject, *, dims: Dims | None = None, placed: bool = True) -
         what = f"the {kind} is no {kind}: {type(e).__name__}: {e}"
         raise VerifyError(what, where=where, fix="build it of the types that its fields are declared with") from e
     raise_all(problems, where, passes=not isinstance(subject, Net) and bool(subject.history))
+
+
+@contextmanager
+def blamed(subject: Subject) -> Iterator[None]:
+    """What fails inside because *subject* breaks an invariant fails as that; placement is not asked for.
+
+    Raises:
+        VerifyError: it did.
+    """
+    try:
+        yield
+    except _RAW:
+        verify(subject, placed=False)
+        raise
 
 
 def _problems(subject: Subject, dims: Dims, placed: bool) -> list[Problem]:
