@@ -13,6 +13,7 @@ from graphir.runtime.kernels import copy
 from runnable import captured, forward_plan, sgd
 from small import two_layers
 
+import graphir
 from graphir import passes
 from graphir.errors import RunError, SessionError
 
@@ -311,6 +312,34 @@ def test_the_remedy_is_what_a_shift_takes(devices, shifts):
     assert passes.shift_activations(program, names, shifts_of).step.producer(program.replicas[0] + names[0]).device == (
         f"gpu:{shifts_of[0]}"
     )
+
+
+def test_only_activations_are_to_be_moved():
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 2, 3, padding=1), torch.nn.MaxPool2d(2), torch.nn.Flatten(), torch.nn.Linear(32, 3)
+    )
+    x, y = torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 2, 0])
+    program = graphir.capture(model, (x,), targets=(y,), loss=torch.nn.functional.cross_entropy)
+    plan = passes.emit(program)
+    backward = next(i for i in plan.instructions if i.kind == "run" and plan.step.ops[i.op].phase == "backward")
+    names, _ = moved(fault(plan, backward, 0, MemoryError()).fix)
+    assert names[:2] == ["0", "1"]  # the indices of the maxima are larger than the maxima
+    assert set(names) <= set(passes.find_activations(program))
+
+
+def test_the_device_that_holds_least_is_to_take_them():
+    example = models.gpt()
+    program = captured(example, sgd(example.model.parameters()))
+    acts = passes.find_activations(program)
+    program = passes.shift_activations(program, acts[: len(acts) // 3], shifts={0: 1})
+    program = passes.inject_copies(passes.shift_activations(program, acts[-2:], shifts={0: 2}))
+    plan = passes.emit(program)
+    peak = graphir.memory(plan).peak
+    assert peak["gpu:2"] < peak["gpu:1"]
+    ops = plan.step.ops
+    here = [i for i in plan.instructions if i.lane == "gpu:0.compute" and i.op >= 0]
+    backward = next(i for i in here if ops[i.op].phase == "backward")
+    assert moved(fault(plan, backward, 0, MemoryError()).fix)[1] == {0: 2}
 
 
 def test_the_bytes_are_those_of_the_steps_own_sizes():
