@@ -16,7 +16,7 @@ from graphir.ir.size import Dims
 
 from .calls import evaluate
 
-__all__ = ["all_reduce", "allocate", "copy", "mean_weights", "reduction"]
+__all__ = ["all_reduce", "allocate", "copy", "mean_weights", "reduction", "spanned"]
 
 
 def copy(source: Tensor, device: torch.device | None = None) -> Tensor:
@@ -25,8 +25,15 @@ def copy(source: Tensor, device: torch.device | None = None) -> Tensor:
     if not overlaps(size, stride):
         return allocate(source, size, stride, device or source.device).copy_(source)
     # Elements that share memory cannot be written through the view: bring the span of memory that it covers.
-    span = sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
-    return copy(source.as_strided((span,), (1,)), device).as_strided(size, stride, 0)
+    return copy(spanned(source), device).as_strided(size, stride, 0)
+
+
+def spanned(tensor: Tensor) -> Tensor:
+    """The memory from the first to the last element, without gaps and each address once."""
+    if tensor.is_contiguous():
+        return tensor
+    span = sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True)) + 1
+    return tensor.as_strided((span,), (1,))
 
 
 def allocate(like: Tensor, size: Sequence[int], stride: Sequence[int], device: torch.device) -> Tensor:

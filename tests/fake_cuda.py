@@ -1,0 +1,372 @@
+"""CUDA devices that are not here: their calls are noted, their kernels run on the host, and races are found.
+
+Every tensor is on the host, and has a place where it is pretended to be. Each stream has a vector clock; an event
+carries a stream's clock to another one, as cudaEventRecord and cudaStreamWaitEvent do. A kernel must come after the last
+write of what it reads and after every use of what it writes. Memory that is let go of belongs to the stream on which it
+was taken: that stream's next allocation may get it, and must come after every use. What the host reads or writes itself must come after the host has
+waited for it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from graphir.runtime import Session
+from graphir.runtime.cuda import Cuda
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from graphir.ir.device import Device
+
+HOST = torch.device("cpu")
+
+
+class FakeStream:
+    """A stream with its vector clock."""
+
+    def __init__(self, machine: FakeMachine, device: torch.device, name: str) -> None:
+        self.machine, self.device, self.name = machine, device, name
+        self.clock: dict[str, int] = {name: 0}
+
+    def synchronize(self) -> None:
+        self.machine.calls.append(("synchronize", self.name))
+        self.machine.merge(self.machine.host, self.clock)
+
+    def tick(self) -> tuple[str, int]:
+        self.clock[self.name] += 1
+        return self.name, self.clock[self.name]
+
+    def knows(self, stamp: tuple[str, int]) -> bool:
+        return self.clock.get(stamp[0], -1) >= stamp[1]
+
+
+class FakeEvent:
+    """An event; ``number`` is the order in which events were made."""
+
+    def __init__(self, machine: FakeMachine, number: int) -> None:
+        self.machine, self.number = machine, number
+        self.clock: dict[str, int] | None = None
+        self.device: torch.device | None = None
+
+    def record(self, stream: FakeStream) -> None:
+        if self.device not in (None, stream.device):
+            self.machine.races.append(f"event {self.number} of {self.device} is recorded on {stream.name}")
+        self.device = stream.device
+        self.machine.merge(stream, self.machine.host.clock)
+        self.clock = dict(stream.clock)
+        self.machine.calls.append(("record", self.number, stream.name))
+
+    def wait(self, stream: FakeStream) -> None:
+        if self.clock is None:
+            self.machine.races.append(f"{stream.name} waits for event {self.number} before it is recorded")
+            return
+        self.machine.calls.append(("wait", self.number, stream.name))
+        self.machine.waits += 1
+        if self.machine.waits != self.machine.dropped:
+            self.machine.merge(stream, self.clock)
+
+    def synchronize(self) -> None:
+        self.machine.calls.append(("stop", self.number))
+        if self.clock is None:
+            self.machine.races.append(f"the host waits for event {self.number} before it is recorded")
+        else:
+            self.machine.merge(self.machine.host, self.clock)
+
+
+class Block:
+    """Memory: where it is pretended to be, whose it is, and its uses."""
+
+    def __init__(self, end: int, place: torch.device, owner: FakeStream, name: str, pinned: bool = False) -> None:
+        self.end, self.place, self.owner, self.name, self.pinned = end, place, owner, name, pinned
+        self.written: tuple[str, int] | None = None
+        self.read: dict[str, int] = {}
+        self.tensors = 0
+
+
+class FakeMachine:
+    """A :class:`graphir.runtime.streams.Machine`.
+
+    Attributes:
+        calls: in their order.
+        races: what was not ordered, as text.
+        dropped: which wait is not done, counted from 1; 0 for none.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.races: list[str] = []
+        self.waits = self.dropped = self.events = self.made = 0
+        self.host = FakeStream(self, HOST, "host")
+        self.current: dict[torch.device, FakeStream] = {}
+        self.device = torch.device("cuda:0")
+        self.blocks: dict[int, Block] = {}
+        self.starts: list[int] = []
+        self.known: set[int] = set()
+        self.free: dict[str, list[Block]] = {}
+
+    def stream(self, place: torch.device) -> FakeStream:
+        self.made += 1
+        return FakeStream(self, place, f"stream {self.made}")
+
+    def event(self) -> FakeEvent:
+        self.events += 1
+        return FakeEvent(self, self.events)
+
+    def use(self, stream: FakeStream) -> None:
+        self.calls.append(("use", stream.name))
+        self.current[stream.device], self.device = stream, stream.device
+
+    def caller(self, place: torch.device) -> FakeStream:
+        return self.current.setdefault(place, FakeStream(self, place, f"caller of {place}"))
+
+    @contextmanager
+    def kept(self, places: Sequence[torch.device]) -> Iterator[list[FakeStream]]:
+        streams, device = [self.caller(place) for place in places], self.device
+        try:
+            yield streams
+        finally:
+            self.current.update((stream.device, stream) for stream in streams)
+            self.device = device
+
+    def empty(self, nbytes: int, place: torch.device) -> Tensor:
+        with _disable_current_modes():
+            made = torch.empty(nbytes, dtype=torch.uint8)
+        self.adopt(made, place, self.taker(place), f"buffer on {place}").pinned = place == HOST
+        self.calls.append(("empty", str(place)))
+        return made
+
+    def like(self, tensor: Tensor, place: torch.device) -> Tensor:
+        with _disable_current_modes():
+            made = torch.empty_like(tensor)
+        self.adopt(made, place, self.taker(place), f"memory on {place}")
+        return made
+
+    def taker(self, place: torch.device) -> FakeStream:
+        return self.host if place == HOST else self.current[place]
+
+    def all_reduce(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], streams: Sequence[FakeStream]) -> None:
+        self.calls.append(("all_reduce", *[stream.name for stream in streams]))
+        for tensor, stream in zip(inputs, streams, strict=True):
+            self.access(stream, tensor, write=False, what="all_reduce")
+        for tensor, stream in zip(outputs, streams, strict=True):
+            self.access(stream, tensor, write=True, what="all_reduce")
+        total = sum(tensor.clone() for tensor in reversed(inputs))  # in another order than the participants'
+        for tensor in outputs:
+            tensor.copy_(total)
+
+    @contextmanager
+    def capture(self, stream: FakeStream, generators: Sequence[torch.Generator]) -> Iterator[FakeGraph]:
+        self.calls.append(("capture", stream.name, len(generators)))
+        self.current[stream.device], self.device = stream, stream.device
+        graph = FakeGraph(self)
+        yield graph
+        if self.current[stream.device] is not stream or self.device != stream.device:
+            self.races.append("the capture ends on another stream than it began on")
+        self.calls.append(("captured", stream.name))
+
+    def statistics(self, place: torch.device) -> Mapping[str, int]:
+        return {"num_ooms": 0}
+
+    def merge(self, stream: FakeStream, clock: Mapping[str, int]) -> None:
+        for name, time in clock.items():
+            stream.clock[name] = max(time, stream.clock.get(name, -1))
+
+    def adopt(self, tensor: Tensor, place: torch.device, owner: FakeStream, name: str) -> Block:
+        """Note a tensor's memory."""
+        self.reuse(owner)
+        storage = tensor.untyped_storage()
+        start = storage.data_ptr()
+        if start not in self.blocks:
+            bisect.insort(self.starts, start)
+        block = self.blocks[start] = Block(start + storage.nbytes(), place, owner, name)
+        self.hold(tensor, start, block)
+        return block
+
+    def hold(self, tensor: Tensor, start: int, block: Block) -> None:
+        if id(tensor) in self.known:
+            return
+        self.known.add(id(tensor))
+        block.tensors += 1
+        weakref.finalize(tensor, self.drop, id(tensor), start, block).atexit = False
+
+    def drop(self, tensor: int, start: int, block: Block) -> None:
+        self.known.discard(tensor)
+        block.tensors -= 1
+        if block.tensors or self.blocks.get(start) is not block:
+            return
+        del self.blocks[start]
+        self.starts.remove(start)
+        if block.place.type == "cuda":
+            self.free.setdefault(block.owner.name, []).append(block)
+
+    def reuse(self, owner: FakeStream) -> None:
+        """What the next allocation of a stream may get: memory of that stream, whatever else may still use it."""
+        for block in self.free.pop(owner.name, []):
+            uses = [*block.read.items(), *([block.written] if block.written else [])]
+            if late := [use for use in uses if not owner.knows(use)]:
+                self.races.append(f"{block.name} is used again by {owner.name}, which does not come after {late}")
+
+    def block(self, tensor: Tensor) -> Block | None:
+        address = tensor.untyped_storage().data_ptr()
+        index = bisect.bisect_right(self.starts, address) - 1
+        found = self.blocks[self.starts[index]] if index >= 0 else None
+        if found is None or address >= found.end:
+            return None
+        self.hold(tensor, self.starts[index], found)
+        return found
+
+    def access(self, stream: FakeStream, tensor: Tensor, write: bool, what: str) -> None:
+        block = self.block(tensor)
+        if block is None:
+            return
+        self.merge(stream, self.host.clock)  # what the host did before it issued this
+        before = [block.written] if block.written else []
+        before += list(block.read.items()) if write else []
+        if late := [use for use in before if not stream.knows(use)]:
+            verb = "writes" if write else "reads"
+            self.races.append(f"{what} on {stream.name} {verb} {block.name} without coming after {late}")
+        name, time = stream.tick()
+        if write:
+            block.written, block.read = (name, time), {}
+        elif block.place.type == "cuda" or block.pinned or stream is self.host:
+            block.read[name] = time
+
+
+class FakeGraph:
+    """A graph, whose replay does what was captured by doing it again."""
+
+    def __init__(self, machine: FakeMachine) -> None:
+        self.machine = machine
+
+    def replay(self) -> None:
+        self.machine.calls.append(("replay", self.machine.current[self.machine.device].name))
+
+    def reset(self) -> None:
+        self.machine.calls.append(("reset",))
+
+
+class Watch(TorchDispatchMode):
+    """Every operator of torch, as a kernel on the current stream or as work of the host."""
+
+    def __init__(self, machine: FakeMachine) -> None:
+        super().__init__()
+        self.machine = machine
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        machine, kwargs = self.machine, kwargs or {}
+        named = [*zip(func._schema.arguments, args, strict=False)]
+        named += [(a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs]
+        given = [
+            (tensor, a.alias_info is not None and a.alias_info.is_write)
+            for a, value in named
+            for tensor in tree_leaves(value)
+            if isinstance(tensor, Tensor)
+        ]
+        found = func(*args, **kwargs)
+        made = [t for t in tree_leaves(found) if isinstance(t, Tensor)]
+        if func.is_view or func.name() == "aten::set_.source_Storage_storage_offset":
+            for tensor in made:
+                machine.block(tensor)
+            return found
+        blocks = [machine.block(tensor) for tensor, _ in given]
+        name = func.name()
+        places = [b.place for b, (t, _) in zip(blocks, given, strict=True) if b is not None and (t.dim() or len(given) < 2)]
+        on_host = bool(places) and all(place == HOST for place in places)
+        if name == "aten::copy_":
+            ahead = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
+            self.copy(given, blocks, name, ahead)
+            return found
+        stream = machine.host if on_host else machine.current[machine.device]
+        if name == "aten::_local_scalar_dense" and places == [machine.device]:
+            machine.races.append("the host reads a tensor of a device")
+        if not on_host and (wrong := {str(p) for p in places} - {str(machine.device)}):
+            machine.races.append(f"{name} on {machine.device} has operands on {', '.join(wrong)}")
+        machine.calls.append(("run", name, stream.name))
+        self.uses(stream, given, name)
+        fresh = [t for t in made if t.untyped_storage().nbytes() and machine.block(t) is None]
+        for tensor in fresh:
+            machine.adopt(tensor, HOST if on_host else machine.device, stream, f"result of {name}")
+            machine.access(stream, tensor, True, name)
+        return found
+
+    def copy(self, given: Sequence[tuple[Tensor, bool]], blocks: Sequence[Block | None], name: str, ahead: bool) -> None:
+        """On the source's current stream, between it and the destination's where that is another device."""
+        machine = self.machine
+        to, source = (machine.device if block is None else block.place for block in blocks)
+        if to == source == HOST:
+            machine.calls.append(("run", name, "host"))
+            self.uses(machine.host, given, name)
+            return
+        stream = machine.current[to if source == HOST else source]
+        machine.calls.append(("copy", stream.name))
+        across = HOST not in (to, source) and to != source
+        if across:
+            machine.merge(stream, machine.current[to].clock)
+        self.uses(stream, given, name)
+        if HOST in (to, source) and not ahead:
+            stream.synchronize()
+        if across:
+            machine.merge(machine.current[to], stream.clock)
+            machine.calls.append(("then", machine.current[to].name))
+
+    def uses(self, stream: FakeStream, given: Sequence[tuple[Tensor, bool]], name: str) -> None:
+        for tensor, write in sorted(given, key=lambda use: use[1]):
+            self.machine.access(stream, tensor, write, name)
+
+
+class Watched:
+    """An executor under watch."""
+
+    def __init__(self, executor: Cuda, machine: FakeMachine) -> None:
+        self.executor, self.machine, self.setting = executor, machine, executor.setting
+        for name, tensor in self.setting.state.items():
+            self.take(name, tensor)
+
+    def take(self, name: str, tensor: Tensor) -> None:
+        place = self.executor.places[self.setting.plan.step.blobs[name].device]
+        caller = self.machine.host if place == HOST else self.machine.caller(place)
+        if self.machine.block(tensor) is None:
+            self.machine.adopt(tensor, place, caller, name)
+        self.machine.access(caller, tensor, True, name)
+
+    def run(self, dims: Any, inputs: Any, step: int) -> Any:
+        inputs = [value.clone() if isinstance(value, Tensor) else value for value in inputs]  # shares share memory
+        for name, tensor in zip(self.setting.inputs, inputs, strict=True):
+            if isinstance(tensor, Tensor):
+                self.take(name, tensor)
+        del tensor
+        with Watch(self.machine):
+            outputs = self.executor.run(dims, inputs, step)
+        for tensor in outputs:
+            block = self.machine.block(tensor)
+            if block is not None:
+                caller = self.machine.host if block.place == HOST else self.machine.caller(block.place)
+                self.machine.access(caller, tensor, False, "the caller")
+        return outputs
+
+    def close(self) -> None:
+        self.executor.close()
+
+
+def places_on(binding: Mapping[str, str], devices: Sequence[Device]) -> dict[Device, torch.device]:
+    """The real device of each logical one; the host where none is named."""
+    return {device: torch.device(binding.get(str(device), "cpu")) for device in devices}
+
+
+def watched(
+    plan: Any, state: Any, binding: Mapping[str, str], machine: FakeMachine | None = None, **options: Any
+) -> tuple[Session, FakeMachine]:
+    """A session whose executor believes in these devices."""
+    machine = machine or FakeMachine()
+    session = Session(plan, state, executor="reference")
+    reference: Any = session._executor
+    places = places_on(binding, plan.devices)
+    executor = Cuda(reference.setting, machine=machine, places=places, **options)
+    session._executor = Watched(executor, machine)
+    return session, machine
