@@ -3,8 +3,8 @@
 A :class:`Session` takes a plan and the state that it starts from, splits each batch over the replicas, and lets an
 executor run the step. :mod:`.reference` is the oracle: one instruction after the other. On the host, generated Python
 (:mod:`.codegen`) runs in one thread (:mod:`.serial`) or in one for each logical device (:mod:`.threads`), or functions
-of TorchScript do there (:mod:`.segments`); :mod:`.choice` says which. :mod:`.adversarial`, for tests, runs lanes in bad
-interleavings.
+of TorchScript do there (:mod:`.segments`); :mod:`.choice` says which. Where a device is bound to CUDA it issues each
+lane to a stream (:mod:`.cuda`). :mod:`.adversarial`, for tests, runs lanes in bad interleavings.
 """
 
 from .report import Report

@@ -9,11 +9,14 @@ each executor from what its operators cost.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
+
+import torch
 
 from graphir.analysis.cost import Rates, operator_seconds
 from graphir.errors import SessionError
+from graphir.ir.device import Device
 from graphir.plan import Event, Plan, lane_device
 
 from .calibration import measured
@@ -51,13 +54,13 @@ HOST_ONLY: Final = ("serial", "threads", "segments")
 """The executors that run on the host only."""
 
 
-def choose(plan: Plan, asked: str, on_host: bool, threads: int) -> Choice:
+def choose(plan: Plan, asked: str, places: Mapping[Device, torch.device], threads: int) -> Choice:
     """The executor for *plan*.
 
     Args:
         plan: what is to run.
         asked: an executor's name, or ``auto``.
-        on_host: every device of the plan is bound to the host.
+        places: the real device of each logical one.
         threads: how many threads one kernel uses.
 
     Raises:
@@ -70,7 +73,10 @@ def choose(plan: Plan, asked: str, on_host: bool, threads: int) -> Choice:
         return Choice("serial", "the plan has one device")
     if asked != "auto":
         return Choice(asked, "it was asked for")
-    if not on_host:
+    kinds = {place.type for place in places.values()}
+    if "cuda" in kinds:
+        return Choice("cuda", "the plan is bound to CUDA")
+    if kinds - {"cpu"}:
         return Choice("reference", "the plan is not bound to the host")
     if devices < 2:
         return Choice("serial", "the plan has one device")

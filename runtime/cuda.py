@@ -18,31 +18,29 @@ wait for the last use elsewhere before it frees, and the allocator hands memory 
 
 from __future__ import annotations
 
-import traceback
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from graphir.analysis.memory import memory
-from graphir.errors import RunError, SessionError
+from graphir.errors import SessionError
 from graphir.ir.device import Device
 from graphir.ir.size import Dims
 
-from .codegen import ThreadCode
 from .cuda_code import Lanes, generate_streams
 from .executor import Feedable, Setting
-from .faults import fault
+from .generated import Generated
+from .probes import Probe
+from .receive import Buffers
 from .streams import Event, Machine, Stream, TorchCuda
 from .surroundings import neutral
 
-__all__ = ["Collectives", "Cuda", "Fence", "Held"]
+__all__ = ["Collectives", "Cuda", "Fence", "Held", "StreamClock"]
 
 Collectives: TypeAlias = Literal["ordered", "native"]
-
-_KEPT_SIZES: Final = 64
-"""For how many sizes the bound functions are kept."""
 
 
 class Held(NamedTuple):
@@ -105,6 +103,43 @@ class Fence:
             self.done.wait(stream)
 
 
+class StreamClock:
+    """A clock whose marks are events of the lanes' streams; a lane of the host is marked as it is issued."""
+
+    def __init__(self, machine: Machine, lanes: Lanes) -> None:
+        self.machine, self.lanes = machine, lanes
+        self.started: dict[torch.device, tuple[float, Event]] = {}
+
+    def start(self) -> None:
+        """Begin at a moment at which the devices are at rest: events of two devices have no time between them."""
+        self.started.clear()
+        for stream in self.lanes.streams.values():
+            if stream.device not in self.started:
+                event = self.machine.event(timed=True)
+                self.started[stream.device] = time.perf_counter(), event
+                event.record(stream)
+
+    def mark(self, lane: str) -> float | tuple[torch.device, Event]:
+        """An event behind what was issued to the lane so far."""
+        stream = self.lanes.streams.get(lane)
+        if stream is None:
+            return time.perf_counter()
+        event = self.machine.event(timed=True)
+        event.record(stream)
+        return stream.device, event
+
+    def seconds(self, marks: Sequence[Any]) -> list[float]:
+        """Waits for the events."""
+        found = []
+        for mark in marks:
+            if isinstance(mark, tuple):
+                seconds, start = self.started[mark[0]]
+                mark[1].synchronize()
+                mark = seconds + start.elapsed_time(mark[1]) * 1e-3
+            found.append(mark)
+        return found
+
+
 class Cuda:
     """See :mod:`graphir.runtime.cuda`.
 
@@ -131,43 +166,62 @@ class Cuda:
         self.places = places or setting.binding
         if collectives == "native":
             _check_distinct(setting, self.places)
+        self.native = collectives == "native"
         self.machine: Machine = machine or TorchCuda()
         self.real = list(dict.fromkeys(place for place in self.places.values() if place.type == "cuda"))
+        self.buffers: Buffers = {}
         with self.machine.kept(self.real):
             self.gate = self.machine.stream(self.real[0])
             self.lanes = Lanes(setting.plan, self.places, self.machine)
-            self.code, statements = generate_streams(setting, self.lanes, collectives == "native")
+            self.plain = self.generate()
             self.fence = Fence(self.machine, self.gate, list(self.lanes.streams.values()))
-        self.buffers = statements.buffers
+        self.observed: Generated | None = None
+        self.clock = StreamClock(self.machine, self.lanes)
         self.kinds = {place.type for place in setting.binding.values()}
-        self.bound: dict[tuple[int, ...], Callable[..., tuple[Tensor, ...]]] = {}
         self.dims: Dims = setting.plan.dims
+
+    def generate(self, observed: bool = False) -> Generated:
+        """The function of all lanes."""
+        code = generate_streams(self.setting, self.lanes, self.buffers, native=self.native, observed=observed)
+        return Generated(self.setting, [code])
 
     def run(self, dims: Dims, inputs: Sequence[Feedable], step: int) -> Sequence[Tensor]:
         """One step; see :class:`.executor.Executor`. It returns as soon as all is issued."""
+        return self.between(dims, lambda: self.issue(self.plain, dims, inputs, (step,)))
+
+    def run_observed(self, dims: Dims, inputs: Sequence[Feedable], step: int, probe: Probe) -> Sequence[Tensor]:
+        """One step with a probe, which begins when the devices are at rest; see :class:`.probes.Observable`."""
+        if self.observed is None:
+            self.observed = self.generate(observed=True)
+        code, first = self.observed, (step, probe.begin, probe.end)
+        self.settle()
+        self.clock.start()
+        return self.between(dims, lambda: self.issue(code, dims, inputs, first))
+
+    def between(self, dims: Dims, issue: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
+        """Issue something between what the caller has issued and what it will."""
         self.dims = dims
         with neutral(self.intraop, self.kinds), torch.inference_mode(), self.machine.kept(self.real) as callers:
             self.fence.enter(callers)
-            outputs = self.issue(dims, inputs, step)
+            outputs = issue()
             self.fence.leave(callers)
             return outputs
 
-    def issue(self, dims: Dims, inputs: Sequence[Feedable], step: int) -> Sequence[Tensor]:
-        """Issue a step behind the gate."""
-        function = self.bound.get(key := tuple(dims.values()))
-        if function is None:
-            if len(self.bound) >= _KEPT_SIZES:
-                del self.bound[next(iter(self.bound))]
-            function = self.bound[key] = self.code.bind(dims)
+    def issue(
+        self, generated: Generated, dims: Dims, inputs: Sequence[Feedable], first: tuple[Any, ...]
+    ) -> Sequence[Tensor]:
+        """Issue a step behind the gate; its function takes *first* before its inputs."""
+        (function,), (code,) = generated.functions(dims), generated.threads
         try:
             self.fence.fork()
-            outputs = function(step, *[inputs[i] for i in self.code.inputs])
+            outputs = function(*first, *[inputs[i] for i in code.inputs])
             self.fence.join()
         except BaseException as e:
             self.settle()
             if not isinstance(e, Exception):
                 raise
-            raise self.blame(self.code, e, step) from e
+            error = generated.blame([e], dims, first[0])
+            raise error from error.__cause__
         return outputs
 
     def settle(self) -> None:
@@ -177,16 +231,6 @@ class Cuda:
                 stream.synchronize()
             except RuntimeError:  # a kernel has failed; the device refuses everything from now on
                 return
-
-    def blame(self, code: ThreadCode, cause: Exception, step: int) -> RunError:
-        """The error for what the generated code raised."""
-        plan, position = self.setting.plan, -1
-        for frame, line in traceback.walk_tb(cause.__traceback__):
-            if frame.f_code is code.code:
-                position = code.instructions[line]
-        error = fault(plan, plan.instructions[position] if position >= 0 else None, step, cause)
-        traceback.clear_frames(cause.__traceback__)  # frames hold the step's tensors
-        return error
 
     def ledger(self) -> dict[Device, Held]:
         """What each device holds: the plan's own bytes, and beside them the allocator's, of the sizes stepped last."""
@@ -211,7 +255,7 @@ class Cuda:
     def close(self) -> None:
         """Let the devices come to rest, and give back what was kept."""
         self.settle()
-        self.bound.clear()
+        self.plain.bound.clear()
         self.buffers.clear()
 
 

@@ -34,7 +34,7 @@ from .codegen import Handover, Statements, ThreadCode, Writer
 from .executor import Setting
 from .handoffs import Handoffs, handoffs
 from .kernels import reduction
-from .receive import Buffer, NativeReduction, Owner, Reduction
+from .receive import Buffer, Buffers, NativeReduction, Owner, Reduction
 from .streams import Event, Machine, Stream
 from .values import Values
 
@@ -91,8 +91,8 @@ class StreamWriter(Writer):
         beside: companions that the next line needs.
     """
 
-    def __init__(self, kept: Sequence[Tensor], plan: Plan, lanes: Lanes) -> None:
-        super().__init__(kept)
+    def __init__(self, kept: Sequence[Tensor], plan: Plan, lanes: Lanes, observed: bool = False) -> None:
+        super().__init__(kept, observed)
         self.plan, self.lanes = plan, lanes
         self.beside: list[Stream] = []
         self.current: dict[torch.device, Stream] = {}
@@ -133,13 +133,14 @@ class StreamStatements(Statements):
         writer: of the lines.
         values: of the variables.
         lanes: of the plan.
+        buffers: of the copies; those that are missing are added.
         native: whether NCCL reduces.
         handover: of values, where a part of the plan is in another function; its events are not.
 
     Attributes:
-        buffers: for each device and number, or storage, that a copy makes.
         pending: for each lane of the host, the last event of every lane that it has waited for.
         recorded: for each record, what a wait for it waits for, by lane.
+        latest: the event behind all that a lane has got; it serves records that follow each other.
         arriving: for each storage of the host, the copy that still writes it.
         leaving: for each buffer of the host, the copies that still read it.
     """
@@ -150,20 +151,27 @@ class StreamStatements(Statements):
         writer: StreamWriter,
         values: Values,
         lanes: Lanes,
+        buffers: Buffers,
         native: bool = False,
         handover: Handover | None = None,
     ) -> None:
         super().__init__(setting, writer, values, handover, 0)
-        self.lines, self.lanes, self.native = writer, lanes, native
+        self.lines, self.lanes, self.buffers, self.native = writer, lanes, buffers, native
         plan = setting.plan
         self.found: Handoffs = handoffs(plan, {name: i for i, name in enumerate(plan.lanes)})
         self.source = {taken: record for record, given in self.found.given.items() for taken in given}
         self.numbers: Mapping[str, int] = getattr(plan, "buffers", {})
-        self.buffers: dict[tuple[Device, object], Buffer] = {}
         self.pending: dict[str, dict[str, _Recorded]] = {}
         self.recorded: dict[int, dict[str, _Recorded]] = {}
+        self.latest: dict[str, _Recorded] = {}
         self.arriving: dict[str, Event] = {}
         self.leaving: dict[str, list[Event]] = {}
+
+    def add(self, position: int, instruction: Instruction) -> None:
+        """See :class:`.codegen.Statements`."""
+        if instruction.kind == "wait" or instruction.op >= 0:
+            self.latest.pop(instruction.lane, None)
+        super().add(position, instruction)
 
     def place(self, name: str) -> torch.device:
         """The real device of a blob."""
@@ -177,8 +185,12 @@ class StreamStatements(Statements):
             if stream is None:
                 self.recorded[position] = dict(self.pending.get(at, {}))
                 return []
+            if at in self.latest:
+                self.recorded[position] = {at: self.latest[at]}
+                return []
             event = self.lanes.machine.event()
-            self.recorded[position] = {at: _Recorded(position, event)}
+            self.latest[at] = _Recorded(position, event)
+            self.recorded[position] = {at: self.latest[at]}
             return [self.lines.called(partial(event.record, stream), ("record", position))]
         if taken is None:
             return []
@@ -320,14 +332,24 @@ class StreamStatements(Statements):
         self.lines.line(len(self.setting.plan.instructions) - 1, stops)
 
 
-def generate_streams(setting: Setting, lanes: Lanes, native: bool = False) -> tuple[ThreadCode, StreamStatements]:
-    """The function that issues a plan's step, and what wrote it."""
+def generate_streams(
+    setting: Setting, lanes: Lanes, buffers: Buffers, *, native: bool = False, observed: bool = False
+) -> ThreadCode:
+    """The function that issues a plan's step.
+
+    Args:
+        setting: what it runs.
+        lanes: the streams.
+        buffers: of the copies; those that are missing are added.
+        native: whether NCCL reduces.
+        observed: whether it takes the methods of a probe, see :func:`.codegen.generate`.
+    """
     values = Values(setting, dict.fromkeys(setting.plan.lanes, 0))
-    writer = StreamWriter(values.kept, setting.plan, lanes)
-    statements = StreamStatements(setting, writer, values, lanes, native)
+    writer = StreamWriter(values.kept, setting.plan, lanes, observed)
+    statements = StreamStatements(setting, writer, values, lanes, buffers, native)
     for position, instruction in enumerate(setting.plan.instructions):
         statements.add(position, instruction)
     statements.finish()
     for index, name in enumerate(setting.plan.step.external_outputs):
         writer.returns(index, values.last(name)[1])
-    return writer.finish(), statements
+    return writer.finish()

@@ -9,15 +9,17 @@ lane that writes waits until that stream has got to where it was taken.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
 
+from graphir.ir.device import Device
+
 from .kernels import spanned
 from .streams import Machine, Stream
 
-__all__ = ["Buffer", "NativeReduction", "Owner", "Reduction"]
+__all__ = ["Buffer", "Buffers", "NativeReduction", "Owner", "Reduction"]
 
 _ALIGNMENT: Final = 64
 """Kernels may sum in another order where operands begin elsewhere modulo this."""
@@ -81,6 +83,10 @@ class Buffer:
         storage = self.room.untyped_storage()[shift : shift + nbytes]
         made = torch.empty(0, dtype=source.dtype, device=self.room.device)
         return made.set_(storage, 0, source.size(), source.stride())
+
+
+Buffers: TypeAlias = dict[tuple[Device, object], Buffer]
+"""For each device, the buffers by their numbers in the plan, or by the storage that a copy makes."""
 
 
 class Reduction:

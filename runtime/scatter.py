@@ -333,7 +333,7 @@ def _cut(leaf: Tensor, share: Share) -> Tensor:
         return leaf
     size, strides, place = share.layout
     with torch.no_grad():
-        return allocate(leaf, size, strides, place).copy_(leaf)
+        return allocate(leaf, size, strides, place).copy_(leaf, non_blocking=place.type == "cuda")
 
 
 def _same(value: object, captured: Scalar) -> bool:

@@ -20,6 +20,7 @@ from .admission import admit
 from .adversarial import Adversarial
 from .calibration import measured
 from .choice import HOST_ONLY, choose
+from .cuda import Collectives, Cuda
 from .executor import Executor, Feedable, Setting
 from .finite import FiniteWatch
 from .gather import Gather
@@ -40,7 +41,7 @@ from .trace import write_trace
 
 __all__ = ["Session"]
 
-ExecutorName: TypeAlias = Literal["auto", "reference", "serial", "threads", "segments", "adversarial"]
+ExecutorName: TypeAlias = Literal["auto", "reference", "serial", "threads", "segments", "cuda", "adversarial"]
 
 _EXECUTORS: Final[tuple[str, ...]] = get_args(ExecutorName)
 _KINDS: Final[Mapping[str, Callable[[Setting, int | None], Executor]]] = {
@@ -73,7 +74,8 @@ class Session:
         executor: ``reference`` runs one instruction after the other, on any device. On the host, ``serial`` runs
             generated code in the calling thread, ``threads`` in a thread for each logical device where there are
             several, ``segments`` the same without Python's lock where torch allows it, and ``auto`` chooses the one
-            that is predicted to be fastest; elsewhere it is ``reference``.
+            that is predicted to be fastest. Where devices are bound to CUDA it is ``cuda``, which issues each lane to a
+            stream; elsewhere ``reference``.
             ``adversarial``, for tests, interleaves the lanes as badly as the plan allows.
         threads: how many threads one kernel may use; by default as many as in the thread that makes the session, so
             that results equal those of eager PyTorch there bit for bit. Steps called from other threads use as many.
@@ -84,6 +86,8 @@ class Session:
         seed: of the adversarial executor's interleavings, 0 by default.
         check_finite: whether to stop a step at the first operator that makes NaN or infinities of finite values, with
             a RunError that names it. Every value of a step costs one reduction more.
+        collectives: ``ordered`` sums in participant order, so that bits are the same everywhere; ``native``, of the
+            executor ``cuda`` and among distinct GPUs, in NCCL's, see :attr:`caveats`.
 
     Raises:
         VerifyError: the plan is not sound.
@@ -104,6 +108,7 @@ class Session:
         seed: int | None = None,
         check_finite: bool = False,
         deadline: float | None = 600.0,
+        collectives: Collectives = "ordered",
     ) -> None:
         _choose("executor", executor, _EXECUTORS)
         if threads is not None and (type(threads) is not int or not 1 <= threads <= _MOST_THREADS):
@@ -128,6 +133,20 @@ class Session:
             raise SessionError(
                 f"the executor {executor!r} runs on the host only", where="Session(...)", fix="use executor='reference'"
             )
+        on_cuda = any(place.type == "cuda" for place in places.values())
+        if executor == "cuda" and not on_cuda:
+            raise SessionError(
+                "the executor 'cuda' runs where a device is bound to CUDA",
+                where="Session(...)",
+                fix="use binding='cuda', or a dict such as {'gpu:0': 'cuda:0'}",
+            )
+        _choose("collectives", collectives, get_args(Collectives))
+        if collectives == "native" and not (on_cuda and executor in ("auto", "cuda")):
+            raise SessionError(
+                "collectives='native' are NCCL's, of the executor 'cuda'",
+                where="Session(...)",
+                fix="leave it out, or use binding='cuda'",
+            )
         self.plan, self._closed = plan, False
         self._running: threading.Lock = threading.Lock() if beside is None else beside._running
         self._forks = FORKS[0]
@@ -145,10 +164,12 @@ class Session:
             {device: generator_on(place) for device, place in places.items()},
             deadline,
         )
-        self._choice = choose(plan, executor, on_host, threads or torch.get_num_threads())
+        self._choice = choose(plan, executor, places, threads or torch.get_num_threads())
         self._executor: Executor
         if executor == "adversarial":
             self._executor = Adversarial(setting, threads, seed or 0)
+        elif self._choice.executor == "cuda":
+            self._executor = Cuda(setting, threads, collectives)
         else:
             self._executor = _KINDS[self._choice.executor](setting, threads)
         self._setting, self._places, self._intraop = setting, places, threads or torch.get_num_threads()
@@ -298,6 +319,12 @@ class Session:
     def executor(self) -> str:
         """The executor that runs the steps; with ``executor="auto"``, the one that was chosen."""
         return self._choice.executor
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """Why results need not be bit for bit those of the reference executor; empty where they are."""
+        native = isinstance(self._executor, Cuda) and self._executor.native
+        return ("collectives are summed in NCCL's order, not in participant order",) if native else ()
 
     @property
     def steps_done(self) -> int:

@@ -38,6 +38,9 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Let the host wait for it."""
 
+    def elapsed_time(self, end_event: Any) -> float:
+        """The milliseconds from this event to another one of its device, both timed."""
+
 
 class Graph(Protocol):
     """A captured step; as ``torch.cuda.CUDAGraph``."""
@@ -55,8 +58,8 @@ class Machine(Protocol):
     def stream(self, place: torch.device) -> Stream:
         """A new stream of a device."""
 
-    def event(self) -> Event:
-        """A new event, without a time."""
+    def event(self, timed: bool = False) -> Event:
+        """A new event."""
 
     def use(self, stream: Stream) -> None:
         """Make a stream the current one of its device, and that the current device."""
@@ -91,9 +94,9 @@ class TorchCuda:
         """See :class:`Machine`."""
         return torch.cuda.Stream(device=place)
 
-    def event(self) -> Event:
+    def event(self, timed: bool = False) -> Event:
         """See :class:`Machine`."""
-        return torch.cuda.Event(enable_timing=False)
+        return torch.cuda.Event(enable_timing=timed)
 
     def use(self, stream: Any) -> None:
         """See :class:`Machine`."""

@@ -1,10 +1,10 @@
 """CUDA devices that are not here: their calls are noted, their kernels run on the host, and races are found.
 
 Every tensor is on the host, and has a place where it is pretended to be. Each stream has a vector clock; an event
-carries a stream's clock to another one, as cudaEventRecord and cudaStreamWaitEvent do. A kernel must come after the last
-write of what it reads and after every use of what it writes. Memory that is let go of belongs to the stream on which it
-was taken: that stream's next allocation may get it, and must come after every use. What the host reads or writes itself must come after the host has
-waited for it.
+carries a stream's clock to another one, as cudaEventRecord and cudaStreamWaitEvent do. A kernel must come after the
+last write of what it reads and after every use of what it writes. Memory that is let go of belongs to the stream on
+which it was taken: that stream's next allocation may get it, and must come after every use. What the host reads or
+writes itself must come after the host has waited for it.
 """
 
 from __future__ import annotations
@@ -78,6 +78,9 @@ class FakeEvent:
         else:
             self.machine.merge(self.machine.host, self.clock)
 
+    def elapsed_time(self, end_event: FakeEvent) -> float:
+        return float(end_event.number - self.number)
+
 
 class Block:
     """Memory: where it is pretended to be, whose it is, and its uses."""
@@ -114,7 +117,7 @@ class FakeMachine:
         self.made += 1
         return FakeStream(self, place, f"stream {self.made}")
 
-    def event(self) -> FakeEvent:
+    def event(self, timed: bool = False) -> FakeEvent:
         self.events += 1
         return FakeEvent(self, self.events)
 
@@ -156,9 +159,10 @@ class FakeMachine:
             self.access(stream, tensor, write=False, what="all_reduce")
         for tensor, stream in zip(outputs, streams, strict=True):
             self.access(stream, tensor, write=True, what="all_reduce")
-        total = sum(tensor.clone() for tensor in reversed(inputs))  # in another order than the participants'
-        for tensor in outputs:
-            tensor.copy_(total)
+        with _disable_current_modes():
+            total = sum(reversed(inputs), torch.zeros(()))  # in another order than the participants'
+            for tensor in outputs:
+                tensor.copy_(total)
 
     @contextmanager
     def capture(self, stream: FakeStream, generators: Sequence[torch.Generator]) -> Iterator[FakeGraph]:
@@ -276,11 +280,13 @@ class Watch(TorchDispatchMode):
             return found
         blocks = [machine.block(tensor) for tensor, _ in given]
         name = func.name()
-        places = [b.place for b, (t, _) in zip(blocks, given, strict=True) if b is not None and (t.dim() or len(given) < 2)]
+        places = [
+            b.place for b, (t, _) in zip(blocks, given, strict=True) if b is not None and (t.dim() or len(given) < 2)
+        ]
         on_host = bool(places) and all(place == HOST for place in places)
         if name == "aten::copy_":
             ahead = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
-            self.copy(given, blocks, name, ahead)
+            self.copy(given, blocks, ahead)
             return found
         stream = machine.host if on_host else machine.current[machine.device]
         if name == "aten::_local_scalar_dense" and places == [machine.device]:
@@ -295,9 +301,9 @@ class Watch(TorchDispatchMode):
             machine.access(stream, tensor, True, name)
         return found
 
-    def copy(self, given: Sequence[tuple[Tensor, bool]], blocks: Sequence[Block | None], name: str, ahead: bool) -> None:
+    def copy(self, given: Sequence[tuple[Tensor, bool]], blocks: Sequence[Block | None], ahead: bool) -> None:
         """On the source's current stream, between it and the destination's where that is another device."""
-        machine = self.machine
+        machine, name = self.machine, "aten::copy_"
         to, source = (machine.device if block is None else block.place for block in blocks)
         if to == source == HOST:
             machine.calls.append(("run", name, "host"))

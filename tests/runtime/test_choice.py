@@ -11,6 +11,7 @@ from runnable import captured, forward_plan, sgd
 from graphir import passes
 from graphir.analysis.cost import Rates
 from graphir.errors import SessionError
+from graphir.ir.device import gpu
 
 SLOW, FAST = Rates(1e9, 1e7, 1e-6), Rates(1e15, 1e15, 1e-9)
 """On one of these machines the smallest operator takes 20 µs and more, on the other one none does."""
@@ -57,7 +58,7 @@ def test_threads_are_chosen_where_they_pay(machine, cores, threads, rates, execu
     plan, state = replicas()
     with Session(plan, state, threads=threads) as session:
         assert session.executor == executor
-    assert re.match(reason, choice.choose(plan, "auto", True, threads).reason)
+    assert re.match(reason, choice.choose(plan, "auto", {}, threads).reason)
 
 
 @pytest.mark.parametrize("executor", ["reference", "serial", "threads", "segments"])
@@ -83,7 +84,8 @@ def test_one_device_takes_one_thread_and_no_measurement(monkeypatch):
 
 def test_elsewhere_the_reference_runs():
     plan, _ = replicas()
-    assert choice.choose(plan, "auto", False, 1).executor == "reference"
+    for kind, executor in (("meta", "reference"), ("cuda", "cuda")):
+        assert choice.choose(plan, "auto", {gpu(0): torch.device(kind)}, 1).executor == executor
 
 
 def test_a_prediction_adds_what_follows_and_overlaps_what_does_not():

@@ -1,0 +1,304 @@
+"""What the CUDA executor asks of streams and events, on devices that are pretended (:mod:`fake_cuda`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import models
+import nets
+import pytest
+import torch
+from fake_cuda import FakeMachine, places_on, watched
+from graphir.runtime import Session
+from graphir.runtime.cuda import Cuda
+from graphir.runtime.handoffs import handoffs
+from runnable import captured, forward_plan, sgd, spread
+
+from graphir import RunError, SessionError, passes
+from graphir.ir.device import CPU
+from graphir.ir.program import Program
+from graphir.plan import Plan
+
+APART = {f"gpu:{i}": f"cuda:{i}" for i in range(4)}
+TOGETHER = {f"gpu:{i}": "cuda:0" for i in range(4)}
+PAIRS = {f"gpu:{i}": f"cuda:{i % 2}" for i in range(4)}
+MIXED = {"gpu:0": "cuda:0", "gpu:1": "cuda:0", "gpu:2": "cpu", "gpu:3": "cuda:1"}
+BINDINGS = {"apart": APART, "together": TOGETHER, "pairs": PAIRS, "mixed": MIXED}
+
+
+@cache
+def resnet() -> tuple[Program, Plan, list[torch.Tensor]]:
+    example = models.resnet(batch=4, blocks=1, dropout=0.3)
+    program = captured(example, sgd(example.model.parameters()))
+    batch = [torch.cat([tensor] * 2)[:7] for tensor in (*example.inputs, *example.targets)]
+    return program, passes.emit(spread(program)), batch
+
+
+@cache
+def mlp(devices: tuple[int, ...] = (0, 1)) -> tuple[Program, Plan, list[torch.Tensor]]:
+    example = models.mlp()
+    program = captured(example, torch.optim.AdamW(example.model.parameters(), fused=True))
+    placed = passes.replicate(program, devices) if len(devices) > 1 else program
+    return program, passes.emit(placed), [*example.inputs, *example.targets]
+
+
+def assert_equal(ours: Session, theirs: Session) -> None:
+    mine, its = ours.state(), theirs.state()
+    assert mine.keys() == its.keys() and all(torch.equal(mine[name], its[name]) for name in mine)
+
+
+@pytest.mark.parametrize("binding", BINDINGS)
+def test_the_bits_of_the_reference_and_no_race(binding: str) -> None:
+    program, plan, batch = resnet()
+    session, machine = watched(plan, program.state, BINDINGS[binding])
+    with session, Session(plan, program.state, executor="reference") as reference:
+        assert torch.equal(session.step(*batch), reference.step(*batch))
+        assert_equal(session, reference)
+        assert not machine.races
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_programs(seed: int) -> None:
+    program = nets.random_program(seed)
+    plan = passes.emit(spread(program))
+    session, machine = watched(plan, program.state, PAIRS)
+    with session, Session(plan, program.state, executor="reference") as reference:
+        for step, rows in enumerate((12, 7)):
+            given = nets.example_inputs(program, seed=step, batch=rows)
+            assert torch.equal(session.step(*given).nan_to_num(), reference.step(*given).nan_to_num())
+        assert not machine.races
+
+
+@pytest.mark.parametrize("binding", ["together", "pairs"])
+def test_a_step_never_stops_the_host_and_takes_its_buffers_once(binding: str) -> None:
+    program, plan, batch = resnet()
+    session, machine = watched(plan, program.state, BINDINGS[binding])
+    session.step(*batch)
+    first = Counter(call[0] for call in machine.calls)
+    machine.calls.clear()
+    session.step(*batch)
+    second = Counter(call[0] for call in machine.calls)
+    assert first["empty"] > 0 and second["empty"] == 0
+    assert not (first + second).keys() & {"stop", "synchronize"}
+    assert first["copy"] == second["copy"] > 0
+
+
+def test_the_plans_waits_and_no_others() -> None:
+    program, plan, batch = resnet()
+    session, machine = watched(plan, program.state, APART)
+    executor: Any = session._executor
+    session.step(*batch)
+    machine.calls.clear()
+    session.step(*batch)
+    found = handoffs(plan, {name: i for i, name in enumerate(plan.lanes)})
+    names = {stream.name: lane for lane, stream in executor.executor.lanes.streams.items()}
+    lanes = len(names)
+    collectives = sum(instruction.kind == "collective" for instruction in plan.instructions)
+    recorded = {call[1]: names.get(call[2]) for call in machine.calls if call[0] == "record"}
+    waits = Counter((recorded[call[1]], names.get(call[2])) for call in machine.calls if call[0] == "wait")
+    source = {taken: position for position, given in found.given.items() for taken in given}
+    planned = Counter(
+        (plan.instructions[source[taken]].lane, plan.instructions[position].lane)
+        for position, taken in found.taken.items()
+    )
+    for lane in names.values():  # the gate: before the step and after it
+        planned[None, lane] += 1
+        planned[lane, None] += 1
+    for instruction in plan.instructions:  # a collective's memory is its device's compute stream's
+        if instruction.kind == "collective":
+            planned[instruction.lane.replace("copy_in", "compute"), instruction.lane] += 1
+    assert sum(waits.values()) == found.total + 2 * lanes + collectives + 2 * 4
+    assert {pair: n for pair, n in waits.items() if pair != (None, None)} == dict(planned)
+
+
+MOVED = """
+    input x : f32[3] @gpu:0
+    a : f32[3] @gpu:0 = aten.relu(x)
+    a_gpu_1 : f32[3] @gpu:1 = Copy(a)
+    b : f32[3] @gpu:1 = aten.neg(a_gpu_1)
+"""
+
+
+def calls_of(plan: Plan, *inputs: torch.Tensor) -> list[str]:
+    """The calls of a second step, streams by the names of their lanes."""
+    session, machine = watched(plan, {}, APART)
+    executor: Any = session._executor
+    session.step(*inputs)
+    machine.calls.clear()
+    session.step(*inputs)
+    assert not machine.races
+    names = {stream.name: lane for lane, stream in executor.executor.lanes.streams.items()}
+    names[executor.executor.gate.name] = "gate"
+    return [" ".join(str(names.get(word, word)) for word in call) for call in machine.calls]
+
+
+def test_the_order_of_calls() -> None:
+    """Ours within the fork and the join of the gate, which has waited for the caller's streams on both devices."""
+    calls = calls_of(forward_plan(MOVED, "x", output="b"), torch.tensor([1.0, -2.0, 3.0]))
+    assert calls[:8] == [
+        *("record 10 caller of cuda:0", "wait 10 gate", "record 11 caller of cuda:1", "wait 11 gate"),
+        *("record 4 gate", "wait 4 gpu:0.compute", "wait 4 gpu:1.compute", "wait 4 gpu:1.copy_in"),
+    ]
+    ours = calls[8:-11]
+    freeing = ours.index("wait 3 gpu:0.compute")
+    assert freeing > ours.index("record 3 gpu:1.copy_in")
+    assert ours[:freeing] + ours[freeing + 1 :] == [
+        "wait 4 gpu:1.copy_in from cuda:0",
+        *("use gpu:0.compute", "run aten::relu gpu:0.compute", "record 1 gpu:0.compute"),
+        "wait 1 gpu:1.copy_in",
+        *("use gpu:1.copy_in from cuda:0", "use gpu:1.copy_in"),
+        *("copy gpu:1.copy_in from cuda:0", "then gpu:1.copy_in", "record 3 gpu:1.copy_in"),
+        "wait 3 gpu:1.compute",
+        *("use gpu:1.compute", "run aten::neg gpu:1.compute"),
+    ]
+    assert calls[-11:] == [
+        *("record 6 gpu:0.compute", "wait 6 gate", "record 7 gpu:1.compute", "wait 7 gate"),
+        *("record 8 gpu:1.copy_in", "wait 8 gate", "record 9 gpu:1.copy_in from cuda:0", "wait 9 gate"),
+        *("record 5 gate", "wait 5 caller of cuda:0", "wait 5 caller of cuda:1"),
+    ]
+
+
+PARKED = """
+    input x : f32[3] @gpu:0
+    a : f32[3] @gpu:0 = aten.relu(x)
+    a_cpu : f32[3] @cpu = Copy(a)
+    a_back : f32[3] @gpu:0 = Copy(a_cpu)
+    b : f32[3] @gpu:0 = aten.neg(a_back)
+"""
+
+
+def test_what_is_parked_on_the_host_passes_it_by() -> None:
+    calls = calls_of(forward_plan(PARKED, "x", output="b"), torch.tensor([1.0, -2.0, 3.0]))
+    assert sum(call.startswith("copy") for call in calls) == 2
+    assert not [call for call in calls if call.startswith(("stop", "synchronize"))]
+
+
+ON_HOST = """
+    input x : f32[3] @gpu:0
+    a : f32[3] @gpu:0 = aten.relu(x)
+    a_cpu : f32[3] @cpu = Copy(a)
+    h : f32[3] @cpu = aten.exp(a_cpu)
+    h_back : f32[3] @gpu:0 = Copy(h)
+    b : f32[3] @gpu:0 = aten.neg(h_back)
+"""
+
+
+def test_the_host_stops_once_for_what_it_reads() -> None:
+    x = torch.tensor([1.0, -2.0, 3.0])
+    calls = calls_of(forward_plan(ON_HOST, "x", output="b"), x)
+    stops = [i for i, call in enumerate(calls) if call.startswith("stop")]
+    assert len(stops) == 1 and calls[stops[0] + 1] == "run aten::exp host"
+
+
+def test_results_on_the_host_are_there_when_the_step_returns() -> None:
+    plan = forward_plan(ON_HOST.split("h :")[0], "x", output="a_cpu")
+    calls = calls_of(plan, torch.tensor([1.0, -2.0, 3.0]))
+    assert [call for call in calls if call.startswith("stop")]
+
+
+@pytest.mark.parametrize("dropped", [1, 2, 3, 7, 8, 11, 14, 15])
+def test_a_wait_left_out_is_a_race(dropped: int) -> None:
+    """Into the gate and out of it, to the copy and from it, back to the gate, to the callers: these imply the rest."""
+    plan = forward_plan(MOVED, "x", output="b")
+    session, machine = watched(plan, {}, APART)
+    session.step(torch.ones(3))
+    machine.dropped = machine.waits + dropped
+    session.step(torch.ones(3))
+    session.step(torch.ones(3))
+    assert machine.races
+
+
+def test_nccl_reduces_all_parts_at_once_in_its_own_order() -> None:
+    program, plan, batch = mlp()
+    session, machine = watched(plan, program.state, APART, collectives="native")
+    with session, Session(plan, program.state, executor="reference") as reference:
+        for _ in range(2):
+            torch.testing.assert_close(session.step(*batch), reference.step(*batch))
+        ours, theirs = session.state_dict(1), reference.state_dict(1)
+        assert all(torch.allclose(ours[name], theirs[name]) for name in ours)
+    calls = [call for call in machine.calls if call[0] == "all_reduce"]
+    assert len(calls) == 2 * sum(op.type == "AllReduce" for op in plan.step.ops)
+    assert all(len(set(call[1:])) == 2 for call in calls)
+    assert not machine.races
+
+
+@pytest.mark.parametrize(
+    ("binding", "what"),
+    [(TOGETHER, "gpu:0 and gpu:1 share cuda:0"), ({"gpu:0": "cuda:0", "gpu:1": "cpu"}, "gpu:1 is on cpu")],
+)
+def test_nccl_needs_distinct_gpus(binding: dict[str, str], what: str) -> None:
+    program, plan, _ = mlp()
+    with pytest.raises(SessionError, match=f"NCCL reduces among distinct GPUs, but {what}(.|\n)*ordered"):
+        watched(plan, program.state, binding, collectives="native")
+
+
+def test_a_failed_step_lets_the_devices_come_to_rest_and_names_the_operator() -> None:
+    plan = forward_plan(MOVED.replace("aten.neg(a_gpu_1)", "aten.embedding(a_gpu_1, a_gpu_1)"), "x", output="b")
+    session, machine = watched(plan, {}, APART)
+    with pytest.raises(RunError, match=r"aten.embedding.default failed(.|\n)*lane gpu:1.compute"):
+        session.step(torch.ones(3))
+    stopped = {call[1] for call in machine.calls if call[0] == "synchronize"}
+    assert len(stopped) == machine.made
+
+
+def test_bytes_that_are_held() -> None:
+    program, plan, batch = resnet()
+    session, _ = watched(plan, program.state, PAIRS)
+    executor: Any = session._executor
+    session.step(*batch)
+    ledger = executor.executor.ledger()
+    assert [str(held.place) for held in ledger.values()] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1", "cpu"]
+    del ledger[CPU]
+    for device, held in ledger.items():
+        assert 0 < held.state < held.predicted
+        assert bool(held.received) == any(op.type == "Copy" and op.device == device for op in plan.step.ops)
+        assert held.allocator == {"num_ooms": 0}
+
+
+def test_an_observed_step_has_the_same_bits() -> None:
+    program, plan, batch = resnet()
+    machine = FakeMachine()
+    with (
+        Session(plan, program.state, executor="reference") as one,
+        Session(plan, program.state, executor="reference") as other,
+    ):
+        reference: Any = one._executor
+        executor = Cuda(reference.setting, machine=machine, places=places_on(APART, plan.devices))
+        seen: list[tuple[int, float]] = []
+
+        class Marks:
+            def begin(self, position: int) -> None:
+                seen.append((position, executor.clock.mark(plan.instructions[position].lane)))
+
+            def end(self, position: int, reads: Any, makes: Any) -> None:
+                self.begin(position)
+
+        class Observed:
+            def run(self, dims: Any, inputs: Any, step: int) -> Any:
+                return executor.run_observed(dims, inputs, step, Marks())
+
+            def close(self) -> None:
+                executor.close()
+
+        one._executor = Observed()
+        assert torch.equal(one.step(*batch), other.step(*batch))
+        assert_equal(one, other)
+        seconds = executor.clock.seconds([mark for _, mark in seen])
+    executed = {i for i, instruction in enumerate(plan.instructions) if instruction.op >= 0}
+    assert len(seconds) >= len(executed) and min(seconds) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"executor": "cuda"}, "the executor 'cuda' runs where a device is bound to CUDA"),
+        ({"collectives": "native"}, "collectives='native' are NCCL's"),
+        ({"collectives": "none"}, "collectives 'none' is not supported"),
+    ],
+)
+def test_options_that_need_cuda(options: dict[str, Any], what: str) -> None:
+    program, plan, _ = mlp()
+    with pytest.raises(SessionError, match=what):
+        Session(plan, program.state, **options)
