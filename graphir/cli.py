@@ -12,6 +12,7 @@ import typer
 
 from . import __version__
 from .errors import GraphirError
+from .plan import Plan
 
 __all__ = ["app", "main"]
 
@@ -68,6 +69,34 @@ def show(
 
     shown = load(file) if file != "-" else load_stream(sys.stdin.buffer, "standard input")
     print(to_json(shown) if json else show_text(shown, source=source))
+
+
+@app.command()
+def check(
+    file: Annotated[str, typer.Argument(help="The file of a plan; - is standard input.")],
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as a JSON list.")] = False,
+) -> None:
+    """Prove that a plan runs right however its lanes interleave, or print what can go wrong, and fail."""
+    from json import dumps
+
+    from graphir.runtime import check as findings_of
+
+    from .ir.files import load, load_stream
+    from .ir.verify import verify
+
+    loaded = load(file) if file != "-" else load_stream(sys.stdin.buffer, "standard input")
+    if not isinstance(loaded, Plan):
+        raise GraphirError(
+            f"check takes a plan, not a {type(loaded).__name__.lower()}", where=file, fix="passes.emit makes a plan"
+        )
+    verify(loaded)
+    findings = findings_of(loaded)
+    if json:
+        print(dumps([finding.to_json() for finding in findings], indent=2))
+    else:
+        print("\n".join(map(str, findings)) or f"plan {loaded.name!r} is sound")
+    if findings:
+        raise typer.Exit(1)
 
 
 def main() -> None:

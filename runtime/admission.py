@@ -17,6 +17,7 @@ from graphir.ir.text import operator_text
 from graphir.ir.verify import verify
 from graphir.plan import STREAMS, Plan, lane
 
+from .check import require_sound
 from .kernels import reduction
 from .optimizers import FORMS, KERNELS
 
@@ -30,7 +31,8 @@ def admit(plan: Plan) -> None:
 
     Raises:
         VerifyError: it is not sound.
-        PlanError: a lane, an argument or an entry of the interface is one that no executor can work with.
+        PlanError: a lane, an argument or an entry of the interface is one that no executor can work with, or
+            :func:`.check.check` finds something.
         SessionError: it is no plan, or has an operator of a type without a kernel.
     """
     _is_plan(plan)
@@ -40,6 +42,7 @@ def admit(plan: Plan) -> None:
     _operators(plan)
     for wrong in _interface(plan.program):
         raise PlanError(wrong, where=f"program {plan.program.name!r}", fix="capture the program again")
+    require_sound(plan)
 
 
 def _is_plan(given: object) -> None:

@@ -50,7 +50,15 @@ class Setting:
 
 
 class Executor(Protocol):
-    """Executes the steps of one plan."""
+    """Executes the steps of one plan.
+
+    What it guarantees, whatever it does at the same time (:func:`.check.check` builds on this and on nothing else):
+
+    * within a step, a lane executes its instructions in their order, and an instruction behind a wait starts after
+      everything that its lane did before the last record of that event above the wait in the plan;
+    * an instruction of a step starts after every instruction of the step before it, on any lane, is finished. An
+      executor that leaves work in a device's queue when ``run`` returns puts all lanes of the next step behind it.
+    """
 
     def run(self, dims: Dims, inputs: Sequence[Feedable], step: int) -> Sequence[Tensor]:
         """One step.

@@ -21,7 +21,7 @@ PUBLIC = {
         emit find_activations inject_copies replicate share_storage shift_activations
     """,
     "graphir.runtime": """
-        Report Session
+        Finding Report Session check
     """,
 }
 """The names that users write. A change here is a change of the interface: say it in docs/changelog.md."""

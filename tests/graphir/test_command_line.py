@@ -1,4 +1,4 @@
-"""``graphir show``: what files hold, and errors that are no tracebacks."""
+"""``graphir show`` and ``graphir check``: what files hold, whether a plan is sound, errors that are no tracebacks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import models
 import pytest
 
 import graphir
-from graphir import passes
+from graphir import passes, runtime
 from graphir.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,3 +88,22 @@ def test_a_reader_that_has_seen_enough_is_no_error(folder: Path) -> None:
     command = f"{sys.executable} -m graphir show {folder / 'program.json'} --json | head -n 1"
     done = subprocess.run(command, cwd=ROOT, shell=True, capture_output=True, timeout=300, check=False)
     assert done.stdout == b"{\n" and not done.stderr
+
+
+def test_it_checks_a_plan(run: Run, folder: Path, tmp_path: Path) -> None:
+    plan = graphir.load(folder / "plan.json")
+    assert run("check", folder / "plan.json") == (0, f"plan {plan.name!r} is sound\n", "")
+    assert run("check", "-", "--json", given=(folder / "plan.json").read_bytes()) == (0, "[]\n", "")
+    frees = [i for i, instruction in enumerate(plan.instructions) if instruction.kind == "free"]
+    leaking = plan.with_(instructions=plan.instructions[: frees[0]] + plan.instructions[frees[0] + 1 :])
+    leaking.save(tmp_path / "leaking.json")
+    (finding,) = runtime.check(leaking)
+    assert run("check", tmp_path / "leaking.json") == (1, f"{finding}\n", "")
+    status, text, errors = run("check", tmp_path / "leaking.json", "--json")
+    assert (status, json.loads(text), errors) == (1, [finding.to_json()], "")
+
+
+def test_it_checks_plans_only(run: Run, folder: Path) -> None:
+    status, text, errors = run("check", folder / "program.json")
+    assert (status, text) == (1, "")
+    assert errors.startswith("graphir: check takes a plan, not a program\n")

@@ -11,7 +11,7 @@
     handed back is never freed.
 
 Whether lanes that run at the same time wait for each other wherever they must is another question, and not asked here:
-emit puts in every wait that is needed, but a wait that is missing from an edited plan is not noticed.
+:func:`graphir.runtime.check` answers it.
 """
 
 from __future__ import annotations

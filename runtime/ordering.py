@@ -1,0 +1,317 @@
+"""Whether the events of a plan order every two uses of a storage that have to be ordered.
+
+One sweep in issue order. A lane's *clock* says, for every lane, up to which instruction the lane comes after it; a
+record carries the clock of its lane, and a wait merges it::
+
+    gpu:0.compute   0 run x     1 record x                          clock of gpu:1.copy_in after 2: {gpu:0.compute: 1}
+    gpu:1.copy_in                            2 wait x    3 copy y <- x
+
+A use is ordered behind another one if it is on the same lane, or if its lane's clock has reached the other's position.
+Of each storage it is enough to know the last write and every lane's last read since.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Final
+
+from graphir.errors import PlanError, nearest
+from graphir.ir.blob import STATE_ROLES
+from graphir.plan import Event, Plan
+
+from .findings import Finding, FindingKind
+
+__all__ = ["Ordering"]
+
+_NEVER: Final = sys.maxsize
+"""The position of the write of a storage that nothing has written yet."""
+_GONE: Final = sys.maxsize - 1
+"""The same of one that was freed, or whose receive buffer was filled again."""
+
+
+class _Use:
+    """The last uses of one storage.
+
+    Attributes:
+        storage: its name.
+        lane: which lane wrote it last, as a number; that of no lane for what is there before the step or is gone.
+        position: the last write: -1 for what is there before the step, or :data:`_NEVER`, or :data:`_GONE`.
+        readers: the last read of each lane since then.
+        writer: the operator that wrote it last.
+        latest: the operator furthest down the program that has read it, and its position.
+        freed: position of its free, else -1.
+        refilled: position of the copy that filled its receive buffer again, else -1.
+    """
+
+    __slots__ = ("freed", "lane", "latest", "position", "readers", "refilled", "storage", "writer")
+
+    def __init__(self, storage: str, lane: int) -> None:
+        self.storage, self.lane, self.position = storage, lane, _NEVER
+        self.readers: dict[int, int] = {}
+        self.writer = self.freed = self.refilled = -1
+        self.latest = (-1, -1)
+
+
+class _Uses(dict[str, _Use]):
+    """The uses of the storage of each blob."""
+
+    def __init__(self, plan: Plan, nobody: int) -> None:
+        super().__init__()
+        self.plan = plan
+        storages: dict[str, _Use] = {}
+        for name, blob in plan.step.blobs.items():
+            use = storages.get(blob.storage)
+            if use is None:
+                use = storages[blob.storage] = _Use(blob.storage, nobody)
+            self[name] = use
+        for name in plan.step.external_inputs:
+            self[name].position = -1
+        self.storages: Mapping[str, _Use] = storages
+
+    def __missing__(self, name: str) -> _Use:
+        raise PlanError(
+            f"the plan names a blob {name!r}, which is not declared{nearest(name, self)}",
+            where=f"plan {self.plan.name!r}",
+            fix="graphir.verify(plan) lists what else is wrong",
+        )
+
+
+class Ordering:
+    """The sweep.
+
+    Attributes:
+        findings: what is wrong, in issue order.
+        unsatisfied: positions of waits for events that nothing records before them.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.findings: list[Finding] = []
+        self.unsatisfied: list[int] = []
+        self.lanes = list(dict.fromkeys([instruction.lane for instruction in plan.instructions]))
+        nobody = len(self.lanes)
+        self._nobody = nobody
+        self._clocks = [[-1] * (nobody + 1) for _ in self.lanes]
+        self._recorded: dict[Event, tuple[int, int, list[int]]] = {}
+        self._uses = _Uses(plan, nobody)
+        self._views: dict[str, tuple[int, int]] = {}
+        step = plan.step
+        self._kept = {self._uses[name].storage for name in step.external_outputs}
+        self._kept.update([blob.storage for blob in step.blobs.values() if blob.role in STATE_ROLES])
+        self._buffers: Mapping[str, int] = getattr(plan, "buffers", {})
+        self._filled: dict[tuple[str, int], _Use] = {}
+
+    def run(self) -> None:
+        """Go through the instructions.
+
+        Raises:
+            PlanError: an instruction names an operator, a part or a blob that is not there, or has no event.
+        """
+        numbers = {name: number for number, name in enumerate(self.lanes)}
+        recorded, clocks, execute = self._recorded, self._clocks, self._execute
+        for position, (kind, lane, op, part, event, storage) in enumerate(self.plan.instructions):
+            at = numbers[lane]
+            if event is not None:
+                if kind == "wait":
+                    self._wait(position, at, event)
+                elif event.lane == lane:
+                    recorded[event] = position, at, clocks[at]
+                else:
+                    what = f"{lane} records an event of {event.lane}, which tells nothing of what that lane has done"
+                    self._find("foreign record", what, event.blob, -1, position, f"a record on {event.lane}")
+            elif kind == "free":
+                self._free(position, at, storage)
+            elif kind == "record" or kind == "wait":
+                raise self._broken(f"instruction {position} is a {kind} without an event")
+            else:
+                execute(position, at, op, part if kind == "collective" else -1)
+        self._finish()
+
+    def last_write(self, name: str) -> int:
+        """Position of the last write of a blob's storage, -1 where there is none."""
+        position = self._uses[name].position
+        return -1 if position >= _GONE else position
+
+    # Instructions
+
+    def _execute(self, position: int, at: int, number: int, part: int) -> None:
+        ops, uses, views = self.plan.step.ops, self._uses, self._views
+        if not 0 <= number < len(ops):
+            raise self._broken(f"instruction {position} executes operator {number}, which is not there")
+        op, clock = ops[number], self._clocks[at]
+        for name in op.inputs:
+            use = uses[name]
+            if use.lane != at and use.position > clock[use.lane]:
+                clock = self._unready(use, position, at)
+            if name in views:
+                maker, made = views[name]
+                if maker != at and made > clock[maker]:
+                    clock = self._unordered("race", use, (maker, made), (at, position), "made as a view", "read")
+            use.readers[at] = position
+            if number > use.latest[0]:
+                use.latest = number, position
+            if number < use.writer:
+                self._disordered(use, position, use.position, "read", "written")
+        outputs, viewed = op.outputs, op.effects.views
+        if part >= 0:
+            if part >= len(outputs):
+                raise self._broken(f"instruction {position} executes part {part} of an operator with {len(outputs)}")
+            outputs = outputs[part : part + 1]
+        for output, name in enumerate(outputs):
+            use = uses[name]
+            if viewed and any(output == view for view, _ in viewed):
+                views[name] = at, position
+                use.readers[at] = position
+                continue
+            if use.position != _NEVER:
+                self._overwrite(use, position, at, number)
+            if self._buffers and use.position >= _GONE:
+                self._fill(use, position, at)
+            use.lane, use.position, use.writer = at, position, number
+            if use.readers:
+                use.readers = {}
+
+    def _overwrite(self, use: _Use, position: int, at: int, number: int) -> None:
+        """A storage that has a value is written."""
+        clock = self._clocks[at]
+        if use.position == _GONE:
+            self._gone(use, position, at, "written")
+            return
+        for lane, read in use.readers.items():
+            if lane != at and read > clock[lane]:
+                clock = self._unordered("race", use, (lane, read), (at, position), "read", "written")
+        if use.lane != at and use.position > clock[use.lane]:
+            self._unordered("race", use, (use.lane, use.position), (at, position), "written", "written")
+        if number < use.latest[0]:
+            self._disordered(use, position, use.latest[1], "written", "read")
+        elif number < use.writer:
+            self._disordered(use, position, use.position, "written", "written")
+        elif number == use.writer:
+            what = f"{use.storage!r} is written twice by one operator"
+            self._find("wrong order", what, use.storage, use.position, position, "an operator that is issued only once")
+
+    def _free(self, position: int, at: int, storage: str) -> None:
+        use = self._uses.storages.get(storage)
+        why = ""
+        if use is None:
+            why = "it is not a storage"
+        elif storage in self._kept:
+            why = "it is needed after the step: by the caller, or by the next step"
+        elif use.freed >= 0:
+            why = "it was freed before"
+        elif use.position == _NEVER:
+            why = "nothing has made it"
+        if use is not None and use.position == _NEVER and use.readers:
+            return  # the reads are findings
+        if use is None or why:
+            first = -1 if use is None else use.freed
+            self._find("wrong free", f"{storage!r} is freed, but {why}", storage, first, position, "no such free")
+            return
+        clock = self._clocks[at]
+        uses = [*use.readers.items(), *([] if use.position == _GONE else [(use.lane, use.position)])]
+        for lane, used in uses:
+            if lane != at and used > clock[lane]:
+                clock = self._unordered("early free", use, (lane, used), (at, position), "used", "freed")
+        use.readers = dict(uses)
+        use.lane, use.position, use.freed = self._nobody, _GONE, position
+
+    def _wait(self, position: int, at: int, event: Event) -> None:
+        source = self._recorded.get(event)
+        if source is None:
+            self.unsatisfied.append(position)
+            return
+        recorded, there, known = source
+        clock = self._clocks[at]
+        if there != at and clock[there] < recorded:
+            merged = list(map(max, clock, known))
+            merged[there] = recorded
+            self._clocks[at] = merged
+
+    def _fill(self, use: _Use, position: int, at: int) -> None:
+        """A receive buffer gets the content of another storage."""
+        number = self._buffers.get(use.storage)
+        if number is None:
+            return
+        key = (self.plan.step.blobs[use.storage].device, number)
+        before, self._filled[key] = self._filled.get(key), use
+        if before is None or before is use:
+            return
+        clock = self._clocks[at]
+        uses = dict(before.readers)
+        if before.position != _GONE:
+            uses[before.lane] = max(before.position, uses.get(before.lane, -1))
+        for lane, used in uses.items():
+            if lane < self._nobody and lane != at and used > clock[lane]:
+                what = f"filled again, for {use.storage!r},"
+                clock = self._unordered("buffer reuse", before, (lane, used), (at, position), "used", what)
+        before.lane, before.position, before.refilled = self._nobody, _GONE, position
+
+    def _finish(self) -> None:
+        """What holds only of a whole step, and of what the next one finds."""
+        step = self.plan.step
+        for name in step.external_outputs:
+            if self._uses[name].position == _NEVER:
+                what = f"output {name!r} is handed back, but nothing writes it"
+                self._find("never written", what, name, -1, -1, f"an instruction that writes {name!r}")
+        for storage in self._buffers:
+            if storage in self._kept and storage in self._uses:
+                what = f"{storage!r} is needed after the step, but the next step fills its receive buffer again"
+                self._find("buffer reuse", what, storage, self.last_write(storage), -1, "memory of its own")
+        stays = self._kept | {name for name in step.external_inputs if step.blobs[name].device.kind == "cpu"}
+        for storage, use in self._uses.storages.items():
+            used = max(use.readers.values(), default=-1)
+            if use.position < _GONE:
+                used = max(used, use.position)
+            made = use.position != _NEVER
+            if made and used >= 0 and use.freed < 0 and use.refilled < 0 and storage not in stays:
+                what = f"{storage!r} is not needed after this, and never freed"
+                self._find("never freed", what, storage, used, -1, f"free {storage} after #{used}")
+
+    # Findings
+
+    def _find(self, kind: FindingKind, what: str, storage: str, first: int, second: int, missing: str) -> None:
+        self.findings.append(Finding(kind, what, storage, first, second, missing, self.plan))
+
+    def _unready(self, use: _Use, position: int, at: int) -> list[int]:
+        """A storage is read that this lane does not know to be written, or to be there."""
+        if use.position == _NEVER:
+            what = f"{use.storage!r} is read by {self.lanes[at]}, but nothing has written it"
+            self._find("never written", what, use.storage, -1, position, f"an earlier write of {use.storage!r}")
+        elif use.position == _GONE:
+            self._gone(use, position, at, "read")
+        else:
+            return self._unordered("race", use, (use.lane, use.position), (at, position), "written", "read")
+        return self._clocks[at]
+
+    def _gone(self, use: _Use, position: int, at: int, how: str) -> None:
+        if use.freed >= 0:
+            what = f"{use.storage!r} is {how} by {self.lanes[at]} after it is freed"
+            missing = f"a free of {use.storage!r} after #{position}"
+            self._find("use after free", what, use.storage, position, use.freed, missing)
+            return
+        what = f"{use.storage!r} is {how} by {self.lanes[at]} after its receive buffer is filled again"
+        self._find("buffer reuse", what, use.storage, position, use.refilled, "another buffer for one of the two")
+
+    def _unordered(
+        self, kind: FindingKind, use: _Use, first: tuple[int, int], second: tuple[int, int], did: str, does: str
+    ) -> list[int]:
+        """Two uses, given as lane and position, that nothing orders; the clock with which to go on, as if something
+        did."""
+        (lane, before), (at, position) = first, second
+        one, other = self.lanes[lane], self.lanes[at]
+        what = f"{use.storage!r} is {does} by {other}, which does not wait until it is {did} by {one}"
+        missing = f"a record by {one} after #{before}, and a wait for it by {other} before #{position}"
+        self._find(kind, what, use.storage, before, position, missing)
+        clock = list(self._clocks[at])
+        clock[lane] = before
+        self._clocks[at] = clock
+        return clock
+
+    def _disordered(self, use: _Use, position: int, earlier: int, does: str, did: str) -> None:
+        """Two uses are issued in another order than the program's."""
+        what = f"{use.storage!r} is {does} after it is {did}, but the program has it the other way round"
+        self._find("wrong order", what, use.storage, position, earlier, f"#{position} before #{earlier}")
+
+    def _broken(self, what: str) -> PlanError:
+        return PlanError(what, where=f"plan {self.plan.name!r}", fix="graphir.verify(plan) lists what else is wrong")

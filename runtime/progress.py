@@ -1,0 +1,154 @@
+"""Whether every lane of a plan gets to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from graphir.plan import Event, Plan
+
+from .findings import Finding
+
+__all__ = ["collectives_in_order", "unsatisfied_waits"]
+
+
+def unsatisfied_waits(plan: Plan, waits: Sequence[int]) -> list[Finding]:
+    """What is wrong with *waits*, positions of waits for events that nothing records before them in issue order.
+
+    One finding for each ring of lanes that wait for each other, and one for each wait that is in no ring.
+    """
+    if not waits:
+        return []
+    recorded = _first_records(plan)
+    findings = []
+    rings = _rings(plan, recorded)
+    for ring in rings:
+        links = [f"#{wait} waits for #{recorded[_event(plan, wait)]}" for wait in ring]
+        lanes = list(dict.fromkeys([plan.instructions[wait].lane for wait in ring]))
+        what = f"{' and '.join(lanes)} wait for each other: {', '.join(links)}"
+        first, second = recorded[_event(plan, ring[0])], ring[0]
+        event = plan.instructions[second].event
+        assert event is not None
+        findings.append(Finding("cycle", what, event.blob, first, second, f"#{first} before #{second}", plan))
+    known = {wait for ring in rings for wait in ring}
+    for wait in waits:
+        if wait in known:
+            continue
+        event, lane = _event(plan, wait), plan.instructions[wait].lane
+        late = recorded.get(event, -1)
+        why = "nothing records" if late < 0 else "is recorded only after it"
+        what = f"{lane} waits for {event.blob!r} by {event.lane}, which {why}"
+        missing = f"a record of {event.blob!r} by {event.lane} before #{wait}"
+        findings.append(Finding("unsatisfied wait", what, event.blob, late, wait, missing, plan))
+    return findings
+
+
+def collectives_in_order(plan: Plan) -> list[Finding]:
+    """The collectives that lanes take part in in orders that do not fit together, if there are such.
+
+    A collective of a backend, such as NCCL's, waits for all its participants.
+    """
+    ranks: dict[int, int] = {}
+    last: dict[str, int] = {}
+    orderly = True
+    for kind, lane, op, _, _, _ in plan.instructions:
+        if kind == "collective":
+            rank = ranks.setdefault(op, len(ranks))
+            orderly = orderly and last.get(lane, -1) <= rank
+            last[lane] = rank
+    return [] if orderly else _disagreement(plan)
+
+
+def _disagreement(plan: Plan) -> list[Finding]:
+    """The first ring of collectives each of which some lane has directly before the next one."""
+    lanes: dict[str, dict[int, int]] = {}
+    for position, (kind, lane, op, _, _, _) in enumerate(plan.instructions):
+        if kind == "collective":
+            lanes.setdefault(lane, {}).setdefault(op, position)
+    before: dict[int, dict[int, str]] = {}
+    after: dict[int, list[int]] = {}
+    for lane, parts in lanes.items():
+        for one, other in zip(parts, list(parts)[1:], strict=False):
+            before.setdefault(other, {}).setdefault(one, lane)
+            after.setdefault(one, []).append(other)
+    left = {op: len(ones) for op, ones in before.items()}
+    ready = [op for op in after if op not in left]
+    while ready:
+        for other in after.get(ready.pop(), ()):
+            left[other] -= 1
+            if not left[other]:
+                ready.append(other)
+    ring: dict[int, None] = {}
+    op = next((op for op, count in left.items() if count), -1)
+    while op >= 0 and op not in ring:
+        ring[op] = None
+        op = next(one for one in before[op] if left.get(one))
+    if op < 0:
+        return []
+    members = list(ring)[list(ring).index(op) :]
+    names = {member: plan.step.ops[member].outputs[0] for member in members}
+    orders = []
+    for one, other in zip(members, [*members[1:], members[0]], strict=True):
+        orders.append(f"{before[one][other]} has {names[other]!r} before {names[one]!r}")
+    one, other = members[0], members[1]
+    parts = lanes[before[one][other]]
+    what = f"lanes take part in collectives in different orders: {', '.join(orders)}"
+    missing = f"one order of these collectives on all lanes, such as #{parts[one]} before #{parts[other]}"
+    return [Finding("collective order", what, names[one], parts[one], parts[other], missing, plan)]
+
+
+def _event(plan: Plan, position: int) -> Event:
+    event = plan.instructions[position].event
+    assert event is not None
+    return event
+
+
+def _first_records(plan: Plan) -> dict[Event, int]:
+    found: dict[Event, int] = {}
+    for position, (kind, lane, _, _, event, _) in enumerate(plan.instructions):
+        if kind == "record" and event is not None and event.lane == lane:
+            found.setdefault(event, position)
+    return found
+
+
+def _rings(plan: Plan, recorded: Mapping[Event, int]) -> list[list[int]]:
+    """The waits of lanes that wait for each other when each lane goes as far as it can."""
+    stuck = _stuck(plan)
+    rings = []
+    seen: set[str] = set()
+    for start in stuck:
+        path: dict[str, None] = {}
+        lane = start
+        while lane in stuck and lane not in seen and lane not in path:
+            path[lane] = None
+            event = _event(plan, stuck[lane])
+            lane = event.lane if event in recorded else ""
+        if lane in path:
+            members = list(path)
+            rings.append([stuck[member] for member in members[members.index(lane) :]])
+        seen.update(path)
+    return rings
+
+
+def _stuck(plan: Plan) -> dict[str, int]:
+    """For each lane that cannot get to its end, the wait at which it stays."""
+    lanes: dict[str, list[int]] = {}
+    for position, instruction in enumerate(plan.instructions):
+        lanes.setdefault(instruction.lane, []).append(position)
+    gone = dict.fromkeys(lanes, 0)
+    recorded: set[Event] = set()
+    waiting: dict[Event, list[str]] = {}
+    ready = list(lanes)
+    while ready:
+        lane = ready.pop()
+        positions = lanes[lane]
+        while gone[lane] < len(positions):
+            kind, _, _, _, event, _ = plan.instructions[positions[gone[lane]]]
+            if event is not None:
+                if kind == "wait" and event not in recorded:
+                    waiting.setdefault(event, []).append(lane)
+                    break
+                if kind == "record" and event.lane == lane:
+                    recorded.add(event)
+                    ready += waiting.pop(event, ())
+            gone[lane] += 1
+    return {lane: lanes[lane][gone[lane]] for lanes_ in waiting.values() for lane in lanes_}
