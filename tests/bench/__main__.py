@@ -1,6 +1,6 @@
 """Run the benchmarks and print their tables; with --write, put them into docs/benchmarks.md.
 
-python tests/bench [capture] [scale] [passes] [synthetic] [caffe2] [step] [bits] [whole] [--write]
+python tests/bench [capture] [scale] [passes] [synthetic] [caffe2] [step] [parallel] [small] [bits] [whole] [--write]
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "zoo"), str
 import capturing
 import exactness
 import importing
+import parallel
 import placing
 import scaling
 import stepping
@@ -33,6 +34,8 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "synthetic": placing.synthetic_rows,
     "caffe2": importing.rows,
     "step": stepping.rows,
+    "parallel": parallel.rows,
+    "small": parallel.small_rows,
     "bits": exactness.bit_rows,
     "whole": exactness.whole_batch_rows,
 }

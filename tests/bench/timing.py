@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-__all__ = ["Ratio", "alternate", "seconds"]
+__all__ = ["Ratio", "alternate", "in_turn", "seconds"]
 
 
 class Ratio(NamedTuple):
@@ -35,14 +35,10 @@ def alternate(ours: Callable[[], object], theirs: Callable[[], object], *, pairs
         for _ in range(inner):
             run()
 
-    for run in (ours, theirs, ours, theirs):
-        repeat(run)
-    gc.collect()
-    gc.disable()
-    try:
-        measured = [(seconds(lambda: repeat(ours)), seconds(lambda: repeat(theirs))) for _ in range(pairs)]
-    finally:
-        gc.enable()
+    taken = in_turn(
+        {"ours": lambda: seconds(lambda: repeat(ours)), "theirs": lambda: seconds(lambda: repeat(theirs))}, pairs
+    )
+    measured = list(zip(taken["ours"], taken["theirs"], strict=True))
     low, middle, high = statistics.quantiles([a / b for a, b in measured], n=4)
     return Ratio(
         statistics.median(a for a, _ in measured) / inner,
@@ -51,3 +47,16 @@ def alternate(ours: Callable[[], object], theirs: Callable[[], object], *, pairs
         low,
         high,
     )
+
+
+def in_turn(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """What each of several runs says that it took, one after the other, round by round, after a warm-up of each."""
+    for run in (*runs.values(), *runs.values()):
+        run()
+    gc.collect()
+    gc.disable()
+    try:
+        measured = [[run() for run in runs.values()] for _ in range(rounds)]
+    finally:
+        gc.enable()
+    return dict(zip(runs, map(list, zip(*measured, strict=True)), strict=True))

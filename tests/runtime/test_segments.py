@@ -70,6 +70,25 @@ def test_random_numbers_stay_in_python(monkeypatch):
     assert "Tensor[] = prim::ListConstruct(%v3, %v4)" in graphs[1]
 
 
+def test_an_update_comes_before_the_segment_that_reads_it(monkeypatch):
+    body, graphs = printed(
+        monkeypatch,
+        """
+        param p : f32[2] @gpu:0
+        buffer lr : f64[] @cpu:0
+        input x : f32[2] @gpu:0
+        p;1 = graphir.sgd(p, x, lr) {operands="tt_t", writes=[0:0]}
+        y : f32[2] @gpu:0 = aten.neg(p;1)
+        """,
+        "x",
+        output="y",
+        p=torch.ones(2),
+        lr=torch.tensor(0.5, dtype=torch.float64),
+    )
+    assert len(graphs) == 1
+    assert [line.split(" = ")[0] for line in body[:2]] == ["c0([s0], [i0], [None], s1)", "v0"]
+
+
 HOSTILE = """
     input "x); import os; (" : f32[2] @gpu:0
     "a\\"\\n  return (%v0)" : f32[2] @gpu:0 = aten.div.Tensor_mode("x); import os; (", other=2, rounding_mode="floor")

@@ -165,3 +165,24 @@ def test_a_kernels_threads_are_those_asked_for(devices, executor, monkeypatch):
         assert set(seen) == {expected}
         assert torch.get_num_threads() == mine
         seen.clear()
+
+
+SUM = """
+    input x : f32[100003] @gpu:{0}
+    x_there : f32[100003] @gpu:{1} = Copy(x)
+    y : f32[] @gpu:{1} = aten.sum(x_there)
+    y_back : f32[] @gpu:{0} = Copy(y)
+"""
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_the_bits_of_a_kernel_depend_on_its_threads_and_not_on_devices(threads):
+    x = torch.randn(100003, generator=torch.Generator().manual_seed(0))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    expected = x.sum()
+    torch.set_num_threads(before)
+    for there, executor in ((0, "reference"), (0, "serial"), (1, "serial"), (1, "threads"), (1, "segments")):
+        plan = forward_plan(SUM.format(0, there), "x", output="y_back")
+        with Session(plan, {}, executor=executor, threads=threads) as session:
+            assert torch.equal(session.step(x), expected)

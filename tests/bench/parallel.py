@@ -1,0 +1,168 @@
+"""Two logical devices on two cores: against one thread, against the ideal, and against two processes under DDP."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import models
+import torch
+from stepping import DispatchBound
+from timing import in_turn, seconds
+from torch import Tensor, nn
+
+import graphir
+from graphir import passes, runtime
+
+__all__ = ["CASES", "optimizer_of", "rows", "small_rows"]
+
+ROUNDS, STEPS = 15, 3
+
+
+def _gpt(batch: int) -> models.Example:
+    return models.gpt(batch, length=64, width=128, heads=4, layers=4, vocabulary=256)
+
+
+def _mlp(batch: int, width: int = 512) -> models.Example:
+    example = DispatchBound(width, layers=4), (torch.randn(batch, width),), (torch.randn(batch, width),)
+    return models.Example(*example, nn.functional.mse_loss)
+
+
+CASES: dict[str, tuple[Callable[[int], models.Example], int]] = {
+    "GPT, batch 8": (_gpt, 8),
+    "MLP 512, batch 512": (_mlp, 512),
+}
+"""What makes an example of a batch size, and that size."""
+
+SMALL: dict[str, tuple[Callable[[int], models.Example], int]] = {
+    "MLP 64, batch 8": (lambda batch: _mlp(batch, 64), 8),
+    "GPT of width 16, batch 2": (models.gpt, 2),
+    "residual net of 4 channels, batch 4": (models.resnet, 4),
+}
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """The one of every row."""
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
+
+
+def _session(
+    make: Callable[[int], models.Example], batch: int, replicas: int, executor: str
+) -> tuple[runtime.Session, tuple[Tensor, ...]]:
+    """A session whose replicas share a batch, each kernel in one thread, and that batch."""
+    share, whole = make(batch // replicas), make(batch)
+    program = graphir.capture(
+        share.model,
+        inputs=share.inputs,
+        targets=share.targets,
+        loss=share.loss,
+        optimizer=optimizer_of(share.model),
+    )
+    placed = passes.replicate(program, range(replicas)) if replicas > 1 else program
+    plan = passes.emit(passes.share_storage(placed))
+    return runtime.Session(plan, program.state, executor=executor, threads=1), (*whole.inputs, *whole.targets)
+
+
+def _timed(session: runtime.Session, batch: tuple[Tensor, ...], steps: int) -> Callable[[], float]:
+    """Seconds of a step."""
+
+    def run() -> None:
+        for _ in range(steps):
+            session.step(*batch)
+
+    return lambda: seconds(run) / steps
+
+
+@contextmanager
+def _ddp(case: str) -> Iterator[Callable[[], float]]:
+    """Two processes under DistributedDataParallel over gloo; what runs some steps in both, and says what one took."""
+    folder = Path(__file__).resolve().parent
+    tests = folder.parent
+    path = os.pathsep.join([str(tests.parent), str(tests), str(folder)])
+    with tempfile.TemporaryDirectory() as scratch:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, str(folder / "ddp.py"), str(rank), str(Path(scratch) / "store"), case],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": path},
+            )
+            for rank in range(2)
+        ]
+
+        def tell(steps: int) -> None:
+            for process in processes:
+                assert process.stdin is not None
+                process.stdin.write(f"{steps}\n")
+                process.stdin.flush()
+
+        def run() -> float:
+            tell(STEPS)
+            return max(float(process.stdout.readline()) for process in processes if process.stdout) / STEPS
+
+        try:
+            yield run
+            tell(0)  # both, before either is waited for: they end after a barrier
+            for process in processes:
+                process.communicate(timeout=60)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+
+
+def rows() -> Iterator[str]:
+    """The table of a step on two logical devices, each kernel in one thread.
+
+    The ideal is a step of half the batch on one device; it adds no gradients.
+    """
+    yield "| model | executor | step, ms | speed-up | of the ideal's | at least | time against DDP | at most |"
+    yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    for case, (make, batch) in CASES.items():
+        with ExitStack() as stack:
+            sessions = {
+                "one thread, one device": _session(make, batch, 1, "serial"),
+                "one thread, half the batch": _session(make, batch // 2, 1, "serial"),
+                **{name: _session(make, batch, 2, name) for name in ("auto", "serial", "threads", "segments")},
+            }
+            for session, _ in sessions.values():
+                stack.enter_context(session)
+            runs = {name: _timed(*made, STEPS) for name, made in sessions.items()}
+            runs["DDP over gloo, 2 processes"] = stack.enter_context(_ddp(case))
+            taken = in_turn(runs, ROUNDS)
+            chosen = sessions["auto"][0].executor
+        one, ideal, ddp = taken["one thread, one device"], taken["one thread, half the batch"], taken[list(taken)[-1]]
+        for name, mine in taken.items():
+            wanted = name == "auto"
+            label = f"auto: {chosen}" if wanted else name
+            yield (
+                f"| {case} | {label} | {statistics.median(mine) * 1e3:.2f} | {_ratio(one, mine):.2f} "
+                f"| {_ratio(ideal, mine):.2f} | {'0.9' if wanted else ''} "
+                f"| {_ratio(mine, ddp):.2f} | {'0.65' if wanted else ''} |"
+            )
+
+
+def small_rows() -> Iterator[str]:
+    """The table of steps that are too short for two threads: what is chosen against one thread, the same plan."""
+    yield "| model | chosen | one thread, ms | chosen, ms | chosen / one thread | at most |"
+    yield "| --- | --- | ---: | ---: | ---: | ---: |"
+    for case, (make, batch) in SMALL.items():
+        (chosen, given), (serial, _) = _session(make, batch, 2, "auto"), _session(make, batch, 2, "serial")
+        with chosen, serial:
+            runs = {"serial": _timed(serial, given, 10 * STEPS), "auto": _timed(chosen, given, 10 * STEPS)}
+            taken = in_turn(runs, ROUNDS)
+        one, ours = statistics.median(taken["serial"]), statistics.median(taken["auto"])
+        ratio = _ratio(taken["auto"], taken["serial"])
+        yield f"| {case} | {chosen.executor} | {one * 1e3:.3f} | {ours * 1e3:.3f} | {ratio:.2f} | 1.1 |"
+
+
+def _ratio(over: list[float], under: list[float]) -> float:
+    """The median of the ratios, round by round."""
+    return statistics.median(a / b for a, b in zip(over, under, strict=True))
