@@ -109,6 +109,11 @@ def test_a_prediction_adds_what_follows_and_overlaps_what_does_not():
     assert choice.predict(plan, Rates(1.0, 1e6, 0.5), 1)["threads"] == pytest.approx(3 * each)
 
 
+def test_a_thread_that_waits_is_woken():
+    predicted = choice.predict(forward_plan(CHAIN, "x", output="c"), FAST, 2)
+    assert predicted["threads"] >= predicted["serial"] + 5 * choice._INTERPRETER_SECONDS + 2 * choice._WAKE_SECONDS
+
+
 MIDDLING = Rates(1e15, 1e15, 12e-6)
 """Calls of 12 µs: too short for Python's lock, long enough without it."""
 
