@@ -1,6 +1,7 @@
 """Run the benchmarks and print their tables; with --write, put them into docs/benchmarks.md.
 
-python tests/bench [capture] [scale] [passes] [synthetic] [caffe2] [step] [parallel] [small] [bits] [whole] [--write]
+python tests/bench [capture] [scale] [passes] [synthetic] [caffe2] [step] [check] [parallel] [small] [bits] [whole]
+                   [--write]
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "zoo"), str(ROOT / "tests" / "bench")]
 
 import capturing
+import checking
 import exactness
 import importing
 import parallel
@@ -34,6 +36,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "synthetic": placing.synthetic_rows,
     "caffe2": importing.rows,
     "step": stepping.rows,
+    "check": checking.rows,
     "parallel": parallel.rows,
     "small": parallel.small_rows,
     "bits": exactness.bit_rows,
