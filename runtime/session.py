@@ -21,6 +21,7 @@ from .adversarial import Adversarial
 from .calibration import measured
 from .choice import HOST_ONLY, choose
 from .cuda import Collectives, Cuda
+from .cuda_graph import CudaGraphs
 from .executor import Executor, Feedable, Setting
 from .finite import FiniteWatch
 from .gather import Gather
@@ -88,6 +89,7 @@ class Session:
             a RunError that names it. Every value of a step costs one reduction more.
         collectives: ``ordered`` sums in participant order, so that bits are the same everywhere; ``native``, of the
             executor ``cuda`` and among distinct GPUs, in NCCL's, see :attr:`caveats`.
+        cuda_graph: whether the executor ``cuda`` captures its steps as CUDA graphs, on one GPU; with the same bits.
 
     Raises:
         VerifyError: the plan is not sound.
@@ -109,6 +111,7 @@ class Session:
         check_finite: bool = False,
         deadline: float | None = 600.0,
         collectives: Collectives = "ordered",
+        cuda_graph: bool = False,
     ) -> None:
         _choose("executor", executor, _EXECUTORS)
         if threads is not None and (type(threads) is not int or not 1 <= threads <= _MOST_THREADS):
@@ -147,6 +150,12 @@ class Session:
                 where="Session(...)",
                 fix="leave it out, or use binding='cuda'",
             )
+        if cuda_graph and not (on_cuda and executor in ("auto", "cuda") and collectives == "ordered"):
+            raise SessionError(
+                "cuda_graph=True is for the executor 'cuda', with ordered collectives",
+                where="Session(...)",
+                fix="leave it out, or bind all devices to one GPU",
+            )
         self.plan, self._closed = plan, False
         self._running: threading.Lock = threading.Lock() if beside is None else beside._running
         self._forks = FORKS[0]
@@ -169,7 +178,7 @@ class Session:
         if executor == "adversarial":
             self._executor = Adversarial(setting, threads, seed or 0)
         elif self._choice.executor == "cuda":
-            self._executor = Cuda(setting, threads, collectives)
+            self._executor = CudaGraphs(setting, threads) if cuda_graph else Cuda(setting, threads, collectives)
         else:
             self._executor = _KINDS[self._choice.executor](setting, threads)
         self._setting, self._places, self._intraop = setting, places, threads or torch.get_num_threads()

@@ -112,6 +112,8 @@ class FakeMachine:
         self.starts: list[int] = []
         self.known: set[int] = set()
         self.free: dict[str, list[Block]] = {}
+        self.state: list[Tensor] = []
+        self.capturing: FakeGraph | None = None
 
     def stream(self, place: torch.device) -> FakeStream:
         self.made += 1
@@ -167,9 +169,15 @@ class FakeMachine:
     @contextmanager
     def capture(self, stream: FakeStream, generators: Sequence[torch.Generator]) -> Iterator[FakeGraph]:
         self.calls.append(("capture", stream.name, len(generators)))
+        self.free.clear()  # torch waits for the devices, and a graph takes memory of its own
         self.current[stream.device], self.device = stream, stream.device
-        graph = FakeGraph(self)
+        graph = self.capturing = FakeGraph(self)
+        before = [(tensor, tensor.clone()) for tensor in self.state]
         yield graph
+        self.capturing = None
+        with _disable_current_modes():  # a capture executes nothing
+            for tensor, value in before:
+                tensor.copy_(value)
         if self.current[stream.device] is not stream or self.device != stream.device:
             self.races.append("the capture ends on another stream than it began on")
         self.calls.append(("captured", stream.name))
@@ -247,9 +255,16 @@ class FakeGraph:
 
     def __init__(self, machine: FakeMachine) -> None:
         self.machine = machine
+        self.kernels: list[tuple[Any, Any, Any, list[Tensor]]] = []
 
     def replay(self) -> None:
         self.machine.calls.append(("replay", self.machine.current[self.machine.device].name))
+        with _disable_current_modes():
+            for func, args, kwargs, made in self.kernels:
+                again = [t for t in tree_leaves(func(*args, **kwargs)) if isinstance(t, Tensor)]
+                for old, new in zip(made, again, strict=True):
+                    if old is not new:
+                        old.copy_(new)
 
     def reset(self) -> None:
         self.machine.calls.append(("reset",))
@@ -285,9 +300,13 @@ class Watch(TorchDispatchMode):
         ]
         on_host = bool(places) and all(place == HOST for place in places)
         if name == "aten::copy_":
+            if machine.capturing is not None:
+                machine.capturing.kernels.append((func, args, kwargs, made))
             ahead = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
             self.copy(given, blocks, ahead)
             return found
+        if machine.capturing is not None:
+            machine.capturing.kernels.append((func, args, kwargs, made))
         stream = machine.host if on_host else machine.current[machine.device]
         if name == "aten::_local_scalar_dense" and places == [machine.device]:
             machine.races.append("the host reads a tensor of a device")
@@ -331,6 +350,7 @@ class Watched:
 
     def __init__(self, executor: Cuda, machine: FakeMachine) -> None:
         self.executor, self.machine, self.setting = executor, machine, executor.setting
+        machine.state = list(self.setting.state.values())
         for name, tensor in self.setting.state.items():
             self.take(name, tensor)
 
@@ -366,13 +386,13 @@ def places_on(binding: Mapping[str, str], devices: Sequence[Device]) -> dict[Dev
 
 
 def watched(
-    plan: Any, state: Any, binding: Mapping[str, str], machine: FakeMachine | None = None, **options: Any
+    plan: Any, state: Any, binding: Mapping[str, str], kind: type[Cuda] = Cuda, **options: Any
 ) -> tuple[Session, FakeMachine]:
     """A session whose executor believes in these devices."""
-    machine = machine or FakeMachine()
+    machine = FakeMachine()
     session = Session(plan, state, executor="reference")
     reference: Any = session._executor
     places = places_on(binding, plan.devices)
-    executor = Cuda(reference.setting, machine=machine, places=places, **options)
+    executor = kind(reference.setting, machine=machine, places=places, **options)
     session._executor = Watched(executor, machine)
     return session, machine

@@ -1,0 +1,84 @@
+"""Captured steps on pretended devices, whose graphs execute their kernels when they are replayed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import models
+import pytest
+import torch
+from fake_cuda import watched
+from graphir.runtime import Session
+from graphir.runtime.cuda_graph import CudaGraphs
+from runnable import captured, forward_plan, sgd, spread
+
+from graphir import SessionError, passes
+
+TOGETHER = {f"gpu:{i}": "cuda:0" for i in range(4)}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_replayed_step_has_the_bits_of_the_reference(fused: bool) -> None:
+    """Also with another learning rate and other random numbers than those that were captured."""
+    example = models.resnet(batch=4, blocks=1, dropout=0.3)
+    program = captured(example, sgd(example.model.parameters(), fused=fused, foreach=False))
+    plan = passes.emit(spread(program))
+    batch = [torch.cat([tensor] * 2) for tensor in (*example.inputs, *example.targets)]
+    session, machine = watched(plan, program.state, TOGETHER, CudaGraphs)
+    with session, Session(plan, program.state, executor="reference") as reference:
+        for step in range(4):
+            given = [tensor.roll(step, 0) for tensor in batch]
+            for one in (session, reference):
+                one.param_groups[0]["lr"] = 0.1 / (step + 1)
+            assert torch.equal(session.step(*given), reference.step(*given))
+        mine, its = session.state(), reference.state()
+        assert all(torch.equal(mine[name], its[name]) for name in mine)
+    assert not machine.races
+    assert [call[0] for call in machine.calls if call[0] in ("capture", "replay")] == ["capture", *["replay"] * 3]
+    (capture,) = [call for call in machine.calls if call[0] == "capture"]
+    assert capture[2] == sum(op.seed is not None for op in plan.step.ops) > 0
+
+
+def test_a_graph_for_each_size() -> None:
+    example = models.mlp()
+    program = captured(example, sgd(example.model.parameters()))
+    plan = passes.emit(program)
+    batch = (*example.inputs, *example.targets)
+    session, machine = watched(plan, program.state, TOGETHER, CudaGraphs)
+    with session, Session(plan, program.state, executor="reference") as reference:
+        for rows in (4, 4, 3, 4, 3, 4):
+            given = [tensor[:rows] for tensor in batch]
+            assert torch.equal(session.step(*given), reference.step(*given))
+    calls = [call[0] for call in machine.calls if call[0] in ("capture", "replay", "reset")]
+    assert calls == ["capture", "replay", "replay", "capture", "replay", "replay", "reset", "reset"]
+
+
+def test_graphs_are_of_one_gpu() -> None:
+    example = models.mlp()
+    program = captured(example, sgd(example.model.parameters()))
+    plan = passes.emit(passes.replicate(program, [0, 1]))
+    with pytest.raises(SessionError, match=r"is of one GPU, the plan is on cuda:0, cuda:1(.|\n)*cuda_graph=False"):
+        watched(plan, program.state, {"gpu:0": "cuda:0", "gpu:1": "cuda:1"}, CudaGraphs)
+
+
+def test_what_the_host_computes_cannot_be_captured() -> None:
+    plan = forward_plan(
+        """
+        input x : f32[3] @gpu:0
+        a_cpu : f32[3] @cpu = Copy(x)
+        h : f32[3] @cpu = aten.exp(a_cpu)
+        b : f32[3] @gpu:0 = Copy(h)
+        """,
+        "x",
+        output="b",
+    )
+    with pytest.raises(SessionError, match=r"an operator that is no update needs the host(.|\n)*at   a_cpu"):
+        watched(plan, {}, TOGETHER, CudaGraphs)
+
+
+def test_graphs_are_the_cuda_executors() -> None:
+    example = models.mlp()
+    program = captured(example, sgd(example.model.parameters()))
+    options: dict[str, Any] = {"cuda_graph": True}
+    with pytest.raises(SessionError, match="cuda_graph=True is for the executor 'cuda'"):
+        Session(passes.emit(program), program.state, **options)
