@@ -1,7 +1,12 @@
 """Run the benchmarks and print their tables; with --write, put them into docs/benchmarks.md.
 
+<<<<<<< Updated upstream
 python tests/bench [capture] [scale] [passes] [synthetic] [caffe2] [step] [check] [parallel] [small] [bits] [whole]
                    [--write]
+=======
+python tests/bench [capture] [scale] [passes] [synthetic] [caffe2] [step] [parallel] [small] [bits] [whole] [cuda]
+    [--write]
+>>>>>>> Stashed changes
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "zoo"), str(ROOT / "tests" / "bench")]
 
+import accelerating
 import capturing
 import checking
 import exactness
@@ -41,6 +47,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "small": parallel.small_rows,
     "bits": exactness.bit_rows,
     "whole": exactness.whole_batch_rows,
+    "cuda": accelerating.rows,
 }
 
 
