@@ -1,12 +1,7 @@
 """Run the benchmarks and print their tables; with --write, put them into docs/benchmarks.md.
 
-<<<<<<< Updated upstream
 python tests/bench [capture] [scale] [passes] [synthetic] [caffe2] [step] [check] [parallel] [small] [bits] [whole]
-                   [--write]
-=======
-python tests/bench [capture] [scale] [passes] [synthetic] [caffe2] [step] [parallel] [small] [bits] [whole] [cuda]
-    [--write]
->>>>>>> Stashed changes
+                   [cuda] [--write]
 """
 
 from __future__ import annotations
