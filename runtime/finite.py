@@ -74,7 +74,8 @@ class _Held(NamedTuple):
 class FiniteWatch:
     """See :mod:`graphir.runtime.finite`.
 
-    With a loss scaler only the forward is watched: its backward overflows now and then, which skips the update.
+    With a loss scaler only the forward up to the scaled loss is watched: what follows overflows now and then, which
+    skips the update.
 
     Args:
         plan: whose steps are watched.
@@ -82,11 +83,14 @@ class FiniteWatch:
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.net = plan, plan.step
-        scaled = any(op.type == _SCALER for op in self.net.ops)
+        scales = {op.inputs[0] for op in self.net.ops if op.type == _SCALER}
         results = {self.net.blobs[name].storage for name in self.net.external_outputs}
         self.made: dict[int, tuple[_Made, ...]] = {}
         for at, instruction in enumerate(plan.instructions):
-            if instruction.op >= 0 and (not scaled or self.net.ops[instruction.op].phase == "forward"):
+            if instruction.op < 0:
+                continue
+            op = self.net.ops[instruction.op]
+            if not scales or (op.phase == "forward" and scales.isdisjoint(op.inputs)):
                 self.made[at] = tuple(self._made_by(instruction, results))
         self.held: dict[str, _Held] = {}
         self.step = 0

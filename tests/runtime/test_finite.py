@@ -82,8 +82,8 @@ def test_finite_steps_have_the_same_bits(executor):
 
 
 def test_a_sum_that_overflows_is_no_infinity(executor):
-    big = torch.full((4,), 3e38)
-    assert torch.equal(step("input x : f32[4] @gpu:0\nc : f32[4] @gpu:0 = aten.neg(x)", big, executor=executor), -big)
+    body = "input x : f32[4] @gpu:0\nc : f32[4] @gpu:0 = aten.mul.Scalar(x, other=3e38)"
+    assert torch.equal(step(body, torch.ones(4), executor=executor), torch.full((4,), 3e38))
 
 
 MASKED = """
@@ -179,19 +179,19 @@ def test_the_gradient_that_overflows_first_is_named():
 
 def test_a_loss_scaler_may_overflow_backward():
     example = models.mlp()
-    scaler = torch.amp.GradScaler("cpu", init_scale=1e38)
+    scaler = torch.amp.GradScaler("cpu", init_scale=3e38)
     program = graphir.capture(
         example.model,
         inputs=example.inputs,
         targets=example.targets,
-        loss=example.loss,
+        loss=lambda out, y: 100 * example.loss(out, y),
         optimizer=sgd(example.model.parameters()),
         loss_scale=scaler,
     )
     with Session(passes.emit(program), program.state, check_finite=True) as session:
         for _ in range(2):
             session.step(*example.inputs, *example.targets)
-        assert session.loss_scaler_state_dict()["scale"] < 1e38
+        assert session.loss_scaler_state_dict()["scale"] < 2e38
 
 
 def test_half_precision_and_complex_values_are_watched():
@@ -208,3 +208,26 @@ def test_what_cannot_be_observed_is_refused(monkeypatch):
     monkeypatch.delattr("graphir.runtime.serial.Serial.run_observed")
     with pytest.raises(SessionError, match="check_finite needs an executor whose steps can be observed"):
         step(CHAIN, torch.ones(4))
+
+
+def test_what_was_overwritten_is_no_excuse():
+    body = """
+        buffer s : f32[2] @gpu:0
+        input x : f32[2] @gpu:0
+        s;1 = aten.copy_(s, x) {writes=[0:0]}
+        c : f32[2] @gpu:0 = aten.reciprocal(s;1)
+    """
+    state = {"s": torch.full((2,), float("inf"))}
+    with (
+        Session(forward_plan(body, "x", output="c", state=state), state, check_finite=True) as session,
+        pytest.raises(RunError, match=r"reciprocal.default made 2 infinities"),
+    ):
+        session.step(torch.zeros(2))
+
+
+def test_what_an_earlier_step_was_given_is_no_excuse():
+    body = "input x : f32[2] @gpu:0\nc : f32[2] @gpu:0 = aten.mul.Scalar(x, other=2)"
+    with Session(forward_plan(body, "x", output="c"), {}, check_finite=True) as session:
+        assert session.step(torch.full((2,), float("inf"))).isinf().all()
+        with pytest.raises(RunError, match="made 2 infinities"):
+            session.step(torch.full((2,), 3e38))

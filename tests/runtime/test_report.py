@@ -7,7 +7,7 @@ import models
 import pytest
 import torch
 from graphir.runtime import Session
-from graphir.runtime.measurement import Measurement
+from graphir.runtime.measurement import Ledger, Measurement
 from graphir.runtime.report import report
 from runnable import captured, forward_plan, setting_of, sgd, spread
 
@@ -203,3 +203,24 @@ def test_measuring_ends_with_its_context(plan):
             raise ZeroDivisionError
         with session.measured():
             session.step(torch.ones(256))
+
+
+def test_a_storage_counts_until_it_dies(plan):
+    ledger = Ledger(setting_of(plan, "x"), {})
+    made = next(i for i, instruction in enumerate(plan.instructions) if instruction.op == 0)
+    first, second = (i for i, instruction in enumerate(plan.instructions) if instruction.storage in ("a", "b_gpu_0"))
+    tensor = torch.ones(256)
+    ledger.end(made, (), (tensor,))
+    ledger.end(first, (), ())
+    assert ledger.live["gpu:0"] == KB  # something still holds it
+    del tensor
+    ledger.end(second, (), ())
+    assert ledger.live["gpu:0"] == 0
+
+
+def test_a_view_of_an_argument_counts_nothing(plan):
+    x = torch.ones(256)
+    ledger = Ledger(setting_of(plan, "x"), {"x": x})
+    made = next(i for i, instruction in enumerate(plan.instructions) if instruction.op == 0)
+    ledger.end(made, (), (x[:2],))
+    assert ledger.peak["gpu:0"] == KB
