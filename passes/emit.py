@@ -7,6 +7,8 @@ after the earlier instruction and a wait before the later one. Dependencies are
 * write after read, write after write: a storage that is overwritten was last used by other lanes;
 * free after use: a storage is dropped by its device's compute lane once every lane is done with it.
 
+A copy that receives into a buffer is a write after the uses of the storage that the buffer held before.
+
 A dependency that earlier waits imply gets no wait of its own. What each lane knows of the others is kept as a vector
 clock, which a record carries and a wait merges. Transfers that are issued as a group are waited for as a whole.
 """
@@ -25,6 +27,7 @@ from graphir.ir.verify import verify
 from graphir.plan import Event, Instruction, Plan, issued_as, issued_on, lane
 
 from .base import require_program
+from .buffers import Buffers
 from .order import Issue, issue_order
 
 __all__ = ["emit"]
@@ -44,11 +47,13 @@ def emit(program: Program, dims: Mapping[str, int] | None = None) -> Plan:
     """
     require_program(program, "emit")
     verify(program)
+    bound, emission = _bind(program, dims or {}), _Emission(program.step)
     return Plan(
         program=program.with_(state={}, module=None),
-        dims=_bind(program, dims or {}),
-        instructions=tuple(_Emission(program.step).run(issue_order(program.step, program.dims))),
+        dims=bound,
+        instructions=tuple(emission.run(issue_order(program.step, program.dims))),
         values=value_numbers(program),
+        buffers=emission.buffers.numbers,
     )
 
 
@@ -102,6 +107,7 @@ class _Emission:
         readers: for each storage, every lane's last use since then.
         views: for each view, the use that made it; it is later than its storage's last write.
         last_of_group: for each position in a group of transfers, the last use of its lane in the group.
+        buffers: what copies receive into.
     """
 
     def __init__(self, net: Net) -> None:
@@ -114,8 +120,10 @@ class _Emission:
         self.readers: dict[str, dict[str, _Use]] = {}
         self.views: dict[tuple[str, int], _Use] = {}
         self.last_of_group: dict[int, _Use] = {}
+        self.buffers = Buffers(net)
 
-    def run(self, order: Iterable[Issue]) -> list[Instruction]:
+    def run(self, order: Sequence[Issue]) -> list[Instruction]:
+        self.buffers.freed.update([issue for issue in order if isinstance(issue, str)])
         for issue in order:
             if isinstance(issue, str):
                 self.free(issue)
@@ -164,6 +172,9 @@ class _Emission:
                 yield self.views[name, version]
         for name, _ in part.written:
             yield from self.uses_of(blobs[name].storage)
+        if part.instruction.kind == "copy" and part.written[0][1] == 0:
+            earlier = self.buffers.receive(part.written[0][0])
+            yield from self.uses_of(earlier) if earlier is not None else ()
 
     def note(self, position: int, part: _Part) -> None:
         """What an appended instruction has touched."""
@@ -184,6 +195,7 @@ class _Emission:
         at = lane(self.net.blobs[storage].device, "compute")
         self.after(at, self.uses_of(storage))
         self.append(Instruction("free", at, storage=storage))
+        self.buffers.free(storage)
 
     def write_of(self, storage: str) -> Iterator[_Use]:
         if storage in self.writer:

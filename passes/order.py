@@ -95,7 +95,7 @@ class _Order:
     Attributes:
         followers: the tasks that come after each task.
         missing: how many that come before it are not issued yet.
-        transfers, ready: what is issued next.
+        transfers, ready, frees: what is issued next.
         ahead: copies that are ready too early, by destination and the number of its operators to wait for.
         gathered: small reductions that are ready, and their bytes, by route.
         point: the number of the current point.
@@ -129,7 +129,8 @@ class _Order:
         self.out: list[Issue] = []
         self.issued = [False] * len(self.missing)
         self.transfers: list[int] = []
-        self.ready: deque[int] = deque()
+        self.ready: list[int] = []
+        self.frees: deque[int] = deque()
         self.point = 0
         self.moved: dict[str, int] = {}
         self.given: dict[int, list[tuple[str, int]]] = {}
@@ -181,14 +182,18 @@ class _Order:
         self.settle()
 
     def settle(self) -> None:
-        """Issue all that is ready, transfers first."""
-        while self.transfers or self.ready:
-            if self.transfers:
+        """Issue all that is ready: frees, then transfers, then operators, those of a device side by side."""
+        while self.frees or self.transfers or self.ready:
+            if self.frees:
+                self.issue((self.frees.popleft(),))
+            elif self.transfers:
                 ready, self.transfers = self.transfers, []
                 for group in self.grouped(ready):
                     self.issue(group)
             else:
-                self.issue((self.ready.popleft(),))
+                ready, self.ready = sorted(self.ready, key=self.device), []
+                for i in ready:
+                    self.issue((i,))
 
     def grouped(self, transfers: Sequence[int]) -> Iterator[tuple[int, ...]]:
         groups: dict[object, list[int]] = {}
@@ -248,7 +253,7 @@ class _Order:
                 return
         lanes = {at for at, point in self.given.get(task, ()) if self.moved[at] == point}
         if not lanes:
-            self.ready.append(task)
+            self.enter(task)
             return
         self.held[task] = len(lanes)
         for at in lanes:
@@ -276,7 +281,16 @@ class _Order:
         return self.net.ops[task].device if task < count else self.net.blobs[self.freed[task - count]].device
 
     def let_go(self, tasks: Sequence[int]) -> None:
-        self.ready.extend([task for task in tasks if self.held.pop(task, None) is not None])
+        for task in tasks:
+            if self.held.pop(task, None) is not None:
+                self.enter(task)
+
+    def enter(self, task: int) -> None:
+        """A free, or an operator that is issued early, is next."""
+        if task < len(self.kinds):
+            self.ready.append(task)
+        else:
+            self.frees.append(task)
 
 
 def _follow_reductions(ops: Sequence[Operator], earlier: Sequence[Sequence[int]]) -> list[bool]:

@@ -33,16 +33,18 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from graphir.ir.operator import Arg, Operator
+from graphir.ir.blob import contiguous_strides
+from graphir.ir.operator import Arg, Operator, Symbol
+from graphir.ir.opset import to_torch
 from graphir.ir.seeds import mix
-from graphir.ir.size import Dims
+from graphir.ir.size import Dims, bind
 from graphir.plan import Instruction
 
 from .bindings import fastest
 from .calls import Argument, Bound, Call, Constant, Default, Operand, OperandList, arrange, depends_on_dims, evaluate
 from .executor import Setting
 from .handoffs import Handoffs
-from .kernels import all_reduce, copy, reduction
+from .kernels import all_reduce, copy, receive, reduction
 from .optimizers import KERNELS, updater
 from .reference import flatten, invoke
 from .values import Values
@@ -50,6 +52,9 @@ from .values import Values
 __all__ = ["Handover", "Statements", "ThreadCode", "Writer", "generate"]
 
 _LARGEST_LITERAL: Final = 2**63
+_SMALLEST_BUFFER: Final = 1 << 16
+"""Bytes."""
+
 _FILE: Final = "<graphir thread>"
 
 
@@ -437,12 +442,35 @@ class Statements:
         given = [self.argument(op, argument, inputs) for argument in call.positional]
         given += [f"{name}={self.argument(op, argument, inputs)}" for name, argument in call.keyword]
         function: Callable[..., object]
-        if op.type == "Copy":
+        if op.type == "Copy" and self.has_buffer(op.outputs[0]):
+            function, key = receive, "receive"
+            given.append(self.buffer(op.outputs[0]))
+        elif op.type == "Copy":
             function, key = copy, "Copy"
             given.append(self.writer.bind(self.setting.binding[op.device], key=("device", op.device)))
         else:
             function, key = fastest(op.type), op.type
         return f"{self.writer.bind(function, 'c', key)}({', '.join(given)})"
+
+    def has_buffer(self, storage: str) -> bool:
+        """Whether a copy goes into a receive buffer. Small ones don't: fresh memory for them is at hand."""
+        plan = self.setting.plan
+        return storage in plan.buffers and self.net.blobs[storage].nbytes(plan.dims) >= _SMALLEST_BUFFER
+
+    def buffer(self, storage: str) -> str:
+        """The receive buffer of a storage; those of one number are one tensor."""
+        blob = self.net.blobs[storage]
+        place, dtype = self.setting.binding[blob.device], to_torch(Symbol(str(blob.dtype)))
+
+        def allocated(dims: Dims) -> Tensor:
+            shape = [bind(size, dims) for size in blob.shape or ()]
+            strides = (
+                contiguous_strides(tuple(shape)) if blob.strides is None else [bind(s, dims) for s in blob.strides]
+            )
+            with torch.inference_mode():
+                return torch.empty_strided(shape, strides, dtype=dtype, device=place)
+
+        return self.writer.bind_sized(allocated, ("buffer", blob.device, self.setting.plan.buffers[storage]))
 
     def argument(self, op: Operator, argument: Argument, inputs: Sequence[str]) -> str:
         if isinstance(argument, Operand):

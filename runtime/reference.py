@@ -3,6 +3,8 @@
 It takes the plan's instructions from top to bottom in one thread, calls torch's operators by their schemas, and keeps
 every value in a dictionary by (name, version). What a sound plan never does raises: reading a value that was freed,
 was never made, or whose storage has been overwritten since; waiting for an event that nobody recorded.
+
+It takes no receive buffers: every value is a tensor of its own here, so that a buffer filled too early elsewhere shows.
 """
 
 from __future__ import annotations

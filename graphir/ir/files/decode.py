@@ -52,7 +52,7 @@ def value_of(file: AnyFile) -> Net | Program | Plan:
             instructions.append(_instruction(record, len(program.step.ops)))
     except GraphirError as e:
         raise _placed(f"instructions[{len(instructions)}]", e) from None
-    return Plan(program, _dims(file.dims, "dims"), tuple(instructions), file.values)
+    return Plan(program, _dims(file.dims, "dims"), tuple(instructions), file.values, file.buffers)
 
 
 def _size(text: SizeText) -> Size:

@@ -50,6 +50,7 @@ def file_of(x: Net | Program | Plan, state: Mapping[str, TensorRecord] | None = 
         dims=dict(x.dims),
         instructions=tuple(map(_instruction, x.instructions)),
         values=dict(x.values),
+        buffers=dict(x.buffers),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Final, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, JsonValue, StringConstraints
+from pydantic import BaseModel, ConfigDict, JsonValue, NonNegativeInt, StringConstraints
 
 from ...plan import Kind
 from ..blob import Role
@@ -217,6 +217,7 @@ class PlanFile(_Record):
     dims: dict[str, int]
     instructions: tuple[InstructionRecord, ...]
     values: dict[str, Digest] = {}
+    buffers: dict[str, NonNegativeInt] = {}
 
 
 AnyFile: TypeAlias = NetFile | ProgramFile | PlanFile

@@ -249,6 +249,7 @@ def _plan(reader: Lines, line: Line) -> Plan:
     sizes: dict[str, int] | None = None
     instructions: list[Instruction] = []
     values: dict[str, str] = {}
+    buffers: dict[str, int] = {}
     reading: _InstructionReader | None = None
     while True:
         line = reader.next(f"}} of plan {header.name!r}")
@@ -261,12 +262,17 @@ def _plan(reader: Lines, line: Line) -> Plan:
         elif line.taken("}"):
             line.end()
             program = header.program(line)
-            return Plan(program, program.dims if sizes is None else sizes, tuple(instructions), values)
+            return Plan(program, program.dims if sizes is None else sizes, tuple(instructions), values, buffers)
         elif line.taken("sizes"):
             sizes = line.assignments(line.whole)
         elif line.taken("value"):
             name = line.name()
             values[name] = _value_number(line)
+            line.end()
+        elif line.taken("buffer"):
+            name = line.name()
+            line.expect("=", "write buffer BLOB = NUMBER")
+            buffers[name] = line.whole()
             line.end()
         elif not header.statement(reader, line):
             raise line.error(f"unknown statement {line.shown()}", "write instructions as gpu:0.compute: run …")

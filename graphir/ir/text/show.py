@@ -192,6 +192,8 @@ def _plan(plan: Plan, style: Style) -> Iterator[str]:
     if style.attributes:
         for name, number in plan.values.items():
             yield f"  value {quoted(name)} = {number}"
+        for name, buffer in plan.buffers.items():
+            yield f"  buffer {quoted(name)} = {buffer}"
     yield from _indented(net_lines(program.init, style))
 
     phase = net_phase(net)

@@ -9,6 +9,8 @@
 26. A wait comes after a record of its event.
 27. A storage is freed at most once, after it was made and after its last use; what lives from step to step and what is
     handed back is never freed.
+28. A receive buffer is of a storage that a copy makes and the step frees. Storages of one buffer are on one device and
+    have equal shapes, strides and element types, and each is freed before the next is made.
 
 Whether lanes that run at the same time wait for each other wherever they must is another question, and not asked here:
 :func:`graphir.runtime.check` answers it.
@@ -17,7 +19,7 @@ Whether lanes that run at the same time wait for each other wherever they must i
 from __future__ import annotations
 
 from ...plan import Event, Instruction, Plan, issued_as, issued_on
-from ..blob import STATE_ROLES
+from ..blob import STATE_ROLES, Blob
 from ..net import Net
 from ..operator import Operator
 from .problems import Problem
@@ -53,6 +55,7 @@ class _Issue:
         self.touched: set[Event] = set()
         self.recorded: set[Event] = set()
         self.freed: dict[str, int] = {}
+        self.held: dict[tuple[str, int], str] = {}
         blobs = plan.step.blobs
         self.made = {blobs[name].storage for name in plan.step.external_inputs}
         self.kept = {blobs[name].storage for name in plan.step.external_outputs}
@@ -112,6 +115,22 @@ class _Issue:
         for name, version in makes:
             self.values.add((name, version))
             self.made.add(blobs[name].storage)
+            if issued_as(op) == "copy" and version == 0 and name in self.plan.buffers:
+                self.receive(name, instruction)
+
+    def receive(self, storage: str, instruction: Instruction) -> None:
+        """A buffer is filled: what it held is freed, and of the same geometry."""
+        blobs = self.plan.step.blobs
+        buffer = (blobs[storage].device, self.plan.buffers[storage])
+        earlier = self.held.get(buffer)
+        self.held[buffer] = storage
+        if earlier is None:
+            return
+        if earlier not in self.freed:
+            self.report(f"buffer {buffer[1]} of {buffer[0]} takes {storage!r} while it holds {earlier!r}", instruction)
+        if _geometry(blobs[earlier]) != _geometry(blobs[storage]):
+            what = f"buffer {buffer[1]} of {buffer[0]} takes {earlier!r} and {storage!r}, whose geometries differ"
+            self.report(what, instruction)
 
     def event(self, instruction: Instruction) -> None:
         event = instruction.event
@@ -141,12 +160,20 @@ class _Issue:
         self.freed[storage] = self.position
 
     def finish(self) -> None:
+        copied = {op.outputs[0] for op in self.plan.step.ops if issued_as(op) == "copy"}
+        for storage in self.plan.buffers:
+            if storage not in copied or storage not in self.freed:
+                self.report(f"{storage!r} has a receive buffer, but no copy makes it or nothing frees it")
         for position, op in enumerate(self.plan.step.ops):
             parts = len(op.inputs) if op.type == "AllReduce" else 1
             missing = parts - len(self.issued.get(position, ()))
             if missing > 0:
                 what = "the operator is never issued" if parts == 1 else f"{missing} parts are never issued"
                 self.problems.append(Problem(what, op, self.plan.step))
+
+
+def _geometry(blob: Blob) -> tuple[object, ...]:
+    return blob.shape, blob.strides, blob.dtype
 
 
 def _views(op: Operator) -> frozenset[tuple[str, int]]:

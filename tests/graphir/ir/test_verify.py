@@ -11,8 +11,10 @@ import nets
 import pytest
 import tiny
 import torch
+from small import program_of
 from tiny import GPU0, GPU1, dropped, edited, inserted, reblobbed
 
+from graphir import passes
 from graphir.errors import PlacementError, VerifyError
 from graphir.ir.blob import Blob
 from graphir.ir.device import CPU
@@ -354,6 +356,45 @@ BROKEN_PLANS: dict[str, tuple[Plan, str]] = {
         "'d.t' is freed, but it is not a storage",
     ),
 }
+
+
+def relayed(**buffers: int) -> Plan:
+    """Four copies to gpu:1, the first two of one geometry and freed one after the other."""
+    plan = passes.emit(
+        program_of("""
+        input x : f32[8] @gpu:0
+        input y : f32[4] @gpu:0
+        a : f32[8] @gpu:1 = Copy(x)
+        b : f32[8] @gpu:1 = aten.neg(a)
+        b_gpu_0 : f32[8] @gpu:0 = Copy(b)
+        c : f32[8] @gpu:1 = Copy(b_gpu_0)
+        d : f32[4] @gpu:1 = Copy(y)
+        e : f32[8] @gpu:1 = Copy(x)
+        f : f32[8] @gpu:1 = aten.add.Tensor(c, c)
+        g : f32[4] @gpu:1 = aten.neg(d)
+        output e
+    """)
+    )
+    return plan.with_(buffers=buffers)
+
+
+def test_receive_buffers_that_are_taken_in_turn_pass() -> None:
+    verify(relayed(a=0, c=0, d=1, b_gpu_0=0))
+
+
+@pytest.mark.parametrize(
+    ("buffers", "message"),
+    [
+        ({"c": 0, "d": 0}, "buffer 0 of gpu:1 takes"),
+        ({"a": 0, "d": 0}, "whose geometries differ"),
+        ({"b": 0}, "'b' has a receive buffer, but no copy makes it or nothing frees it"),
+        ({"e": 0}, "'e' has a receive buffer, but no copy makes it or nothing frees it"),
+        ({"z": 0}, "'z' has a receive buffer, but no copy makes it or nothing frees it"),
+    ],
+)
+def test_broken_receive_buffers_are_reported(buffers: dict[str, int], message: str) -> None:
+    with pytest.raises(VerifyError, match=message):
+        verify(relayed(**buffers))
 
 
 def test_sound_plan_passes() -> None:
