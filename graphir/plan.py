@@ -170,6 +170,12 @@ class Plan:
 
         return print_plan(self)
 
+    def python(self, lane: str) -> str:
+        """The Python that the host runs for the device of a lane; see :func:`graphir.runtime.python`."""
+        from graphir import runtime  # it stands on this module: nothing else here reaches up
+
+        return runtime.python(self, lane)
+
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, whole or not at all."""
         from .ir.files import save_plan

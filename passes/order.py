@@ -182,7 +182,7 @@ class _Order:
         self.settle()
 
     def settle(self) -> None:
-        """Issue all that is ready: frees, then transfers, then operators, those of a device side by side."""
+        """Issue all that is ready: frees, then transfers, then what follows from those, by device."""
         while self.frees or self.transfers or self.ready:
             if self.frees:
                 self.issue((self.frees.popleft(),))
@@ -191,7 +191,7 @@ class _Order:
                 for group in self.grouped(ready):
                     self.issue(group)
             else:
-                ready, self.ready = sorted(self.ready, key=self.device), []
+                ready, self.ready = sorted(self.ready, key=self.turn), []
                 for i in ready:
                     self.issue((i,))
 
@@ -253,7 +253,7 @@ class _Order:
                 return
         lanes = {at for at, point in self.given.get(task, ()) if self.moved[at] == point}
         if not lanes:
-            self.enter(task)
+            (self.ready if task < len(self.kinds) else self.frees).append(task)
             return
         self.held[task] = len(lanes)
         for at in lanes:
@@ -276,21 +276,16 @@ class _Order:
         else:
             self.ahead.setdefault((device, wanted), []).append(i)
 
+    def turn(self, task: int) -> tuple[bool, Device]:
+        """Operators before frees, those of a device side by side."""
+        return task >= len(self.kinds), self.device(task)
+
     def device(self, task: int) -> Device:
         count = len(self.kinds)
         return self.net.ops[task].device if task < count else self.net.blobs[self.freed[task - count]].device
 
     def let_go(self, tasks: Sequence[int]) -> None:
-        for task in tasks:
-            if self.held.pop(task, None) is not None:
-                self.enter(task)
-
-    def enter(self, task: int) -> None:
-        """A free, or an operator that is issued early, is next."""
-        if task < len(self.kinds):
-            self.ready.append(task)
-        else:
-            self.frees.append(task)
+        self.ready.extend([task for task in tasks if self.held.pop(task, None) is not None])
 
 
 def _follow_reductions(ops: Sequence[Operator], earlier: Sequence[Sequence[int]]) -> list[bool]:

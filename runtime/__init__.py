@@ -7,11 +7,13 @@ of TorchScript do there (:mod:`.segments`); :mod:`.choice` says which. Where a d
 lane to a stream (:mod:`.cuda`). :mod:`.adversarial`, for tests, runs lanes in bad interleavings.
 
 :func:`check` proves that a plan runs right in any interleaving of its lanes; a session refuses one that does not.
+:mod:`.listing` shows the generated code.
 """
 
 from .check import check
 from .findings import Finding
+from .listing import python
 from .report import Report
 from .session import Session
 
-__all__ = ["Finding", "Report", "Session", "check"]
+__all__ = ["Finding", "Report", "Session", "check", "python"]

@@ -444,7 +444,7 @@ class Statements:
         function: Callable[..., object]
         if op.type == "Copy" and self.has_buffer(op.outputs[0]):
             function, key = receive, "receive"
-            given.append(self.buffer(op.outputs[0]))
+            given.append(self.receive_buffer(op.outputs[0]))
         elif op.type == "Copy":
             function, key = copy, "Copy"
             given.append(self.writer.bind(self.setting.binding[op.device], key=("device", op.device)))
@@ -457,7 +457,7 @@ class Statements:
         plan = self.setting.plan
         return storage in plan.buffers and self.net.blobs[storage].nbytes(plan.dims) >= _SMALLEST_BUFFER
 
-    def buffer(self, storage: str) -> str:
+    def receive_buffer(self, storage: str) -> str:
         """The receive buffer of a storage; those of one number are one tensor."""
         blob = self.net.blobs[storage]
         place, dtype = self.setting.binding[blob.device], to_torch(Symbol(str(blob.dtype)))

@@ -15,6 +15,9 @@ from sources import FOLDERS, ROOT, Import, Source, sources
 ON_TOP = ("graphir/cli.py", "graphir/compile.py", "graphir/data_parallel.py", "graphir/fx.py", "graphir/demo/")
 """The part of graphir/ that stands on passes and runtime."""
 
+REACHES_UP = {("graphir/plan.py", "graphir", "runtime")}
+"""The one import that goes up, within ``Plan.python``, which asks the runtime for the code that it generates."""
+
 MAY_USE = {"graphir": set(), "passes": {"graphir"}, "runtime": {"graphir"}}
 """The folders that each folder may import, beside itself."""
 
@@ -39,7 +42,7 @@ def direction_faults(source: Source) -> Iterator[str]:
         allowed |= set(FOLDERS)
     for imported in source.imports:
         folder = folder_of(imported)
-        if folder and folder not in allowed:
+        if folder and folder not in allowed and (str(source), imported.module, imported.name) not in REACHES_UP:
             yield f"{source}:{imported.line} imports {imported.module}, of {folder}/"
 
 

@@ -21,7 +21,7 @@ PUBLIC = {
         emit find_activations inject_copies replicate share_storage shift_activations
     """,
     "graphir.runtime": """
-        Finding Report Session check
+        Finding Report Session check python
     """,
 }
 """The names that users write. A change here is a change of the interface: say it in docs/changelog.md."""

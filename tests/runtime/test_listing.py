@@ -1,0 +1,53 @@
+"""The listing of generated code."""
+
+import ast
+
+import nets
+import pytest
+from runnable import forward_plan, spread
+
+from graphir import passes
+from graphir.errors import PlanError
+
+BODY = """
+    param w : f32[3,2] @gpu:0
+    input x : f32[batch,3] @gpu:0
+    "odd\\n name" : f32[batch,2] @gpu:0 = aten.mm(x, w)
+    b : f32[batch,2] @gpu:1 = Copy("odd\\n name")
+    c : f32[batch,2] @gpu:1 = aten.neg(b)
+"""
+
+
+def test_names_and_instructions_are_told():
+    plan = forward_plan(BODY, "x", output="c", state={"w": nets.torch.ones(3, 2)}, dims={"batch": 4})
+    assert plan.python("gpu:0.compute").splitlines() == [
+        "# gpu:0 of plan small",
+        "# n: the number of steps done",
+        "# i0: input x",
+        "# s0: state w",
+        "# c0: _VariableFunctionsClass.mm",
+        "# x1: the values that threads hand to each other",
+        "# e2: gives hand-off 0",
+        "# e3: takes hand-off 1",
+        "def run(n, i0, s0, c0, x1, e2, e3):",
+        ' v0 = c0(i0, s0); x1[0] = v0  # run "odd\\n name" = aten.mm.default',
+        ' e2()  # record "odd\\n name" by gpu:0.compute',
+        " e3()  # wait b by gpu:1.copy_in",
+        ' x1[0] = None; del v0  # free "odd\\n name"',
+        " return ()",
+    ]
+    assert plan.python("gpu:1.copy_in") == plan.python("gpu:1.compute")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_listings_of_random_plans_are_python(seed):
+    plan = passes.emit(spread(nets.random_program(seed)))
+    for lane in plan.lanes:
+        (function,) = ast.parse(plan.python(lane)).body
+        assert isinstance(function, ast.FunctionDef)
+
+
+def test_a_lane_that_is_not_there_is_refused():
+    plan = forward_plan(BODY, "x", output="c", state={"w": nets.torch.ones(3, 2)}, dims={"batch": 4})
+    with pytest.raises(PlanError, match=r"plan 'small' has no lane 'gpu:0.copy_in'.*\n.*fix  its lanes: gpu:0.compute"):
+        plan.python("gpu:0.copy_in")
