@@ -1,7 +1,7 @@
 """Run the benchmarks and print their tables; with --write, put them into docs/benchmarks.md.
 
 python tests/bench [capture] [scale] [passes] [synthetic] [caffe2] [step] [check] [parallel] [small] [bits] [whole]
-                   [cuda] [--write]
+                   [cuda] [mutants] [--write]
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import capturing
 import checking
 import exactness
 import importing
+import mutating
 import parallel
 import placing
 import scaling
@@ -43,6 +44,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "bits": exactness.bit_rows,
     "whole": exactness.whole_batch_rows,
     "cuda": accelerating.rows,
+    "mutants": mutating.rows,
 }
 
 

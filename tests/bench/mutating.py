@@ -1,0 +1,46 @@
+"""What notices single changes of a plan's waits, records, frees and copies."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import models
+import mutants
+import nets
+
+from graphir import passes
+from graphir.ir.program import Program
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "runtime"))
+
+from runnable import captured, sgd, spread
+
+
+def _programs() -> Iterator[Program]:
+    for seed in range(1, 4):
+        yield nets.random_program(seed, ops=12)
+    example = models.mlp()
+    yield captured(example, sgd(example.model.parameters()))
+
+
+def rows() -> Iterator[str]:
+    """The verdicts on every mutant of four plans with two replicas on four devices."""
+    found: dict[tuple[str, str], Counter[str]] = {}
+    for program in _programs():
+        for change, counted in mutants.counts(passes.emit(spread(program))).items():
+            found.setdefault(change, Counter()).update(counted)
+    yield f"| instruction | change | mutants | {' | '.join(mutants.VERDICTS)} |"
+    yield "| --- | --- " + "| ---: " * (len(mutants.VERDICTS) + 1) + "|"
+    total: Counter[str] = Counter()
+    for kind, change in [(kind, change) for kind in mutants.KINDS for change in mutants.CHANGES]:
+        total += found[kind, change]
+        yield _row(kind, change, found[kind, change])
+    yield _row("all", "", total)
+
+
+def _row(kind: str, change: str, counted: Counter[str]) -> str:
+    numbers = [counted[column] for column in ("mutants", *mutants.VERDICTS)]
+    return f"| {kind} | {change} | {' | '.join(map(str, numbers))} |"

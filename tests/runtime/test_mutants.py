@@ -1,0 +1,35 @@
+"""No single change of a plan's waits, records, frees and copies goes unnoticed.
+
+``python tests/bench mutants`` makes all of them, in more plans.
+"""
+
+from collections import Counter
+
+import mutants
+import nets
+import pytest
+from runnable import spread
+
+from graphir import passes
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return passes.emit(spread(nets.random_program(1, ops=12)))
+
+
+def test_no_mutant_is_missed_and_none_that_is_as_good_accused(plan):
+    found = mutants.counts(plan, share=0.1)
+    total = sum(found.values(), Counter())
+    assert {total["missed"], total["accused wrongly"]} == {0}
+    assert all(
+        total[verdict] > 5 for verdict in ("refused by verify", "found by check", "of them by running", "equivalent")
+    )
+
+
+def test_no_wait_of_a_plan_is_implied_by_the_others(plan):
+    trial = mutants.Trial(plan)
+    dropped = [m.plan for m in mutants.mutants(plan) if (m.kind, m.change) == ("wait", "dropped")]
+    assert len(dropped) > 20
+    assert not any(map(trial.oracle, dropped))
+    assert trial.oracle(plan)
