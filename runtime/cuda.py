@@ -244,7 +244,7 @@ class Cuda:
         return {
             device: Held(
                 place,
-                predicted.peak.get(str(device), 0),
+                predicted.peak_of_storages(device),
                 state[device],
                 received[device],
                 self.machine.statistics(place) if place.type == "cuda" else {},

@@ -273,6 +273,7 @@ def _rmsprop(*, alpha: float, eps: float, weight_decay: float, momentum: float, 
             else:
                 buffer.mul_(momentum).addcdiv_(grad, scale)
                 param.add_(buffer, alpha=-rate)
+            del scale  # the next parameter's would be made beside it
 
     return update
 

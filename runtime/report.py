@@ -204,7 +204,7 @@ def _devices(measurement: Measurement, binding: Mapping[Device, torch.device]) -
             state=ledger.state[device],
             peak=ledger.peak[device],
             predicted_state=predicted.state.get(device, 0),
-            predicted_peak=predicted.peak.get(device, 0),
+            predicted_peak=predicted.peak_of_storages(device),
         )
         for device in plan.devices
     ]

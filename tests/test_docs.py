@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 CAFFE2_MODEL = ROOT / "tests/caffe2/data/models/mlp_2dev_sgd"
@@ -71,6 +72,7 @@ def page_name(page: Path) -> str:
 @pytest.mark.parametrize("page", [p for p in PAGES if any(examples(p.read_text(encoding="utf-8")))], ids=page_name)
 def test_examples_print_what_the_page_shows(page, tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # some figures are per thread
     shutil.copytree(CAFFE2_MODEL, tmp_path, dirs_exist_ok=True)
     text = page.read_text(encoding="utf-8")
     for example, printed in reversed(list(run(page))):

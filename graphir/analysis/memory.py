@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from ..errors import GraphirError
 from ..ir.blob import STATE_ROLES, Blob
 from ..ir.device import Device
 from ..ir.net import Net
+from ..ir.operator import Operator
 from ..ir.placement import COPIES
 from ..ir.program import Program
 from ..ir.size import LARGEST, Dims
@@ -20,6 +22,7 @@ from ..ir.text import nbytes_text
 from ..ir.verify import require
 from ..plan import Plan
 from .liveness import Lifetime, liveness, stays
+from .scratch import scratch
 
 __all__ = ["CATEGORIES", "Frees", "Memory", "StorageUse", "memory"]
 
@@ -34,8 +37,10 @@ CATEGORIES: Final = (
     "temporaries",
     "copies",
     "outputs",
+    "scratch",
 )
-"""What bytes are for: the role of the storage's blob; what a ``Copy`` makes is a copy, whatever its role."""
+"""What bytes are for: the role of the storage's blob; what a ``Copy`` makes is a copy, whatever its role. Scratch is
+what operators allocate inside: no blob has it, and it is gone when the operator is done."""
 
 _CATEGORY: Final[Mapping[str, str]] = {
     "param": "parameters",
@@ -61,13 +66,15 @@ class StorageUse(NamedTuple):
     """A storage that takes bytes on a device, for positions ``start <= position < end``.
 
     Attributes:
-        blob: the blob that owns it.
+        blob: the blob that owns it; of scratch, the first that its operator makes.
         category: what it is for.
         nbytes: its bytes; 0 where they are not known.
         device: where it lives.
         start: the first position at which it is live.
         end: the first one after that at which it isn't.
-        maker: the device of the operator that makes it, in ``init`` or in the step; None for what callers feed.
+        maker: the device of the operator that makes it, in ``init`` or in the step; None for what callers feed, and for
+            scratch.
+        module: the module of the operator of the step that makes it first.
     """
 
     blob: str
@@ -77,19 +84,20 @@ class StorageUse(NamedTuple):
     start: int
     end: int
     maker: Device | None = None
+    module: str = ""
 
 
 @dataclass(frozen=True)
 class Memory:
     """The bytes of a step, by device, category and position.
 
-    Positions count the operators of a program's step, or a plan's instructions. Bytes are those of storages; what an
-    operator allocates inside, and what an allocator rounds up, is not in them.
+    Positions count the operators of a program's step, or a plan's instructions. Bytes are those of storages, and of
+    what operators allocate inside, as :mod:`.scratch` has it for the host; what an allocator rounds up is not in them.
 
     Attributes:
         name: of the program.
         dims: the value of each dimension.
-        peak: by device, the most bytes that are live at once, state and inputs included.
+        peak: by device, the most bytes that are live at once; state, inputs and scratch included.
         state: by device, the bytes of parameters, buffers, optimizer state and constants.
         total: by device, the bytes of every storage that the step's operators name, each once, however long it lives:
             what a Caffe2 workspace comes to.
@@ -119,6 +127,10 @@ class Memory:
             [u for u in self.uses if u.device == device and category in (None, u.category)], self.positions
         )
 
+    def peak_of_storages(self, device: str) -> int:
+        """The most bytes that storages alone take on *device* at once: the peak without scratch."""
+        return int((self.timeline(device) - self.timeline(device, "scratch")).max())
+
     def peak_position(self, device: str) -> int:
         """The first position at which *device* holds the most."""
         return int(self.timeline(device).argmax())
@@ -128,6 +140,17 @@ class Memory:
         at = self.peak_position(device)
         live = [u for u in self.uses if u.device == device and u.start <= at < u.end]
         return sorted(live, key=lambda u: -u.nbytes)[:n]
+
+    def largest_text(self, device: str, n: int = 10) -> str:
+        """A table of the *n* largest storages that *device* holds at its peak, with the modules that made them."""
+        at = self.peak_position(device)
+        head = f"the largest of {nbytes_text(self.peak[device])} on {device} at its peak, position {at}"
+        uses = self.largest(device, n)
+        wide = max((len(use.blob) for use in uses), default=0)
+        return "\n".join([
+            head,
+            *(f"  {nbytes_text(u.nbytes):>10}  {u.category:<15}  {u.blob:<{wide}}  {u.module}".rstrip() for u in uses),
+        ])  # fmt: skip
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{dim}={value}" for dim, value in self.dims.items())
@@ -156,7 +179,9 @@ class Memory:
         return lines
 
 
-def memory(subject: Program | Plan, dims: Dims | None = None, *, frees: Frees = "last use") -> Memory:
+def memory(
+    subject: Program | Plan, dims: Dims | None = None, *, frees: Frees = "last use", threads: int | None = None
+) -> Memory:
     """Predict the bytes that a step holds on each device.
 
     Args:
@@ -164,16 +189,22 @@ def memory(subject: Program | Plan, dims: Dims | None = None, *, frees: Frees = 
         dims: the value of each dimension; the captured ones, or those that the plan was emitted for, by default.
         frees: what frees the storages of a program: the ``"last use"`` of each, as emit does; or ``"operators"``, that
             is nothing but the type ``Free``, as a Caffe2 net is executed, where everything else stays.
+        threads: how many threads one kernel uses, each with scratch of its own; as many as torch now uses by default,
+            as in a session.
 
     Raises:
-        GraphirError: *subject* is neither, *frees* is something else, or does not go with a plan, a dimension has no
-            value, or a size is negative or absurd.
+        GraphirError: *subject* is neither, *frees* is something else, or does not go with a plan, *threads* is no
+            positive whole number, a dimension has no value, or a size is negative or absurd.
     """
     require(subject, (Program, Plan), "memory")
     if frees not in get_args(Frees):
         raise GraphirError(f"frees is {frees!r}", fix="give 'last use' or 'operators'")
     if isinstance(subject, Plan) and frees != "last use":
         raise GraphirError("a plan frees its storages itself", fix="leave frees out, or give the plan's program")
+    if threads is not None and (type(threads) is not int or threads < 1):
+        raise GraphirError(
+            f"threads={threads!r}: a kernel needs at least one thread", fix="give a whole number from 1 up"
+        )
     own = subject.dims if isinstance(subject, Program) else {**subject.program.dims, **subject.dims}
     sizes = {**own, **(dims or {})}
     net = subject.step
@@ -184,6 +215,7 @@ def memory(subject: Program | Plan, dims: Dims | None = None, *, frees: Frees = 
         else:
             uses = _uses(subject, sizes, liveness(subject).items())
         totals = _total(net, uses)
+        uses += _scratch(subject, sizes, threads or torch.get_num_threads())
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as e:
         what = f"the memory of {subject.name!r} cannot be computed: {type(e).__name__}: {e}"
         raise GraphirError(what, fix="verify it: it is not well-formed") from None
@@ -218,9 +250,13 @@ def _uses(subject: Program | Plan, dims: Dims, lifetimes: Iterable[tuple[str, Li
     init = subject.program.init if isinstance(subject, Plan) else subject.init
     copies = {op.outputs[0] for op in net.ops if op.type in COPIES}
     makers: dict[str, Device] = {}
-    for op in (*init.ops, *net.ops):
+    modules: dict[str, str] = {}
+    for op in init.ops:
+        makers.update(dict.fromkeys(op.outputs, op.device))
+    for op in net.ops:
         for name in op.outputs:
             makers.setdefault(name, op.device)
+            modules.setdefault(name, op.module)
     uses = []
     for storage, (start, end) in lifetimes:
         blob: Blob = net.blobs[storage]
@@ -230,11 +266,32 @@ def _uses(subject: Program | Plan, dims: Dims, lifetimes: Iterable[tuple[str, Li
             fix = "check its sizes and the values of dimensions"
             raise GraphirError(f"blob {storage!r} would take {nbytes} bytes", where=f"{net.name!r}", fix=fix)
         maker = makers.get(storage)
-        uses.append(StorageUse(storage, category, nbytes, blob.device, start, max(end, start + 1), maker))
+        module = modules.get(storage, "")
+        uses.append(StorageUse(storage, category, nbytes, blob.device, start, max(end, start + 1), maker, module))
     total = sum(use.nbytes for use in uses)
     if total > _MOST_COUNTED:
         raise GraphirError(f"the blobs of {net.name!r} would take {total} bytes", fix="check their sizes")
     return uses
+
+
+def _scratch(subject: Program | Plan, dims: Dims, threads: int) -> list[StorageUse]:
+    """What each operator allocates inside, at its position; of a collective each participant for itself."""
+    net = subject.step
+    takes = {i: nbytes for i, op in enumerate(net.ops) if (nbytes := scratch(op, net.blobs, dims, threads))}
+    if isinstance(subject, Plan):
+        calls = [(at, i.op, i.part) for at, i in enumerate(subject.instructions) if i.op in takes]
+    else:
+        calls = [(i, i, part) for i in takes for part in range(_parts(net.ops[i]))]
+    found = []
+    for at, position, part in calls:
+        op = net.ops[position]
+        blob = net.blobs[op.outputs[part]]
+        found.append(StorageUse(blob.name, "scratch", takes[position], blob.device, at, at + 1, None, op.module))
+    return found
+
+
+def _parts(op: Operator) -> int:
+    return len(op.outputs) if op.type == "AllReduce" else 1
 
 
 def _total(net: Net, uses: list[StorageUse]) -> dict[str, int]:

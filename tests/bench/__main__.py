@@ -1,7 +1,7 @@
 """Run the benchmarks and print their tables; with --write, put them into docs/benchmarks.md.
 
-python tests/bench [capture] [scale] [passes] [synthetic] [caffe2] [step] [check] [parallel] [small] [bits] [whole]
-                   [cuda] [mutants] [--write]
+python tests/bench [capture] [scale] [passes] [synthetic] [caffe2] [step] [check] [parallel] [small] [memory] [start]
+                   [bits] [whole] [cuda] [mutants] [--write]
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "zoo"), str(ROOT / "tests" / "bench")]
 
 import accelerating
+import allocating
 import capturing
 import checking
 import exactness
@@ -27,6 +28,7 @@ import mutating
 import parallel
 import placing
 import scaling
+import starting
 import stepping
 import torch
 
@@ -41,6 +43,8 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "check": checking.rows,
     "parallel": parallel.rows,
     "small": parallel.small_rows,
+    "memory": allocating.rows,
+    "start": starting.rows,
     "bits": exactness.bit_rows,
     "whole": exactness.whole_batch_rows,
     "cuda": accelerating.rows,

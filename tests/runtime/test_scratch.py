@@ -1,0 +1,210 @@
+"""What operators allocate inside: formulas against the events of PyTorch's profiler."""
+
+from __future__ import annotations
+
+import models
+import pytest
+import torch
+from allocations import measured_peak, predicted_peak
+from runnable import captured, forward_plan
+from small import program_of
+from torch import Tensor, nn
+
+import graphir
+from graphir import passes, runtime
+from graphir.analysis.scratch import scratch
+from graphir.errors import GraphirError
+from graphir.plan import Plan
+
+needs_avx512 = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkldnn.is_available(),
+    reason="convolutions' scratch is that of oneDNN's kernels for AVX-512",
+)
+
+
+def peaks(plan: Plan, inputs: tuple[Tensor, ...], state: dict[str, Tensor], executor: str = "threads") -> list[int]:
+    """The measured and the predicted peak of a step, after a first one."""
+    with runtime.Session(plan, state, executor=executor) as session:  # type: ignore[arg-type]
+        session.step(*inputs)
+        return [measured_peak(lambda: session.step(*inputs)), predicted_peak(plan)]
+
+
+def trained(module: nn.Module, x: Tensor, optimizer: type[torch.optim.Optimizer], **options: object) -> list[int]:
+    """The peaks of a training step with the loss ``sum(module(x) * y)``."""
+    y = torch.randn_like(module(x)).detach()
+    example = models.Example(module, (x,), (y,), lambda out, y: (out * y).sum())
+    program = captured(example, optimizer(module.parameters(), **options))  # type: ignore[arg-type]
+    return peaks(passes.emit(program), (x, y), dict(program.state))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_net_without_scratch_is_predicted_to_the_byte(devices: int) -> None:
+    example = models.mlp(batch=8, features=32, hidden=64)
+    program = captured(example, torch.optim.SGD(example.model.parameters(), lr=0.1, momentum=0.9))
+    program = passes.replicate(program, devices=list(range(devices)))
+    batch = [tensor.repeat(devices, *[1] * (tensor.dim() - 1)) for tensor in (*example.inputs, *example.targets)]
+    for subject in (program, passes.share_storage(program)):
+        plan = passes.emit(subject)
+        measured, predicted = peaks(plan, tuple(batch), dict(program.state), "threads" if devices == 1 else "reference")
+        assert predicted == pytest.approx(measured, abs=12 * (devices - 1)), "what gradients are divided by"
+        assert not graphir.memory(plan).timeline("gpu:0", "scratch").any()
+
+
+CONVOLUTIONS = {
+    "3x3": (nn.Conv2d(32, 48, 3, padding=1, bias=False), 12),
+    "first": (nn.Conv2d(3, 32, 3, padding=1, bias=False), 24),
+    "few channels": (nn.Conv2d(8, 32, 3, padding=1, bias=False), 24),
+    "odd channels": (nn.Conv2d(40, 20, 3, padding=1, bias=False), 24),
+    "1x1": (nn.Conv2d(64, 128, 1, bias=False), 12),
+    "strided": (nn.Conv2d(32, 32, 3, stride=2, padding=1, bias=False), 24),
+    "strided 1x1": (nn.Conv2d(64, 128, 1, stride=2, bias=False), 24),
+    "depthwise": (nn.Conv2d(32, 32, 3, padding=1, groups=32, bias=False), 24),
+    "groups": (nn.Conv2d(64, 64, 3, padding=1, groups=16, bias=False), 24),
+    "dilated": (nn.Conv2d(32, 32, 3, padding=2, dilation=2, bias=False), 24),
+    "patches": (nn.Conv2d(3, 32, 16, stride=16, bias=False), 64),
+    "transposed": (nn.ConvTranspose2d(32, 16, 2, stride=2, bias=False), 12),
+    "one dimension": (nn.Conv1d(32, 64, 3, padding=1, bias=False), 64),
+    "f64": (nn.Conv2d(16, 16, 3, padding=1, bias=False, dtype=torch.float64), 12),
+}
+
+
+@needs_avx512
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+def test_convolutions(case: str) -> None:
+    """Forward and backward: off by what oneDNN takes for barriers, and by padding in blocks at most."""
+    module, size = CONVOLUTIONS[case]
+    weight = module.weight
+    x = torch.randn(4, module.in_channels, *[size] * (weight.dim() - 2), dtype=weight.dtype, requires_grad=True)
+    assert isinstance(x, Tensor)
+    before = nn.Sequential(nn.Identity(), module)
+    measured, predicted = trained(Scaled(before, module.in_channels, weight.dtype), x.detach(), torch.optim.SGD, lr=0.1)
+    assert predicted == pytest.approx(measured, rel=0.005, abs=12288)
+
+
+class Scaled(nn.Module):
+    """A module whose input has a gradient."""
+
+    def __init__(self, module: nn.Module, channels: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.module = module
+        self.scale = nn.Parameter(torch.ones(channels, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x * self.scale.view(-1, *[1] * (x.dim() - 2)))
+
+
+def test_batch_norm() -> None:
+    x = torch.randn(4, 16, 12, 12)
+    measured, predicted = trained(Scaled(nn.BatchNorm2d(16), 16, x.dtype), x, torch.optim.SGD, lr=0.1)
+    assert measured == predicted
+
+
+F32 = "f32[4,16,8,8]"
+OPERATORS = {
+    "batch norm, in evaluation": (
+        "p : f32[16] @gpu:0 = aten.sum.dim_IntList(x, dim=[0, 2, 3])\n"
+        f"y : {F32} @gpu:0, m : f32[16] @gpu:0, s : f32[16] @gpu:0 = "
+        "aten.native_batch_norm(x, p, p, p, p, training=false, momentum=0.1, eps=1e-05)"
+    ),
+    "bilinear, small": (
+        "y : f32[4,16,16,16] @gpu:0 = aten.upsample_bilinear2d(x, output_size=[16, 16], align_corners=false)"
+    ),
+    "nearest, small": "y : f32[4,16,16,16] @gpu:0 = aten.upsample_nearest2d(x, output_size=[16, 16])",
+    "logsumexp": "y : f32[4,16,8] @gpu:0 = aten.logsumexp(x, dim=[3])",
+    "promotion": (
+        f"h : bf16[4,16,8,8] @gpu:0 = aten._to_copy(x, dtype=bf16)\ny : {F32} @gpu:0 = aten.add.Tensor(x, h)"
+    ),
+    "dropout": f"y : {F32} @gpu:0, m : bool[4,16,8,8] @gpu:0 = aten.native_dropout(x, p=0.5, train=true) {{seed=1}}",
+    "a product of every other column": (
+        "v : f32[64,32] strides [64,2] in x @gpu:0 = aten.as_strided(x, size=[64, 32], stride=[64, 2])\n"
+        "w : f32[32,64] in x @gpu:0 = aten.as_strided(x, size=[32, 64], stride=[64, 1])\n"
+        "y : f32[64,64] @gpu:0 = aten.mm(v, w)"
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OPERATORS)
+def test_operators(case: str) -> None:
+    """To some bytes for scalars and for the window of each column and row."""
+    body = f"input x : {F32} @gpu:0\n{OPERATORS[case]}\nz : f32[] @gpu:0 = aten.sum(y)"
+    plan = forward_plan(body, "x", output="z")
+    measured, predicted = peaks(plan, (torch.rand(4, 16, 8, 8),), {})
+    without = predicted_peak(plan, scratch=False)
+    assert predicted == pytest.approx(measured, abs=512)
+    assert predicted > without
+
+
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, {"momentum": 0.9}),
+    "sgd, weight decay": (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
+    "sgd, nesterov": (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True}),
+    "sgd, maximize": (torch.optim.SGD, {"weight_decay": 0.1, "maximize": True}),
+    "adam": (torch.optim.Adam, {}),
+    "adam, weight decay": (torch.optim.Adam, {"weight_decay": 0.1}),
+    "adamw": (torch.optim.AdamW, {"weight_decay": 0.1, "maximize": True}),
+    "adam, fused": (torch.optim.Adam, {"fused": True}),
+    "adagrad": (torch.optim.Adagrad, {}),
+    "rmsprop": (torch.optim.RMSprop, {}),
+    "rmsprop, centered": (torch.optim.RMSprop, {"centered": True, "weight_decay": 0.1}),
+}
+
+
+@pytest.mark.parametrize("case", OPTIMIZERS)
+def test_optimizers(case: str) -> None:
+    """Two parameters that are large beside everything else, so that their updates are the peak."""
+    kind, options = OPTIMIZERS[case]
+    module = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    foreach = {} if "fused" in options else {"foreach": False}
+    measured, predicted = trained(module, torch.randn(2, 64), kind, lr=0.1, **foreach, **options)
+    assert predicted == pytest.approx(measured, abs=64)
+
+
+def test_attention_and_layer_norm() -> None:
+    example = models.gpt(batch=4, length=64, width=64, heads=2, layers=2, vocabulary=64)
+    program = captured(example, torch.optim.SGD(example.model.parameters(), lr=0.1))
+    plan = passes.emit(program)
+    measured, predicted = peaks(plan, (*example.inputs, *example.targets), dict(program.state))
+    assert predicted == pytest.approx(measured, rel=0.002)
+    assert graphir.memory(plan, threads=64).peak["gpu:0"] > graphir.memory(plan, threads=1).peak["gpu:0"]
+
+
+UNEVEN = """
+    input a : f32[100] @gpu:0
+    input b : f32[100] @gpu:1
+    [s : f32[100] @gpu:0, t : f32[100] @gpu:1] = AllReduce([a, b], reduction="mean", shares={shares})
+    output s
+    output t
+"""
+
+
+def test_uneven_shares_are_scaled_by_each_participant() -> None:
+    for shares, each in (("[2, 2]", 0), ("[2, 1]", 400)):
+        found = graphir.memory(program_of(UNEVEN.format(shares=shares)))
+        for device in ("gpu:0", "gpu:1"):
+            assert found.timeline(device, "scratch").max() == each
+        assert sum(found.high_water.values()) == sum(found.total.values()) - 800 == 800, "scratch is nobody's blob"
+
+
+def test_what_is_not_known_has_no_scratch() -> None:
+    program = program_of("input x : f32[4,8] @gpu:0\n a : f32[4] @gpu:0 = aten.logsumexp(x)\n b : ? @gpu:0 = FC(a)")
+    assert [scratch(op, program.step.blobs, {}, 1) for op in program.step.ops] == [(8 + 1) * 4 * 4, 0]
+    unknown = program_of("a : ? @gpu:0 = Source()\n b : ? @gpu:0 = aten.logsumexp(a)")
+    assert scratch(unknown.step.ops[1], unknown.step.blobs, {}, 1) == 0
+
+
+@pytest.mark.parametrize("threads", [0, True, 1.5])
+def test_threads_are_counted(threads: object) -> None:
+    with pytest.raises(GraphirError, match=f"threads={threads!r}: a kernel needs at least one thread"):
+        graphir.memory(program_of("input x : f32[4] @gpu:0"), threads=threads)  # type: ignore[arg-type]
+
+
+def test_the_largest_are_shown_with_their_modules() -> None:
+    example = models.resnet(batch=8, channels=16)
+    found = graphir.memory(passes.emit(captured(example, torch.optim.SGD(example.model.parameters(), lr=0.1))))
+    head, *lines = found.largest_text("gpu:0", 4).splitlines()
+    assert head.startswith("the largest of ") and "on gpu:0 at its peak, position " in head
+    assert len(lines) == 4
+    for line, use in zip(lines, found.largest("gpu:0", 4), strict=True):
+        assert use.blob in line and use.category in line and line.endswith(use.module)
+    assert any(use.module for use in found.largest("gpu:0", 4))
+    assert "scratch" in str(found)
