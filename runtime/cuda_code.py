@@ -160,7 +160,7 @@ class StreamStatements(Statements):
         plan = setting.plan
         self.found: Handoffs = handoffs(plan, {name: i for i, name in enumerate(plan.lanes)})
         self.source = {taken: record for record, given in self.found.given.items() for taken in given}
-        self.numbers: Mapping[str, int] = getattr(plan, "buffers", {})
+        self.numbers: Mapping[str, int] = plan.buffers
         self.pending: dict[str, dict[str, _Recorded]] = {}
         self.recorded: dict[int, dict[str, _Recorded]] = {}
         self.latest: dict[str, _Recorded] = {}

@@ -197,6 +197,8 @@ class FakeMachine:
         if start not in self.blocks:
             bisect.insort(self.starts, start)
         block = self.blocks[start] = Block(start + storage.nbytes(), place, owner, name)
+        if place.type == "cuda":
+            block.written = owner.tick()  # other streams come after the allocation, too
         self.hold(tensor, start, block)
         return block
 
