@@ -26,7 +26,7 @@ HOSTILE = (
 )  # fmt: skip
 
 
-BY_NAME = ("gradients", "module_state", "optimizer_state")
+BY_NAME = ("buffers", "gradients", "module_state", "optimizer_state")
 """The fields of a file whose keys are names."""
 
 
@@ -49,6 +49,7 @@ def hostile(plan, path):
     endless = (f"{name}{'!' * turn}" for turn in range(1000) for name in HOSTILE)
     names = dict(zip(sorted(given), endless, strict=False))
     document = renamed(document, names)
+    document["values"] = {}  # what state holds at first is numbered by its name
     document["program"]["name"] = "import os\n'\"{}"
     for net in ("init", "step"):
         document["program"][net]["name"] = "\u2028'''"
