@@ -9,7 +9,8 @@ the laggard's lane lies before, and has been done. Each lane has its turn, so th
 whatever the seed, each of the two comes first at least once.
 
 The instructions are executed as by the reference executor: a value that was not made yet, was freed or overwritten
-when it is reached raises. The memory of what is freed is filled with ones in every bit, which is NaN, or -1, for
+when it is reached raises. Copies fill receive buffers, which are kept from step to step; so does a value whose buffer
+was filled again. The memory of what is freed is filled with ones in every bit, which is NaN, or -1, for
 whoever still sees it through a view that the plan does not know of.
 """
 
@@ -24,12 +25,15 @@ import torch
 from torch import Tensor
 
 from graphir.errors import PlanError
+from graphir.ir.device import Device
+from graphir.ir.operator import Operator
 from graphir.ir.size import Dims
 from graphir.ir.text import instruction_text
 from graphir.plan import Event
 
 from .executor import Feedable, Setting
 from .kernels import copy
+from .receive import Buffer, Buffers
 from .reference import Interpretation, Reference
 
 __all__ = ["Adversarial"]
@@ -49,6 +53,7 @@ class Adversarial(Reference):
     def __init__(self, setting: Setting, threads: int | None = None, seed: int = 0) -> None:
         super().__init__(setting, threads)
         self.seed = seed
+        self.buffers: Buffers = {}
         self.lanes: dict[str, list[int]] = {}
         self.record_of: dict[int, int | None] = {}
         recorded: dict[Event | None, int] = {}
@@ -64,7 +69,7 @@ class Adversarial(Reference):
     def interpretation(self, dims: Dims, inputs: Sequence[Feedable], step: int) -> Interpretation:
         """What executes the step's instructions, on inputs that may be overwritten."""
         owned = [copy(value) if isinstance(value, Tensor) else value for value in inputs]
-        return _Poisoning(self.setting, dims, owned, step)
+        return _Poisoning(self.setting, dims, owned, step, self.buffers)
 
     def order(self, step: int) -> Iterator[int]:
         """The positions of the plan's instructions; each is executed before the next one is asked for.
@@ -104,14 +109,60 @@ class Adversarial(Reference):
 
 
 class _Poisoning(Interpretation):
-    """One step in progress, in which freed memory holds nothing of use."""
+    """One step in progress, in which freed memory holds nothing of use, and copies share receive buffers.
+
+    Attributes:
+        buffers: the memory; those that are missing are added.
+        filled: for each buffer, the storage that it holds, and the copy that filled it.
+        refilled: for each storage whose buffer holds another one by now, the copy that filled it.
+    """
+
+    def __init__(self, setting: Setting, dims: Dims, inputs: Sequence[Feedable], step: int, buffers: Buffers) -> None:
+        self.buffers = buffers
+        self.filled: dict[tuple[Device, int], tuple[str, int]] = {}
+        self.refilled: dict[str, int] = {}
+        super().__init__(setting, dims, inputs, step)
+
+    def call(self, op: Operator) -> None:
+        """Execute an operator; a copy into its receive buffer, if it has one."""
+        super().call(op)
+        if op.type == "Copy" and op.outputs[0] in self.setting.plan.buffers:
+            (made,) = op.makes
+            value = self.values[made]
+            assert isinstance(value, Tensor)
+            self.values[made] = self.fill(op.outputs[0]).receive(value)
+
+    def fill(self, storage: str) -> Buffer:
+        """The receive buffer of a storage, which holds nothing else from now on."""
+        device = self.blob(storage).device
+        key = device, self.setting.plan.buffers[storage]
+        before, position = self.filled.get(key, (storage, -1))
+        if position > self.position:
+            what = f"the receive buffer of {storage!r} is filled when it already holds {before!r}, which comes later"
+            raise self.unsound(what, position)
+        if before != storage:
+            self.refilled[before] = self.position
+        self.filled[key] = storage, self.position
+        place = self.setting.binding[device]
+        if key not in self.buffers:
+            self.buffers[key] = Buffer(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=place))
+        return self.buffers[key]
+
+    def read(self, name: str, version: int) -> Feedable:
+        """See :class:`.reference.Interpretation`; a value whose receive buffer was filled again is no longer there."""
+        value = super().read(name, version)
+        storage = self.blob(name).storage
+        if storage in self.refilled:
+            what = f"{name!r} is read after the receive buffer of its storage {storage!r} was filled again"
+            raise self.unsound(what, self.refilled[storage])
+        return value
 
     def free(self, storage: str) -> list[Feedable]:
-        """Drop the values of a storage, and fill its memory."""
+        """Drop the values of a storage, and fill its memory, unless it holds another one by now."""
         values = super().free(storage)
         if not values:
             raise self.unsound(f"storage {storage!r} is freed before it is made")
         for value in values:
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and storage not in self.refilled:
                 torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage()).fill_(0xFF)
         return values

@@ -283,7 +283,7 @@ class StreamStatements(Statements):
     def buffer(self, at: str, made: str) -> Buffer:
         number = self.number(made)
         if number not in self.buffers:
-            self.buffers[number] = Buffer(self.lanes.owner(at, number[0]))
+            self.buffers[number] = Buffer(self.lanes.owner(at, number[0]).room)
         return self.buffers[number]
 
     def reduce(self, position: int, instruction: Instruction) -> list[str]:

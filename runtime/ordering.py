@@ -53,6 +53,14 @@ class _Use:
         self.latest = (-1, -1)
 
 
+def _last_uses(use: _Use) -> dict[int, int]:
+    """Each lane's last read or write of a storage; of one that is gone, before it went."""
+    uses = dict(use.readers)
+    if use.position != _GONE:
+        uses[use.lane] = max(use.position, uses.get(use.lane, -1))
+    return uses
+
+
 class _Uses(dict[str, _Use]):
     """The uses of the storage of each blob."""
 
@@ -99,8 +107,8 @@ class Ordering:
         step = plan.step
         self._kept = {self._uses[name].storage for name in step.external_outputs}
         self._kept.update([blob.storage for blob in step.blobs.values() if blob.role in STATE_ROLES])
-        self._buffers: Mapping[str, int] = getattr(plan, "buffers", {})
         self._filled: dict[tuple[str, int], _Use] = {}
+        self._first: dict[tuple[str, int], tuple[str, int]] = {}
 
     def run(self) -> None:
         """Go through the instructions.
@@ -166,7 +174,7 @@ class Ordering:
                 continue
             if use.position != _NEVER:
                 self._overwrite(use, position, at, number)
-            if self._buffers and use.position >= _GONE:
+            if op.type == "Copy" and name in self.plan.buffers and use.position >= _GONE:
                 self._fill(use, position, at)
             use.lane, use.position, use.writer = at, position, number
             if use.readers:
@@ -209,11 +217,11 @@ class Ordering:
             self._find("wrong free", f"{storage!r} is freed, but {why}", storage, first, position, "no such free")
             return
         clock = self._clocks[at]
-        uses = [*use.readers.items(), *([] if use.position == _GONE else [(use.lane, use.position)])]
-        for lane, used in uses:
+        uses = _last_uses(use)
+        for lane, used in uses.items():
             if lane != at and used > clock[lane]:
                 clock = self._unordered("early free", use, (lane, used), (at, position), "used", "freed")
-        use.readers = dict(uses)
+        use.readers = uses
         use.lane, use.position, use.freed = self._nobody, _GONE, position
 
     def _wait(self, position: int, at: int, event: Event) -> None:
@@ -230,22 +238,20 @@ class Ordering:
 
     def _fill(self, use: _Use, position: int, at: int) -> None:
         """A receive buffer gets the content of another storage."""
-        number = self._buffers.get(use.storage)
-        if number is None:
-            return
-        key = (self.plan.step.blobs[use.storage].device, number)
+        key = self._buffer(use.storage)
+        self._first.setdefault(key, (use.storage, position))
         before, self._filled[key] = self._filled.get(key), use
         if before is None or before is use:
             return
         clock = self._clocks[at]
-        uses = dict(before.readers)
-        if before.position != _GONE:
-            uses[before.lane] = max(before.position, uses.get(before.lane, -1))
-        for lane, used in uses.items():
+        for lane, used in _last_uses(before).items():
             if lane < self._nobody and lane != at and used > clock[lane]:
                 what = f"filled again, for {use.storage!r},"
                 clock = self._unordered("buffer reuse", before, (lane, used), (at, position), "used", what)
         before.lane, before.position, before.refilled = self._nobody, _GONE, position
+
+    def _buffer(self, storage: str) -> tuple[str, int]:
+        return self.plan.step.blobs[storage].device, self.plan.buffers[storage]
 
     def _finish(self) -> None:
         """What holds only of a whole step, and of what the next one finds."""
@@ -254,10 +260,14 @@ class Ordering:
             if self._uses[name].position == _NEVER:
                 what = f"output {name!r} is handed back, but nothing writes it"
                 self._find("never written", what, name, -1, -1, f"an instruction that writes {name!r}")
-        for storage in self._buffers:
-            if storage in self._kept and storage in self._uses:
-                what = f"{storage!r} is needed after the step, but the next step fills its receive buffer again"
-                self._find("buffer reuse", what, storage, self.last_write(storage), -1, "memory of its own")
+        for storage in self.plan.buffers:
+            if storage in self._kept and self._buffer(storage) in self._first:
+                other, filled = self._first[self._buffer(storage)]
+                what = (
+                    f"{storage!r} is needed after the step, but the next step fills its receive buffer again, for"
+                    f" {other!r}"
+                )
+                self._find("buffer reuse", what, storage, self.last_write(storage), filled, "memory of its own")
         stays = self._kept | {name for name in step.external_inputs if step.blobs[name].device.kind == "cpu"}
         for storage, use in self._uses.storages.items():
             used = max(use.readers.values(), default=-1)
@@ -290,7 +300,8 @@ class Ordering:
             missing = f"a free of {use.storage!r} after #{position}"
             self._find("use after free", what, use.storage, position, use.freed, missing)
             return
-        what = f"{use.storage!r} is {how} by {self.lanes[at]} after its receive buffer is filled again"
+        filled = self.plan.step.ops[self.plan.instructions[use.refilled].op].outputs[0]
+        what = f"{use.storage!r} is {how} by {self.lanes[at]} after its receive buffer is filled again, for {filled!r}"
         self._find("buffer reuse", what, use.storage, position, use.refilled, "another buffer for one of the two")
 
     def _unordered(

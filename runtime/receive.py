@@ -50,16 +50,23 @@ class Owner:
         self.machine.use(self.lane)
         return made
 
+    def room(self, nbytes: int) -> Tensor:
+        """Uninitialised bytes, for the lane to write."""
+        return self.take(lambda: self.machine.empty(nbytes, self.place))
+
 
 class Buffer:
     """Memory that copies with one number share, one after the other.
+
+    Args:
+        take: allocates so many bytes.
 
     Attributes:
         nbytes: how many bytes it has by now.
     """
 
-    def __init__(self, owner: Owner) -> None:
-        self.owner, self.nbytes = owner, 0
+    def __init__(self, take: Callable[[int], Tensor]) -> None:
+        self.take, self.nbytes = take, 0
         self.room: Tensor | None = None
         self.geometry: object = None
         self.target: Tensor | None = None
@@ -79,7 +86,7 @@ class Buffer:
         nbytes = span.numel() * source.element_size()
         if self.room is None or shift + nbytes > self.nbytes:
             self.nbytes = nbytes + _ALIGNMENT
-            self.room = self.owner.take(lambda: self.owner.machine.empty(self.nbytes, self.owner.place))
+            self.room = self.take(self.nbytes)
         storage = self.room.untyped_storage()[shift : shift + nbytes]
         made = torch.empty(0, dtype=source.dtype, device=self.room.device)
         return made.set_(storage, 0, source.size(), source.stride())

@@ -4,7 +4,8 @@ It takes the plan's instructions from top to bottom in one thread, calls torch's
 every value in a dictionary by (name, version). What a sound plan never does raises: reading a value that was freed,
 was never made, or whose storage has been overwritten since; waiting for an event that nobody recorded.
 
-It takes no receive buffers: every value is a tensor of its own here, so that a buffer filled too early elsewhere shows.
+It takes no receive buffers: every value is a tensor of its own here, so that a buffer filled too early elsewhere, as by
+:mod:`.adversarial`, shows.
 """
 
 from __future__ import annotations

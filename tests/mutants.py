@@ -1,10 +1,10 @@
-"""Plans with one wait, record, free or copy dropped, moved or redirected, and what notices it.
+"""Plans with one wait, record, free, copy or receive buffer dropped, moved or redirected, and what notices it.
 
 Each mutant is held against judges that know nothing of each other: ``verify``; ``check``; ``running`` it on the
 adversarial executor, in as many steps as there are lanes, against the bits of the plan that it was made of; and
 ``oracle``, a proof by brute force that it is as good as that plan: all pairs of instructions that touch a storage, one
-of them writing or freeing it, are ordered as the program has them, the program computes the same values, and the same
-storages are freed.
+of them writing or freeing it, are ordered as the program has them, all uses of what a receive buffer held come before
+the copy that fills it again, the program computes the same values, and the same storages are freed.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from graphir.runtime import check
 from graphir.runtime.adversarial import Adversarial
 from graphir.runtime.executor import Setting
 from graphir.runtime.reference import Reference
+from small import program_of
 
 import graphir
+from graphir import passes
 from graphir.errors import EquivalenceError, PlanError, RunError, VerifyError
 from graphir.ir.blob import STATE_ROLES
 from graphir.ir.dtype import TORCH_NAME
 from graphir.ir.size import bind_shape
 from graphir.plan import Event, Instruction, Plan
 
-KINDS = ("wait", "record", "free", "copy")
+KINDS = ("wait", "record", "free", "copy", "buffer")
 CHANGES = ("dropped", "moved", "redirected")
 
 
@@ -41,7 +43,8 @@ class Mutant(NamedTuple):
 
 
 def mutants(plan: Plan, seed: int = 0) -> Iterator[Mutant]:
-    """Every single change of a kind and an instruction; what it is moved or redirected to is drawn."""
+    """Every single change of a kind and an instruction; what it is moved or redirected to is drawn. Two storages of one
+    geometry get one receive buffer in every way, whether or not their lifetimes overlap."""
     draw = random.Random(seed)
     for position, instruction in enumerate(plan.instructions):
         if instruction.kind not in KINDS:
@@ -59,6 +62,16 @@ def mutants(plan: Plan, seed: int = 0) -> Iterator[Mutant]:
         other = redirected(plan, position, draw)
         if other is not None:
             yield Mutant(instruction.kind, "redirected", text, other)
+    for storage, number in plan.buffers.items():
+        alike = {plan.buffers[other] for other in plan.buffers if _geometry(plan, other) == _geometry(plan, storage)}
+        for shared in sorted(alike - {number}):
+            moved = plan.with_(buffers={**plan.buffers, storage: shared})
+            yield Mutant("buffer", "redirected", f"{storage} from {number} to {shared}", moved)
+
+
+def _geometry(plan: Plan, storage: str) -> tuple[object, ...]:
+    blob = plan.step.blobs[storage]
+    return blob.device, blob.shape, blob.strides, blob.dtype
 
 
 def redirected(plan: Plan, position: int, draw: random.Random) -> Plan | None:
@@ -99,6 +112,18 @@ def _copied_from_elsewhere(plan: Plan, instruction: Instruction, draw: random.Ra
     ops = list(step.ops)
     ops[instruction.op] = op._replace(inputs=(draw.choice(alike),), input_versions=None)
     return plan.with_(program=plan.program.with_(step=step.with_(ops=tuple(ops))))
+
+
+def to_and_fro(seed: int) -> Plan:
+    """Sums on three devices, all of one geometry, so that many copies can share a buffer."""
+    draw = random.Random(seed)
+    lines, names = ["input x : f32[8] @gpu:0", "input y : f32[8] @gpu:1"], ["x", "y"]
+    for i in range(14):
+        lines.append(
+            f"v{i} : f32[8] @gpu:{draw.randrange(3)} = aten.add.Tensor({draw.choice(names)}, {draw.choice(names)})"
+        )
+        names.append(f"v{i}")
+    return passes.emit(passes.inject_copies(program_of("\n".join([*lines, "output v13"]))))
 
 
 class Trial:
@@ -195,6 +220,15 @@ def _ordered(plan: Plan) -> Iterator[tuple[set[int], set[int]]]:
             readers[storage].append(position)
         for storage in writes:
             writers[storage].append(position)
+    freeing = {position for _, _, position in frees}
+    used = {storage: {*readers[storage], *writers[storage]} - freeing for storage in plan.buffers}
+    held: dict[tuple[str, int], str] = {}
+    for position, instruction in enumerate(plan.instructions):
+        storage = plan.step.ops[instruction.op].outputs[0] if instruction.kind == "copy" else ""
+        if storage in used:
+            buffer = blobs[storage].device, plan.buffers[storage]
+            wanted[position] |= used.get(held.get(buffer, ""), set())
+            held[buffer] = storage
     for position, reached in enumerate(reaches):
         yield reached, wanted[position] - {position}
 

@@ -1,4 +1,4 @@
-"""What notices single changes of a plan's waits, records, frees and copies."""
+"""What notices single changes of a plan's waits, records, frees, copies and receive buffers."""
 
 from __future__ import annotations
 
@@ -12,30 +12,34 @@ import mutants
 import nets
 
 from graphir import passes
-from graphir.ir.program import Program
+from graphir.plan import Plan
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "runtime"))
 
 from runnable import captured, sgd, spread
 
 
-def _programs() -> Iterator[Program]:
+def _plans() -> Iterator[Plan]:
     for seed in range(1, 4):
-        yield nets.random_program(seed, ops=12)
+        yield passes.emit(spread(nets.random_program(seed, ops=12)))
     example = models.mlp()
-    yield captured(example, sgd(example.model.parameters()))
+    yield passes.emit(spread(captured(example, sgd(example.model.parameters()))))
+    for seed in range(4):
+        yield mutants.to_and_fro(seed)
 
 
 def rows() -> Iterator[str]:
-    """The verdicts on every mutant of four plans with two replicas on four devices."""
+    """The verdicts on every mutant of four plans with two replicas on four devices, and of four with many copies."""
     found: dict[tuple[str, str], Counter[str]] = {}
-    for program in _programs():
-        for change, counted in mutants.counts(passes.emit(spread(program))).items():
+    for plan in _plans():
+        for change, counted in mutants.counts(plan).items():
             found.setdefault(change, Counter()).update(counted)
     yield f"| instruction | change | mutants | {' | '.join(mutants.VERDICTS)} |"
     yield "| --- | --- " + "| ---: " * (len(mutants.VERDICTS) + 1) + "|"
     total: Counter[str] = Counter()
     for kind, change in [(kind, change) for kind in mutants.KINDS for change in mutants.CHANGES]:
+        if (kind, change) not in found:
+            continue
         total += found[kind, change]
         yield _row(kind, change, found[kind, change])
     yield _row("all", "", total)

@@ -6,7 +6,7 @@ import models
 import nets
 import pytest
 import torch
-from graphir.runtime import Session
+from graphir.runtime import Session, check
 from graphir.runtime.adversarial import Adversarial
 from runnable import captured, forward_plan, setting_of, sgd, spread
 
@@ -132,6 +132,14 @@ def test_a_wait_that_nothing_satisfies_is_a_deadlock():
         run(plan.with_(instructions=(wait, *plan.instructions)))
 
 
+def unknown_views(plan, name):
+    """The plan with a view that it takes for a tensor of its own."""
+    step = plan.step
+    ops = [op._replace(effects=PURE) for op in step.ops]
+    blobs = {**step.blobs, name: step.blobs[name]._replace(storage=name)}
+    return plan.with_(program=plan.program.with_(step=step.with_(ops=tuple(ops), blobs=blobs)))
+
+
 def test_freed_memory_that_an_unknown_view_sees_is_nan():
     plan = forward_plan(
         """
@@ -143,14 +151,93 @@ def test_freed_memory_that_an_unknown_view_sees_is_nan():
         "x",
         output="b",
     )
-    step = plan.step
-    ops = [op._replace(effects=PURE) for op in step.ops]
-    blobs = {**step.blobs, "v": step.blobs["a"]._replace(name="v", storage="v")}
-    plan = plan.with_(program=plan.program.with_(step=step.with_(ops=tuple(ops), blobs=blobs)))
+    plan = unknown_views(plan, "v")
     free = Instruction("free", HERE, storage="a")
     by_op = {i.op: i for i in plan.instructions if i.op >= 0}
     (output,) = run(plan.with_(instructions=(by_op[0], by_op[1], free, by_op[2])), 1)[0]
     assert output.isnan().all()
+
+
+def one_buffer(change="aten.neg(x_gpu_1)"):
+    """``y`` is copied to where ``x`` was, as soon as that is no longer needed."""
+    chain = [f"b{i} : f32[2] @gpu:1 = aten.neg(b{i - 1})" for i in range(1, 9)]
+    body = ["input x : f32[2] @gpu:0", "input y : f32[2] @gpu:0", "x_gpu_1 : f32[2] @gpu:1 = Copy(x)"]
+    body += [f"b0 : f32[2] @gpu:1 = {change}", *chain, "y_gpu_1 : f32[2] @gpu:1 = Copy(y)"]
+    body += ["c : f32[2] @gpu:1 = aten.add.Tensor(y_gpu_1, b8)"]
+    plan = forward_plan("\n".join(body), "x", "y", output="c")
+    assert plan.buffers == {"x_gpu_1": 0, "y_gpu_1": 0}
+    return plan
+
+
+def test_copies_take_turns_in_a_receive_buffer_from_step_to_step():
+    plan = one_buffer()
+    executor = executor_of(plan)
+    outputs = [executor.run({}, (X, 3 * X), step)[0].tolist() for step in range(5)]
+    assert outputs == [[2, -4]] * 5
+    assert [*executor.buffers] == [("gpu:1", 0)]
+
+
+def test_a_buffer_that_is_filled_again_without_a_wait_is_found_by_check_and_by_running():
+    plan = without(one_buffer(), "wait", COPIES)
+    (finding,) = check(plan)
+    assert (finding.kind, finding.storage) == ("buffer reuse", "x_gpu_1")
+    message = (
+        r"'x_gpu_1' is read after the receive buffer of its storage 'x_gpu_1' was filled again\n"
+        r"  at   \d+ gpu:1.compute: run b0 .*, after \d+ gpu:1.copy_in: copy y_gpu_1 .* <- y\n"
+    )
+    with pytest.raises(PlanError, match=message):
+        executor = executor_of(plan)
+        for step in range(3):
+            executor.run({}, (X, 3 * X), step)
+
+
+def test_copies_of_two_lanes_into_one_buffer_are_found_in_either_order():
+    plan = forward_plan(
+        """
+        input x : f32[2] @gpu:0
+        input y : f32[2] @gpu:1
+        x_cpu : f32[2] @cpu = Copy(x)
+        a : f32[2] @cpu = aten.neg(x_cpu)
+        y_cpu : f32[2] @cpu = Copy(y)
+        c : f32[2] @cpu = aten.add.Tensor(a, y_cpu)
+        """,
+        "x",
+        "y",
+        output="c",
+    ).with_(buffers={"x_cpu": 0, "y_cpu": 0})
+    assert {finding.kind for finding in check(plan)} == {"buffer reuse"}
+    found = set()
+    for seed in range(20):
+        try:
+            executor_of(plan, seed).run({}, (X, X), 0)
+        except PlanError as e:
+            found.add(e.what)
+    assert found == {
+        "the receive buffer of 'x_cpu' is filled when it already holds 'y_cpu', which comes later",
+        "'x_cpu' is read after the receive buffer of its storage 'x_cpu' was filled again",
+    }
+
+
+def test_a_buffers_next_content_is_seen_by_an_unknown_view():
+    plan = forward_plan(
+        """
+        input x : f32[2] @gpu:0
+        input y : f32[2] @gpu:0
+        x_gpu_1 : f32[2] @gpu:1 = Copy(x)
+        v : f32[2] in x_gpu_1 @gpu:1 = aten.view(x_gpu_1, size=[2]) {views=[0:0]}
+        y_gpu_1 : f32[2] @gpu:1 = Copy(y)
+        c : f32[2] @gpu:1 = aten.add.Tensor(v, y_gpu_1)
+        """,
+        "x",
+        "y",
+        output="c",
+    ).with_(buffers={"x_gpu_1": 0, "y_gpu_1": 0})
+    executor = executor_of(unknown_views(plan, "v"))
+    by_op = {i.op: position for position, i in enumerate(plan.instructions) if i.op >= 0}
+    interpretation = executor.interpretation({}, (X, 3 * X), 0)
+    for op in range(4):
+        interpretation.execute(by_op[op])
+    assert interpretation.outputs()[0].tolist() == [6, -12]
 
 
 def test_arguments_of_a_step_are_not_overwritten():

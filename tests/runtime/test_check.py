@@ -95,11 +95,6 @@ def edited(*pairs: tuple[str, str]) -> Plan:
     return plan_of(text.split("\n")).with_(values=SOUND.values)
 
 
-def buffered(plan: Plan, **buffers: int) -> Plan:
-    object.__setattr__(plan, "buffers", buffers)
-    return plan
-
-
 def reused(wait: str) -> Plan:
     """``b_gpu_1`` is received where ``a_gpu_1`` was, after this wait of the copy's lane for the computation."""
     plan = plan_of(
@@ -127,7 +122,55 @@ gpu:0.compute: free a
 gpu:0.compute: free b
 """.strip().split("\n")
     )
-    return buffered(plan, a_gpu_1=0, b_gpu_1=0)
+    return plan.with_(buffers={"a_gpu_1": 0, "b_gpu_1": 0})
+
+
+def reused_after_a_write(event: str) -> Plan:
+    """The same where ``a_gpu_1`` is overwritten by the lane that then reads it; the copy waits for one of the two."""
+    plan = plan_of(
+        f"""
+gpu:0.compute: run a : f32[4] @gpu:0 = aten.mul.Tensor(x, w)
+gpu:0.compute: run b : f32[4] @gpu:0 = aten.mul.Tensor(x, a)
+gpu:0.compute: record b
+gpu:0.compute: free x
+gpu:1.copy_in: wait b by gpu:0.compute
+gpu:1.copy_in: copy a_gpu_1 : f32[4] @gpu:1 <- a
+gpu:1.copy_in: record a_gpu_1
+gpu:1.compute: wait a_gpu_1 by gpu:1.copy_in
+gpu:1.compute: run a_gpu_1;1 = aten.add_.Tensor(a_gpu_1, v)
+gpu:1.compute: record a_gpu_1;1
+gpu:1.compute: run d : f32[4] @gpu:1 = aten.relu(a_gpu_1)
+gpu:1.compute: record d
+gpu:1.compute: free a_gpu_1
+gpu:1.copy_in: wait {event} by gpu:1.compute
+gpu:1.copy_in: copy b_gpu_1 : f32[4] @gpu:1 <- b
+gpu:1.copy_in: record b_gpu_1
+gpu:1.compute: wait b_gpu_1 by gpu:1.copy_in
+gpu:1.compute: run output c : f32[4] @gpu:1 = aten.mul.Tensor(d, b_gpu_1)
+gpu:1.compute: free d
+gpu:1.compute: free b_gpu_1
+gpu:0.compute: wait b_gpu_1 by gpu:1.copy_in
+gpu:0.compute: free a
+gpu:0.compute: free b
+""".strip().split("\n")
+    )
+    return plan.with_(buffers={"a_gpu_1": 0, "b_gpu_1": 0})
+
+
+HANDED_BACK = """
+gpu:1.copy_in: copy x_gpu_1 : f32[4] @gpu:1 <- x
+gpu:1.copy_in: record x_gpu_1
+gpu:1.compute: wait x_gpu_1 by gpu:1.copy_in
+gpu:1.compute: run d : f32[4] @gpu:1 = aten.relu(x_gpu_1)
+gpu:1.compute: record d
+gpu:1.compute: free x_gpu_1
+gpu:1.compute: free d
+gpu:1.copy_in: wait d by gpu:1.compute
+gpu:1.copy_in: copy output c : f32[4] @gpu:1 <- x
+gpu:1.copy_in: record c
+gpu:0.compute: wait c by gpu:1.copy_in
+gpu:0.compute: free x
+""".strip().split("\n")
 
 
 COLLECTIVES = """
@@ -200,8 +243,9 @@ UNSOUND: dict[str, Callable[[], Plan]] = {
     "a record of another lane's event": lambda: added(FOREIGN, "free a"),
     "collectives in two orders": lambda: collectives(0, 3, 1, 2),
     "a buffer filled too early": lambda: reused("gpu:1.copy_in: record b_gpu_1"),
-    "a buffer that leaves the step": lambda: buffered(edited(), v=1),
-    "a buffer read after it is filled": lambda: buffered(edited(), a_gpu_1=0, b_gpu_1=0),
+    "a buffer filled after a write and before a read": lambda: reused_after_a_write("a_gpu_1;1"),
+    "a buffer that leaves the step": lambda: plan_of(HANDED_BACK).with_(buffers={"x_gpu_1": 0, "c": 0}),
+    "a buffer read after it is filled": lambda: SOUND.with_(buffers={"a_gpu_1": 0, "b_gpu_1": 0}),
     "a redirected copy": lambda: edited(("b_gpu_1 : f32[4] @gpu:1 <- b", "b_gpu_1 : f32[4] @gpu:1 <- a")),
     "another operator": lambda: edited(("(v, a_gpu_1, b_gpu_1)", "(v, b_gpu_1, a_gpu_1)")),
     "state that changes": lambda: edited(
@@ -219,6 +263,9 @@ def test_findings_read_as_the_golden_ones(golden: Callable[[str, str], None]) ->
 def test_plans_that_differ_in_less_are_sound() -> None:
     assert [*check(SOUND), *check(state()), *check(collectives(0, 1, 2, 3)), *check(collectives(1, 0, 3, 2))] == []
     assert check(reused("gpu:1.copy_in: wait a_gpu_1 by gpu:1.compute")) == []
+    assert check(reused_after_a_write("d")) == []
+    assert check(plan_of(HANDED_BACK).with_(buffers={"x_gpu_1": 0})) == []
+    assert check(SOUND.with_(buffers={"a": 0, "b": 0})) == []  # no copy makes them
     assert check(SOUND.with_(values={})) == []
 
 

@@ -1,4 +1,4 @@
-"""No single change of a plan's waits, records, frees and copies goes unnoticed.
+"""No single change of a plan's waits, records, frees, copies and receive buffers goes unnoticed.
 
 ``python tests/bench mutants`` makes all of them, in more plans.
 """
@@ -8,6 +8,7 @@ from collections import Counter
 import mutants
 import nets
 import pytest
+from graphir.runtime import check
 from runnable import spread
 
 from graphir import passes
@@ -33,3 +34,17 @@ def test_no_wait_of_a_plan_is_implied_by_the_others(plan):
     assert len(dropped) > 20
     assert not any(map(trial.oracle, dropped))
     assert trial.oracle(plan)
+
+
+def test_check_running_and_the_oracle_agree_on_every_two_storages_that_get_one_buffer():
+    harmless, verdicts = Counter(), Counter()
+    for seed in range(16):
+        plan = mutants.to_and_fro(seed)
+        trial = mutants.Trial(plan)
+        for mutant in [mutant for mutant in mutants.mutants(plan) if mutant.kind == "buffer"]:
+            verdicts.update(mutants.verdicts(trial, mutant))
+            sound = trial.oracle(mutant.plan)
+            assert bool(check(mutant.plan)) == trial.running(mutant.plan) == (not sound), mutant.what
+            harmless[sound] += 1
+    assert min(harmless[True], harmless[False], verdicts["found by check"]) > 3
+    assert {verdicts["missed"], verdicts["accused wrongly"]} == {0}
