@@ -24,12 +24,12 @@ def _plans() -> Iterator[Plan]:
         yield passes.emit(spread(nets.random_program(seed, ops=12)))
     example = models.mlp()
     yield passes.emit(spread(captured(example, sgd(example.model.parameters()))))
-    for seed in range(4):
+    for seed in range(16):
         yield mutants.to_and_fro(seed)
 
 
 def rows() -> Iterator[str]:
-    """The verdicts on every mutant of four plans with two replicas on four devices, and of four with many copies."""
+    """The verdicts on every mutant of four plans with two replicas on four devices, and of 16 with many copies."""
     found: dict[tuple[str, str], Counter[str]] = {}
     for plan in _plans():
         for change, counted in mutants.counts(plan).items():
