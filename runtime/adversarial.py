@@ -10,7 +10,7 @@ whatever the seed, each of the two comes first at least once.
 
 The instructions are executed as by the reference executor: a value that was not made yet, was freed or overwritten
 when it is reached raises. Copies fill receive buffers, which are kept from step to step; so does a value whose buffer
-was filled again. The memory of what is freed is filled with ones in every bit, which is NaN, or -1, for
+was filled again. The memory of what is freed is filled with NaN, or with integers beyond every index, for
 whoever still sees it through a view that the plan does not know of.
 """
 
@@ -39,6 +39,11 @@ from .reference import Interpretation, Reference
 __all__ = ["Adversarial"]
 
 _BURSTS: Final = (1, 3, 10, 1000)
+
+_NAN: Final = 0xFF
+"""Ones in every bit of a floating-point number."""
+_FAR: Final = 0x7F
+"""A byte that makes any integer larger than what can be an index; -1 would stand for a slot without a gradient."""
 
 
 class Adversarial(Reference):
@@ -164,5 +169,6 @@ class _Poisoning(Interpretation):
             raise self.unsound(f"storage {storage!r} is freed before it is made")
         for value in values:
             if isinstance(value, Tensor) and storage not in self.refilled:
-                torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage()).fill_(0xFF)
+                poison = _NAN if value.is_floating_point() else _FAR
+                torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage()).fill_(poison)
         return values

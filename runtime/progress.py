@@ -65,10 +65,12 @@ def _disagreement(plan: Plan) -> list[Finding]:
         if kind == "collective":
             lanes.setdefault(lane, {}).setdefault(op, position)
     before: dict[int, dict[int, str]] = {}
-    after: dict[int, list[int]] = {}
     for lane, parts in lanes.items():
         for one, other in zip(parts, list(parts)[1:], strict=False):
             before.setdefault(other, {}).setdefault(one, lane)
+    after: dict[int, list[int]] = {}
+    for other, ones in before.items():
+        for one in ones:
             after.setdefault(one, []).append(other)
     left = {op: len(ones) for op, ones in before.items()}
     ready = [op for op in after if op not in left]

@@ -213,6 +213,7 @@ class Interpretation:
         returned = invoke(op, call, inputs, self.setting, self.dims, self.step)
         results = flatten(call, returned)
         overwritten = dict(op.effects.writes)
+        self.check_fresh(op, inputs, results)
         for position in overwritten:
             self.written(op.outputs[position])
         for position, (name, version) in enumerate(op.makes):
@@ -220,6 +221,14 @@ class Interpretation:
                 self.define(name, version, inputs[overwritten[position]])
             else:
                 self.assign(name, version, results[position], view=position in dict(op.effects.views))
+
+    def check_fresh(self, op: Operator, inputs: Sequence[Feedable], results: Mapping[int, Tensor]) -> None:
+        """Raise where a result that is no view lies in the memory of an operand, which may be freed before it is."""
+        shown = {position for position, _ in (*op.effects.views, *op.effects.writes)}
+        taken = {t.untyped_storage()._cdata for t in inputs if isinstance(t, Tensor)}
+        for position, result in results.items():
+            if position not in shown and result.untyped_storage()._cdata in taken:
+                raise self.unsound(f"{op.type} returns {op.outputs[position]!r} in the memory of what it reads")
 
     def reduce(self, op: Operator, part: int) -> None:
         """Execute one participant's part of a collective."""

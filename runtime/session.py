@@ -129,6 +129,10 @@ class Session:
             raise SessionError(
                 f"deadline={deadline!r}: seconds, more than 0", fix="give a number, or None for no limit"
             )
+        if not isinstance(beside, (Session, type(None))):
+            raise SessionError(
+                f"beside is a {type(beside).__name__}, not a session", where="Session(...)", fix="pass a Session"
+            )
         admit(plan)
         places = places_of(binding, plan.devices)
         on_host = all(place.type == "cpu" for place in places.values())

@@ -73,10 +73,11 @@ def embedding_bag_backward(
     mode: int = 0,
     padding_idx: int = -1,
 ) -> tuple[Tensor, Tensor]:
-    """The indices and values of the sparse gradient of an embedding bag's weight."""
+    """The indices and values of the sparse gradient of an embedding bag's weight, in memory of their own."""
     given = (grad, indices, offsets, offset2bag, bag_size, maximum_indices, num_weights, False, mode, True)
     gradient = torch.ops.aten._embedding_bag_backward(*given, per_sample_weights, padding_idx)
-    return _slots(gradient, indices.shape[0])
+    found, values = _slots(gradient, indices.shape[0])
+    return found.clone(), values  # torch's share the memory of the operand
 
 
 SPARSE: Final[Mapping[str, Callable[..., Any]]] = {

@@ -20,7 +20,7 @@ from graphir.ir.program import Program
 
 ROWS, WIDTH, LOOKUPS = 7, 4, 3
 
-EXECUTORS = ["reference", "threads"]
+EXECUTORS = ["reference", "threads", "adversarial"]
 
 
 class Recommender(nn.Module):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import get_args
 
+import models
 import nets
 import pytest
 import tiny
 from graphir.runtime import Session, check
 from graphir.runtime.findings import FindingKind
+from runnable import captured, sgd
 
 from graphir import passes
 from graphir.analysis.values import value_numbers
@@ -370,3 +373,20 @@ def test_a_session_refuses_an_unsound_plan_and_shows_the_first_findings() -> Non
     assert str(findings[2]).splitlines()[0] in caught.value.at
     assert f"and {len(findings) - 3} more" in caught.value.at
     assert caught.value.fix == "emit the plan again; runtime.check(plan) lists all findings"
+
+
+def test_collectives_in_any_other_order_are_findings_or_sound() -> None:
+    example = models.mlp()
+    program = captured(example, sgd(example.model.parameters()))
+    plan = passes.emit(passes.inject_copies(passes.replicate(program, [0, 1, 2])))
+    for lane in plan.lanes:
+        parts = [
+            i
+            for i, instruction in enumerate(plan.instructions)
+            if (instruction.kind, instruction.lane) == ("collective", lane)
+        ]
+        for one, other in pairwise(parts):
+            listed = list(plan.instructions)
+            listed[one], listed[other] = listed[other], listed[one]
+            found = {finding.kind for finding in check(plan.with_(instructions=tuple(listed)))}
+            assert "collective order" in found

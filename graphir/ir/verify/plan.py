@@ -11,6 +11,7 @@
     handed back is never freed.
 28. A receive buffer is of a storage that a copy makes and the step frees. Storages of one buffer are on one device and
     have equal shapes, strides and element types, and each is freed before the next is made.
+29. The plan has a size for every dimension of its program.
 
 Whether lanes that run at the same time wait for each other wherever they must is another question, and not asked here:
 :func:`graphir.runtime.check` answers it.
@@ -30,6 +31,9 @@ __all__ = ["plan_problems"]
 def plan_problems(plan: Plan) -> list[Problem]:
     """Every invariant that the plan's instructions break. Its program must be sound."""
     issue = _Issue(plan)
+    for dim in plan.program.dims:
+        if dim not in plan.dims:
+            issue.report(f"the plan has no size for dimension {dim!r}")
     for position, instruction in enumerate(plan.instructions):
         issue.position = position
         if instruction.kind in ("run", "copy", "collective"):

@@ -312,6 +312,7 @@ BROKEN_PLANS: dict[str, tuple[Plan, str]] = {
         instructions(lambda s: s.append(s.pop(index(s, "run")))),
         "storage 'w' is used after a write that comes later in the program",
     ),
+    "29 dims": (instructions(lambda s: None).with_(dims={}), "the plan has no size for dimension 'batch'"),
     "23 twice": (instructions(lambda s: s.insert(0, s[index(s, "run")])), "the operator is issued twice"),
     "23 never": (instructions(lambda s: s.pop(index(s, "run", -1))), "the operator is never issued"),
     "23 no operator": (
