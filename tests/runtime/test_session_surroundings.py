@@ -55,7 +55,9 @@ def test_a_kernels_threads_are_those_of_the_sessions_making(executor, monkeypatc
     mine, seen = torch.get_num_threads(), []
     other = 1 if mine > 1 else 2
     module = "codegen" if executor == "threads" else "reference"
-    monkeypatch.setattr(f"graphir.runtime.{module}.copy", lambda t, d: (seen.append(torch.get_num_threads()), t.clone())[1])
+    monkeypatch.setattr(
+        f"graphir.runtime.{module}.copy", lambda t, d: (seen.append(torch.get_num_threads()), t.clone())[1]
+    )
     plan = forward_plan("input x : f32[2] @gpu:0\ny : f32[2] @gpu:0 = Copy(x)", "x", output="y")
     with Session(plan, {}, executor=executor) as a, Session(plan, {}, executor=executor, threads=other) as b:
         b.step(torch.ones(2))
