@@ -9,15 +9,16 @@ each executor from what its operators cost.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 import torch
 
 from graphir.analysis.cost import Rates, operator_seconds
+from graphir.analysis.schedule import schedule
 from graphir.errors import SessionError
 from graphir.ir.device import Device
-from graphir.plan import Event, Plan, lane_device
+from graphir.plan import Plan, lane_device
 
 from .calibration import measured
 from .segments import printable, unavailable
@@ -115,21 +116,7 @@ def predict(plan: Plan, rates: Rates, side_by_side: int) -> dict[str, float]:
     free = [_SEGMENT_SECONDS if printable(op) else _INTERPRETER_SECONDS for op in plan.step.ops]
     found = {"serial": serial}
     for executor, extra in (("threads", locked), ("segments", free)):
-        overlapped = _overlapped(plan, [a + b for a, b in zip(seconds, extra, strict=True)])
-        found[executor] = max(overlapped, serial / side_by_side)
+        costs = [a + b for a, b in zip(seconds, extra, strict=True)]
+        ends = (interval.end for interval in schedule(plan, costs, lane_device, _WAKE_SECONDS).values())
+        found[executor] = max((serial / side_by_side, *ends))
     return found
-
-
-def _overlapped(plan: Plan, seconds: Sequence[float]) -> float:
-    """How long a step takes in threads that wait for nothing but events, given what each operator takes."""
-    clocks = {lane_device(lane): 0.0 for lane in plan.lanes}
-    recorded: dict[Event, float] = {}
-    for instruction in plan.instructions:
-        here = lane_device(instruction.lane)
-        if instruction.op >= 0:
-            clocks[here] += seconds[instruction.op]
-        elif instruction.event is not None and instruction.kind == "record":
-            recorded[instruction.event] = clocks[here]
-        elif instruction.event is not None and recorded[instruction.event] > clocks[here]:
-            clocks[here] = recorded[instruction.event] + _WAKE_SECONDS
-    return max(clocks.values(), default=0.0)

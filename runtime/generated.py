@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -12,10 +13,11 @@ from graphir.errors import RunError
 from graphir.ir.size import Dims
 
 from .codegen import ThreadCode
-from .executor import Setting
+from .executor import Feedable, Setting
 from .faults import fault, writes_state
+from .probes import Clock, HostClock, Probe
 
-__all__ = ["Generated", "Located", "Stopped"]
+__all__ = ["Generated", "Located", "OnHost", "Stopped"]
 
 _KEPT_SIZES: Final = 64
 """For how many sizes the bound functions are kept."""
@@ -93,3 +95,37 @@ def _failed_at(code: ThreadCode, error: BaseException) -> int | None:
         if frame.f_code is code.code:
             return line
     return None
+
+
+class OnHost(ABC):
+    """An executor of generated code on the host; the variant that calls a probe is written when first asked for.
+
+    Attributes:
+        setting: what to run.
+        generate: writes the code of each thread.
+        plain: the code without a probe.
+    """
+
+    setting: Setting
+    generate: Callable[..., Sequence[ThreadCode]]
+    plain: Generated
+
+    def __init__(self) -> None:
+        self.clock: Clock = HostClock()
+        self.observed: Generated | None = None
+
+    def run(self, dims: Dims, inputs: Sequence[Feedable], step: int) -> Sequence[Tensor]:
+        """One step; see :class:`.executor.Executor`."""
+        return self.execute(self.plain, dims, inputs, (step,))
+
+    def run_observed(self, dims: Dims, inputs: Sequence[Feedable], step: int, probe: Probe) -> Sequence[Tensor]:
+        """One step with a probe; see :class:`.probes.Observable`."""
+        if self.observed is None:
+            self.observed = Generated(self.setting, self.generate(observed=True))
+        return self.execute(self.observed, dims, inputs, (step, probe.begin, probe.end))
+
+    @abstractmethod
+    def execute(
+        self, generated: Generated, dims: Dims, inputs: Sequence[Feedable], first: tuple[Any, ...]
+    ) -> Sequence[Tensor]:
+        """One step of this code, whose functions take *first* before their inputs: the number of steps done, …"""

@@ -19,9 +19,8 @@ from graphir.plan import Plan
 
 from .codegen import generate
 from .executor import Feedable, Setting
-from .generated import Generated
+from .generated import Generated, OnHost
 from .heap import keep_heap
-from .probes import Clock, HostClock, Probe
 from .surroundings import is_neutral, neutral
 
 __all__ = ["Serial"]
@@ -31,7 +30,7 @@ _SPARE: Final = 3
 them, and a block needs a hole that is long enough."""
 
 
-class Serial:
+class Serial(OnHost):
     """See :mod:`graphir.runtime.serial`.
 
     Args:
@@ -41,22 +40,11 @@ class Serial:
     """
 
     def __init__(self, setting: Setting, threads: int | None = None) -> None:
+        super().__init__()
         self.setting, self.intraop = setting, threads or torch.get_num_threads()
-        self.clock: Clock = HostClock()
         self.generate = partial(generate, setting, dict.fromkeys(setting.plan.lanes, 0))
         self.plain = Generated(setting, self.generate())
-        self.observed: Generated | None = None
         self.heap: Tensor | None = keep_heap(_SPARE * _fresh_bytes(setting.plan))
-
-    def run(self, dims: Dims, inputs: Sequence[Feedable], step: int) -> Sequence[Tensor]:
-        """One step; see :class:`.executor.Executor`."""
-        return self.execute(self.plain, dims, inputs, (step,))
-
-    def run_observed(self, dims: Dims, inputs: Sequence[Feedable], step: int, probe: Probe) -> Sequence[Tensor]:
-        """One step with a probe; see :class:`.probes.Observable`."""
-        if self.observed is None:
-            self.observed = Generated(self.setting, self.generate(observed=True))
-        return self.execute(self.observed, dims, inputs, (step, probe.begin, probe.end))
 
     def execute(
         self, generated: Generated, dims: Dims, inputs: Sequence[Feedable], first: tuple[Any, ...]

@@ -35,9 +35,8 @@ from graphir.plan import lane_device
 
 from .codegen import Handover, Statements, generate
 from .executor import Feedable, Setting
-from .generated import Generated, Stopped
+from .generated import Generated, OnHost, Stopped
 from .handoffs import handoffs
-from .probes import Clock, HostClock, Probe
 from .watch import Watch
 
 __all__ = ["Threads"]
@@ -54,7 +53,7 @@ _GRACE_SECONDS: Final = 10.0
 _yield: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
-class Threads:
+class Threads(OnHost):
     """See :mod:`graphir.runtime.threads`.
 
     Args:
@@ -71,11 +70,11 @@ class Threads:
     surroundings: ClassVar[type[AbstractContextManager[None]]] = nullcontext
 
     def __init__(self, setting: Setting, threads: int | None = None) -> None:
+        super().__init__()
         self.setting, plan = setting, setting.plan
         devices = {device: i for i, device in enumerate(dict.fromkeys(map(lane_device, plan.lanes)))}
         of_lane = {lane: devices[lane_device(lane)] for lane in plan.lanes}
         self.handoffs, self.of_lane = handoffs(plan, of_lane), of_lane
-        self.clock: Clock = HostClock()
         self.team = _Team(len(devices), self.handoffs.total, threads or torch.get_num_threads(), self.surroundings)
         try:
             handover = Handover(self.handoffs, *self.team.events(), self.team.values)
@@ -84,17 +83,6 @@ class Threads:
         except BaseException:
             self.team.close()
             raise
-        self.observed: Generated | None = None
-
-    def run(self, dims: Dims, inputs: Sequence[Feedable], step: int) -> Sequence[Tensor]:
-        """One step; see :class:`.executor.Executor`."""
-        return self.execute(self.plain, dims, inputs, (step,))
-
-    def run_observed(self, dims: Dims, inputs: Sequence[Feedable], step: int, probe: Probe) -> Sequence[Tensor]:
-        """One step with a probe; see :class:`.probes.Observable`."""
-        if self.observed is None:
-            self.observed = Generated(self.setting, self.generate(observed=True))
-        return self.execute(self.observed, dims, inputs, (step, probe.begin, probe.end))
 
     def execute(
         self, generated: Generated, dims: Dims, inputs: Sequence[Feedable], first: tuple[Any, ...]

@@ -22,7 +22,9 @@ class Interval(NamedTuple):
         return self.end - self.start
 
 
-def schedule(plan: Plan, seconds: Sequence[float], worker: Callable[[str], str]) -> dict[int, Interval]:
+def schedule(
+    plan: Plan, seconds: Sequence[float], worker: Callable[[str], str], wake: float = 0.0
+) -> dict[int, Interval]:
     """A list schedule: each worker executes its lanes' instructions in issue order, each as early as it can.
 
     Args:
@@ -30,6 +32,7 @@ def schedule(plan: Plan, seconds: Sequence[float], worker: Callable[[str], str])
         seconds: what an instruction of each operator takes, by the operator's position in the step. Records and frees
             take no time, waits until the event is recorded.
         worker: who executes a lane: a stream of its own, or a thread that has others too.
+        wake: seconds that pass until a worker that waits goes on, after the event is recorded.
 
     Returns:
         The interval of each instruction by its position in the plan.
@@ -44,8 +47,8 @@ def schedule(plan: Plan, seconds: Sequence[float], worker: Callable[[str], str])
             end = start + seconds[instruction.op]
         elif instruction.kind == "record" and instruction.event is not None:
             recorded[instruction.event] = start
-        elif instruction.event is not None:
-            end = max(start, recorded.get(instruction.event, start))
+        elif instruction.event is not None and (ready := recorded.get(instruction.event, start)) > start:
+            end = ready + wake
         free[here] = end
         found[position] = Interval(start, end)
     return found
