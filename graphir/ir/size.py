@@ -17,6 +17,7 @@ from ..errors import GraphirError, ParseError
 __all__ = [
     "HIGHEST_DEGREE",
     "LARGEST",
+    "LONGEST_TEXT",
     "Dims",
     "Monomial",
     "Polynomial",
@@ -44,6 +45,9 @@ LARGEST: Final = 1 << 48
 
 HIGHEST_DEGREE: Final = 8
 """How many dimensions may be multiplied."""
+
+LONGEST_TEXT: Final = 4000
+"""How many characters a size or a number is written with; Python itself reads no integers of more than 4300 digits."""
 
 _MOST_TERMS: Final = 1024
 _MOST_DIGITS: Final = 20
@@ -165,6 +169,8 @@ def parse_size(text: str) -> Size:
     """
     if not text:
         raise ParseError("an empty size", fix=_FIX)
+    if len(text) > LONGEST_TEXT:
+        raise ParseError(f"{text[:20]}… is not the size of anything", fix=f"write at most {LONGEST_TEXT} characters")
     terms: list[tuple[Monomial, int]] = []
     position = 0
     while position < len(text):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from math import prod
 from typing import Final
 
@@ -160,6 +161,9 @@ def _net(record: NetRecord, place: str) -> Net:
             blobs[blob.name] = _blob(blob)
     except GraphirError as e:
         raise _placed(f"{place}.blobs[{len(blobs)}]", e) from None
+    if len(set(record.external_inputs)) != len(record.external_inputs):
+        twice = next(name for name, count in Counter(record.external_inputs).items() if count > 1)
+        raise _placed(f"{place}.external_inputs", GraphirError(f"external input {twice!r} is listed twice"))
     try:
         for op in record.ops:
             ops.append(_operator(op, effects, record.sources))

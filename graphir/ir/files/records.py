@@ -39,7 +39,7 @@ VERSION: Final = 1
 """The version of the file format that is written and read."""
 
 SizeText: TypeAlias = "int | str"
-Pairs: TypeAlias = tuple[tuple[int, int], ...]
+Pairs: TypeAlias = tuple[tuple[NonNegativeInt, NonNegativeInt], ...]
 Pattern: TypeAlias = Annotated[str, StringConstraints(pattern=r"^([t_]|\[[t_]*\])*$")]
 Digest: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 Lane: TypeAlias = Annotated[str, StringConstraints(pattern=r"^(gpu|cpu):[0-9]{1,6}\.(compute|copy_in|copy_out)$")]
@@ -95,8 +95,8 @@ class OperatorRecord(_Record):
     operands: Pattern | None = None
     results: Pattern | None = None
     effects: int | None = None
-    input_versions: tuple[int, ...] | None = None
-    output_versions: tuple[int, ...] | None = None
+    input_versions: tuple[NonNegativeInt, ...] | None = None
+    output_versions: tuple[NonNegativeInt, ...] | None = None
     proto: str = ""
     source: int | None = None
 
@@ -154,7 +154,7 @@ class TensorRecord(_Record):
     """
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[NonNegativeInt, ...]
     crc32: int | None = None
 
 
@@ -177,7 +177,7 @@ class EventRecord(_Record):
     """A :class:`~graphir.plan.Event`; without ``lane`` it is the instruction's own."""
 
     blob: str
-    version: int = 0
+    version: NonNegativeInt = 0
     lane: Lane | None = None
 
 
@@ -187,7 +187,7 @@ class InstructionRecord(_Record):
     kind: Kind
     lane: Lane
     op: int = -1
-    part: int = 0
+    part: NonNegativeInt = 0
     event: EventRecord | None = None
     storage: str = ""
 

@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 from ...errors import GraphirError, ParseError
 from ..device import KINDS, Device
 from ..operator import SYMBOLS, Arg, Symbol
-from ..size import Shape, Size, parse_size
+from ..size import LONGEST_TEXT, Shape, Size, parse_size
 
 __all__ = ["Line", "Lines"]
 
@@ -33,8 +33,7 @@ _TOKEN: Final = re.compile(
 )
 _NAME: Final = re.compile(r"[\w.][\w./\-]*")
 _COMMENT: Final = re.compile(r'((?:"(?:[^"\\]|\\.)*"|[^"#])*)#.*')
-_LONGEST: Final = 4000  # Python itself reads no integers of more than 4300 digits
-_INT: Final = re.compile(rf"-?\d{{1,{_LONGEST - 1}}}")
+_INT: Final = re.compile(rf"-?\d{{1,{LONGEST_TEXT - 1}}}")
 _FLOAT: Final = re.compile(r"-?(?:\d+\.?\d*(?:e[+-]?\d+)?|inf|nan)")
 _CONSTANTS: Final[Mapping[str, Arg]] = {"true": True, "false": False, "none": None}
 _DEEPEST: Final = 64
@@ -118,9 +117,9 @@ class Line:
 
     def try_(self, read: Callable[[str], T], token: str) -> T:
         """``read(token)``, with its error placed in this line."""
-        if len(token) > _LONGEST:
+        if len(token) > LONGEST_TEXT:
             raise self.error(
-                f"{_shortened(token)!r} is too long", f"numbers and sizes have up to {_LONGEST} characters"
+                f"{_shortened(token)!r} is too long", f"numbers and sizes have up to {LONGEST_TEXT} characters"
             )
         try:
             return read(token)
@@ -208,7 +207,7 @@ class Line:
             return self.string(token)
         if token in SYMBOLS:
             return Symbol(token)
-        if len(token) <= _LONGEST and _FLOAT.fullmatch(token):
+        if len(token) <= LONGEST_TEXT and _FLOAT.fullmatch(token):
             return math.nan if token.endswith("nan") else float(token)
         if token and (token[0].isalnum() or token[0] in "-_"):
             return self.try_(parse_size, token)

@@ -60,13 +60,13 @@ def edited(document, draw):
             case 0:
                 del holder[key]
             case 1 if isinstance(holder, list):
-                holder.insert(key, holder[draw.randrange(len(holder))])
+                holder.insert(key, copy.deepcopy(holder[draw.randrange(len(holder))]))
             case 2 if isinstance(holder, dict):
                 holder["name"] = holder.pop(key)
             case 3 if type(holder[key]) is int:
                 holder[key] += draw.choice((-1, 1, 100))
             case _:
-                holder[key] = draw.choice(VALUES)
+                holder[key] = copy.deepcopy(draw.choice(VALUES))
     return document
 
 
