@@ -20,10 +20,10 @@ from torch import Tensor, fx
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.utils import _pytree as pytree
 
-from graphir.runtime.calls import Argument, arrange, given
-from graphir.runtime.reference import perform
+from graphir.runtime.interface.structure import read_structure
+from graphir.runtime.kernels.calls import Argument, arrange, given
+from graphir.runtime.kernels.invoke import perform
 from graphir.runtime.state import State
-from graphir.runtime.structure import read_structure
 
 from .errors import GraphirError
 from .ir.blob import Blob

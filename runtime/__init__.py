@@ -1,19 +1,28 @@
-"""How a plan is executed: sessions, and one executor a file.
+"""How a plan is executed: sessions, and what they are made of.
 
 A :class:`Session` takes a plan and the state that it starts from, splits each batch over the replicas, and lets an
-executor run the step. :mod:`.reference` is the oracle: one instruction after the other. On the host, generated Python
-(:mod:`.codegen`) runs in one thread (:mod:`.serial`) or in one for each logical device (:mod:`.threads`), or functions
-of TorchScript do there (:mod:`.segments`); :mod:`.choice` says which. Where a device is bound to CUDA it issues each
-lane to a stream (:mod:`.cuda`). :mod:`.adversarial`, for tests, runs lanes in bad interleavings.
+executor run the step. Beside it stand what it keeps from step to step (:mod:`.state`, :mod:`.rates`), its way over a
+loader (:mod:`.loop`), and what it and every executor agree on (:mod:`.executor`). The rest has rooms:
 
-:func:`check` proves that a plan runs right in any interleaving of its lanes; a session refuses one that does not.
-:mod:`.listing` shows the generated code.
+============= =========================================================================================
+``proof``     what must hold of a plan before it runs: :func:`check`
+``interface`` a step's arguments and results, split over the replicas and gathered from them
+``executors`` what runs a plan on the host: the reference, one thread, one a device, TorchScript
+``cuda``      what runs it on CUDA streams, and as CUDA graphs
+``codegen``   the Python that executors run, and its listing
+``kernels``   what one operator computes
+``observing`` probes, measurement, report, trace, the watch for NaN
+``failures``  what is said when a step fails, and the watch over its threads
+``machine``   real devices, settings of threads and process, the heap, the speed of the host
+============= =========================================================================================
+
+``tests/test_imports.py`` says which room may import which.
 """
 
-from .check import check
-from .findings import Finding
-from .listing import python
-from .report import Report
+from .codegen.listing import python
+from .observing.report import Report
+from .proof.check import check
+from .proof.findings import Finding
 from .session import Session
 
 __all__ = ["Finding", "Report", "Session", "check", "python"]

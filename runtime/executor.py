@@ -52,7 +52,8 @@ class Setting:
 class Executor(Protocol):
     """Executes the steps of one plan.
 
-    What it guarantees, whatever it does at the same time (:func:`.check.check` builds on this and on nothing else):
+    What it guarantees, whatever it does at the same time (:func:`graphir.runtime.check` builds on this and on nothing
+    else):
 
     * within a step, a lane executes its instructions in their order, and an instruction behind a wait starts after
       everything that its lane did before the last record of that event above the wait in the plan;

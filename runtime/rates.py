@@ -15,7 +15,7 @@ from graphir.ir.program import ParamGroup, Program
 from graphir.ir.size import bind_shape
 
 from .executor import Feedable
-from .optimizers import KERNELS
+from .kernels.optimizers import KERNELS
 
 __all__ = ["Group", "Rates"]
 

@@ -16,29 +16,29 @@ from torch import Tensor
 from graphir.errors import RunError, SessionError
 from graphir.plan import Plan
 
-from .admission import admit
-from .adversarial import Adversarial
-from .calibration import measured
-from .choice import HOST_ONLY, choose
-from .cuda import Collectives, Cuda
-from .cuda_graph import CudaGraphs
+from .cuda.executor import Collectives, Cuda
+from .cuda.graphs import CudaGraphs
 from .executor import Executor, Feedable, Setting
-from .finite import FiniteWatch
-from .gather import Gather
+from .executors.adversarial import Adversarial
+from .executors.choice import HOST_ONLY, choose
+from .executors.reference import Reference
+from .executors.segments import Segments
+from .executors.serial import Serial
+from .executors.threads import Threads
+from .interface.gather import Gather
+from .interface.scatter import Scatter
 from .loop import run_loader
-from .measurement import Measurement
-from .observed import Observed, observable
-from .places import Binding, generator_on, places_of
+from .machine.calibration import measured
+from .machine.places import Binding, generator_on, places_of
+from .machine.surroundings import FORKS
+from .observing.finite import FiniteWatch
+from .observing.measurement import Measurement
+from .observing.observed import Observed, observable
+from .observing.report import Report, report
+from .observing.trace import write_trace
+from .proof.admission import admit
 from .rates import Group, Rates
-from .reference import Reference
-from .report import Report, report
-from .scatter import Scatter
-from .segments import Segments
-from .serial import Serial
 from .state import State
-from .surroundings import FORKS
-from .threads import Threads
-from .trace import write_trace
 
 __all__ = ["Session"]
 
@@ -319,7 +319,7 @@ class Session:
         measurement = self._measured_steps()
         on_host = all(place.type == "cpu" for place in self._places.values())
         rates = measured(self._intraop) if on_host else None
-        write_trace(path, measurement, self._choice, rates)
+        write_trace(path, measurement, *self._choice, rates)
 
     def _measured_steps(self) -> Measurement:
         if self._measurement is None or not self._measurement.steps:

@@ -18,9 +18,9 @@ from graphir.ir.program import Program
 from graphir.ir.size import bind_shape
 from graphir.ir.text import operator_text
 
-from .kernels import copy
-from .optimizers import as_torch_has_it
-from .reference import fill
+from .kernels.communication import copy
+from .kernels.invoke import fill
+from .kernels.optimizers import as_torch_has_it
 
 __all__ = ["State"]
 

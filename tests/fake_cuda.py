@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from graphir.runtime import Session
-from graphir.runtime.cuda import Cuda
+from graphir.runtime.cuda.executor import Cuda
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -93,7 +93,7 @@ class Block:
 
 
 class FakeMachine:
-    """A :class:`graphir.runtime.streams.Machine`.
+    """A :class:`graphir.runtime.cuda.streams.Machine`.
 
     Attributes:
         calls: in their order.

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import torch
 from graphir.runtime import check
-from graphir.runtime.adversarial import Adversarial
 from graphir.runtime.executor import Setting
-from graphir.runtime.reference import Reference
+from graphir.runtime.executors.adversarial import Adversarial
+from graphir.runtime.executors.reference import Reference
 from small import program_of
 
 import graphir

@@ -21,6 +21,19 @@ REACHES_UP = {("graphir/plan.py", "graphir", "runtime")}
 MAY_USE = {"graphir": set(), "passes": {"graphir"}, "runtime": {"graphir"}}
 """The folders that each folder may import, beside itself."""
 
+ROOMS = {
+    "machine": set(),
+    "kernels": set(),
+    "observing": set(),
+    "proof": {"kernels"},
+    "interface": {"kernels", "machine"},
+    "codegen": {"kernels", "proof"},
+    "failures": {"codegen"},
+    "executors": {"kernels", "machine", "observing", "codegen", "failures"},
+    "cuda": {"kernels", "machine", "observing", "codegen", "failures", "executors"},
+}
+"""The rooms of runtime/, those below first: which others each imports. What lies beside them imports any."""
+
 DEPENDENCIES = {"networkx", "numpy", "protobuf", "pydantic", "rich", "safetensors", "torch", "typer"}
 
 PARTS = {"google", "pydantic_core"}
@@ -55,12 +68,31 @@ def style_faults(source: Source) -> Iterator[str]:
             yield f"{source}:{imported.line} imports another folder relatively"
 
 
+def room_faults(source: Source) -> Iterator[str]:
+    """Imports of a room of runtime/ that are neither of a room below it nor of what all executors agree on."""
+    room = source.path.parts[1]
+    if source.folder == "runtime" and source.path.parts[2:]:
+        for imported in source.imports:
+            reached = f"{imported.module}.{imported.name}".removeprefix("graphir.runtime.").partition(".")[0]
+            if folder_of(imported) == "runtime" and reached not in {room, "executor", *ROOMS.get(room, ())}:
+                yield f"{source}:{imported.line} imports {imported.module}"
+
+
 ALL = [source for folder in FOLDERS for source in sources(folder)]
 
 
 @pytest.mark.parametrize("source", ALL, ids=str)
 def test_imports_go_down_only(source):
     assert list(direction_faults(source)) == []
+
+
+@pytest.mark.parametrize("source", sources("runtime"), ids=str)
+def test_rooms_import_rooms_below(source):
+    assert list(room_faults(source)) == []
+
+
+def test_the_rooms_are_the_folders():
+    assert set(ROOMS) == {source.path.parts[1] for source in sources("runtime") if source.path.parts[2:]}
 
 
 @pytest.mark.parametrize("source", ALL, ids=str)
@@ -106,6 +138,19 @@ class Example(Source):
 )
 def test_an_import_upwards_is_found(path, imported):
     assert list(direction_faults(Example(path, imported)))
+
+
+@pytest.mark.parametrize(
+    ("path", "imported"),
+    [
+        ("runtime/kernels/x.py", Import("graphir.runtime.proof.check", "check", 2, 1)),
+        ("runtime/kernels/x.py", Import("graphir.runtime", "proof", 2, 1)),
+        ("runtime/cuda/x.py", Import("graphir.runtime.session", "Session", 2, 1)),
+        ("runtime/cuda/x.py", Import("graphir.runtime", "check", 2, 1)),
+    ],
+)
+def test_an_import_of_a_room_above_is_found(path, imported):
+    assert list(room_faults(Example(path, imported)))
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import nets
 import pytest
 import torch
 from graphir.runtime import Session, check
-from graphir.runtime.adversarial import Adversarial
-from graphir.runtime.reference import Interpretation
+from graphir.runtime.executors.adversarial import Adversarial
+from graphir.runtime.executors.reference import Interpretation
 from runnable import captured, forward_plan, setting_of, sgd, spread
 
 from graphir import passes

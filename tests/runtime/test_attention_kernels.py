@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from graphir.runtime import attention as kernels
-from graphir.runtime.attention import KERNELS, attention, attention_backward, choose
+from graphir.runtime.kernels import attention as kernels
+from graphir.runtime.kernels.attention import KERNELS, attention, attention_backward, choose
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -11,7 +11,7 @@ import nets
 import pytest
 import tiny
 from graphir.runtime import Session, check
-from graphir.runtime.findings import FindingKind
+from graphir.runtime.proof.findings import FindingKind
 from runnable import captured, sgd
 
 from graphir import passes

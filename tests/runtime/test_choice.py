@@ -5,7 +5,9 @@ import re
 import models
 import pytest
 import torch
-from graphir.runtime import Session, calibration, choice
+from graphir.runtime import Session
+from graphir.runtime.executors import choice
+from graphir.runtime.machine import calibration
 from runnable import captured, forward_plan, sgd
 
 from graphir import passes

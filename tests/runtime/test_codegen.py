@@ -5,8 +5,8 @@ import re
 
 import pytest
 import torch
-from graphir.runtime.codegen import generate
-from graphir.runtime.reference import Reference
+from graphir.runtime.codegen.statements import generate
+from graphir.runtime.executors.reference import Reference
 from runnable import forward_plan, setting_of
 
 from graphir.errors import PlanError

@@ -12,8 +12,8 @@ import pytest
 import torch
 from fake_cuda import FakeMachine, places_on, watched
 from graphir.runtime import Session
-from graphir.runtime.cuda import Cuda
-from graphir.runtime.handoffs import handoffs
+from graphir.runtime.codegen.handoffs import handoffs
+from graphir.runtime.cuda.executor import Cuda
 from runnable import captured, forward_plan, sgd, spread
 
 from graphir import RunError, SessionError, passes

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fake_cuda import watched
 from graphir.runtime import Session
-from graphir.runtime.cuda_graph import CudaGraphs
+from graphir.runtime.cuda.graphs import CudaGraphs
 from runnable import captured, forward_plan, sgd, spread
 
 from graphir import SessionError, passes

@@ -10,7 +10,7 @@ import pytest
 import torch
 from eager import assert_same_bits
 from graphir.runtime import Session
-from graphir.runtime.cuda import Cuda
+from graphir.runtime.cuda.executor import Cuda
 from runnable import captured, sgd, spread
 
 from graphir import passes

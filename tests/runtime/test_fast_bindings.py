@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from graphir.runtime.bindings import FAST, fastest
+from graphir.runtime.kernels.bindings import FAST, fastest
 
 from graphir.ir.opset import overload
 

@@ -8,8 +8,8 @@ import models
 import pytest
 import torch
 from graphir.runtime import Session
-from graphir.runtime.faults import fault, writes_state
-from graphir.runtime.kernels import copy
+from graphir.runtime.failures.faults import fault, writes_state
+from graphir.runtime.kernels.communication import copy
 from runnable import captured, forward_plan, sgd
 from small import two_layers
 
@@ -120,7 +120,7 @@ def test_what_other_lanes_wrote_before_they_stopped_counts(monkeypatch):
         wrote.set()
         return copy(source, device)
 
-    monkeypatch.setattr("graphir.runtime.codegen.copy", failing_once_written)
+    monkeypatch.setattr("graphir.runtime.codegen.statements.copy", failing_once_written)
     plan = forward_plan(
         """
         buffer s : f32[3] @gpu:1
@@ -209,7 +209,7 @@ def test_a_caught_error_holds_no_tensor_of_the_step(executor, monkeypatch):
         made.append(weakref.ref(result := copy(source, device)))
         return result
 
-    module = "reference" if executor == "reference" else "codegen"
+    module = "kernels.invoke" if executor == "reference" else "codegen.statements"
     monkeypatch.setattr(f"graphir.runtime.{module}.copy", noting_copy)
     plan = forward_plan(
         """

@@ -4,7 +4,7 @@ import models
 import pytest
 import torch
 from graphir.runtime import Session
-from graphir.runtime.bindings import FAST, fastest
+from graphir.runtime.kernels.bindings import FAST, fastest
 from runnable import captured, forward_plan, sgd, spread
 
 import graphir
@@ -205,7 +205,7 @@ def test_half_precision_and_complex_values_are_watched():
 
 
 def test_what_cannot_be_observed_is_refused(monkeypatch):
-    monkeypatch.delattr("graphir.runtime.generated.OnHost.run_observed")
+    monkeypatch.delattr("graphir.runtime.executors.generated.OnHost.run_observed")
     with pytest.raises(SessionError, match="check_finite needs an executor whose steps can be observed"):
         step(CHAIN, torch.ones(4))
 

@@ -2,7 +2,7 @@
 
 import pytest
 import tiny
-from graphir.runtime.handoffs import handoffs
+from graphir.runtime.codegen.handoffs import handoffs
 
 from graphir.errors import PlanError
 from graphir.plan import Event, Instruction, Plan

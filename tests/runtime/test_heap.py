@@ -5,11 +5,11 @@ import subprocess
 import sys
 
 import pytest
-from graphir.runtime.heap import keep_heap
+from graphir.runtime.machine.heap import keep_heap
 
 FREE = """
 import ctypes
-from graphir.runtime.heap import keep_heap
+from graphir.runtime.machine.heap import keep_heap
 
 class Mallinfo2(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in (

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from graphir.runtime.optimizers import as_torch_has_it, updater
+from graphir.runtime.kernels.optimizers import as_torch_has_it, updater
 
 SHAPES = ((), (3,), (33, 17), (2, 3, 3, 3))
 

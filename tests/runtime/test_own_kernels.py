@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from graphir.runtime.kernels import all_reduce, copy, reduction
+from graphir.runtime.kernels.communication import all_reduce, copy, reduction
 
 from graphir.errors import PlanError
 from graphir.ir.device import gpu

@@ -14,7 +14,7 @@ import pytest
 import torch
 from eager import assert_same_bits
 from graphir.runtime import Session
-from graphir.runtime.places import places_of
+from graphir.runtime.machine.places import places_of
 
 import graphir
 from graphir import SessionError, capture, passes

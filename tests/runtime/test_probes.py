@@ -4,10 +4,10 @@ import models
 import pytest
 import torch
 from graphir.runtime import Session
-from graphir.runtime.probes import Observable, Probes
-from graphir.runtime.reference import Reference
-from graphir.runtime.serial import Serial
-from graphir.runtime.threads import Threads
+from graphir.runtime.executors.reference import Reference
+from graphir.runtime.executors.serial import Serial
+from graphir.runtime.executors.threads import Threads
+from graphir.runtime.observing.probes import Observable, Probes
 from runnable import captured, forward_plan, setting_of, sgd, spread
 
 from graphir import passes

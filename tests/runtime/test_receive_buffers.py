@@ -3,7 +3,7 @@
 import pytest
 import torch
 from graphir.runtime import Session
-from graphir.runtime.kernels import receive
+from graphir.runtime.kernels.communication import receive
 from runnable import forward_plan
 
 from graphir import passes
@@ -54,7 +54,7 @@ def test_buffers_are_filled_again_in_each_step(executor, monkeypatch):
         filled.setdefault(buffer.shape[0], []).append(buffer.data_ptr())
         return receive(source, buffer)
 
-    monkeypatch.setattr("graphir.runtime.codegen.receive", noting)
+    monkeypatch.setattr("graphir.runtime.codegen.statements.receive", noting)
     plan = forward_plan(BODY, "x", output="d_gpu_0", dims={"batch": 128})
     assert plan.buffers == {"a_gpu_1": 0, "b_gpu_0": 0, "c_gpu_1": 0}
     with Session(plan, {}, executor=executor) as session, Session(plan, {}, executor="reference") as reference:
@@ -65,7 +65,7 @@ def test_buffers_are_filled_again_in_each_step(executor, monkeypatch):
 
 
 def test_small_copies_take_fresh_memory(monkeypatch):
-    monkeypatch.setattr("graphir.runtime.codegen.receive", None)
+    monkeypatch.setattr("graphir.runtime.codegen.statements.receive", None)
     plan = passes.emit(forward_plan(BODY, "x", output="d_gpu_0", dims={"batch": 4}).program)
     with Session(plan, {}, executor="threads") as session:
         session.step(torch.randn(4, 256))

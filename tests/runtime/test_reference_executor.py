@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from graphir.runtime.reference import Reference
+from graphir.runtime.executors.reference import Reference
 from runnable import forward_plan, setting_of
 
 from graphir.errors import PlanError, RunError

@@ -7,8 +7,8 @@ import models
 import pytest
 import torch
 from graphir.runtime import Session
-from graphir.runtime.measurement import Ledger, Measurement
-from graphir.runtime.report import report
+from graphir.runtime.observing.measurement import Ledger, Measurement
+from graphir.runtime.observing.report import report
 from runnable import captured, forward_plan, setting_of, sgd, spread
 
 from graphir import passes

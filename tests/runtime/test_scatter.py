@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from graphir.runtime.scatter import Scatter
+from graphir.runtime.interface.scatter import Scatter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree
 

@@ -4,8 +4,9 @@ import re
 
 import pytest
 import torch
-from graphir.runtime import Session, segments
-from graphir.runtime.segments import Segments, unavailable
+from graphir.runtime import Session
+from graphir.runtime.executors import segments
+from graphir.runtime.executors.segments import Segments, unavailable
 from runnable import forward_plan, setting_of
 
 from graphir.errors import RunError

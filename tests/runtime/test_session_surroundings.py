@@ -54,7 +54,7 @@ def test_a_callers_context_changes_no_bit(context, change, executor):
 def test_a_kernels_threads_are_those_of_the_sessions_making(executor, monkeypatch):
     mine, seen = torch.get_num_threads(), []
     other = 1 if mine > 1 else 2
-    module = "codegen" if executor == "threads" else "reference"
+    module = "codegen.statements" if executor == "threads" else "kernels.invoke"
     monkeypatch.setattr(
         f"graphir.runtime.{module}.copy", lambda t, d: (seen.append(torch.get_num_threads()), t.clone())[1]
     )
@@ -95,7 +95,7 @@ def test_a_meta_tensor_is_refused_in_a_warm_session():
 
 def test_a_step_in_another_thread_is_refused_meanwhile(monkeypatch):
     inside, leave = threading.Event(), threading.Event()
-    monkeypatch.setattr("graphir.runtime.codegen.copy", lambda t, d: (inside.set(), leave.wait(10), t)[2])
+    monkeypatch.setattr("graphir.runtime.codegen.statements.copy", lambda t, d: (inside.set(), leave.wait(10), t)[2])
     plan = forward_plan("input x : f32[2] @gpu:0\ny : f32[2] @gpu:0 = Copy(x)", "x", output="y")
     with Session(plan, {}) as session:
         other = threading.Thread(target=session.step, args=(torch.ones(2),))
@@ -169,7 +169,7 @@ def during(monkeypatch):
             calls.pop()()
         return source.clone()
 
-    monkeypatch.setattr("graphir.runtime.codegen.copy", calling)
+    monkeypatch.setattr("graphir.runtime.codegen.statements.copy", calling)
     return calls
 
 
@@ -303,7 +303,9 @@ PROCESS = """
 import os, signal, sys, threading, time
 sys.path[:0] = {paths}
 import torch
-from graphir.runtime import Session, codegen, threads
+from graphir.runtime import Session
+from graphir.runtime.codegen import statements
+from graphir.runtime.executors import threads
 from runnable import forward_plan
 
 BODY = '''
@@ -320,7 +322,7 @@ def interrupting(source, device):
     return source.clone()
 
 for executor in ("serial", "threads"):
-    codegen.copy = interrupting
+    statements.copy = interrupting
     with Session(plan, state, executor=executor) as session:
         try:
             session.step(torch.ones(2))
@@ -329,7 +331,7 @@ for executor in ("serial", "threads"):
 
 # At the exit: threads that nobody ended, and a step that nobody waits for.
 inside = threading.Event()
-codegen.copy = lambda source, device: (inside.set(), time.sleep(60))
+statements.copy = lambda source, device: (inside.set(), time.sleep(60))
 threads._GRACE_SECONDS = 0.2
 idle, busy = (Session(plan, state, executor="threads") for _ in range(2))
 threading.Thread(target=busy.step, args=(torch.ones(2),), daemon=True).start()

@@ -5,7 +5,7 @@ import json
 import sys
 
 import pytest
-from graphir.runtime.structure import flatten, paths, read_structure, unflatten
+from graphir.runtime.interface.structure import flatten, paths, read_structure, unflatten
 from torch.utils import _pytree
 
 from graphir.errors import SessionError

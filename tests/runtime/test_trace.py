@@ -148,7 +148,7 @@ def test_a_trace_is_written_whole_or_not_at_all(tmp_path, plan, monkeypatch):
     def fails(*args):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("graphir.runtime.trace.operator_text", fails)
+    monkeypatch.setattr("graphir.runtime.observing.trace.operator_text", fails)
     with pytest.raises(ZeroDivisionError):
         trace(path, plan, STATE, torch.ones(256))
     assert path.read_bytes() == before

@@ -10,7 +10,7 @@ import nets
 import pytest
 import torch
 from graphir.runtime import Session
-from graphir.runtime.codegen import generate
+from graphir.runtime.codegen.statements import generate
 from runnable import captured, setting_of, sgd
 
 import graphir

@@ -9,8 +9,8 @@ import time
 import pytest
 import torch
 from graphir.runtime import Session
-from graphir.runtime.handoffs import Handoffs, handoffs
-from graphir.runtime.kernels import copy
+from graphir.runtime.codegen.handoffs import Handoffs, handoffs
+from graphir.runtime.kernels.communication import copy
 from runnable import forward_plan
 
 from graphir.errors import RunError, SessionError
@@ -54,7 +54,7 @@ def circle(plan, thread):
 
 @pytest.mark.parametrize("observed", [False, True])
 def test_lanes_that_wait_for_each_other_are_noticed_at_once(observed, monkeypatch):
-    monkeypatch.setattr("graphir.runtime.threads.handoffs", circle)
+    monkeypatch.setattr("graphir.runtime.executors.threads.handoffs", circle)
     with session_of(deadline=None, check_finite=observed) as session:
         with pytest.raises(RunError) as caught:
             session.step(X)
@@ -73,7 +73,7 @@ def test_lanes_that_wait_for_each_other_are_noticed_at_once(observed, monkeypatc
 
 
 def test_an_event_that_got_lost_is_noticed_at_the_deadline(monkeypatch):
-    from graphir.runtime import threads
+    from graphir.runtime.executors import threads
 
     events = threads._Team.events
 
@@ -95,7 +95,7 @@ def test_an_operator_that_takes_long_is_no_deadlock(monkeypatch):
         time.sleep(0.3)
         return copy(source, device)
 
-    monkeypatch.setattr("graphir.runtime.codegen.copy", slow)
+    monkeypatch.setattr("graphir.runtime.codegen.statements.copy", slow)
     with session_of(deadline=30) as session:
         assert torch.equal(session.step(X), -X)
     with session_of(deadline=None) as session:
@@ -111,8 +111,8 @@ def blocked(monkeypatch):
         leave.wait(20)
         return copy(source, device)
 
-    monkeypatch.setattr("graphir.runtime.codegen.copy", blocking)
-    monkeypatch.setattr("graphir.runtime.threads._GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("graphir.runtime.codegen.statements.copy", blocking)
+    monkeypatch.setattr("graphir.runtime.executors.threads._GRACE_SECONDS", 0.1)
     yield leave
     leave.set()
     for thread in threads_of_sessions():
@@ -147,7 +147,7 @@ def test_an_exception_that_ends_threads_is_reported(error, monkeypatch):
     def ending(source, device):
         raise error
 
-    monkeypatch.setattr("graphir.runtime.codegen.copy", ending)
+    monkeypatch.setattr("graphir.runtime.codegen.statements.copy", ending)
     with session_of() as session:
         with pytest.raises(RunError, match=f"Copy failed: {type(error).__name__}") as caught:
             session.step(X)

@@ -1,0 +1,387 @@
+"""The Python that executes each instruction of a plan, written thread by thread."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from graphir.ir.blob import contiguous_strides
+from graphir.ir.operator import Arg, Operator, Symbol
+from graphir.ir.opset import to_torch
+from graphir.ir.seeds import mix
+from graphir.ir.size import Dims, bind
+from graphir.plan import Instruction
+
+from ..executor import Setting
+from ..kernels.bindings import fastest
+from ..kernels.calls import (
+    Argument,
+    Bound,
+    Call,
+    Constant,
+    Default,
+    Operand,
+    OperandList,
+    arrange,
+    depends_on_dims,
+    evaluate,
+)
+from ..kernels.communication import all_reduce, copy, receive, reduction
+from ..kernels.invoke import flatten, invoke
+from ..kernels.optimizers import KERNELS, updater
+from .handoffs import Handover
+from .values import Values
+from .writer import ThreadCode, Writer
+
+__all__ = ["Statements", "generate"]
+
+_LARGEST_LITERAL: Final = 2**63
+_SMALLEST_BUFFER: Final = 1 << 16
+"""Bytes."""
+
+
+def generate(
+    setting: Setting,
+    thread: Mapping[str, int],
+    handover: Handover | None = None,
+    observed: bool = False,
+    statements: type[Statements] | None = None,
+) -> list[ThreadCode]:
+    """The functions of threads ``0, 1, …``.
+
+    Args:
+        setting: what they run.
+        thread: which thread each lane of the plan belongs to.
+        handover: needed where there are several threads.
+        observed: whether they take the methods ``begin`` and ``end`` of a probe, and call them.
+        statements: what writes each thread's lines; :class:`Statements` where not given.
+
+    Raises:
+        PlanError: an instruction reads what nobody made, or an operator does not fit its type.
+    """
+    values = Values(setting, thread)
+    writers = [Writer(values.kept, observed) for _ in range(max(thread.values(), default=0) + 1)]
+    kind = statements or Statements
+    printers = [kind(setting, writer, values, handover, i) for i, writer in enumerate(writers)]
+    for position, instruction in enumerate(setting.plan.instructions):
+        here = thread[instruction.lane]
+        printers[here].add(position, instruction)
+    for printer in printers:
+        printer.flush()
+    for index, name in enumerate(setting.plan.step.external_outputs):
+        owner, variable = values.last(name)
+        writers[owner].returns(index, variable)
+    return [writer.finish() for writer in writers]
+
+
+class Statements:
+    """The statements of each of one thread's instructions."""
+
+    def __init__(
+        self, setting: Setting, writer: Writer, values: Values, handover: Handover | None, thread: int
+    ) -> None:
+        self.setting, self.writer, self.values, self.thread = setting, writer, values, thread
+        self.handover = handover
+        self.net = setting.plan.step
+        self.updates: list[tuple[int, Operator]] = []
+        self.updated: set[str] = set()
+        self.freed: list[tuple[int, Instruction]] = []
+
+    def add(self, position: int, instruction: Instruction) -> None:
+        """Write the line of an instruction, or hold it back: updates that follow each other become one call.
+
+        What is freed between them is freed after them; nothing takes its place meanwhile. What is waited for between
+        them is waited for before them, which delays nobody: whoever waits for the updates waits for a later record.
+        """
+        op = self.net.ops[instruction.op] if instruction.kind == "run" else None
+        if op is not None and op.type in KERNELS:
+            if self.updates and not self.joins(op):
+                self.flush()
+            self.updates.append((position, op))
+            self.updated.update([self.net.blobs[name].storage for name in op.outputs])
+        elif instruction.kind == "free" and self.updates:
+            self.freed.append((position, instruction))
+        elif instruction.kind in ("record", "wait"):
+            statements = self.event(position)
+            if instruction.kind == "record" and statements:
+                self.flush()
+            self.writer.line(position, self.observed(statements, position))
+        else:
+            self.flush()
+            self.writer.line(position, self.observed(self.of(position, instruction), position))
+
+    def flush(self) -> None:
+        """Write what is held back."""
+        updates, freed, self.updates, self.freed = self.updates, self.freed, [], []
+        self.updated.clear()
+        if updates:
+            statements = self.update([op for _, op in updates])
+            self.writer.line(updates[0][0], self.observed(statements, *[position for position, _ in updates]))
+        for position, instruction in freed:
+            self.writer.line(position, self.observed(self.of(position, instruction), position))
+
+    def observed(self, statements: list[str], *positions: int) -> list[str]:
+        """The statements of some instructions, between the calls of a probe."""
+        if not self.writer.observed or not statements:
+            return statements
+        found: list[str] = []
+        for position in positions:
+            found += [f"begin({position})", *(statements if position == positions[0] else [])]
+            found.append(f"end({position}, {', '.join(self.touched(position))})")
+        return found
+
+    def touched(self, position: int) -> list[str]:
+        """Two tuples: what an instruction has read, and what it has made."""
+        instruction = self.setting.plan.instructions[position]
+        if instruction.op < 0:
+            return ["()", "()"]
+        op = self.net.ops[instruction.op]
+        makes = list(op.makes)
+        if instruction.kind == "collective":
+            makes = [makes[instruction.part]]
+        return [f"({''.join([self.read(*value) + ', ' for value in values])})" for values in (op.reads, makes)]
+
+    def joins(self, op: Operator) -> bool:
+        """Whether an update can be made in one call with those held back."""
+        first = self.updates[0][1]
+        blobs = self.net.blobs
+        return (
+            (op.type, op.args, op.operands, op.device) == (first.type, first.args, first.operands, first.device)
+            and [blobs[name].dtype for name in op.inputs] == [blobs[name].dtype for name in first.inputs]
+            and self.shared(op) == self.shared(first)
+            and not any(blobs[name].storage in self.updated for name in op.inputs)
+        )
+
+    def shared(self, op: Operator) -> list[tuple[str, int]]:
+        """What updates made in one call share: their learning rate, and what says whether to skip them."""
+        reads = list(op.reads)
+        return [reads[operand.position] for operand in arrange(op).positional[-2:] if isinstance(operand, Operand)]
+
+    def update(self, ops: Sequence[Operator]) -> list[str]:
+        """One call of an optimizer's kernel for updates with the same options and learning rate."""
+        given: list[list[str]] = []
+        for op in ops:
+            inputs = [self.read(name, version) for name, version in op.reads]
+            given.append([self.argument(op, argument, inputs) for argument in arrange(op).positional])
+            self.overwrite(op)
+        options: dict[str, Any] = {name: evaluate(arg, {}) for name, arg in ops[0].args.items()}
+        key = repr((ops[0].type, sorted(options.items())))
+        kernel = self.writer.bind(updater(ops[0].type, options), "c", key)
+        *tensors, rates, found_infs = zip(*given, strict=True)
+        lists = [f"[{', '.join(items)}]" for items in tensors]
+        skipped = "" if found_infs[0] == "None" else f"{found_infs[0]}.item() or "
+        return [f"{skipped}{kernel}({', '.join([*lists, rates[0]])})"]
+
+    def overwrite(self, op: Operator) -> None:
+        """What an operator overwrites keeps its variable."""
+        makes, reads = list(op.makes), list(op.reads)
+        for position, source in op.effects.writes:
+            variable = self.values.variable(*reads[source])
+            self.values.define(*makes[position], variable, self.values.owners[variable])
+
+    def of(self, position: int, instruction: Instruction) -> list[str]:
+        if instruction.kind == "free":
+            return self.free(instruction.storage)
+        op = self.net.ops[instruction.op]
+        if instruction.kind == "collective":
+            return self.collective(op, instruction.part)
+        return self.call(op)
+
+    def event(self, position: int) -> list[str]:
+        if self.handover is None:
+            return []
+        taken = self.handover.handoffs.taken.get(position)
+        called = [self.handover.give[i] for i in self.handover.handoffs.given.get(position, ())]
+        called += [] if taken is None else [self.handover.take[taken]]
+        return [f"{self.writer.bind(function, 'e')}()" for function in called]
+
+    def free(self, storage: str) -> list[str]:
+        dropped = self.values.dropped(storage, self.thread)
+        slots = [self.values.slots[v] for v in dropped if v in self.values.slots]
+        statements = [f"{self.exchange()}[{slot}] = None" for slot in slots]
+        return [*statements, f"del {', '.join(dropped)}"] if dropped else statements
+
+    def exchange(self) -> str:
+        assert self.handover is not None
+        return self.writer.bind(self.handover.values, "x")
+
+    def read(self, name: str, version: int) -> str:
+        variable = self.values.variable(name, version)
+        if self.values.owners[variable] in (None, self.thread):
+            return self.writer.use(variable)
+        return f"{self.exchange()}[{self.values.slots[variable]}]"
+
+    def collective(self, op: Operator, part: int) -> list[str]:
+        inputs = ", ".join([self.read(name, version) for name, version in op.reads])
+        key = repr(("reduction", len(op.inputs), sorted(op.args.items())))
+        reduced = self.writer.bind_sized(lambda dims: reduction(op, dims), key)
+        name, version = list(op.makes)[part]
+        text = f"{self.writer.bind(all_reduce, 'c')}(({inputs},), *{reduced})"
+        return self.keep(name, version, text)
+
+    def call(self, op: Operator) -> list[str]:
+        call = arrange(op)
+        if self.taken_once(op, call):
+            return []
+        overwritten = dict(op.effects.writes)
+        inputs = [self.read(name, version) for name, version in op.reads]
+        makes = list(op.makes)
+        statements = self.seed(op) if op.seed is not None else []
+        returned = [i for group in call.returned for i in (group if isinstance(group, list) else [group])]
+        fresh = [i for i in returned if i is not None and i not in overwritten]
+        if op.type == "Copy" and makes[0][0] in self.setting.state:
+            copy_ = self.writer.bind(Tensor.copy_, "c")
+            statements.append(f"{copy_}({self.state(makes[0][0])}, {inputs[0]})")
+            self.values.define(*makes[0], self.values.variable(makes[0][0], 0), None)
+            return statements
+        text = self.text(op, call, inputs)
+        self.overwrite(op)
+        if not fresh:
+            return [*statements, text]
+        if len(fresh) == 1 and call.single and not isinstance(call.returned[0], list):
+            return [*statements, *self.keep(*makes[fresh[0]], text)]
+        return [*statements, *self.unpack(call, {i: makes[i] for i in fresh}, text)]
+
+    def taken_once(self, op: Operator, call: Call) -> bool:
+        """Take views of state now, where they are the same in every step; whether they were."""
+        if not op.effects.views or op.effects.writes or any(map(depends_on_dims, op.args.values())):
+            return False
+        if len(op.effects.views) != len(op.outputs) or any(name in self.setting.state for name in op.outputs):
+            return False
+        inputs = [self.values.kept_tensor(name, version) for name, version in op.reads]
+        if not inputs or not all(isinstance(tensor, Tensor) for tensor in inputs):
+            return False
+        with torch.inference_mode():
+            try:
+                views = flatten(call, invoke(op, call, inputs, self.setting, {}, 0))
+            except (RuntimeError, TypeError):  # it shall fail where it can be named: in the step
+                return False
+        for position, (name, version) in enumerate(op.makes):
+            self.values.keep(name, version, views[position])
+        return True
+
+    def state(self, name: str) -> str:
+        return self.writer.use(self.values.variable(name, 0))
+
+    def keep(self, name: str, version: int, text: str) -> list[str]:
+        """Assign one result; state keeps its tensor and takes the value."""
+        if name in self.setting.state:
+            self.values.define(name, version, self.values.variable(name, 0), None)
+            return [f"{self.writer.bind(Tensor.copy_, 'c')}({self.state(name)}, {text})"]
+        variable = self.values.fresh()
+        return [f"{variable} = {text}", *self.assigned(name, version, variable)]
+
+    def unpack(self, call: Call, makes: Mapping[int, tuple[str, int]], text: str) -> list[str]:
+        """Assign several results, or the items of a list."""
+        kept: list[str] = []
+        dropped: list[str] = []
+
+        def target(group: int | list[int | None] | None) -> str:
+            if isinstance(group, list):
+                return f"({''.join([target(item) + ', ' for item in group])})" if group else "[]"
+            if group is None or group not in makes:
+                dropped.append(self.values.fresh())
+                return dropped[-1]
+            name, version = makes[group]
+            variable = self.values.fresh()
+            if name in self.setting.state:
+                kept.extend([f"{self.writer.bind(Tensor.copy_, 'c')}({self.state(name)}, {variable})"])
+                dropped.append(variable)
+                self.values.define(name, version, self.values.variable(name, 0), None)
+            else:
+                kept.extend(self.assigned(name, version, variable))
+            return variable
+
+        targets = [target(group) for group in call.returned]
+        left = targets[0] if call.single else "".join([t + ", " for t in targets])
+        return [f"{left} = {text}", *kept, *([f"del {', '.join(dropped)}"] if dropped else [])]
+
+    def assigned(self, name: str, version: int, variable: str) -> list[str]:
+        """Note that *variable* was made; what hands it to other threads."""
+        self.values.define(name, version, variable, self.thread)
+        if (name, version) not in self.values.shared:
+            return []
+        assert self.handover is not None
+        self.values.slots[variable] = len(self.handover.values)
+        self.handover.values.append(None)
+        return [f"{self.exchange()}[{self.values.slots[variable]}] = {variable}"]
+
+    def seed(self, op: Operator) -> list[str]:
+        generator = self.setting.generators[op.device]
+        manual_seed = self.writer.bind(generator.manual_seed, "g", ("seed", op.device))
+        mixed = self.writer.bind(mix, "c")
+        return [f"{manual_seed}({mixed}(n, {self.setting.replica(op)}, {self.literal(op.seed)}))"]
+
+    def text(self, op: Operator, call: Call, inputs: Sequence[str]) -> str:
+        """The expression that calls the operator."""
+        given = [self.argument(op, argument, inputs) for argument in call.positional]
+        given += [f"{name}={self.argument(op, argument, inputs)}" for name, argument in call.keyword]
+        function: Callable[..., object]
+        if op.type == "Copy" and self.has_buffer(op.outputs[0]):
+            function, key = receive, "receive"
+            given.append(self.receive_buffer(op.outputs[0]))
+        elif op.type == "Copy":
+            function, key = copy, "Copy"
+            given.append(self.writer.bind(self.setting.binding[op.device], key=("device", op.device)))
+        else:
+            function, key = fastest(op.type), op.type
+        return f"{self.writer.bind(function, 'c', key)}({', '.join(given)})"
+
+    def has_buffer(self, storage: str) -> bool:
+        """Whether a copy goes into a receive buffer. Small ones don't: fresh memory for them is at hand."""
+        plan = self.setting.plan
+        return storage in plan.buffers and self.net.blobs[storage].nbytes(plan.dims) >= _SMALLEST_BUFFER
+
+    def receive_buffer(self, storage: str) -> str:
+        """The receive buffer of a storage; those of one number are one tensor."""
+        blob = self.net.blobs[storage]
+        place, dtype = self.setting.binding[blob.device], to_torch(Symbol(str(blob.dtype)))
+
+        def allocated(dims: Dims) -> Tensor:
+            shape = [bind(size, dims) for size in blob.shape or ()]
+            strides = (
+                contiguous_strides(tuple(shape)) if blob.strides is None else [bind(s, dims) for s in blob.strides]
+            )
+            with torch.inference_mode():
+                return torch.empty_strided(shape, strides, dtype=dtype, device=place)
+
+        return self.writer.bind_sized(allocated, ("buffer", blob.device, self.setting.plan.buffers[storage]))
+
+    def argument(self, op: Operator, argument: Argument, inputs: Sequence[str]) -> str:
+        if isinstance(argument, Operand):
+            return inputs[argument.position]
+        if isinstance(argument, OperandList):
+            items = ["None" if i is None else inputs[i] for i in argument.positions]
+            return f"[{', '.join(items)}]"
+        if isinstance(argument, Constant):
+            return self.constant(argument.arg)
+        if isinstance(argument, Default):
+            return "None" if argument.value is None else self.writer.bind(argument.value, key=repr(argument.value))
+        if argument is Bound.DEVICE:
+            return self.writer.bind(self.setting.binding[op.device], key=("device", op.device))
+        return self.writer.bind(self.setting.generators[op.device], "g", ("generator", op.device))
+
+    def constant(self, arg: Arg) -> str:
+        if depends_on_dims(arg):
+            return self.writer.bind_sized(lambda dims: evaluate(arg, dims), repr(arg))
+        value = evaluate(arg, {})
+        literal = self.literal(value)
+        return literal if literal is not None else self.writer.bind(value, key=repr(("constant", value)))
+
+    def literal(self, value: object) -> str | None:
+        """The Python literal of a number, a boolean, None, or a tuple of them; None for everything else."""
+        match value:
+            case None | bool():
+                return repr(value)
+            case int():
+                return repr(int(value)) if abs(value) < _LARGEST_LITERAL else None
+            case float():
+                return repr(float(value)) if math.isfinite(value) else None
+            case tuple():
+                items = [self.literal(item) for item in value]
+                return f"({''.join([f'{item}, ' for item in items])})" if None not in items else None
+        return None

@@ -1,0 +1,280 @@
+"""The CUDA executor: one host thread issues every lane to a stream of its own.
+
+The generated function (:mod:`.codegen`) issues a step and waits for nothing; the devices work it off behind it. What
+comes before and after a step is in order with it by the *gate*, one more stream::
+
+    caller's streams  ── batch ① ─────────────────────────────────── ④ read the loss
+    gate              ──────── ① ② ─────────────────────────── ③ ④
+    gpu:0.compute     ──────────── ② run … record ──────────── ③
+    gpu:1.copy_in     ──────────── ② wait … copy … record ──── ③
+    gpu:1.compute     ──────────── ② wait … run ────────────── ③
+
+So a step starts on every lane only after the one before it has ended on every lane, and the caller's work on its own
+current streams is ordered with steps as if they were one operator.
+
+Memory is that of the lane's device that frees it: ``record_stream`` is not needed, since the plan lets a compute lane
+wait for the last use elsewhere before it frees, and the allocator hands memory on in the order of its stream.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from graphir.analysis.memory import memory
+from graphir.errors import SessionError
+from graphir.ir.device import Device
+from graphir.ir.size import Dims
+
+from ..executor import Feedable, Setting
+from ..executors.generated import Generated
+from ..kernels.buffers import Buffers
+from ..machine.surroundings import neutral
+from ..observing.probes import Probe
+from .codegen import Lanes, generate_streams
+from .streams import Event, Machine, Stream, TorchCuda
+
+__all__ = ["Collectives", "Cuda", "Fence", "Held", "StreamClock"]
+
+Collectives: TypeAlias = Literal["ordered", "native"]
+
+
+class Held(NamedTuple):
+    """The bytes of one logical device, and the allocator's figures of the real one that it is bound to.
+
+    Attributes:
+        place: the real device; others may share it.
+        predicted: the plan's peak at the sizes of the last step, state and inputs included.
+        state: of parameters, buffers, optimizer state and constants.
+        received: of the buffers for incoming copies, which are kept from step to step.
+        allocator: some of ``torch.cuda.memory_stats``, in bytes and counts; empty on the host.
+    """
+
+    place: torch.device
+    predicted: int
+    state: int
+    received: int
+    allocator: Mapping[str, int]
+
+
+class Fence:
+    """Orders a step with what comes before and after it.
+
+    Args:
+        machine: whose events they are.
+        gate: the stream that steps come through.
+        lanes: the streams of a step.
+    """
+
+    def __init__(self, machine: Machine, gate: Stream, lanes: Sequence[Stream]) -> None:
+        self.gate, self.lanes, self.machine = gate, lanes, machine
+        self.begun, self.done = machine.event(), machine.event()
+        self.ended = [machine.event() for _ in lanes]
+        self.called: list[Event] = []
+
+    def enter(self, callers: Sequence[Stream]) -> None:
+        """What the gate gets from now on comes after what *callers* got."""
+        while len(self.called) < len(callers):
+            self.called.append(self.machine.event())
+        for event, stream in zip(self.called, callers, strict=False):
+            event.record(stream)
+            event.wait(self.gate)
+
+    def fork(self) -> None:
+        """The lanes come after the gate."""
+        self.begun.record(self.gate)
+        for stream in self.lanes:
+            self.begun.wait(stream)
+
+    def join(self) -> None:
+        """The gate comes after the lanes."""
+        for event, stream in zip(self.ended, self.lanes, strict=True):
+            event.record(stream)
+            event.wait(self.gate)
+
+    def leave(self, callers: Sequence[Stream]) -> None:
+        """What *callers* get from now on comes after what the gate got."""
+        self.done.record(self.gate)
+        for stream in callers:
+            self.done.wait(stream)
+
+
+class StreamClock:
+    """A clock whose marks are events of the lanes' streams; a lane of the host is marked as it is issued."""
+
+    def __init__(self, machine: Machine, lanes: Lanes) -> None:
+        self.machine, self.lanes = machine, lanes
+        self.started: dict[torch.device, tuple[float, Event]] = {}
+
+    def start(self) -> None:
+        """Begin at a moment at which the devices are at rest: events of two devices have no time between them."""
+        self.started.clear()
+        for stream in self.lanes.streams.values():
+            if stream.device not in self.started:
+                event = self.machine.event(timed=True)
+                self.started[stream.device] = time.perf_counter(), event
+                event.record(stream)
+
+    def mark(self, lane: str) -> float | tuple[torch.device, Event]:
+        """An event behind what was issued to the lane so far."""
+        stream = self.lanes.streams.get(lane)
+        if stream is None:
+            return time.perf_counter()
+        event = self.machine.event(timed=True)
+        event.record(stream)
+        return stream.device, event
+
+    def seconds(self, marks: Sequence[Any]) -> list[float]:
+        """Waits for the events."""
+        found = []
+        for mark in marks:
+            if isinstance(mark, tuple):
+                seconds, start = self.started[mark[0]]
+                mark[1].synchronize()
+                mark = seconds + start.elapsed_time(mark[1]) * 1e-3
+            found.append(mark)
+        return found
+
+
+class Cuda:
+    """See :mod:`graphir.runtime.cuda.executor`.
+
+    Args:
+        setting: what to run.
+        threads: how many threads one kernel on the host may use; None: as many as in the thread that makes this.
+        collectives: ``ordered``: copies, and sums in participant order; ``native``: NCCL's.
+        machine: makes streams and events.
+        places: the real device of each logical one, by default the setting's binding.
+
+    Raises:
+        SessionError: NCCL cannot reduce, since participants share a device or are on the host.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        threads: int | None = None,
+        collectives: Collectives = "ordered",
+        machine: Machine | None = None,
+        places: Mapping[Device, torch.device] | None = None,
+    ) -> None:
+        self.setting, self.intraop = setting, threads or torch.get_num_threads()
+        self.places = places or setting.binding
+        if collectives == "native":
+            _check_distinct(setting, self.places)
+        self.native = collectives == "native"
+        self.machine: Machine = machine or TorchCuda()
+        self.real = list(dict.fromkeys(place for place in self.places.values() if place.type == "cuda"))
+        self.buffers: Buffers = {}
+        with self.machine.kept(self.real):
+            self.gate = self.machine.stream(self.real[0])
+            self.lanes = Lanes(setting.plan, self.places, self.machine)
+            self.plain = self.generate()
+            self.fence = Fence(self.machine, self.gate, list(self.lanes.streams.values()))
+        self.observed: Generated | None = None
+        self.clock = StreamClock(self.machine, self.lanes)
+        self.kinds = {place.type for place in setting.binding.values()}
+        self.dims: Dims = setting.plan.dims
+
+    def generate(self, observed: bool = False) -> Generated:
+        """The function of all lanes."""
+        code = generate_streams(self.setting, self.lanes, self.buffers, native=self.native, observed=observed)
+        return Generated(self.setting, [code])
+
+    def run(self, dims: Dims, inputs: Sequence[Feedable], step: int) -> Sequence[Tensor]:
+        """One step; see :class:`.executor.Executor`. It returns as soon as all is issued."""
+        return self.between(dims, lambda: self.issue(self.plain, dims, inputs, (step,)))
+
+    def run_observed(self, dims: Dims, inputs: Sequence[Feedable], step: int, probe: Probe) -> Sequence[Tensor]:
+        """One step with a probe, begun when the devices are at rest; see :class:`.observing.probes.Observable`."""
+        if self.observed is None:
+            self.observed = self.generate(observed=True)
+        code, first = self.observed, (step, probe.begin, probe.end)
+        self.settle()
+        self.clock.start()
+        return self.between(dims, lambda: self.issue(code, dims, inputs, first))
+
+    def between(self, dims: Dims, issue: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
+        """Issue something between what the caller has issued and what it will."""
+        self.dims = dims
+        with neutral(self.intraop, self.kinds), torch.inference_mode(), self.machine.kept(self.real) as callers:
+            self.fence.enter(callers)
+            outputs = issue()
+            self.fence.leave(callers)
+            return outputs
+
+    def issue(
+        self, generated: Generated, dims: Dims, inputs: Sequence[Feedable], first: tuple[Any, ...]
+    ) -> Sequence[Tensor]:
+        """Issue a step behind the gate; its function takes *first* before its inputs."""
+        (function,), (code,) = generated.functions(dims), generated.threads
+        try:
+            self.fence.fork()
+            outputs = function(*first, *[inputs[i] for i in code.inputs])
+            self.fence.join()
+        except BaseException as e:
+            self.settle()
+            if not isinstance(e, Exception):
+                raise
+            error = generated.blame([e], dims, first[0])
+            raise error from error.__cause__
+        return outputs
+
+    def settle(self) -> None:
+        """Let the devices come to rest, so that what a failed step drops is in no stream's hands any more."""
+        for stream in (*self.lanes.streams.values(), self.gate):
+            try:
+                stream.synchronize()
+            except RuntimeError:  # a kernel has failed; the device refuses everything from now on
+                return
+
+    def ledger(self) -> dict[Device, Held]:
+        """What each device holds: the plan's own bytes, and beside them the allocator's, of the sizes stepped last."""
+        plan = self.setting.plan
+        predicted = memory(plan.with_(dims=dict(self.dims)))
+        state, received = dict.fromkeys(self.places, 0), dict.fromkeys(self.places, 0)
+        for name, tensor in self.setting.state.items():
+            state[plan.step.blobs[name].device] += tensor.numel() * tensor.element_size()
+        for (device, _), buffer in self.buffers.items():
+            received[device] += buffer.nbytes
+        return {
+            device: Held(
+                place,
+                predicted.peak_of_storages(device),
+                state[device],
+                received[device],
+                self.machine.statistics(place) if place.type == "cuda" else {},
+            )
+            for device, place in self.places.items()
+        }
+
+    def close(self) -> None:
+        """Let the devices come to rest, and give back what was kept."""
+        self.settle()
+        self.plain.bound.clear()
+        self.buffers.clear()
+
+
+def _check_distinct(setting: Setting, places: Mapping[Device, torch.device]) -> None:
+    for op in setting.plan.step.ops:
+        if op.type != "AllReduce":
+            continue
+        devices = [setting.plan.step.blobs[name].device for name in op.inputs]
+        first: dict[torch.device, Device] = {}
+        for device in devices:
+            place = places[device]
+            if place.type != "cuda":
+                problem = f"{device} is on {place}"
+            elif first.setdefault(place, device) != device:
+                problem = f"{first[place]} and {device} share {place}"
+            else:
+                continue
+            raise SessionError(
+                f"collectives='native': NCCL reduces among distinct GPUs, but {problem}",
+                where=f"plan {setting.plan.name!r}",
+                fix="bind each replica to a GPU of its own, or leave collectives='ordered'",
+            )

@@ -1,0 +1,272 @@
+"""Steps as CUDA graphs: what a step issues is captured once for each size, and then replayed in one call.
+
+A graph replays kernels with the numbers that they were captured with. So what reads numbers of the host, such as the
+optimizers' updates with their learning rates and step counts, is not in it: it is issued after each replay, by the same
+kernels as without a graph, and gives the same bits. (Kernels that read a learning rate from the device round it to
+single precision.) The rest of the plan runs on its lanes' streams, which the capture forks from the gate and joins::
+
+    gate             batch into its place, seeds ── replay ─────────────────────────── updates ──▶
+                                                     └ gpu:0.compute: run … record ┐ ┘
+                                                       gpu:1.copy_in: wait … copy  ┘
+
+The first step of a size is issued without a graph, which warms libraries up and takes the buffers; the second one is
+captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphir.errors import RunError, SessionError
+from graphir.ir.device import Device
+from graphir.ir.operator import Operator
+from graphir.ir.seeds import mix
+from graphir.ir.size import Dims
+from graphir.ir.text import operator_text
+from graphir.plan import Plan
+
+from ..codegen.handoffs import Handoffs, Handover
+from ..codegen.statements import Statements
+from ..codegen.values import Values
+from ..codegen.writer import ThreadCode, Writer
+from ..executor import Feedable, Setting
+from ..executors.generated import Generated
+from ..failures.faults import reason_of
+from ..kernels.calls import Argument, Bound
+from ..kernels.optimizers import KERNELS
+from ..machine.surroundings import neutral
+from .codegen import StreamStatements, StreamWriter
+from .executor import Cuda, Fence
+from .streams import Graph, Machine
+
+__all__ = ["CudaGraphs"]
+
+_KEPT_GRAPHS: Final = 8
+"""For how many sizes graphs are kept; each has memory of its own."""
+
+
+class _Draw(NamedTuple):
+    """A random operator's own generator, and what its seed is mixed from."""
+
+    generator: torch.Generator
+    replica: int
+    seed: int
+
+
+class _Captured(NamedTuple):
+    """A graph, and what is around it.
+
+    Attributes:
+        graph: of the captured part.
+        inputs: where it reads the step's inputs; None where it does not.
+        outputs: those of the step that it makes, which every replay overwrites, by number.
+        draws: whose generators are seeded before a replay.
+        late: the function of the rest, with the values that the graph hands it.
+        kept: what the graph uses and must outlive it.
+    """
+
+    graph: Graph
+    inputs: list[Tensor | None]
+    outputs: Mapping[int, Tensor]
+    draws: Sequence[_Draw]
+    late: Generated
+    kept: object
+
+
+class CudaGraphs(Cuda):
+    """See :mod:`graphir.runtime.cuda.graphs`.
+
+    Raises:
+        SessionError: the plan's devices are not one GPU, or something else than an update needs the host.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        threads: int | None = None,
+        machine: Machine | None = None,
+        places: Mapping[Device, torch.device] | None = None,
+    ) -> None:
+        self.late = late_instructions(setting.plan, places or setting.binding)
+        super().__init__(setting, threads, machine=machine, places=places)
+        self.warm: set[tuple[int, ...]] = set()
+        self.graphs: dict[tuple[int, ...], _Captured] = {}
+
+    def run(self, dims: Dims, inputs: Sequence[Feedable], step: int) -> Sequence[Tensor]:
+        """One step; see :class:`.executor.Executor`."""
+        key = tuple(dims.values())
+        if key not in self.warm:
+            self.warm.add(key)
+            return super().run(dims, inputs, step)
+        if key not in self.graphs:
+            if len(self.graphs) >= _KEPT_GRAPHS:
+                self.forget(next(iter(self.graphs)))
+            with neutral(self.intraop, self.kinds), torch.inference_mode(), self.machine.kept(self.real) as callers:
+                self.fence.enter(callers)
+                self.graphs[key] = self.capture(dims, inputs, step)
+        captured = self.graphs[key]
+        return self.between(dims, lambda: self.replay(captured, dims, inputs, step))
+
+    def replay(self, captured: _Captured, dims: Dims, inputs: Sequence[Feedable], step: int) -> Sequence[Tensor]:
+        """Issue a captured step behind the gate."""
+        self.machine.use(self.gate)
+        for place, value in zip(captured.inputs, inputs, strict=True):
+            if place is not None and isinstance(value, Tensor):
+                place.copy_(value, non_blocking=True)
+        for draw in captured.draws:
+            draw.generator.manual_seed(mix(step, draw.replica, draw.seed))
+        (function,), (code,) = captured.late.functions(dims), captured.late.threads
+        try:
+            captured.graph.replay()
+            found = {**captured.outputs, **dict(zip(code.outputs, function(step, *_given(code, inputs)), strict=True))}
+        except BaseException as e:
+            self.settle()
+            if not isinstance(e, Exception):
+                raise
+            error = captured.late.blame([e], dims, step)
+            raise error from error.__cause__
+        return [found[i] for i in range(len(found))]
+
+    def capture(self, dims: Dims, inputs: Sequence[Feedable], step: int) -> _Captured:
+        """Capture a step of these sizes; nothing of it is executed."""
+        early, late, draws, slots = _generate(self)
+        fence = Fence(self.machine, self.gate, list(self.lanes.streams.values()))
+        taken = set(early.inputs)
+        for draw in draws:
+            draw.generator.manual_seed(mix(step, draw.replica, draw.seed))
+        failure: Exception | None = None
+        outputs: Sequence[Tensor] = ()
+        try:
+            self.machine.use(self.gate)
+            static = [
+                value.clone() if i in taken and isinstance(value, Tensor) else None for i, value in enumerate(inputs)
+            ]
+            with self.machine.capture(self.gate, [draw.generator for draw in draws]) as graph:
+                try:
+                    fence.fork()
+                    outputs = early.bind(dims)(step, *[static[i] for i in early.inputs])
+                    fence.join()
+                except Exception as e:
+                    failure = e
+                finally:
+                    self.machine.use(self.gate)
+        except Exception as e:
+            failure = failure or e
+        if failure is not None:
+            raise self.refusal(early, failure, dims, step) from failure
+        kept = (slots, dict(self.buffers), fence)
+        return _Captured(
+            graph, static, dict(zip(early.outputs, outputs, strict=True)), draws, Generated(self.setting, [late]), kept
+        )
+
+    def refusal(self, code: ThreadCode, failure: Exception, dims: Dims, step: int) -> RunError:
+        """The error for what cannot be captured."""
+        error = Generated(self.setting, [code]).blame([failure], dims, step)
+        return RunError(
+            f"the step cannot be captured as a CUDA graph: {reason_of(failure)}",
+            at=error.at,
+            where=f"plan {self.setting.plan.name!r}, step {step}",
+            fix="make the session with cuda_graph=False",
+        )
+
+    def forget(self, key: tuple[int, ...]) -> None:
+        """Give a graph's memory back."""
+        self.settle()
+        self.graphs.pop(key).graph.reset()
+
+    def close(self) -> None:
+        """Give every graph's memory back, too."""
+        for key in list(self.graphs):
+            self.forget(key)
+        super().close()
+
+
+def _given(code: ThreadCode, inputs: Sequence[Feedable]) -> list[Feedable]:
+    return [inputs[i] for i in code.inputs]
+
+
+def late_instructions(plan: Plan, places: Mapping[Device, torch.device]) -> frozenset[int]:
+    """The positions of what a graph leaves out: updates, what depends on them, and the frees of what they use.
+
+    Raises:
+        SessionError: the devices are not one GPU, or something that is no update needs the host.
+    """
+    net, where = plan.step, f"plan {plan.name!r}"
+    fix = "bind all devices to one GPU, or make the session with cuda_graph=False"
+    used = {places[net.blobs[name].device] for op in net.ops for name in op.outputs if op.type not in KERNELS}
+    gpus = sorted(str(place) for place in used if place.type == "cuda")
+    if len(gpus) != 1:
+        raise SessionError(
+            f"cuda_graph=True: a graph is of one GPU, the plan is on {', '.join(gpus) or 'none'}", where=where, fix=fix
+        )
+    late, touched, written = set[int](), set[str](), set[str]()
+    for position, instruction in enumerate(plan.instructions):
+        if instruction.kind == "free" and instruction.storage in touched:
+            late.add(position)
+        if instruction.op < 0:
+            continue
+        op = net.ops[instruction.op]
+        reads = {net.blobs[name].storage for name in op.inputs}
+        makes = {net.blobs[name].storage for name in op.outputs}
+        on_host = any(places[net.blobs[name].device].type == "cpu" for name in (*op.inputs, *op.outputs))
+        if not (on_host or op.type in KERNELS or reads & written or makes & touched):
+            continue
+        if op.phase != "update":
+            raise SessionError(
+                "cuda_graph=True: an operator that is no update needs the host, or comes after one",
+                at=operator_text(op, net),
+                where=where,
+                fix="make the session with cuda_graph=False",
+            )
+        late.add(position)
+        touched |= reads | makes
+        written |= makes
+    return frozenset(late)
+
+
+class _Early(StreamStatements):
+    """The statements of what is captured: every random operator has a generator of its own, seeded from outside."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.draws: list[_Draw] = []
+
+    def seed(self, op: Operator) -> list[str]:
+        assert op.seed is not None
+        generator = torch.Generator(self.setting.binding[op.device])
+        self.draws.append(_Draw(generator, self.setting.replica(op), op.seed))
+        return []
+
+    def argument(self, op: Operator, argument: Argument, inputs: Sequence[str]) -> str:
+        if argument is Bound.GENERATOR:
+            return self.writer.bind(self.draws[-1].generator, "g")
+        return super().argument(op, argument, inputs)
+
+
+def _generate(executor: CudaGraphs) -> tuple[ThreadCode, ThreadCode, Sequence[_Draw], list[Tensor | None]]:
+    """The function to capture and the one of the rest, which finds the first one's values in the slots."""
+    setting, plan = executor.setting, executor.setting.plan
+    moved = [
+        instruction._replace(lane="late") if position in executor.late else instruction
+        for position, instruction in enumerate(plan.instructions)
+    ]
+    thread = {**dict.fromkeys(plan.lanes, 0), "late": 1}
+    values = Values(replace(setting, plan=plan.with_(instructions=tuple(moved))), thread)
+    handover = Handover(Handoffs(0, {}, {}), (), (), [])
+    first = StreamWriter(values.kept, plan, executor.lanes)
+    early = _Early(setting, first, values, executor.lanes, executor.buffers, handover=handover)
+    then = Writer(values.kept)
+    late = Statements(setting, then, values, handover, 1)
+    for position, instruction in enumerate(plan.instructions):
+        (late if position in executor.late else early).add(position, instruction)
+    early.finish()
+    late.flush()
+    for index, name in enumerate(plan.step.external_outputs):
+        owner, variable = values.last(name)
+        (then if owner else first).returns(index, variable)
+    return first.finish(), then.finish(), early.draws, handover.values

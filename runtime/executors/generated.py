@@ -1,0 +1,131 @@
+"""The generated functions of a plan: bound to sizes, and asked which instruction failed."""
+
+from __future__ import annotations
+
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from torch import Tensor
+
+from graphir.errors import RunError
+from graphir.ir.size import Dims
+
+from ..codegen.writer import ThreadCode
+from ..executor import Feedable, Setting
+from ..failures.faults import fault, writes_state
+from ..observing.probes import Clock, HostClock, Probe
+
+__all__ = ["Generated", "Located", "OnHost", "Stopped"]
+
+_KEPT_SIZES: Final = 64
+"""For how many sizes the bound functions are kept."""
+
+
+class Stopped(BaseException):
+    """Raised in a thread once another one has failed."""
+
+
+class Located(Exception):
+    """Raised by a line that executes several instructions.
+
+    Attributes:
+        position: of the instruction that failed, in the plan.
+        cause: what it raised.
+    """
+
+    def __init__(self, position: int, cause: Exception) -> None:
+        super().__init__(position, cause)
+        self.position, self.cause = position, cause
+
+
+class Generated:
+    """The functions of all threads of a plan, and what they are bound to for the sizes of late.
+
+    Args:
+        setting: what they run.
+        threads: the code of each.
+    """
+
+    def __init__(self, setting: Setting, threads: Sequence[ThreadCode]) -> None:
+        self.setting, self.threads = setting, threads
+        self.bound: dict[tuple[int, ...], list[Callable[..., tuple[Tensor, ...]]]] = {}
+
+    def functions(self, dims: Dims) -> list[Callable[..., tuple[Tensor, ...]]]:
+        """Each thread's function for these sizes."""
+        functions = self.bound.get(key := tuple(dims.values()))
+        if functions is None:
+            if len(self.bound) >= _KEPT_SIZES:
+                del self.bound[next(iter(self.bound))]
+            functions = self.bound[key] = [code.bind(dims) for code in self.threads]
+        return functions
+
+    def blame(self, errors: Sequence[BaseException | None], dims: Dims, step: int) -> RunError:
+        """The error for what threads raised; the first failure is to blame for those that it stopped."""
+        plan = self.setting.plan
+        thread, cause = next((i, e) for i, e in enumerate(errors) if e is not None and not isinstance(e, Stopped))
+        line = _failed_at(self.threads[thread], cause)
+        position = -1 if line is None else self.threads[thread].instructions[line]
+        if isinstance(cause, Located):
+            position, cause = cause.position, cause.cause.with_traceback(cause.__traceback__)
+        error = fault(
+            plan,
+            plan.instructions[position] if position >= 0 else None,
+            step,
+            cause,
+            dims=dims,
+            binding=self.setting.binding,
+            usable=not any(self.wrote(code, e) for code, e in zip(self.threads, errors, strict=True)),
+        )
+        error.__cause__ = cause
+        return error
+
+    def wrote(self, code: ThreadCode, error: BaseException | None) -> bool:
+        """Whether a thread may have written state before it ended."""
+        line = None if error is None else _failed_at(code, error)
+        executed = code.instructions if line is None else code.instructions[: line + 1]
+        plan = self.setting.plan
+        return any(writes_state(plan, plan.instructions[position]) for position in executed if position >= 0)
+
+
+def _failed_at(code: ThreadCode, error: BaseException) -> int | None:
+    """The line of a thread's function that raised, None where none did."""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is code.code:
+            return line
+    return None
+
+
+class OnHost(ABC):
+    """An executor of generated code on the host; the variant that calls a probe is written when first asked for.
+
+    Attributes:
+        setting: what to run.
+        generate: writes the code of each thread.
+        plain: the code without a probe.
+    """
+
+    setting: Setting
+    generate: Callable[..., Sequence[ThreadCode]]
+    plain: Generated
+
+    def __init__(self) -> None:
+        self.clock: Clock = HostClock()
+        self.observed: Generated | None = None
+
+    def run(self, dims: Dims, inputs: Sequence[Feedable], step: int) -> Sequence[Tensor]:
+        """One step; see :class:`.executor.Executor`."""
+        return self.execute(self.plain, dims, inputs, (step,))
+
+    def run_observed(self, dims: Dims, inputs: Sequence[Feedable], step: int, probe: Probe) -> Sequence[Tensor]:
+        """One step with a probe; see :class:`.observing.probes.Observable`."""
+        if self.observed is None:
+            self.observed = Generated(self.setting, self.generate(observed=True))
+        return self.execute(self.observed, dims, inputs, (step, probe.begin, probe.end))
+
+    @abstractmethod
+    def execute(
+        self, generated: Generated, dims: Dims, inputs: Sequence[Feedable], first: tuple[Any, ...]
+    ) -> Sequence[Tensor]:
+        """One step of this code, whose functions take *first* before their inputs: the number of steps done, …"""

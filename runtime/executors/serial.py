@@ -1,0 +1,73 @@
+"""The CPU executor of one thread: all lanes merged in issue order, as generated Python, in the thread that calls.
+
+Nothing waits, so there are no events. It is what runs a plan of one device, and one whose operators are too short for
+threads to pay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from graphir.analysis.memory import memory
+from graphir.ir.size import Dims
+from graphir.plan import Plan
+
+from ..codegen.statements import generate
+from ..executor import Feedable, Setting
+from ..machine.heap import keep_heap
+from ..machine.surroundings import is_neutral, neutral
+from .generated import Generated, OnHost
+
+__all__ = ["Serial"]
+
+_SPARE: Final = 3
+"""How much free memory a step's heap shall have, in the bytes that its values take at most: kernels take some beside
+them, and a block needs a hole that is long enough."""
+
+
+class Serial(OnHost):
+    """See :mod:`graphir.runtime.executors.serial`.
+
+    Args:
+        setting: what to run.
+        threads: how many threads one kernel may use; None: as many as in the thread that makes the executor, so that
+            bits equal those of eager PyTorch there.
+    """
+
+    def __init__(self, setting: Setting, threads: int | None = None) -> None:
+        super().__init__()
+        self.setting, self.intraop = setting, threads or torch.get_num_threads()
+        self.generate = partial(generate, setting, dict.fromkeys(setting.plan.lanes, 0))
+        self.plain = Generated(setting, self.generate())
+        self.heap: Tensor | None = keep_heap(_SPARE * _fresh_bytes(setting.plan))
+
+    def execute(
+        self, generated: Generated, dims: Dims, inputs: Sequence[Feedable], first: tuple[Any, ...]
+    ) -> Sequence[Tensor]:
+        """One step of this code, whose function takes *first* before its inputs: the number of steps done, …"""
+        (function,), (code,) = generated.functions(dims), generated.threads
+        given = inputs if len(code.inputs) == len(inputs) else [inputs[i] for i in code.inputs]
+        try:
+            if is_neutral(self.intraop):
+                with torch.inference_mode():
+                    return function(*first, *given)
+            with neutral(self.intraop), torch.inference_mode():
+                return function(*first, *given)
+        except Exception as e:
+            error = generated.blame([e], dims, first[0])
+            raise error from error.__cause__
+
+    def close(self) -> None:
+        """Let the heap shrink."""
+        self.heap = None
+
+
+def _fresh_bytes(plan: Plan) -> int:
+    """The most bytes that a step holds at once, beside its state."""
+    predicted = memory(plan)
+    return sum(predicted.peak[device] - predicted.state[device] for device in predicted.peak)

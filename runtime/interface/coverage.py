@@ -1,0 +1,89 @@
+"""Whether a program computes at given sizes what eager PyTorch would: convolutions choose their layout by sizes.
+
+A convolution has several backends, and the number of elements, the number of threads, the machine and its libraries
+choose one. Some keep the channels last, others don't, and the operators after it follow: a view may become a copy, and
+a sum add up in another order. So where the backend lays a result out otherwise than its blob says, the step that was
+captured is not the one that eager PyTorch takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final, TypeAlias
+
+import torch
+
+from graphir.errors import CoverageError
+from graphir.ir.blob import Blob, contiguous_strides
+from graphir.ir.device import Device
+from graphir.ir.meta import fresh_fake_mode
+from graphir.ir.names import base_name
+from graphir.ir.operator import Operator
+from graphir.ir.opset import arguments_of, overload, to_torch
+from graphir.ir.program import Program
+from graphir.ir.size import Dims, bind_shape
+from graphir.ir.text import operator_text
+
+from ..kernels.calls import arrange, evaluate
+from ..kernels.invoke import flatten
+from ..machine.surroundings import neutral
+
+__all__ = ["check_layouts"]
+
+_HOST: Final = torch.device("cpu")
+_CONVOLUTIONS: Final = frozenset({"aten.convolution.default", "aten.convolution_backward.default"})
+
+_Geometry: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], str]
+
+
+def check_layouts(program: Program, dims: Dims, places: Mapping[Device, torch.device], threads: int) -> None:
+    """Raise where a convolution on the host would lay a result out otherwise than its blob says; nothing is computed.
+
+    Args:
+        program: what is to be run.
+        dims: the value of each dimension.
+        places: the real device of each logical one; the host where one is missing.
+        threads: how many threads one kernel may use.
+
+    Raises:
+        CoverageError: one would. Captured at these sizes, in as many threads and on this machine, the program says so.
+    """
+    seen: set[object] = set()
+    blobs = program.step.blobs
+    with neutral(threads), fresh_fake_mode(), torch.no_grad():
+        for op in program.step.ops:
+            if op.type not in _CONVOLUTIONS or places.get(op.device, _HOST).type != "cpu":
+                continue
+            declared = [_geometry(blobs[name], dims) for name in (*op.inputs, *op.outputs)]
+            key = (op.type, op.operands, op.results, repr(op.args), *declared)
+            if key not in seen:
+                seen.add(key)
+                _check(program, op, dims, declared[: len(op.inputs)], declared[len(op.inputs) :])
+
+
+def _geometry(blob: Blob, dims: Dims) -> _Geometry:
+    """Shape, strides and element type of a lowered or captured blob."""
+    shape = bind_shape(blob.shape or (), dims)
+    strides = contiguous_strides(shape) if blob.strides is None else bind_shape(blob.strides, dims)
+    return shape, strides, str(blob.dtype)
+
+
+def _check(
+    program: Program, op: Operator, dims: Dims, inputs: Sequence[_Geometry], outputs: Sequence[_Geometry]
+) -> None:
+    """Compare the results of one, asked of tensors without data, with their blobs."""
+    args = {name: evaluate(arg, dims) for name, arg in op.args.items()}
+    tensors = [torch.empty_strided(shape, strides, dtype=to_torch(dtype)) for shape, strides, dtype in inputs]
+    positional, named = arguments_of(op.type, op.operands, tensors, args)
+    returned = flatten(arrange(op), overload(op.type)(*positional, **named))
+    for position, tensor in returned.items():
+        shape, strides, _ = outputs[position]
+        if any(n > 1 and ours != theirs for n, ours, theirs in zip(shape, strides, tensor.stride(), strict=True)):
+            at = ", ".join(f"{base_name(dim)} {value}" for dim, value in dims.items())
+            raise CoverageError(
+                f"{op.outputs[position]!r} would have the strides {tensor.stride()}, in the program it has {strides}: "
+                f"{op.type} takes another backend here, so eager PyTorch's step may have other bits",
+                at=operator_text(op, program.step),
+                where=f"module {op.module!r}, program {program.name!r}{at and ', at '}{at}",
+                fix="capture the model at this size, in as many threads (torch.set_num_threads) and on this machine",
+            )

@@ -1,0 +1,83 @@
+"""What a step hands back: the replicas' losses as one, or their outputs gathered along the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphir.errors import SessionError
+from graphir.ir.names import base_name, prefix_of
+from graphir.ir.program import Fetch, Program, Scalar
+from graphir.ir.size import Dims
+
+from ..kernels.communication import all_reduce, mean_weights
+from .structure import read_structure, unflatten
+
+__all__ = ["Gather"]
+
+
+class Gather:
+    """Turns a step's external outputs into its result. Results are tensors of their own, outside inference mode."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.position = {name: i for i, name in enumerate(program.step.external_outputs)}
+        interface = program.interface
+        names = [fetch.blob for fetch in interface.fetches] if interface.loss is None else [interface.loss]
+        self.places = [
+            [] if name is None else [self.place(prefix + name) for prefix in program.replicas] for name in names
+        ]
+        self.structure = read_structure(interface.results) if interface.results is not None else None
+        handed = {i for places in self.places for i in places}
+        self.others = [(name, i) for name, i in self.position.items() if i not in handed]
+
+    def place(self, name: str) -> int:
+        try:
+            return self.position[name]
+        except KeyError:
+            raise SessionError(
+                f"{name!r} is a result of the program, but no external output of its step",
+                where=f"program {self.program.name!r}",
+                fix="capture the program again",
+            ) from None
+
+    def result(self, outputs: Sequence[Tensor], dims: Dims) -> Any:
+        """The loss, or the outputs in the structure in which the module returned them."""
+        if self.structure is None and self.program.interface.loss is not None:
+            return self.loss([outputs[i] for i in self.places[0]], dims)
+        with torch.no_grad():
+            leaves = [
+                self.leaf(fetch, [outputs[i] for i in places])
+                for fetch, places in zip(self.program.interface.fetches, self.places, strict=True)
+            ]
+        return unflatten(self.structure, iter(leaves)) if self.structure is not None else tuple(leaves)
+
+    @staticmethod
+    def leaf(fetch: Fetch, found: Sequence[Tensor]) -> Tensor | Scalar:
+        if not found:
+            return fetch.value
+        if fetch.batch_dim is not None and len(found) > 1:
+            return torch.cat([part.to(found[0].device) for part in found], fetch.batch_dim)
+        return found[0].clone()
+
+    def loss(self, losses: Sequence[Tensor], dims: Dims) -> Tensor:
+        """The mean of the replicas' losses, each weighted by its share of the batch, as ``AllReduce`` forms it."""
+        if len(losses) == 1:
+            return losses[0].clone()
+        with torch.no_grad():
+            here = [loss.to(losses[0].device) for loss in losses]
+            return all_reduce(here, len(here), mean_weights(self.shares(dims)))
+
+    def shares(self, dims: Dims) -> list[int]:
+        """Each replica's share of the batch; 1 each where sizes are fixed."""
+        return [dims.get(prefix + "batch", 1) for prefix in self.program.replicas]
+
+    def gradients(self, outputs: Sequence[Tensor], replica: int) -> dict[str, Tensor]:
+        """Copies of a replica's remaining outputs: gradients by their parameters' names, others by base name."""
+        prefix = self.program.replicas[replica]
+        params = {gradient: param for param, gradient in self.program.interface.gradients.items()}
+        found = [(base_name(name), outputs[i]) for name, i in self.others if prefix_of(name) == prefix]
+        return {params.get(name, name): tensor.clone() for name, tensor in found}

@@ -1,0 +1,342 @@
+"""A step's arguments: from what the caller gives to what each replica gets.
+
+The caller's arguments are flattened to leaves, the leaves split over the replicas by torch.chunk's rule, and the
+dimensions solved from the shares' shapes. All of that depends only on the leaves' geometry, so it is done once for
+each; later steps look it up and slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from graphir.errors import CoverageError, SessionError
+from graphir.ir.blob import Blob, contiguous_strides
+from graphir.ir.device import Device
+from graphir.ir.dtype import TORCH_NAME
+from graphir.ir.names import base_name
+from graphir.ir.opset import to_symbol
+from graphir.ir.program import Program, Scalar
+from graphir.ir.size import Dims, Polynomial, Size, bind, bind_shape, rename_dims, size_dims
+
+from ..kernels.communication import allocate
+from .arguments import Arguments, counted
+from .coverage import check_layouts
+
+__all__ = ["Fit", "Scatter", "Share"]
+
+_KEPT_FITS: Final = 256
+"""For how many geometries of the arguments the fit is kept."""
+
+
+_HOST: Final = torch.device("cpu")
+
+
+class Share(NamedTuple):
+    """How one input blob is cut out of a leaf.
+
+    Attributes:
+        leaf: position of the leaf.
+        dim: along which it is cut; None: the whole leaf.
+        start: first row.
+        length: rows.
+        layout: size, strides and device to which it is copied; None where it has them.
+    """
+
+    leaf: int
+    dim: int | None
+    start: int
+    length: int
+    layout: tuple[tuple[int, ...], tuple[int, ...], torch.device] | None
+
+
+class Fit(NamedTuple):
+    """What leaves of one geometry give: the dimensions, and a share for each input."""
+
+    dims: Dims
+    shares: tuple[Share, ...]
+
+
+class Scatter:
+    """Splits a step's arguments over the replicas of a program.
+
+    Attributes:
+        names: the input blobs, in the order in which :meth:`shares` gives them.
+
+    Args:
+        program: whose steps they are.
+        places: the real device of each logical one; the host where one is missing.
+        threads: how many threads one kernel may use; None: as many as in this thread.
+    """
+
+    def __init__(
+        self, program: Program, places: Mapping[Device, torch.device] | None = None, threads: int | None = None
+    ) -> None:
+        self.program, self.places = program, places or {}
+        self.threads = threads or torch.get_num_threads()
+        self.arguments = Arguments(program.interface.arguments, program.interface.feeds)
+        blobs, external = program.step.blobs, set(program.step.external_inputs)
+        feeds = program.interface.feeds
+        first: dict[str, int] = {}
+        self.again: list[tuple[int, int]] = []
+        for i, feed in enumerate(feeds):
+            if feed.blob is not None and first.setdefault(feed.blob, i) != i:
+                self.again.append((first[feed.blob], i))
+        self.targets = [
+            (i, replica, prefix + blob)
+            for blob, i in first.items()
+            for replica, prefix in enumerate(program.replicas)
+            if prefix + blob in external
+        ]
+        self.names = tuple(name for _, _, name in self.targets)
+        self.tensors = [i for i, feed in enumerate(feeds) if feed.blob is not None]
+        self.constants = [(i, feed.value) for i, feed in enumerate(feeds) if feed.blob is None]
+        self.only_tensors = not self.constants and not self.again
+        # An as_strided operator counts its offset from the start of the storage.
+        self.from_offset_0 = any(op.type.startswith("aten.as_strided") for op in program.step.ops)
+        self.overwritten = {
+            blobs[op.inputs[source]].storage for op in program.step.ops for _, source in op.effects.writes
+        }
+        self.fits: dict[Hashable, Fit] = {}
+
+    def split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Dims, list[Tensor]]:
+        """The dimensions, and the tensor of each input.
+
+        Raises:
+            SessionError: the arguments do not fit the program; the argument is named.
+        """
+        leaves = self.arguments.leaves(args, kwargs)
+        if not self.only_tensors:
+            self.check_constants(leaves)
+        try:
+            tensors = map(leaves.__getitem__, self.tensors)
+            key = tuple([(t.shape, t.stride(), t.dtype, t.device, t.__class__) for t in tensors])
+            if self.from_offset_0:
+                key += tuple([leaves[i].storage_offset() for i in self.tensors])
+            fit = self.fits.get(key)
+        except (AttributeError, RuntimeError, TypeError):  # not a tensor, or one without strides
+            fit, key = None, ()
+        if fit is None:
+            fit = self.fit(leaves)
+            if len(self.fits) >= _KEPT_FITS:
+                self.fits.clear()
+            self.fits[key] = fit
+        return fit.dims, [_cut(leaves[share.leaf], share) for share in fit.shares]
+
+    def check_constants(self, leaves: Sequence[Any]) -> None:
+        for i, value in self.constants:
+            if not _same(leaves[i], value):
+                raise CoverageError(
+                    f"{self.arguments.names[i]} was {value!r} when the program was captured, now {leaves[i]!r}",
+                    where=f"program {self.program.name!r}",
+                    fix="arguments that are not tensors are part of the program: capture it again with this one",
+                )
+        for i, j in self.again:
+            if leaves[i] is not leaves[j]:
+                raise CoverageError(
+                    f"{self.arguments.names[i]} and {self.arguments.names[j]} were one tensor when the program was "
+                    "captured, now they are two",
+                    where=f"program {self.program.name!r}",
+                    fix="pass the same tensor, or capture the program with two",
+                )
+
+    def fit(self, leaves: Sequence[Any]) -> Fit:
+        """How these leaves are split; see :meth:`split`."""
+        for i in self.tensors:
+            self.check_leaf(i, leaves[i])
+        replicas = len(self.program.replicas)
+        self.check_rows(leaves)
+        rows: dict[int, list[tuple[int, int]]] = {}
+        for i in dict.fromkeys(leaf for leaf, _, _ in self.targets):
+            if (dim := self.program.interface.feeds[i].batch_dim) is not None:
+                rows[i] = self.chunks(i, leaves[i], dim, replicas)
+        cut: list[tuple[Share, Blob, tuple[int, ...]]] = []
+        for i, replica, name in self.targets:
+            dim, shape = self.program.interface.feeds[i].batch_dim, list(leaves[i].shape)
+            start = length = 0
+            if dim is not None:
+                start, length = rows[i][replica]
+                shape[dim] = length
+            whole = dim is None or replicas == 1
+            share = Share(i, None if whole else dim, start, length, None)
+            cut.append((share, self.program.step.blobs[name], tuple(shape)))
+        dims = self.solve([(share.leaf, blob, shape) for share, blob, shape in cut], leaves)
+        check_layouts(self.program, dims, self.places, self.threads)
+        return Fit(dims, tuple(self.laid_out(share, blob, leaves[share.leaf], dims) for share, blob, _ in cut))
+
+    def check_leaf(self, i: int, leaf: Any) -> None:
+        name, where = self.arguments.names[i], f"program {self.program.name!r}"
+        if not isinstance(leaf, Tensor):
+            error = CoverageError if isinstance(leaf, (bool, int, float, str, type(None))) else SessionError
+            raise error(
+                f"{name} is of type {type(leaf).__name__}, not a tensor", where=where, fix="pass a torch.Tensor"
+            )
+        if leaf.is_meta or isinstance(leaf, FakeTensor):
+            what = "on meta" if leaf.is_meta else "a fake tensor"
+            raise SessionError(f"{name} is {what}, so it has no data", where=where, fix="pass a tensor with data")
+        if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
+            kind = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else leaf.layout
+            raise SessionError(f"{name} is a {kind} tensor", where=where, fix="pass a dense (strided) one")
+        blob = self.captured(i)
+        if blob is None or blob.dtype is None:
+            return
+        dtype = getattr(torch, TORCH_NAME[blob.dtype])
+        if leaf.dtype != dtype:
+            raise SessionError(
+                f"{name} has dtype {leaf.dtype}, the program takes {dtype}",
+                where=where,
+                fix=f"pass it .to({dtype}), or capture the program with {to_symbol(leaf.dtype)}",
+            )
+        if blob.shape is not None and len(blob.shape) != leaf.dim():
+            raise self.misshapen(i, blob.shape, leaf, leaf.shape)
+
+    def check_rows(self, leaves: Sequence[Tensor]) -> None:
+        """Leaves whose rows are one dimension have equally many."""
+        first: dict[tuple[str, int], int] = {}
+        for i in self.tensors:
+            dim, rows = self.program.interface.feeds[i].batch_dim, self.rows(i)
+            if dim is None or rows is None:
+                continue
+            j = first.setdefault(rows, i)
+            there = self.program.interface.feeds[j].batch_dim or 0
+            ours, theirs = leaves[i].shape[dim], leaves[j].shape[there]
+            if ours != theirs:
+                raise SessionError(
+                    f"{self.arguments.names[j]} has {counted(theirs, 'row')}, {self.arguments.names[i]} {ours}",
+                    where=f"program {self.program.name!r}",
+                    fix="give as many rows of each",
+                )
+
+    def rows(self, i: int) -> tuple[str, int] | None:
+        """The dimension that a leaf's rows are, and how often; the latter is the number of micro-batches."""
+        blob, dim = self.captured(i), self.program.interface.feeds[i].batch_dim
+        size = blob.shape[dim] if blob is not None and blob.shape is not None and dim is not None else None
+        if not isinstance(size, Polynomial) or len(size.terms) > 1 or len(size.terms[0][0]) > 1:
+            return None
+        ((name,), times) = size.terms[0]
+        return (name, times) if times > 0 else None
+
+    def captured(self, i: int) -> Blob | None:
+        """The blob of the first replica that a leaf goes to; None where nothing reads it."""
+        feed = self.program.interface.feeds[i]
+        return self.program.step.blobs.get(f"{self.program.replicas[0]}{feed.blob}")
+
+    def chunks(self, i: int, leaf: Tensor, dim: int, replicas: int) -> list[tuple[int, int]]:
+        """Start and length of each replica's rows, by torch.chunk's rule; micro-batches are equally long."""
+        size = leaf.shape[dim]
+        _, parts = self.rows(i) or ("", 1)
+        if size % parts:
+            raise SessionError(
+                f"{self.arguments.names[i]} has {counted(size, 'row')} along dimension {dim}, which {parts} "
+                "micro-batches do not divide",
+                where=f"program {self.program.name!r}",
+                fix=f"give {-(-size // parts) * parts} rows, or another multiple of {parts}",
+            )
+        most = -(-size // parts // replicas) * parts
+        shares = [(start, min(most, size - start)) for start in range(0, size, max(most, 1))]
+        if len(shares) < replicas:
+            raise SessionError(
+                f"{self.arguments.names[i]} has {counted(size, 'row')} along dimension {dim}, too few for {replicas} "
+                f"replicas: torch.chunk makes {counted(len(shares), 'share')} of at most {most}",
+                where=f"program {self.program.name!r}",
+                fix=f"give at least {replicas} rows, and such that ceil(rows / {replicas}) leaves some for the last",
+            )
+        return shares
+
+    def solve(self, cut: Sequence[tuple[int, Blob, tuple[int, ...]]], leaves: Sequence[Tensor]) -> dict[str, int]:
+        """The value of each dimension; the captured one where no input depends on it."""
+        found: dict[str, int] = {}
+        first: dict[str, int] = {}
+        # Sizes of one dimension first: they give the values by which those of several are checked.
+        for several in (False, True):
+            for i, blob, shape in cut:
+                for size, actual in zip(blob.shape or (), shape, strict=False):
+                    if (len(size_dims(size)) > 1) is several:
+                        _meet(size, actual, found)
+                        if bind(size, {**self.program.dims, **found}) != actual:
+                            at = [(dim, found[dim], first[dim]) for dim in size_dims(size) if dim in first]
+                            raise self.misshapen(i, blob.shape or (), leaves[i], shape, at)
+                        for dim in found.keys() - first.keys():
+                            first[dim] = i
+        for dim, why in self.program.above_one.items():
+            if found.get(dim) == 1:
+                raise CoverageError(
+                    f"{self.arguments.names[first[dim]]}: {base_name(dim)} is 1, the program takes it from 2 on: {why}",
+                    where=f"program {self.program.name!r}",
+                    fix="give more, or capture the model at 1",
+                )
+        return {**self.program.dims, **found}
+
+    def misshapen(
+        self,
+        i: int,
+        shape: Sequence[Size],
+        leaf: Tensor,
+        share: Sequence[int],
+        met: Sequence[tuple[str, int, int]] = (),
+    ) -> SessionError:
+        """The refusal of a leaf for the shape of its *share*; *met* are dimensions, their values and their leaves."""
+        expected = ", ".join(str(rename_dims(size, base_name)) for size in shape)
+        each = " for each replica" if len(self.program.replicas) > 1 else ""
+        pairs = enumerate(zip(shape, share, strict=False))
+        wrong = [(d, want) for d, (want, have) in pairs if isinstance(want, int) and want != have]
+        if len(shape) != leaf.dim():
+            fix = f"give a tensor of {counted(len(shape), 'dimension')}"
+        elif wrong and self.program.fixed:
+            fix = f"its sizes are fixed: {self.program.fixed}"
+        elif wrong:
+            fix = f"dimension {wrong[0][0]} has to be {wrong[0][1]}"
+        elif met:
+            known = (f"{base_name(dim)} is {value} by {self.arguments.names[j]}" for dim, value, j in met)
+            fix = f"every size must follow from the same dimensions: {', '.join(dict.fromkeys(known))}"
+        else:
+            fix = "every size must follow from the same dimensions"
+        error = CoverageError if wrong or len(shape) != leaf.dim() else SessionError
+        return error(
+            f"{self.arguments.names[i]} has shape {list(leaf.shape)}, the program takes [{expected}]{each}",
+            where=f"program {self.program.name!r}",
+            fix=fix,
+        )
+
+    def laid_out(self, share: Share, blob: Blob, leaf: Tensor, dims: Dims) -> Share:
+        """The share, with the layout to which it has to be copied, if it has to."""
+        if blob.shape is None:
+            return share
+        size = bind_shape(blob.shape, dims)
+        strides = contiguous_strides(size) if blob.strides is None else bind_shape(blob.strides, dims)
+        offset = leaf.storage_offset() + (0 if share.dim is None else share.start)
+        place = self.places.get(blob.device, _HOST)
+        same = leaf.stride() == strides and leaf.device == place and type(leaf) is Tensor
+        if same and blob.storage not in self.overwritten and not (self.from_offset_0 and offset):
+            return share
+        return share._replace(layout=(size, strides, place))
+
+
+def _meet(size: Size, actual: int, found: dict[str, int]) -> None:
+    """Add the value of the only dimension of *size* that is not known yet, if one gives *actual*."""
+    unknown = [dim for dim in size_dims(size) if dim not in found]
+    if len(unknown) == 1:
+        least, next_ = (bind(size, {**found, unknown[0]: value}) for value in (0, 1))
+        value, rest = divmod(actual - least, next_ - least) if next_ != least else (0, 1)
+        if rest == 0 and value > 0:
+            found[unknown[0]] = value
+
+
+def _cut(leaf: Tensor, share: Share) -> Tensor:
+    if share.dim is not None:
+        leaf = leaf.narrow(share.dim, share.start, share.length)
+    if share.layout is None:
+        return leaf
+    size, strides, place = share.layout
+    with torch.no_grad():
+        return allocate(leaf, size, strides, place).copy_(leaf, non_blocking=place.type == "cuda")
+
+
+def _same(value: object, captured: Scalar) -> bool:
+    if type(value) is not type(captured):
+        return False
+    return value == captured or (value != value and captured != captured)

@@ -1,0 +1,107 @@
+"""Kernels of graphir's own types: what moves and what is summed across devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy
+import torch
+from torch import Tensor
+
+from graphir.errors import PlanError
+from graphir.ir.blob import overlaps
+from graphir.ir.operator import Operator
+from graphir.ir.size import Dims
+
+from .calls import evaluate
+
+__all__ = ["ALIGNMENT", "all_reduce", "allocate", "copy", "mean_weights", "receive", "reduction", "spanned"]
+
+ALIGNMENT: Final = 64
+"""Bytes; torch's own allocations on the host begin at multiples of it. Kernels may sum in another order where operands
+begin elsewhere modulo this."""
+
+
+def copy(source: Tensor, device: torch.device | None = None) -> Tensor:
+    """A new storage on *device* with the values and the strides of *source*, from offset 0."""
+    size, stride = source.size(), source.stride()
+    if not overlaps(size, stride):
+        return allocate(source, size, stride, device or source.device).copy_(source)
+    # Elements that share memory cannot be written through the view: bring the span of memory that it covers.
+    return copy(spanned(source), device).as_strided(size, stride, 0)
+
+
+def spanned(tensor: Tensor) -> Tensor:
+    """The memory from the first to the last element, without gaps and each address once."""
+    if tensor.is_contiguous():
+        return tensor
+    span = sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True)) + 1
+    return tensor.as_strided((span,), (1,))
+
+
+def receive(source: Tensor, buffer: Tensor) -> Tensor:
+    """What :func:`copy` gives, in *buffer* where that has the geometry and, on the host, the address modulo 64."""
+    fits = buffer.size() == source.size() and buffer.stride() == source.stride()
+    if fits and (buffer.device.type != "cpu" or not (buffer.data_ptr() - source.data_ptr()) % ALIGNMENT):
+        return buffer.copy_(source)
+    return copy(source, buffer.device)
+
+
+def allocate(like: Tensor, size: Sequence[int], stride: Sequence[int], device: torch.device) -> Tensor:
+    """Uninitialised memory of this geometry for the values of *like*, from offset 0 of a storage of its own.
+
+    On the host it begins at the address of *like* modulo 64: kernels may sum in another order where operands begin at
+    odd addresses (matrix products do), so that a copy elsewhere would give other bits than the original.
+    """
+    shift = like.data_ptr() % ALIGNMENT if device.type == "cpu" and like.device.type == "cpu" else 0
+    if not shift or not like.numel():
+        return torch.empty_strided(size, stride, dtype=like.dtype, device=device)
+    nbytes = (1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))) * like.element_size()
+    room = numpy.empty(nbytes + ALIGNMENT, numpy.uint8)
+    start = (shift - room.ctypes.data) % ALIGNMENT
+    return torch.from_numpy(room[start : start + nbytes]).view(like.dtype).as_strided(size, stride)
+
+
+def mean_weights(shares: Sequence[int]) -> tuple[float, ...] | None:
+    """What each participant is scaled by before the mean; None where all shares are equal."""
+    if len(set(shares)) <= 1:
+        return None
+    total = sum(shares)
+    return tuple([share * len(shares) / total for share in shares])
+
+
+def reduction(op: Operator, dims: Dims) -> tuple[int | None, tuple[float, ...] | None]:
+    """The divisor and the weights of an ``AllReduce``; see :func:`all_reduce`.
+
+    Raises:
+        PlanError: the reduction is neither sum nor mean.
+    """
+    kind = op.args.get("reduction", "sum")
+    if kind == "sum":
+        return None, None
+    if kind != "mean":
+        raise PlanError(f"AllReduce cannot reduce by {kind!r}", fix="reductions: sum, mean")
+    shares: Any = evaluate(op.args.get("shares", ()), dims)
+    if not isinstance(shares, tuple) or not all(type(share) is int and share > 0 for share in shares):
+        raise PlanError(f"AllReduce has the shares {shares!r}", fix="shares are positive whole numbers, or sizes")
+    return len(op.inputs), mean_weights(shares)
+
+
+def all_reduce(inputs: Sequence[Tensor], divisor: int | None, weights: Sequence[float] | None = None) -> Tensor:
+    """One participant's result: the sum in participant order, in a storage of its own.
+
+    Args:
+        inputs: every participant's tensor.
+        divisor: what the sum is divided by; None for a plain sum.
+        weights: what each input is scaled by first; None: not at all.
+    """
+    if weights is None:
+        total = inputs[0].add(inputs[1]) if len(inputs) > 1 else inputs[0].clone()
+        for tensor in inputs[2:]:
+            total.add_(tensor)
+    else:
+        total = inputs[0].mul(weights[0])
+        for tensor, weight in zip(inputs[1:], weights[1:], strict=True):
+            total.add_(tensor.mul(weight))
+    return total if divisor is None else total.div_(divisor)

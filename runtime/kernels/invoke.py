@@ -1,0 +1,73 @@
+"""One operator, executed by itself: its arguments evaluated, its kernel called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphir.ir.operator import Operator
+from graphir.ir.opset import overload
+from graphir.ir.program import Program
+from graphir.ir.seeds import mix
+from graphir.ir.size import Dims
+from graphir.plan import Plan
+
+from ..executor import Setting
+from .bindings import OWN_KERNELS, view
+from .calls import Argument, Call, arrange, evaluate, given
+from .communication import copy
+from .optimizers import KERNELS, updater
+
+__all__ = ["fill", "flatten", "invoke", "perform"]
+
+
+def invoke(op: Operator, call: Call, inputs: Sequence[Any], setting: Setting, dims: Dims, step: int) -> Any:
+    """What the operator's type returns for these inputs."""
+
+    def generator() -> torch.Generator:
+        assert op.seed is not None
+        return setting.generators[op.device].manual_seed(mix(step, setting.replica(op), op.seed))
+
+    def value(argument: Argument) -> Any:
+        return given(argument, inputs, lambda arg: evaluate(arg, dims), setting.binding[op.device], generator)
+
+    positional = [value(argument) for argument in call.positional]
+    keyword = {name: value(argument) for name, argument in call.keyword}
+    return perform(op.type, positional, keyword, setting.binding[op.device])
+
+
+def perform(type: str, positional: Sequence[Any], keyword: Mapping[str, Any], device: torch.device) -> Any:
+    """What a type returns for these arguments."""
+    if type == "Copy":
+        return copy(positional[0], device)
+    if type == "aten.view.default":
+        return view(*positional)
+    if type in KERNELS:
+        *tensors, rate, found_inf = positional
+        skipped = found_inf is not None and found_inf.item()
+        return None if skipped else updater(type, keyword)(*[[tensor] for tensor in tensors], rate)
+    return (OWN_KERNELS.get(type) or overload(type))(*positional, **keyword)
+
+
+def flatten(call: Call, returned: Any) -> dict[int, Tensor]:
+    """The returned tensors by the operator's output positions."""
+    found: dict[int, Tensor] = {}
+    for group, item in zip(call.returned, [returned] if call.single else returned or (), strict=True):
+        for position, tensor in zip(group, item, strict=True) if isinstance(group, list) else [(group, item)]:
+            if position is not None:
+                found[position] = tensor
+    return found
+
+
+def fill(op: Operator, values: Mapping[str, Tensor], program: Program) -> dict[str, Tensor]:
+    """Execute an operator of a program's ``init`` on the values made so far; its outputs by name."""
+    binding = dict.fromkeys(program.devices, torch.device("cpu"))
+    generators = {device: torch.Generator("cpu") for device in program.devices}
+    setting = Setting(Plan(program, program.dims, ()), {}, (), binding, generators)
+    call, inputs = arrange(op), [values[name] for name in op.inputs]
+    results = flatten(call, invoke(op, call, inputs, setting, program.dims, 0))
+    overwritten = dict(op.effects.writes)
+    return {name: inputs[overwritten[i]] if i in overwritten else results[i] for i, name in enumerate(op.outputs)}

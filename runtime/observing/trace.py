@@ -1,0 +1,146 @@
+"""A step as a trace in the Trace Event Format, which Perfetto and Chrome's tracing page show.
+
+The lanes are the threads of two processes, *measured* and *predicted*, and each instruction that takes time is a slice
+(``X``) on its lane. An arrow (``s`` to ``f``) leads from what a lane waited for to what it did next: from the operator
+that made a value to the copy that brings it, and from the copy to its reader. An end of an arrow has the time at which
+its slice begins, by which viewers find the slice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from graphir.analysis.cost import Rates, operator_seconds
+from graphir.analysis.schedule import Interval, schedule
+from graphir.ir.blob import dense_nbytes
+from graphir.ir.files.disk import whole
+from graphir.ir.size import Dims
+from graphir.ir.text import operator_text
+from graphir.plan import Event, Instruction, Plan, lane_device
+
+from .measurement import Measurement
+
+__all__ = ["trace_events", "write_trace"]
+
+_SHOWN: Final = frozenset({"run", "copy", "collective", "wait"})
+
+_Slices: TypeAlias = Mapping[int, Interval]
+
+
+def write_trace(path: str | Path, measurement: Measurement, executor: str, reason: str, rates: Rates | None) -> None:
+    """Write the last measured step and its prediction as a trace, whole or not at all.
+
+    Args:
+        path: of the file.
+        measurement: of at least one step.
+        executor: what executed it, by name.
+        reason: why it was this one, in words.
+        rates: how fast the lanes work; None where nobody knows, so that there is no prediction.
+
+    Raises:
+        FileError: the file cannot be written.
+    """
+    plan, dims = measurement.setting.plan, measurement.last_dims
+    events = trace_events(plan, dims, measurement.timed.intervals, 1, "measured")
+    if rates is not None:
+        worker = lane_device if executor in ("threads", "segments") else _one
+        seconds = operator_seconds(plan.step, dims, rates)
+        events += trace_events(plan, dims, schedule(plan, seconds, worker), 2, "predicted")
+    about = {"plan": plan.name, "executor": executor, "reason": reason}
+    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
+    with whole(Path(path)) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def _one(lane: str) -> str:
+    """Who executes a lane where one thread executes all."""
+    return ""
+
+
+def trace_events(plan: Plan, dims: Dims, slices: _Slices, process: int, name: str) -> list[dict[str, Any]]:
+    """The events of one process: its lanes' names, their slices, and the arrows between them."""
+    threads = {lane: number for number, lane in enumerate(plan.lanes, start=1)}
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}},
+        {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process}},
+    ]
+    for lane, thread in threads.items():
+        of_thread = {"ph": "M", "pid": process, "tid": thread}
+        events.append({**of_thread, "name": "thread_name", "args": {"name": lane}})
+        events.append({**of_thread, "name": "thread_sort_index", "args": {"sort_index": thread}})
+    shown = {p: i for p, i in slices.items() if plan.instructions[p].kind in _SHOWN}
+    for position, interval in shown.items():
+        instruction = plan.instructions[position]
+        start, end = _nanoseconds(interval.start), _nanoseconds(interval.end)
+        events.append(
+            {
+                "ph": "X",
+                "pid": process,
+                "tid": threads[instruction.lane],
+                "ts": start / 1000,
+                "dur": (end - start) / 1000,
+                "cat": instruction.kind,
+                "name": _name(plan, instruction),
+                "args": _arguments(plan, dims, position),
+            }
+        )
+    for number, (source, target) in enumerate(_arrows(plan, shown)):
+        kinds = [plan.instructions[source].kind, plan.instructions[target].kind]
+        shared = {"pid": process, "cat": "copy" if "copy" in kinds else "wait", "name": "event"}
+        shared["id"] = f"{process}.{number}"
+        for phase, at in (("s", source), ("f", target)):
+            end_of = {"ph": phase, "tid": threads[plan.instructions[at].lane], **({"bp": "e"} if phase == "f" else {})}
+            events.append({**shared, **end_of, "ts": _nanoseconds(slices[at].start) / 1000})
+    return events
+
+
+def _nanoseconds(seconds: float) -> int:
+    """Whole ones, so that a slice that ends where the next one begins does so in the file too."""
+    return round(seconds * 1e9)
+
+
+def _name(plan: Plan, instruction: Instruction) -> str:
+    if instruction.op < 0:
+        assert instruction.event is not None
+        return f"wait {instruction.event.blob} by {instruction.event.lane}"
+    op = plan.step.ops[instruction.op]
+    return op.outputs[instruction.part if instruction.kind == "collective" else 0] if op.outputs else op.type
+
+
+def _arguments(plan: Plan, dims: Dims, position: int) -> dict[str, Any]:
+    """What a viewer shows of a slice."""
+    instruction = plan.instructions[position]
+    found: dict[str, Any] = {"instruction": position}
+    if instruction.op < 0:
+        return found
+    op = plan.step.ops[instruction.op]
+    found |= {"operator": operator_text(op, plan.step), "type": op.type, "phase": op.phase}
+    if op.module:
+        found["module"] = op.module
+    if op.source:
+        found["source"] = op.source
+    if instruction.kind == "copy":
+        found["bytes"] = dense_nbytes(plan.step.blobs[op.outputs[0]], dims)
+    return found
+
+
+def _arrows(plan: Plan, shown: _Slices) -> Iterator[tuple[int, int]]:
+    """For each wait, what its lane waited for, and what the lane did then; what only frees has no arrow."""
+    last: dict[str, int] = {}
+    recorded: dict[Event, int] = {}
+    waiting: dict[str, list[int]] = {}
+    for position, instruction in enumerate(plan.instructions):
+        lane, event = instruction.lane, instruction.event
+        if instruction.op >= 0 and position in shown:
+            for source in waiting.pop(lane, ()):
+                yield source, position
+            last[lane] = position
+        elif instruction.kind == "free":
+            waiting.pop(lane, None)
+        elif event is not None and instruction.kind == "record" and lane in last:
+            recorded[event] = last[lane]
+        elif event is not None and instruction.kind == "wait" and event in recorded:
+            waiting.setdefault(lane, []).append(recorded[event])
