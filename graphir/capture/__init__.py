@@ -7,8 +7,8 @@ In the order in which a step passes through::
     snapshots                  copies of that, made meanwhile
     recorder                   every operator that the dispatcher sees (with scopes, memory, mutation, forms,
                                randomness, sparse, refusals)
-    recording                  one run: forward, loss and backward of each of the micro_batches, and what happens to
-                               the gradients before the update
+    recording                  one run on stand_ins: forward, loss and backward of each of the micro_batches, and what
+                               happens to the gradients before the update
     sizes, grid                several runs, at several sizes, fitted
     naming, optimizers, update, build     the program
 """

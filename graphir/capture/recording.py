@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -15,8 +15,9 @@ from ..errors import CaptureError
 from ..ir.meta import fresh_fake_mode
 from ..ir.program import Scalar
 from ..ir.size import Dims
-from .arguments import Arguments, Leaf
+from .arguments import Arguments
 from .attributes import AllowedChanges, Attributes, Change, attributes_of, settled
+from .backward import backward
 from .conditions import Broken, Checks, Watch
 from .devices import moves_stay
 from .escapes import escapes_refused
@@ -33,6 +34,7 @@ from .scopes import Scopes
 from .snapshots import same_bits
 from .source_lines import SourceLines
 from .sparse import SparseValue
+from .stand_ins import attribute_paths, fake_leaves, fake_state
 from .values import Call, Value
 
 __all__ = ["Recording", "Step", "record"]
@@ -143,11 +145,11 @@ def _run(step: Step, dims: Dims, named: bool, watch: Watch | None = None) -> tup
     """One run of the step, and what it changed."""
     fake_mode, scopes, checks = fresh_fake_mode(), Scopes(step.model), Checks()
     lines = SourceLines(end=sys._getframe().f_code)
-    recorder = Recorder(fake_mode, scopes, lines if named else None, _attribute_paths(step.model))
+    recorder = Recorder(fake_mode, scopes, lines if named else None, attribute_paths(step.model))
     checks["memory"] = recorder.end_forward
     with fake_mode, torch.no_grad():
-        fakes, state = _fake_state(step.state, recorder)
-        leaves, inputs = _fake_leaves(step.arguments.leaves, dims, step.options.accumulate, recorder)
+        fakes, state = fake_state(step.state, recorder)
+        leaves, inputs = fake_leaves(step.arguments.leaves, dims, step.options.accumulate, recorder)
         scale = step.options.loss_scale
         if isinstance(scale, LossScaler):
             scale = fake_scaler(scale, recorder)
@@ -185,7 +187,7 @@ def _run(step: Step, dims: Dims, named: bool, watch: Watch | None = None) -> tup
                 loss, start = _forward_loss(step, parts, scale, scopes, recorder, checks)
                 sums.add_loss(loss)
                 with recorder.follow_modules():
-                    found = _backward(start, recorder, first_batch=i == 0)
+                    found = backward(start, recorder, first_batch=i == 0)
                 of_params = [pair for pair in found if pair[0].kind == "param"]
                 sums.add_gradients(of_params, first)
                 gradients += found[len(of_params) :]
@@ -303,85 +305,6 @@ def _failures(recorder: Recorder, scopes: Scopes, lines: SourceLines) -> Iterato
         ) from e
 
 
-def _attribute_paths(model: torch.nn.Module) -> Callable[[torch.Tensor], str]:
-    """Finds the path of a tensor that is a plain attribute of a module, or in a list or dict that is one."""
-
-    def path_of(tensor: torch.Tensor) -> str:
-        for path, module in model.named_modules():
-            for key, value in module.__dict__.items():
-                if value is tensor:
-                    return f"{path}.{key}" if path else key
-                for place, item in _numbered(value):
-                    if item is tensor:
-                        return f"{path}.{key}.{place}" if path else f"{key}.{place}"
-        return ""
-
-    return path_of
-
-
-def _numbered(value: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(value, dict):
-        return value.items()
-    return enumerate(value) if isinstance(value, (list, tuple)) else ()
-
-
-def _fake_state(state: ModelState, recorder: Recorder) -> tuple[dict[int, torch.Tensor], dict[str, Value]]:
-    fakes, values = {}, {}
-    for name, kind, tensor in state.tensors:
-        fake = recorder.fake(tensor.shape, tensor.stride(), tensor.dtype)
-        fake.requires_grad_(tensor.requires_grad)
-        fake._is_param = isinstance(tensor, torch.nn.Parameter)
-        fakes[id(tensor)] = fake
-        values[name] = recorder.external(fake, name, kind)
-        recorder.stand_in(tensor, fake)
-        values[name].scope = name.rpartition(".")[0]
-    return fakes, values
-
-
-def _fake_leaves(
-    leaves: Sequence[Leaf], dims: Dims, accumulate: int, recorder: Recorder
-) -> tuple[list[Any], list[Value | None]]:
-    fakes: dict[int, tuple[torch.Tensor, Value]] = {}
-    made: list[Any] = []
-    values: list[Value | None] = []
-    for leaf in leaves:
-        tensor = leaf.tensor
-        if tensor is None:
-            made.append(leaf.value)
-            values.append(None)
-            continue
-        if id(tensor) not in fakes:
-            shape = list(tensor.shape)
-            for d, name in leaf.dims.items():
-                shape[d] = dims[name] * accumulate if d == leaf.batch_dim else dims[name]
-            fake = recorder.fake(shape, _strides(tensor, shape), tensor.dtype)
-            fake.requires_grad_(tensor.requires_grad)
-            fakes[id(tensor)] = fake, recorder.external(fake, leaf.name, "input")
-            recorder.arguments[id(tensor)] = leaf.name
-        fake, value = fakes[id(tensor)]
-        made.append(fake)
-        values.append(value)
-    return made, values
-
-
-def _strides(tensor: torch.Tensor, shape: list[int]) -> list[int]:
-    """Strides for *shape*, laid out as *tensor* is."""
-    order = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), -d))
-    dense = list(tensor.stride())
-    step = 1
-    for d in order:
-        if tensor.shape[d] != 1 and tensor.stride(d) != step:
-            return list(tensor.stride())
-        step *= tensor.shape[d]
-    if tensor.is_contiguous():
-        order = list(reversed(range(tensor.dim())))
-    step = 1
-    for d in order:
-        dense[d] = step
-        step *= max(shape[d], 1)
-    return dense
-
-
 def _returned(output: Any, recorder: Recorder) -> tuple[list[Value | Scalar], pytree.TreeSpec]:
     leaves, spec = pytree.tree_flatten(output)
     for leaf in leaves:
@@ -417,90 +340,6 @@ def _scalar(loss: Any) -> torch.Tensor:
             fix="use parameters with requires_grad=True, and don't detach what the loss reads",
         )
     return total
-
-
-def _backward(total: torch.Tensor, recorder: Recorder, first_batch: bool) -> list[tuple[Value, Value]]:
-    """Forward values and the values of their gradients, parameters first.
-
-    Those of the *first_batch* become ``param.grad``; autograd adds later ones to them, however they are laid out.
-    """
-    asked = sorted(recorder.start_backward(), key=lambda pair: (pair[0].kind != "param", pair[0].index))
-    try:
-        found: Sequence[torch.Tensor | None] = torch.autograd.grad(
-            total, [edge for _, edge in asked], allow_unused=True
-        )
-    except RuntimeError as e:
-        if "checkpoint is incompatible" not in str(e):
-            raise CaptureError(
-                f"the backward failed while it was recorded: {str(e).splitlines()[0]}",
-                fix="check that loss.backward() runs by itself on these inputs",
-            ) from e
-        raise CaptureError(
-            "reentrant checkpointing runs a backward of its own inside the backward",
-            fix="pass use_reentrant=False to torch.utils.checkpoint.checkpoint",
-        ) from e
-    with recorder.unseen():
-        return list(_gradients(asked, found, recorder, first_batch))
-
-
-def _gradients(
-    asked: Sequence[tuple[Value, Any]],
-    found: Sequence[torch.Tensor | None],
-    recorder: Recorder,
-    first_batch: bool,
-) -> Iterator[tuple[Value, Value]]:
-    """Each value that has a gradient, and that."""
-    used: set[int] = set()
-    for (value, _), tensor in zip(asked, found, strict=True):
-        if tensor is None:
-            continue
-        if tensor.layout != torch.strided:
-            recorder.sparse.finish(recorder, value, tensor)
-            continue
-        gradient = recorder.read(tensor)
-        if value.kind == "param" and first_batch:
-            gradient = _own_gradient(value, gradient, gradient.index in used, recorder)
-            used.add(gradient.index)
-        yield value, gradient
-
-
-def _own_gradient(param: Value, gradient: Value, shared: bool, recorder: Recorder) -> Value:
-    """The parameter's gradient in a blob of its own, laid out as autograd leaves it in ``param.grad``.
-
-    Source: ``clone_obey_contract`` in torch/csrc/autograd/utils/grad_layout_contract.h.
-    """
-    wanted = _dense_order(param)
-    if gradient.dtype != param.dtype or not _laid_out(gradient, wanted, param):
-        known = {id(gradient.tensor): gradient}
-        if wanted is None or wanted == list(range(len(wanted))):
-            fmt = {"memory_format": torch.contiguous_format}
-            return recorder.emit(_aten.clone.default, (gradient.tensor,), fmt, known)[0]
-        view = recorder.emit(_aten.permute.default, (gradient.tensor, wanted), {}, known)[0]
-        fmt = {"memory_format": torch.contiguous_format}
-        dense = recorder.emit(_aten.clone.default, (view.tensor,), fmt, {id(view.tensor): view})[0]
-        back = sorted(range(len(wanted)), key=wanted.__getitem__)
-        return recorder.emit(_aten.permute.default, (dense.tensor, back), {}, {id(dense.tensor): dense})[0]
-    if shared or gradient.phase == "forward":
-        return recorder.emit(_aten.alias.default, (gradient.tensor,), {}, {id(gradient.tensor): gradient})[0]
-    return gradient
-
-
-def _dense_order(param: Value) -> list[int] | None:
-    """The dimensions from the outermost in memory to the innermost; None where the parameter has gaps."""
-    order = sorted(range(len(param.shape)), key=lambda d: (-param.strides[d], d))
-    step = 1
-    for d in reversed(order):
-        if param.shape[d] != 1 and param.strides[d] != step:
-            return None
-        step *= param.shape[d]
-    return order if param.strides != tuple(sorted(param.strides, reverse=True)) else list(range(len(order)))
-
-
-def _laid_out(gradient: Value, wanted: list[int] | None, param: Value) -> bool:
-    if wanted is None:
-        return gradient.tensor.is_contiguous()
-    pairs = zip(gradient.shape, gradient.strides, param.strides, strict=True)
-    return all(size == 1 or mine == theirs for size, mine, theirs in pairs)
 
 
 def _live(calls: list[Call], kept: list[Value | None]) -> list[Call]:

@@ -1,0 +1,100 @@
+"""The backward of a loss: forward values, and the values of their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import torch
+
+from ..errors import CaptureError
+from .recorder import Recorder
+from .values import Value
+
+__all__ = ["backward"]
+
+_aten: Final = torch.ops.aten
+
+
+def backward(total: torch.Tensor, recorder: Recorder, first_batch: bool) -> list[tuple[Value, Value]]:
+    """Forward values and the values of their gradients, parameters first.
+
+    Those of the *first_batch* become ``param.grad``; autograd adds later ones to them, however they are laid out.
+    """
+    asked = sorted(recorder.start_backward(), key=lambda pair: (pair[0].kind != "param", pair[0].index))
+    try:
+        found: Sequence[torch.Tensor | None] = torch.autograd.grad(
+            total, [edge for _, edge in asked], allow_unused=True
+        )
+    except RuntimeError as e:
+        if "checkpoint is incompatible" not in str(e):
+            raise CaptureError(
+                f"the backward failed while it was recorded: {str(e).splitlines()[0]}",
+                fix="check that loss.backward() runs by itself on these inputs",
+            ) from e
+        raise CaptureError(
+            "reentrant checkpointing runs a backward of its own inside the backward",
+            fix="pass use_reentrant=False to torch.utils.checkpoint.checkpoint",
+        ) from e
+    with recorder.unseen():
+        return list(_gradients(asked, found, recorder, first_batch))
+
+
+def _gradients(
+    asked: Sequence[tuple[Value, Any]],
+    found: Sequence[torch.Tensor | None],
+    recorder: Recorder,
+    first_batch: bool,
+) -> Iterator[tuple[Value, Value]]:
+    """Each value that has a gradient, and that."""
+    used: set[int] = set()
+    for (value, _), tensor in zip(asked, found, strict=True):
+        if tensor is None:
+            continue
+        if tensor.layout != torch.strided:
+            recorder.sparse.finish(recorder, value, tensor)
+            continue
+        gradient = recorder.read(tensor)
+        if value.kind == "param" and first_batch:
+            gradient = _own_gradient(value, gradient, gradient.index in used, recorder)
+            used.add(gradient.index)
+        yield value, gradient
+
+
+def _own_gradient(param: Value, gradient: Value, shared: bool, recorder: Recorder) -> Value:
+    """The parameter's gradient in a blob of its own, laid out as autograd leaves it in ``param.grad``.
+
+    Source: ``clone_obey_contract`` in torch/csrc/autograd/utils/grad_layout_contract.h.
+    """
+    wanted = _dense_order(param)
+    if gradient.dtype != param.dtype or not _laid_out(gradient, wanted, param):
+        known = {id(gradient.tensor): gradient}
+        if wanted is None or wanted == list(range(len(wanted))):
+            fmt = {"memory_format": torch.contiguous_format}
+            return recorder.emit(_aten.clone.default, (gradient.tensor,), fmt, known)[0]
+        view = recorder.emit(_aten.permute.default, (gradient.tensor, wanted), {}, known)[0]
+        fmt = {"memory_format": torch.contiguous_format}
+        dense = recorder.emit(_aten.clone.default, (view.tensor,), fmt, {id(view.tensor): view})[0]
+        back = sorted(range(len(wanted)), key=wanted.__getitem__)
+        return recorder.emit(_aten.permute.default, (dense.tensor, back), {}, {id(dense.tensor): dense})[0]
+    if shared or gradient.phase == "forward":
+        return recorder.emit(_aten.alias.default, (gradient.tensor,), {}, {id(gradient.tensor): gradient})[0]
+    return gradient
+
+
+def _dense_order(param: Value) -> list[int] | None:
+    """The dimensions from the outermost in memory to the innermost; None where the parameter has gaps."""
+    order = sorted(range(len(param.shape)), key=lambda d: (-param.strides[d], d))
+    step = 1
+    for d in reversed(order):
+        if param.shape[d] != 1 and param.strides[d] != step:
+            return None
+        step *= param.shape[d]
+    return order if param.strides != tuple(sorted(param.strides, reverse=True)) else list(range(len(order)))
+
+
+def _laid_out(gradient: Value, wanted: list[int] | None, param: Value) -> bool:
+    if wanted is None:
+        return gradient.tensor.is_contiguous()
+    pairs = zip(gradient.shape, gradient.strides, param.strides, strict=True)
+    return all(size == 1 or mine == theirs for size, mine, theirs in pairs)

@@ -1,0 +1,95 @@
+"""What stands for the tensors that a step starts from while it is recorded: fake ones, known to the recorder by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ..ir.size import Dims
+from .arguments import Leaf
+from .model_state import ModelState
+from .recorder import Recorder
+from .values import Value
+
+__all__ = ["attribute_paths", "fake_leaves", "fake_state"]
+
+
+def attribute_paths(model: torch.nn.Module) -> Callable[[torch.Tensor], str]:
+    """Finds the path of a tensor that is a plain attribute of a module, or in a list or dict that is one."""
+
+    def path_of(tensor: torch.Tensor) -> str:
+        for path, module in model.named_modules():
+            for key, value in module.__dict__.items():
+                if value is tensor:
+                    return f"{path}.{key}" if path else key
+                for place, item in _numbered(value):
+                    if item is tensor:
+                        return f"{path}.{key}.{place}" if path else f"{key}.{place}"
+        return ""
+
+    return path_of
+
+
+def _numbered(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        return value.items()
+    return enumerate(value) if isinstance(value, (list, tuple)) else ()
+
+
+def fake_state(state: ModelState, recorder: Recorder) -> tuple[dict[int, torch.Tensor], dict[str, Value]]:
+    fakes, values = {}, {}
+    for name, kind, tensor in state.tensors:
+        fake = recorder.fake(tensor.shape, tensor.stride(), tensor.dtype)
+        fake.requires_grad_(tensor.requires_grad)
+        fake._is_param = isinstance(tensor, torch.nn.Parameter)
+        fakes[id(tensor)] = fake
+        values[name] = recorder.external(fake, name, kind)
+        recorder.stand_in(tensor, fake)
+        values[name].scope = name.rpartition(".")[0]
+    return fakes, values
+
+
+def fake_leaves(
+    leaves: Sequence[Leaf], dims: Dims, accumulate: int, recorder: Recorder
+) -> tuple[list[Any], list[Value | None]]:
+    fakes: dict[int, tuple[torch.Tensor, Value]] = {}
+    made: list[Any] = []
+    values: list[Value | None] = []
+    for leaf in leaves:
+        tensor = leaf.tensor
+        if tensor is None:
+            made.append(leaf.value)
+            values.append(None)
+            continue
+        if id(tensor) not in fakes:
+            shape = list(tensor.shape)
+            for d, name in leaf.dims.items():
+                shape[d] = dims[name] * accumulate if d == leaf.batch_dim else dims[name]
+            fake = recorder.fake(shape, _strides(tensor, shape), tensor.dtype)
+            fake.requires_grad_(tensor.requires_grad)
+            fakes[id(tensor)] = fake, recorder.external(fake, leaf.name, "input")
+            recorder.arguments[id(tensor)] = leaf.name
+        fake, value = fakes[id(tensor)]
+        made.append(fake)
+        values.append(value)
+    return made, values
+
+
+def _strides(tensor: torch.Tensor, shape: list[int]) -> list[int]:
+    """Strides for *shape*, laid out as *tensor* is."""
+    order = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), -d))
+    dense = list(tensor.stride())
+    step = 1
+    for d in order:
+        if tensor.shape[d] != 1 and tensor.stride(d) != step:
+            return list(tensor.stride())
+        step *= tensor.shape[d]
+    if tensor.is_contiguous():
+        order = list(reversed(range(tensor.dim())))
+    step = 1
+    for d in order:
+        dense[d] = step
+        step *= max(shape[d], 1)
+    return dense
