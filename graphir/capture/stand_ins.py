@@ -1,4 +1,4 @@
-"""What stands for the tensors that a step starts from while it is recorded: fake ones, known to the recorder by name."""
+"""What stands for the tensors that a step starts from while it is recorded: fakes that the recorder knows by name."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ def _numbered(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def fake_state(state: ModelState, recorder: Recorder) -> tuple[dict[int, torch.Tensor], dict[str, Value]]:
+    """Fakes of parameters and buffers by the ``id`` of the tensor, and their first versions by blob."""
     fakes, values = {}, {}
     for name, kind, tensor in state.tensors:
         fake = recorder.fake(tensor.shape, tensor.stride(), tensor.dtype)
@@ -54,6 +55,7 @@ def fake_state(state: ModelState, recorder: Recorder) -> tuple[dict[int, torch.T
 def fake_leaves(
     leaves: Sequence[Leaf], dims: Dims, accumulate: int, recorder: Recorder
 ) -> tuple[list[Any], list[Value | None]]:
+    """What the step is given for each leaf, *accumulate* micro-batches long, and its value, if it is a tensor."""
     fakes: dict[int, tuple[torch.Tensor, Value]] = {}
     made: list[Any] = []
     values: list[Value | None] = []
