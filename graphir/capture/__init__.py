@@ -5,8 +5,9 @@ In the order in which a step passes through::
     arguments, options, model_state
                                what the step is given, and what it starts from
     snapshots                  copies of that, made meanwhile
-    recorder                   every operator that the dispatcher sees (with scopes, memory, mutation, forms,
-                               randomness, sparse, refusals)
+    recorder                   every operator that the dispatcher sees (with mutation, forms, randomness, sparse,
+                               refusals)
+    tape                       the calls that it writes down, on values (with scopes, memory)
     recording                  one run on stand_ins: forward, loss and backward of each of the micro_batches, and what
                                happens to the gradients before the update
     sizes, grid                several runs, at several sizes, fitted

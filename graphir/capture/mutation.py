@@ -8,16 +8,14 @@ overwrites, since later operators may compute other bits on other strides.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
 from ..errors import CaptureError
 from .forms import Form
+from .tape import Tape
 from .values import Alias, Value
-
-if TYPE_CHECKING:
-    from .recorder import Recorder
 
 __all__ = ["functional_call", "functional_view", "laid_out", "overwritten_base"]
 
@@ -41,7 +39,7 @@ _SCATTERS: Final[Mapping[Any, Any]] = {
 
 
 def functional_call(
-    recorder: Recorder, form: Form, target: Alias, args: tuple[Any, ...], kwargs: Mapping[str, Any], where: str
+    tape: Tape, form: Form, target: Alias, args: tuple[Any, ...], kwargs: Mapping[str, Any], where: str
 ) -> Value:
     """Record the functional form of an in-place operator.
 
@@ -50,28 +48,28 @@ def functional_call(
     Raises:
         CaptureError: the operator has no functional form.
     """
-    seen = recorder.read(target.tensor)
+    seen = tape.read(target.tensor)
     if form.func is _aten.copy_.default:
-        new = _source(recorder, target, args[1])
+        new = _source(tape, target, args[1])
     else:
         functional = _functional(form, where)
         if functional is _aten.bernoulli.p:
-            return _bernoulli(recorder, target, seen, args, kwargs, where)
-        new = recorder.emit(functional, args, kwargs, {id(target.tensor): seen})[0]
-    return laid_out(recorder, new, target.tensor, seen, where) if target.is_base else new
+            return _bernoulli(tape, target, seen, args, kwargs, where)
+        new = tape.emit(functional, args, kwargs, {id(target.tensor): seen})[0]
+    return laid_out(tape, new, target.tensor, seen, where) if target.is_base else new
 
 
-def _source(recorder: Recorder, target: Alias, source: torch.Tensor) -> Value:
+def _source(tape: Tape, target: Alias, source: torch.Tensor) -> Value:
     """What ``copy_`` writes, in the target's shape and type."""
-    new = recorder.read(source)
+    new = tape.read(source)
     tensor = target.tensor
     if new.dtype != tensor.dtype:
-        new = recorder.emit(_aten._to_copy.default, (new.tensor,), {"dtype": tensor.dtype}, {id(new.tensor): new})[0]
+        new = tape.emit(_aten._to_copy.default, (new.tensor,), {"dtype": tensor.dtype}, {id(new.tensor): new})[0]
     if new.shape != tuple(tensor.shape):
-        new = recorder.emit(_aten.expand.default, (new.tensor, list(tensor.shape)), {}, {id(new.tensor): new})[0]
+        new = tape.emit(_aten.expand.default, (new.tensor, list(tensor.shape)), {}, {id(new.tensor): new})[0]
     if target.is_base and _same_geometry(new.tensor, tensor):
         # A value of its own: what was read may be overwritten state.
-        new = recorder.emit(_aten.clone.default, (new.tensor,), {}, {id(new.tensor): new})[0]
+        new = tape.emit(_aten.clone.default, (new.tensor,), {}, {id(new.tensor): new})[0]
     return new
 
 
@@ -101,13 +99,13 @@ def _same_geometry(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
 
 
-def laid_out(recorder: Recorder, new: Value, like: torch.Tensor, seen: Value, where: str) -> Value:
+def laid_out(tape: Tape, new: Value, like: torch.Tensor, seen: Value, where: str) -> Value:
     """*new* in the geometry of *like*, whose value is *seen*."""
     # ``copy`` returns what ``seen.copy_(new)`` leaves, in the strides of ``seen``.
     if _same_geometry(new.tensor, like):
         return new
     known = {id(seen.tensor): seen, id(new.tensor): new}
-    copied = recorder.emit(_aten.copy.default, (seen.tensor, new.tensor), {}, known)[0]
+    copied = tape.emit(_aten.copy.default, (seen.tensor, new.tensor), {}, known)[0]
     if not _same_geometry(copied.tensor, like):
         raise CaptureError(
             f"an in-place operator on a tensor with strides {list(like.stride())} has no functional form",
@@ -118,7 +116,7 @@ def laid_out(recorder: Recorder, new: Value, like: torch.Tensor, seen: Value, wh
 
 
 def _bernoulli(
-    recorder: Recorder, target: Alias, seen: Value, args: tuple[Any, ...], kwargs: Mapping[str, Any], where: str
+    tape: Tape, target: Alias, seen: Value, args: tuple[Any, ...], kwargs: Mapping[str, Any], where: str
 ) -> Value:
     """``bernoulli.p`` takes its operand's shape only, and returns a contiguous tensor.
 
@@ -133,7 +131,7 @@ def _bernoulli(
     order = sorted(range(tensor.dim()), key=lambda d: (-tensor.stride()[d], d))
     permuted = order != list(range(tensor.dim())) and not tensor.is_contiguous()
     if permuted:
-        seen = recorder.emit(_aten.permute.default, (tensor, order), {}, {id(tensor): seen})[0]
+        seen = tape.emit(_aten.permute.default, (tensor, order), {}, {id(tensor): seen})[0]
     if not seen.tensor.is_contiguous():
         raise CaptureError(
             f"random numbers are drawn into a tensor with strides {list(target.tensor.stride())}",
@@ -141,29 +139,29 @@ def _bernoulli(
             fix="make the tensor contiguous",
         )
     rest = dict(kwargs)
-    drawn = recorder.emit(_aten.bernoulli.p, (seen.tensor, *(args[1:] or (0.5,))), rest, {id(seen.tensor): seen})[0]
+    drawn = tape.emit(_aten.bernoulli.p, (seen.tensor, *(args[1:] or (0.5,))), rest, {id(seen.tensor): seen})[0]
     if permuted:
         back = sorted(range(len(order)), key=order.__getitem__)
-        drawn = recorder.emit(_aten.permute.default, (drawn.tensor, back), {}, {id(drawn.tensor): drawn})[0]
+        drawn = tape.emit(_aten.permute.default, (drawn.tensor, back), {}, {id(drawn.tensor): drawn})[0]
     return drawn
 
 
-def overwritten_base(recorder: Recorder, target: Alias, whole: Value, new: Value) -> Value:
+def overwritten_base(tape: Tape, target: Alias, whole: Value, new: Value) -> Value:
     """What the tensor under the view *target*, which showed *whole*, shows after the view was given the value *new*."""
     base, view = target.store.base.tensor, target.tensor
     if new.dtype != view.dtype:
-        new = recorder.emit(_aten._to_copy.default, (new.tensor,), {"dtype": view.dtype}, {id(new.tensor): new})[0]
+        new = tape.emit(_aten._to_copy.default, (new.tensor,), {"dtype": view.dtype}, {id(new.tensor): new})[0]
     known = {id(whole.tensor): whole, id(new.tensor): new}
     dense = all(t.is_contiguous() for t in (view, base, new.tensor))
     if dense and view.numel() == base.numel() and new.root is new and not new.kind:
-        return recorder.emit(_aten.view.default, (new.tensor, list(base.shape)), {}, known)[0]
+        return tape.emit(_aten.view.default, (new.tensor, list(base.shape)), {}, known)[0]
     scatter = _SCATTERS.get(target.replay[0]) if target.replay is not None else None
     if scatter is not None and target.parent is target.store.base and target.replay is not None:
         _, args, kwargs = target.replay
-        result = recorder.emit(scatter, (whole.tensor, new.tensor, *args[1:]), kwargs, known)[0]
+        result = tape.emit(scatter, (whole.tensor, new.tensor, *args[1:]), kwargs, known)[0]
         if _same_geometry(result.tensor, base):
             return result
     offset = whole.tensor.storage_offset() + view.storage_offset() - base.storage_offset()
     args = (whole.tensor, new.tensor, list(view.shape), list(view.stride()), offset)
-    result = recorder.emit(_aten.as_strided_scatter.default, args, {}, known)[0]
-    return laid_out(recorder, result, base, whole, "a write through a view")
+    result = tape.emit(_aten.as_strided_scatter.default, args, {}, known)[0]
+    return laid_out(tape, result, base, whole, "a write through a view")

@@ -1,4 +1,4 @@
-"""The recorder: a dispatch mode that writes down every operator that runs on fake tensors.
+"""The recorder: a dispatch mode that writes every operator that runs on fake tensors to a tape.
 
 It sees a step as PyTorch's own dispatcher does, forward and backward alike, and turns it into calls on values that
 never change: what in-place operators and views of activations do is told by functional operators (:mod:`.mutation`);
@@ -18,22 +18,20 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..errors import CaptureError, GraphirError
-from ..ir.operator import Arg, Phase
 from ..ir.opset import CHECKS
 from .checks import CHECKED, Check
 from .devices import on_host
-from .edges import differentiable, keep_edges
+from .edges import keep_edges
 from .forms import Bound, Form, form_of
-from .known import is_known_result, number_in
-from .memory import Memory
+from .known import number_in
 from .mutation import functional_call, functional_view, laid_out, overwritten_base
-from .randomness import SeedIds, refuse_generator, seedable
+from .randomness import refuse_generator
 from .refusals import FAKE_ERRORS, refuse_operator, refused_by_fake, where
-from .results import Results
 from .scopes import Scopes
 from .source_lines import SourceLines
 from .sparse import SparseTensors
-from .values import Alias, Call, Replay, Value, geometry_of
+from .tape import Tape
+from .values import Alias, Value, geometry_of
 
 __all__ = ["Recorder"]
 
@@ -49,14 +47,11 @@ _NUMBER: Final = _aten._local_scalar_dense.default
 _LITERAL: Final = frozenset({_aten.lift_fresh.default, _aten.lift.default})
 
 
-class Recorder(TorchDispatchMode):
-    """Records calls while it is the innermost mode over a ``FakeTensorMode``.
+class Recorder(Tape, TorchDispatchMode):
+    """The tape that the dispatcher writes to, while this is the innermost mode over a ``FakeTensorMode``.
 
     Attributes:
-        calls: in order.
-        values: every value, externals first, at its index.
         constants: real tensors that the step reads and that are neither parameters, buffers nor inputs.
-        phase: forward, backward or update.
         sparse: the sparse gradients.
         refusal: the first one. A model may catch it and go on, but it would go on otherwise than with data.
         failed_line: the source line of what it refused.
@@ -72,127 +67,31 @@ class Recorder(TorchDispatchMode):
         lines: SourceLines | None,
         path_of: Callable[[torch.Tensor], str],
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[Call] = []
-        self.values: list[Value] = []
+        TorchDispatchMode.__init__(self)
+        Tape.__init__(self, fake_mode, scopes, lines)
         self.constants: list[tuple[Value, torch.Tensor]] = []
-        self.phase: Phase = "forward"
-        self.seeds = SeedIds()
         self.sparse = SparseTensors()
-        self._fake_mode, self._scopes, self._lines, self._path_of = fake_mode, scopes, lines, path_of
-        self._memory = Memory()
-        self._results = Results(fake_mode, self._scope)
+        self._fake_mode, self._path_of = fake_mode, path_of
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._owners: dict[int, Value] = {}
         self._forms: dict[object, Form] = {}
-        self._prefix, self._first = "", 0
         self.refusal: CaptureError | None = None
         self.failed_line = ""
         self.arguments: dict[int, str] = {}
-
-    # What exists before the step.
-
-    def fake(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A fake tensor with memory of its own."""
-        return self._results.empty(tuple(shape), tuple(strides), dtype)
-
-    def external(self, tensor: torch.Tensor, name: str, kind: str) -> Value:
-        """Make a fake tensor known as a parameter, buffer, constant or input."""
-        value = self._value(tensor, name, "", follows_input=kind == "input")
-        value.kind = kind
-        self._memory.add_base(tensor, value, persistent=kind in ("param", "buffer", "state"))
-        return value
 
     def stand_in(self, tensor: torch.Tensor, fake: torch.Tensor) -> None:
         """Let *fake* be what the step reads where it reads *tensor* itself, as a closure or a list may hold it."""
         self._fakes[id(tensor)] = fake, tensor
 
     def release(self) -> None:
-        """Forget the step, once it is recorded: what refers to itself would have to be found by the collector."""
-        self._memory.release()
-        self.calls, self.values, self._fakes, self._owners = [], [], {}, {}
-
-    # What the step did.
-
-    def read(self, tensor: torch.Tensor) -> Value:
-        """The value that a tensor shows now."""
-        return self._current(self._alias(tensor))
-
-    def follow_modules(self) -> contextlib.AbstractContextManager[None]:
-        """Know which module runs, and name what it returns."""
-        if self._lines is None:
-            return contextlib.nullcontext()
-        return self._scopes.follow(lambda: len(self.values), self.claim)
-
-    def claim(self, tensor: torch.Tensor, name: str, before: int) -> None:
-        """Name what a module returns after it, if an operator made it while the module ran."""
-        alias = self._memory.find(tensor)
-        if alias is not None and alias.generation == alias.store.generation:
-            value = alias.value
-            if value.claim is None and not value.kind and value.index >= before:
-                value.claim = name
-
-    def is_known(self, tensor: torch.Tensor) -> bool:
-        """Whether what a tensor holds follows from sizes and literals alone."""
-        alias = self._memory.find(tensor)
-        return alias is not None and alias.generation == alias.store.generation and alias.value.known
-
-    def start_micro_batch(self, prefix: str) -> None:
-        """From here on, operators belong to the forward of the micro-batch whose names start with *prefix*."""
-        self.phase, self._prefix, self._first = "forward", prefix, len(self.values)
-        for value in self.values:
-            value.edge = None
-
-    def exchanges_refused(self) -> contextlib.AbstractContextManager[None]:
-        """While this is active, a step that exchanges a tensor's memory (``x.data = …``) is refused."""
-        return self._memory.exchanges_refused()
-
-    def end_forward(self) -> None:
-        """Raise where the forward did to a tensor what no operator tells, in the recording that is named.
-
-        Raises:
-            CaptureError: it exchanged a tensor's memory.
-        """
-        if self._lines is not None:
-            self._memory.check_unexchanged()
-
-    def start_backward(self) -> list[tuple[Value, Any]]:
-        """From here on, operators belong to the backward of the forward value whose gradient is being computed.
-
-        Returns:
-            Each forward value that has a gradient, and where that arrives: its tensor, or an edge of the graph. Of the
-            values that operators made, those of the current micro-batch.
-        """
-        seen = (alias for alias in self._memory if alias.value.index >= self._first or alias.value.root.kind)
-        found = list(differentiable(seen, self.values))
-        for value, edge in found:
-            node = edge.grad_fn if isinstance(edge, torch.Tensor) else edge.node
-            if node is not None:
-                self._owners.setdefault(node._sequence_nr(), value)
-                if type(node).__name__ == "CheckpointFunctionBackward":
-                    raise CaptureError(
-                        "reentrant checkpointing runs a backward of its own inside the backward",
-                        where=where(value.scope, value.call.line if value.call is not None else ""),
-                        fix="pass use_reentrant=False to torch.utils.checkpoint.checkpoint",
-                    )
-        self.phase = "backward"
-        return found
+        """See :meth:`.tape.Tape.release`."""
+        super().release()
+        self._fakes = {}
 
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
         """Between the step's own calls: what runs on fake tensors is recorded by :meth:`emit` alone."""
         with _disable_current_modes(), self._fake_mode, torch.no_grad():
             yield
-
-    def start_update(self) -> None:
-        """From here on, operators belong to the update."""
-        self.phase, self._prefix = "update", ""
-
-    def window(self, value: Value) -> torch.Tensor:
-        """A new tensor that shows *value*; what is done to it is done to no other tensor."""
-        tensor = self.fake(value.shape, value.strides, value.dtype)
-        self._memory.add_base(tensor, value, persistent=False)
-        return tensor
 
     # What the dispatcher calls.
 
@@ -277,132 +176,7 @@ class Recorder(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor)
         )
 
-    def _call(self, form: Form, bound: Bound, inputs: tuple[Value, ...]) -> tuple[Call, Value | None]:
-        """A call still without outputs, and the forward value whose gradient it helps to compute."""
-        type, seed = form.type, None
-        if form.draws(bound.args):
-            type, seed = form_of(seedable(form, where(self._scopes.current))).type, self.seeds.take()
-        return self._call_of(type, inputs, bound.operands, bound.args, seed)
-
-    def _call_of(
-        self,
-        type: str,
-        inputs: tuple[Value, ...],
-        operands: str | None,
-        args: Mapping[str, Arg],
-        seed: int | None = None,
-    ) -> tuple[Call, Value | None]:
-        source, scope = self._origin(inputs)
-        return Call(type, inputs, operands, args, scope, self.phase, seed, self._line(source, inputs)), source
-
-    def _record(self, form: Form, bound: Bound, inputs: tuple[Value, ...], out: Any, replay: Replay) -> None:
-        call, source = self._call(form, bound, inputs)
-        self.calls.append(call)
-        if isinstance(out, torch.Tensor):
-            call.outputs = (self._result(out, form, call, bound, source, replay, 0),)
-            return
-        pattern: list[str] = []
-        made: list[Value] = []
-
-        def add(item: Any) -> None:
-            if isinstance(item, torch.Tensor):
-                made.append(self._result(item, form, call, bound, source, replay, len(made)))
-            pattern.append("t" if isinstance(item, torch.Tensor) else "_")
-
-        results = out if isinstance(out, (tuple, list)) and not form.returns_list else (out,)
-        for item in results if form.func._schema.returns else ():
-            if isinstance(item, (tuple, list)):
-                pattern.append("[")
-                for inner in item:
-                    add(inner)
-                pattern.append("]")
-            else:
-                add(item)
-        text = "".join(pattern)
-        call.outputs = tuple(made)
-        call.results = None if text == "t" * len(made) else text
-
-    def _line(self, source: Value | None, inputs: Sequence[Value]) -> str:
-        """The source line of what is running; of a backward that torch runs, that of its forward.
-
-        Where capture itself adds losses up, or divides them, it is the line of what it reads. Empty where nobody asks.
-        """
-        if self._lines is None:
-            return ""
-        line = self._lines.current()
-        if line:
-            return line
-        read = (source or self._owner(), *inputs)
-        made = [v.call.line for v in read if v is not None and v.call is not None]
-        return next(filter(None, made), "")
-
-    def _scope(self) -> str:
-        """The module that is running."""
-        return self._origin(())[1]
-
-    def _origin(self, inputs: Sequence[Value]) -> tuple[Value | None, str]:
-        """Whose gradient is being computed, and the module that an operator belongs to.
-
-        Autograd has nodes that made no value that the step saw, as those of a view of overwritten memory, and runs some
-        operators outside of nodes, as the one that makes the loss's gradient. They belong to what they read.
-        """
-        scope = self._scopes.current
-        if self.phase == "forward" or scope:
-            return None, scope
-        owner = self._owner()
-        if owner is not None and torch.is_grad_enabled():  # a checkpoint runs its forward again
-            return None, owner.scope
-        if self.phase == "backward" and owner is None:
-            made = [v for v in inputs if v.call is not None]
-            owner = next((v.source for v in made if v.source is not None), None)
-            owner = owner or next((v for v in made if v.phase == "forward"), None)
-        if owner is not None:
-            return owner, owner.scope
-        return None, next((v.scope for v in inputs if v.scope), "")
-
-    def _owner(self) -> Value | None:
-        """The forward value whose gradient autograd's running node computes."""
-        node = torch._C._current_autograd_node()
-        return self._owners.get(node._sequence_nr()) if node is not None else None
-
-    def _result(
-        self,
-        tensor: torch.Tensor,
-        form: Form,
-        call: Call,
-        bound: Bound,
-        source: Value | None,
-        replay: Replay | None,
-        position: int,
-    ) -> Value:
-        if tensor.layout != torch.strided:
-            raise CaptureError(
-                f"{form.type} makes a {str(tensor.layout).removeprefix('torch.')} tensor",
-                where=where(call.scope),
-                fix="use dense tensors (for an embedding, sparse=False)",
-            )
-        value = self._value(tensor, form.label, call.scope, any(v.follows_input for v in call.inputs))
-        value.call, value.source, value.known = call, source, is_known_result(call)
-        store = self._memory.store(tensor)
-        if store is None:
-            self._memory.add_base(tensor, value, persistent=False)
-            return value
-        parent = next((a for t in bound.tensors if (a := self._alias(t)).store is store), None)
-        if parent is None:
-            raise CaptureError(f"{form.type} returns a view of a tensor that it was not given", where=where(call.scope))
-        self._memory.add_alias(tensor, value, parent, replay, position)
-        seen = parent.value
-        value.root = seen.root
-        value.offset = seen.offset + value.geometry.offset - parent.geometry.offset
-        return value
-
-    # Values and the memory behind them.
-
-    def _value(self, tensor: torch.Tensor, label: str, scope: str, follows_input: bool) -> Value:
-        value = Value(len(self.values), tensor, label, scope, self.phase)
-        value.follows_input, value.prefix = follows_input, self._prefix
-        self.values.append(value)
-        return value
+    # What the step reads from elsewhere.
 
     def _is_ours(self, tensor: torch.Tensor) -> bool:
         """Whether it is a fake tensor of this recording, not of the mode in which a model was built."""
@@ -442,77 +216,10 @@ class Recorder(TorchDispatchMode):
             self.constants.append((value, real))
         return self._fakes[id(real)][0]
 
-    def _alias(self, tensor: torch.Tensor) -> Alias:
-        return self._memory.alias(tensor, self._scopes.current)
-
-    def _current(self, alias: Alias) -> Value:
-        if alias.generation != alias.store.generation:
-            parent = alias.parent
-            if parent is None:
-                raise AssertionError("the base of a store is always current")
-            seen = self._current(parent)
-            if alias.replay is None:
-                alias.value = seen
-            else:
-                func, args, kwargs = alias.replay
-                args = tuple(seen.tensor if a is parent.tensor else a for a in args)
-                alias.value = self.emit(func, args, kwargs, {id(seen.tensor): seen})[alias.position]
-            alias.generation = alias.store.generation
-        return alias.value
-
     def _twin(self, original: Alias, same: torch.Tensor) -> torch.Tensor:
         """Let *same* be another window on what *original* shows."""
         self._memory.add_alias(same, self._current(original), original, None)
         return same
-
-    # Calls that the step did not make itself.
-
-    def emit(
-        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], known: Mapping[int, Value]
-    ) -> list[Value]:
-        """Record a call of *func* on values, given as their tensors; returns what it makes.
-
-        The tensors that it makes are no windows on the step's memory. To be used while the dispatcher calls, or
-        :meth:`unseen`; elsewhere the dispatcher would record the call too.
-        """
-        form = form_of(func)
-        bound = form.bind(args, kwargs)
-        inputs = tuple([known.get(id(t)) or self.read(t) for t in bound.tensors])
-        pairs = list(zip(bound.tensors, inputs, strict=True))
-        geometries = [v.geometry if v.tensor is t else geometry_of(t) for t, v in pairs]
-        out = self._results.of(form, bound, geometries, args, kwargs)
-        call, source = self._call(form, bound, inputs)
-        outs = out if isinstance(out, (tuple, list)) else (out,)
-        for tensor in outs:
-            value = self._value(tensor, form.label, call.scope, any(v.follows_input for v in inputs))
-            value.call, value.source, value.known = call, source, is_known_result(call)
-            storage = tensor.untyped_storage()._cdata
-            for (t, v), geometry in zip(pairs, geometries, strict=True):
-                if t.untyped_storage()._cdata == storage:
-                    value.root = v.root
-                    value.offset = v.offset + value.geometry.offset - geometry.offset
-            call.outputs += (value,)
-        call.results = "[" + "t" * len(outs) + "]" if form.returns_list else None
-        self.calls.append(call)
-        return list(call.outputs)
-
-    def emit_own(
-        self,
-        type: str,
-        inputs: tuple[Value, ...],
-        operands: str | None,
-        args: Mapping[str, Arg],
-        made: Sequence[torch.Tensor],
-    ) -> tuple[Value, ...]:
-        """Record a call of one of graphir's own types, which makes values like the fake tensors *made*."""
-        call, source = self._call_of(type, inputs, operands, args)
-        for tensor in made:
-            label = type.removeprefix("graphir.").removesuffix("_backward")
-            value = self._value(tensor, label, call.scope, any(v.follows_input for v in inputs))
-            value.call, value.source = call, source
-            call.outputs += (value,)
-        self.calls.append(call)
-        return call.outputs
 
     # Writes.
 

@@ -31,13 +31,12 @@ from .randomness import random_state_kept, refuse_seeding
 from .recorder import Recorder
 from .refusals import where
 from .scopes import Scopes
-from .snapshots import same_bits
 from .source_lines import SourceLines
 from .sparse import SparseValue
 from .stand_ins import attribute_paths, fake_leaves, fake_state
 from .values import Call, Value
 
-__all__ = ["Recording", "Step", "record"]
+__all__ = ["Recording", "Step", "record", "same_bits"]
 
 _aten: Final = torch.ops.aten
 
@@ -224,6 +223,14 @@ def _same(a: Recording, b: Recording) -> bool:
         and len(a.constants) == len(b.constants)
         and all(x is y or same_bits(x, y) for (_, x), (_, y) in literals)
     )
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors with data have one shape, one type and the same bits: a NaN is equal to itself."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    mine, theirs = (t.detach().cpu().reshape(-1).contiguous().view(torch.uint8) for t in (a, b))
+    return torch.equal(mine, theirs)
 
 
 def _described(recording: Recording) -> list[object]:

@@ -15,8 +15,7 @@ from ..ir.blob import contiguous_strides
 from ..ir.operator import Arg
 from ..ir.size import Dims, Shape, Size, size_dims
 from .grid import BATCH, Grid
-from .recording import Recording, Step, record
-from .snapshots import same_bits
+from .recording import Recording, Step, record, same_bits
 from .thresholds import threshold_in
 from .values import Call, Value
 

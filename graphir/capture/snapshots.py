@@ -15,7 +15,7 @@ import torch
 
 from .model_state import StateTensor, extent, has_data
 
-__all__ = ["same_bits", "snapshot", "snapshots"]
+__all__ = ["snapshot", "snapshots"]
 
 _FEW_BYTES: Final = 2**20
 """They are copied before a thread would have started."""
@@ -26,14 +26,6 @@ def snapshot(tensor: torch.Tensor) -> torch.Tensor:
     copied, span = _blank(tensor)
     span.copy_(_span(tensor))
     return copied
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors with data have one shape, one type and the same bits: a NaN is equal to itself."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    mine, theirs = (t.detach().cpu().reshape(-1).contiguous().view(torch.uint8) for t in (a, b))
-    return torch.equal(mine, theirs)
 
 
 @contextlib.contextmanager

@@ -7,17 +7,15 @@ used more than once. Nothing else can be done with them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from ..errors import CaptureError
 from ..ir.operator import Arg
 from .refusals import where
+from .tape import Tape
 from .values import Value
-
-if TYPE_CHECKING:
-    from .recorder import Recorder
 
 __all__ = ["SparseTensors", "SparseValue"]
 
@@ -45,16 +43,16 @@ class SparseTensors:
         self._shown: dict[int, tuple[torch.Tensor, SparseValue]] = {}
         self.gradients: dict[int, SparseValue] = {}
 
-    def finish(self, recorder: Recorder, param: Value, tensor: torch.Tensor) -> None:
+    def finish(self, tape: Tape, param: Value, tensor: torch.Tensor) -> None:
         """Note the gradient of a parameter, in values that are no other gradient's.
 
         Indices may be a view of an input of the step; the gradient's are a copy, so that they can live elsewhere.
         """
         indices, values = self._read(tensor)
         if indices.root.phase == "forward":
-            indices = recorder.emit(_aten.clone.default, (indices.tensor,), {}, {id(indices.tensor): indices})[0]
+            indices = tape.emit(_aten.clone.default, (indices.tensor,), {}, {id(indices.tensor): indices})[0]
         if values.phase == "forward" or any(values is known.values for known in self.gradients.values()):
-            values = recorder.emit(_aten.alias.default, (values.tensor,), {}, {id(values.tensor): values})[0]
+            values = tape.emit(_aten.alias.default, (values.tensor,), {}, {id(values.tensor): values})[0]
         self.gradients[param.index] = SparseValue(indices, values)
 
     def _read(self, tensor: torch.Tensor) -> SparseValue:
@@ -68,7 +66,7 @@ class SparseTensors:
             return bool(args[9])
         return bool(self._shown) and any(id(arg) in self._shown for arg in args)
 
-    def call(self, recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], scope: str) -> Any:
+    def call(self, tape: Tape, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], scope: str) -> Any:
         """Record such a call; returns its fake result.
 
         Raises:
@@ -76,11 +74,11 @@ class SparseTensors:
         """
         if func is _MAKE:
             _, _, size, indices, values = args
-            return self._show(size, SparseValue(recorder.read(indices), recorder.read(values)))
+            return self._show(size, SparseValue(tape.read(indices), tape.read(values)))
         if func is _BAG:
-            return self._show((args[6], args[0].shape[1]), _embedding_bag_backward(recorder, *args))
+            return self._show((args[6], args[0].shape[1]), _embedding_bag_backward(tape, *args))
         if func is _aten.add.Tensor and not kwargs and all(id(arg) in self._shown for arg in args):
-            return self._show(args[0].shape, _sum(recorder, args[0].shape[0], [self._read(arg) for arg in args]))
+            return self._show(args[0].shape, _sum(tape, args[0].shape[0], [self._read(arg) for arg in args]))
         raise CaptureError(f"{func} takes a sparse gradient, which is not supported", where=where(scope), fix=_DENSE)
 
     def _show(self, size: Any, shown: SparseValue) -> torch.Tensor:
@@ -91,7 +89,7 @@ class SparseTensors:
 
 
 def _embedding_bag_backward(
-    recorder: Recorder,
+    tape: Tape,
     grad: torch.Tensor,
     indices: torch.Tensor,
     offsets: torch.Tensor,
@@ -113,15 +111,15 @@ def _embedding_bag_backward(
     if padding_idx != -1:
         args["padding_idx"] = padding_idx
     made = [indices.new_empty((1, len(indices))), grad.new_empty((len(indices), grad.shape[1]))]
-    inputs = tuple([recorder.read(tensor) for tensor in tensors])
-    return SparseValue(*recorder.emit_own("graphir.embedding_bag_backward", inputs, None, args, made))
+    inputs = tuple([tape.read(tensor) for tensor in tensors])
+    return SparseValue(*tape.emit_own("graphir.embedding_bag_backward", inputs, None, args, made))
 
 
-def _sum(recorder: Recorder, rows: int, summands: list[SparseValue]) -> SparseValue:
+def _sum(tape: Tape, rows: int, summands: list[SparseValue]) -> SparseValue:
     indices, values = [s.indices for s in summands], [s.values for s in summands]
     count = sum(value.shape[0] for value in values)
     made = [
         indices[0].tensor.new_empty((1, count)),
         values[0].tensor.new_empty((count, values[0].shape[1])),
     ]
-    return SparseValue(*recorder.emit_own("graphir.sparse_sum", (*values, *indices), "[tt][tt]", {"rows": rows}, made))
+    return SparseValue(*tape.emit_own("graphir.sparse_sum", (*values, *indices), "[tt][tt]", {"rows": rows}, made))
