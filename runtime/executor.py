@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from graphir.ir.operator import Operator
 from graphir.ir.size import Dims
 from graphir.plan import Plan
 
-__all__ = ["Executor", "Feedable", "Setting"]
+__all__ = ["Executor", "Feedable", "Held", "OnDevices", "Setting"]
 
 Feedable: TypeAlias = Tensor | float
 """What stands for an input blob: a tensor, or the value of a learning rate that only optimizers read."""
@@ -78,3 +79,32 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """End the executor's threads, if it has any."""
+
+
+class Held(NamedTuple):
+    """The bytes of one logical device, and the allocator's figures of the real one that it is bound to.
+
+    Attributes:
+        place: the real device; others may share it.
+        predicted: the plan's peak at the sizes of the last step, state and inputs included.
+        state: of parameters, buffers, optimizer state and constants.
+        received: of the buffers for incoming copies, which are kept from step to step.
+        allocator: some of ``torch.cuda.memory_stats``, in bytes and counts; empty on the host.
+    """
+
+    place: torch.device
+    predicted: int
+    state: int
+    received: int
+    allocator: Mapping[str, int]
+
+
+@runtime_checkable
+class OnDevices(Executor, Protocol):
+    """An executor that has devices of its own memory work behind the host."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """What the caller does with state in this context comes after the last step and before the next one."""
+
+    def ledger(self) -> Mapping[Device, Held]:
+        """What each device holds: the plan's own bytes, and beside them the allocator's, of the sizes stepped last."""

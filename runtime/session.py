@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, NoReturn, TypeAlias, get_args
@@ -18,7 +18,7 @@ from graphir.plan import Plan
 
 from .cuda.executor import Collectives, Cuda
 from .cuda.graphs import CudaGraphs
-from .executor import Executor, Feedable, Setting
+from .executor import Executor, Feedable, OnDevices, Setting
 from .executors.adversarial import Adversarial
 from .executors.choice import HOST_ONLY, choose
 from .executors.reference import Reference
@@ -71,7 +71,8 @@ class Session:
             ``program.state``; entries under a blob's full name are for one replica, those of learning rates are the
             first ones, as :meth:`state` gives both. They are copied.
         binding: which real device each logical one is: ``cpu`` puts all on the host, ``cuda`` deals them out to the
-            CUDA devices, a dict says it for each (``{"gpu:0": "cuda:0"}``); ``auto`` is ``cpu``.
+            CUDA devices, a dict says it for each (``{"gpu:0": "cuda:0"}``). ``auto`` is ``cuda`` where there is any
+            such device, unless the executor is one of the host's, and else ``cpu``.
         executor: ``reference`` runs one instruction after the other, on any device. On the host, ``serial`` runs
             generated code in the calling thread, ``threads`` in a thread for each logical device where there are
             several, ``segments`` the same without Python's lock where torch allows it, and ``auto`` chooses the one
@@ -134,7 +135,7 @@ class Session:
                 f"beside is a {type(beside).__name__}, not a session", where="Session(...)", fix="pass a Session"
             )
         admit(plan)
-        places = places_of(binding, plan.devices)
+        places = places_of(binding, plan.devices, host_only=executor in (*HOST_ONLY, "adversarial"))
         on_host = all(place.type == "cpu" for place in places.values())
         if executor in HOST_ONLY and not on_host:
             raise SessionError(
@@ -297,12 +298,13 @@ class Session:
 
     def report(self) -> Report:
         """What the steps of the last :meth:`measured` took: seconds by lane and by operator, bytes by device against
-        the prediction, copies and their bandwidth.
+        the prediction, on CUDA also against what the allocator says now, copies and their bandwidth.
 
         Raises:
             SessionError: no step was measured.
         """
-        return report(self._measured_steps(), self._places, *self._choice)
+        held = self._executor.ledger() if isinstance(self._executor, OnDevices) else {}
+        return report(self._measured_steps(), self._places, *self._choice, held)
 
     def trace(self, path: str | Path) -> None:
         """Write the last step of the last :meth:`measured` as a trace for Perfetto or Chrome's tracing page: each
@@ -477,7 +479,8 @@ class Session:
             raise self._busy()
         try:
             self._check_usable()
-            yield
+            with self._executor.aside() if isinstance(self._executor, OnDevices) else nullcontext():
+                yield
         finally:
             self._running.release()
 

@@ -25,6 +25,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture(autouse=True)
+def _host_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions see CUDA devices in tests that are marked ``cuda``; the bits of all others are the host's."""
+    if torch.cuda.is_available() and not request.node.get_closest_marker("cuda"):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """Compare a text with ``tests/golden/<name>.txt``: ``golden("mlp.shifted", str(program))``."""

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from graphir.runtime import Session
 from graphir.runtime.cuda.executor import Cuda
+from graphir.runtime.cuda.streams import FIGURES
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from graphir.ir.device import Device
 
@@ -33,6 +34,9 @@ class FakeStream:
     def __init__(self, machine: FakeMachine, device: torch.device, name: str) -> None:
         self.machine, self.device, self.name = machine, device, name
         self.clock: dict[str, int] = {name: 0}
+
+    def query(self) -> bool:
+        return self.name != self.machine.hangs
 
     def synchronize(self) -> None:
         self.machine.calls.append(("synchronize", self.name))
@@ -53,11 +57,12 @@ class FakeEvent:
         self.machine, self.number = machine, number
         self.clock: dict[str, int] | None = None
         self.device: torch.device | None = None
+        self.hung = "none"
 
     def record(self, stream: FakeStream) -> None:
         if self.device not in (None, stream.device):
             self.machine.races.append(f"event {self.number} of {self.device} is recorded on {stream.name}")
-        self.device = stream.device
+        self.device, self.hung = stream.device, stream.name
         self.machine.merge(stream, self.machine.host.clock)
         self.clock = dict(stream.clock)
         self.machine.calls.append(("record", self.number, stream.name))
@@ -70,6 +75,9 @@ class FakeEvent:
         self.machine.waits += 1
         if self.machine.waits != self.machine.dropped:
             self.machine.merge(stream, self.clock)
+
+    def query(self) -> bool:
+        return self.hung != self.machine.hangs
 
     def synchronize(self) -> None:
         self.machine.calls.append(("stop", self.number))
@@ -99,6 +107,7 @@ class FakeMachine:
         calls: in their order.
         races: what was not ordered, as text.
         dropped: which wait is not done, counted from 1; 0 for none.
+        hangs: the name of a stream that does nothing any more.
     """
 
     def __init__(self) -> None:
@@ -114,6 +123,7 @@ class FakeMachine:
         self.free: dict[str, list[Block]] = {}
         self.state: list[Tensor] = []
         self.capturing: FakeGraph | None = None
+        self.hangs = ""
 
     def stream(self, place: torch.device) -> FakeStream:
         self.made += 1
@@ -175,6 +185,7 @@ class FakeMachine:
         before = [(tensor, tensor.clone()) for tensor in self.state]
         yield graph
         self.capturing = None
+        self.free.clear()
         with _disable_current_modes():  # a capture executes nothing
             for tensor, value in before:
                 tensor.copy_(value)
@@ -183,7 +194,7 @@ class FakeMachine:
         self.calls.append(("captured", stream.name))
 
     def statistics(self, place: torch.device) -> Mapping[str, int]:
-        return {"num_ooms": 0}
+        return {name: 1000 * i for i, name in enumerate(FIGURES)}
 
     def merge(self, stream: FakeStream, clock: Mapping[str, int]) -> None:
         for name, time in clock.items():
@@ -258,9 +269,27 @@ class FakeGraph:
     def __init__(self, machine: FakeMachine) -> None:
         self.machine = machine
         self.kernels: list[tuple[Any, Any, Any, list[Tensor]]] = []
+        self.before = set(machine.blocks.values())
+        self.taken: set[Block] = set()
+
+    def add(self, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> None:
+        """Note a kernel, with tensors of its own: a graph knows addresses, it keeps no memory."""
+        own: dict[int, Tensor] = {}
+
+        def alias(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if (block := self.machine.block(value)) in self.before:
+                self.taken.add(block)
+            return own.setdefault(id(value), value.as_strided(value.size(), value.stride(), value.storage_offset()))
+
+        with _disable_current_modes():
+            self.kernels.append((func, *tree_map(alias, (args, kwargs, made))))
 
     def replay(self) -> None:
         self.machine.calls.append(("replay", self.machine.current[self.machine.device].name))
+        for block in self.taken - set(self.machine.blocks.values()):
+            self.machine.races.append(f"a graph uses {block.name}, which was given back")
         with _disable_current_modes():
             for func, args, kwargs, made in self.kernels:
                 again = [t for t in tree_leaves(func(*args, **kwargs)) if isinstance(t, Tensor)]
@@ -303,12 +332,12 @@ class Watch(TorchDispatchMode):
         on_host = bool(places) and all(place == HOST for place in places)
         if name == "aten::copy_":
             if machine.capturing is not None:
-                machine.capturing.kernels.append((func, args, kwargs, made))
+                machine.capturing.add(func, args, kwargs, made)
             ahead = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
             self.copy(given, blocks, ahead)
             return found
         if machine.capturing is not None:
-            machine.capturing.kernels.append((func, args, kwargs, made))
+            machine.capturing.add(func, args, kwargs, made)
         stream = machine.host if on_host else machine.current[machine.device]
         if name == "aten::_local_scalar_dense" and places == [machine.device]:
             machine.races.append("the host reads a tensor of a device")
@@ -351,7 +380,8 @@ class Watched:
     """An executor under watch."""
 
     def __init__(self, executor: Cuda, machine: FakeMachine) -> None:
-        self.executor, self.machine, self.setting = executor, machine, executor.setting
+        self.executor, self.machine, self.setting, self.clock = executor, machine, executor.setting, executor.clock
+        self.ledger, self.aside, self.close = executor.ledger, executor.aside, executor.close
         machine.state = list(self.setting.state.values())
         for name, tensor in self.setting.state.items():
             self.take(name, tensor)
@@ -364,22 +394,25 @@ class Watched:
         self.machine.access(caller, tensor, True, name)
 
     def run(self, dims: Any, inputs: Any, step: int) -> Any:
+        return self.watch(self.executor.run, dims, inputs, step)
+
+    def run_observed(self, dims: Any, inputs: Any, step: int, probe: Any) -> Any:
+        return self.watch(self.executor.run_observed, dims, inputs, step, probe)
+
+    def watch(self, run: Any, dims: Any, inputs: Any, *rest: Any) -> Any:
         inputs = [value.clone() if isinstance(value, Tensor) else value for value in inputs]  # shares share memory
         for name, tensor in zip(self.setting.inputs, inputs, strict=True):
             if isinstance(tensor, Tensor):
                 self.take(name, tensor)
         del tensor
         with Watch(self.machine):
-            outputs = self.executor.run(dims, inputs, step)
+            outputs = run(dims, inputs, *rest)
         for tensor in outputs:
             block = self.machine.block(tensor)
             if block is not None:
                 caller = self.machine.host if block.place == HOST else self.machine.caller(block.place)
                 self.machine.access(caller, tensor, False, "the caller")
         return outputs
-
-    def close(self) -> None:
-        self.executor.close()
 
 
 def places_on(binding: Mapping[str, str], devices: Sequence[Device]) -> dict[Device, torch.device]:
@@ -388,11 +421,16 @@ def places_on(binding: Mapping[str, str], devices: Sequence[Device]) -> dict[Dev
 
 
 def watched(
-    plan: Any, state: Any, binding: Mapping[str, str], kind: type[Cuda] = Cuda, **options: Any
+    plan: Any,
+    state: Any,
+    binding: Mapping[str, str],
+    kind: type[Cuda] = Cuda,
+    deadline: float | None = None,
+    **options: Any,
 ) -> tuple[Session, FakeMachine]:
     """A session whose executor believes in these devices."""
     machine = FakeMachine()
-    session = Session(plan, state, executor="reference")
+    session = Session(plan, state, binding="cpu", executor="reference", deadline=deadline)
     reference: Any = session._executor
     places = places_on(binding, plan.devices)
     executor = kind(reference.setting, machine=machine, places=places, **options)

@@ -195,8 +195,8 @@ class _Demo:
         eager = ShareByShare(self.model, F.cross_entropy, make_optimizer, len(DEVICES))
         batches = [batch for batch in self.digits.batches(0) if len(batch[0]) == BATCH][:CHECKED_STEPS]
         with (
-            runtime.Session(unshifted, captured.state) as one,
-            runtime.Session(shifted, captured.state) as other,
+            runtime.Session(unshifted, captured.state, binding="cpu") as one,
+            runtime.Session(shifted, captured.state, binding="cpu") as other,
         ):
             losses = [(one.step(x, y), other.step(x, y), eager.step(x, y)) for x, y in batches]
             same_plans = all(torch.equal(a, b) for a, b, _ in losses)
@@ -222,7 +222,7 @@ class _Demo:
         )
         live = self.console.is_terminal
         with (
-            runtime.Session(plan, captured.state) as session,
+            runtime.Session(plan, captured.state, binding="cpu") as session,
             Progress(*columns, console=self.console, disable=not live) as progress,
         ):
             for epoch in range(self.epochs):

@@ -39,7 +39,7 @@ from ..executor import Setting
 from ..kernels.buffers import Buffer, Buffers
 from ..kernels.communication import reduction
 from .receive import NativeReduction, Owner, Reduction
-from .streams import Event, Machine, Stream
+from .streams import Event, Machine, Stream, wait_for
 
 __all__ = ["Lanes", "StreamStatements", "StreamWriter", "generate_streams"]
 
@@ -234,7 +234,7 @@ class StreamStatements(Statements):
         events = [self.arriving.pop(s, None) for s in dict.fromkeys(blobs[name].storage for name in op.inputs)]
         for position, _ in op.effects.writes:
             events += self.leaving.pop(blobs[op.outputs[position]].storage, [])
-        return [self.lines.called(event.synchronize, ("stop", id(event))) for event in events if event is not None]
+        return [self.stop(event) for event in events if event is not None]
 
     def copy(self, position: int, at: str, op: Operator) -> list[str]:
         """A copy into its buffer, or into state."""
@@ -271,13 +271,27 @@ class StreamStatements(Statements):
         if self.place(made).type == "cuda" and not from_buffer:
             return []
         event = self.lanes.machine.event()
+        statements = [self.lines.called(partial(event.record, stream), ("copied", position))]
         if from_buffer:
             self.leaving.setdefault(source, []).append(event)
-        else:
-            self.arriving[made] = event
-            if at not in self.lanes.streams:
-                self.remember(at, {f"{at} copies": _Recorded(position, event)})
-        return [self.lines.called(partial(event.record, stream), ("copied", position))]
+            return statements
+        if at not in self.lanes.streams:
+            self.remember(at, {f"{at} copies": _Recorded(position, event)})
+        if self.lines.observed:  # the probe reads it
+            return [*statements, self.stop(event)]
+        self.arriving[made] = event
+        return statements
+
+    def stop(self, event: Event) -> str:
+        return self.lines.called(partial(self.arrived, event), ("stop", id(event)))
+
+    def arrived(self, event: Event) -> None:
+        """Wait for an event; the error names the lanes that have work to do."""
+        try:
+            wait_for(event, self.setting.deadline)
+        except TimeoutError as e:
+            busy = [name for name, stream in self.lanes.streams.items() if not stream.query()]
+            raise TimeoutError(f"{e}: {', '.join(busy)}") from None
 
     def number(self, name: str) -> tuple[Device, object]:
         blob = self.net.blobs[name]
@@ -331,7 +345,7 @@ class StreamStatements(Statements):
         self.flush()
         blobs = self.net.blobs
         ways = [self.arriving.pop(blobs[name].storage, None) for name in self.net.external_outputs]
-        stops = [self.lines.called(event.synchronize, ("stop", id(event))) for event in ways if event is not None]
+        stops = [self.stop(event) for event in ways if event is not None]
         self.lines.line(len(self.setting.plan.instructions) - 1, stops)
 
 

@@ -19,8 +19,9 @@ wait for the last use elsewhere before it frees, and the allocator hands memory 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,35 +31,17 @@ from graphir.errors import SessionError
 from graphir.ir.device import Device
 from graphir.ir.size import Dims
 
-from ..executor import Feedable, Setting
+from ..executor import Feedable, Held, Setting
 from ..executors.generated import Generated
 from ..kernels.buffers import Buffers
 from ..machine.surroundings import neutral
 from ..observing.probes import Probe
 from .codegen import Lanes, generate_streams
-from .streams import Event, Machine, Stream, TorchCuda
+from .streams import Event, Machine, Stream, TorchCuda, wait_for
 
-__all__ = ["Collectives", "Cuda", "Fence", "Held", "StreamClock"]
+__all__ = ["Collectives", "Cuda", "Fence", "StreamClock"]
 
 Collectives: TypeAlias = Literal["ordered", "native"]
-
-
-class Held(NamedTuple):
-    """The bytes of one logical device, and the allocator's figures of the real one that it is bound to.
-
-    Attributes:
-        place: the real device; others may share it.
-        predicted: the plan's peak at the sizes of the last step, state and inputs included.
-        state: of parameters, buffers, optimizer state and constants.
-        received: of the buffers for incoming copies, which are kept from step to step.
-        allocator: some of ``torch.cuda.memory_stats``, in bytes and counts; empty on the host.
-    """
-
-    place: torch.device
-    predicted: int
-    state: int
-    received: int
-    allocator: Mapping[str, int]
 
 
 class Fence:
@@ -74,13 +57,17 @@ class Fence:
         self.gate, self.lanes, self.machine = gate, lanes, machine
         self.begun, self.done = machine.event(), machine.event()
         self.ended = [machine.event() for _ in lanes]
-        self.called: list[Event] = []
+        self.called: dict[Stream, Event] = {}
+        self.left: tuple[Stream, ...] = ()
 
     def enter(self, callers: Sequence[Stream]) -> None:
-        """What the gate gets from now on comes after what *callers* got."""
-        while len(self.called) < len(callers):
-            self.called.append(self.machine.event())
-        for event, stream in zip(self.called, callers, strict=False):
+        """What the gate gets from now on comes after what *callers* got, and those that were left since the last time:
+        they may still read what the step handed back."""
+        entering, self.left = dict.fromkeys((*callers, *self.left)), ()
+        for stream in entering:
+            event = self.called.get(stream)
+            if event is None:
+                event = self.called[stream] = self.machine.event()
             event.record(stream)
             event.wait(self.gate)
 
@@ -98,6 +85,7 @@ class Fence:
 
     def leave(self, callers: Sequence[Stream]) -> None:
         """What *callers* get from now on comes after what the gate got."""
+        self.left = (*self.left, *callers)
         self.done.record(self.gate)
         for stream in callers:
             self.done.wait(stream)
@@ -134,6 +122,7 @@ class StreamClock:
         for mark in marks:
             if isinstance(mark, tuple):
                 seconds, start = self.started[mark[0]]
+                start.synchronize()
                 mark[1].synchronize()
                 mark = seconds + start.elapsed_time(mark[1]) * 1e-3
             found.append(mark)
@@ -207,6 +196,16 @@ class Cuda:
             self.fence.leave(callers)
             return outputs
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """See :class:`.executor.OnDevices`."""
+        with self.machine.kept(self.real) as callers:
+            self.fence.leave(callers)
+            try:
+                yield
+            finally:
+                self.fence.enter(callers)
+
     def issue(
         self, generated: Generated, dims: Dims, inputs: Sequence[Feedable], first: tuple[Any, ...]
     ) -> Sequence[Tensor]:
@@ -228,12 +227,12 @@ class Cuda:
         """Let the devices come to rest, so that what a failed step drops is in no stream's hands any more."""
         for stream in (*self.lanes.streams.values(), self.gate):
             try:
-                stream.synchronize()
-            except RuntimeError:  # a kernel has failed; the device refuses everything from now on
+                wait_for(stream, self.setting.deadline)
+            except (RuntimeError, TimeoutError):  # a kernel has failed, or hangs: the device does nothing any more
                 return
 
     def ledger(self) -> dict[Device, Held]:
-        """What each device holds: the plan's own bytes, and beside them the allocator's, of the sizes stepped last."""
+        """See :class:`.executor.OnDevices`."""
         plan = self.setting.plan
         predicted = memory(plan.with_(dims=dict(self.dims)))
         state, received = dict.fromkeys(self.places, 0), dict.fromkeys(self.places, 0)

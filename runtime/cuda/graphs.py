@@ -37,7 +37,9 @@ from ..codegen.writer import ThreadCode, Writer
 from ..executor import Feedable, Setting
 from ..executors.generated import Generated
 from ..failures.faults import reason_of
+from ..kernels.buffers import Buffer
 from ..kernels.calls import Argument, Bound
+from ..kernels.communication import spanned
 from ..kernels.optimizers import KERNELS
 from ..machine.surroundings import neutral
 from .codegen import StreamStatements, StreamWriter
@@ -117,7 +119,7 @@ class CudaGraphs(Cuda):
         self.machine.use(self.gate)
         for place, value in zip(captured.inputs, inputs, strict=True):
             if place is not None and isinstance(value, Tensor):
-                place.copy_(value, non_blocking=True)
+                spanned(place).copy_(spanned(value), non_blocking=True)
         for draw in captured.draws:
             draw.generator.manual_seed(mix(step, draw.replica, draw.seed))
         (function,), (code,) = captured.late.functions(dims), captured.late.threads
@@ -144,7 +146,8 @@ class CudaGraphs(Cuda):
         try:
             self.machine.use(self.gate)
             static = [
-                value.clone() if i in taken and isinstance(value, Tensor) else None for i, value in enumerate(inputs)
+                self.placed(value) if i in taken and isinstance(value, Tensor) else None
+                for i, value in enumerate(inputs)
             ]
             with self.machine.capture(self.gate, [draw.generator for draw in draws]) as graph:
                 try:
@@ -159,10 +162,14 @@ class CudaGraphs(Cuda):
             failure = failure or e
         if failure is not None:
             raise self.refusal(early, failure, dims, step) from failure
-        kept = (slots, dict(self.buffers), fence)
+        kept = (slots, [buffer.room for buffer in self.buffers.values()], fence)  # a larger size takes other rooms
         return _Captured(
             graph, static, dict(zip(early.outputs, outputs, strict=True)), draws, Generated(self.setting, [late]), kept
         )
+
+    def placed(self, value: Tensor) -> Tensor:
+        """Memory of the gate that looks like an input, for each replay's."""
+        return Buffer(lambda nbytes: self.machine.empty(nbytes, self.gate.device)).receive(value)
 
     def refusal(self, code: ThreadCode, failure: Exception, dims: Dims, step: int) -> RunError:
         """The error for what cannot be captured."""

@@ -5,6 +5,7 @@ The tests put another :class:`Machine` in its place, which notes the calls and c
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final, Protocol
@@ -12,21 +13,28 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Event", "Graph", "Machine", "Stream", "TorchCuda"]
+__all__ = ["Event", "Graph", "Machine", "Queue", "Stream", "TorchCuda", "wait_for"]
 
 
-class Stream(Protocol):
+class Queue(Protocol):
+    """What the host can wait for."""
+
+    def query(self) -> bool:
+        """Whether it is done."""
+
+    def synchronize(self) -> None:
+        """Let the host wait for all of it."""
+
+
+class Stream(Queue, Protocol):
     """Work of one device that is done in order; as ``torch.cuda.Stream``."""
 
     @property
     def device(self) -> torch.device:
         """The real device."""
 
-    def synchronize(self) -> None:
-        """Let the host wait for all of it."""
 
-
-class Event(Protocol):
+class Event(Queue, Protocol):
     """A point in a stream; as ``torch.cuda.Event``. A wait is for the last record before it."""
 
     def record(self, stream: Any) -> None:
@@ -34,9 +42,6 @@ class Event(Protocol):
 
     def wait(self, stream: Any) -> None:
         """Let what is issued to *stream* from now on come after it."""
-
-    def synchronize(self) -> None:
-        """Let the host wait for it."""
 
     def elapsed_time(self, end_event: Any) -> float:
         """The milliseconds from this event to another one of its device, both timed."""
@@ -82,6 +87,27 @@ class Machine(Protocol):
     def statistics(self, place: torch.device) -> Mapping[str, int]:
         """The allocator's figures; see :data:`FIGURES`."""
 
+
+def wait_for(queue: Queue, deadline: float | None) -> None:
+    """Let the host wait for an event or a stream.
+
+    Args:
+        queue: what is waited for.
+        deadline: seconds; None: for ever.
+
+    Raises:
+        TimeoutError: it was not done by then.
+    """
+    if deadline is not None:
+        end = time.monotonic() + deadline
+        while not queue.query():
+            if time.monotonic() > end:
+                raise TimeoutError(f"the device did not get there in {deadline:g} s")
+            time.sleep(_LOOK_SECONDS)
+    queue.synchronize()
+
+
+_LOOK_SECONDS: Final = 20e-6
 
 FIGURES: Final = ("allocated_bytes.all.current", "allocated_bytes.all.peak", "reserved_bytes.all.peak", "num_ooms")
 """Which of ``torch.cuda.memory_stats`` stand beside a plan's own bytes."""
@@ -129,12 +155,15 @@ class TorchCuda:
     @contextmanager
     def capture(self, stream: Any, generators: Sequence[torch.Generator]) -> Iterator[Graph]:
         """See :class:`Machine`."""
-        graph = torch.cuda.CUDAGraph()
-        for generator in generators:
-            graph.register_generator_state(generator)
-        # Other threads, such as those that pin a loader's batches, may call CUDA meanwhile.
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            yield graph
+        # Generators, the process's own one too, take memory that every graph fills; those of others, outside this mode.
+        with torch.inference_mode(False):
+            graph = torch.cuda.CUDAGraph()
+            for generator in generators:
+                graph.register_generator_state(generator)
+            # Other threads, such as those that pin a loader's batches, may call CUDA meanwhile.
+            capturing = torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")
+            with capturing, torch.inference_mode():
+                yield graph
 
     def statistics(self, place: torch.device) -> Mapping[str, int]:
         """See :class:`Machine`."""

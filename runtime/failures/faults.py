@@ -20,6 +20,10 @@ __all__ = ["UNUSABLE", "UNWRITTEN", "fault", "reason_of", "writes_state"]
 
 UNUSABLE = "the session is unusable now: make a new one from a state() taken before, or from program.state"
 UNWRITTEN = "no state was written: the session can go on with other arguments"
+LOST = (
+    "CUDA tells late of a kernel that failed, and refuses everything afterwards: CUDA_LAUNCH_BLOCKING=1 shows which "
+    "it was, and a new process has a device again"
+)
 
 
 def fault(
@@ -47,7 +51,9 @@ def fault(
     """
     traceback.clear_frames(cause.__traceback__)
     reason = reason_of(cause)
-    place, fix = f"plan {plan.name!r}, step {step}", UNWRITTEN if usable else UNUSABLE
+    lost = isinstance(cause, torch.AcceleratorError)
+    usable = usable and not (lost or isinstance(cause, TimeoutError))
+    place, fix = f"plan {plan.name!r}, step {step}", LOST if lost else UNWRITTEN if usable else UNUSABLE
     if isinstance(cause, RunError):  # a probe's, which says what and where
         return RunError(cause.what, at=cause.at, where=cause.where, fix=fix, usable=usable)
     if instruction is None:

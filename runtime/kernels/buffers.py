@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class Buffer:
 
     def receive(self, source: Tensor) -> Tensor:
         """A copy of *source*, with its strides, from offset 0; the stream of the lane that receives is current."""
-        geometry = source.size(), source.stride(), source.dtype, source.data_ptr() % ALIGNMENT
+        geometry = source.size(), source.stride(), source.dtype, source.data_ptr() % _alignment(source)
         if geometry != self.geometry or self.target is None:
             self.target, self.geometry = self.fitted(source), geometry
         # Over its whole span the source is dense, also where it is strided: torch packs nothing beforehand.
@@ -42,15 +42,22 @@ class Buffer:
 
     def fitted(self, source: Tensor) -> Tensor:
         """The buffer's memory in the geometry of *source*."""
-        span, shift = spanned(source), source.data_ptr() % ALIGNMENT
+        span, shift = spanned(source), source.data_ptr() % _alignment(source)
         nbytes = span.numel() * source.element_size()
         if self.room is None or shift + nbytes > self.nbytes:
-            self.nbytes = nbytes + ALIGNMENT
+            self.nbytes = nbytes + _alignment(source)
             self.room = self.take(self.nbytes)
         storage = self.room.untyped_storage()[shift : shift + nbytes]
         made = torch.empty(0, dtype=source.dtype, device=self.room.device)
         return made.set_(storage, 0, source.size(), source.stride())
 
+
+def _alignment(source: Tensor) -> int:
+    return _CUDA_ALIGNMENT if source.is_cuda else ALIGNMENT
+
+
+_CUDA_ALIGNMENT: Final = 256
+"""What ``ALIGNMENT`` is on CUDA, where cuBLASLt chooses matrix products by alignments of up to so many bytes."""
 
 Buffers: TypeAlias = dict[tuple[Device, object], Buffer]
 """For each device, the buffers by their numbers in the plan, or by the storage that a copy makes."""

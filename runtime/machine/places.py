@@ -19,18 +19,22 @@ _NAMES: Final = ("auto", "cpu", "cuda")
 _FIX: Final = f"supported: {', '.join(_NAMES)}, or a dict such as {{'gpu:0': 'cuda:0'}}"
 
 
-def places_of(binding: Binding, devices: Sequence[Device]) -> dict[Device, torch.device]:
+def places_of(binding: Binding, devices: Sequence[Device], host_only: bool = False) -> dict[Device, torch.device]:
     """The real device of each logical one. Host memory is host memory always; several devices may share one.
 
     Args:
         binding: ``cpu`` puts all on the host, ``cuda`` deals them out to the CUDA devices that there are, in order;
-            ``auto`` is ``cpu``. Or the real device of each logical one that is no host.
+            ``auto`` is ``cuda`` where there is any, else ``cpu``. Or the real device of each logical one that is no
+            host.
         devices: of the plan.
+        host_only: whether ``auto`` is ``cpu`` in any case.
 
     Raises:
         SessionError: an unknown binding, a device that the plan or this machine does not have, or one without a place.
     """
     placed = [device for device in devices if not device.is_host]
+    if binding == "auto":
+        binding = "cuda" if torch.cuda.device_count() and placed and not host_only else "cpu"
     if isinstance(binding, Mapping):
         given = _given(binding, placed)
     elif binding == "cuda":

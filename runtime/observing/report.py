@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
+import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict
 
@@ -13,9 +14,10 @@ from graphir.ir.device import Device
 from graphir.ir.text import nbytes_text
 from graphir.plan import Plan
 
+from ..executor import Held
 from .measurement import Measurement, Timed
 
-__all__ = ["CopyUse", "DeviceBytes", "LaneTime", "OperatorTime", "Report", "report"]
+__all__ = ["AllocatorUse", "CopyUse", "DeviceBytes", "LaneTime", "OperatorTime", "Report", "report"]
 
 _MOST_PRINTED: Final = 10
 
@@ -58,6 +60,30 @@ class DeviceBytes(_Entry):
     peak: int
     predicted_state: int
     predicted_peak: int
+
+
+class AllocatorUse(_Entry):
+    """What PyTorch's allocator says of a real device, whoever else uses it.
+
+    Attributes:
+        place: the real device.
+        devices: the logical ones that are bound to it.
+        predicted_peak: the most that the plan holds there at once, as :func:`graphir.memory` says.
+        received: bytes of the buffers for incoming copies, which are kept from step to step.
+        allocated: bytes in tensors now.
+        allocated_peak: the most so far; ``torch.cuda.reset_peak_memory_stats`` begins anew.
+        reserved_peak: the most that it has taken from the device so far.
+        shortages: how often it had none left.
+    """
+
+    place: str
+    devices: tuple[str, ...]
+    predicted_peak: int
+    received: int
+    allocated: int
+    allocated_peak: int
+    reserved_peak: int
+    shortages: int
 
 
 class CopyUse(_Entry):
@@ -103,6 +129,7 @@ class Report(_Entry):
         seconds: of a step, from the beginning of its first instruction to the end of its last one.
         lanes: in the plan's order.
         devices: in the plan's order; bytes of the first measured step.
+        allocators: of the CUDA devices.
         copies: by their devices.
         operators: slowest first.
     """
@@ -114,6 +141,7 @@ class Report(_Entry):
     seconds: float
     lanes: tuple[LaneTime, ...]
     devices: tuple[DeviceBytes, ...]
+    allocators: tuple[AllocatorUse, ...]
     copies: tuple[CopyUse, ...]
     operators: tuple[OperatorTime, ...]
 
@@ -136,6 +164,12 @@ class Report(_Entry):
                 for d in self.devices
             ],
         )
+        if self.allocators:
+            rows = []
+            for a in self.allocators:
+                sizes = a.predicted_peak, a.received, a.allocated, a.allocated_peak, a.reserved_peak
+                rows.append((a.place, *map(nbytes_text, sizes), str(a.shortages)))
+            lines += _table(("allocator", "predicted", "buffers", "allocated", "peak", "reserved", "shortages"), rows)
         if self.copies:
             rows = [
                 (
@@ -156,7 +190,13 @@ class Report(_Entry):
         return "\n".join(lines)
 
 
-def report(measurement: Measurement, binding: Mapping[Device, torch.device], executor: str, reason: str) -> Report:
+def report(
+    measurement: Measurement,
+    binding: Mapping[Device, torch.device],
+    executor: str,
+    reason: str,
+    held: Mapping[Device, Held] | None = None,
+) -> Report:
     """The report of what was measured.
 
     Args:
@@ -164,6 +204,7 @@ def report(measurement: Measurement, binding: Mapping[Device, torch.device], exe
         binding: the real device of each logical one.
         executor: what executed the steps.
         reason: why this one.
+        held: what the executor says that its devices hold, if it does.
     """
     plan, timed = measurement.setting.plan, measurement.timed
     return Report(
@@ -174,6 +215,7 @@ def report(measurement: Measurement, binding: Mapping[Device, torch.device], exe
         seconds=timed.seconds / timed.steps,
         lanes=tuple(_lanes(plan, timed)),
         devices=tuple(_devices(measurement, binding)),
+        allocators=tuple(_allocators(measurement, held or {})),
         copies=tuple(_copies(plan, timed)),
         operators=tuple(_operators(plan, timed)),
     )
@@ -208,6 +250,23 @@ def _devices(measurement: Measurement, binding: Mapping[Device, torch.device]) -
         )
         for device in plan.devices
     ]
+
+
+def _allocators(measurement: Measurement, held: Mapping[Device, Held]) -> Iterator[AllocatorUse]:
+    predicted = memory(measurement.setting.plan, measurement.dims)
+    for place in dict.fromkeys(one.place for one in held.values() if one.allocator):
+        there = [device for device, one in held.items() if one.place == place]
+        figures = held[there[0]].allocator
+        yield AllocatorUse(
+            place=str(place),
+            devices=tuple(there),
+            predicted_peak=int(np.sum([predicted.timeline(device) for device in there], axis=0).max()),
+            received=sum(held[device].received for device in there),
+            allocated=figures["allocated_bytes.all.current"],
+            allocated_peak=figures["allocated_bytes.all.peak"],
+            reserved_peak=figures["reserved_bytes.all.peak"],
+            shortages=figures["num_ooms"],
+        )
 
 
 def _copies(plan: Plan, timed: Timed) -> list[CopyUse]:

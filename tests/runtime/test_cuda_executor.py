@@ -14,9 +14,10 @@ from fake_cuda import FakeMachine, places_on, watched
 from graphir.runtime import Session
 from graphir.runtime.codegen.handoffs import handoffs
 from graphir.runtime.cuda.executor import Cuda
+from graphir.runtime.failures.faults import fault
 from runnable import captured, forward_plan, sgd, spread
 
-from graphir import RunError, SessionError, passes
+from graphir import RunError, SessionError, memory, passes
 from graphir.ir.device import CPU
 from graphir.ir.program import Program
 from graphir.plan import Plan
@@ -245,7 +246,7 @@ def test_a_failed_step_lets_the_devices_come_to_rest_and_names_the_operator() ->
 
 def test_bytes_that_are_held() -> None:
     program, plan, batch = resnet()
-    session, _ = watched(plan, program.state, PAIRS)
+    session, machine = watched(plan, program.state, PAIRS)
     executor: Any = session._executor
     session.step(*batch)
     ledger = executor.executor.ledger()
@@ -254,7 +255,28 @@ def test_bytes_that_are_held() -> None:
     for device, held in ledger.items():
         assert 0 < held.state < held.predicted
         assert bool(held.received) == any(op.type == "Copy" and op.device == device for op in plan.step.ops)
-        assert held.allocator == {"num_ooms": 0}
+        assert held.allocator == machine.statistics(held.place)
+
+
+def test_a_report_has_the_allocators_figures_beside_the_plans() -> None:
+    program, plan, batch = resnet()
+    session, machine = watched(plan, program.state, PAIRS)
+    with session.measured():
+        session.step(*batch)
+    report = session.report()
+    assert not machine.races
+    first, second = report.allocators
+    assert (first.place, first.devices) == ("cuda:0", ("gpu:0", "gpu:2"))
+    assert (second.place, second.devices) == ("cuda:1", ("gpu:1", "gpu:3"))
+    measurement: Any = session._measurement
+    peak = memory(plan, measurement.dims).peak
+    for use in report.allocators:
+        own = [peak[device] for device in use.devices]
+        assert max(own) <= use.predicted_peak <= sum(own)
+        assert (use.allocated, use.allocated_peak, use.reserved_peak, use.shortages) == (0, 1000, 2000, 3000)
+    assert first.received + second.received > 0
+    line = next(line for line in str(report).splitlines() if line.split()[0] == "cuda:1")
+    assert line.split()[-1] == "3000"
 
 
 def test_an_observed_step_has_the_same_bits() -> None:
@@ -302,3 +324,72 @@ def test_options_that_need_cuda(options: dict[str, Any], what: str) -> None:
     program, plan, _ = mlp()
     with pytest.raises(SessionError, match=what):
         Session(plan, program.state, **options)
+
+
+def test_callers_that_change_their_streams() -> None:
+    """The one that was left may still read what a step handed back when the next step comes from another."""
+    session, machine = watched(forward_plan(MOVED, "x", output="b"), {}, APART)
+    for _ in range(3):
+        session.step(torch.ones(3))
+        machine.use(machine.stream(torch.device("cuda:1")))
+    assert not machine.races
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_state_is_read_and_written_between_steps_on_any_stream(write: bool) -> None:
+    program, plan, batch = mlp()
+    session, machine = watched(plan, program.state, APART)
+    executor: Any = session._executor
+    for _ in range(2):
+        session.step(*batch)
+        before = dict(machine.current)
+        machine.use(machine.stream(torch.device("cuda:0")))
+        machine.use(machine.stream(torch.device("cuda:1")))
+        with session._between_steps():
+            for name, tensor in executor.setting.state.items():
+                place = executor.executor.places[plan.step.blobs[name].device]
+                machine.access(machine.caller(place), tensor, write, "the caller")
+        machine.current.update(before)
+    assert not machine.races
+
+
+@pytest.mark.parametrize("binding", ["pairs", "mixed"])
+def test_a_probe_reads_what_has_come(binding: str) -> None:
+    """Copies to the host end before they are looked at."""
+    program, plan, batch = resnet()
+    session, machine = watched(plan, program.state, BINDINGS[binding])
+    cuda: Any = session._executor
+
+    class Look:
+        def begin(self, position: int) -> None:
+            pass
+
+        def end(self, position: int, reads: Any, makes: Any) -> None:
+            for tensor in makes:
+                tensor.sum()
+
+    cuda.run = lambda dims, inputs, step: cuda.run_observed(dims, inputs, step, Look())
+    for _ in range(2):
+        session.step(*batch)
+    assert not machine.races
+
+
+def test_lost_devices() -> None:
+    """CUDA tells late of a kernel that failed, and then refuses everything: no operator here is to blame for sure."""
+    plan = forward_plan(MOVED, "x", output="b")
+    cause = torch.AcceleratorError("CUDA error: device-side assert triggered")
+    error = fault(plan, plan.instructions[0], 3, cause, usable=True)
+    assert not error.usable and "CUDA_LAUNCH_BLOCKING=1" in str(error) and "new process" in str(error)
+
+
+def test_a_device_that_hangs_is_waited_for_until_the_deadline() -> None:
+    x = torch.tensor([1.0, -2.0, 3.0])
+    session, machine = watched(forward_plan(ON_HOST, "x", output="b"), {}, APART, deadline=0.05)
+    session.step(x)
+    executor: Any = session._executor
+    lanes = executor.executor.lanes.streams
+    machine.hangs = lanes["gpu:0.copy_out"].name
+    with pytest.raises(RunError, match=r"aten.exp.default failed: TimeoutError: .* 0.05 s: gpu:0.copy_out(.|\n)*unus"):
+        session.step(x)
+    assert not session.usable
+    session.close()

@@ -82,3 +82,33 @@ def test_graphs_are_the_cuda_executors() -> None:
     options: dict[str, Any] = {"cuda_graph": True}
     with pytest.raises(SessionError, match="cuda_graph=True is for the executor 'cuda'"):
         Session(passes.emit(program), program.state, **options)
+
+
+def test_a_graph_keeps_the_buffers_that_a_larger_size_replaces() -> None:
+    example = models.mlp()
+    program = captured(example, sgd(example.model.parameters()))
+    plan = passes.emit(spread(program))
+    batch = [torch.cat([tensor] * 4) for tensor in (*example.inputs, *example.targets)]
+    session, machine = watched(plan, program.state, TOGETHER, CudaGraphs)
+    with session, Session(plan, program.state, executor="reference") as reference:
+        for rows in (4, 4, 16, 16, 4):
+            given = [tensor[:rows] for tensor in batch]
+            assert torch.equal(session.step(*given), reference.step(*given))
+        assert not machine.races
+
+
+def test_inputs_lie_in_a_graph_as_they_did_without_it() -> None:
+    """The address decides which kernels are taken, and in which order they sum."""
+    example = models.mlp()
+    program = captured(example)
+    plan = passes.emit(program)
+    session, _ = watched(plan, program.state, TOGETHER, CudaGraphs)
+    room = torch.zeros(1024)
+    start = (8 - room.data_ptr() // 4) % 16  # 32 bytes behind a multiple of 64
+    (x,), (y,) = example.inputs, example.targets
+    placed = room[start : start + x.numel()].view(x.shape).copy_(x)
+    executor: Any = session._executor
+    assert (executor.executor.placed(placed).data_ptr() - placed.data_ptr()) % 64 == 0
+    with session:
+        for _ in range(3):
+            session.step(placed, y)

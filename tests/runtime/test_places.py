@@ -107,6 +107,24 @@ def test_cuda_devices_are_dealt_out_in_their_order(monkeypatch: pytest.MonkeyPat
         places_of({"gpu:0": "cuda:2"}, [gpu(0)])
 
 
+def test_auto_is_cuda_where_there_is_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = [gpu(0), gpu(1), CPU]
+    assert set(map(str, places_of("auto", devices).values())) == {"cpu"}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert list(map(str, places_of("auto", devices).values())) == ["cuda:0", "cuda:0", "cpu"]
+    assert set(map(str, places_of("auto", devices, host_only=True).values())) == {"cpu"}
+    assert list(map(str, places_of("auto", [CPU]).values())) == ["cpu"]
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads", "adversarial"])
+def test_auto_is_the_host_for_its_executors(executor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = models.mlp()
+    program = captured(made)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with Session(passes.emit(program), program.state, executor=executor) as session:
+        assert session.step(*made.inputs, *made.targets).device.type == "cpu"
+
+
 def test_threads_run_on_the_host_only() -> None:
     program = captured(models.mlp())
     with pytest.raises(SessionError, match="'threads' runs on the host only"):
@@ -167,5 +185,8 @@ def test_a_model_on_cuda_is_captured_and_runs_on_the_host() -> None:
     made = models.gpt(layers=1)
     program = captured(made)
     there = captured(made._replace(model=copy.deepcopy(made.model).cuda(), inputs=tuple(x.cuda() for x in made.inputs)))
-    with Session(passes.emit(program), program.state) as one, Session(passes.emit(there), there.state) as other:
+    with (
+        Session(passes.emit(program), program.state, binding="cpu") as one,
+        Session(passes.emit(there), there.state, binding="cpu") as other,
+    ):
         assert torch.equal(one.step(*made.inputs, *made.targets), other.step(*made.inputs, *made.targets))
