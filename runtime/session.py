@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal, NoReturn, TypeAlias, get_args
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,14 +16,8 @@ from graphir.errors import RunError, SessionError
 from graphir.plan import Plan
 
 from .cuda.executor import Collectives, Cuda
-from .cuda.graphs import CudaGraphs
-from .executor import Executor, Feedable, OnDevices, Setting
-from .executors.adversarial import Adversarial
-from .executors.choice import HOST_ONLY, choose
-from .executors.reference import Reference
-from .executors.segments import Segments
-from .executors.serial import Serial
-from .executors.threads import Threads
+from .executor import Feedable, OnDevices, Setting
+from .executors.choice import choose
 from .interface.gather import Gather
 from .interface.scatter import Scatter
 from .loop import run_loader
@@ -36,22 +29,13 @@ from .observing.measurement import Measurement
 from .observing.observed import Observed, observable
 from .observing.report import Report, report
 from .observing.trace import write_trace
+from .options import ExecutorName, Options
 from .proof.admission import admit
 from .rates import Group, Rates
 from .state import State
 
 __all__ = ["Session"]
 
-ExecutorName: TypeAlias = Literal["auto", "reference", "serial", "threads", "segments", "cuda", "adversarial"]
-
-_EXECUTORS: Final[tuple[str, ...]] = get_args(ExecutorName)
-_KINDS: Final[Mapping[str, Callable[[Setting, int | None], Executor]]] = {
-    "reference": Reference,
-    "serial": Serial,
-    "threads": Threads,
-    "segments": Segments,
-}
-_MOST_THREADS: Final = 4096
 _LOOK_SECONDS: Final = 0.05
 """How often a session that is being closed looks whether it is its own step that it waits for."""
 
@@ -114,53 +98,15 @@ class Session:
         collectives: Collectives = "ordered",
         cuda_graph: bool = False,
     ) -> None:
-        _choose("executor", executor, _EXECUTORS)
-        if threads is not None and (type(threads) is not int or not 1 <= threads <= _MOST_THREADS):
-            raise SessionError(
-                f"threads={threads!r}: a kernel needs at least one thread",
-                fix=f"give a whole number from 1 to {_MOST_THREADS}, or None",
-            )
-        if seed is not None and (executor != "adversarial" or type(seed) is not int):
-            raise SessionError(
-                f"seed={seed!r}: a whole number, for the adversarial executor only",
-                where="Session(...)",
-                fix="leave it out, or use executor='adversarial'",
-            )
-        if deadline is not None and not (type(deadline) in (int, float) and 0 < deadline < math.inf):
-            raise SessionError(
-                f"deadline={deadline!r}: seconds, more than 0", fix="give a number, or None for no limit"
-            )
+        options = Options(executor, threads, seed, deadline, collectives, cuda_graph)
+        options.check()
         if not isinstance(beside, (Session, type(None))):
             raise SessionError(
                 f"beside is a {type(beside).__name__}, not a session", where="Session(...)", fix="pass a Session"
             )
         admit(plan)
-        places = places_of(binding, plan.devices, host_only=executor in (*HOST_ONLY, "adversarial"))
-        on_host = all(place.type == "cpu" for place in places.values())
-        if executor in HOST_ONLY and not on_host:
-            raise SessionError(
-                f"the executor {executor!r} runs on the host only", where="Session(...)", fix="use executor='reference'"
-            )
-        on_cuda = any(place.type == "cuda" for place in places.values())
-        if executor == "cuda" and not on_cuda:
-            raise SessionError(
-                "the executor 'cuda' runs where a device is bound to CUDA",
-                where="Session(...)",
-                fix="use binding='cuda', or a dict such as {'gpu:0': 'cuda:0'}",
-            )
-        _choose("collectives", collectives, get_args(Collectives))
-        if collectives == "native" and not (on_cuda and executor in ("auto", "cuda")):
-            raise SessionError(
-                "collectives='native' are NCCL's, of the executor 'cuda'",
-                where="Session(...)",
-                fix="leave it out, or use binding='cuda'",
-            )
-        if cuda_graph and not (on_cuda and executor in ("auto", "cuda") and collectives == "ordered"):
-            raise SessionError(
-                "cuda_graph=True is for the executor 'cuda', with ordered collectives",
-                where="Session(...)",
-                fix="leave it out, or bind all devices to one GPU",
-            )
+        places = places_of(binding, plan.devices, host_only=options.host_only)
+        options.check_places(places)
         self.plan, self._closed = plan, False
         self._running: threading.Lock = threading.Lock() if beside is None else beside._running
         self._forks = FORKS[0]
@@ -179,13 +125,7 @@ class Session:
             deadline,
         )
         self._choice = choose(plan, executor, places, threads or torch.get_num_threads())
-        self._executor: Executor
-        if executor == "adversarial":
-            self._executor = Adversarial(setting, threads, seed or 0)
-        elif self._choice.executor == "cuda":
-            self._executor = CudaGraphs(setting, threads) if cuda_graph else Cuda(setting, threads, collectives)
-        else:
-            self._executor = _KINDS[self._choice.executor](setting, threads)
+        self._executor = options.make(setting, self._choice)
         self._setting, self._places, self._intraop = setting, places, threads or torch.get_num_threads()
         self._watch = FiniteWatch(plan) if check_finite else None
         self._watched = None
@@ -508,13 +448,6 @@ class Session:
                 where=self._where(),
                 fix="make a new Session from a state() taken before, or from program.state",
             )
-
-
-def _choose(what: str, value: object, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise SessionError(
-            f"{what} {value!r} is not supported", where="Session(...)", fix=f"supported: {', '.join(known)}"
-        )
 
 
 def _first_line(error: BaseException) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from eager import MakeOptimizer, assert_same_bits, weighted_mean
-from graphir.runtime.session import ExecutorName
+from graphir.runtime.options import ExecutorName
 from models import Example
 from torch import Tensor
 

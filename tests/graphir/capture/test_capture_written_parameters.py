@@ -9,7 +9,7 @@ import pytest
 import torch
 from direct import matches_eager
 from eager import ShareByShare, assert_same_bits
-from graphir.runtime.session import ExecutorName
+from graphir.runtime.options import ExecutorName
 from models import Example
 from torch import Tensor, nn
 
