@@ -32,7 +32,7 @@ from .micro_batches import divided
 from .model_state import read_state
 from .optimizers import Group, read_optimizer
 from .options import read_options
-from .randomness import seeded
+from .randomness import RandomState, seeded
 from .recording import Step
 from .refusals import refuse_loss, refuse_model
 from .sizes import follow_dims
@@ -124,6 +124,7 @@ def capture(
             loss,
             allowed,
             attributes_of(model, allowed),
+            RandomState(),
             options,
             trained,
         )

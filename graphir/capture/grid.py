@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import Final
@@ -53,7 +54,8 @@ class Grid:
         self.points = [
             {dim: values[dim][power] for dim, power in zip(dims, powers, strict=True)} for powers in exponents
         ]
-        self._inverse = _inverse([[prod(point[d] for d in m) for m in self._monomials] for point in self.points])
+        rows = [tuple([prod(point[d] for d in m) for m in self._monomials]) for point in self.points]
+        self._inverse = _inverse(tuple(rows))
         if dims:
             self.points.append(dict(check) if check is not None else {dim: values[dim][-1] for dim in dims})
 
@@ -92,7 +94,8 @@ def _exponents(dims: tuple[str, ...]) -> list[tuple[int, ...]]:
     ]
 
 
-def _inverse(rows: Sequence[Sequence[int]]) -> list[list[Fraction]]:
+@lru_cache(64)
+def _inverse(rows: tuple[tuple[int, ...], ...]) -> list[list[Fraction]]:
     """The inverse of a regular matrix, by Gauss and Jordan's elimination."""
     n = len(rows)
     work = [[Fraction(x) for x in row] + [Fraction(i == j) for j in range(n)] for i, row in enumerate(rows)]

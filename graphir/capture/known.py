@@ -67,14 +67,23 @@ def fakes_with_known_values_hidden(is_known: Callable[[torch.Tensor], bool]) -> 
     Torch's own code asks ``torch._subclasses.fake_tensor.FakeTensor``, which stays as it is.
     """
 
-    class Unknown(type):
-        def __instancecheck__(cls, instance: Any) -> bool:
-            return isinstance(instance, FakeTensor) and not is_known(instance)
-
     module = vars(torch._subclasses)
     before = module["FakeTensor"]
-    module["FakeTensor"] = Unknown("FakeTensor", (), {})
+    module["FakeTensor"], _UNKNOWN_FAKE.is_known = _UNKNOWN_FAKE, is_known
     try:
         yield
     finally:
         module["FakeTensor"] = before
+        del _UNKNOWN_FAKE.is_known
+
+
+class _Unknown(type):
+    """Of a class whose instances are the fake tensors of unknown values."""
+
+    is_known: Callable[[torch.Tensor], bool]
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, FakeTensor) and not cls.is_known(instance)
+
+
+_UNKNOWN_FAKE: Final = _Unknown("FakeTensor", (), {})

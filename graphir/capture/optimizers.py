@@ -212,7 +212,7 @@ def _state(key: str, first: float, param: torch.Tensor, kept: Mapping[str, Any],
         done = first if value is None or (isinstance(value, torch.Tensor) and not has_data(value)) else float(value)
         step = torch.full((), done, dtype=dtype, device=device)
         return OptimizerState(key, step, (), not fused)
-    strides = torch.empty_like(param, device="meta").stride()
+    strides = param.stride() if param.is_contiguous() else torch.empty_like(param, device="meta").stride()
     if value is None or not (has_data(param) and has_data(value)):
         # One element, shown as often as there are any: sessions have tensors of their own.
         filled = torch.full((), first, dtype=param.dtype, device=param.device).expand(param.shape)

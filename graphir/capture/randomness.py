@@ -20,7 +20,7 @@ from ..ir.seeds import mix
 from .conditions import Broken, Checks
 from .forms import Form, form_of
 
-__all__ = ["SeedIds", "random_state_kept", "refuse_generator", "refuse_seeding", "seedable", "seeded"]
+__all__ = ["RandomState", "SeedIds", "refuse_generator", "refuse_seeding", "seedable", "seeded"]
 
 _STATE_MODULES: Final = (torch, torch.random)
 
@@ -143,22 +143,38 @@ def seedable(form: Form, where: str) -> torch._ops.OpOverload:
     return form.seedable
 
 
-@contextlib.contextmanager
-def random_state_kept(checks: Checks) -> Iterator[None]:
-    """Leave the global random states as they are.
+class RandomState:
+    """The global random states, as they are when it is made."""
 
-    Args:
-        checks: is given the condition that a step draws from none that programs don't have.
+    def __init__(self) -> None:
+        self._python, self._torch, self._numpy = random.getstate(), torch.get_rng_state(), _numpy_state()
 
-    Raises:
-        Broken: it does not hold.
-    """
-    drawn, torch_state, numpy_state = random.getstate(), torch.get_rng_state(), _numpy_state()
+    @contextlib.contextmanager
+    def kept(self, checks: Checks) -> Iterator[None]:
+        """Leave the random states as they were.
 
-    def check() -> None:
+        Args:
+            checks: is given the condition that a step draws from none that programs don't have.
+
+        Raises:
+            Broken: it does not hold.
+        """
+        checks["random"] = self._check
+        try:
+            yield
+            self._check()
+        except BaseException:
+            random.setstate(self._python)
+            if self._numpy is not None:
+                sys.modules["numpy"].random.set_state(self._numpy)
+            raise
+        finally:
+            torch.set_rng_state(self._torch)
+
+    def _check(self) -> None:
         for module, unchanged in (
-            ("Python's random", random.getstate() == drawn),
-            ("numpy.random", _same_numpy_state(_numpy_state(), numpy_state)),
+            ("Python's random", random.getstate() == self._python),
+            ("numpy.random", _same_numpy_state(_numpy_state(), self._numpy)),
         ):
             if not unchanged:
                 raise Broken(
@@ -166,16 +182,6 @@ def random_state_kept(checks: Checks) -> Iterator[None]:
                     f"the step draws from {module}, whose numbers a program would repeat for ever",
                     fix="draw with torch (torch.rand), and choose with torch.where",
                 )
-
-    checks["random"] = check
-    try:
-        yield
-        check()
-    finally:
-        random.setstate(drawn)
-        torch.set_rng_state(torch_state)
-        if numpy_state is not None:
-            sys.modules["numpy"].random.set_state(numpy_state)
 
 
 def _numpy_state() -> tuple[Any, ...] | None:

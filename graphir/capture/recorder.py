@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 
 from ..errors import CaptureError, GraphirError
 from ..ir.opset import CHECKS
@@ -45,6 +45,8 @@ _SAME: Final = frozenset({_aten.detach.default, _aten.alias.default})
 _RRELU: Final = frozenset({_aten.rrelu_with_noise.default, _aten.rrelu_with_noise_.default})
 _NUMBER: Final = _aten._local_scalar_dense.default
 _LITERAL: Final = frozenset({_aten.lift_fresh.default, _aten.lift.default})
+_accepted: Final[dict[object, Form]] = {}
+"""Operators that are recorded whatever they are given."""
 
 
 class Recorder(Tape, TorchDispatchMode):
@@ -73,7 +75,6 @@ class Recorder(Tape, TorchDispatchMode):
         self.sparse = SparseTensors()
         self._fake_mode, self._path_of = fake_mode, path_of
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._forms: dict[object, Form] = {}
         self.refusal: CaptureError | None = None
         self.failed_line = ""
         self.arguments: dict[int, str] = {}
@@ -90,7 +91,7 @@ class Recorder(Tape, TorchDispatchMode):
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
         """Between the step's own calls: what runs on fake tensors is recorded by :meth:`emit` alone."""
-        with _disable_current_modes(), self._fake_mode, torch.no_grad():
+        with _pop_mode_temporarily(), torch.no_grad():
             yield
 
     # What the dispatcher calls.
@@ -114,7 +115,7 @@ class Recorder(Tape, TorchDispatchMode):
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         kwargs = on_host(kwargs, self._scope)
-        form = self._forms.get(func)
+        form = _accepted.get(func)
         if form is None:
             if getattr(func, "namespace", "") == "prim" or func in _GEOMETRY:
                 return func(*args, **kwargs)
@@ -125,7 +126,7 @@ class Recorder(Tape, TorchDispatchMode):
             refuse_operator(func, self._scope(), args)
             form = form_of(func)
             if func is not _aten.index.Tensor:  # refused with masks alone
-                self._forms[func] = form
+                _accepted[func] = form
         if self.sparse.concern(func, args):
             return self.sparse.call(self, func, args, kwargs, self._scope())
         if form.generator is not None:

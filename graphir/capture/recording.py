@@ -27,7 +27,7 @@ from .known import fakes_with_known_values_hidden
 from .micro_batches import Sums, micro_batch, prefix_of_micro_batch
 from .model_state import ModelState, attributes_kept, fakes_in_place
 from .options import LossScaler, Options
-from .randomness import random_state_kept, refuse_seeding
+from .randomness import RandomState, refuse_seeding
 from .recorder import Recorder
 from .refusals import where
 from .scopes import Scopes
@@ -53,6 +53,7 @@ class Step(NamedTuple):
         loss: without it the step is a forward only.
         allowed: attributes of modules that the step may change.
         attributes: of each module, as the step finds them.
+        random: the random states, as the step finds them.
         options: of the capture.
         trained: the parameters' blobs whose gradients are used; None: all of them.
     """
@@ -63,6 +64,7 @@ class Step(NamedTuple):
     loss: Callable[..., Any] | None
     allowed: AllowedChanges
     attributes: Sequence[Attributes]
+    random: RandomState
     options: Options = Options()
     trained: frozenset[str] | None = None
 
@@ -146,7 +148,7 @@ def _run(step: Step, dims: Dims, named: bool, watch: Watch | None = None) -> tup
     lines = SourceLines(end=sys._getframe().f_code)
     recorder = Recorder(fake_mode, scopes, lines if named else None, attribute_paths(step.model))
     checks["memory"] = recorder.end_forward
-    with fake_mode, torch.no_grad():
+    with torch.no_grad():
         fakes, state = fake_state(step.state, recorder)
         leaves, inputs = fake_leaves(step.arguments.leaves, dims, step.options.accumulate, recorder)
         scale = step.options.loss_scale
@@ -160,7 +162,7 @@ def _run(step: Step, dims: Dims, named: bool, watch: Watch | None = None) -> tup
     with (
         grad,
         global_state_kept(checks),
-        random_state_kept(checks),
+        step.random.kept(checks),
         _quiet(),
         fakes_in_place(step.model, fakes, checks, step.attributes) as changes,
         recorder.seeds.follow_rng_state(),

@@ -7,12 +7,13 @@ depends on the operator and the geometry of what it reads alone, so it is found 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from ..ir.meta import META
+from ..ir.meta import META, fresh_fake_mode
 from .element_types import check_element_types
 from .forms import Bound, Form
 from .values import Geometry
@@ -70,8 +71,7 @@ class Results:
 
     def __init__(self, fake_mode: FakeTensorMode, here: Callable[[], str]) -> None:
         self._here = here
-        sample = FakeTensor(fake_mode, torch.empty(0, device=_META), _CPU)
-        self._attributes = dict(vars(sample))
+        self._attributes = {**_attributes_of_a_fake(), "fake_mode": fake_mode}
         # Convolutions choose their backend, and with that their layout, by these.
         self._surroundings = torch.get_num_threads(), torch.backends.mkldnn.enabled
 
@@ -137,6 +137,13 @@ class Results:
         torch._C._set_throw_on_mutable_data_ptr(made)
         vars(made).update(self._attributes)
         return made
+
+
+@cache
+def _attributes_of_a_fake() -> dict[str, Any]:
+    """What torch writes onto a new fake tensor, but for its mode."""
+    sample = FakeTensor(fresh_fake_mode(), torch.empty(0, device=_META), _CPU)
+    return {name: value for name, value in vars(sample).items() if name != "fake_mode"}
 
 
 def _describe(out: Any, operands: Sequence[torch.Tensor]) -> Any:

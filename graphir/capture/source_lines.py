@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Final
@@ -83,11 +83,15 @@ class SourceLines:
         code = frame.f_code
         return self._kinds.setdefault(code, _kind(code.co_filename)) == _USERS
 
+    @cached_property
+    def _folders(self) -> tuple[str, ...]:
+        return (*sys.path, str(Path.cwd()))
+
     def _text(self, code: CodeType, instruction: int, line: int) -> str:
         key = code, instruction
         text = self._texts.get(key)
         if text is None:
-            text = self._texts[key] = f"{_shown(code.co_filename, (*sys.path, str(Path.cwd())))}:{line}"
+            text = self._texts[key] = f"{_shown(code.co_filename, self._folders)}:{line}"
         return text
 
 

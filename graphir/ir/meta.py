@@ -5,7 +5,9 @@ A rule takes the operator's arguments, with tensors on the meta device or fake o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -24,9 +26,24 @@ def fresh_fake_mode() -> FakeTensorMode:
     What torch keeps of former calls does not know the number of threads nor whether oneDNN was on, by which a
     convolution chooses its backend and with that its layout.
     """
-    mode = FakeTensorMode()
+    with _no_traceback():
+        mode = FakeTensorMode()
     mode.cache_enabled = False
     return mode
+
+
+@contextlib.contextmanager
+def _no_traceback() -> Iterator[None]:
+    """A mode keeps the stack that made it, for an error of torch's own; to read that takes longer than all the rest."""
+    limit = getattr(sys, "tracebacklimit", None)
+    sys.tracebacklimit = 0
+    try:
+        yield
+    finally:
+        if limit is None:
+            del sys.tracebacklimit
+        else:
+            sys.tracebacklimit = limit
 
 
 def _grouped_mm(
