@@ -32,8 +32,9 @@ from ..ir.size import Polynomial, Shape, Size, add, multiply
 __all__ = ["Numbering", "Trace", "canonical_type", "value_numbers"]
 
 _Key: TypeAlias = tuple[Any, ...]
-_Root: TypeAlias = "tuple[int, Size]"
-"""A storage's content: a value, and at which byte of that value's own storage this storage begins."""
+_Root: TypeAlias = "tuple[int, int, Size]"
+"""A storage's content: a value, the layout in which it was computed, and at which byte of that value's own storage this
+storage begins."""
 
 _IGNORES_FIRST: Final = frozenset(
     {
@@ -121,27 +122,17 @@ class Numbering:
     """One table of values, so that the numbers of several programs can be compared.
 
     Attributes:
-        numbers: of each value.
-        geometry: the layout in which each value was computed.
+        numbers: of each key.
         unwritten: values that hold memory that may not have been written, and the blob that was made without writing.
     """
 
     def __init__(self) -> None:
         self.numbers: dict[_Key, int] = {}
-        self.geometry: dict[int, int] = {}
         self.unwritten: dict[int, str] = {}
 
-    def number(self, key: _Key, geometry: int = -1) -> int:
-        """The number of *key*; *geometry* is the layout in which it was computed."""
-        found = self.numbers.get(key)
-        if found is None:
-            found = self.numbers[key] = self.fresh(key)
-            self.geometry[found] = geometry
-        return found
-
-    def fresh(self, key: _Key) -> int:
-        """The number of a key that has none yet."""
-        return len(self.numbers)
+    def number(self, key: _Key) -> int:
+        """The number of *key*."""
+        return self.numbers.setdefault(key, len(self.numbers))
 
     def trace(
         self, program: Program, steps: int = 2, *, record: bool = False, outputs: Sequence[str] | None = None
@@ -167,7 +158,7 @@ class Numbering:
 class _Digests(Numbering):
     """Numbers that mean the same in every table: each is a digest of its key, and so of all that it follows from."""
 
-    def fresh(self, key: _Key) -> int:
+    def number(self, key: _Key) -> int:
         return int.from_bytes(blake2b(ascii(key).encode(), digest_size=8).digest(), "big")
 
 
@@ -187,18 +178,16 @@ def value_numbers(program: Program, issue: Iterable[tuple[int, int]] | None = No
     run.declare(program.init)
     for op in program.init.ops:
         if op.type in COPIES:
-            _Operator(op, run).execute(run, op, -1)
+            run.form(op).execute(run, op, -1)
         else:
             run.begin(op.outputs, -1)
     step = program.step
     run.declare(step)
     run.begin(step.external_inputs, 0)
     before = dict(run.roots)
-    forms: list[_Operator | None] = [None] * len(step.ops)
     for position, part in _parts(step.ops) if issue is None else issue:
         op = step.ops[position]
-        form = forms[position] = forms[position] or _Operator(op, run)
-        form.execute(run, op, 0, part)
+        run.form(op).execute(run, op, 0, part)
     states = (name for name in step.external_inputs if step.blobs[name].role in STATE_ROLES)
     changed = [name for name in states if run.roots[step.blobs[name].storage] != before[step.blobs[name].storage]]
     return {name: f"{value:016x}" for name, value in run.values((*step.external_outputs, *changed)).items()}
@@ -222,16 +211,31 @@ class _Run:
         self.blobs: Mapping[str, Blob] = {}
         self.geometries: dict[str, int] = {}
         self.declared: dict[int, tuple[Mapping[str, Blob], dict[str, int]]] = {}
-        self.operators: dict[int, tuple[_Operator, ...]] = {}
-        self.calls: dict[tuple[Any, ...], int] = {}
+        self.layouts: dict[_Key, int] = {}
+        self.forms: dict[_Key, _Form] = {}
 
     def declare(self, net: Net) -> None:
         """The blobs from now on are those of *net*."""
         if id(net) not in self.declared:
             blobs = _blobs(net)
-            geometries = {name: self.table.number(_geometry(blob)) for name, blob in blobs.items()}
-            self.declared[id(net)] = blobs, geometries
+            self.declared[id(net)] = blobs, {name: self.geometry(blob) for name, blob in blobs.items()}
         self.blobs, self.geometries = self.declared[id(net)]
+
+    def geometry(self, blob: Blob) -> int:
+        """The number of a blob's layout."""
+        layout = blob.shape, blob.dtype, blob.strides, blob.offset
+        number = self.layouts.get(layout)
+        if number is None:
+            number = self.layouts[layout] = self.table.number(_geometry(blob))
+        return number
+
+    def form(self, op: Operator) -> _Form:
+        """What an operator does. Arguments are told apart by their text: 1 from 1.0, 0.0 from -0.0."""
+        call = op.type, repr(op.args) if op.args else "", op.operands, op.results, op.effects, op.proto
+        form = self.forms.get(call)
+        if form is None:
+            form = self.forms[call] = _Form(op, self.table)
+        return form
 
     def begin(self, names: Iterable[str], step: int) -> None:
         """Give inputs a value of this step, and state that has no value yet one of its own."""
@@ -241,15 +245,13 @@ class _Run:
             if blobs[name].role == "input" or storage not in roots:
                 when = step if blobs[name].role == "input" else -1
                 geometry = self.geometries[storage]
-                roots[storage] = (self.table.number(("external", storage, when, geometry), geometry), 0)
+                roots[storage] = self.table.number(("external", storage, when, geometry)), geometry, 0
 
     def net(self, net: Net, step: int) -> None:
         self.declare(net)
         self.begin(net.external_inputs, step)
-        if id(net) not in self.operators:
-            self.operators[id(net)] = tuple(_Operator(op, self) for op in net.ops)
-        for position, (op, form) in enumerate(zip(net.ops, self.operators[id(net)], strict=True)):
-            form.execute(self, op, step)
+        for position, op in enumerate(net.ops):
+            self.form(op).execute(self, op, step)
             if self.record:
                 self.made += [Made(step, position, name, v, self.read(name)) for name, v in op.makes]
 
@@ -266,129 +268,124 @@ class _Run:
     def read(self, name: str) -> int:
         """The value of a blob, layout included."""
         blob = self.blobs[name]
-        root, start = self.roots[blob.storage]
-        table = self.table
-        geometry = self.geometries[name] if start == 0 else table.number(_geometry(blob, start))
-        return root if geometry == table.geometry[root] else table.number(("view", root, geometry))
+        root, layout, start = self.roots[blob.storage]
+        geometry = self.table.number(_geometry(blob, start)) if start else self.geometries[name]
+        return root if geometry == layout else self.table.number(("view", root, geometry))
 
     def write(self, name: str, value: int) -> None:
         """Give a blob a value of its own geometry; where it is only a part of its storage, the rest stays."""
-        blob = self.blobs[name]
-        base = self.blobs[blob.storage]
-        if blob.storage == name or _covers(blob, base):
-            self.roots[blob.storage] = (value, 0)
+        storage, geometry = self.blobs[name].storage, self.geometries[name]
+        if storage == name or _covers(self.blobs[name], self.blobs[storage]):
+            self.roots[storage] = value, geometry, 0
             return
-        old, start = self.roots[blob.storage]
-        key = ("write", old, start, self.geometries[base.name], self.geometries[name], value)
-        written = self.table.number(key, self.geometries[base.name])
-        self.roots[blob.storage] = (written, 0)
+        old, _, start = self.roots[storage]
+        layout = self.geometries[storage]
+        written = self.table.number(("write", old, start, layout, geometry, value))
+        self.roots[storage] = written, layout, 0
         if old in self.table.unwritten:
             self.table.unwritten[written] = self.table.unwritten[old]
 
 
-class _Operator:
-    """What stays the same when an operator is executed again: its key without its inputs' values."""
+class _Form:
+    """What operators of one type with the same arguments and effects have in common.
 
-    __slots__ = (
-        "batch_norm",
-        "effects",
-        "empty",
-        "geometries",
-        "is_copy",
-        "kind",
-        "mentioned",
-        "random",
-        "static",
-        "views",
-    )
+    Attributes:
+        kind: the canonical type.
+        static: what they do, as one number.
+        copies: they give their output the value of their input.
+        views: which of their outputs are views.
+        empty: they make memory without writing it.
+        ignores_first: only the geometry of their first operand matters.
+        batch_norm: they are a batch norm in training.
+        strided: they are views that may reach beyond their operand.
+        mentioned: blobs that they read beside their operands.
+    """
 
-    def __init__(self, op: Operator, run: _Run) -> None:
+    __slots__ = ("batch_norm", "copies", "empty", "ignores_first", "kind", "mentioned", "static", "strided", "views")
+
+    def __init__(self, op: Operator, table: Numbering) -> None:
         self.kind = kind = canonical_type(op.type)
-        self.empty = _is_empty(op.type)
-        self.is_copy = kind in COPIES and len(op.inputs) == len(op.outputs) == 1
-        self.batch_norm = kind in _BATCH_NORM and bool(op.args.get("training", True))
+        self.copies = kind in COPIES
         self.views = frozenset([output for output, _ in op.effects.views])
-        self.effects = op.effects
-        self.random = op.seed is not None
+        self.empty = _is_empty(op.type)
+        self.ignores_first = kind in _IGNORES_FIRST
+        self.batch_norm = kind in _BATCH_NORM and bool(op.args.get("training", True))
+        self.strided = kind.startswith("aten.as_strided")
         self.mentioned = mentioned(op.proto) if "op {" in op.proto else ()
-        self.static = self.number(op, run)
-        self.geometries = [run.geometries[name] for name in op.outputs]
-
-    def number(self, op: Operator, run: _Run) -> int:
-        """What the operator does, as one number. Replicas share their arguments."""
-        call = (op.type, id(op.args), op.operands, op.results, op.proto)
-        number = run.calls.get(call)
-        if number is None:
-            args = tuple(sorted((name, _freeze(arg)) for name, arg in op.args.items()))
-            key = ("operator", self.kind, op.operands, op.results, args, _meaning(op.proto))
-            number = run.calls[call] = run.table.number(key)
-        if op.seed is None:
-            return number
-        replica = run.replicas.get(prefix_of(op.outputs[0]) if op.outputs else "", -1)
-        return run.table.number(("draws", number, op.seed, replica))
+        args = tuple(sorted((name, _freeze(arg)) for name, arg in op.args.items()))
+        self.static = table.number(("operator", kind, op.operands, op.results, args, _meaning(op.proto)))
 
     def execute(self, run: _Run, op: Operator, step: int, part: int | None = None) -> None:
-        """Give the outputs their values; of a collective only that of *part*, unless it is None."""
-        table = run.table
-        if self.is_copy:
+        """Give an operator's outputs their values; of a collective only that of *part*, unless it is None."""
+        if self.copies and len(op.inputs) == len(op.outputs) == 1:
             self.copy(run, op)
-            return
-        if len(self.views) == len(op.outputs):
-            self.view(run, op, step)
-            return
-        if self.empty:  # known by its name, which passes keep, so that a program equals itself
-            for (name, version), geometry in zip(op.makes, self.geometries, strict=True):
-                content = table.number(("empty", self.kind, name, version, step, geometry), geometry)
-                if 0 not in (run.blobs[name].shape or ()):
-                    table.unwritten[content] = name
-                run.write(name, content)
-            return
+        elif len(self.views) == len(op.outputs):
+            if self.strided:
+                self.reach(run, op, step)
+        elif self.empty:
+            self.leave(run, op, step)
+        elif self.batch_norm:
+            self.normalize(run, op, self.inputs(run, op))
+        else:
+            self.compute(run, op, step, part)
+
+    def inputs(self, run: _Run, op: Operator) -> list[int]:
         inputs = [run.read(name) for name in op.inputs]
-        if self.kind in _IGNORES_FIRST and inputs:
-            inputs[0] = -1 - table.number(_geometry(run.blobs[op.inputs[0]]._replace(offset=0)))
+        if self.ignores_first and inputs:
+            inputs[0] = -1 - run.geometry(run.blobs[op.inputs[0]]._replace(offset=0))
             run.use(op.inputs[1:])
         else:
             run.use(op.inputs)
-        if self.batch_norm:
-            self.normalize(run, op, inputs)
-            return
-        inputs += [run.read(name) for name in self.mentioned if name in run.blobs and name in run.roots]
-        key = (self.static, step if self.random else None, *inputs)
-        if self.kind == "AllReduce":
-            parts = slice(None) if part is None else slice(part, part + 1)
-            for name, geometry in zip(op.outputs[parts], self.geometries[parts], strict=True):
-                run.write(name, table.number((*key, geometry), geometry))
-            return
-        call = table.number(key)
-        for position, (name, geometry) in enumerate(zip(op.outputs, self.geometries, strict=True)):
-            if position not in self.views:
-                run.write(name, table.number((call, position, geometry), geometry))
+        return inputs
 
-    def view(self, run: _Run, op: Operator, step: int) -> None:
+    def compute(self, run: _Run, op: Operator, step: int, part: int | None) -> None:
+        """A value is what the operator does, and its inputs: of random numbers also where and when they are drawn."""
+        number, inputs = run.table.number, self.inputs(run, op)
+        inputs += [run.read(name) for name in self.mentioned if name in run.blobs and name in run.roots]
+        key: _Key = (self.static, None, *inputs)
+        if op.seed is not None:
+            replica = run.replicas.get(prefix_of(op.outputs[0]) if op.outputs else "", -1)
+            key = (number(("draws", self.static, op.seed, replica)), step, *inputs)
+        if self.kind == "AllReduce":
+            for name in op.outputs if part is None else op.outputs[part : part + 1]:
+                run.write(name, number((*key, run.geometries[name])))
+            return
+        call = number(key)
+        for output, name in enumerate(op.outputs):
+            if output not in self.views:
+                run.write(name, number((call, output, run.geometries[name])))
+
+    def leave(self, run: _Run, op: Operator, step: int) -> None:
+        """What is not written is known by its name, which passes keep, so that a program equals itself."""
+        for name, version in op.makes:
+            content = run.table.number(("empty", self.kind, name, version, step, run.geometries[name]))
+            if 0 not in (run.blobs[name].shape or ()):
+                run.table.unwritten[content] = name
+            run.write(name, content)
+
+    def reach(self, run: _Run, op: Operator, step: int) -> None:
         """A view is its storage's value and its own geometry, so there is nothing to note: unless it reaches beyond
         its operand, into what a copy of a part of a storage does not have."""
-        if not self.kind.startswith("aten.as_strided"):
-            return
         storage = run.blobs[op.inputs[0]].storage
-        root, start = run.roots[storage]
-        if start != 0 or run.geometries[storage] != run.table.geometry[root]:
-            geometry = run.geometries[storage]
-            beyond = run.table.number(("beyond", root, start, op.outputs[0], step, geometry), geometry)
+        root, layout, start = run.roots[storage]
+        geometry = run.geometries[storage]
+        if start != 0 or geometry != layout:
+            beyond = run.table.number(("beyond", root, start, op.outputs[0], step, geometry))
             run.table.unwritten[beyond] = op.outputs[0]
-            run.roots[storage] = (beyond, 0)
+            run.roots[storage] = beyond, geometry, 0
 
     def copy(self, run: _Run, op: Operator) -> None:
         """The copy's storage is the source's storage, seen from where the source begins."""
         (source,), (target,) = op.inputs, op.outputs
         blob, kept = run.blobs[source], run.blobs[target]
-        root, start = run.roots[blob.storage]
+        root, layout, start = run.roots[blob.storage]
         same = (kept.shape, kept.strides, kept.dtype, kept.offset) == (blob.shape, blob.strides, blob.dtype, 0)
         if same and not kept.is_view:
-            run.roots[target] = (root, add(_byte_offset(blob), start))
+            run.roots[target] = root, layout, add(_byte_offset(blob), start)
         else:
             run.use(op.inputs)
             key = ("laid out", run.read(source), run.geometries[target])
-            run.write(target, run.table.number(key, run.geometries[target]))
+            run.write(target, run.table.number(key))
 
     def normalize(self, run: _Run, op: Operator, inputs: list[int]) -> None:
         """Batch norm in training: its results don't depend on the running statistics, which follow the results."""
@@ -398,14 +395,15 @@ class _Operator:
         running = {n: given.pop(n) for n in ("running_mean", "running_var") if n in given}
         eps = op.args.get("eps", op.args.get("epsilon"))
         call = table.number(("batch norm", _family(op.type), _freeze(eps), tuple(given.items())))
-        statistics = min((output for output, _ in self.effects.writes), default=3)
+        statistics = min((output for output, _ in op.effects.writes), default=3)
         momentum = _freeze(op.args.get("momentum", op.args.get("exponential_average_factor")))
-        for position, (name, geometry) in enumerate(zip(op.outputs, self.geometries, strict=True)):
+        for position, name in enumerate(op.outputs):
+            geometry = run.geometries[name]
             key: _Key = (call, position, geometry)
             if running and position >= statistics:
                 old = running["running_mean" if position == statistics else "running_var"]
                 key = (call, "running", position - statistics, momentum, old, geometry)
-            run.write(name, table.number(key, geometry))
+            run.write(name, table.number(key))
 
 
 _PLACE: Final = re.compile(r'\b(?:device_type|device_id): \w+ ?|\bcontrol_input: "(?:[^"\\]|\\.)*" ?|^name: "" ?')

@@ -7,7 +7,8 @@ record carries the clock of its lane, and a wait merges it::
     gpu:1.copy_in                            2 wait x    3 copy y <- x
 
 A use is ordered behind another one if it is on the same lane, or if its lane's clock has reached the other's position.
-Of each storage it is enough to know the last write and every lane's last read since.
+Of each storage it is enough to know the last write and every lane's last read since. Most storages are used by one lane
+only: there is no clock to look at, since the lane itself orders their uses.
 """
 
 from __future__ import annotations
@@ -35,30 +36,40 @@ class _Use:
 
     Attributes:
         storage: its name.
-        lane: which lane wrote it last, as a number; that of no lane for what is there before the step or is gone.
+        only: the lane of all uses since the last write, that write included; of what is there before the step, of all
+            uses. -1 where there are several, or where there is nothing to use.
+        lane: which lane wrote it last, as a number; of what is there before the step, which one read it first.
         position: the last write: -1 for what is there before the step, or :data:`_NEVER`, or :data:`_GONE`.
-        readers: the last read of each lane since then.
+        last: the last use, while there is an *only* lane.
+        readers: the last read of each lane since the last write, if there were several.
         writer: the operator that wrote it last.
-        latest: the operator furthest down the program that has read it, and its position.
+        latest: the operator furthest down the program that has read it.
         freed: position of its free, else -1.
         refilled: position of the copy that filled its receive buffer again, else -1.
     """
 
-    __slots__ = ("freed", "lane", "latest", "position", "readers", "refilled", "storage", "writer")
+    __slots__ = ("freed", "lane", "last", "latest", "only", "position", "readers", "refilled", "storage", "writer")
 
-    def __init__(self, storage: str, lane: int) -> None:
-        self.storage, self.lane, self.position = storage, lane, _NEVER
+    def __init__(self, storage: str, nobody: int) -> None:
+        self.storage, self.lane, self.position = storage, nobody, _NEVER
         self.readers: dict[int, int] = {}
-        self.writer = self.freed = self.refilled = -1
-        self.latest = (-1, -1)
+        self.only = self.last = self.writer = self.latest = self.freed = self.refilled = -1
 
+    def reads(self) -> dict[int, int]:
+        """Each lane's last read since the last write."""
+        return {self.only: self.last} if self.only >= 0 and self.last > self.position else self.readers
 
-def _last_uses(use: _Use) -> dict[int, int]:
-    """Each lane's last read or write of a storage; of one that is gone, before it went."""
-    uses = dict(use.readers)
-    if use.position != _GONE:
-        uses[use.lane] = max(use.position, uses.get(use.lane, -1))
-    return uses
+    def read(self, lane: int, position: int) -> None:
+        """It is read, not only by the lane that has used it so far."""
+        self.readers = self.reads()
+        self.readers[lane] = position
+        self.only = -1
+
+    def uses(self) -> dict[int, int]:
+        """Each lane's last use; of one that is gone, before it went."""
+        uses = dict(self.readers)
+        uses[self.lane] = max(self.last, uses.get(self.lane, -1))
+        return uses
 
 
 class _Uses(dict[str, _Use]):
@@ -98,13 +109,14 @@ class Ordering:
         self.findings: list[Finding] = []
         self.unsatisfied: list[int] = []
         self.lanes = list(dict.fromkeys([instruction.lane for instruction in plan.instructions]))
-        nobody = len(self.lanes)
-        self._nobody = nobody
-        self._clocks = [[-1] * (nobody + 1) for _ in self.lanes]
+        self._numbers = {name: number for number, name in enumerate(self.lanes)}
+        self._nobody = len(self.lanes)
+        self._clocks = [[-1] * (self._nobody + 1) for _ in self.lanes]
         self._recorded: dict[Event, tuple[int, int, list[int]]] = {}
-        self._uses = _Uses(plan, nobody)
-        self._views: dict[str, tuple[int, int]] = {}
+        self._uses = _Uses(plan, self._nobody)
+        self._views: dict[str, int] = {}
         step = plan.step
+        self._ops, self._buffers = step.ops, plan.buffers
         self._kept = {self._uses[name].storage for name in step.external_outputs}
         self._kept.update([blob.storage for blob in step.blobs.values() if blob.role in STATE_ROLES])
         self._filled: dict[tuple[str, int], _Use] = {}
@@ -116,8 +128,7 @@ class Ordering:
         Raises:
             PlanError: an instruction names an operator, a part or a blob that is not there, or has no event.
         """
-        numbers = {name: number for number, name in enumerate(self.lanes)}
-        recorded, clocks, execute = self._recorded, self._clocks, self._execute
+        numbers, recorded, clocks, execute = self._numbers, self._recorded, self._clocks, self._execute
         for position, (kind, lane, op, part, event, storage) in enumerate(self.plan.instructions):
             at = numbers[lane]
             if event is not None:
@@ -144,60 +155,85 @@ class Ordering:
     # Instructions
 
     def _execute(self, position: int, at: int, number: int, part: int) -> None:
-        ops, uses, views = self.plan.step.ops, self._uses, self._views
+        ops, uses = self._ops, self._uses
         if not 0 <= number < len(ops):
             raise self._broken(f"instruction {position} executes operator {number}, which is not there")
-        op, clock = ops[number], self._clocks[at]
+        op = ops[number]
         for name in op.inputs:
             use = uses[name]
-            if use.lane != at and use.position > clock[use.lane]:
-                clock = self._unready(use, position, at)
-            if name in views:
-                maker, made = views[name]
-                if maker != at and made > clock[maker]:
-                    clock = self._unordered("race", use, (maker, made), (at, position), "made as a view", "read")
-            use.readers[at] = position
-            if number > use.latest[0]:
-                use.latest = number, position
+            if use.only == at:
+                use.last = position
+            else:
+                self._read(use, name, position, at)
+            if number > use.latest:
+                use.latest = number
             if number < use.writer:
                 self._disordered(use, position, use.position, "read", "written")
-        outputs, viewed = op.outputs, op.effects.views
+        outputs, views = op.outputs, op.effects.views
         if part >= 0:
             if part >= len(outputs):
                 raise self._broken(f"instruction {position} executes part {part} of an operator with {len(outputs)}")
             outputs = outputs[part : part + 1]
+        viewed = dict(views) if views else ()
         for output, name in enumerate(outputs):
-            use = uses[name]
-            if viewed and any(output == view for view, _ in viewed):
-                views[name] = at, position
-                use.readers[at] = position
+            if output in viewed:
+                self._views[name] = position
                 continue
+            use = uses[name]
             if use.position != _NEVER:
                 self._overwrite(use, position, at, number)
-            if op.type == "Copy" and name in self.plan.buffers and use.position >= _GONE:
+            if use.position >= _GONE and name in self._buffers and op.type == "Copy":
                 self._fill(use, position, at)
-            use.lane, use.position, use.writer = at, position, number
+            use.only = use.lane = at
+            use.position = use.last = position
+            use.writer = number
             if use.readers:
                 use.readers = {}
 
+    def _read(self, use: _Use, name: str, position: int, at: int) -> None:
+        """A storage is read that not only this lane has used since it was written."""
+        if use.last == use.position == -1:
+            use.only = use.lane = at
+            use.last = position
+            return
+        clock = self._clocks[at]
+        if use.position == _NEVER:
+            what = f"{use.storage!r} is read by {self.lanes[at]}, but nothing has written it"
+            self._find("never written", what, use.storage, -1, position, f"an earlier write of {use.storage!r}")
+        elif use.position == _GONE:
+            self._gone(use, position, at, "read")
+        elif use.lane != at and use.position > clock[use.lane]:
+            clock = self._unordered("race", use, (use.lane, use.position), (at, position), "written", "read")
+        if name in self._views:
+            made = self._views[name]
+            maker = self._numbers[self.plan.instructions[made].lane]
+            if maker != at and made > clock[maker]:
+                self._unordered("race", use, (maker, made), (at, position), "made as a view", "read")
+        use.read(at, position)
+
     def _overwrite(self, use: _Use, position: int, at: int, number: int) -> None:
         """A storage that has a value is written."""
-        clock = self._clocks[at]
         if use.position == _GONE:
             self._gone(use, position, at, "written")
             return
-        for lane, read in use.readers.items():
-            if lane != at and read > clock[lane]:
-                clock = self._unordered("race", use, (lane, read), (at, position), "read", "written")
-        if use.lane != at and use.position > clock[use.lane]:
-            self._unordered("race", use, (use.lane, use.position), (at, position), "written", "written")
-        if number < use.latest[0]:
-            self._disordered(use, position, use.latest[1], "written", "read")
+        if use.only != at:
+            self._order(use, position, at)
+        if number < use.latest:
+            self._disordered(use, position, self._executed(use.latest), "written", "read")
         elif number < use.writer:
             self._disordered(use, position, use.position, "written", "written")
         elif number == use.writer:
             what = f"{use.storage!r} is written twice by one operator"
             self._find("wrong order", what, use.storage, use.position, position, "an operator that is issued only once")
+
+    def _order(self, use: _Use, position: int, at: int) -> None:
+        """A storage is written after uses by other lanes."""
+        clock = self._clocks[at]
+        for lane, read in use.reads().items():
+            if lane != at and read > clock[lane]:
+                clock = self._unordered("race", use, (lane, read), (at, position), "read", "written")
+        if use.lane != at and use.position > clock[use.lane]:
+            self._unordered("race", use, (use.lane, use.position), (at, position), "written", "written")
 
     def _free(self, position: int, at: int, storage: str) -> None:
         use = self._uses.storages.get(storage)
@@ -216,13 +252,12 @@ class Ordering:
             first = -1 if use is None else use.freed
             self._find("wrong free", f"{storage!r} is freed, but {why}", storage, first, position, "no such free")
             return
-        clock = self._clocks[at]
-        uses = _last_uses(use)
-        for lane, used in uses.items():
-            if lane != at and used > clock[lane]:
-                clock = self._unordered("early free", use, (lane, used), (at, position), "used", "freed")
-        use.readers = uses
-        use.lane, use.position, use.freed = self._nobody, _GONE, position
+        if use.only != at:
+            clock = self._clocks[at]
+            for lane, used in use.uses().items():
+                if lane != at and used > clock[lane]:
+                    clock = self._unordered("early free", use, (lane, used), (at, position), "used", "freed")
+        use.only, use.position, use.freed = -1, _GONE, position
 
     def _wait(self, position: int, at: int, event: Event) -> None:
         source = self._recorded.get(event)
@@ -232,7 +267,7 @@ class Ordering:
         recorded, there, known = source
         clock = self._clocks[at]
         if there != at and clock[there] < recorded:
-            merged = list(map(max, clock, known))
+            merged = [ours if ours > theirs else theirs for ours, theirs in zip(clock, known, strict=True)]
             merged[there] = recorded
             self._clocks[at] = merged
 
@@ -244,14 +279,15 @@ class Ordering:
         if before is None or before is use:
             return
         clock = self._clocks[at]
-        for lane, used in _last_uses(before).items():
-            if lane < self._nobody and lane != at and used > clock[lane]:
+        for lane, used in before.uses().items():
+            if lane != at and used > clock[lane]:
                 what = f"filled again, for {use.storage!r},"
                 clock = self._unordered("buffer reuse", before, (lane, used), (at, position), "used", what)
-        before.lane, before.position, before.refilled = self._nobody, _GONE, position
+        before.readers, before.only, before.lane, before.last = before.reads(), -1, self._nobody, -1
+        before.position, before.refilled = _GONE, position
 
     def _buffer(self, storage: str) -> tuple[str, int]:
-        return self.plan.step.blobs[storage].device, self.plan.buffers[storage]
+        return self.plan.step.blobs[storage].device, self._buffers[storage]
 
     def _finish(self) -> None:
         """What holds only of a whole step, and of what the next one finds."""
@@ -260,7 +296,7 @@ class Ordering:
             if self._uses[name].position == _NEVER:
                 what = f"output {name!r} is handed back, but nothing writes it"
                 self._find("never written", what, name, -1, -1, f"an instruction that writes {name!r}")
-        for storage in self.plan.buffers:
+        for storage in self._buffers:
             if storage in self._kept and self._buffer(storage) in self._first:
                 other, filled = self._first[self._buffer(storage)]
                 what = (
@@ -270,11 +306,10 @@ class Ordering:
                 self._find("buffer reuse", what, storage, self.last_write(storage), filled, "memory of its own")
         stays = self._kept | {name for name in step.external_inputs if step.blobs[name].device.kind == "cpu"}
         for storage, use in self._uses.storages.items():
-            used = max(use.readers.values(), default=-1)
-            if use.position < _GONE:
-                used = max(used, use.position)
-            made = use.position != _NEVER
-            if made and used >= 0 and use.freed < 0 and use.refilled < 0 and storage not in stays:
+            if use.position == _NEVER or use.freed >= 0 or use.refilled >= 0 or storage in stays:
+                continue
+            used = max(use.uses().values())
+            if used >= 0:
                 what = f"{storage!r} is not needed after this, and never freed"
                 self._find("never freed", what, storage, used, -1, f"free {storage} after #{used}")
 
@@ -283,24 +318,13 @@ class Ordering:
     def _find(self, kind: FindingKind, what: str, storage: str, first: int, second: int, missing: str) -> None:
         self.findings.append(Finding(kind, what, storage, first, second, missing, self.plan))
 
-    def _unready(self, use: _Use, position: int, at: int) -> list[int]:
-        """A storage is read that this lane does not know to be written, or to be there."""
-        if use.position == _NEVER:
-            what = f"{use.storage!r} is read by {self.lanes[at]}, but nothing has written it"
-            self._find("never written", what, use.storage, -1, position, f"an earlier write of {use.storage!r}")
-        elif use.position == _GONE:
-            self._gone(use, position, at, "read")
-        else:
-            return self._unordered("race", use, (use.lane, use.position), (at, position), "written", "read")
-        return self._clocks[at]
-
     def _gone(self, use: _Use, position: int, at: int, how: str) -> None:
         if use.freed >= 0:
             what = f"{use.storage!r} is {how} by {self.lanes[at]} after it is freed"
             missing = f"a free of {use.storage!r} after #{position}"
             self._find("use after free", what, use.storage, position, use.freed, missing)
             return
-        filled = self.plan.step.ops[self.plan.instructions[use.refilled].op].outputs[0]
+        filled = self._ops[self.plan.instructions[use.refilled].op].outputs[0]
         what = f"{use.storage!r} is {how} by {self.lanes[at]} after its receive buffer is filled again, for {filled!r}"
         self._find("buffer reuse", what, use.storage, position, use.refilled, "another buffer for one of the two")
 
@@ -318,6 +342,10 @@ class Ordering:
         clock[lane] = before
         self._clocks[at] = clock
         return clock
+
+    def _executed(self, number: int) -> int:
+        """Where an operator is executed first."""
+        return next(i for i, (_, _, op, _, _, _) in enumerate(self.plan.instructions) if op == number)
 
     def _disordered(self, use: _Use, position: int, earlier: int, does: str, did: str) -> None:
         """Two uses are issued in another order than the program's."""
