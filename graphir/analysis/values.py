@@ -178,7 +178,7 @@ def value_numbers(program: Program, issue: Iterable[tuple[int, int]] | None = No
     run.declare(program.init)
     for op in program.init.ops:
         if op.type in COPIES:
-            run.form(op).execute(run, op, -1)
+            run.execute(op, -1)
         else:
             run.begin(op.outputs, -1)
     step = program.step
@@ -186,8 +186,7 @@ def value_numbers(program: Program, issue: Iterable[tuple[int, int]] | None = No
     run.begin(step.external_inputs, 0)
     before = dict(run.roots)
     for position, part in _parts(step.ops) if issue is None else issue:
-        op = step.ops[position]
-        run.form(op).execute(run, op, 0, part)
+        run.execute(step.ops[position], 0, part)
     states = (name for name in step.external_inputs if step.blobs[name].role in STATE_ROLES)
     changed = [name for name in states if run.roots[step.blobs[name].storage] != before[step.blobs[name].storage]]
     return {name: f"{value:016x}" for name, value in run.values((*step.external_outputs, *changed)).items()}
@@ -229,6 +228,27 @@ class _Run:
             number = self.layouts[layout] = self.table.number(_geometry(blob))
         return number
 
+    def execute(self, op: Operator, step: int, part: int | None = None) -> None:
+        """Give an operator's outputs their values; of a collective only that of *part*, unless it is None."""
+        views = op.effects.views
+        if views and len(dict(views)) == len(op.outputs) and op.type not in COPIES:
+            self.view(op, step)
+        else:
+            self.form(op).execute(self, op, step, part)
+
+    def view(self, op: Operator, step: int) -> None:
+        """A view is its storage's value and its own geometry, so there is nothing to note: unless it reaches beyond
+        its operand, into what a copy of a part of a storage does not have."""
+        if not op.type.startswith("aten.as_strided"):
+            return
+        storage = self.blobs[op.inputs[0]].storage
+        root, layout, start = self.roots[storage]
+        geometry = self.geometries[storage]
+        if start != 0 or geometry != layout:
+            beyond = self.table.number(("beyond", root, start, op.outputs[0], step, geometry))
+            self.table.unwritten[beyond] = op.outputs[0]
+            self.roots[storage] = beyond, geometry, 0
+
     def form(self, op: Operator) -> _Form:
         """What an operator does. Arguments are told apart by their text: 1 from 1.0, 0.0 from -0.0."""
         call = op.type, repr(op.args) if op.args else "", op.operands, op.results, op.effects, op.proto
@@ -251,7 +271,7 @@ class _Run:
         self.declare(net)
         self.begin(net.external_inputs, step)
         for position, op in enumerate(net.ops):
-            self.form(op).execute(self, op, step)
+            self.execute(op, step)
             if self.record:
                 self.made += [Made(step, position, name, v, self.read(name)) for name, v in op.makes]
 
@@ -297,11 +317,10 @@ class _Form:
         empty: they make memory without writing it.
         ignores_first: only the geometry of their first operand matters.
         batch_norm: they are a batch norm in training.
-        strided: they are views that may reach beyond their operand.
         mentioned: blobs that they read beside their operands.
     """
 
-    __slots__ = ("batch_norm", "copies", "empty", "ignores_first", "kind", "mentioned", "static", "strided", "views")
+    __slots__ = ("batch_norm", "copies", "empty", "ignores_first", "kind", "mentioned", "static", "views")
 
     def __init__(self, op: Operator, table: Numbering) -> None:
         self.kind = kind = canonical_type(op.type)
@@ -310,18 +329,13 @@ class _Form:
         self.empty = _is_empty(op.type)
         self.ignores_first = kind in _IGNORES_FIRST
         self.batch_norm = kind in _BATCH_NORM and bool(op.args.get("training", True))
-        self.strided = kind.startswith("aten.as_strided")
         self.mentioned = mentioned(op.proto) if "op {" in op.proto else ()
         args = tuple(sorted((name, _freeze(arg)) for name, arg in op.args.items()))
         self.static = table.number(("operator", kind, op.operands, op.results, args, _meaning(op.proto)))
 
     def execute(self, run: _Run, op: Operator, step: int, part: int | None = None) -> None:
-        """Give an operator's outputs their values; of a collective only that of *part*, unless it is None."""
         if self.copies and len(op.inputs) == len(op.outputs) == 1:
             self.copy(run, op)
-        elif len(self.views) == len(op.outputs):
-            if self.strided:
-                self.reach(run, op, step)
         elif self.empty:
             self.leave(run, op, step)
         elif self.batch_norm:
@@ -362,17 +376,6 @@ class _Form:
             if 0 not in (run.blobs[name].shape or ()):
                 run.table.unwritten[content] = name
             run.write(name, content)
-
-    def reach(self, run: _Run, op: Operator, step: int) -> None:
-        """A view is its storage's value and its own geometry, so there is nothing to note: unless it reaches beyond
-        its operand, into what a copy of a part of a storage does not have."""
-        storage = run.blobs[op.inputs[0]].storage
-        root, layout, start = run.roots[storage]
-        geometry = run.geometries[storage]
-        if start != 0 or geometry != layout:
-            beyond = run.table.number(("beyond", root, start, op.outputs[0], step, geometry))
-            run.table.unwritten[beyond] = op.outputs[0]
-            run.roots[storage] = beyond, geometry, 0
 
     def copy(self, run: _Run, op: Operator) -> None:
         """The copy's storage is the source's storage, seen from where the source begins."""

@@ -75,7 +75,7 @@ def require_sound(plan: Plan) -> None:
 
 
 def _wrong_values(plan: Plan, ordering: Ordering) -> list[Finding]:
-    issue = ((op, part) for kind, _, op, part, _, _ in plan.instructions if kind in ("run", "copy", "collective"))
+    issue = ((i.op, i.part) for i in plan.instructions if i.kind in ("run", "copy", "collective"))
     try:
         computed = value_numbers(plan.program, issue)
     except _RAW as e:

@@ -50,11 +50,11 @@ def collectives_in_order(plan: Plan) -> list[Finding]:
     ranks: dict[int, int] = {}
     last: dict[str, int] = {}
     orderly = True
-    for kind, lane, op, _, _, _ in plan.instructions:
-        if kind == "collective":
-            rank = ranks.setdefault(op, len(ranks))
-            orderly = orderly and last.get(lane, -1) <= rank
-            last[lane] = rank
+    for instruction in plan.instructions:
+        if instruction.kind == "collective":
+            rank = ranks.setdefault(instruction.op, len(ranks))
+            orderly = orderly and last.get(instruction.lane, -1) <= rank
+            last[instruction.lane] = rank
     return [] if orderly else _disagreement(plan)
 
 
