@@ -77,6 +77,16 @@ def furthest(ours: Tensor, theirs: Tensor) -> float:
     return (ours - theirs).abs().max().item() / scale if scale else (ours - theirs).abs().max().item()
 
 
+def optimizer_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of what ``optimizer.state_dict()`` gives, by parameter and key."""
+    return {
+        f"{i}.{key}": value
+        for i, held in state["state"].items()
+        for key, value in held.items()
+        if isinstance(value, Tensor)
+    }
+
+
 def assert_same_bits(ours: dict[str, Tensor], theirs: dict[str, Tensor], what: str) -> None:
     """Equal names, and for each of them equal bits: zeros of either sign are told apart."""
     assert ours.keys() == theirs.keys()

@@ -25,6 +25,17 @@ class Example(NamedTuple):
     loss: Callable[..., Tensor]
 
 
+class Applied(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        return self.function(*tensors)
+
+
 class MLP(nn.Module):
     """Two linear layers with a relu between them."""
 

@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 import torch
 from graphir.runtime import check
-from graphir.runtime.executor import Setting
 from graphir.runtime.executors.adversarial import Adversarial
 from graphir.runtime.executors.reference import Reference
+from interleaving import happens_before
+from runnable import setting_of
 from small import program_of
 
 import graphir
@@ -145,9 +146,7 @@ class Trial:
         blobs = self.plan.step.blobs
         state = {name: given.clone() for name, given in self.given.items() if blobs[name].role in STATE_ROLES}
         inputs = {name: given for name, given in self.given.items() if name not in state}
-        places = dict.fromkeys(plan.devices, torch.device("cpu"))
-        generators = {device: torch.Generator() for device in plan.devices}
-        setting = Setting(plan, state, tuple(inputs), places, generators)
+        setting = setting_of(plan, *inputs, **state)
         executor = Adversarial(setting, 1, seed) if kind is Adversarial else Reference(setting, 1)
         found: list[torch.Tensor] = []
         for step in range(self.steps):
@@ -181,17 +180,6 @@ def _freed(plan: Plan) -> list[str]:
 
 def _ordered(plan: Plan) -> Iterator[tuple[set[int], set[int]]]:
     """For each instruction, what comes before it in every interleaving, and what has to."""
-    reaches: list[set[int]] = []
-    last: dict[str, int] = {}
-    recorded: dict[Event | None, int] = {}
-    for position, instruction in enumerate(plan.instructions):
-        direct = {last[instruction.lane]} if instruction.lane in last else set()
-        if instruction.kind == "wait":
-            direct.add(recorded[instruction.event])
-        elif instruction.kind == "record":
-            recorded[instruction.event] = position
-        reaches.append(direct.union(*[reaches[i] for i in direct]))
-        last[instruction.lane] = position
     wanted: dict[int, set[int]] = defaultdict(set)
     blobs = plan.step.blobs
     makers: dict[tuple[str, int], int] = {}
@@ -229,7 +217,7 @@ def _ordered(plan: Plan) -> Iterator[tuple[set[int], set[int]]]:
             buffer = blobs[storage].device, plan.buffers[storage]
             wanted[position] |= used.get(held.get(buffer, ""), set())
             held[buffer] = storage
-    for position, reached in enumerate(reaches):
+    for position, reached in enumerate(happens_before(plan)):
         yield reached, wanted[position] - {position}
 
 

@@ -155,6 +155,11 @@ def position(p: Program, output: str) -> int:
     return next(i for i, op in enumerate(p.step.ops) if output in op.outputs)
 
 
+def op(type: str, inputs: tuple[str, ...], outputs: tuple[str, ...], **changes: Any) -> Operator:
+    """An operator on gpu:0 without arguments."""
+    return Operator(type, inputs, outputs, {}, GPU0)._replace(**changes)
+
+
 def _blob(name: str, shape: Shape, role: Role = "activation", *, dtype: str = "f32", device: Device = GPU0) -> Blob:
     return Blob(name, shape, dtype, device, role, name)
 

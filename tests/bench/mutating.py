@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import models
 import mutants
 import nets
+from runnable import captured, sgd, spread
 
 from graphir import passes
 from graphir.plan import Plan
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "runtime"))
-
-from runnable import captured, sgd, spread
 
 
 def _plans() -> Iterator[Plan]:

@@ -9,6 +9,7 @@ import torch
 from graphir.runtime import Session, check
 from graphir.runtime.executors.adversarial import Adversarial
 from graphir.runtime.executors.reference import Interpretation
+from interleaving import happens_before
 from runnable import captured, forward_plan, setting_of, sgd, spread
 
 from graphir import passes
@@ -263,20 +264,6 @@ def test_equal_seeds_give_equal_interleavings():
     plan = passes.emit(spread(nets.random_program(1)))
     assert interleavings(plan, 1, 4) == interleavings(plan, 1, 4)
     assert len({str(found) for seed in (1, 2) for found in interleavings(plan, seed, 8)}) == 16
-
-
-def happens_before(plan):
-    """For each position, the positions that come before it in every interleaving."""
-    before, last, recorded = [], {}, {}
-    for position, instruction in enumerate(plan.instructions):
-        direct = {last[instruction.lane]} if instruction.lane in last else set()
-        if instruction.kind == "wait":
-            direct.add(recorded[instruction.event])
-        elif instruction.kind == "record":
-            recorded[instruction.event] = position
-        before.append(direct.union(*[before[i] for i in direct]))
-        last[instruction.lane] = position
-    return before
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -12,7 +12,8 @@ import pytest
 import tiny
 from graphir.runtime import Session, check
 from graphir.runtime.proof.findings import FindingKind
-from runnable import captured, sgd
+from interleaving import happens_before
+from runnable import captured, sgd, spread
 
 from graphir import passes
 from graphir.analysis.values import value_numbers
@@ -286,17 +287,9 @@ def test_the_finding_names_both_instructions_the_storage_and_the_edge() -> None:
     assert [i["position"] for i in finding.to_json()["instructions"]] == [finding.first, finding.second]
 
 
-def shifted(seed: int, share: bool) -> Plan:
-    program = passes.replicate(nets.random_program(seed), devices=[0, 1])
-    chosen = passes.find_activations(program)
-    program = passes.shift_activations(program, chosen[len(chosen) // 2 :], shifts={0: 2, 1: 3})
-    program = passes.inject_copies(program)
-    return passes.emit(passes.share_storage(program) if share else program)
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_emitted_plans_are_sound(seed: int) -> None:
-    assert check(shifted(seed, share=bool(seed % 2))) == []
+    assert check(passes.emit(spread(nets.random_program(seed), share=bool(seed % 2)))) == []
 
 
 def test_what_is_left_out_is_found_or_other_instructions_imply_it() -> None:
@@ -309,30 +302,12 @@ def test_what_is_left_out_is_found_or_other_instructions_imply_it() -> None:
 
 
 def implied(plan: Plan, wait: int) -> bool:
-    """Whether the lane's later instructions wait for the same before they do anything: found by going back from each
-    through lanes and events."""
+    """Whether the lane's later instructions wait for the same before they do anything."""
     lane, event = plan.instructions[wait].lane, plan.instructions[wait].event
     record = max(i for i in range(wait) if plan.instructions[i] == Instruction("record", event.lane, event=event))
     later = (i for i in range(wait + 1, len(plan.instructions)) if plan.instructions[i].lane == lane)
     first = next(i for i in later if plan.instructions[i].kind not in ("record", "wait"))
-    return record in before(plan, first, wait)
-
-
-def before(plan: Plan, position: int, less: int) -> set[int]:
-    """Every instruction that comes before another one, without the edge into the wait *less*."""
-    found: set[int] = set()
-    open_ = [position]
-    while open_:
-        at = open_.pop()
-        instruction = plan.instructions[at]
-        near = [next((i for i in range(at - 1, -1, -1) if plan.instructions[i].lane == instruction.lane), -1)]
-        if instruction.kind == "wait" and at != less:
-            record = Instruction("record", instruction.event.lane, event=instruction.event)
-            near.append(max((i for i in range(at) if plan.instructions[i] == record), default=-1))
-        fresh = [i for i in near if i >= 0 and i not in found]
-        found.update(fresh)
-        open_ += fresh
-    return found
+    return record in happens_before(plan, less=wait)[first]
 
 
 @pytest.mark.parametrize(

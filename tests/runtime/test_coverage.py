@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from eager import assert_same_bits
@@ -13,14 +11,8 @@ from torch import Tensor, nn
 import graphir
 from graphir import CoverageError, RecaptureWarning, capture, passes
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """With several, oneDNN computes all of these convolutions."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
+"""With several, oneDNN computes all of these convolutions."""
 
 
 class Volumes(nn.Module):

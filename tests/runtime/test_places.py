@@ -15,6 +15,7 @@ import torch
 from eager import assert_same_bits
 from graphir.runtime import Session
 from graphir.runtime.machine.places import places_of
+from runnable import spread
 
 import graphir
 from graphir import SessionError, capture, passes
@@ -40,16 +41,10 @@ def captured(example: models.Example, fused: bool = False) -> Program:
     )
 
 
-def shifted(program: Program) -> Program:
-    program = passes.replicate(program, [0, 1])
-    acts = passes.find_activations(program)
-    return passes.inject_copies(passes.shift_activations(program, acts[len(acts) // 2 :], shifts={0: 2, 1: 3}))
-
-
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_a_step_captured_on_the_host_runs_wholly_elsewhere(example: str) -> None:
     made = EXAMPLES[example]()
-    plan = passes.emit(shifted(program := captured(made)))
+    plan = passes.emit(spread(program := captured(made), share=False))
     binding = {str(device): "meta" for device in plan.devices if not device.is_host}
     with Session(plan, program.state, binding=binding) as session:
         assert session.step(*made.inputs, *made.targets).is_meta
@@ -59,7 +54,7 @@ def test_a_step_captured_on_the_host_runs_wholly_elsewhere(example: str) -> None
 def test_an_operand_elsewhere_is_not_overlooked_on_the_meta_device() -> None:
     made = models.mlp()
     program = captured(made)
-    plan = passes.emit(shifted(program))
+    plan = passes.emit(spread(program, share=False))
     with (
         pytest.raises(graphir.RunError),
         Session(
@@ -134,7 +129,7 @@ def test_threads_run_on_the_host_only() -> None:
 def test_all_devices_on_the_host_by_name() -> None:
     made = models.mlp()
     program = captured(made)
-    plan = passes.emit(shifted(program))
+    plan = passes.emit(spread(program, share=False))
     with (
         Session(plan, program.state) as one,
         Session(plan, program.state, binding=dict.fromkeys(("gpu:0", "gpu:1", "gpu:2", "gpu:3"), "cpu")) as other,

@@ -6,7 +6,7 @@ import models
 import pytest
 import torch
 from graphir.runtime import Session
-from runnable import captured, eager_step, forward_plan, sgd, spread
+from runnable import batch_of, captured, eager_step, forward_plan, sgd, spread
 from small import program_of
 
 import graphir
@@ -29,10 +29,6 @@ def mlp():
     example, optimizer, session = mlp_session()
     with session:
         yield example, optimizer, session
-
-
-def batch_of(example):
-    return (*example.inputs, *example.targets)
 
 
 # -- results

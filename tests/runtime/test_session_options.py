@@ -4,7 +4,7 @@ import models
 import pytest
 import torch
 from graphir.runtime import Session
-from runnable import captured, eager_step, sgd
+from runnable import batch_of, captured, eager_step, sgd
 
 from graphir import passes
 from graphir.errors import SessionError
@@ -13,10 +13,6 @@ from graphir.errors import SessionError
 def session_of(example, optimizer):
     program = captured(example, optimizer)
     return Session(passes.emit(program), program.state)
-
-
-def batch_of(example):
-    return (*example.inputs, *example.targets)
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from graphir.runtime import Session
 from graphir.runtime.kernels.communication import copy
-from runnable import captured, forward_plan, sgd, spread
+from runnable import captured, forward_plan, sgd, spread, threads_of_sessions
 
 from graphir import passes
 from graphir.errors import RunError, SessionError
@@ -34,10 +34,6 @@ GOOD, BAD = torch.tensor([1, 2]), torch.tensor([1, 99])
 def two():
     with Session(forward_plan(TWO_DEVICES, "i", "d", output="c", state=STATE), STATE, executor="threads") as session:
         yield session
-
-
-def threads_of_sessions():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("graphir-")]
 
 
 def test_values_cross_between_threads(two):

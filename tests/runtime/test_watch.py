@@ -11,7 +11,7 @@ import torch
 from graphir.runtime import Session
 from graphir.runtime.codegen.handoffs import Handoffs, handoffs
 from graphir.runtime.kernels.communication import copy
-from runnable import forward_plan
+from runnable import forward_plan, threads_of_sessions
 
 from graphir.errors import RunError, SessionError
 
@@ -32,10 +32,6 @@ STATE, X = {"w": torch.zeros(3)}, torch.ones(3)
 def session_of(**options):
     plan = forward_plan(BODY, "x", output="d", state=STATE)
     return Session(plan, STATE, executor="threads", **options)
-
-
-def threads_of_sessions():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("graphir-")]
 
 
 def unusable(session):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from direct import evaluate
-from eager import ShareByShare, assert_same_bits, total_loss
+from eager import ShareByShare, assert_same_bits, optimizer_tensors, total_loss
 from host_only import HOST_ONLY
 from recognisable import numbers_upon_numbers
 from torch import Tensor, nn
@@ -36,13 +36,8 @@ SPREAD = ("resnext", "u-net", "dlrm", "vae", "gan", "swin")
 """Rows that are run on replicas, too."""
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Kernels this small gain nothing from threads, and lose much where tests run in parallel."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
+"""Kernels this small gain nothing from threads, and lose much where tests run in parallel."""
 
 
 def model_of(row: Row) -> nn.Module:
@@ -112,15 +107,6 @@ def assert_values_lie_as_declared(program: Program, batch: Batch) -> None:
     leaves = pytree.tree_leaves(((*batch.inputs, *batch.targets), batch.kwargs))
     arguments = {f.blob: t.clone() for f, t in zip(program.interface.feeds, leaves, strict=True) if f.blob is not None}
     evaluate(program, {name: tensor.clone() for name, tensor in program.state.items()}, arguments)
-
-
-def optimizer_tensors(state: dict[str, Any]) -> dict[str, Tensor]:
-    return {
-        f"{i}.{key}": value
-        for i, held in state["state"].items()
-        for key, value in held.items()
-        if isinstance(value, Tensor)
-    }
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -8,7 +8,7 @@ import nets
 import pytest
 import tiny
 import torch
-from tiny import BATCH, GPU0, GPU1, dropped, edited, inserted, position, reblobbed
+from tiny import BATCH, GPU0, GPU1, dropped, edited, inserted, op, position, reblobbed
 
 import graphir
 from graphir.analysis.certify import certify
@@ -16,17 +16,13 @@ from graphir.analysis.values import Numbering
 from graphir.errors import EquivalenceError, VerifyError
 from graphir.ir.blob import Blob
 from graphir.ir.device import CPU
-from graphir.ir.operator import Effects, Operator
+from graphir.ir.operator import Effects
 from graphir.ir.program import Program
 from graphir.ir.size import Polynomial
 
 TINY, MOVED = tiny.program(), tiny.moved()
 RELU, MASK, SGD = 1, 2, 13
 LESS = Polynomial.of({("batch",): 1, (): -1})
-
-
-def op(type: str, inputs: tuple[str, ...], outputs: tuple[str, ...], **changes: Any) -> Operator:
-    return Operator(type, inputs, outputs, {}, GPU0)._replace(**changes)
 
 
 def blob(name: str, shape: Any = (BATCH, 4), **changes: Any) -> Blob:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from eager import ShareByShare, assert_same_bits
 from graphir.passes import emit, find_activations, inject_copies, replicate, shift_activations
 from graphir.runtime import Session
+from models import Applied
 from torch import Tensor, nn
 
 from graphir.capture import capture
@@ -285,15 +286,6 @@ def test_a_dimension_may_count_from_the_end() -> None:
     assert along(torch.relu).dims == {"batch": 4, "length": 8}
     program = two(torch.zeros(4, 8), torch.zeros(8, 4), ((TOKENS, {-1: "batch", 0: "length"}), {}, ()))
     assert program.step.blobs["y"].shape == (dimension("length"), dimension("batch"))
-
-
-class Applied(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self._function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._function(x)
 
 
 ON_NUMBERS = {

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from direct import matches_eager
 from models import Example
+from runnable import sgd
 from torch import Tensor, nn
 
 from graphir.capture import capture
@@ -26,10 +26,6 @@ def squared_error(out: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(out.float(), target)
 
 
-def make_sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
-
-
 @pytest.mark.parametrize(("dtype", "mixed"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, True)])
 @pytest.mark.parametrize("norm", NORMS)
 def test_normalisation_has_the_bits_of_eager(norm: str, dtype: torch.dtype, mixed: bool) -> None:
@@ -38,9 +34,9 @@ def test_normalisation_has_the_bits_of_eager(norm: str, dtype: torch.dtype, mixe
     model = nn.Sequential(nn.Conv1d(4, 4, 1).to(dtype), layer if mixed else layer.to(dtype))
     example = Example(model, (torch.randn(6, 4, 3).to(dtype),), (torch.randn(6, 4, 3),), squared_error)
     program = capture(
-        model, example.inputs, targets=example.targets, loss=squared_error, optimizer=make_sgd(model.parameters())
+        model, example.inputs, targets=example.targets, loss=squared_error, optimizer=sgd(model.parameters())
     )
-    matches_eager(program, example, make_sgd)
+    matches_eager(program, example, sgd)
     statistics = layer.weight.dtype if layer.weight is not None else dtype
     made = next(op for op in program.step.ops if "_norm.default" in op.type)
     declared = [program.step.blobs[name].dtype for name in made.outputs[1:3]]

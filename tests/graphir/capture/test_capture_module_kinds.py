@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from direct import matches_eager
 from models import Example
+from runnable import sgd
 from torch import Tensor, nn
 
 from graphir.capture import capture
@@ -35,15 +36,11 @@ def example(recurrent: nn.Module, width: int = 5) -> Example:
     return Example(Last(recurrent, width), (torch.randn(6, 3, 4),), (torch.randint(3, (6,)),), F.cross_entropy)
 
 
-def make_sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
-
-
 def trains_like_eager(given: Example) -> None:
-    optimizer = make_sgd(given.model.parameters())
+    optimizer = sgd(given.model.parameters())
     program = capture(given.model, given.inputs, targets=given.targets, loss=given.loss, optimizer=optimizer)
     assert program.fixed == ""
-    matches_eager(program, given, make_sgd, batches=(5,))
+    matches_eager(program, given, sgd, batches=(5,))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from direct import matches_eager
 from graphir.runtime import Session
 from models import Example
+from runnable import sgd
 from torch import Tensor, nn
 
 from graphir import passes
@@ -40,13 +40,9 @@ def example(body: Callable[[Body, Tensor], Tensor]) -> Example:
     return Example(Body(body), (torch.randn(4, 6),), (torch.randint(3, (4,)),), F.cross_entropy)
 
 
-def make_sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
-
-
 def captured(body: Callable[[Body, Tensor], Tensor]) -> tuple[Program, Example]:
     given = example(body)
-    optimizer = make_sgd(given.model.parameters())
+    optimizer = sgd(given.model.parameters())
     program = capture(given.model, given.inputs, targets=given.targets, loss=given.loss, optimizer=optimizer)
     return program, given
 
@@ -209,7 +205,7 @@ BODIES = [
 def test_mutation_has_the_bits_of_eager(body: Callable[[Body, Tensor], Tensor]) -> None:
     program, given = captured(body)
     verify(program)
-    matches_eager(program, given, make_sgd, batches=(6,) if not program.fixed else ())
+    matches_eager(program, given, sgd, batches=(6,) if not program.fixed else ())
 
 
 def viewed_before_it_was_transposed(m: nn.Module, x: Tensor) -> Tensor:

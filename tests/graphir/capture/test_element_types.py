@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from models import Applied
 from torch import Tensor, nn
 
 from graphir.capture import capture
@@ -74,15 +75,6 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "solve": (torch.linalg.solve, (MATRIX, MATRIX)),
     "take": (torch.take, (MATRIX, ROWS)),
 }  # fmt: skip
-
-
-class Applied(nn.Module):
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *tensors: Tensor) -> Tensor:
-        return self.function(*tensors)
 
 
 def mixtures(function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:

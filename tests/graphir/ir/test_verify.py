@@ -12,14 +12,14 @@ import pytest
 import tiny
 import torch
 from small import program_of
-from tiny import GPU0, GPU1, dropped, edited, inserted, reblobbed
+from tiny import GPU0, GPU1, dropped, edited, inserted, op, reblobbed
 
 from graphir import passes
 from graphir.errors import PlacementError, VerifyError
 from graphir.ir.blob import Blob
 from graphir.ir.device import CPU
 from graphir.ir.net import Net
-from graphir.ir.operator import PURE, Effects, Operator
+from graphir.ir.operator import PURE, Effects
 from graphir.ir.program import ParamGroup, Program
 from graphir.ir.size import dimension
 from graphir.ir.verify import verify
@@ -28,10 +28,6 @@ from graphir.plan import Event, Instruction, Plan
 TINY = tiny.program()
 RELU, MASK, SGD = 1, 2, 13
 SCALAR = Blob("z", (), "f32", GPU0, "temporary", "z")
-
-
-def op(type: str, inputs: tuple[str, ...], outputs: tuple[str, ...], **changes: Any) -> Operator:
-    return Operator(type, inputs, outputs, {}, GPU0)._replace(**changes)
 
 
 def step(**changes: Any) -> Program:

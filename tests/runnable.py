@@ -1,8 +1,9 @@
-"""Programs that a session can run, for the tests of the runtime."""
+"""Programs that a session can run, and what tests of sessions share."""
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -32,12 +33,18 @@ def captured(example: models.Example, optimizer: torch.optim.Optimizer | None = 
     )
 
 
-def spread(program: Program) -> Program:
-    """Two replicas on four devices, the second half of the activations shifted, in place where that is safe."""
+def batch_of(example: models.Example) -> tuple[torch.Tensor, ...]:
+    """What a step on an example is given."""
+    return (*example.inputs, *example.targets)
+
+
+def spread(program: Program, share: bool = True) -> Program:
+    """Two replicas on four devices, the second half of the activations shifted, in place where that is safe, unless
+    they are not to *share* storages."""
     program = passes.replicate(program, devices=[0, 1])
     acts = passes.find_activations(program)
-    program = passes.shift_activations(program, acts[len(acts) // 2 :], shifts={0: 2, 1: 3})
-    return passes.share_storage(passes.inject_copies(program))
+    program = passes.inject_copies(passes.shift_activations(program, acts[len(acts) // 2 :], shifts={0: 2, 1: 3}))
+    return passes.share_storage(program) if share else program
 
 
 def forward_plan(
@@ -73,3 +80,8 @@ def setting_of(plan: Plan, *inputs: str, **state: torch.Tensor) -> Setting:
     return Setting(
         plan, state, inputs, dict.fromkeys(devices, torch.device("cpu")), {d: torch.Generator() for d in devices}
     )
+
+
+def threads_of_sessions() -> list[threading.Thread]:
+    """Those that executors have started and not ended."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("graphir-")]
