@@ -20,6 +20,7 @@ from .executor import Feedable, OnDevices, Setting
 from .executors.choice import choose
 from .interface.gather import Gather
 from .interface.scatter import Scatter
+from .kernels.repeatable import unrepeatable
 from .loop import run_loader
 from .machine.calibration import measured
 from .machine.places import Binding, generator_on, places_of
@@ -279,7 +280,9 @@ class Session:
     def caveats(self) -> tuple[str, ...]:
         """Why results need not be bit for bit those of the reference executor; empty where they are."""
         native = isinstance(self._executor, Cuda) and self._executor.native
-        return ("collectives are summed in NCCL's order, not in participant order",) if native else ()
+        found = ["collectives are summed in NCCL's order, not in participant order"] if native else []
+        found += [f"{type} adds in no fixed order on CUDA" for type in unrepeatable(self.plan.step, self._places)]
+        return tuple(found)
 
     @property
     def steps_done(self) -> int:

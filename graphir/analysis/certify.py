@@ -23,13 +23,13 @@ from ..plan import Plan
 from .diff import words
 from .values import Made, Numbering, Trace
 
-__all__ = ["Certificate", "certify"]
+__all__ = ["NONDETERMINISTIC", "Certificate", "certify"]
 
 _STEPS: Final = 2
 _WINDOW: Final = 5
 """Operators of a derivation that are printed."""
 
-_NONDETERMINISTIC: Final[Mapping[str, str]] = {
+NONDETERMINISTIC: Final[Mapping[str, str]] = {
     "aten.index_put.default": "adds in no fixed order on CUDA where accumulate is set",
     "aten.index_add.default": "adds in no fixed order on CUDA",
     "aten.scatter_add.default": "adds in no fixed order on CUDA",
@@ -161,9 +161,9 @@ def _caveats(before: Program, after: Program, unwritten: AbstractSet[str]) -> tu
         namespace, _, rest = op.type.partition(".")
         name, _, variant = rest.partition(".")
         functional = f"{namespace}.{name.rstrip('_')}.{variant}"
-        if functional in _NONDETERMINISTIC:
+        if functional in NONDETERMINISTIC:
             found[functional] = found.get(functional, 0) + 1
-    caveats = [f"{type} ({count} operators) {_NONDETERMINISTIC[type]}" for type, count in found.items()]
+    caveats = [f"{type} ({count} operators) {NONDETERMINISTIC[type]}" for type, count in found.items()]
     for type, count in Counter(op.type for op in after.step.ops if not unwritten.isdisjoint(op.outputs)).items():
         why = "leaves memory unwritten, of which a part may be read before it is written"
         caveats.append(f"{type} ({count} operators) {why}")

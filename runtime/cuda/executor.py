@@ -33,6 +33,7 @@ from graphir.ir.size import Dims
 
 from ..executor import Feedable, Held, Setting
 from ..executors.generated import Generated
+from ..failures.faults import fault
 from ..kernels.buffers import Buffers
 from ..machine.surroundings import neutral
 from ..observing.probes import Probe
@@ -166,7 +167,7 @@ class Cuda:
             self.fence = Fence(self.machine, self.gate, list(self.lanes.streams.values()))
         self.observed: Generated | None = None
         self.clock = StreamClock(self.machine, self.lanes)
-        self.kinds = {place.type for place in setting.binding.values()}
+        self.kinds = {place.type for place in self.places.values()}
         self.dims: Dims = setting.plan.dims
 
     def generate(self, observed: bool = False) -> Generated:
@@ -176,7 +177,7 @@ class Cuda:
 
     def run(self, dims: Dims, inputs: Sequence[Feedable], step: int) -> Sequence[Tensor]:
         """One step; see :class:`.executor.Executor`. It returns as soon as all is issued."""
-        return self.between(dims, lambda: self.issue(self.plain, dims, inputs, (step,)))
+        return self.between(dims, step, lambda: self.issue(self.plain, dims, inputs, (step,)))
 
     def run_observed(self, dims: Dims, inputs: Sequence[Feedable], step: int, probe: Probe) -> Sequence[Tensor]:
         """One step with a probe, begun when the devices are at rest; see :class:`.observing.probes.Observable`."""
@@ -185,15 +186,18 @@ class Cuda:
         code, first = self.observed, (step, probe.begin, probe.end)
         self.settle()
         self.clock.start()
-        return self.between(dims, lambda: self.issue(code, dims, inputs, first))
+        return self.between(dims, step, lambda: self.issue(code, dims, inputs, first))
 
-    def between(self, dims: Dims, issue: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
+    def between(self, dims: Dims, step: int, issue: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
         """Issue something between what the caller has issued and what it will."""
         self.dims = dims
         with neutral(self.intraop, self.kinds), torch.inference_mode(), self.machine.kept(self.real) as callers:
-            self.fence.enter(callers)
-            outputs = issue()
-            self.fence.leave(callers)
+            try:
+                self.fence.enter(callers)
+                outputs = issue()
+                self.fence.leave(callers)
+            except torch.AcceleratorError as e:  # of a kernel before this step
+                raise fault(self.setting.plan, None, step, e) from e
             return outputs
 
     @contextmanager

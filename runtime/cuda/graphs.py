@@ -41,6 +41,7 @@ from ..kernels.buffers import Buffer
 from ..kernels.calls import Argument, Bound
 from ..kernels.communication import spanned
 from ..kernels.optimizers import KERNELS
+from ..kernels.sparse import SPARSE
 from ..machine.surroundings import neutral
 from .codegen import StreamStatements, StreamWriter
 from .executor import Cuda, Fence
@@ -112,7 +113,7 @@ class CudaGraphs(Cuda):
                 self.fence.enter(callers)
                 self.graphs[key] = self.capture(dims, inputs, step)
         captured = self.graphs[key]
-        return self.between(dims, lambda: self.replay(captured, dims, inputs, step))
+        return self.between(dims, step, lambda: self.replay(captured, dims, inputs, step))
 
     def replay(self, captured: _Captured, dims: Dims, inputs: Sequence[Feedable], step: int) -> Sequence[Tensor]:
         """Issue a captured step behind the gate."""
@@ -221,6 +222,7 @@ def late_instructions(plan: Plan, places: Mapping[Device, torch.device]) -> froz
         reads = {net.blobs[name].storage for name in op.inputs}
         makes = {net.blobs[name].storage for name in op.outputs}
         on_host = any(places[net.blobs[name].device].type == "cpu" for name in (*op.inputs, *op.outputs))
+        on_host |= op.type in SPARSE  # the host asks how many rows are there
         if not (on_host or op.type in KERNELS or reads & written or makes & touched):
             continue
         if op.phase != "update":

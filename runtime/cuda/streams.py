@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Final, Protocol
 
 import torch
@@ -136,9 +136,10 @@ class TorchCuda:
         try:
             yield streams
         finally:
-            for stream in streams:
-                torch.cuda.set_stream(stream)
-            torch.cuda.set_device(device)
+            with suppress(torch.AcceleratorError):  # of a device that is lost; the error on its way says more
+                for stream in streams:
+                    torch.cuda.set_stream(stream)
+                torch.cuda.set_device(device)
 
     def empty(self, nbytes: int, place: torch.device) -> Tensor:
         """See :class:`Machine`."""

@@ -52,6 +52,7 @@ from ..kernels.calls import (
     evaluate,
 )
 from ..kernels.optimizers import KERNELS
+from ..kernels.repeatable import REPEATABLE
 from .generated import Located
 from .threads import Threads
 
@@ -182,7 +183,7 @@ def _located(error: RuntimeError, positions: Mapping[str, int]) -> Exception:
 
 def printable(op: Operator) -> bool:
     """Whether operators of this type may be part of a segment, if their arguments allow it."""
-    return op.type.startswith("aten.") and op.type not in OWN and op.seed is None
+    return op.type.startswith("aten.") and op.type not in {*OWN, *REPEATABLE} and op.seed is None
 
 
 class _SegmentStatements(Statements):

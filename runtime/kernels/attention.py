@@ -26,6 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 
+from .repeatable import repeatable
+
 __all__ = ["ATTENTION", "KERNELS", "Kernel", "attention", "attention_backward", "choose"]
 
 _aten: Final = torch.ops.aten
@@ -155,9 +157,10 @@ def _flash_backward(
     offset = torch.empty((), dtype=torch.uint64, device=query.device)
     padded = [_padded(tensor) for tensor in (grad_out, query, key, value, out)]
     lengths = None, None, query.size(2), key.size(2)
-    grads = _aten._scaled_dot_product_flash_attention_backward(
-        *padded, logsumexp.contiguous(), *lengths, 0.0, is_causal, seed, offset, scale=scale
-    )
+    with repeatable(strict=True):
+        grads = _aten._scaled_dot_product_flash_attention_backward(
+            *padded, logsumexp.contiguous(), *lengths, 0.0, is_causal, seed, offset, scale=scale
+        )
     return _by_sequence(*[grad[..., : query.size(-1)] for grad in grads])
 
 
@@ -199,9 +202,10 @@ def _efficient_backward(
     seed = torch.empty((), dtype=torch.int64, device=query.device)
     grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
     wanted = [True, True, True, False]
-    grad_query, grad_keys, grad_values, _ = _aten._scaled_dot_product_efficient_attention_backward(
-        grad_out, query, keys, values, bias, out, rows, seed, seed, 0.0, wanted, is_causal, scale=scale
-    )
+    with repeatable(strict=True):
+        grad_query, grad_keys, grad_values, _ = _aten._scaled_dot_product_efficient_attention_backward(
+            grad_out, query, keys, values, bias, out, rows, seed, seed, 0.0, wanted, is_causal, scale=scale
+        )
     return _by_sequence(grad_query, _gathered(grad_keys, key), _gathered(grad_values, value))
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from graphir.ir.opset import overload
 
 from .attention import ATTENTION
+from .repeatable import REPEATABLE
 from .sparse import SPARSE
 
 __all__ = ["FAST", "OWN_KERNELS", "fastest", "view"]
@@ -66,8 +67,8 @@ FAST: Final[dict[str, Callable[..., Any]]] = {**_table(), "aten.view.default": v
 """For each of these types, a callable that takes the schema's arguments in the schema's order and is faster."""
 
 
-OWN_KERNELS: Final[Mapping[str, Callable[..., Any]]] = {**ATTENTION, **SPARSE}
-"""Kernels of graphir's own types that compute values from values."""
+OWN_KERNELS: Final[Mapping[str, Callable[..., Any]]] = {**ATTENTION, **SPARSE, **REPEATABLE}
+"""Kernels of graphir's own types that compute values from values, and of torch's that need their order fixed."""
 
 
 @cache

@@ -39,7 +39,22 @@ def neutral(threads: int, kinds: Collection[str] = ("cpu",)) -> Iterator[None]:
             for kind in kinds:
                 if torch.amp.is_autocast_available(kind):
                     stack.enter_context(torch.autocast(kind, enabled=False))
+            if "cuda" in kinds:
+                stack.enter_context(_same_convolutions())
             yield
     finally:
         if before != threads:
             torch.set_num_threads(before)
+
+
+@contextmanager
+def _same_convolutions() -> Iterator[None]:
+    """Let cuDNN take algorithms that give the same bits in each run, and not those that were fastest in this one."""
+    before = torch._C._get_cudnn_deterministic(), torch._C._get_cudnn_benchmark()
+    torch._C._set_cudnn_deterministic(True)
+    torch._C._set_cudnn_benchmark(False)
+    try:
+        yield
+    finally:
+        torch._C._set_cudnn_deterministic(before[0])
+        torch._C._set_cudnn_benchmark(before[1])

@@ -85,9 +85,13 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; tables are {', '.join(TABLES)}")
     for name in options.tables or TABLES:
-        lines = list(TABLES[name]())
         print(f"\n{name}\n{machine()}\n")
-        print("\n".join(lines))
+        lines: list[str] = []
+        for line in TABLES[name]():  # what is cut off leaves what it has measured
+            print(line, flush=True)
+            lines.append(line)
+            if options.write:
+                write(name, [*lines, "", "The run was cut off here."])
         if options.write:
             write(name, lines)
 

@@ -71,7 +71,7 @@ def rows() -> Iterator[str]:
                 plan = passes.emit(passes.share_storage(program))
                 executor = "threads" if len(devices) == 1 else "reference"
                 whole = [tensor.repeat(len(devices), *[1] * (tensor.dim() - 1)) for tensor in _batch(example)]
-                with runtime.Session(plan, program.state, executor=executor) as session:
+                with runtime.Session(plan, program.state, binding="cpu", executor=executor) as session:
                     session.step(*whole)
                     measured = measured_peak(lambda session=session, whole=whole: session.step(*whole))
                 predicted, bare = predicted_peak(plan), predicted_peak(plan, scratch=False)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import graphir
 from graphir import passes, runtime
 
-__all__ = ["bit_rows", "whole_batch_rows"]
+__all__ = ["bit_rows", "different", "everything", "whole_batch_rows"]
 
 STEPS = 20
 
@@ -25,13 +25,14 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
-def _everything(module: dict[str, Tensor], optimizer: dict[str, dict[int, dict[str, Tensor]]]) -> list[Tensor]:
+def everything(module: dict[str, Tensor], optimizer: dict[str, dict[int, dict[str, Tensor]]]) -> list[Tensor]:
     """Parameters, buffers and optimizer state, in the order of their names."""
     held = [tensor for _, tensors in sorted(optimizer["state"].items()) for _, tensor in sorted(tensors.items())]
     return [*(tensor for _, tensor in sorted(module.items())), *held]
 
 
-def _different(ours: list[Tensor], theirs: list[Tensor]) -> int:
+def different(ours: list[Tensor], theirs: list[Tensor]) -> int:
+    """How many of the tensors differ in any bit."""
     return sum(not torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
@@ -67,17 +68,17 @@ def _bits(
     reference = ShareByShare(model, share.loss, optimizer, replicas)
     x, y = batch.inputs[0], batch.targets[0]
     with (
-        runtime.Session(passes.emit(plain), program.state) as one,
-        runtime.Session(passes.emit(moved), program.state) as other,
+        runtime.Session(passes.emit(plain), program.state, binding="cpu") as one,
+        runtime.Session(passes.emit(moved), program.state, binding="cpu") as other,
     ):
         steps = [(one.step(x, y), other.step(x, y), reference.step(x, y)) for _ in range(STEPS)]
         a, b, c = (list(losses) for losses in zip(*steps, strict=True))
         for replica in range(replicas):
-            a += _everything(one.state_dict(replica), one.optimizer_state_dict(replica))
-            b += _everything(other.state_dict(replica), other.optimizer_state_dict(replica))
+            a += everything(one.state_dict(replica), one.optimizer_state_dict(replica))
+            b += everything(other.state_dict(replica), other.optimizer_state_dict(replica))
             eager = reference.models[replica], reference.optimizers[replica]
-            c += _everything(eager[0].state_dict(), eager[1].state_dict())
-    return f"| {name} | {label} | {replicas} | {len(b)} | {_different(a, b)} | {_different(b, c)} |"
+            c += everything(eager[0].state_dict(), eager[1].state_dict())
+    return f"| {name} | {label} | {replicas} | {len(b)} | {different(a, b)} | {different(b, c)} |"
 
 
 def whole_batch_rows() -> Iterator[str]:
@@ -93,7 +94,7 @@ def whole_batch_rows() -> Iterator[str]:
                     share.model, inputs=share.inputs, targets=share.targets, loss=share.loss, optimizer=optimizer
                 )
                 plan = passes.emit(passes.replicate(program, range(replicas)))
-                with runtime.Session(plan, program.state) as session:
+                with runtime.Session(plan, program.state, binding="cpu") as session:
                     for _ in range(STEPS):
                         session.step(*batch.inputs, *batch.targets)
                         optimizer.zero_grad()

@@ -66,7 +66,10 @@ def _session(
     )
     placed = passes.replicate(program, range(replicas)) if replicas > 1 else program
     plan = passes.emit(passes.share_storage(placed))
-    return runtime.Session(plan, program.state, executor=executor, threads=1), (*whole.inputs, *whole.targets)
+    return runtime.Session(plan, program.state, binding="cpu", executor=executor, threads=1), (
+        *whole.inputs,
+        *whole.targets,
+    )
 
 
 def _timed(session: runtime.Session, batch: tuple[Tensor, ...], steps: int) -> Callable[[], float]:

@@ -44,7 +44,7 @@ def _start(
 ) -> tuple[float, float, float, float, float]:
     """Seconds of a session's making, its first step and a warm one; of the start, on the clock and of the processor."""
     marks = [(time.perf_counter(), time.process_time())]
-    with runtime.Session(plan, program.state) as session:
+    with runtime.Session(plan, program.state, binding="cpu") as session:
         marks.append((time.perf_counter(), time.process_time()))
         session.step(*batch)
         marks.append((time.perf_counter(), time.process_time()))

@@ -55,7 +55,7 @@ def rows() -> Iterator[str]:
                 example.model, inputs=example.inputs, targets=example.targets, loss=example.loss, optimizer=optimizer
             )
             plan = passes.emit(passes.share_storage(program))
-            with runtime.Session(plan, program.state) as session:
+            with runtime.Session(plan, program.state, binding="cpu") as session:
 
                 def ours(session: runtime.Session = session, example: models.Example = example) -> None:
                     session.step(*example.inputs, *example.targets)

@@ -143,6 +143,7 @@ class Stand(TorchDispatchMode):
         return by_sequence(out), lse.contiguous(), None, None, query.size(2), key.size(2), seed, seed[0], torch.empty(0)
 
     def _scaled_dot_product_flash_attention_backward(self, grad_out, query, key, value, out, logsumexp, **rest):
+        assert torch.get_deterministic_debug_mode() == 2
         self.operands(query, key, value, grouped=True)
         assert all(t.size(-1) % 8 == 0 for t in (grad_out, query, key, value, out))
         assert logsumexp.shape == query.shape[:3] and logsumexp.is_contiguous() and logsumexp.dtype == torch.float32
@@ -169,6 +170,7 @@ class Stand(TorchDispatchMode):
     def _scaled_dot_product_efficient_attention_backward(
         self, grad_out_, query, key, value, attn_bias, out, logsumexp, grad_input_mask, is_causal, scale, **rest
     ):
+        assert torch.get_deterministic_debug_mode() == 2
         self.operands(query, key, value, grouped=False)
         self.bias(attn_bias, query, key)
         queries = query.size(2)

@@ -10,7 +10,7 @@ import models
 import nets
 import pytest
 import torch
-from fake_cuda import FakeMachine, places_on, watched
+from fake_cuda import FakeEvent, FakeMachine, places_on, watched
 from graphir.runtime import Session
 from graphir.runtime.codegen.handoffs import handoffs
 from graphir.runtime.cuda.executor import Cuda
@@ -380,6 +380,19 @@ def test_lost_devices() -> None:
     cause = torch.AcceleratorError("CUDA error: device-side assert triggered")
     error = fault(plan, plan.instructions[0], 3, cause, usable=True)
     assert not error.usable and "CUDA_LAUNCH_BLOCKING=1" in str(error) and "new process" in str(error)
+
+
+def test_a_kernel_that_failed_before_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    session, machine = watched(forward_plan(MOVED, "x", output="b"), {}, APART)
+    session.step(torch.ones(3))
+
+    def refuse(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(FakeEvent, "record", refuse)
+    with pytest.raises(RunError, match=r"a step failed: AcceleratorError: CUDA error(.|\n)*new process"):
+        session.step(torch.ones(3))
+    assert not session.usable
 
 
 def test_a_device_that_hangs_is_waited_for_until_the_deadline() -> None:

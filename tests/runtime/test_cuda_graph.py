@@ -12,6 +12,7 @@ from graphir.runtime import Session
 from graphir.runtime.cuda.graphs import CudaGraphs
 from runnable import captured, forward_plan, sgd, spread
 
+import graphir
 from graphir import SessionError, passes
 
 TOGETHER = {f"gpu:{i}": "cuda:0" for i in range(4)}
@@ -74,6 +75,20 @@ def test_what_the_host_computes_cannot_be_captured() -> None:
     )
     with pytest.raises(SessionError, match=r"an operator that is no update needs the host(.|\n)*at   a_cpu"):
         watched(plan, {}, TOGETHER, CudaGraphs)
+
+
+def test_sparse_sums_wait_for_their_device() -> None:
+    model = torch.nn.Embedding(5, 3, sparse=True)
+    program = graphir.capture(
+        model,
+        inputs=(torch.tensor([1, 2]),),
+        targets=(),
+        loss=lambda found: found.sum(),
+        optimizer=torch.optim.SparseAdam(model.parameters()),
+    )
+    plan = passes.emit(passes.inject_copies(passes.replicate(program, [0, 1])))
+    with pytest.raises(SessionError, match=r"an operator that is no update needs the host(.|\n)*graphir.sparse_sum"):
+        watched(plan, program.state, TOGETHER, CudaGraphs)
 
 
 def test_graphs_are_the_cuda_executors() -> None:

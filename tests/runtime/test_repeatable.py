@@ -1,0 +1,138 @@
+"""What makes two runs on CUDA give the same bits; the settings are the process's, so they are shown without a GPU."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any
+
+import models
+import pytest
+import torch
+from graphir.runtime import Session
+from graphir.runtime.cuda.streams import TorchCuda
+from graphir.runtime.executors.segments import printable
+from graphir.runtime.kernels import repeatable as kernels
+from graphir.runtime.kernels.bindings import fastest
+from graphir.runtime.kernels.repeatable import REPEATABLE, repeatable, unrepeatable
+from graphir.runtime.machine.surroundings import neutral
+from runnable import captured
+from small import program_of
+from torch import Tensor
+
+from graphir import passes
+from graphir.ir.device import gpu
+from graphir.ir.opset import signature
+
+
+def settings() -> tuple[Any, ...]:
+    memory: Any = torch.utils.deterministic
+    cudnn = torch._C._get_cudnn_deterministic(), torch._C._get_cudnn_benchmark()
+    return torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory, *cudnn
+
+
+@pytest.mark.parametrize(("strict", "mode"), [(False, 1), (True, 2)])
+def test_the_mode_is_on_within_and_as_it_was_afterwards(strict: bool, mode: int) -> None:
+    before = settings()
+    with pytest.raises(KeyError), repeatable(strict):
+        assert settings()[:2] == (mode, False)
+        raise KeyError
+    assert settings() == before
+
+
+def test_a_stricter_mode_of_the_users_stays() -> None:
+    torch.set_deterministic_debug_mode("error")
+    try:
+        with repeatable():
+            assert torch.get_deterministic_debug_mode() == 2
+    finally:
+        torch.set_deterministic_debug_mode("default")
+
+
+@pytest.mark.parametrize("type", REPEATABLE)
+def test_kernels_are_called_so_on_cuda_and_some_on_the_host(type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert signature(type)  # this torch has it
+    monkeypatch.setattr(kernels, "overload", lambda name: lambda *_, **__: (name, settings()[0]))
+    tensor = torch.ones(3)
+    assert fastest(type)(tensor, 1, at=2) == (type, int("index_put" in type))
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    assert fastest(type)(tensor, 1, at=2) == (type, 1)
+
+
+def test_they_are_in_no_segment() -> None:
+    net = program_of(
+        """
+        input x : f32[3] @gpu:0
+        input i : i64[2] @gpu:0
+        a : f32[3] @gpu:0 = aten.scatter_add.default(x, i, x, dim=0)
+        b : f32[3] @gpu:0 = aten.exp(a)
+        output b
+        """
+    ).step
+    assert [printable(op) for op in net.ops] == [False, True]
+
+
+@pytest.mark.parametrize("executor", ["reference", "serial"])
+def test_two_runs_on_the_host_have_the_same_bits(executor: Any) -> None:
+    """Eager PyTorch's do not where several threads add into the same rows."""
+    torch.manual_seed(0)
+    table, rows = torch.nn.Parameter(torch.randn(7, 33)), torch.randint(7, (64, 128))
+
+    class Rows(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = table
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.table[x]
+
+    example = models.Example(Rows(), (rows,), (torch.randn(64, 128, 33),), torch.nn.functional.mse_loss)
+    program = captured(example)
+    plan = passes.emit(program)
+    with Session(plan, program.state, binding="cpu", executor=executor, threads=2) as session:
+        found = []
+        for _ in range(20):
+            session.step(*example.inputs, *example.targets)
+            found.append(session.gradients()["table"])
+    assert all(torch.equal(found[0], other) for other in found)
+
+
+def test_convolutions_are_the_same_in_each_run_where_devices_are_cuda() -> None:
+    before = settings()
+    with neutral(1, ("cpu",)):
+        assert settings() == before
+    with neutral(1, ("cpu", "cuda")):
+        assert settings()[2:] == (True, False)
+    assert settings() == before
+
+
+def test_what_stays_open() -> None:
+    net = program_of(
+        """
+        input x : f32[3] @gpu:0
+        a : f32[3] @gpu:0 = aten.cumsum.default(x, dim=0)
+        output a
+        """
+    ).step
+    assert unrepeatable(net, {gpu(0): torch.device("cuda:0")}) == ["aten.cumsum.default"]
+    assert unrepeatable(net, {gpu(0): torch.device("cpu")}) == []
+
+
+def test_what_a_graph_has_of_generators_is_for_any_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch keeps the memory of a seed for all graphs of a generator, and others fill it outside of inference."""
+    seen: list[tuple[str, bool]] = []
+
+    class Graph:
+        def register_generator_state(self, generator: object) -> None:
+            seen.append(("register", torch.is_inference_mode_enabled()))
+
+    @contextmanager
+    def graph(captured: Graph, **options: Any) -> Any:
+        assert options == {"stream": "gate", "capture_error_mode": "thread_local"}
+        seen.append(("begin", torch.is_inference_mode_enabled()))
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    with torch.inference_mode(), TorchCuda().capture("gate", [torch.Generator()]):  # type: ignore[arg-type]
+        seen.append(("captured", torch.is_inference_mode_enabled()))
+    assert seen == [("register", False), ("begin", False), ("captured", True)]
