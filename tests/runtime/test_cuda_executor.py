@@ -383,7 +383,7 @@ def test_lost_devices() -> None:
 
 
 def test_a_kernel_that_failed_before_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    session, machine = watched(forward_plan(MOVED, "x", output="b"), {}, APART)
+    session, _ = watched(forward_plan(MOVED, "x", output="b"), {}, APART)
     session.step(torch.ones(3))
 
     def refuse(*_: object) -> None:
