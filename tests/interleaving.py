@@ -5,14 +5,14 @@ from __future__ import annotations
 from graphir.plan import Event, Plan
 
 
-def happens_before(plan: Plan, less: int = -1) -> list[set[int]]:
-    """For each position, the positions that come before it by lanes and events; the wait at *less* orders nothing."""
+def happens_before(plan: Plan) -> list[set[int]]:
+    """For each position, the positions that come before it."""
     before: list[set[int]] = []
     last: dict[str, int] = {}
     recorded: dict[Event | None, int] = {}
     for position, instruction in enumerate(plan.instructions):
         direct = {last[instruction.lane]} if instruction.lane in last else set()
-        if instruction.kind == "wait" and position != less:
+        if instruction.kind == "wait":
             direct.add(recorded[instruction.event])
         elif instruction.kind == "record":
             recorded[instruction.event] = position
