@@ -205,10 +205,7 @@ class Cuda:
         """See :class:`.executor.OnDevices`."""
         with self.machine.kept(self.real) as callers:
             self.fence.leave(callers)
-            try:
-                yield
-            finally:
-                self.fence.enter(callers)
+            yield
 
     def issue(
         self, generated: Generated, dims: Dims, inputs: Sequence[Feedable], first: tuple[Any, ...]

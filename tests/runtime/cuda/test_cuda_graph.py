@@ -123,7 +123,12 @@ def test_inputs_lie_in_a_graph_as_they_did_without_it() -> None:
     (x,), (y,) = example.inputs, example.targets
     placed = room[start : start + x.numel()].view(x.shape).copy_(x)
     executor: Any = session._executor
-    assert (executor.executor.placed(placed).data_ptr() - placed.data_ptr()) % 64 == 0
+    place = executor.executor.placed
+    assert (place(placed).data_ptr() - placed.data_ptr()) % 64 == 0
+    taken = []
+    executor.executor.placed = lambda value: taken.append(place(value)) or taken[-1]
     with session:
         for _ in range(3):
             session.step(placed, y)
+        (found,) = executor.executor.graphs.values()
+        assert [tensor is ours for tensor, ours in zip(found.inputs, taken, strict=True)] == [True, True]
