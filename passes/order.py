@@ -6,7 +6,7 @@ Operators keep their program order, except that
   :data:`_AHEAD` operators of its destination before its place in the program, since it takes memory there;
 * in a program that reduces gradients, what follows from a reduction is issued as soon as it can be: an update once its
   gradient is reduced and every reader of the parameter is issued, not after the whole backward. Reductions of small
-  gradients are gathered until they come to :data:`_SMALL` bytes;
+  gradients are gathered until they come to :data:`_BUCKET` bytes;
 * a storage is freed after its last use.
 
 Of the last two, what would have to wait for a transfer that is only just issued gives it time: it is issued when the
@@ -39,8 +39,10 @@ Issue: TypeAlias = "tuple[int, ...] | str"
 
 _AHEAD: Final = 8
 _SMALL: Final = 1 << 16
-"""Bytes: a transfer of less takes no longer than the waits around it, and a call of an optimizer for so few no longer
-than the call."""
+"""Bytes: a transfer of less takes no longer than the waits around it."""
+
+_BUCKET: Final = 1 << 20
+"""Bytes: for so many gradients replicas wait for each other once, as for DistributedDataParallel's first bucket."""
 
 
 def issue_order(net: Net, dims: Dims) -> list[Issue]:
@@ -198,8 +200,13 @@ class _Order:
     def grouped(self, transfers: Sequence[int]) -> Iterator[tuple[int, ...]]:
         groups: dict[object, list[int]] = {}
         for i in transfers:
-            groups.setdefault(self.route(i) if self.nbytes(i) < _SMALL else i, []).append(i)
+            together = self.nbytes(i) < (_BUCKET if self.gathers(i) else _SMALL)
+            groups.setdefault(self.route(i) if together else i, []).append(i)
         return map(tuple, groups.values())
+
+    def gathers(self, i: int) -> bool:
+        """Whether a transfer is a reduction of gradients."""
+        return self.soon[i] and self.kinds[i] == "collective"
 
     def nbytes(self, i: int) -> int:
         """How much a transfer brings to each destination from each source."""
@@ -263,11 +270,11 @@ class _Order:
     def transfer(self, i: int) -> None:
         """A transfer is ready."""
         wanted, device = self.places.get(i, 0) - _AHEAD, self.net.ops[i].device
-        if self.soon[i] and self.kinds[i] == "collective":
+        if self.gathers(i):
             gathered, nbytes = self.gathered.pop(route := self.route(i), ([], 0))
             gathered.append(i)
             nbytes += self.nbytes(i)
-            if nbytes < _SMALL:
+            if nbytes < _BUCKET:
                 self.gathered[route] = gathered, nbytes
             else:
                 self.transfers += gathered

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, Final
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from graphir.ir.size import Dims
 from ..codegen.writer import ThreadCode
 from ..executor import Feedable, Setting
 from ..failures.faults import fault, writes_state
+from ..machine.heap import kept_heap
 from ..observing.probes import Clock, HostClock, Probe
 
 __all__ = ["Generated", "Located", "OnHost", "Stopped"]
@@ -104,6 +106,7 @@ class OnHost(ABC):
         setting: what to run.
         generate: writes the code of each thread.
         plain: the code without a probe.
+        held: what is let go when the executor is closed.
     """
 
     setting: Setting
@@ -113,6 +116,8 @@ class OnHost(ABC):
     def __init__(self) -> None:
         self.clock: Clock = HostClock()
         self.observed: Generated | None = None
+        self.held = ExitStack()
+        self.held.enter_context(kept_heap())
 
     def run(self, dims: Dims, inputs: Sequence[Feedable], step: int) -> Sequence[Tensor]:
         """One step; see :class:`.executor.Executor`."""
@@ -129,3 +134,7 @@ class OnHost(ABC):
         self, generated: Generated, dims: Dims, inputs: Sequence[Feedable], first: tuple[Any, ...]
     ) -> Sequence[Tensor]:
         """One step of this code, whose functions take *first* before their inputs: the number of steps done, …"""
+
+    def close(self) -> None:
+        """Let go of what it holds."""
+        self.held.close()

@@ -8,26 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphir.analysis.memory import memory
 from graphir.ir.size import Dims
-from graphir.plan import Plan
 
 from ..codegen.statements import generate
 from ..executor import Feedable, Setting
-from ..machine.heap import keep_heap
 from ..machine.surroundings import is_neutral, neutral
 from .generated import Generated, OnHost
 
 __all__ = ["Serial"]
-
-_SPARE: Final = 3
-"""How much free memory a step's heap shall have, in the bytes that its values take at most: kernels take some beside
-them, and a block needs a hole that is long enough."""
 
 
 class Serial(OnHost):
@@ -44,7 +37,6 @@ class Serial(OnHost):
         self.setting, self.intraop = setting, threads or torch.get_num_threads()
         self.generate = partial(generate, setting, dict.fromkeys(setting.plan.lanes, 0))
         self.plain = Generated(setting, self.generate())
-        self.heap: Tensor | None = keep_heap(_SPARE * _fresh_bytes(setting.plan))
 
     def execute(
         self, generated: Generated, dims: Dims, inputs: Sequence[Feedable], first: tuple[Any, ...]
@@ -61,13 +53,3 @@ class Serial(OnHost):
         except Exception as e:
             error = generated.blame([e], dims, first[0])
             raise error from error.__cause__
-
-    def close(self) -> None:
-        """Let the heap shrink."""
-        self.heap = None
-
-
-def _fresh_bytes(plan: Plan) -> int:
-    """The most bytes that a step holds at once, beside its state."""
-    predicted = memory(plan)
-    return sum(predicted.peak[device] - predicted.state[device] for device in predicted.peak)

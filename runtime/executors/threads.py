@@ -76,12 +76,13 @@ class Threads(OnHost):
         of_lane = {lane: devices[lane_device(lane)] for lane in plan.lanes}
         self.handoffs, self.of_lane = handoffs(plan, of_lane), of_lane
         self.team = _Team(len(devices), self.handoffs.total, threads or torch.get_num_threads(), self.surroundings)
+        self.held.callback(self.team.close)
         try:
             handover = Handover(self.handoffs, *self.team.events(), self.team.values)
             self.generate = partial(generate, setting, of_lane, handover)
             self.plain = Generated(setting, self.generate(statements=self.statements))
         except BaseException:
-            self.team.close()
+            self.close()
             raise
 
     def execute(
@@ -101,10 +102,6 @@ class Threads(OnHost):
         """What looks at the threads of a step."""
         setting, threads = self.setting, self.team.threads
         return Watch(setting.plan, self.handoffs, self.of_lane, generated.threads, threads, setting.deadline, step)
-
-    def close(self) -> None:
-        """End the threads."""
-        self.team.close()
 
 
 class _Worker:

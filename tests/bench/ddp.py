@@ -11,7 +11,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from parallel import CASES, optimizer_of
+from parallel import CASES, WARM, optimizer_of
 
 
 def main(rank: int, store: str, case: str) -> None:
@@ -22,13 +22,18 @@ def main(rank: int, store: str, case: str) -> None:
     model, inputs, targets, loss = make(batch // 2)
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = optimizer_of(model)
-    while steps := int(sys.stdin.readline() or 0):
-        dist.barrier()
-        start = time.perf_counter()
+
+    def run(steps: int) -> None:
         for _ in range(steps):
             optimizer.zero_grad()
             loss(wrapped(*inputs), *targets).backward()
             optimizer.step()
+
+    while steps := int(sys.stdin.readline() or 0):
+        run(WARM)
+        dist.barrier()
+        start = time.perf_counter()
+        run(steps)
         print(time.perf_counter() - start, flush=True)
     dist.barrier()
     os._exit(0)  # gloo now and then aborts in its own clean-up

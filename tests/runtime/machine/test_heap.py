@@ -1,32 +1,72 @@
 """The memory of a step stays in the process between steps."""
 
-import ctypes
-import subprocess
-import sys
+import resource
 
+import models
 import pytest
-from graphir.runtime.machine.heap import keep_heap
+import torch
+from graphir.runtime import Session
+from graphir.runtime.machine import heap
+from runnable import captured, sgd
 
-FREE = """
-import ctypes
-from graphir.runtime.machine.heap import keep_heap
-
-class Mallinfo2(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_size_t) for name in (
-        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")]
-
-mallinfo2 = ctypes.CDLL(None).mallinfo2
-mallinfo2.restype = Mallinfo2
-held = keep_heap(200 * 2**20)
-print(mallinfo2().fordblks // 2**20)
-"""
+import graphir
+from graphir import passes
 
 
-@pytest.mark.skipif(
-    keep_heap(0) is None or not hasattr(ctypes.CDLL(None), "mallinfo2"),
-    reason="the C library is not glibc 2.33 or newer",
-)
-def test_free_memory_stays_in_the_heap():
-    done = subprocess.run([sys.executable, "-c", FREE], capture_output=True, text=True, check=True)
-    # Without what holds it the heap shrinks to a MiB, unless chance leaves something else on top.
-    assert int(done.stdout) >= 190
+class Recorded:
+    """In the place of the C library: what was called."""
+
+    def __init__(self):
+        self.calls = []
+
+    def mallopt(self, parameter, value):
+        self.calls.append((parameter, value))
+
+    def malloc_trim(self, pad):
+        self.calls.append("trim")
+
+
+@pytest.fixture
+def libc(monkeypatch):
+    recorded = Recorded()
+    monkeypatch.setattr(heap, "_glibc", lambda: recorded)
+    monkeypatch.setattr(heap, "_contexts", 0)
+    return recorded
+
+
+def test_the_last_context_gives_back(libc):
+    kept, left = [*heap._KEEP.items()], [*heap._LEAVE.items(), "trim"]
+    with heap.kept_heap():
+        with heap.kept_heap():
+            assert libc.calls == kept
+        assert libc.calls == kept
+    assert libc.calls == kept + left
+
+
+def test_what_the_environment_sets_stays(monkeypatch):
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000000")
+    assert heap._glibc() is None
+
+
+def test_other_libraries_are_left_alone(monkeypatch):
+    monkeypatch.setattr("os.confstr", lambda name: "musl 1.2")
+    assert heap._glibc() is None
+
+
+@pytest.mark.skipif(heap._glibc() is None, reason="the C library is not glibc, or told by the environment")
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+def test_a_warm_step_maps_few_pages(executor):
+    example = models.resnet(batch=8, channels=16, image=32)
+    program = passes.replicate(captured(example, sgd(example.model.parameters())), [0, 1])
+    plan = passes.emit(program)
+    predicted = graphir.memory(plan)
+    needed = sum(predicted.peak[device] - predicted.state[device] for device in predicted.peak)
+    batch = [torch.cat([tensor, tensor]) for tensor in (*example.inputs, *example.targets)]
+    with Session(plan, program.state, executor=executor) as session:
+        for _ in range(8):
+            session.step(*batch)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(4):
+            session.step(*batch)
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert faults / 4 < 0.05 * needed / resource.getpagesize()
