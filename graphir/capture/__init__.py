@@ -28,6 +28,7 @@ from .arguments import read_arguments
 from .attributes import AllowedChanges, attributes_of
 from .build import build_program
 from .collector import collector_paused
+from .composites import composed_as_unwatched
 from .micro_batches import divided
 from .model_state import read_state
 from .optimizers import Group, read_optimizer
@@ -111,7 +112,12 @@ def capture(
         backward=loss is not None,
         optimizer=optimizer is not None,
     )
-    with collector_paused(), torch.inference_mode(False), torch.compiler.set_stance("force_eager"):
+    with (
+        collector_paused(),
+        torch.inference_mode(False),
+        torch.compiler.set_stance("force_eager"),
+        composed_as_unwatched(),
+    ):
         state = read_state(model)
         arguments = read_arguments(model, inputs, kwargs, targets, loss, batch_dims)
         groups = read_optimizer(optimizer, state.by_id) if optimizer is not None else ()

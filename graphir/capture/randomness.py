@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import CaptureError
 from ..ir.seeds import mix
+from .composites import composed_as_unwatched
 from .conditions import Broken, Checks
 from .forms import Form, form_of
 
@@ -243,5 +244,5 @@ def seeded(step: int, replica: int = 0) -> Iterator[None]:
         if type(number) is not int or number < 0:
             raise CaptureError(f"seeded: {word} is {number!r}", fix="give a whole number, counted from 0")
     ids = SeedIds()
-    with ids.follow_rng_state(), _Seeded(step, replica, ids):
+    with ids.follow_rng_state(), composed_as_unwatched(), _Seeded(step, replica, ids):
         yield

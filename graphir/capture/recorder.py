@@ -26,7 +26,7 @@ from .forms import Bound, Form, form_of
 from .known import number_in
 from .mutation import functional_call, functional_view, laid_out, overwritten_base
 from .randomness import refuse_generator
-from .refusals import FAKE_ERRORS, refuse_operator, refused_by_fake, where
+from .refusals import FAKE_ERRORS, REFUSED_AT_TIMES, refuse_operator, refused_by_fake, where
 from .scopes import Scopes
 from .source_lines import SourceLines
 from .sparse import SparseTensors
@@ -125,7 +125,7 @@ class Recorder(Tape, TorchDispatchMode):
                 return self._checked(check, args[0])
             refuse_operator(func, self._scope(), args)
             form = form_of(func)
-            if func is not _aten.index.Tensor:  # refused with masks alone
+            if func not in REFUSED_AT_TIMES:
                 _accepted[func] = form
         if self.sparse.concern(func, args):
             return self.sparse.call(self, func, args, kwargs, self._scope())

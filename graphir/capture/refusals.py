@@ -21,6 +21,7 @@ from .forms import Form, form_of
 __all__ = [
     "FAKE_ERRORS",
     "READS_DATA",
+    "REFUSED_AT_TIMES",
     "refuse_loss",
     "refuse_model",
     "refuse_module",
@@ -37,6 +38,9 @@ READS_DATA: Final = (
     "torch.where chooses by data"
 )
 """The remedy where a step reads a tensor's numbers."""
+
+REFUSED_AT_TIMES: Final = frozenset({torch.ops.aten.index.Tensor, torch.ops.aten.cumprod.default})
+"""Operators whose arguments, or what calls them, decide whether they are refused."""
 
 _REMEDIES: Final[Mapping[str, str]] = {
     "aten.nonzero": "index with a mask of fixed shape: torch.where(mask, a, b), or multiply by the mask",
@@ -165,6 +169,12 @@ def refuse_operator(func: object, scope: str, args: tuple[object, ...]) -> None:
             "on data",
             where=where(scope),
             fix="use sparse=False, leave padding_idx out, or use nn.EmbeddingBag",
+        )
+    if name == "aten.cumprod" and node is not None and node.name().startswith("ProdBackward"):
+        raise CaptureError(
+            "PyTorch computes the gradient of prod in two ways, by whether there are zeros in the data",
+            where=where(scope),
+            fix="multiply one by one, functools.reduce(torch.mul, x.unbind(dim)), or take the last of torch.cumprod",
         )
     if torch.Tag.dynamic_output_shape in tags:
         raise CaptureError(

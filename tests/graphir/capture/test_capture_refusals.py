@@ -121,6 +121,11 @@ def repeat_interleave(m: Any, h: Tensor) -> Tensor:
     return h * torch.repeat_interleave(h, torch.arange(6), dim=0).sum()  # here
 
 
+@refused("PyTorch computes the gradient of prod in two ways, by whether there are zeros in the data")
+def product(m: Any, h: Tensor) -> Tensor:
+    return h * h.prod(1, keepdim=True)  # here
+
+
 @refused("cond can't be captured: which branch runs depends on data")
 def cond(m: Any, h: Tensor) -> Tensor:
     return torch.cond(h.sum() > 0, torch.sin, torch.cos, (h,))  # here

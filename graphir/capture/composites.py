@@ -1,0 +1,59 @@
+"""Operators that torch composes of others, by what it finds about the tensor and about what watches it.
+
+Singular values and eigenvalues are computed together with their vectors where a gradient may be needed, else alone,
+which rounds otherwise. Torch takes every tensor for one that may need a gradient while a dispatch mode is active.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from torch.autograd import forward_ad
+
+__all__ = ["composed_as_unwatched"]
+
+_aten: Final = torch.ops.aten
+_VALUES: Final = (_aten.linalg_svdvals.default, _aten.linalg_eigvalsh.default, _aten.linalg_eigvals.default)
+"""Norms, ranks and condition numbers call them."""
+_KEYS: Final = ("AutogradCPU", "AutogradCUDA")
+
+
+@contextlib.contextmanager
+def composed_as_unwatched() -> Iterator[None]:
+    """While this is active, dispatch modes see such operators whole where the tensor itself needs no gradient.
+
+    So their bits are those of eager PyTorch without a mode.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for func in _VALUES:
+            for key in _KEYS:
+                library.impl(func, _kernel(func), key)
+        yield
+    finally:
+        library._destroy()
+
+
+def _kernel(func: torch._ops.OpOverload) -> Callable[..., torch.Tensor]:
+    def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if _may_need_gradient(tensor):
+            return func.decompose(tensor, *args, **kwargs)  # type: ignore[no-any-return]
+        with torch._C._AutoDispatchBelowAutograd():
+            return func(tensor, *args, **kwargs)  # type: ignore[no-any-return]
+
+    return call
+
+
+def _may_need_gradient(tensor: torch.Tensor) -> bool:
+    """What torch asks, but for modes.
+
+    Source: ``_may_require_fw_or_bw_grad`` in aten/src/ATen/native/LinearAlgebraUtils.h.
+    """
+    return (
+        (torch.is_grad_enabled() and tensor.requires_grad)
+        or forward_ad.unpack_dual(tensor).tangent is not None
+        or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )

@@ -1,0 +1,136 @@
+"""Operators that torch composes otherwise where a gradient is needed have eager PyTorch's bits with one and without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from eager import assert_same_bits
+from graphir.passes import emit
+from graphir.runtime import Session
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import graphir
+
+linalg = torch.linalg
+
+CASES: dict[str, Callable[[Tensor], Tensor]] = {
+    "svdvals": linalg.svdvals,
+    "svd": lambda x: linalg.svd(x).S,
+    "svd_without_vectors": lambda x: torch.svd(x, compute_uv=False).S,
+    "eigvalsh": linalg.eigvalsh,
+    "eigvalsh_upper": lambda x: linalg.eigvalsh(x, UPLO="U"),
+    "eigh": lambda x: linalg.eigh(x).eigenvalues,
+    "eigvals": lambda x: linalg.eigvals(x).abs(),
+    "spectral_norm": lambda x: linalg.matrix_norm(x, 2),
+    "smallest": lambda x: linalg.matrix_norm(x, -2),
+    "nuclear_norm": lambda x: torch.norm(x, "nuc", dim=(-2, -1)),
+    "cond": linalg.cond,
+    "pinv": linalg.pinv,
+    "pinv_hermitian": lambda x: linalg.pinv(x + x.mT, hermitian=True),
+    "rank": lambda x: linalg.matrix_rank(x, hermitian=True).float(),
+    "slogdet": lambda x: linalg.slogdet(x).logabsdet,
+    "qr": lambda x: linalg.qr(x).R,
+}
+
+
+class Factorised(nn.Module):
+    """A function of scaled matrices; each has its own scale."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], needs_gradient: bool) -> None:
+        super().__init__()
+        self.function = function
+        self.scale = nn.Parameter(torch.ones(()), requires_grad=needs_gradient)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x * self.scale)
+
+
+def matrices(name: str) -> Tensor:
+    """Large enough that LAPACK's results with vectors and without differ."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn((1, 150, 150) if name == "eigvals" else (3, 12, 12), generator=generator)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_without_a_gradient(name: str) -> None:
+    model, x = Factorised(CASES[name], needs_gradient=False), matrices(name)
+    program = graphir.capture(model, (x,))
+    with Session(emit(program), program.state) as session:
+        assert_same_bits({"output": session.step(x)}, {"output": model(x)}, name)
+
+
+@pytest.mark.parametrize("name", sorted(set(CASES) - {"rank", "eigvals"}))
+def test_with_a_gradient(name: str) -> None:
+    model, x = Factorised(CASES[name], needs_gradient=True), matrices(name)
+    program = graphir.capture(model, (x,), loss=torch.sum)
+    with Session(emit(program), program.state) as session:
+        loss = model(x).sum()
+        loss.backward()
+        assert_same_bits({"loss": session.step(x)}, {"loss": loss.detach()}, name)
+        assert_same_bits(session.gradients(), {"scale": model.scale.grad}, name)
+
+
+class Detached(nn.Module):
+    """Singular values of a tensor that would need a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = x * self.scale
+        with torch.no_grad():
+            values = linalg.svdvals(scaled)
+        return scaled.sum((1, 2))[:, None] * values
+
+
+def test_where_gradients_are_switched_off() -> None:
+    model, x = Detached(), matrices("svdvals")
+    program = graphir.capture(model, (x,), loss=torch.sum)
+    with Session(emit(program), program.state) as session:
+        assert_same_bits({"loss": session.step(x)}, {"loss": model(x).sum().detach()}, "no_grad")
+
+
+@pytest.mark.parametrize("name", ["svdvals", "eigvalsh"])
+def test_eager_steps_under_seeded(name: str) -> None:
+    x, function = matrices(name), CASES[name]
+    alone = function(x)
+    with graphir.seeded(0):
+        assert_same_bits({"seeded": function(x)}, {"seeded": alone}, name)
+
+
+def test_torch_is_left_as_it_was() -> None:
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x, seen = torch.ones(2, 2), []
+    with pytest.raises(graphir.CaptureError):
+        graphir.capture(Factorised(lambda x: x * float(x.sum()), needs_gradient=False), (x,))
+    with Seen():
+        linalg.svdvals(x)
+    assert seen == ["aten._linalg_svd.default"]
+
+
+def forward_mode(x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(linalg.svdvals(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+
+def reverse_mode(x: Tensor) -> Tensor:
+    """Within it torch computes vectors of every tensor."""
+    return torch.func.grad(lambda y: (y * linalg.svdvals(x)).sum())(x[..., 0])
+
+
+@pytest.mark.parametrize("derivative", [forward_mode, reverse_mode])
+def test_derivatives_within_a_step(derivative: Callable[[Tensor], Tensor]) -> None:
+    model, x = Factorised(derivative, needs_gradient=False), matrices("svdvals")
+    program = graphir.capture(model, (x,))
+    with Session(emit(program), program.state) as session:
+        assert_same_bits({"output": session.step(x)}, {"output": model(x)}, "derivative")
