@@ -8,6 +8,7 @@ its own for each stream.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +26,7 @@ from graphir.ir.opset import overload
 __all__ = ["REPEATABLE", "repeatable", "unrepeatable"]
 
 _MEMORY: Final[Any] = deterministic
+_lock = threading.RLock()  # what one thread restores shall not be what another one has set
 _WARN, _ERROR = 1, 2
 """Debug modes. Attention's kernels add in one order in the second one only, whose name is for operators that can't."""
 
@@ -36,14 +38,15 @@ def repeatable(strict: bool = False) -> Iterator[None]:
     Args:
         strict: refuse operators that have none; else torch warns of them.
     """
-    mode, fills = torch.get_deterministic_debug_mode(), _MEMORY.fill_uninitialized_memory
-    torch.set_deterministic_debug_mode(max(mode, _ERROR if strict else _WARN))
-    _MEMORY.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        torch.set_deterministic_debug_mode(mode)
-        _MEMORY.fill_uninitialized_memory = fills
+    with _lock:
+        mode, fills = torch.get_deterministic_debug_mode(), _MEMORY.fill_uninitialized_memory
+        torch.set_deterministic_debug_mode(max(mode, _ERROR if strict else _WARN))
+        _MEMORY.fill_uninitialized_memory = False
+        try:
+            yield
+        finally:
+            torch.set_deterministic_debug_mode(mode)
+            _MEMORY.fill_uninitialized_memory = fills
 
 
 def _called(type: str, first: Tensor, *rest: Any, **named: Any) -> Any:

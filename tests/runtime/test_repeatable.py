@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +37,31 @@ def test_the_mode_is_on_within_and_as_it_was_afterwards(strict: bool, mode: int)
     with pytest.raises(KeyError), repeatable(strict):
         assert settings()[:2] == (mode, False)
         raise KeyError
+    assert settings() == before
+
+
+def test_two_threads_leave_the_mode_as_it_was() -> None:
+    before, inside, leave = settings(), threading.Event(), threading.Event()
+
+    def first() -> None:
+        with repeatable():
+            inside.set()
+            leave.wait()
+
+    def second() -> None:
+        with repeatable():
+            last.wait(0.2)
+
+    last = threading.Event()
+    threads = [threading.Thread(target=first), threading.Thread(target=second)]
+    threads[0].start()
+    inside.wait()
+    threads[1].start()
+    last.wait(0.05)  # the second one comes upon the first one's mode
+    leave.set()
+    threads[0].join()
+    last.set()
+    threads[1].join()
     assert settings() == before
 
 
