@@ -14,7 +14,7 @@ only: there is no clock to look at, since the lane itself orders their uses. Lan
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from graphir.errors import PlanError, nearest
@@ -61,6 +61,8 @@ class _Uses:
         freed: position of its free.
         refilled: position of the copy that filled its receive buffer again.
     """
+
+    __slots__ = ("freed", "lane", "last", "latest", "only", "position", "readers", "refilled", "writer")
 
     def __init__(self, count: int, nobody: int) -> None:
         self.only, self.lane, self.position = [-1] * count, [nobody] * count, [_NEVER] * count
@@ -128,24 +130,21 @@ class Ordering:
         Raises:
             PlanError: an instruction names an operator, a part or a blob that is not there, or has no event.
         """
-        numbers, recorded, clocks, execute = self._numbers, self._recorded, self._clocks, self._execute
+        numbers, execute = self._numbers, self._execute
         for position, instruction in enumerate(self.plan.instructions):
-            kind, lane, event = instruction.kind, instruction.lane, instruction.event
-            at = numbers[lane]
-            if event is not None:
-                if kind == "wait":
-                    self._wait(position, at, event)
-                elif event.lane == lane:
-                    recorded[event] = position, at, clocks[at]
-                else:
-                    what = f"{lane} records an event of {event.lane}, which tells nothing of what that lane has done"
-                    self._find("foreign record", what, event.blob, -1, position, f"a record on {event.lane}")
+            kind, at = instruction.kind, numbers[instruction.lane]
+            if kind == "run" or kind == "copy":
+                execute(position, at, instruction.op, -1)
+            elif kind == "collective":
+                execute(position, at, instruction.op, instruction.part)
             elif kind == "free":
                 self._free(position, at, instruction.storage)
-            elif kind == "record" or kind == "wait":
+            elif instruction.event is None:
                 raise self._broken(f"instruction {position} is a {kind} without an event")
+            elif kind == "wait":
+                self._wait(position, at, instruction.event)
             else:
-                execute(position, at, instruction.op, instruction.part if kind == "collective" else -1)
+                self._record(position, at, instruction.event)
         self._finish()
 
     def last_write(self, name: str) -> int:
@@ -176,21 +175,30 @@ class Ordering:
             if part >= len(outputs):
                 raise self._broken(f"instruction {position} executes part {part} of an operator with {len(outputs)}")
             outputs = outputs[part : part + 1]
-        viewed = dict(views) if views else ()
-        for output, name in enumerate(outputs):
-            if output in viewed:
-                self._views[name] = position
-                continue
+        if views:
+            outputs = self._view(views, outputs, position)
+        for name in outputs:
             storage = blobs[name]
             if uses.position[storage] != _NEVER:
                 self._overwrite(storage, position, at, number)
-            if name in self._buffers and op.type == "Copy" and uses.position[storage] >= _GONE:
+            if op.type == "Copy" and name in self._buffers and uses.position[storage] >= _GONE:
                 self._fill(storage, position, at)
             only[storage] = uses.lane[storage] = at
             uses.position[storage] = last[storage] = position
             writer[storage] = number
             if storage in uses.readers:
                 del uses.readers[storage]
+
+    def _view(self, views: Sequence[tuple[int, int]], outputs: tuple[str, ...], position: int) -> tuple[str, ...]:
+        """Views are made, which writes nothing; the outputs that are none are left."""
+        made, left = outputs, outputs[:0]
+        if len(views) < len(outputs):
+            viewed = dict(views)
+            made = tuple([name for output, name in enumerate(outputs) if output in viewed])
+            left = tuple([name for output, name in enumerate(outputs) if output not in viewed])
+        for name in made:
+            self._views[name] = position
+        return left
 
     def _read(self, storage: int, name: str, position: int, at: int) -> None:
         """A storage is read that not only this lane has used since it was written."""
@@ -266,6 +274,14 @@ class Ordering:
                 if lane != at and used > clock[lane]:
                     clock = self._unordered("early free", storage, (lane, used), (at, position), "used", "freed")
         uses.only[storage], uses.position[storage], uses.freed[storage] = -1, _GONE, position
+
+    def _record(self, position: int, at: int, event: Event) -> None:
+        lane = self.lanes[at]
+        if event.lane == lane:
+            self._recorded[event] = position, at, self._clocks[at]
+        else:
+            what = f"{lane} records an event of {event.lane}, which tells nothing of what that lane has done"
+            self._find("foreign record", what, event.blob, -1, position, f"a record on {event.lane}")
 
     def _wait(self, position: int, at: int, event: Event) -> None:
         source = self._recorded.get(event)
