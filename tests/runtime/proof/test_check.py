@@ -272,6 +272,25 @@ def test_plans_that_differ_in_less_are_sound() -> None:
     assert check(SOUND.with_(values={})) == []
 
 
+@pytest.mark.parametrize(("event", "kinds"), [("t", ["race"]), ("c", [])])
+def test_another_lane_overwrites_only_after_reads_by_the_lane_that_wrote(event: str, kinds: list[str]) -> None:
+    plan = plan_of(
+        f"""
+gpu:1.compute: run t : f32[4] @gpu:1 = aten.relu(v)
+gpu:1.compute: record t
+gpu:1.compute: run output c : f32[4] @gpu:1 = aten.relu(t)
+gpu:1.compute: record c
+gpu:1.copy_in: wait {event} by gpu:1.compute
+gpu:1.copy_in: copy t;1 <- x
+gpu:1.copy_in: free t
+gpu:1.copy_in: free x
+""".strip().split("\n")
+    )
+    found = check(plan)
+    assert [finding.kind for finding in found] == kinds
+    assert all((finding.first, finding.second) == (2, 5) for finding in found)
+
+
 def test_every_kind_of_finding_has_an_example() -> None:
     kinds = {finding.kind for make in UNSOUND.values() for finding in check(make())}
     assert kinds == set(get_args(FindingKind))
