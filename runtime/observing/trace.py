@@ -4,6 +4,11 @@ The lanes are the threads of two processes, *measured* and *predicted*, and each
 (``X``) on its lane. An arrow (``s`` to ``f``) leads from what a lane waited for to what it did next: from the operator
 that made a value to the copy that brings it, and from the copy to its reader. An end of an arrow has the time at which
 its slice begins, by which viewers find the slice.
+
+Perfetto asks for more than the format does. It reads an arrow's ``id`` as a number, and leaves the arrow out where it is
+none. Its threads are known by their ``tid`` alone where they are named, and the one whose ``tid`` is the process's
+``pid`` is the main one, which stands first: so no two processes share one, and that of a process's first lane is its
+``pid``. Slices that overlap without one holding the other are left out, hence whole nanoseconds.
 """
 
 from __future__ import annotations
@@ -44,11 +49,12 @@ def write_trace(path: str | Path, measurement: Measurement, executor: str, reaso
         FileError: the file cannot be written.
     """
     plan, dims = measurement.setting.plan, measurement.last_dims
-    events = trace_events(plan, dims, measurement.timed.intervals, 1, "measured")
+    first, second = 1, 1 + len(plan.lanes)
+    events = trace_events(plan, dims, measurement.timed.intervals, first, "measured")
     if rates is not None:
         worker = lane_device if executor in ("threads", "segments") else _one
         seconds = operator_seconds(plan.step, dims, rates)
-        events += trace_events(plan, dims, schedule(plan, seconds, worker), 2, "predicted")
+        events += trace_events(plan, dims, schedule(plan, seconds, worker), second, "predicted")
     about = {"plan": plan.name, "executor": executor, "reason": reason}
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
     with whole(Path(path)) as temporary:
@@ -61,8 +67,16 @@ def _one(lane: str) -> str:
 
 
 def trace_events(plan: Plan, dims: Dims, slices: _Slices, process: int, name: str) -> list[dict[str, Any]]:
-    """The events of one process: its lanes' names, their slices, and the arrows between them."""
-    threads = {lane: number for number, lane in enumerate(plan.lanes, start=1)}
+    """The events of one process: its lanes' names, their slices, and the arrows between them.
+
+    Args:
+        plan: whose instructions they are.
+        dims: the sizes of the step.
+        slices: when each instruction was executed.
+        process: its ``pid``; this number and as many after it as there are lanes are those of its threads.
+        name: of the process.
+    """
+    threads = {lane: number for number, lane in enumerate(plan.lanes, start=process)}
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}},
         {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process}},
@@ -71,7 +85,7 @@ def trace_events(plan: Plan, dims: Dims, slices: _Slices, process: int, name: st
         of_thread = {"ph": "M", "pid": process, "tid": thread}
         events.append({**of_thread, "name": "thread_name", "args": {"name": lane}})
         events.append({**of_thread, "name": "thread_sort_index", "args": {"sort_index": thread}})
-    shown = {p: i for p, i in slices.items() if plan.instructions[p].kind in _SHOWN}
+    shown = {p: i for p, i in slices.items() if _is_shown(plan.instructions[p], i)}
     for position, interval in shown.items():
         instruction = plan.instructions[position]
         start, end = _nanoseconds(interval.start), _nanoseconds(interval.end)
@@ -89,12 +103,18 @@ def trace_events(plan: Plan, dims: Dims, slices: _Slices, process: int, name: st
         )
     for number, (source, target) in enumerate(_arrows(plan, shown)):
         kinds = [plan.instructions[source].kind, plan.instructions[target].kind]
-        shared = {"pid": process, "cat": "copy" if "copy" in kinds else "wait", "name": "event"}
-        shared["id"] = f"{process}.{number}"
+        shared: dict[str, Any] = {"pid": process, "cat": "copy" if "copy" in kinds else "wait", "name": "event"}
+        shared["id"] = (process << 32) + number
         for phase, at in (("s", source), ("f", target)):
             end_of = {"ph": phase, "tid": threads[plan.instructions[at].lane], **({"bp": "e"} if phase == "f" else {})}
             events.append({**shared, **end_of, "ts": _nanoseconds(slices[at].start) / 1000})
     return events
+
+
+def _is_shown(instruction: Instruction, interval: Interval) -> bool:
+    """Not a wait that took no time: a viewer would put it into the operator after it, and the operator's arrow to it."""
+    waited = _nanoseconds(interval.end) > _nanoseconds(interval.start)
+    return instruction.kind in _SHOWN and (waited or instruction.kind != "wait")
 
 
 def _nanoseconds(seconds: float) -> int:
