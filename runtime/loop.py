@@ -59,12 +59,18 @@ def run_loader(
             except StopIteration:
                 return
             with held():
-                results.append(_call(step, batch))
+                results.append(_call(step, batch, where))
             show(results[-1])
 
 
-def _call(step: Callable[..., Any], batch: Any) -> Any:
+def _call(step: Callable[..., Any], batch: Any, where: str) -> Any:
     if isinstance(batch, Mapping):
+        for name in batch:
+            if not isinstance(name, str):
+                what = f"a batch gives an argument under {name!r}, which is no name"
+                raise SessionError(
+                    what, where=where, fix="give a mapping of keyword arguments, or a tuple of arguments"
+                )
         return step(**batch)
     return step(*batch) if isinstance(batch, tuple | list) else step(batch)
 

@@ -54,7 +54,8 @@ class Session:
         plan: verified before anything else.
         state: the module's and the optimizer's own names, and ``step`` (how many steps were done), to tensors, as in
             ``program.state``; entries under a blob's full name are for one replica, those of learning rates are the
-            first ones, as :meth:`state` gives both. They are copied.
+            first ones, as :meth:`state` gives both. They are copied. None that the program needs may be missing; others
+            are passed over, so that a program without optimizer, or with fewer replicas, goes on from a training one.
         binding: which real device each logical one is: ``cpu`` puts all on the host, ``cuda`` deals them out to the
             CUDA devices, a dict says it for each (``{"gpu:0": "cuda:0"}``). ``auto`` is ``cuda`` where there is any
             such device, unless the executor is one of the host's, and else ``cpu``.

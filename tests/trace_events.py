@@ -1,4 +1,4 @@
-"""A trace as Perfetto's importer reads it: what breaks the Trace Event Format, or what Perfetto makes of it, is an error.
+"""A trace as Perfetto's importer reads it: what breaks the Trace Event Format, or Perfetto's own rules, is an error.
 
 The importer's rules, where they are stricter than the format: times are microseconds, which become whole nanoseconds by
 rounding; slices of a thread are disjoint or nested; ids of arrows are numbers; the ends of an arrow belong to the slice

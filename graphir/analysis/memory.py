@@ -122,7 +122,15 @@ class Memory:
     uses: tuple[StorageUse, ...] = field(repr=False)
 
     def timeline(self, device: str, category: str | None = None) -> NDArray[np.int64]:
-        """The live bytes on *device* at each position, of one category or of all."""
+        """The live bytes on *device* at each position, of one category or of all.
+
+        Raises:
+            GraphirError: there is no such device or category.
+        """
+        for what, name, known in (("device", device, self.peak), ("category", category, (None, *CATEGORIES))):
+            if name not in known:
+                names = ", ".join(map(str, filter(None, known)))
+                raise GraphirError(f"no {what} {name!r}", where=f"memory of {self.name!r}", fix=f"there are: {names}")
         return _timeline(
             [u for u in self.uses if u.device == device and category in (None, u.category)], self.positions
         )
@@ -204,6 +212,10 @@ def memory(
     if threads is not None and (type(threads) is not int or threads < 1):
         raise GraphirError(
             f"threads={threads!r}: a kernel needs at least one thread", fix="give a whole number from 1 up"
+        )
+    if not isinstance(dims, Mapping | None):
+        raise GraphirError(
+            f"dims is a {type(dims).__name__}, not a mapping", fix="give a dict from names of dimensions to their sizes"
         )
     own = subject.dims if isinstance(subject, Program) else {**subject.program.dims, **subject.dims}
     sizes = {**own, **(dims or {})}

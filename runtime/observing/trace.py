@@ -5,8 +5,8 @@ The lanes are the threads of two processes, *measured* and *predicted*, and each
 that made a value to the copy that brings it, and from the copy to its reader. An end of an arrow has the time at which
 its slice begins, by which viewers find the slice.
 
-Perfetto asks for more than the format does. It reads an arrow's ``id`` as a number, and leaves the arrow out where it is
-none. Its threads are known by their ``tid`` alone where they are named, and the one whose ``tid`` is the process's
+Perfetto asks for more than the format does. It reads an arrow's ``id`` as a number, and leaves the arrow out where it
+is none. Its threads are known by their ``tid`` alone where they are named, and the one whose ``tid`` is the process's
 ``pid`` is the main one, which stands first: so no two processes share one, and that of a process's first lane is its
 ``pid``. Slices that overlap without one holding the other are left out, hence whole nanoseconds.
 """
@@ -21,7 +21,7 @@ from typing import Any, Final, TypeAlias
 from graphir.analysis.cost import Rates, operator_seconds
 from graphir.analysis.schedule import Interval, schedule
 from graphir.ir.blob import dense_nbytes
-from graphir.ir.files.disk import whole
+from graphir.ir.files.disk import path_of, whole
 from graphir.ir.size import Dims
 from graphir.ir.text import operator_text
 from graphir.plan import Event, Instruction, Plan, lane_device
@@ -48,7 +48,7 @@ def write_trace(path: str | Path, measurement: Measurement, executor: str, reaso
     Raises:
         FileError: the file cannot be written.
     """
-    plan, dims = measurement.setting.plan, measurement.last_dims
+    path, plan, dims = path_of(path), measurement.setting.plan, measurement.last_dims
     first, second = 1, 1 + len(plan.lanes)
     events = trace_events(plan, dims, measurement.timed.intervals, first, "measured")
     if rates is not None:
@@ -57,7 +57,7 @@ def write_trace(path: str | Path, measurement: Measurement, executor: str, reaso
         events += trace_events(plan, dims, schedule(plan, seconds, worker), second, "predicted")
     about = {"plan": plan.name, "executor": executor, "reason": reason}
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
-    with whole(Path(path)) as temporary:
+    with whole(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
@@ -112,7 +112,7 @@ def trace_events(plan: Plan, dims: Dims, slices: _Slices, process: int, name: st
 
 
 def _is_shown(instruction: Instruction, interval: Interval) -> bool:
-    """Not a wait that took no time: a viewer would put it into the operator after it, and the operator's arrow to it."""
+    """Not a wait that took no time: viewers put it into the operator after it, and let that one's arrow end there."""
     waited = _nanoseconds(interval.end) > _nanoseconds(interval.start)
     return instruction.kind in _SHOWN and (waited or instruction.kind != "wait")
 

@@ -119,15 +119,32 @@ def test_a_step_that_fails_raises_its_own_error(total):
     assert values(total.results) == [1]
 
 
+def test_a_batch_whose_names_are_none_is_refused(total):
+    with pytest.raises(SessionError, match=r"a batch gives an argument under 1, which is no name\n  in   plan 'small'"):
+        total.run([{1: torch.ones(2)}])
+    assert total.usable
+
+
 @pytest.mark.parametrize("steps", [-1, 1.5, True, "3"])
 def test_numbers_of_steps_that_are_none_are_refused(total, steps):
     with pytest.raises(SessionError, match="is no number of steps"):
         total.run([pair(1)], steps=steps)
 
 
-def test_a_loader_that_is_none_is_refused(total):
-    with pytest.raises(SessionError, match="the loader is a int, which has no batches"):
-        total.run(3)
+@pytest.mark.parametrize("loader", [3, None, object(), pair])
+def test_a_loader_that_is_none_is_refused(total, loader):
+    with pytest.raises(SessionError, match=f"the loader is a {type(loader).__name__}, which has no batches"):
+        total.run(loader)
+
+
+class NoIterator:
+    def __iter__(self):
+        return 3
+
+
+def test_a_loader_without_an_iterator_has_failed(total):
+    with pytest.raises(SessionError, match="the loader failed after 0 steps: TypeError: iter"):
+        total.run(NoIterator())
 
 
 def test_a_closed_session_runs_nothing(total):

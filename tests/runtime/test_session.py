@@ -280,6 +280,22 @@ def test_a_session_is_not_made_with_state_that_does_not_fit(mlp, change, message
         Session(passes.emit(program), state)
 
 
+def test_a_name_that_is_none_of_the_programs_is_missed_where_it_belongs(mlp):
+    state = dict(mlp[2].state())
+    state["fc1.weigth"] = state.pop("fc1.weight")
+    with pytest.raises(SessionError, match=r"the state has no 'fc1.weight'; did you mean .*'fc1.weigth'"):
+        Session(mlp[2].plan, state)
+
+
+def test_a_program_without_optimizer_goes_on_from_the_state_of_a_training_one(mlp):
+    example, _, training = mlp
+    training.step(*batch_of(example))
+    forward = graphir.capture(example.model, inputs=example.inputs)
+    with Session(passes.emit(forward), training.state()) as session:
+        example.model.load_state_dict(training.state_dict())
+        assert torch.equal(session.step(*example.inputs), example.model(*example.inputs))
+
+
 # -- learning rates
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedIOBase
 from pathlib import Path
 from typing import BinaryIO, Final, TypeVar
@@ -188,11 +188,20 @@ def path_of(path: object) -> Path:
     """The path that a caller gave.
 
     Raises:
-        FileError: it is none.
+        FileError: it is none, or no file can have it.
     """
-    if isinstance(path, str | os.PathLike):
-        return Path(path)
-    raise FileError(f"a path was expected, not {type(path).__name__}", fix="give the path of a file, a str or a Path")
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(text, str):
+        raise FileError(
+            f"a path was expected, not {type(path).__name__}", fix="give the path of a file, a str or a Path"
+        )
+    try:
+        possible = b"\0" not in os.fsencode(text) and Path(text).name != ""
+    except UnicodeEncodeError:
+        possible = False
+    if not possible:
+        raise FileError(f"no file can have the path {text!r}", fix="give the path of a file")
+    return Path(text)
 
 
 def _tensors_path(path: Path) -> Path:
@@ -257,11 +266,11 @@ def whole(path: Path) -> Iterator[Path]:
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError as e:
-        temporary.unlink(missing_ok=True)
+    except BaseException as e:
+        with suppress(OSError):  # in what is no folder there is nothing to remove
+            temporary.unlink()
+        if not isinstance(e, OSError):
+            raise
         raise FileError(
             f"the file cannot be written: {e.strerror or e}", where=str(path), fix="check the path"
         ) from None
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import tiny
 
 import graphir
+from graphir import caffe2
 from graphir.errors import FileError, GraphirError, ParseError
 
 TINY = tiny.program()
@@ -24,6 +26,15 @@ CALLS: dict[str, tuple[Callable[[], object], type[GraphirError], str]] = {
     "parse": (lambda: graphir.parse(None), ParseError, "text was expected, not NoneType"),
     "save": (lambda: TINY.save(None), FileError, "a path was expected, not NoneType"),
     "save state": (lambda: TINY.save(None, state=True), FileError, "a path was expected, not NoneType"),
+    "memory of no dims": (lambda: graphir.memory(TINY, 3), GraphirError, "dims is a int, not a mapping"),
+    "load bytes": (lambda: graphir.load(b"x"), FileError, "a path was expected, not bytes"),
+    "load a NUL": (lambda: graphir.load("a\0b"), FileError, r"no file can have the path 'a\x00b'"),
+    "save a NUL": (lambda: TINY.save("a\0b"), FileError, r"no file can have the path 'a\x00b'"),
+    "save state to a NUL": (lambda: TINY.save("a\0b", state=True), FileError, r"no file can have the path 'a\x00b'"),
+    "load a surrogate": (lambda: graphir.load("\ud800"), FileError, r"no file can have the path '\ud800'"),
+    "save nowhere": (lambda: TINY.save(""), FileError, "no file can have the path ''"),
+    "load a net": (lambda: caffe2.load_net("a\0b"), FileError, r"no file can have the path 'a\x00b'"),
+    "load a program": (lambda: caffe2.load_program("a\0b", "c"), FileError, r"no file can have the path 'a\x00b'"),
     "save a plan": (lambda: tiny.plan(TINY).save(None), FileError, "a path was expected, not NoneType"),
 }
 
@@ -33,3 +44,24 @@ def test_other_values_are_refused(call: Callable[[], object], error: type[Graphi
     with pytest.raises(GraphirError, match=f"^{re.escape(what)}\n  fix ") as e:
         call()
     assert type(e.value) is error
+
+
+@pytest.mark.parametrize(
+    ("device", "category", "what"), [("gpu:9", None, "device 'gpu:9'"), ("gpu:0", "x", "category 'x'")]
+)
+def test_memory_knows_its_devices_and_categories(device: str, category: str | None, what: str) -> None:
+    memory = graphir.memory(TINY)
+    with pytest.raises(GraphirError, match=f"no {what}\n  in   memory of 'tiny'\n  fix  there are: "):
+        memory.timeline(device, category)
+    if category is None:
+        for refused in (memory.largest, memory.largest_text, memory.peak_position, memory.peak_of_storages):
+            with pytest.raises(GraphirError, match=f"no {what}"):
+                refused(device)
+
+
+@pytest.mark.parametrize("path", ["plan/x", "x" * 300])
+def test_what_cannot_be_written_is_said(path: str, tmp_path: Path) -> None:
+    (tmp_path / "plan").touch()
+    with pytest.raises(FileError, match=r"the file cannot be written: (Not a directory|File name too long)"):
+        TINY.save(tmp_path / path)
+    assert [found.name for found in tmp_path.iterdir()] == ["plan"]

@@ -1,6 +1,7 @@
 """The listing of generated code."""
 
 import ast
+import re
 
 import nets
 import pytest
@@ -47,7 +48,9 @@ def test_listings_of_random_plans_are_python(seed):
         assert isinstance(function, ast.FunctionDef)
 
 
-def test_a_lane_that_is_not_there_is_refused():
+@pytest.mark.parametrize("lane", ["gpu:0.copy_in", 3, None, ["gpu:0.compute"]])
+def test_a_lane_that_is_not_there_is_refused(lane):
     plan = forward_plan(BODY, "x", output="c", state={"w": nets.torch.ones(3, 2)}, dims={"batch": 4})
-    with pytest.raises(PlanError, match=r"plan 'small' has no lane 'gpu:0.copy_in'.*\n.*fix  its lanes: gpu:0.compute"):
-        plan.python("gpu:0.copy_in")
+    said = re.escape(f"plan 'small' has no lane {lane!r}")
+    with pytest.raises(PlanError, match=rf"{said}.*\n.*fix  its lanes: gpu:0.compute"):
+        plan.python(lane)

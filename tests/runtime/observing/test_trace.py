@@ -136,9 +136,26 @@ def test_a_trace_is_written_whole_or_not_at_all(tmp_path, plan, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_cannot_be_written_is_said(tmp_path, plan):
-    with pytest.raises(FileError, match="the file cannot be written"):
-        trace(tmp_path / "nowhere" / "step.json", plan, STATE, torch.ones(256))
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("nowhere/step.json", "the file cannot be written: No such file or directory"),
+        ("file/step.json", "the file cannot be written: Not a directory"),
+        ("folder", "the file cannot be written: Is a directory"),
+        ("a\0b", "no file can have the path"),
+        ("/", "no file can have the path"),
+        (3, "a path was expected, not int"),
+    ],
+)
+def test_what_cannot_be_written_is_said(tmp_path, plan, path, message):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    with Session(plan, STATE, executor="serial") as session:
+        with session.measured():
+            session.step(torch.ones(256))
+        with pytest.raises(FileError, match=message):
+            session.trace(tmp_path / path if isinstance(path, str) else path)
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["file", "folder"]
 
 
 def test_without_a_measured_step_there_is_no_trace(tmp_path, plan):
