@@ -14,24 +14,32 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Final, NoReturn
 
 import torch
 
 from graphir.passes import Pipeline, emit, inject_copies, replicate
-from graphir.runtime import Session
+from graphir.runtime import Report, Session
+from graphir.runtime.loop import run_loader
 
 from .capture import capture
 from .capture.arguments import Arguments, read_arguments
-from .errors import CoverageError, PlacementError, RecaptureWarning, SessionError
+from .errors import CoverageError, PlacementError, RecaptureWarning, SessionError, nearest
 from .ir.program import Program
 from .plan import Plan
 
 __all__ = ["Compiled", "compile"]
+
+_OPTIONS: Final = tuple(
+    [name for name in inspect.signature(Session).parameters if name not in ("plan", "state", "beside")]
+)
+"""Arguments of a session that are for its user to choose."""
 
 
 class Compiled:
@@ -52,7 +60,8 @@ class Compiled:
         passes: a pipeline's text, such as ``"share_storage"``, or a function from program to program. It gets the
             replicated program. Copies that are missing after it are put in.
         most_plans: how many plans are kept; the one that was not used for longest makes room.
-        session: arguments of :class:`graphir.runtime.Session`, such as ``{"executor": "reference"}``.
+        session: arguments of :class:`graphir.runtime.Session` for every plan's, such as ``{"executor": "reference"}``,
+            ``{"check_finite": True}`` or ``{"deadline": 60.0}``.
         options: what else :func:`graphir.capture` takes: ``loss``, ``optimizer``, ….
 
     Raises:
@@ -75,8 +84,11 @@ class Compiled:
         session: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        if most_plans < 1:
-            raise SessionError(f"most_plans={most_plans!r}: there is at least one plan", fix="give a number from 1 up")
+        if type(most_plans) is not int or most_plans < 1:
+            raise SessionError(
+                f"most_plans={most_plans!r}: there is at least one plan", fix="give a whole number from 1 up"
+            )
+        _check_options(session)
         self._model, self._devices, self._most_plans = model, tuple(devices), most_plans
         self._passes: Callable[[Program], Program] | None = None
         if passes:
@@ -85,10 +97,13 @@ class Compiled:
         self._modes = [(module, module.training) for module in model.modules()]
         self._count = len(inputs)
         self._running = threading.Lock()
+        self._measuring: contextlib.ExitStack | None = None
+        self._results: list[Any] = []
         arguments = self._read(tuple(inputs), dict(kwargs or {}), tuple(targets), batch_dims)
         # The same dimensions hold for every later capture, where lengths alone could tell them otherwise.
         self._batch_dims = batch_dims if batch_dims is not None else _dims_tree(arguments)
         self._sessions = [self._made(arguments, None)]
+        self._measured = self._sessions[0]
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """One step, as :meth:`graphir.runtime.Session.step`; captures anew where no plan covers the arguments.
@@ -119,6 +134,8 @@ class Compiled:
         with _in_modes(self._modes):
             session = self._made(arguments, self._sessions[0])
         try:
+            if self._measuring is not None:
+                self._measuring.enter_context(session.measured())
             result = session.step(*args, **kwargs)
         except BaseException:
             session.close()
@@ -130,8 +147,77 @@ class Compiled:
             old.close()
         text = f"the step of {session.plan.name!r} was captured anew: {refusal.what} ({refusal.fix})"
         kept = f"; {self._most_plans} plans are kept, the one not used for longest was dropped" if dropped else ""
-        warnings.warn(text + kept, RecaptureWarning, stacklevel=3)
+        warnings.warn(text + kept, RecaptureWarning, stacklevel=_depth(inspect.currentframe()))
         return result
+
+    def run(self, loader: Iterable[Any], steps: int | None = None, progress: bool = True) -> list[Any]:
+        """Steps on the batches of a loader, as :meth:`graphir.runtime.Session.run`; captures anew as :meth:`step` does.
+
+        Raises:
+            SessionError: the loader is none, or failed; *steps* is no number of steps; or as :meth:`step`.
+            CaptureError: as :meth:`step`.
+            RunError: as :meth:`step`.
+        """
+        self._sessions[0].run(())  # what is closed or broken is to refuse before a batch is taken
+        self._results = []
+        run_loader(self.step, loader, steps, progress, self._results, f"plan {self.plan.name!r}")
+        return self._results
+
+    @property
+    def results(self) -> list[Any]:
+        """What the steps of the last :meth:`run` have returned so far."""
+        return self._results
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        """Measure the steps that are done in this context, each plan's for itself; for :meth:`report`.
+
+        The first one of each plan counts bytes, as in :meth:`graphir.runtime.Session.measured`.
+
+        Raises:
+            SessionError: the executor cannot be observed, steps are being measured already, or no steps can be made any
+                more.
+        """
+        with contextlib.ExitStack() as stack:
+            for session in self._sessions:
+                stack.enter_context(session.measured())
+            self._measuring = stack
+            try:
+                yield
+            finally:
+                self._measuring, self._measured = None, self._sessions[0]
+
+    def report(self, plan: Plan | None = None) -> Report:
+        """What the steps of one plan took in the last :meth:`measured`; see :meth:`graphir.runtime.Session.report`.
+
+        Args:
+            plan: one of :attr:`plans`; by default that of the last measured step.
+
+        Raises:
+            SessionError: no step of the plan was measured, or the plan is not kept.
+        """
+        return self._measured_session(plan).report()
+
+    def trace(self, path: str | Path, plan: Plan | None = None) -> None:
+        """Write the last measured step of one plan as a trace; see :meth:`graphir.runtime.Session.trace`.
+
+        Args:
+            path: of the JSON file, which is written whole or not at all.
+            plan: as :meth:`report` takes it.
+
+        Raises:
+            SessionError: as :meth:`report`.
+            FileError: the file cannot be written.
+        """
+        self._measured_session(plan).trace(path)
+
+    def _measured_session(self, plan: Plan | None) -> Session:
+        if plan is None:
+            return self._measured if self._measuring is None else self._sessions[0]
+        for session in self._sessions:
+            if session.plan is plan:
+                return session
+        raise SessionError("this is none of the plans that are kept", fix="give one of plans, such as plans[1]")
 
     def _read(
         self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[Any, ...], batch_dims: Any
@@ -169,6 +255,16 @@ class Compiled:
     def usable(self) -> bool:
         """Whether steps can be made; see :attr:`graphir.runtime.Session.usable`."""
         return self._sessions[0].usable
+
+    @property
+    def executor(self) -> str:
+        """The executor of the plan that was used last; see :attr:`graphir.runtime.Session.executor`."""
+        return self._sessions[0].executor
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """Why results of any plan need not be the reference executor's; see :attr:`graphir.runtime.Session.caveats`."""
+        return tuple(dict.fromkeys([caveat for session in self._sessions for caveat in session.caveats]))
 
     @property
     def steps_done(self) -> int:
@@ -234,6 +330,25 @@ class Compiled:
 
 compile = Compiled
 """The whole way in one call."""
+
+
+def _check_options(session: object) -> None:
+    """Refuse options of the session that are none, before the model is captured."""
+    if not isinstance(session, Mapping | None):
+        raise SessionError(f"session is a {type(session).__name__}, not a mapping", fix="give a dict of its arguments")
+    for name in session or {}:
+        if name not in _OPTIONS:
+            raise SessionError(
+                f"a session has no option {name!r}{nearest(str(name), _OPTIONS)}", fix=f"options: {', '.join(_OPTIONS)}"
+            )
+
+
+def _depth(frame: FrameType | None) -> int:
+    """The ``stacklevel`` of graphir's caller for a warning in *frame*: steps are made in loops of graphir's too."""
+    depth = 1
+    while frame is not None and frame.f_globals["__name__"].partition(".")[0] == "graphir":
+        frame, depth = frame.f_back, depth + 1
+    return depth
 
 
 def _dims_tree(arguments: Arguments) -> tuple[Any, Any, Any]:

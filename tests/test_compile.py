@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from eager import ShareByShare, assert_same_bits
+from graphir.runtime import Session
 from idioms import Idioms
 from models import Example
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from trace_events import imported
 
 import graphir
 from graphir import passes
@@ -349,6 +354,109 @@ def test_what_is_closed_refuses_steps() -> None:
         step.step(*rows(6))
 
 
-def test_there_is_at_least_one_plan() -> None:
-    with pytest.raises(SessionError, match="most_plans=0"):
-        compiled(Halves(), most_plans=0)
+@pytest.mark.parametrize("most_plans", [0, 1.5, "2", True])
+def test_there_is_at_least_one_plan(most_plans: Any) -> None:
+    with pytest.raises(SessionError, match=f"most_plans={most_plans!r}: there is at least one plan"):
+        compiled(Halves(), most_plans=most_plans)
+
+
+# -- what a session can do beside steps
+
+
+def public(owner: type) -> set[str]:
+    return {name for name in vars(owner) if not name.startswith("_")}
+
+
+def test_it_has_what_a_session_has() -> None:
+    assert public(Session) <= public(graphir.Compiled)
+
+
+def test_a_loader_is_run_through_changing_plans() -> None:
+    model = Halves()
+    batches = [rows(count) for count in (6, 4, 6)]
+    with compiled(model) as step, pytest.warns(graphir.RecaptureWarning) as caught:
+        eager = ShareByShare(model, F.mse_loss, sgd, 1)
+        losses = step.run(iter(batches), steps=2, progress=False)
+        assert_same_bits(
+            dict(enumerate(losses)), dict(enumerate(eager.step(*batch) for batch in batches[:2])), "losses"
+        )
+        assert losses is step.results and (step.steps_done, len(step.plans)) == (2, 2)
+        assert len(step.run(DataLoader(batches, batch_size=None))) == 3
+    assert [w.filename for w in caught] == [__file__]
+
+
+def test_a_loader_that_fails_leaves_it_whole() -> None:
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        yield rows(6)
+        raise OSError("no such file")
+
+    with compiled(Halves()) as step:
+        with pytest.raises(SessionError, match="the loader failed after 1 step: OSError: no such file"):
+            step.run(batches())
+        assert len(step.results) == 1 and step.usable
+    taken = batches()
+    with pytest.raises(SessionError, match="the session is closed"):
+        step.run(taken)
+    assert len(next(taken)) == 2
+
+
+def test_reports_and_traces_are_of_one_plan(tmp_path: Path) -> None:
+    def traced(**which: Any) -> Any:
+        step.trace(tmp_path / "step.json", **which)
+        found = imported(json.loads((tmp_path / "step.json").read_text()))
+        return next(s.event["args"]["operator"] for s in found.slices if "fc1" in s.event["args"].get("operator", ""))
+
+    with compiled(Halves(), session={"executor": "serial"}) as step:
+        with pytest.raises(SessionError, match="no step was measured"):
+            step.report()
+        with step.measured():
+            for count in (6, 4, 4, 4, 6, 6):
+                step.step(*rows(count))
+            assert step.report().steps == 2  # the first one counted bytes
+        with pytest.raises(SessionError, match="measured already"), step.measured(), step.measured():
+            pass
+        sixes, fours = step.plans
+        with step.measured():
+            for count in (6, 6, 4):
+                step.step(*rows(count))
+        step.step(*rows(6))
+        assert step.plan is sixes and step.report() == step.report(fours)
+        assert [step.report(plan).steps for plan in (sixes, fours)] == [1, 1]
+        assert [step.report(plan).devices[0].predicted_peak for plan in (sixes, fours)] == [
+            graphir.memory(plan).peak_of_storages("gpu:0") for plan in (sixes, fours)
+        ]
+        assert traced() == traced(plan=fours) != traced(plan=sixes)
+        with step.measured():
+            step.step(*rows(6))
+        with pytest.raises(SessionError, match="no step was measured"):
+            step.report(fours)
+        with pytest.raises(SessionError, match="none of the plans that are kept"):
+            step.trace(tmp_path / "step.json", plan=passes.emit(sixes.program))
+
+
+def test_options_of_the_session_hold_for_every_plan() -> None:
+    options = {"executor": "reference", "check_finite": True, "deadline": 5.0, "threads": 1}
+    model = Halves()
+    nn.init.constant_(model.fc1.weight, 10.0)
+    with compiled(model, session=options) as step:
+        for count in (6, 4):
+            x, y = rows(count)
+            step.step(x, y)
+            assert step.executor == "reference" and step.caveats == ()
+            with pytest.raises(RunError, match=f"aten.addmm.default made {6 * count} infinities"):
+                step.step(torch.full_like(x, 1e38), y)
+            assert step.usable
+
+
+@pytest.mark.parametrize(
+    ("session", "message"),
+    [
+        ({"executr": "serial"}, "a session has no option 'executr'; did you mean 'executor'"),
+        ({"beside": None}, "a session has no option 'beside'"),
+        ({1: 2}, "a session has no option 1\n  fix  options: binding, executor, threads, "),
+        ([("threads", 1)], "session is a list, not a mapping"),
+    ],
+)
+def test_other_options_of_the_session_are_refused(session: Any, message: str) -> None:
+    with pytest.raises(SessionError, match=message):
+        compiled(Halves(), session=session)
