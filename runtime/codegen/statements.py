@@ -63,7 +63,7 @@ def generate(
     Raises:
         PlanError: an instruction reads what nobody made, or an operator does not fit its type.
     """
-    values = Values(setting, thread)
+    values = Values(setting, thread, observed)
     writers = [Writer(values.kept, observed) for _ in range(max(thread.values(), default=0) + 1)]
     kind = statements or Statements
     printers = [kind(setting, writer, values, handover, i) for i, writer in enumerate(writers)]
@@ -225,7 +225,7 @@ class Statements:
 
     def call(self, op: Operator) -> list[str]:
         call = arrange(op)
-        if self.taken_once(op, call):
+        if self.needs_no_call(op) or self.taken_once(op, call):
             return []
         overwritten = dict(op.effects.writes)
         inputs = [self.read(name, version) for name, version in op.reads]
@@ -245,6 +245,17 @@ class Statements:
         if len(fresh) == 1 and call.single and not isinstance(call.returned[0], list):
             return [*statements, *self.keep(*makes[fresh[0]], text)]
         return [*statements, *self.unpack(call, {i: makes[i] for i in fresh}, text)]
+
+    def needs_no_call(self, op: Operator) -> bool:
+        """Whether an operator makes nothing but views that :mod:`.views` leaves out; names them."""
+        same, unread = self.values.free
+        for made in op.makes:
+            if made not in unread and made not in same:
+                return False
+        for made in op.makes:
+            if made not in unread:
+                self.values.define(*made, self.values.variable(*same[made]), None)
+        return len(op.outputs) > 0
 
     def taken_once(self, op: Operator, call: Call) -> bool:
         """Take views of state now, where they are the same in every step; whether they were."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from graphir.errors import PlanError
 
 from ..executor import Setting
+from .views import Free, free_views
 
 __all__ = ["Values"]
 
@@ -22,9 +23,10 @@ class Values:
         slots: the position in ``x`` of each variable that another thread reads.
         of_storage: the variables to drop with a storage.
         kept: the tensors of the variables ``s0, s1, …``: state, and views of it.
+        free: the views that need no call; where each instruction is observed, all are made.
     """
 
-    def __init__(self, setting: Setting, thread: Mapping[str, int]) -> None:
+    def __init__(self, setting: Setting, thread: Mapping[str, int], observed: bool = False) -> None:
         self.net = setting.plan.step
         self.variables: dict[tuple[str, int], str] = {}
         self.owners: dict[str, int | None] = {}
@@ -36,6 +38,7 @@ class Values:
         for i, name in enumerate(setting.inputs):
             self.define(name, 0, f"i{i}", None)
         self.shared = self._shared(setting, thread)
+        self.free = Free({}, ()) if observed else free_views(setting.plan, thread, self.shared)
         self.slots: dict[str, int] = {}
         self.count = 0
 

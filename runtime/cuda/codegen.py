@@ -361,7 +361,7 @@ def generate_streams(
         native: whether NCCL reduces.
         observed: whether it takes the methods of a probe, see :func:`.codegen.statements.generate`.
     """
-    values = Values(setting, dict.fromkeys(setting.plan.lanes, 0))
+    values = Values(setting, dict.fromkeys(setting.plan.lanes, 0), observed)
     writer = StreamWriter(values.kept, setting.plan, lanes, observed)
     statements = StreamStatements(setting, writer, values, lanes, buffers, native)
     for position, instruction in enumerate(setting.plan.instructions):

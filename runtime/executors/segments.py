@@ -219,7 +219,7 @@ class _SegmentStatements(Statements):
     def take(self, position: int, op: Operator) -> bool:
         """Print an operator as a line of the segment; whether it has that form."""
         call = arrange(op)
-        if self.taken_once(op, call):
+        if self.needs_no_call(op) or self.taken_once(op, call):
             return True
         overwritten = dict(op.effects.writes)
         makes = list(op.makes)

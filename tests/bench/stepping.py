@@ -39,10 +39,10 @@ def _gpt() -> models.Example:
     return models.gpt(batch=8, length=64, width=128, heads=4, layers=4, vocabulary=256)
 
 
-def _resnet18() -> models.Example:
+def _resnet18(image: int) -> models.Example:
     model = library("torchvision").models.resnet18()
     return models.Example(
-        model, (torch.randn(8, 3, 224, 224),), (torch.randint(1000, (8,)),), nn.functional.cross_entropy
+        model, (torch.randn(8, 3, image, image),), (torch.randint(1000, (8,)),), nn.functional.cross_entropy
     )
 
 
@@ -53,7 +53,8 @@ CASES: dict[str, tuple[Callable[[], models.Example], float, int, int]] = {
 """What makes an example; at most of eager's time; how many rounds of how many steps."""
 
 if importlib.util.find_spec("torchvision"):
-    CASES["ResNet-18, torchvision, batch 8"] = _resnet18, 0.97, 12, 1
+    CASES["ResNet-18, torchvision, batch 8 of 64 x 64"] = lambda: _resnet18(64), 0.97, 20, 2
+    CASES["ResNet-18, torchvision, batch 8 of 224 x 224"] = lambda: _resnet18(224), 0.97, 12, 1
 
 
 def rows() -> Iterator[str]:

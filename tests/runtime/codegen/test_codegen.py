@@ -99,7 +99,7 @@ def test_a_view_of_state_is_taken_once():
     )
     w, x = torch.randn(2, 3), torch.randn(4, 3)
     lane = lane_of(plan, w=w)
-    assert [line for line in body(lane) if "s" in line] == ["v0 = c0(i0, s1)", "v1 = c0(v0, s2)"]
+    assert [line for line in body(lane) if "s" in line] == ["v0 = c0(i0, s1)", "v1 = c0(v0, s0)"]
     w.mul_(2)
     assert torch.equal(lane.bind({})(0, x)[0], x @ w.t() @ w)
 

@@ -1,0 +1,87 @@
+"""Views that need no call: those that are an earlier value once more, and those that nobody reads.
+
+The backward of a linear layer transposes a product, and the backward of the weight's transpose does so again::
+
+    layer.backward_mm   = aten.mm(…)                      v7 = c3(…)
+    layer.weight.t_grad = aten.t(layer.backward_mm)
+    layer.weight_grad   = aten.t(layer.weight.t_grad)     v7, too
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Final, NamedTuple, TypeAlias
+
+from graphir.ir.blob import Blob
+from graphir.ir.operator import Operator
+from graphir.plan import Plan
+
+__all__ = ["Free", "free_views"]
+
+Value: TypeAlias = "tuple[str, int]"
+
+_PERMUTING: Final = frozenset(
+    f"aten.{name}" for name in ("alias.default", "detach.default", "permute.default", "t.default", "transpose.int")
+)
+"""Types whose results have the strides of their operand, in another order at most: so at every size."""
+
+
+class Free(NamedTuple):
+    """The values that views of a plan make without a call, as names and versions.
+
+    Attributes:
+        same: what each of them is once more.
+        unread: those that only such views read, or nobody.
+    """
+
+    same: Mapping[Value, Value]
+    unread: Collection[Value]
+
+
+def free_views(plan: Plan, thread: Mapping[str, int], shared: Collection[Value]) -> Free:
+    """Find them.
+
+    Args:
+        plan: whose operators run in its order.
+        thread: which thread each lane belongs to.
+        shared: the values that are handed from one thread to another; they are made as they stand.
+    """
+    net, blobs = plan.step, plan.step.blobs
+    instructions = [instruction for instruction in plan.instructions if instruction.op >= 0]
+    maker: dict[Value, int] = {}
+    kept = set(net.external_outputs)
+    same: dict[Value, Value] = {}
+    before: dict[Value, list[Value]] = {}
+    for instruction in instructions:
+        op, here = net.ops[instruction.op], thread[instruction.lane]
+        maker.update(dict.fromkeys(op.makes, here))
+        if op.type not in _PERMUTING or not _is_view(op):
+            continue
+        (made,), (read,) = op.makes, op.reads
+        before[made] = [*before.get(read, ()), read]
+        geometry = _geometry(blobs[made[0]])
+        here_too = [value for value in before[made] if maker.get(value, here) == here]
+        earlier = next((value for value in here_too if _geometry(blobs[value[0]]) == geometry), None)
+        if earlier is not None and made not in shared and made[0] not in kept:
+            same[made] = same.get(earlier, earlier)
+    read_later = set(shared)
+    unread: set[Value] = set()
+    for instruction in reversed(instructions):
+        op = net.ops[instruction.op]
+        makes = set(op.makes)
+        if _is_view(op) and not makes & read_later and not kept & {name for name, _ in makes}:
+            unread |= makes
+        elif makes and makes <= same.keys():
+            read_later.update(same[made] for made in makes)
+        else:
+            read_later.update(op.reads)
+    return Free(same, unread)
+
+
+def _geometry(blob: Blob) -> tuple[object, ...]:
+    return blob.shape, blob.dtype, blob.strides, blob.offset
+
+
+def _is_view(op: Operator) -> bool:
+    """Whether all that an operator makes are views."""
+    return len(op.effects.views) == len(op.outputs) > 0 and not op.effects.writes and len(op.inputs) == 1
