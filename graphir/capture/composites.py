@@ -7,6 +7,7 @@ which rounds otherwise. Torch takes every tensor for one that may need a gradien
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -20,21 +21,34 @@ _VALUES: Final = (_aten.linalg_svdvals.default, _aten.linalg_eigvalsh.default, _
 """Norms, ranks and condition numbers call them."""
 _KEYS: Final = ("AutogradCPU", "AutogradCUDA")
 
+_lock = threading.Lock()
+_users: list[torch.library.Library] = []
+
 
 @contextlib.contextmanager
 def composed_as_unwatched() -> Iterator[None]:
     """While this is active, dispatch modes see such operators whole where the tensor itself needs no gradient.
 
-    So their bits are those of eager PyTorch without a mode.
+    So their bits are those of eager PyTorch without a mode. Contexts within each other, or in several threads, share
+    what is registered with torch.
     """
-    library = torch.library.Library("aten", "IMPL")
+    with _lock:
+        _users.append(_registered() if not _users else _users[0])
     try:
-        for func in _VALUES:
-            for key in _KEYS:
-                library.impl(func, _kernel(func), key)
         yield
     finally:
-        library._destroy()
+        with _lock:
+            library = _users.pop()
+            if not _users:
+                library._destroy()
+
+
+def _registered() -> torch.library.Library:
+    library = torch.library.Library("aten", "IMPL")
+    for func in _VALUES:
+        for key in _KEYS:
+            library.impl(func, _kernel(func), key)
+    return library
 
 
 def _kernel(func: torch._ops.OpOverload) -> Callable[..., torch.Tensor]:

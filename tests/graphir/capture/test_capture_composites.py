@@ -104,6 +104,20 @@ def test_eager_steps_under_seeded(name: str) -> None:
         assert_same_bits({"seeded": function(x)}, {"seeded": alone}, name)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_seeded_step_within_another_registers_nothing_anew() -> None:
+    x = torch.ones(2, 2)
+    torch.set_warn_always(True)
+    try:
+        with graphir.seeded(0):
+            with graphir.seeded(1):
+                linalg.svdvals(x)
+            linalg.svdvals(x)
+    finally:
+        torch.set_warn_always(False)
+    test_torch_is_left_as_it_was()
+
+
 def test_torch_is_left_as_it_was() -> None:
     class Seen(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
