@@ -412,7 +412,9 @@ def test_reports_and_traces_are_of_one_plan(tmp_path: Path) -> None:
         with step.measured():
             for count in (6, 4, 4, 4, 6, 6):
                 step.step(*rows(count))
-            assert step.report().steps == 2  # the first one counted bytes
+            # The first one of each counted bytes.
+            assert [step.report(plan).steps for plan in step.plans] == [2, 2]
+            assert step.report() == step.report(step.plan)
         with pytest.raises(SessionError, match="measured already"), step.measured(), step.measured():
             pass
         sixes, fours = step.plans
