@@ -18,6 +18,7 @@ from graphir.plan import Instruction
 
 from ..executor import Setting
 from ..kernels.bindings import fastest
+from ..kernels.buffers import Room
 from ..kernels.calls import (
     Argument,
     Bound,
@@ -90,6 +91,7 @@ class Statements:
         self.updates: list[tuple[int, Operator]] = []
         self.updated: set[str] = set()
         self.freed: list[tuple[int, Instruction]] = []
+        self.rooms: dict[object, Room] = {}
 
     def add(self, position: int, instruction: Instruction) -> None:
         """Write the line of an instruction, or hold it back: updates that follow each other become one call.
@@ -348,19 +350,19 @@ class Statements:
         return storage in plan.buffers and self.net.blobs[storage].nbytes(plan.dims) >= _SMALLEST_BUFFER
 
     def receive_buffer(self, storage: str) -> str:
-        """The receive buffer of a storage; those of one number are one tensor."""
+        """The receive buffer of a storage; those of one number are one tensor, in memory that all sizes share."""
         blob = self.net.blobs[storage]
-        place, dtype = self.setting.binding[blob.device], to_torch(Symbol(str(blob.dtype)))
+        dtype, key = to_torch(Symbol(str(blob.dtype))), ("buffer", blob.device, self.setting.plan.buffers[storage])
+        room = self.rooms.setdefault(key, Room())
 
-        def allocated(dims: Dims) -> Tensor:
+        def fitted(dims: Dims) -> Tensor:
             shape = [bind(size, dims) for size in blob.shape or ()]
             strides = (
                 contiguous_strides(tuple(shape)) if blob.strides is None else [bind(s, dims) for s in blob.strides]
             )
-            with torch.inference_mode():
-                return torch.empty_strided(shape, strides, dtype=dtype, device=place)
+            return room.tensor(shape, strides, dtype)
 
-        return self.writer.bind_sized(allocated, ("buffer", blob.device, self.setting.plan.buffers[storage]))
+        return self.writer.bind_sized(fitted, key)
 
     def argument(self, op: Operator, argument: Argument, inputs: Sequence[str]) -> str:
         if isinstance(argument, Operand):

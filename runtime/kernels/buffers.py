@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
 import torch
@@ -12,7 +12,7 @@ from graphir.ir.device import Device
 
 from .communication import ALIGNMENT, spanned
 
-__all__ = ["Buffer", "Buffers"]
+__all__ = ["Buffer", "Buffers", "Room"]
 
 
 class Buffer:
@@ -50,6 +50,25 @@ class Buffer:
         storage = self.room.untyped_storage()[shift : shift + nbytes]
         made = torch.empty(0, dtype=source.dtype, device=self.room.device)
         return made.set_(storage, 0, source.size(), source.stride())
+
+
+class Room:
+    """Host memory of one receive buffer for steps of all sizes: as much as the largest takes.
+
+    The tensors of other sizes stay valid when it grows, and hold nothing then.
+    """
+
+    def __init__(self) -> None:
+        self.storage = torch.UntypedStorage(0, device="cpu")
+
+    def tensor(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The memory in this geometry, from its beginning; between two steps."""
+        nbytes = torch.empty_strided(size, stride, dtype=dtype, device="meta").untyped_storage().nbytes()
+        if nbytes > self.storage.nbytes():
+            self.storage.resize_(0)  # what it holds is of no use, and need not be there twice
+            self.storage.resize_(nbytes)
+        with torch.inference_mode():
+            return torch.empty(0, dtype=dtype, device="cpu").set_(self.storage, 0, size, stride)
 
 
 def _alignment(source: Tensor) -> int:

@@ -64,6 +64,25 @@ def test_buffers_are_filled_again_in_each_step(executor, monkeypatch):
     assert {batch: (len(found), len(set(found))) for batch, found in filled.items()} == {128: (9, 2), 100: (3, 2)}
 
 
+@pytest.mark.parametrize("executor", ["threads", "serial"])
+def test_all_sizes_share_the_memory_of_the_largest(executor, monkeypatch):
+    filled = {}
+
+    def noting(source, buffer):
+        received = receive(source, buffer)
+        assert received is buffer
+        filled[buffer.untyped_storage()._cdata] = buffer  # kept, so that no other storage takes its place
+        return received
+
+    monkeypatch.setattr("graphir.runtime.codegen.statements.receive", noting)
+    plan = forward_plan(BODY, "x", output="d_gpu_0", dims={"batch": 128})
+    with Session(plan, {}, executor=executor) as session, Session(plan, {}, executor="reference") as reference:
+        for batch in (100, 128, 70, 160, 100, 128, 1):
+            x = torch.randn(batch, 256)
+            assert torch.equal(session.step(x), reference.step(x))
+    assert [buffer.untyped_storage().nbytes() for buffer in filled.values()] == [160 * 256 * 4] * 2
+
+
 def test_small_copies_take_fresh_memory(monkeypatch):
     monkeypatch.setattr("graphir.runtime.codegen.statements.receive", None)
     plan = passes.emit(forward_plan(BODY, "x", output="d_gpu_0", dims={"batch": 4}).program)
