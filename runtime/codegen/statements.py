@@ -31,7 +31,7 @@ from ..kernels.calls import (
     depends_on_dims,
     evaluate,
 )
-from ..kernels.communication import all_reduce, copy, receive, reduction
+from ..kernels.communication import all_reduce_each, copy, receive, reduction
 from ..kernels.invoke import flatten, invoke
 from ..kernels.optimizers import KERNELS, updater
 from .handoffs import Handover
@@ -92,14 +92,21 @@ class Statements:
         self.updated: set[str] = set()
         self.freed: list[tuple[int, Instruction]] = []
         self.rooms: dict[object, Room] = {}
+        self.reductions: list[tuple[int, Operator, int]] = []
 
     def add(self, position: int, instruction: Instruction) -> None:
-        """Write the line of an instruction, or hold it back: updates that follow each other become one call.
+        """Write the line of an instruction, or hold it back: updates that follow each other become one call, and so do
+        reductions.
 
         What is freed between them is freed after them; nothing takes its place meanwhile. What is waited for between
         them is waited for before them, which delays nobody: whoever waits for the updates waits for a later record.
         """
         op = self.net.ops[instruction.op] if instruction.kind == "run" else None
+        if instruction.kind == "collective":
+            self.hold(position, self.net.ops[instruction.op], instruction.part)
+            return
+        if self.reductions:
+            self.flush()
         if op is not None and op.type in KERNELS:
             if self.updates and not self.joins(op):
                 self.flush()
@@ -116,8 +123,24 @@ class Statements:
             self.flush()
             self.writer.line(position, self.observed(self.of(position, instruction), position))
 
+    def hold(self, position: int, op: Operator, part: int) -> None:
+        """Hold a reduction back, with others of its kind."""
+        if self.updates or (self.reductions and not self.alike(op, self.reductions[0][1])):
+            self.flush()
+        self.reductions.append((position, op, part))
+
+    def alike(self, op: Operator, other: Operator) -> bool:
+        """Whether two reductions can be made in one call: theirs are equal arguments, and neither's result is state."""
+        return (len(op.inputs), op.args) == (len(other.inputs), other.args) and not (
+            self.setting.state.keys() & {*op.outputs, *other.outputs}
+        )
+
     def flush(self) -> None:
         """Write what is held back."""
+        reductions, self.reductions = self.reductions, []
+        if reductions:
+            statements = self.reduce_each([(op, part) for _, op, part in reductions])
+            self.writer.line(reductions[0][0], self.observed(statements, *[position for position, _, _ in reductions]))
         updates, freed, self.updates, self.freed = self.updates, self.freed, [], []
         self.updated.clear()
         if updates:
@@ -189,8 +212,6 @@ class Statements:
         if instruction.kind == "free":
             return self.free(instruction.storage)
         op = self.net.ops[instruction.op]
-        if instruction.kind == "collective":
-            return self.collective(op, instruction.part)
         return self.call(op)
 
     def event(self, position: int) -> list[str]:
@@ -217,13 +238,20 @@ class Statements:
             return self.writer.use(variable)
         return f"{self.exchange()}[{self.values.slots[variable]}]"
 
-    def collective(self, op: Operator, part: int) -> list[str]:
-        inputs = ", ".join([self.read(name, version) for name, version in op.reads])
-        key = repr(("reduction", len(op.inputs), sorted(op.args.items())))
-        reduced = self.writer.bind_sized(lambda dims: reduction(op, dims), key)
-        name, version = list(op.makes)[part]
-        text = f"{self.writer.bind(all_reduce, 'c')}(({inputs},), *{reduced})"
-        return self.keep(name, version, text)
+    def reduce_each(self, reductions: Sequence[tuple[Operator, int]]) -> list[str]:
+        """One call for one participant's parts of reductions that are alike."""
+        first = reductions[0][0]
+        read = [[self.read(name, version) for name, version in op.reads] for op, _ in reductions]
+        inputs = ", ".join([f"({''.join([f'{item}, ' for item in items])})" for items in zip(*read, strict=True)])
+        key = repr(("reduction", len(first.inputs), sorted(first.args.items())))
+        reduced = self.writer.bind_sized(lambda dims: reduction(first, dims), key)
+        text = f"{self.writer.bind(all_reduce_each, 'c')}(({inputs},), *{reduced})"
+        makes = [list(op.makes)[part] for op, part in reductions]
+        if makes[0][0] in self.setting.state:
+            return self.keep(*makes[0], f"{text}[0]")
+        variables = [self.values.fresh() for _ in makes]
+        kept = [self.assigned(*made, variable) for made, variable in zip(makes, variables, strict=True)]
+        return [f"{', '.join(variables)}, = {text}", *[statement for statements in kept for statement in statements]]
 
     def call(self, op: Operator) -> list[str]:
         call = arrange(op)

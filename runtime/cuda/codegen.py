@@ -212,12 +212,16 @@ class StreamStatements(Statements):
             if name not in known or known[name].position < recorded.position:
                 known[name] = recorded
 
+    def hold(self, position: int, op: Operator, part: int) -> None:
+        """See :class:`.codegen.statements.Statements`; a part is several calls, on streams of its own."""
+        self.flush()
+        instruction = self.setting.plan.instructions[position]
+        self.writer.line(position, self.observed(self.reduce(position, instruction), position))
+
     def of(self, position: int, instruction: Instruction) -> list[str]:
         """The statements of an instruction."""
         if instruction.kind == "copy":
             return self.copy(position, instruction.lane, self.net.ops[instruction.op])
-        if instruction.kind == "collective":
-            return self.reduce(position, instruction)
         return super().of(position, instruction)
 
     def call(self, op: Operator) -> list[str]:

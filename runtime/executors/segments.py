@@ -199,7 +199,7 @@ class _SegmentStatements(Statements):
         """Take the instruction into the segment, or end it and write the instruction's own line."""
         op = self.net.ops[instruction.op] if instruction.kind == "run" else None
         if op is not None and op.type not in KERNELS and printable(op):
-            if self.updates:
+            if self.updates or self.reductions:
                 self.flush()
             if self.take(position, op):
                 return

@@ -16,7 +16,17 @@ from graphir.ir.size import Dims
 
 from .calls import evaluate
 
-__all__ = ["ALIGNMENT", "all_reduce", "allocate", "copy", "mean_weights", "receive", "reduction", "spanned"]
+__all__ = [
+    "ALIGNMENT",
+    "all_reduce",
+    "all_reduce_each",
+    "allocate",
+    "copy",
+    "mean_weights",
+    "receive",
+    "reduction",
+    "spanned",
+]
 
 ALIGNMENT: Final = 64
 """Bytes; torch's own allocations on the host begin at multiples of it. Kernels may sum in another order where operands
@@ -105,3 +115,23 @@ def all_reduce(inputs: Sequence[Tensor], divisor: int | None, weights: Sequence[
         for tensor, weight in zip(inputs[1:], weights[1:], strict=True):
             total.add_(tensor.mul(weight))
     return total if divisor is None else total.div_(divisor)
+
+
+def all_reduce_each(
+    inputs: Sequence[tuple[Tensor, ...]], divisor: int | None, weights: Sequence[float] | None = None
+) -> tuple[Tensor, ...]:
+    """One participant's results of several reductions, with the bits of :func:`all_reduce`.
+
+    Args:
+        inputs: for each participant, its tensors.
+        divisor: see there.
+        weights: see there.
+    """
+    if weights is not None or len(inputs) < 2:
+        return tuple([all_reduce(tensors, divisor, weights) for tensors in zip(*inputs, strict=True)])
+    totals: tuple[Tensor, ...] = torch._foreach_add(inputs[0], inputs[1])
+    for tensors in inputs[2:]:
+        torch._foreach_add_(totals, tensors)
+    if divisor is not None:
+        torch._foreach_div_(totals, divisor)
+    return totals

@@ -3,12 +3,15 @@
 import ast
 import re
 
+import models
 import pytest
 import torch
+from graphir.runtime import Session
 from graphir.runtime.codegen.statements import generate
 from graphir.runtime.executors.reference import Reference
-from runnable import forward_plan, setting_of
+from runnable import captured, forward_plan, setting_of, sgd
 
+from graphir import passes
 from graphir.errors import PlanError
 
 AT = "gpu:0.compute"
@@ -223,3 +226,13 @@ def test_updates_that_follow_each_other_are_one_call(grad, lr, options, calls):
     x = torch.tensor([1.0, -2.0])
     (expected,) = Reference(setting).run({}, [x], 0)
     assert torch.equal(lane.bind({})(0, x)[0], expected)
+
+
+def test_reductions_that_follow_each_other_are_one_call():
+    example = models.mlp()
+    program = passes.replicate(captured(example, sgd(example.model.parameters())), [0, 1])
+    with Session(passes.emit(program), program.state, executor="threads") as session:
+        for lane in session._executor.plain.threads:
+            (call,) = [line for line in body(lane) if "((" in line]
+            results = call.partition(" = ")[0].rstrip(",").split(", ")
+            assert len(results) == len(list(example.model.parameters()))

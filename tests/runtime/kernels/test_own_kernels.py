@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from graphir.runtime.kernels.communication import all_reduce, copy, reduction
+from graphir.runtime.kernels.communication import all_reduce, all_reduce_each, copy, reduction
 
 from graphir.errors import PlanError
 from graphir.ir.device import gpu
@@ -64,6 +64,20 @@ def test_one_participant_gets_a_storage_of_its_own():
 def mean(*shares):
     names = tuple(f"g{i}" for i in range(len(shares)))
     return Operator("AllReduce", names, names, {"reduction": "mean", "shares": shares}, gpu(0))
+
+
+@pytest.mark.parametrize("weights", [None, (8 / 7, 6 / 7, 7 / 7)])
+@pytest.mark.parametrize("divisor", [None, 3])
+@pytest.mark.parametrize("participants", [1, 2, 3])
+def test_several_reductions_have_the_bits_of_each(participants, divisor, weights):
+    torch.manual_seed(0)
+    inputs = [(torch.randn(7), torch.randn(3, 5).t(), torch.randn(())) for _ in range(participants)]
+    weights = weights and weights[:participants]
+    found = all_reduce_each(inputs, divisor, weights)
+    for tensor, each in zip(found, zip(*inputs, strict=True), strict=True):
+        expected = all_reduce(each, divisor, weights)
+        assert torch.equal(tensor, expected)
+        assert tensor.stride() == expected.stride()
 
 
 def test_shares_follow_the_dimensions():
