@@ -60,7 +60,8 @@ class State:
         progress: common to them as well.
 
     Raises:
-        SessionError: a tensor is missing, or has another shape, dtype, device or layout than its blob.
+        SessionError: a tensor is missing, or has another shape, dtype, device or layout than its blob; the state beside
+            is of another model, of other replicas, or on other devices.
     """
 
     def __init__(
@@ -71,6 +72,8 @@ class State:
         places: Mapping[Device, torch.device] | None = None,
     ) -> None:
         self.program = program
+        if beside is not None:
+            _check_beside(program, beside.program)
         self.common: dict[str, Tensor] = {} if beside is None else beside.common
         _check_mapping(given, program)
         loaded = {str(op.args["key"]) for op in program.init.ops if op.type == "graphir.load"}
@@ -103,8 +106,15 @@ class State:
                 values.update(filled)
             for name, value in values.items():
                 place = (places or {}).get(program.init.blob(name).device, value.device)
-                if place != value.device:
-                    values[name] = copy(value, place)
+                if place == value.device:
+                    continue
+                if name in self.common:
+                    raise SessionError(
+                        f"{name!r} is on {value.device} in the session beside, and would be on {place} in this one",
+                        where=f"program {program.name!r}",
+                        fix="give both the same binding, or make a session of its own",
+                    )
+                values[name] = copy(value, place)
             self.tensors = values
             lasting = (name for name in values if program.init.blob(name).role in _COMMON_ROLES)
             self.common.update({name: values[name] for name in lasting})
@@ -280,6 +290,27 @@ def _fill(op: Operator, values: Mapping[str, Tensor], program: Program) -> dict[
 
 def _strides(blob: Blob, shape: tuple[int, ...]) -> tuple[int, ...]:
     return contiguous_strides(shape) if blob.strides is None else bind_shape(blob.strides, {})
+
+
+def _check_beside(ours: Program, theirs: Program) -> None:
+    """Raise a SessionError unless both have the blobs of one model's state."""
+    where = f"program {ours.name!r}"
+    if ours.interface.module_state != theirs.interface.module_state:
+        raise SessionError(
+            f"the session beside is of another model, in program {theirs.name!r}",
+            where=where,
+            fix="give one of the same model, or make a session of its own",
+        )
+    if ours.replicas != theirs.replicas:
+        raise SessionError(
+            f"the replicas are {_replicas(ours)}, those of the session beside are {_replicas(theirs)}",
+            where=where,
+            fix="replicate both programs alike, or make a session of its own from the other one's state()",
+        )
+
+
+def _replicas(program: Program) -> str:
+    return ", ".join([repr(prefix) for prefix in program.replicas])
 
 
 def _check_mapping(given: object, program: Program) -> None:

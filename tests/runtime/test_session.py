@@ -416,3 +416,43 @@ def test_a_shifted_plan_runs_from_its_file(tmp_path):
     assert isinstance(loaded, Plan)
     with Session(plan, program.state) as a, Session(loaded, program.state) as b:
         assert torch.equal(a.step(*batch_of(example)), b.step(*batch_of(example)))
+
+
+# -- sessions on one state
+
+
+def test_sessions_beside_each_other_train_one_state():
+    example = models.mlp()
+    program = captured(example, sgd(example.model.parameters()))
+    batch = [torch.cat([tensor] * 2) for tensor in batch_of(example)]
+    plain = passes.emit(passes.replicate(program, devices=[0, 1]))
+    with (
+        Session(plain, program.state) as alone,
+        Session(plain, program.state) as one,
+        Session(passes.emit(spread(program)), program.state, beside=one) as other,
+    ):
+        for session in (one, other, one, other):
+            assert torch.equal(session.step(*batch), alone.step(*batch))
+        for session in (one, other):
+            assert all(torch.equal(session.state()[name], tensor) for name, tensor in alone.state().items())
+
+
+@pytest.mark.parametrize(("devices", "others"), [([0, 1], None), (None, [0, 1]), ([0], [0, 1]), ([0, 1], [0])])
+def test_sessions_of_other_replicas_share_no_state(devices, others):
+    example = models.mlp()
+    program = captured(example, sgd(example.model.parameters()))
+    one, other = (passes.emit(passes.replicate(program, d) if d else program) for d in (devices, others))
+    with (
+        Session(one, program.state) as session,
+        pytest.raises(SessionError, match=r"the replicas are .*, those of the session beside are"),
+    ):
+        Session(other, program.state, beside=session)
+
+
+def test_sessions_of_other_models_share_no_state():
+    programs = [captured(e, sgd(e.model.parameters())) for e in (models.mlp(), models.resnet())]
+    with (
+        Session(passes.emit(programs[0]), programs[0].state) as session,
+        pytest.raises(SessionError, match="another model, in program 'mlp'"),
+    ):
+        Session(passes.emit(programs[1]), programs[1].state, beside=session)
