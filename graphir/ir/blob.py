@@ -93,6 +93,8 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether two elements may lie at one address. Exact for what views of dense tensors can be."""
+    if 0 in shape:
+        return False
     reach = 0
     for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1):
         if stride <= reach:

@@ -58,3 +58,8 @@ def test_permuted_dense_geometries_do_not_overlap(sizes: list[int], rng) -> None
     rng.shuffle(order)
     strides = contiguous_strides(tuple(sizes))
     assert not overlaps([sizes[i] for i in order], [strides[i] for i in order])
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (0, 3), (4, 0, 3)])
+def test_what_has_no_elements_does_not_overlap(shape: tuple[int, ...]) -> None:
+    assert not overlaps(shape, (0,) * len(shape))
