@@ -8,6 +8,7 @@ its own for each stream.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ __all__ = ["REPEATABLE", "repeatable", "unrepeatable"]
 
 _MEMORY: Final[Any] = deterministic
 _lock = threading.RLock()  # what one thread restores shall not be what another one has set
+if hasattr(os, "register_at_fork"):  # nor shall a forked process begin with what a thread has set that is not in it
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 _WARN, _ERROR = 1, 2
 """Debug modes. Attention's kernels add in one order in the second one only, whose name is for operators that can't."""
 

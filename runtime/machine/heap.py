@@ -37,6 +37,16 @@ _lock = threading.RLock()  # the collector of garbage may end a context at any t
 _contexts = 0
 
 
+def _renew_lock() -> None:
+    """In a forked process nobody releases what another thread held."""
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
 @contextmanager
 def kept_heap() -> Iterator[None]:
     """Keep freed memory in the process. At the end of the last such context heaps may shrink, and do."""

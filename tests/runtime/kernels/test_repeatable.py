@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,6 +40,26 @@ def test_the_mode_is_on_within_and_as_it_was_afterwards(strict: bool, mode: int)
         assert settings()[:2] == (mode, False)
         raise KeyError
     assert settings() == before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_process_forked_meanwhile_has_the_settings_of_before() -> None:
+    before, within = settings(), threading.Event()
+
+    def use() -> None:
+        with repeatable():
+            within.set()
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    within.wait()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if settings() == before and kernels._lock.acquire(timeout=5) else 1)
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_two_threads_leave_the_mode_as_it_was() -> None:

@@ -1,6 +1,8 @@
 """The memory of a step stays in the process between steps."""
 
+import os
 import resource
+import threading
 
 import models
 import pytest
@@ -41,6 +43,27 @@ def test_the_last_context_gives_back(libc):
             assert libc.calls == kept
         assert libc.calls == kept
     assert libc.calls == kept + left
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_process_forked_while_memory_is_given_back_can_keep_it(libc, monkeypatch):
+    begun, leave = threading.Event(), threading.Event()
+    monkeypatch.setattr(libc, "malloc_trim", lambda pad: begun.set() or leave.wait(60))
+
+    def use():
+        with heap.kept_heap():
+            pass
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    begun.wait(60)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if heap._lock.acquire(timeout=5) else 1)
+    leave.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_what_the_environment_sets_stays(monkeypatch):
