@@ -100,6 +100,41 @@ def test_an_optimizer_has_the_bits_of_torch(name: str, executor: str) -> None:
     train(program, model, OPTIMIZERS[name], executor)
 
 
+class Strided(nn.Module):
+    """An embedding whose gradient is columns of a wider one, or lies in memory column by column."""
+
+    def __init__(self, transposed: bool) -> None:
+        super().__init__()
+        self.transposed = transposed
+        self.user, self.top = nn.Embedding(ROWS, WIDTH, sparse=True), nn.Linear(WIDTH + 2, 1)
+
+    def forward(self, features: Tensor, categories: Tensor) -> Tensor:
+        looked_up = self.user(categories[:, 0])
+        if self.transposed:
+            looked_up = looked_up.t().clone(memory_format=torch.contiguous_format).tanh().t()
+        return self.top(torch.cat([looked_up, features], 1)).flatten()
+
+
+@pytest.mark.parametrize("devices", [[], [0, 1]], ids=["alone", "replicas"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["columns", "transposed"])
+@pytest.mark.parametrize("name", ["sgd", "adagrad"])
+def test_gradients_with_gaps_are_added_as_autograd_leaves_them(name: str, transposed: bool, devices: list[int]) -> None:
+    make = OPTIMIZERS[name]
+    program, model = captured(make, Strided(transposed))
+    if not devices:
+        train(program, model, make, "reference", (4, 12, 9))
+        return
+    reference = ShareByShare(model, F.mse_loss, make, 2)
+    plan = passes.emit(passes.replicate(program, devices))
+    with runtime.Session(plan, program.state, executor="reference") as session:
+        for step, size in enumerate((8, 24, 13)):
+            features, categories, clicks = batch(size, step)
+            shares = zip(features.chunk(2), categories.chunk(2), clicks.chunk(2), strict=True)
+            loss = reference.step_on([((f, c), (y,), {}) for f, c, y in shares])
+            assert_same_bits({"loss": session.step(features, categories, clicks)}, {"loss": loss}, f"step {step}")
+        assert_same_bits(session.state_dict(), reference.models[0].state_dict(), "model")
+
+
 class Lookups(nn.Module):
     """Nothing but an embedding."""
 

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ..errors import CaptureError
+from ..ir.blob import contiguous_strides
 from ..ir.operator import Arg
 from .refusals import where
 from .tape import Tape
@@ -47,11 +48,16 @@ class SparseTensors:
         """Note the gradient of a parameter, in values that are no other gradient's.
 
         Indices may be a view of an input of the step; the gradient's are a copy, so that they can live elsewhere.
+        Values with gaps are a copy without, as autograd leaves them in ``param.grad``: torch adds others in another
+        order.
         """
         indices, values = self._read(tensor)
         if indices.root.phase == "forward":
             indices = tape.emit(_aten.clone.default, (indices.tensor,), {}, {id(indices.tensor): indices})[0]
-        if values.phase == "forward" or any(values is known.values for known in self.gradients.values()):
+        if values.strides not in (contiguous_strides(values.shape), (1, values.shape[0])):
+            fmt = {"memory_format": torch.contiguous_format}
+            values = tape.emit(_aten.clone.default, (values.tensor,), fmt, {id(values.tensor): values})[0]
+        elif values.phase == "forward" or any(values is known.values for known in self.gradients.values()):
             values = tape.emit(_aten.alias.default, (values.tensor,), {}, {id(values.tensor): values})[0]
         self.gradients[param.index] = SparseValue(indices, values)
 
