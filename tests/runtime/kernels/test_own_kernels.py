@@ -27,7 +27,7 @@ BASE = torch.arange(120.0)
         BASE.view(10, 12)[:, :0].expand(4, 10, 0),
         BASE.view(2, 3, 4, 5).to(memory_format=torch.channels_last),
     ],
-    ids=["dense", "transposed", "rows", "gaps", "expanded", "repeated", "windows", "scalar", "empty", "none", "channels"],
+    ids=["dense", "transposed", "rows", "gaps", "expanded", "last", "windows", "scalar", "empty", "none", "channels"],
 )
 def test_a_copy_has_the_values_and_strides_in_a_storage_of_its_own(source):
     result = copy(source)
