@@ -93,6 +93,7 @@ class Statements:
         self.freed: list[tuple[int, Instruction]] = []
         self.rooms: dict[object, Room] = {}
         self.reductions: list[tuple[int, Operator, int]] = []
+        self.reduced: set[str] = set()
 
     def add(self, position: int, instruction: Instruction) -> None:
         """Write the line of an instruction, or hold it back: updates that follow each other become one call, and so do
@@ -125,9 +126,11 @@ class Statements:
 
     def hold(self, position: int, op: Operator, part: int) -> None:
         """Hold a reduction back, with others of its kind."""
-        if self.updates or (self.reductions and not self.alike(op, self.reductions[0][1])):
+        unlike = self.reductions and not self.alike(op, self.reductions[0][1])
+        if self.updates or unlike or not self.reduced.isdisjoint(op.inputs):
             self.flush()
         self.reductions.append((position, op, part))
+        self.reduced.update(op.outputs)
 
     def alike(self, op: Operator, other: Operator) -> bool:
         """Whether two reductions can be made in one call: theirs are equal arguments, and neither's result is state."""
@@ -138,6 +141,7 @@ class Statements:
     def flush(self) -> None:
         """Write what is held back."""
         reductions, self.reductions = self.reductions, []
+        self.reduced.clear()
         if reductions:
             statements = self.reduce_each([(op, part) for _, op, part in reductions])
             self.writer.line(reductions[0][0], self.observed(statements, *[position for position, _, _ in reductions]))

@@ -236,3 +236,17 @@ def test_reductions_that_follow_each_other_are_one_call():
             (call,) = [line for line in body(lane) if "((" in line]
             results = call.partition(" = ")[0].rstrip(",").split(", ")
             assert len(results) == len(list(example.model.parameters()))
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads", "segments"])
+def test_a_reduction_of_a_reduction_is_a_call_of_its_own(executor):
+    text = """
+    input x : f32[4] @gpu:0
+    a : f32[4] @gpu:0 = AllReduce([x], reduction="sum")
+    b : f32[4] @gpu:0 = AllReduce([a], reduction="sum")
+    c : f32[4] @gpu:0 = AllReduce([b], reduction="sum")
+    output a
+    output b
+    """
+    with Session(forward_plan(text, "x", output="c"), {}, executor=executor) as session:
+        assert torch.equal(session.step(torch.arange(4.0)), torch.arange(4.0))
