@@ -160,6 +160,7 @@ class Form:
 _LABELS: Final[Mapping[str, str]] = {
     "_scaled_dot_product_flash_attention_for_cpu": "scaled_dot_product_attention",
     "_scaled_dot_product_flash_attention_for_cpu_backward": "scaled_dot_product_attention",
+    "_native_batch_norm_legit_functional": "batch_norm",
     "_to_copy": "to",
     "_unsafe_view": "view",
     "unsafe_split": "split",
@@ -196,6 +197,10 @@ def form_of(func: torch._ops.OpOverload) -> Form:
     return Form(func)
 
 
+_COMPLEX: Final = (
+    "use a tensor, torch.tensor(1j); for torch.polar and angle, whose gradients have such arguments, "
+    "torch.complex(r * phi.cos(), r * phi.sin()) and torch.atan2(z.imag, z.real)"
+)
 _SCALARS: Final = frozenset({bool, int, float, str, type(None)})
 
 
@@ -216,4 +221,7 @@ def normal_arg(value: Any) -> Arg:
         return None
     if isinstance(value, (int, float)):
         return int(value) if isinstance(value, int) else float(value)
-    raise CaptureError(f"an argument of type {kind.__name__} is not supported", fix="pass numbers and tensors")
+    raise CaptureError(
+        f"an argument of type {kind.__name__} is not supported",
+        fix=_COMPLEX if kind is complex else "pass numbers and tensors",
+    )

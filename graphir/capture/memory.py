@@ -110,7 +110,7 @@ class Memory:
         base = store.base
         alias = self.add_alias(tensor, base.value, base, None)
         if not alias.is_base:
-            shape, strides, offset, _ = alias.geometry
+            shape, strides, offset, *_ = alias.geometry
             alias.replay = (_aten.as_strided.default, (base.tensor, shape, strides, offset), {})
             alias.generation = -1
         return alias

@@ -146,12 +146,21 @@ def _bernoulli(
     return drawn
 
 
-def overwritten_base(tape: Tape, target: Alias, whole: Value, new: Value) -> Value:
-    """What the tensor under the view *target*, which showed *whole*, shows after the view was given the value *new*."""
+def overwritten_base(tape: Tape, target: Alias, whole: Value, new: Value, where: str) -> Value:
+    """What the tensor under the view *target*, which showed *whole*, shows after the view was given the value *new*.
+
+    Raises:
+        CaptureError: the view shows the memory as another element type.
+    """
     base, view = target.store.base.tensor, target.tensor
     if new.dtype != view.dtype:
         new = tape.emit(_aten._to_copy.default, (new.tensor,), {"dtype": view.dtype}, {id(new.tensor): new})[0]
+    for shows, physical in ((view.is_conj(), _aten.conj_physical.default), (view.is_neg(), _aten.neg.default)):
+        if shows:  # what is in memory is the conjugate, or the negative, of what the view shows
+            new = tape.emit(physical, (new.tensor,), {}, {id(new.tensor): new})[0]
     known = {id(whole.tensor): whole, id(new.tensor): new}
+    if view.dtype != base.dtype:
+        return _overwritten_parts(tape, target, whole, new, where)
     dense = all(t.is_contiguous() for t in (view, base, new.tensor))
     if dense and view.numel() == base.numel() and new.root is new and not new.kind:
         return tape.emit(_aten.view.default, (new.tensor, list(base.shape)), {}, known)[0]
@@ -164,4 +173,23 @@ def overwritten_base(tape: Tape, target: Alias, whole: Value, new: Value) -> Val
     offset = whole.tensor.storage_offset() + view.storage_offset() - base.storage_offset()
     args = (whole.tensor, new.tensor, list(view.shape), list(view.stride()), offset)
     result = tape.emit(_aten.as_strided_scatter.default, args, {}, known)[0]
-    return laid_out(tape, result, base, whole, "a write through a view")
+    return laid_out(tape, result, base, whole, where)
+
+
+def _overwritten_parts(tape: Tape, target: Alias, whole: Value, new: Value, where: str) -> Value:
+    """:func:`overwritten_base` where the view shows real or imaginary parts of complex numbers."""
+    base, view = target.store.base.tensor, target.tensor
+    if not base.is_complex() or view.dtype != base.dtype.to_real():
+        raise CaptureError(
+            f"the step overwrites a view as {str(view.dtype).removeprefix('torch.')} of a tensor of type "
+            f"{str(base.dtype).removeprefix('torch.')}",
+            where=where,
+            fix="make the new tensor as that type, and view it as the other",
+        )
+    parts = tape.emit(_aten.view_as_real.default, (whole.tensor,), {}, {id(whole.tensor): whole})[0]
+    offset = parts.tensor.storage_offset() + view.storage_offset() - 2 * base.storage_offset()
+    args = (parts.tensor, new.tensor, list(view.shape), list(view.stride()), offset)
+    known = {id(parts.tensor): parts, id(new.tensor): new}
+    written = tape.emit(_aten.as_strided_scatter.default, args, {}, known)[0]
+    result = tape.emit(_aten.view_as_complex.default, (written.tensor,), {}, {id(written.tensor): written})[0]
+    return laid_out(tape, result, base, whole, where)

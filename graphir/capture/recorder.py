@@ -43,6 +43,7 @@ _GEOMETRY: Final = frozenset(
 """Questions about tensors that fake ones answer: nothing is computed."""
 _SAME: Final = frozenset({_aten.detach.default, _aten.alias.default})
 _RRELU: Final = frozenset({_aten.rrelu_with_noise.default, _aten.rrelu_with_noise_.default})
+_BATCH_NORM: Final = _aten.native_batch_norm.default
 _NUMBER: Final = _aten._local_scalar_dense.default
 _LITERAL: Final = frozenset({_aten.lift_fresh.default, _aten.lift.default})
 _accepted: Final[dict[object, Form]] = {}
@@ -243,11 +244,14 @@ class Recorder(Tape, TorchDispatchMode):
             return out
         if form.func in _RRELU:
             return self._overwrite_noise(form, bound, aliases, args, kwargs)
+        # The functional form takes contiguous copies of the statistics, for which kernels round otherwise.
+        if form.func is _BATCH_NORM and len(targets) == 2 and all(target.tensor.is_contiguous() for target in targets):
+            return self._overwrite_statistics(form, bound, aliases, args, kwargs)
         if len(targets) != 1:
             raise CaptureError(
                 f"{form.type} overwrites {len(targets)} tensors at once, not all of them parameters or buffers",
                 where=where(self._scopes.current),
-                fix="overwrite them one by one",
+                fix="make them contiguous, register them as buffers, or overwrite them one by one",
             )
         (target,) = targets
         if self.phase == "forward":
@@ -274,6 +278,25 @@ class Recorder(Tape, TorchDispatchMode):
         if len(targets) == 1:
             made[0].tensor = out
             self._memory.add_base(out, made[0], persistent=False)
+        return out
+
+    def _overwrite_statistics(
+        self, form: Form, bound: Bound, aliases: Sequence[Alias], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Batch norm where running statistics are no state, as where ``instance_norm`` repeats it over the batch."""
+        targets = [aliases[i] for i in bound.written]
+        if self.phase == "forward":
+            for target in targets:
+                keep_edges(target)
+        seen = [self.read(target.tensor) for target in targets]
+        *made, mean, var = self.emit(_aten._native_batch_norm_legit_functional.default, args, kwargs, {})
+        out = self._results.of(form, bound, [alias.geometry for alias in aliases], args, kwargs)
+        for tensor, value in zip(out, made, strict=True):
+            value.tensor = tensor
+            self._memory.add_base(tensor, value, persistent=False)
+        here = where(self._scopes.current)
+        for target, old, new in zip(targets, seen, (mean, var), strict=True):
+            self._store_value(target, laid_out(self, new, target.tensor, old, here) if target.is_base else new)
         return out
 
     def _write_state(
@@ -306,7 +329,11 @@ class Recorder(Tape, TorchDispatchMode):
         """Let *target* show *new*, and everything else that looks at its memory the same change."""
         store = target.store
         base = store.base
-        whole = new if target.is_base else overwritten_base(self, target, self._current(base), new)
+        whole = (
+            new
+            if target.is_base
+            else overwritten_base(self, target, self._current(base), new, where(self._scopes.current))
+        )
         if store.persistent:
             form = form_of(_aten.copy_.default)
             args = (base.tensor, whole.tensor)

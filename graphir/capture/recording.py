@@ -179,7 +179,8 @@ def _run(step: Step, dims: Dims, named: bool, watch: Watch | None = None) -> tup
         if step.loss is None:
             output, _ = _forward(step, leaves, scopes, recorder, checks)
             recorder.end_forward()
-            returned, results = _returned(output, recorder)
+            with recorder.unseen():
+                returned, results = _returned(output, recorder)
         else:
             for i in range(step.options.accumulate):
                 first = len(recorder.calls)
@@ -276,9 +277,9 @@ def _forward_loss(
         if scaled is not total:
             recorder.read(scaled).claim = "loss.scaled"
     recorder.end_forward()
-    loss = recorder.read(total)
-    if loss.kind or loss.is_view:
-        with recorder.unseen():
+    with recorder.unseen():
+        loss = recorder.read(total)
+        if loss.kind or loss.is_view:
             loss = recorder.emit(_aten.clone.default, (total,), {}, {})[0]
     return loss, scaled
 

@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ..errors import CaptureError, GraphirError
 from ..ir.opset import NAMESPACES
@@ -105,12 +104,6 @@ def refuse_module(module: torch.nn.Module, scope: str) -> None:
         CaptureError: names the setting.
     """
     kind = type(module).__name__
-    if isinstance(module, _InstanceNorm) and module.training and module.track_running_stats:
-        raise CaptureError(
-            f"{kind} with track_running_stats=True is not supported in training mode",
-            where=where(scope),
-            fix="set track_running_stats=False, or capture in evaluation mode",
-        )
     if isinstance(module, _BatchNorm) and module.training and module.track_running_stats and module.momentum is None:
         raise CaptureError(
             f"{kind} with momentum=None is not supported: it divides by the number of batches as a Python number",

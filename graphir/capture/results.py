@@ -172,7 +172,10 @@ def _describe_leaf(leaf: Any, operands: Sequence[torch.Tensor], owners: Mapping[
     shape, strides, offset = tuple(leaf.shape), leaf.stride(), int(leaf.storage_offset())
     source = owners.get(storage._cdata)
     if source is not None:
-        return _View(source, shape, strides, offset) if leaf.dtype == operands[source].dtype else _UNKNOWN
+        operand = operands[source]
+        if leaf.dtype != operand.dtype or operand.is_conj() or operand.is_neg():
+            return _UNKNOWN
+        return _View(source, shape, strides, offset)
     extent = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if leaf.numel() else 0
     if storage._cdata in fresh or offset or storage.nbytes() != extent * leaf.itemsize or leaf.constant is not None:
         return _UNKNOWN

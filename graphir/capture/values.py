@@ -24,17 +24,31 @@ Replay: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]
 
 
 class Geometry(NamedTuple):
-    """Where in its memory a tensor looks, and as what: offset and strides count elements."""
+    """Where in its memory a tensor looks, and as what: offset and strides count elements.
+
+    Attributes:
+        conj: it shows the conjugates of what is there; torch says so by a bit of the tensor, and copies nothing.
+        neg: it shows the negatives of what is there.
+    """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+    conj: bool
+    neg: bool
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:
     """The geometry of *tensor* now."""
-    return Geometry(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+    return Geometry(
+        tuple(tensor.shape),
+        tensor.stride(),
+        int(tensor.storage_offset()),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
 
 
 class Value:

@@ -74,15 +74,26 @@ def test_lstm_has_the_bits_of_eager_without_the_fused_kernel() -> None:
         trains_like_eager(example(nn.LSTM(4, 5, batch_first=True)))
 
 
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_instance_norm_tracks_its_statistics(memory_format: torch.memory_format) -> None:
+    given = models.Example(
+        nn.Sequential(
+            nn.Conv2d(3, 4, 3),
+            nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+            nn.Flatten(),
+            nn.Linear(36, 3),
+        ).to(memory_format=memory_format),
+        (torch.randn(6, 3, 5, 5).to(memory_format=memory_format),),
+        (torch.randint(3, (6,)),),
+        F.cross_entropy,
+    )
+    trains_like_eager(given)
+
+
 IMAGE = (6, 4, 3, 3)
 
 REFUSED: dict[str, tuple[nn.Module, tuple[int, ...], str]] = {
     "average": (nn.BatchNorm2d(4, momentum=None), IMAGE, "BatchNorm2d with momentum=None is not supported"),
-    "instance": (
-        nn.InstanceNorm2d(4, track_running_stats=True),
-        IMAGE,
-        "InstanceNorm2d with track_running_stats=True is not supported in training mode",
-    ),
 }
 
 

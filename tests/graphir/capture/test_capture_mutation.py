@@ -174,7 +174,25 @@ def dropout_of_a_transposed(m: Body, h: Tensor) -> Tensor:
     return F.dropout(h.t(), 0.5).t()
 
 
+def statistics_dropped(m: Body, h: Tensor) -> Tensor:
+    return F.batch_norm(h, torch.zeros(8), torch.ones(8), training=True)
+
+
+def statistics_read(m: Body, h: Tensor) -> Tensor:
+    var = torch.ones(8)
+    h = F.batch_norm(h, m.mean, var, training=True)
+    return h * var + m.mean
+
+
+def statistics_in_one_buffer(m: Body, h: Tensor) -> Tensor:
+    rows = m.table[:2]
+    return F.batch_norm(h[:, :4], rows[0], rows[1].abs_(), training=True, momentum=0.3).repeat(1, 2) + h
+
+
 BODIES = [
+    statistics_dropped,
+    statistics_read,
+    statistics_in_one_buffer,
     raised_to_powers,
     relu_in_place,
     slice_written,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from refusing import GLOBAL, Cases
 from torch import Tensor, nn
 
@@ -44,6 +45,12 @@ def exchanged_memory(m: Any, h: Tensor) -> Tensor:
     m.fc.weight.data = m.fc.weight.data * 2  # here
     h = h + 1
     return h @ m.fc.weight
+
+
+@refused("aten.native_batch_norm.default overwrites 2 tensors at once, not all of them parameters or buffers")
+def strided_statistics(m: Any, h: Tensor) -> Tensor:
+    both = torch.ones(h.shape[1], 2)
+    return F.batch_norm(h, both[:, 0], both[:, 1], training=True)  # here
 
 
 @refused("aten.resize_.default changes what a tensor refers to")
