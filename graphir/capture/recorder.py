@@ -242,6 +242,9 @@ class Recorder(Tape, TorchDispatchMode):
             out = self._results.of(form, bound, geometries, args, kwargs)
             self._write_state(form, bound, inputs, targets, out)
             return out
+        if self.phase == "forward":
+            for target in targets:
+                keep_edges(target)
         if form.func in _RRELU:
             return self._overwrite_noise(form, bound, aliases, args, kwargs)
         # The functional form takes contiguous copies of the statistics, for which kernels round otherwise.
@@ -254,8 +257,6 @@ class Recorder(Tape, TorchDispatchMode):
                 fix="make them contiguous, register them as buffers, or overwrite them one by one",
             )
         (target,) = targets
-        if self.phase == "forward":
-            keep_edges(target)
         new = functional_call(self, form, target, args, kwargs, where(self._scopes.current))
         out = self._results.of(form, bound, geometries, args, kwargs)
         self._store_value(target, new)
@@ -266,9 +267,6 @@ class Recorder(Tape, TorchDispatchMode):
     ) -> Any:
         """``rrelu``, which overwrites its noise and returns a tensor or overwrites that too, by its functional form."""
         targets = [aliases[i] for i in bound.written]
-        if self.phase == "forward":
-            for target in targets:
-                keep_edges(target)
         seen = [self.read(target.tensor) for target in targets]
         made = self.emit(_aten.rrelu_with_noise_functional.default, args, kwargs, {})
         out = self._results.of(form, bound, [alias.geometry for alias in aliases], args, kwargs)
@@ -285,9 +283,6 @@ class Recorder(Tape, TorchDispatchMode):
     ) -> Any:
         """Batch norm where running statistics are no state, as where ``instance_norm`` repeats it over the batch."""
         targets = [aliases[i] for i in bound.written]
-        if self.phase == "forward":
-            for target in targets:
-                keep_edges(target)
         seen = [self.read(target.tensor) for target in targets]
         *made, mean, var = self.emit(_aten._native_batch_norm_legit_functional.default, args, kwargs, {})
         out = self._results.of(form, bound, [alias.geometry for alias in aliases], args, kwargs)

@@ -96,10 +96,10 @@ class Statements:
         self.reduced: set[str] = set()
 
     def add(self, position: int, instruction: Instruction) -> None:
-        """Write the line of an instruction, or hold it back: updates that follow each other become one call, and so do
-        reductions.
+        """Write the line of an instruction, or hold it back: reductions that stand side by side become one call, and so
+        do updates that follow each other.
 
-        What is freed between them is freed after them; nothing takes its place meanwhile. What is waited for between
+        What is freed between updates is freed after them; nothing takes its place meanwhile. What is waited for between
         them is waited for before them, which delays nobody: whoever waits for the updates waits for a later record.
         """
         op = self.net.ops[instruction.op] if instruction.kind == "run" else None

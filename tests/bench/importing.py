@@ -41,7 +41,7 @@ def rows(runs: int = 41) -> Iterator[str]:
     yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
     found = [case for case in cases.cases("model") if case.name == "resnet50_4dev"]
     if not found:
-        yield f"| ResNet-50 | the recorded nets are not at {cases.SHARED} | | | | | |"
+        yield "| ResNet-50 | the recorded nets are not beside this checkout | | | | | |"
     for case in found:
         recorded = case.program()
         for devices, program in ((RECORDED, recorded), (2 * RECORDED, _doubled(recorded))):
