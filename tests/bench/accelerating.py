@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import models
 import torch
 from exactness import different, everything
-from stepping import DispatchBound
+from stepping import dispatch_bound
 from timing import alternate
 
 import graphir
@@ -23,12 +23,8 @@ _PAIRS, _INNER, _STEPS = 20, 10, 20
 Step = Callable[[], object]
 
 
-def _mlp() -> models.Example:
-    return models.Example(DispatchBound(), (torch.randn(8, 64),), (torch.randn(8, 64),), torch.nn.functional.mse_loss)
-
-
 CASES: tuple[tuple[str, Callable[[], models.Example]], ...] = (
-    ("dispatch-bound MLP, batch 8", _mlp),
+    ("dispatch-bound MLP, batch 8", dispatch_bound),
     ("residual net, batch 32", lambda: models.resnet(batch=32, blocks=4, channels=32, image=16, classes=10)),
     ("GPT, batch 8", lambda: models.gpt(batch=8, length=128, width=256, heads=8, layers=6, vocabulary=1024)),
     ("ResNet-50, batch 8", lambda: models.resnet50(batch=8)),

@@ -15,7 +15,7 @@ from zoo_rows import library
 import graphir
 from graphir import passes, runtime
 
-__all__ = ["rows"]
+__all__ = ["DispatchBound", "dispatch_bound", "rows"]
 
 
 class DispatchBound(nn.Module):
@@ -31,7 +31,8 @@ class DispatchBound(nn.Module):
         return x
 
 
-def _mlp() -> models.Example:
+def dispatch_bound() -> models.Example:
+    """Eight narrow layers, at batch 8."""
     return models.Example(DispatchBound(), (torch.randn(8, 64),), (torch.randn(8, 64),), nn.functional.mse_loss)
 
 
@@ -47,7 +48,7 @@ def _resnet18(image: int) -> models.Example:
 
 
 CASES: dict[str, tuple[Callable[[], models.Example], float, int, int]] = {
-    "dispatch-bound MLP, batch 8": (_mlp, 0.45, 40, 50),
+    "dispatch-bound MLP, batch 8": (dispatch_bound, 0.45, 40, 50),
     "GPT, batch 8": (_gpt, 0.97, 30, 2),
 }
 """What makes an example; at most of eager's time; how many rounds of how many steps."""
