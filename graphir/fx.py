@@ -28,6 +28,7 @@ from graphir.runtime.state import State
 from .errors import GraphirError
 from .ir.blob import Blob
 from .ir.dtype import TORCH_NAME
+from .ir.guard import RELATIONS
 from .ir.operator import Arg, Operator, Symbol
 from .ir.opset import OWN, overload, to_torch
 from .ir.program import Program
@@ -170,7 +171,7 @@ class _Writer:
         read = {prefix + name: node for name, node in first.items() if prefix + name in self.blobs}
         nodes = {name: self.checked(node, self.blobs[name]) for name, node in read.items()}
         self.measure(nodes)
-        self.above_one()
+        self.guard()
         for name, node in nodes.items():
             self.values[name, 0] = self.laid_out(node, self.blobs[name])
 
@@ -202,10 +203,11 @@ class _Writer:
             else:
                 self.graph.call_function(agreed, (extent, self.size(size), f"{name} along dimension {d}", str(size)))
 
-    def above_one(self) -> None:
-        for dim, why in self.program.above_one.items():
-            if dim in self.dims:
-                self.graph.call_function(more_than_one, (self.dims[dim], dim, why))
+    def guard(self) -> None:
+        for guard in self.program.guards:
+            if any(dim in self.dims for dim in guard.dims):
+                arguments = (self.size(guard.size), guard.modulus, guard.relation, guard.number)
+                self.graph.call_function(guarded, (*arguments, str(guard), guard.reason))
 
     def laid_out(self, node: fx.Node, blob: Blob) -> fx.Node:
         """An argument in the layout in which it was captured."""
@@ -432,10 +434,10 @@ def measured(extent: int, constant: int, coefficient: int, where: str) -> int:
     return (extent - constant) // coefficient
 
 
-def more_than_one(value: int, dim: str, why: str) -> None:
-    """Refuses a dimension of 1, where the step is another one."""
-    if value < 2:
-        raise GraphirError(f"{dim} is 1, the program takes it from 2 on: {why}", fix="capture the model at 1")
+def guarded(value: int, modulus: int, relation: str, number: int, guard: str, reason: str) -> None:
+    """Refuses sizes for which the step is another one."""
+    if not RELATIONS[relation](value % modulus if modulus else value, number):
+        raise GraphirError(f"the program takes {guard}: {reason}", fix="capture the model at these sizes")
 
 
 def agreed(extent: int, expected: int, where: str, size: str) -> None:

@@ -69,11 +69,14 @@ def _bind(program: Program, dims: Mapping[str, int]) -> dict[str, int]:
             )
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise PassError(f"dimension {name!r} cannot be {size!r}", fix="sizes are integers from 1 up")
-        if size == 1 and named[0] in program.above_one:
-            raise PassError(
-                f"dimension {name!r} cannot be 1: {program.above_one[named[0]]}", fix="capture the model at 1"
-            )
         bound.update(dict.fromkeys(named, size))
+    for guard in program.guards:
+        if not guard.holds(bound):
+            at = ", ".join(f"{dim} {bound[dim]}" for dim in guard.dims)
+            raise PassError(
+                f"program {program.name!r} takes {guard}, not {at}: {guard.reason}",
+                fix="capture the model at this size",
+            )
     return bound
 
 

@@ -81,7 +81,7 @@ class Replicate(Pass):
             step=step,
             interface=_with_gradients_of(program.interface, copies[0].prefix, copied, step),
             dims={copy.prefix + dim: value for copy in copies for dim, value in program.dims.items()},
-            above_one={copy.prefix + dim: why for copy in copies for dim, why in program.above_one.items()},
+            guards=tuple([guard.renamed(copy.prefix.__add__) for copy in copies for guard in program.guards]),
             replicas=tuple(copy.prefix for copy in copies),
         )
 

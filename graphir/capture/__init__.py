@@ -154,7 +154,7 @@ def _program_of(
         name=name,
         dims=followed.dims,
         fixed=followed.fixed,
-        above_one=followed.above_one,
+        guards=followed.guards,
         batch_dims=followed.batch_dims,
         optimizer=type(optimizer).__name__ if optimizer is not None else "",
         groups=groups,

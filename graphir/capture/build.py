@@ -11,6 +11,7 @@ from ..errors import CaptureError
 from ..ir.blob import Blob, Role
 from ..ir.device import gpu
 from ..ir.dtype import TORCH_NAME
+from ..ir.guard import Guard
 from ..ir.net import Net
 from ..ir.operator import Arg, Operator
 from ..ir.opset import effects_of
@@ -39,7 +40,7 @@ def build_program(
     name: str,
     dims: Mapping[str, int],
     fixed: str,
-    above_one: Mapping[str, str],
+    guards: tuple[Guard, ...],
     batch_dims: Sequence[int | None] | None,
     optimizer: str = "",
     groups: Sequence[Group] = (),
@@ -53,7 +54,7 @@ def build_program(
         name: of the program.
         dims: the captured value of each dimension that sizes follow.
         fixed: why sizes are plain numbers where they are.
-        above_one: what is otherwise at 1, by dimension.
+        guards: what they must satisfy.
         batch_dims: of each leaf that a forward-only step returns, the one that grows with the batch; None: not known.
         optimizer: name of its class.
         groups: its parameter groups.
@@ -104,7 +105,7 @@ def build_program(
         net,
         dims,
         fixed,
-        above_one=above_one,
+        guards=guards,
         interface=_interface(step, recording, batch_dims, named, optimizer, groups, update),
         state=_state(step, recording, copies, named, update),
         module=step.model,

@@ -23,13 +23,17 @@ from typing import Final
 
 from ..ir.size import Monomial, Polynomial, Size, bind
 
-__all__ = ["BATCH", "Grid"]
+__all__ = ["BATCH", "Grid", "NotPolynomial"]
 
 BATCH: Final = "batch"
 """The dimension that is split over replicas."""
 
 _SMALL: Final = 7
 """Dimensions from here on are recorded at smaller values, which models with a longest sequence take too."""
+
+
+class NotPolynomial(Exception):
+    """A number, or the list of operators, follows the dimensions otherwise; says which and how."""
 
 
 class Grid:

@@ -12,18 +12,15 @@ from typing import NamedTuple
 
 from ..errors import CaptureError
 from ..ir.blob import contiguous_strides
+from ..ir.guard import Guard
 from ..ir.operator import Arg
-from ..ir.size import Dims, Shape, Size, size_dims
-from .grid import BATCH, Grid
+from ..ir.size import Dims, Shape, Size, dimension, size_dims
+from .grid import BATCH, Grid, NotPolynomial
 from .recording import Recording, Step, record, same_bits
 from .thresholds import threshold_in
 from .values import Call, Value
 
-__all__ = ["Followed", "Geometry", "NotPolynomial", "Sizes", "follow_dims"]
-
-
-class NotPolynomial(Exception):
-    """A number, or the list of operators, follows the dimensions otherwise; says which and how."""
+__all__ = ["Followed", "Geometry", "Sizes", "follow_dims"]
 
 
 class _Threshold(NotPolynomial):
@@ -35,7 +32,7 @@ class Followed(NamedTuple):
     sizes: of a step.
     dims: the captured value of each dimension that they follow.
     fixed: why they don't follow others; empty where there are none.
-    above_one: what is otherwise where a dimension is 1, for those that they follow from 2 on only.
+    guards: what the dimensions must satisfy.
     recordings: all that were taken.
     batch_dims: of each leaf that a forward-only step returns, the first dimension that grows with the batch; None
         where the step could be recorded at one batch only.
@@ -44,7 +41,7 @@ class Followed(NamedTuple):
     sizes: Sizes
     dims: dict[str, int]
     fixed: str
-    above_one: Mapping[str, str] = {}
+    guards: tuple[Guard, ...] = ()
     recordings: tuple[Recording, ...] = ()
     batch_dims: Sequence[int | None] | None = None
 
@@ -75,8 +72,8 @@ def _follow(taken: _Taken, dims: dict[str, int]) -> Followed:
     if not dims:
         return Followed(taken.sizes({}), {}, "no argument has a batch dimension")
     try:
-        sizes, above_one = taken.above_one(dims)
-        return Followed(sizes, dims, "", above_one)
+        sizes, guards = taken.guarded(dims)
+        return Followed(sizes, dims, "", guards)
     except NotPolynomial as e:
         if len(dims) == 1:
             return Followed(taken.sizes({}), {}, str(e))
@@ -93,8 +90,8 @@ def _follow(taken: _Taken, dims: dict[str, int]) -> Followed:
         fixed = [f"all but {BATCH} are fixed: {reason}"]
         alone = {BATCH: dims[BATCH]}
     try:
-        sizes, above_one = taken.above_one(alone)
-        return Followed(sizes, alone, "; ".join(fixed), above_one)
+        sizes, guards = taken.guarded(alone)
+        return Followed(sizes, alone, "; ".join(fixed), guards)
     except NotPolynomial as e:
         return Followed(taken.sizes({}), {}, "; ".join([*fixed, str(e)]))
 
@@ -106,7 +103,18 @@ class _Taken:
         self.step = step
         self.at: dict[tuple[int, ...], Recording] = {}
 
-    def above_one(self, dims: Mapping[str, int]) -> tuple[Sizes, dict[str, str]]:
+    def guarded(self, dims: Mapping[str, int]) -> tuple[Sizes, tuple[Guard, ...]]:
+        """The step's sizes as polynomials in *dims*, and what these must satisfy.
+
+        Raises:
+            NotPolynomial: they are none.
+            CaptureError: the step can't be told by a program.
+        """
+        sizes, otherwise = self._above_one(dims)
+        above_one = [Guard(dimension(dim), ">=", 2, reason=why) for dim, why in otherwise.items()]
+        return sizes, tuple(above_one)
+
+    def _above_one(self, dims: Mapping[str, int]) -> tuple[Sizes, dict[str, str]]:
         """The step's sizes as polynomials in *dims*, and what is otherwise where one of these is 1.
 
         A tensor with a dimension of 1 may be contiguous in several ways, so PyTorch may take a view of it where it

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from .device import Device
+from .guard import Guard
 from .net import Net
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class Program:
         replicas: the prefix of each replica, by position; ``("",)`` as captured.
         interface: how arguments and results map to blobs.
         history: the text of each pass that was run, in order.
-        above_one: dimensions that sizes follow from 2 on only, and what is otherwise where they are 1.
+        guards: what the dimensions must satisfy for this to be the step that eager PyTorch takes.
         state: the module's and the optimizer's own (unprefixed) names, and ``step``, to tensors; empty where the
             model was captured on the meta device. Not part of equality.
         module: the captured module. Not saved, not part of equality.
@@ -123,7 +124,7 @@ class Program:
     replicas: tuple[str, ...] = ("",)
     interface: Interface = field(default_factory=Interface)
     history: tuple[str, ...] = ()
-    above_one: Mapping[str, str] = field(default_factory=dict)
+    guards: tuple[Guard, ...] = ()
     state: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
     module: torch.nn.Module | None = field(default=None, compare=False, repr=False)
 

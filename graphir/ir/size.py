@@ -49,6 +49,7 @@ HIGHEST_DEGREE: Final = 8
 LONGEST_TEXT: Final = 4000
 """How many characters a size or a number is written with; Python itself reads no integers of more than 4300 digits."""
 
+_FACTORS: Final = {1: "", -1: "-"}
 _MOST_TERMS: Final = 1024
 _MOST_DIGITS: Final = 20
 _FIX: Final = "write an integer or an expression such as 2*batch+1 or batch*length"
@@ -72,7 +73,7 @@ class Polynomial(NamedTuple):
         return kept[0][1] if len(kept) == 1 and not kept[0][0] else Polynomial(kept)
 
     def __str__(self) -> str:
-        parts = ["*".join(monomial if k == 1 else (str(k), *monomial)) for monomial, k in self.terms if monomial]
+        parts = [_FACTORS.get(k, f"{k}*") + "*".join(monomial) for monomial, k in self.terms if monomial]
         parts += [str(k) for monomial, k in self.terms if not monomial]
         return "+".join(parts).replace("+-", "-")
 
@@ -175,7 +176,7 @@ def parse_size(text: str) -> Size:
     position = 0
     while position < len(text):
         sign = 1
-        if position and text[position] in "+-":
+        if text[position] in ("+-" if position else "-"):
             sign = 1 if text[position] == "+" else -1
             position += 1
         match = _TERM.match(text, position)

@@ -18,6 +18,7 @@ from graphir.errors import CoverageError, SessionError
 from graphir.ir.blob import Blob, contiguous_strides
 from graphir.ir.device import Device
 from graphir.ir.dtype import TORCH_NAME
+from graphir.ir.guard import Guard
 from graphir.ir.names import base_name
 from graphir.ir.opset import to_symbol
 from graphir.ir.program import Program, Scalar
@@ -262,14 +263,22 @@ class Scatter:
                             raise self.misshapen(i, blob.shape or (), leaves[i], shape, at)
                         for dim in found.keys() - first.keys():
                             first[dim] = i
-        for dim, why in self.program.above_one.items():
-            if found.get(dim) == 1:
-                raise CoverageError(
-                    f"{self.arguments.names[first[dim]]}: {base_name(dim)} is 1, the program takes it from 2 on: {why}",
-                    where=f"program {self.program.name!r}",
-                    fix="give more, or capture the model at 1",
-                )
-        return {**self.program.dims, **found}
+        dims = {**self.program.dims, **found}
+        for guard in self.program.guards:
+            if not guard.holds(dims):
+                raise self._outside(guard, dims, first)
+        return dims
+
+    def _outside(self, guard: Guard, dims: Dims, first: Mapping[str, int]) -> CoverageError:
+        """The refusal of sizes for which *guard* does not hold; *first* are the leaves that say each dimension."""
+        sizes = ", ".join(f"{base_name(dim)} is {dims[dim]}" for dim in guard.dims)
+        leaf = next((first[dim] for dim in guard.dims if dim in first), None)
+        place = "" if leaf is None else f"{self.arguments.names[leaf]}: "
+        return CoverageError(
+            f"{place}{sizes}, the program takes {guard.renamed(base_name)}: {guard.reason}",
+            where=f"program {self.program.name!r}",
+            fix="give other sizes, or capture the model at these",
+        )
 
     def misshapen(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from math import prod
 from typing import Final
 
@@ -14,6 +15,7 @@ from ...plan import Event, Instruction, Plan
 from ..blob import Blob
 from ..device import Device
 from ..dtype import ITEMSIZE
+from ..guard import Guard, parse_guard
 from ..net import Net
 from ..operator import PURE, SYMBOLS, Arg, Effects, Operator, Symbol
 from ..program import Feed, Fetch, Interface, ParamGroup, Program, Scalar
@@ -21,6 +23,7 @@ from ..size import LARGEST, Dims, Shape, Size, parse_size
 from .records import (
     AnyFile,
     BlobRecord,
+    GuardRecord,
     InstructionRecord,
     InterfaceRecord,
     NetFile,
@@ -222,8 +225,15 @@ def _program(record: ProgramRecord) -> Program:
         record.replicas,
         _interface(record.interface, "program.interface"),
         record.history,
-        record.above_one,
+        _guards(record.guards),
     )
+
+
+def _guards(records: Sequence[GuardRecord]) -> tuple[Guard, ...]:
+    try:
+        return tuple([parse_guard(record.guard, record.reason) for record in records])
+    except GraphirError as e:
+        raise _placed("program.guards", e) from None
 
 
 def _instruction(record: InstructionRecord, ops: int) -> Instruction:

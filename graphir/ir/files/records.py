@@ -158,6 +158,13 @@ class TensorRecord(_Record):
     crc32: int | None = None
 
 
+class GuardRecord(_Record):
+    """A :class:`~graphir.ir.guard.Guard`, but for its reason in its own text."""
+
+    guard: str
+    reason: str
+
+
 class ProgramRecord(_Record):
     """A :class:`~graphir.ir.program.Program`; ``state`` says which tensors are stored beside the file, if any are."""
 
@@ -166,7 +173,7 @@ class ProgramRecord(_Record):
     fixed: str = ""
     replicas: tuple[str, ...] = ("",)
     history: tuple[str, ...] = ()
-    above_one: dict[str, str] = {}
+    guards: tuple[GuardRecord, ...] = ()
     interface: InterfaceRecord = InterfaceRecord()
     state: dict[str, TensorRecord] | None = None
     init: NetRecord

@@ -12,6 +12,7 @@ from typing import Final, cast
 
 from ...errors import ParseError, nearest
 from ...plan import KINDS, STREAMS, Event, Instruction, Kind, Plan
+from ..guard import Guard, parse_guard
 from ..net import Net
 from ..program import Feed, Fetch, Interface, ParamGroup, Program, Scalar
 from .parse_net import NetReader, read_net
@@ -69,7 +70,7 @@ def _program(reader: Lines, line: Line) -> Program:
         if not header.statement(reader, line):
             raise line.error(
                 f"unknown statement {line.shown()}",
-                "a program has dims, fixed, above_one, replicas, passes, two nets, interface",
+                "a program has dims, fixed, guards, replicas, passes, two nets, interface",
             )
 
 
@@ -80,7 +81,7 @@ class _Header:
         self.name = line.name()
         self.dims: dict[str, int] = {}
         self.fixed = ""
-        self.above_one: dict[str, str] = {}
+        self.guards: list[Guard] = []
         self.replicas: tuple[str, ...] = ("",)
         self.history: tuple[str, ...] = ()
         self.nets: list[NetReader] = []
@@ -99,9 +100,8 @@ class _Header:
             self.dims = line.assignments(line.whole)
         elif word == "fixed":
             self.fixed = line.string(line.take())
-        elif word == "above_one":
-            dim = line.name()
-            self.above_one[dim] = line.string(line.take())
+        elif word == "guard":
+            self.guards.append(_guard(line))
         elif word == "replicas":
             self.replicas = line.names()
         elif word == "passes":
@@ -128,8 +128,16 @@ class _Header:
             self.replicas,
             self.interface,
             self.history,
-            self.above_one,
+            tuple(self.guards),
         )
+
+
+def _guard(line: Line) -> Guard:
+    text = line.string(line.take())
+    try:
+        return parse_guard(text, line.string(line.take()))
+    except ParseError as e:
+        raise line.error(e.what, e.fix) from None
 
 
 def _passes(line: Line) -> tuple[str, ...]:

@@ -120,8 +120,8 @@ def _header(program: Program) -> Iterator[str]:
         yield f"  dims {_assignments(program.dims)}"
     if program.fixed:
         yield f"  fixed {json_string(program.fixed)}"
-    for dim, reason in program.above_one.items():
-        yield f"  above_one {quoted(dim)} {json_string(reason)}"
+    for guard in program.guards:
+        yield f"  guard {json_string(str(guard))} {json_string(guard.reason)}"
     if program.replicas != ("",):
         yield f"  replicas {', '.join(map(quoted, program.replicas))}".rstrip()
     if program.history:

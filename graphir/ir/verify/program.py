@@ -32,9 +32,10 @@ def program_problems(program: Program) -> list[Problem]:
 
 
 def _phases(program: Program) -> Iterator[Problem]:
-    for dim in program.above_one:
-        if dim not in program.dims:
-            yield Problem(f"dimension {dim!r}, which is to be above 1, has no value")
+    for guard in program.guards:
+        for dim in guard.dims:
+            if dim not in program.dims:
+                yield Problem(f"dimension {dim!r} of the guard {guard} has no value")
     if len(set(program.replicas)) != len(program.replicas) or not program.replicas:
         yield Problem(f"the replicas {list(program.replicas)} are not distinct prefixes")
     for net, initial in ((program.init, True), (program.step, False)):

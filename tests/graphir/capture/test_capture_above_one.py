@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import graphir
 from graphir import CoverageError, GraphirError, PassError, capture, passes
+from graphir.ir.guard import parse_guard
 from graphir.ir.program import Program
 
 
@@ -45,9 +46,14 @@ def captured(body: Callable[[Tensor], Tensor], dims: Any = 0) -> Program:
     return capture(Model(body), (torch.randn(3, 8, 6),), loss=lambda y: y.square().mean(), batch_dims=dims)
 
 
+def above_one(program: Program) -> dict[str, str]:
+    """The dimensions that are bound from 2 on, and why."""
+    return {guard.dims[0]: guard.reason for guard in program.guards if (guard.relation, guard.number) == (">=", 2)}
+
+
 def test_where_the_step_is_the_same_one_row_is_taken() -> None:
     program = captured(torch.relu, {0: "batch", 1: "length"})
-    assert program.above_one == {}
+    assert program.guards == ()
     assert program.module is not None
     matches_eager(
         program, Example(program.module, (torch.randn(3, 8, 6),), (), lambda y: y.square().mean()), batches=(1,)
@@ -57,27 +63,27 @@ def test_where_the_step_is_the_same_one_row_is_taken() -> None:
 @pytest.mark.parametrize("body", [convolved, patches, rows_last])
 def test_where_it_is_another_one_row_is_refused(body: Callable[[Tensor], Tensor]) -> None:
     program = captured(body)
-    assert program.fixed == "" and program.dims == {"batch": 3} and program.above_one.keys() == {"batch"}
+    assert program.fixed == "" and program.dims == {"batch": 3} and above_one(program).keys() == {"batch"}
     with Session(passes.emit(program), program.state) as session:
         session.step(torch.randn(2, 8, 6))
-        with pytest.raises(CoverageError, match=r"'x'\): batch is 1, the program takes it from 2 on") as error:
+        with pytest.raises(CoverageError, match=r"'x'\): batch is 1, the program takes batch>=2: ") as error:
             session.step(torch.randn(1, 8, 6))
-        assert program.above_one["batch"] in error.value.what
+        assert above_one(program)["batch"] in error.value.what
         session.step(torch.randn(4, 8, 6))
 
 
 def test_only_the_dimension_that_differs_is_bound() -> None:
     program = captured(rows_last, {0: "batch", 1: "length"})
-    assert program.dims == {"batch": 3, "length": 8} and set(program.above_one) <= {"batch", "length"}
-    assert "batch" in program.above_one
+    assert program.dims == {"batch": 3, "length": 8} and set(above_one(program)) <= {"batch", "length"}
+    assert "batch" in above_one(program)
 
 
 def test_what_a_module_refuses_a_session_refuses() -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
     program = capture(model, (torch.randn(4, 6),), loss=lambda y: y.square().mean())
-    assert "Expected more than 1 value per channel" in program.above_one["batch"]
+    assert "Expected more than 1 value per channel" in above_one(program)["batch"]
     program = passes.replicate(program, [0, 1])
-    assert program.above_one.keys() == {"gpu_0/batch", "gpu_1/batch"}
+    assert above_one(program).keys() == {"gpu_0/batch", "gpu_1/batch"}
     with Session(passes.emit(program), program.state) as session:
         session.step(torch.randn(4, 6))
         with pytest.raises(CoverageError, match="batch is 1"):
@@ -89,10 +95,10 @@ def test_it_is_printed_saved_verified_and_asked_by_emit(tmp_path: Any) -> None:
     assert graphir.parse(str(program)) == program
     program.save(tmp_path / "p.json")
     assert graphir.load(tmp_path / "p.json") == program
-    with pytest.raises(PassError, match="dimension 'batch' cannot be 1: "):
+    with pytest.raises(PassError, match="takes batch>=2, not batch 1: operator"):
         passes.emit(program, dims={"batch": 1})
-    with pytest.raises(GraphirError, match="dimension 'rows', which is to be above 1, has no value"):
-        graphir.verify(program.with_(above_one={"rows": "why"}))
+    with pytest.raises(GraphirError, match="dimension 'rows' of the guard rows>=2 has no value"):
+        graphir.verify(program.with_(guards=(parse_guard("rows>=2", "why"),)))
 
 
 def test_fixed_sizes_keep_the_strides_of_dimensions_of_one() -> None:
@@ -106,7 +112,7 @@ def test_fixed_sizes_keep_the_strides_of_dimensions_of_one() -> None:
 
 def test_graphs_refuse_one_row() -> None:
     program = captured(rows_last)
-    with pytest.raises(GraphirError, match="batch is 1, the program takes it from 2 on"):
+    with pytest.raises(GraphirError, match="the program takes batch>=2: operator"):
         program.to_fx()(torch.randn(1, 8, 6))
 
 

@@ -36,7 +36,7 @@ DIMS = st.fixed_dictionaries(dict.fromkeys(NAMES, st.integers(0, 1000)))
         (-7, "-7"),
         (BATCH, "batch"),
         (Polynomial.of({("batch",): 2, (): 1}), "2*batch+1"),
-        (Polynomial.of({("batch",): -1, (): -3}), "-1*batch-3"),
+        (Polynomial.of({("batch",): -1, (): -3}), "-batch-3"),
         (Polynomial.of({("a",): 1, ("b",): -2}), "a-2*b"),
         (Polynomial.of({("gpu_0/batch",): 3, ("gpu_1/batch",): 1, (): 5}), "3*gpu_0/batch+gpu_1/batch+5"),
         (Polynomial.of({("batch", "length"): 1}), "batch*length"),

@@ -1,0 +1,86 @@
+"""Guards: what the dimensions of a program must satisfy for it to be the step that eager PyTorch takes.
+
+A step that was recorded with a length of 512 says nothing about the branch that the model's Python takes from 1,025 on.
+The program holds where its guards do, and a session refuses other sizes.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple
+
+from ..errors import ParseError
+from .size import Dims, Polynomial, bind, parse_size, rename_dims, size_dims
+
+__all__ = ["RELATIONS", "Guard", "parse_guard"]
+
+RELATIONS: Final[Mapping[str, Callable[[int, int], bool]]] = {
+    "<=": operator.le,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+}
+
+_GUARD: Final = re.compile(r"([^%<>=!]+)(?:%([1-9]\d{0,18}))?(<=|>=|==|!=)(-?\d{1,19})")
+
+
+class Guard(NamedTuple):
+    """A relation of a size, or of its remainder, to a number.
+
+    Attributes:
+        size: of dimensions.
+        relation: one of ``RELATIONS``.
+        number: at the right of it.
+        modulus: what the size is divided by, where the relation is to the remainder; 0 where it is to the size itself.
+        reason: what would be otherwise.
+    """
+
+    size: Polynomial
+    relation: str
+    number: int
+    modulus: int = 0
+    reason: str = ""
+
+    def __str__(self) -> str:
+        remainder = f"%{self.modulus}" if self.modulus else ""
+        return f"{self.size}{remainder}{self.relation}{self.number}"
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """The dimensions that it is about."""
+        return size_dims(self.size)
+
+    def holds(self, dims: Dims) -> bool:
+        """Whether it holds under *dims*.
+
+        Raises:
+            GraphirError: a dimension has no value.
+        """
+        value = bind(self.size, dims)
+        return RELATIONS[self.relation](value % self.modulus if self.modulus else value, self.number)
+
+    def renamed(self, rename: Callable[[str], str]) -> Guard:
+        """This guard with each dimension renamed."""
+        size = rename_dims(self.size, rename)
+        assert isinstance(size, Polynomial)
+        return self._replace(size=size)
+
+
+def parse_guard(text: str, reason: str) -> Guard:
+    """Read what ``str(guard)`` prints.
+
+    Raises:
+        ParseError: *text* is no guard.
+    """
+    match = _GUARD.fullmatch(text)
+    if match is None:
+        raise ParseError(
+            f"{text[:40]!r} is not a guard", fix="write a size, a relation and a number: batch>=2, length%8==0"
+        )
+    size, modulus, relation, number = match.groups()
+    polynomial = parse_size(size)
+    if isinstance(polynomial, int):
+        raise ParseError(f"{text[:40]!r} depends on no dimension", fix="leave it out")
+    return Guard(polynomial, relation, int(number), int(modulus or 0), reason)
