@@ -92,8 +92,12 @@ class Recorder(Tape, TorchDispatchMode):
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
         """Between the step's own calls: what runs on fake tensors is recorded by :meth:`emit` alone."""
-        with _pop_mode_temporarily(), torch.no_grad():
-            yield
+        seen, self.extents.seen = self.extents.seen, False
+        try:
+            with _pop_mode_temporarily(), torch.no_grad():
+                yield
+        finally:
+            self.extents.seen = seen
 
     # What the dispatcher calls.
 
@@ -107,12 +111,15 @@ class Recorder(Tape, TorchDispatchMode):
     ) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
+        seen, self.extents.seen = self.extents.seen, False
         try:
             return self._dispatch(func, args, kwargs or {})
         except CaptureError as e:
             if self.refusal is None:
                 self.refusal, self.failed_line = e, self._line(self._origin(())[0], ())
             raise
+        finally:
+            self.extents.seen = seen
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         kwargs = on_host(kwargs, self._scope)

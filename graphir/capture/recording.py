@@ -21,6 +21,7 @@ from .backward import backward
 from .conditions import Broken, Checks, Watch
 from .devices import moves_stay
 from .escapes import escapes_refused
+from .extents import Extents, plain
 from .global_state import global_state_kept
 from .gradients import Finished, fake_scaler, finish_gradients, refuse_sparse, scale_loss
 from .known import fakes_with_known_values_hidden
@@ -84,6 +85,7 @@ class Recording(NamedTuple):
         parts: parameters, and gradients and sums of some micro-batches.
         finished: what the updates read, or the caller gets.
         sparse_gradients: those of parameters, by the index of the parameter's value.
+        extents: the sizes that the step was told, and what it asked about them.
     """
 
     calls: list[Call]
@@ -98,6 +100,7 @@ class Recording(NamedTuple):
     parts: list[tuple[Value, Value]]
     finished: Finished
     sparse_gradients: Mapping[int, SparseValue]
+    extents: Extents
 
     @property
     def outputs(self) -> list[Value]:
@@ -188,7 +191,7 @@ def _run(step: Step, dims: Dims, named: bool, watch: Watch | None = None) -> tup
                 parts = micro_batch(step.arguments.leaves, leaves, i, step.options.accumulate, recorder)
                 loss, start = _forward_loss(step, parts, scale, scopes, recorder, checks)
                 sums.add_loss(loss)
-                with recorder.follow_modules():
+                with recorder.follow_step():
                     found = backward(start, recorder, first_batch=i == 0)
                 of_params = [pair for pair in found if pair[0].kind == "param"]
                 sums.add_gradients(of_params, first)
@@ -211,6 +214,7 @@ def _run(step: Step, dims: Dims, named: bool, watch: Watch | None = None) -> tup
         sums.parts,
         finished,
         recorder.sparse.gradients,
+        recorder.extents,
     )
     recorder.release()
     sparse = [value for pair in recording.sparse_gradients.values() for value in pair]
@@ -252,7 +256,7 @@ def _forward(
 ) -> tuple[Any, tuple[Any, ...]]:
     """What the model returns, and the targets."""
     args, kwargs, targets = step.arguments.split(leaves)
-    with recorder.follow_modules():
+    with recorder.follow_step():
         output = step.model(*args, **kwargs)
     checks["settings"]()  # before the loss finds that it needs no gradient
     return output, targets
@@ -269,7 +273,7 @@ def _forward_loss(
     """The loss of a micro-batch, and what its backward starts from."""
     assert step.loss is not None
     output, targets = _forward(step, leaves, scopes, recorder, checks)
-    with scopes.inside("loss"), recorder.follow_modules():
+    with scopes.inside("loss"), recorder.follow_step():
         total = _scalar(step.loss(output, *targets))
         if step.options.accumulate > 1:
             total = total / step.options.accumulate
@@ -324,7 +328,7 @@ def _returned(output: Any, recorder: Recorder) -> tuple[list[Value | Scalar], py
                 fix="return tensors, numbers, strings and None in tuples, lists, dicts and classes that "
                 "torch.utils._pytree knows (torch.export.register_dataclass makes a dataclass known)",
             )
-    return [recorder.read(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec
+    return [recorder.read(leaf) if isinstance(leaf, torch.Tensor) else plain(leaf) for leaf in leaves], spec
 
 
 def _scalar(loss: Any) -> torch.Tensor:

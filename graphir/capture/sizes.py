@@ -15,7 +15,9 @@ from ..ir.blob import contiguous_strides
 from ..ir.guard import Guard
 from ..ir.operator import Arg
 from ..ir.size import Dims, Shape, Size, dimension, size_dims
+from .extents import Axis
 from .grid import BATCH, Grid, NotPolynomial
+from .guards import guards_of, simplified
 from .recording import Recording, Step, record, same_bits
 from .thresholds import threshold_in
 from .values import Call, Value
@@ -50,6 +52,7 @@ class Followed(NamedTuple):
         for recording in self.recordings:
             for value in recording.values:
                 value.release()
+            recording.extents.release()
 
 
 def follow_dims(step: Step) -> Followed:
@@ -112,7 +115,7 @@ class _Taken:
         """
         sizes, otherwise = self._above_one(dims)
         above_one = [Guard(dimension(dim), ">=", 2, reason=why) for dim, why in otherwise.items()]
-        return sizes, tuple(above_one)
+        return sizes, simplified([*above_one, *sizes.guards])
 
     def _above_one(self, dims: Mapping[str, int]) -> tuple[Sizes, dict[str, str]]:
         """The step's sizes as polynomials in *dims*, and what is otherwise where one of these is 1.
@@ -193,6 +196,7 @@ class Sizes:
         recording: the first, whose values and calls the others agree with.
         geometries: of each value, at its index.
         args: of each call, at its position.
+        guards: what the dimensions must satisfy for Python's tests of sizes to come out as they did.
 
     Args:
         recordings: the step at each point of *grid*.
@@ -210,6 +214,10 @@ class Sizes:
             self._compare()
         self.geometries = [self._geometry(values) for values in zip(*(r.values for r in recordings), strict=True)]
         self.args = [self._args(calls) for calls in zip(*(r.calls for r in recordings), strict=True)]
+        self.guards = list(guards_of(self.recording.extents, self._axis, grid.points))
+
+    def _axis(self, axis: Axis) -> Size:
+        return self.geometries[axis.value.index].shape[axis.dim]
 
     def _text(self, numbers: Sequence[object]) -> str:
         names, points = list(self._grid.points[0]), self._grid.points

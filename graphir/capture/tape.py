@@ -7,7 +7,7 @@ views anew where their memory has changed, and says of each call which module, l
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..errors import CaptureError
 from ..ir.operator import Arg, Phase
 from .edges import differentiable
+from .extents import Extents
 from .forms import Bound, Form, form_of
 from .known import is_known_result
 from .memory import Memory
@@ -37,6 +38,7 @@ class Tape:
         values: every value, externals first, at its index.
         phase: forward, backward or update.
         seeds: of the operators that draw random numbers.
+        extents: the sizes that the step is told.
     """
 
     def __init__(self, fake_mode: FakeTensorMode, scopes: Scopes, lines: SourceLines | None) -> None:
@@ -47,6 +49,7 @@ class Tape:
         self._scopes, self._lines = scopes, lines
         self._memory = Memory()
         self._results = Results(fake_mode, self._scope)
+        self.extents = Extents(self._memory.find, self._place)
         self._owners: dict[int, Value] = {}
         self._prefix, self._first = "", 0
 
@@ -70,11 +73,14 @@ class Tape:
 
     # How far the step is.
 
-    def follow_modules(self) -> contextlib.AbstractContextManager[None]:
-        """Know which module runs, and name what it returns."""
+    @contextlib.contextmanager
+    def follow_step(self) -> Iterator[None]:
+        """In the recording that is named: know which module runs, name what it returns, note what sizes it tests."""
         if self._lines is None:
-            return contextlib.nullcontext()
-        return self._scopes.follow(lambda: len(self.values), self.claim)
+            yield
+            return
+        with self._scopes.follow(lambda: len(self.values), self.claim), self.extents.given():
+            yield
 
     def start_micro_batch(self, prefix: str) -> None:
         """From here on, operators belong to the forward of the micro-batch whose names start with *prefix*."""
@@ -310,6 +316,10 @@ class Tape:
         read = (source or self._owner(), *inputs)
         made = [v.call.line for v in read if v is not None and v.call is not None]
         return next(filter(None, made), "")
+
+    def _place(self) -> str:
+        """The module and the source line that run."""
+        return where(self._scope(), self._lines.current() if self._lines is not None else "")
 
     def _scope(self) -> str:
         """The module that is running."""

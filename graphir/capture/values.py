@@ -11,7 +11,7 @@ recording keeps two things apart::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
@@ -21,6 +21,10 @@ __all__ = ["Alias", "Call", "Geometry", "Replay", "Store", "Value", "geometry_of
 
 Replay: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 """An operator and its arguments, tensors included."""
+
+
+_shape_of: Final = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
+"""The plain integers, also where the step is given others (:mod:`.extents`)."""
 
 
 class Geometry(NamedTuple):
@@ -42,7 +46,7 @@ class Geometry(NamedTuple):
 def geometry_of(tensor: torch.Tensor) -> Geometry:
     """The geometry of *tensor* now."""
     return Geometry(
-        tuple(tensor.shape),
+        tuple(_shape_of(tensor)),
         tensor.stride(),
         int(tensor.storage_offset()),
         tensor.dtype,

@@ -1,0 +1,185 @@
+"""Models whose Python tests sizes: a program covers those for which the tests come out as they did."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from graphir.runtime import Session
+from torch import Tensor, nn
+
+import graphir
+from graphir import CoverageError, GraphirError, PassError, capture, passes
+from graphir.ir.program import Program
+
+
+class Branching(nn.Module):
+    """A step that is another one for long sequences, for multiples of 9, and for batches of some sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        length = x.shape[1]
+        if length > 20:
+            y = y.relu()
+        if length % 9 == 0:
+            y = y * 2
+        if y.numel() // 6 >= 120:
+            y = y + y.mean()
+        return y / max(x.size(0), 4)
+
+
+def loss(y: Tensor) -> Tensor:
+    return y.square().mean()
+
+
+def captured(batch: int = 5, length: int = 8) -> Program:
+    return capture(Branching(), (torch.randn(batch, length, 6),), loss=loss, batch_dims={0: "batch", 1: "length"})
+
+
+def test_what_python_tests_guards_the_program() -> None:
+    program = captured()
+    assert program.fixed == ""
+    assert [str(guard) for guard in program.guards] == ["batch>=4", "length<=20", "length%9!=0", "batch*length<=119"]
+    assert all("test_capture_guards.py:" in guard.reason for guard in program.guards[1:])
+
+
+def test_a_session_refuses_what_would_be_another_step() -> None:
+    program = captured()
+    with Session(passes.emit(program), program.state) as session:
+        session.step(torch.randn(4, 5, 6))
+        with pytest.raises(
+            CoverageError,
+            match=r"length is 22, the program takes length<=20: Python tests it in the model, at .*guards.py:\d+",
+        ):
+            session.step(torch.randn(4, 22, 6))
+        with pytest.raises(CoverageError, match=r"batch is 15, length is 8, the program takes batch\*length<=119"):
+            session.step(torch.randn(15, 8, 6))
+        session.step(torch.randn(7, 8, 6))
+
+
+def test_compiled_sizes_all_have_the_bits_of_eager() -> None:
+    model = Branching()
+    eager = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    theirs = torch.optim.SGD(eager.parameters(), lr=0.1)
+    dims = {0: "batch", 1: "length"}
+    with (
+        warnings.catch_warnings(),
+        graphir.compile(
+            model, (torch.randn(5, 8, 6),), loss=loss, optimizer=optimizer, batch_dims=dims, most_plans=20
+        ) as compiled,
+    ):
+        warnings.simplefilter("ignore", graphir.RecaptureWarning)
+        for batch in (1, 4, 5, 30):
+            for length in (1, 5, 9, 20, 21, 27):
+                x = torch.randn(batch, length, 6)
+                found = compiled.step(x)
+                theirs.zero_grad()
+                expected = loss(eager(x))
+                expected.backward()
+                theirs.step()
+                assert torch.equal(found, expected.detach()), (batch, length)
+        assert len(compiled.plans) < 20
+
+
+def test_guards_are_printed_saved_and_asked_by_emit_and_graphs(tmp_path: Any) -> None:
+    program = captured()
+    assert graphir.parse(str(program)) == program
+    program.save(tmp_path / "p.json")
+    assert graphir.load(tmp_path / "p.json") == program
+    with pytest.raises(PassError, match="takes length<=20, not length 30"):
+        passes.emit(program, dims={"length": 30})
+    forward = capture(Branching(), (torch.randn(5, 8, 6),), batch_dims={0: "batch", 1: "length"}).to_fx()
+    forward(torch.randn(4, 8, 6))
+    with pytest.raises(GraphirError, match="the program takes length%9!=0"):
+        forward(torch.randn(4, 18, 6))
+
+
+def test_replicas_are_guarded_each() -> None:
+    program = passes.replicate(captured(), [0, 1])
+    assert "gpu_1/batch>=4" in map(str, program.guards)
+    with Session(passes.emit(program), program.state) as session:
+        session.step(torch.randn(8, 5, 6))
+        with pytest.raises(CoverageError, match="batch is 3, the program takes batch>=4"):
+            session.step(torch.randn(7, 5, 6))
+
+
+class Asking(nn.Module):
+    """A custom backward, a hook and a loss that test sizes."""
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return g * 2 if g.size(0) > 9 else g
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+        self.fc.register_forward_hook(lambda module, args, out: out.relu() if out.nelement() > 600 else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.Scaled.apply(self.fc(x))
+        return out
+
+
+def test_tests_in_backward_hooks_and_losses_are_seen() -> None:
+    def tested(y: Tensor) -> Tensor:
+        return y.sum() if y.shape != (40, 6) else y.mean()
+
+    program = capture(Asking(), (torch.randn(2, 6),), loss=tested)
+    assert [str(guard) for guard in program.guards] == ["batch<=9"]
+    program = capture(Asking(), (torch.randn(20, 6),), loss=tested)
+    assert [str(guard) for guard in program.guards] == ["batch>=10", "batch<=100", "batch!=40"]
+
+
+def test_a_test_that_no_guard_can_say_fixes_sizes() -> None:
+    class Halved(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if x.shape[0] / 2 > 100.5 else x.exp()
+
+    program = capture(Halved(), (torch.randn(4, 6),))
+    assert program.dims == {} and "Python tests it in the model, at" in program.fixed
+
+
+def test_sizes_that_a_model_returns_or_keeps_are_plain_numbers() -> None:
+    kept: list[Any] = []
+
+    class Returns(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, int]:
+            kept.append(x.shape[1])
+            return x.exp(), x.shape[1]
+
+    program = capture(Returns(), (torch.randn(4, 6),))
+    with Session(passes.emit(program), program.state) as session:
+        assert type(session.step(torch.randn(3, 6))[1]) is int
+    assert kept[0] * 2 == 12 and type(kept[0] * 2) is int
+
+
+def test_sizes_that_key_a_cache_are_no_guards() -> None:
+    class Cached(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * cache.setdefault(x.shape[0], 2)
+
+    cache: dict[int, int] = {4: 2}
+    program = capture(Cached(), (torch.randn(4, 6),))
+    assert program.guards == () and program.fixed == ""
+
+
+def test_torch_has_its_own_sizes_again() -> None:
+    before = {name: vars(torch._subclasses.FakeTensor).get(name) for name in ("shape", "size", "numel", "nelement")}
+    captured()
+    with pytest.raises(GraphirError):
+        capture(nn.Linear(3, 2), (torch.randn(2, 5),))
+    assert before == {name: vars(torch._subclasses.FakeTensor).get(name) for name in before}
+    assert set(before.values()) == {None}
