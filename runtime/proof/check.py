@@ -48,7 +48,9 @@ def check(plan: Plan) -> list[Finding]:
     require(plan, (Plan,), "check")
     ordering = Ordering(plan)
     ordering.run()
-    findings = [*unsatisfied_waits(plan, ordering.unsatisfied), *collectives_in_order(plan), *ordering.findings]
+    findings = unsatisfied_waits(plan, ordering.unsatisfied)
+    findings += collectives_in_order(plan, ordering.collectives)
+    findings += ordering.findings
     if plan.values and not any(finding.kind == "never written" for finding in findings):
         findings += _wrong_values(plan, ordering)
     return findings

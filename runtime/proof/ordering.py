@@ -1,33 +1,35 @@
 """Whether the events of a plan order every two uses of a storage that have to be ordered.
 
-One sweep in issue order. A lane's *clock* says, for every lane, up to which instruction the lane comes after it; a
-record carries the clock of its lane, and a wait merges it::
+One sweep in issue order. A lane's *clock* says up to which instruction of other lanes it comes after them; a record
+carries the clock of its lane, and a wait merges it::
 
     gpu:0.compute   0 run x     1 record x                          clock of gpu:1.copy_in after 2: {gpu:0.compute: 1}
     gpu:1.copy_in                            2 wait x    3 copy y <- x
 
 A use is ordered behind another one if it is on the same lane, or if its lane's clock has reached the other's position.
-Of each storage it is enough to know the last write and every lane's last read since. Most storages are used by one lane
-only: there is no clock to look at, since the lane itself orders their uses. Lanes and storages are numbers here.
+Of each storage it is enough to know the last write and every lane's last read since. Most storages have a *holder*, a
+lane that comes after all of these: no other lane has used the storage, or it waited for the holder before it. A holder
+may use, write and free the storage without a look at a clock. Storages are numbers here.
 """
 
 from __future__ import annotations
 
-import sys
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 from graphir.errors import PlanError, nearest
 from graphir.ir.blob import STATE_ROLES
-from graphir.plan import Event, Plan
+from graphir.ir.device import Device
+from graphir.plan import Event, Kind, Plan
 
 from .findings import Finding, FindingKind
 
 __all__ = ["Ordering"]
 
-_NEVER: Final = sys.maxsize
-"""The position of the write of a storage that nothing has written yet."""
-_GONE: Final = sys.maxsize - 1
+_NEVER: Final = -2
+"""The position of the write of a storage that nothing has written yet; -1 is that of what is there before the step."""
+_GONE: Final = -3
 """The same of one that was freed, or whose receive buffer was filled again."""
 
 
@@ -50,47 +52,48 @@ class _Uses:
     """The last uses of the storages, by their numbers.
 
     Attributes:
-        only: the lane of all uses since the last write, that write included; of what is there before the step, of all
-            uses. -1 where there are several, or where there is nothing to use.
-        lane: which lane wrote it last; of what is there before the step, which one read it first.
-        position: the last write: -1 for what is there before the step, or :data:`_NEVER`, or :data:`_GONE`.
-        last: the last use, while there is an *only* lane.
-        readers: the last read of each lane since the last write, where there were several lanes.
+        holder: the lane that comes after all uses since the last write, that write included; ``""`` of what is there
+            before the step and has not been used, None where there is no such lane.
+        last: the holder's last use, or -1; where there is no holder, the last write.
+        readers: where there is no holder, the last read of each lane since the last write.
+        lane: which one wrote it last; of what is gone, its last holder, if there was one.
+        written: the last write: -1 for what is there before the step, or :data:`_NEVER`, or :data:`_GONE`.
         writer: the operator that wrote it last.
         latest: the operator furthest down the program that has read it.
-        freed: position of its free.
+        freed: position of its free, or -1.
         refilled: position of the copy that filled its receive buffer again.
     """
 
-    __slots__ = ("freed", "lane", "last", "latest", "only", "position", "readers", "refilled", "writer")
+    __slots__ = ("freed", "holder", "lane", "last", "latest", "readers", "refilled", "writer", "written")
 
-    def __init__(self, count: int, nobody: int) -> None:
-        self.only, self.lane, self.position = [-1] * count, [nobody] * count, [_NEVER] * count
-        self.last, self.writer, self.latest = [-1] * count, [-1] * count, [-1] * count
-        self.readers: dict[int, dict[int, int]] = {}
-        self.freed: dict[int, int] = {}
+    def __init__(self, count: int) -> None:
+        self.holder: list[str | None] = [None] * count
+        self.lane, self.written = [""] * count, [_NEVER] * count
+        self.last, self.writer, self.latest, self.freed = ([-1] * count for _ in range(4))
+        self.readers: dict[int, dict[str, int]] = {}
         self.refilled: dict[int, int] = {}
 
-    def reads(self, storage: int) -> dict[int, int]:
-        """Each lane's last read since the last write; from now on there may be several."""
-        reads, only = self.readers.setdefault(storage, {}), self.only[storage]
-        if only >= 0:
-            self.only[storage] = -1
-            if self.last[storage] > self.position[storage]:
-                reads[only] = self.last[storage]
+    def reads(self, storage: int) -> dict[str, int]:
+        """Each lane's last read since the last write; from now on there is no holder."""
+        reads, holder = self.readers.setdefault(storage, {}), self.holder[storage]
+        if holder is not None:
+            if self.last[storage] > self.written[storage]:
+                reads[holder] = self.last[storage]
+            self.holder[storage], self.last[storage] = None, self.written[storage]
         return reads
 
-    def all(self, storage: int) -> dict[int, int]:
-        """Each lane's last use; of one that is gone, before it went."""
-        uses, lane = dict(self.readers.get(storage, {})), self.lane[storage]
-        uses[lane] = max(self.last[storage], uses.get(lane, -1))
-        return uses
+    def final(self, storage: int) -> dict[str, int]:
+        """Lanes and their last uses, which come after all others; of what is gone, before it went."""
+        holder, last = self.holder[storage], self.last[storage]
+        if holder is not None:
+            return {holder: last}
+        return {self.lane[storage]: last, **self.readers.get(storage, {})}
 
-    def fill(self, storage: int, position: int, nobody: int) -> None:
+    def refill(self, storage: int, position: int) -> None:
         """Its receive buffer is filled again."""
         self.reads(storage)
-        self.lane[storage], self.last[storage] = nobody, -1
-        self.position[storage], self.refilled[storage] = _GONE, position
+        self.lane[storage], self.last[storage] = "", -1
+        self.written[storage], self.refilled[storage] = _GONE, position
 
 
 class Ordering:
@@ -99,30 +102,30 @@ class Ordering:
     Attributes:
         findings: what is wrong, in issue order.
         unsatisfied: positions of waits for events that nothing records before them.
+        collectives: positions of the parts of collectives.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.findings: list[Finding] = []
         self.unsatisfied: list[int] = []
-        self.lanes = list(dict.fromkeys([instruction.lane for instruction in plan.instructions]))
-        self._numbers = {name: number for number, name in enumerate(self.lanes)}
-        self._nobody = len(self.lanes)
-        self._clocks = [[-1] * (self._nobody + 1) for _ in self.lanes]
-        self._recorded: dict[Event, tuple[int, int, list[int]]] = {}
+        self.collectives: list[int] = []
+        self._clocks: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        self._recorded: dict[Event, dict[str, int]] = {}
         step = plan.step
         self._names = list(dict.fromkeys([blob.storage for blob in step.blobs.values()]))
-        self._storages = {name: storage for storage, name in enumerate(self._names)}
-        self._blobs = _Numbers(plan, self._storages)
-        self._uses = _Uses(len(self._names), self._nobody)
+        storages = {name: storage for storage, name in enumerate(self._names)}
+        self._blobs = _Numbers(plan, storages)
+        self._uses = uses = _Uses(len(self._names))
         for name in step.external_inputs:
-            self._uses.position[self._blobs[name]] = -1
+            storage = self._blobs[name]
+            uses.holder[storage], uses.written[storage] = "", -1
         self._views: dict[str, int] = {}
         self._ops, self._buffers = step.ops, plan.buffers
         self._kept = {step.blobs[name].storage for name in step.external_outputs}
         self._kept.update([blob.storage for blob in step.blobs.values() if blob.role in STATE_ROLES])
-        self._filled: dict[tuple[str, int], int] = {}
-        self._first: dict[tuple[str, int], tuple[str, int]] = {}
+        self._filled: dict[tuple[Device, int], int] = {}
+        self._first: dict[tuple[Device, int], tuple[str, int]] = {}
 
     def run(self) -> None:
         """Go through the instructions.
@@ -130,64 +133,64 @@ class Ordering:
         Raises:
             PlanError: an instruction names an operator, a part or a blob that is not there, or has no event.
         """
-        numbers, execute = self._numbers, self._execute
-        for position, instruction in enumerate(self.plan.instructions):
-            kind, at = instruction.kind, numbers[instruction.lane]
+        execute = self._execute
+        for position, (kind, at, number, part, event, storage) in enumerate(self.plan.instructions):
             if kind == "run" or kind == "copy":
-                execute(position, at, instruction.op, -1)
+                execute(position, at, kind, number, part)
             elif kind == "collective":
-                execute(position, at, instruction.op, instruction.part)
+                execute(position, at, kind, number, part)
+                self.collectives.append(position)
             elif kind == "free":
-                self._free(position, at, instruction.storage)
-            elif instruction.event is None:
+                self._free(position, at, storage)
+            elif event is None:
                 raise self._broken(f"instruction {position} is a {kind} without an event")
             elif kind == "wait":
-                self._wait(position, at, instruction.event)
+                self._wait(position, at, event)
             else:
-                self._record(position, at, instruction.event)
+                self._record(position, at, event)
         self._finish()
 
     def last_write(self, name: str) -> int:
         """Position of the last write of a blob's storage, -1 where there is none."""
-        position = self._uses.position[self._blobs[name]]
-        return -1 if position >= _GONE else position
+        return max(self._uses.written[self._blobs[name]], -1)
 
     # Instructions
 
-    def _execute(self, position: int, at: int, number: int, part: int) -> None:
+    def _execute(self, position: int, at: str, kind: Kind, number: int, part: int) -> None:
         ops, blobs, uses = self._ops, self._blobs, self._uses
         if not 0 <= number < len(ops):
             raise self._broken(f"instruction {position} executes operator {number}, which is not there")
         op = ops[number]
-        only, last, writer, latest = uses.only, uses.last, uses.writer, uses.latest
+        holder, last, writer, latest = uses.holder, uses.last, uses.writer, uses.latest
         for name in op.inputs:
             storage = blobs[name]
-            if only[storage] == at:
+            if holder[storage] == at:
                 last[storage] = position
             else:
                 self._read(storage, name, position, at)
             if number > latest[storage]:
                 latest[storage] = number
             if number < writer[storage]:
-                self._disordered(storage, position, uses.position[storage], "read", "written")
+                self._disordered(storage, position, uses.written[storage], "read", "written")
         outputs, views = op.outputs, op.effects.views
-        if part >= 0:
+        if kind == "collective":
             if part >= len(outputs):
                 raise self._broken(f"instruction {position} executes part {part} of an operator with {len(outputs)}")
             outputs = outputs[part : part + 1]
         if views:
             outputs = self._view(views, outputs, position)
+        lane, written, readers = uses.lane, uses.written, uses.readers
         for name in outputs:
             storage = blobs[name]
-            if uses.position[storage] != _NEVER:
+            if written[storage] != _NEVER:
                 self._overwrite(storage, position, at, number)
-            if op.type == "Copy" and name in self._buffers and uses.position[storage] >= _GONE:
+            if kind == "copy" and name in self._buffers and written[storage] <= _NEVER:
                 self._fill(storage, position, at)
-            only[storage] = uses.lane[storage] = at
-            uses.position[storage] = last[storage] = position
+            holder[storage] = lane[storage] = at
+            written[storage] = last[storage] = position
             writer[storage] = number
-            if storage in uses.readers:
-                del uses.readers[storage]
+            if storage in readers:
+                del readers[storage]
 
     def _view(self, views: Sequence[tuple[int, int]], outputs: tuple[str, ...], position: int) -> tuple[str, ...]:
         """Views are made, which writes nothing; the outputs that are none are left."""
@@ -200,37 +203,38 @@ class Ordering:
             self._views[name] = position
         return left
 
-    def _read(self, storage: int, name: str, position: int, at: int) -> None:
-        """A storage is read that not only this lane has used since it was written."""
+    def _read(self, storage: int, name: str, position: int, at: str) -> None:
+        """A storage is read by a lane that does not hold it."""
         uses, clock = self._uses, self._clocks[at]
-        lane, written = uses.lane[storage], uses.position[storage]
-        if written == uses.last[storage] == -1:
-            uses.only[storage] = uses.lane[storage] = at
-            uses.last[storage] = position
+        holder = uses.holder[storage]
+        if holder is not None and uses.last[storage] <= clock.get(holder, -1):
+            # After all uses, and so after views were made of it: their operators use it.
+            uses.holder[storage], uses.last[storage] = at, position
             return
+        lane, written = uses.lane[storage], uses.written[storage]
         if written == _NEVER:
-            what = f"{self._names[storage]!r} is read by {self.lanes[at]}, but nothing has written it"
+            what = f"{self._names[storage]!r} is read by {at}, but nothing has written it"
             missing = f"an earlier write of {self._names[storage]!r}"
             self._find("never written", what, self._names[storage], -1, position, missing)
         elif written == _GONE:
             self._gone(storage, position, at, "read")
-        elif lane != at and written > clock[lane]:
-            clock = self._unordered("race", storage, (lane, written), (at, position), "written", "read")
+        elif lane != at and written > clock.get(lane, -1):
+            self._unordered("race", storage, (lane, written), (at, position), "written", "read")
         if name in self._views:
             made = self._views[name]
-            maker = self._numbers[self.plan.instructions[made].lane]
-            if maker != at and made > clock[maker]:
+            maker = self.plan.instructions[made].lane
+            if maker != at and made > clock.get(maker, -1):
                 self._unordered("race", storage, (maker, made), (at, position), "made as a view", "read")
         uses.reads(storage)[at] = position
 
-    def _overwrite(self, storage: int, position: int, at: int, number: int) -> None:
+    def _overwrite(self, storage: int, position: int, at: str, number: int) -> None:
         """A storage that has a value is written."""
         uses = self._uses
-        written, writer, latest = uses.position[storage], uses.writer[storage], uses.latest[storage]
+        written, writer, latest = uses.written[storage], uses.writer[storage], uses.latest[storage]
         if written == _GONE:
             self._gone(storage, position, at, "written")
             return
-        if uses.only[storage] != at:
+        if uses.holder[storage] != at:
             self._order(storage, position, at)
         if number < latest:
             self._disordered(storage, position, self._executed(latest), "written", "read")
@@ -241,61 +245,59 @@ class Ordering:
             what = f"{name!r} is written twice by one operator"
             self._find("wrong order", what, name, written, position, "an operator that is issued only once")
 
-    def _order(self, storage: int, position: int, at: int) -> None:
-        """A storage is written after uses by other lanes."""
+    def _order(self, storage: int, position: int, at: str) -> None:
+        """A storage is written by a lane that does not hold it."""
         uses, clock = self._uses, self._clocks[at]
         for lane, read in uses.reads(storage).items():
-            if lane != at and read > clock[lane]:
-                clock = self._unordered("race", storage, (lane, read), (at, position), "read", "written")
-        lane, written = uses.lane[storage], uses.position[storage]
-        if lane != at and written > clock[lane]:
+            if lane != at and read > clock.get(lane, -1):
+                self._unordered("race", storage, (lane, read), (at, position), "read", "written")
+        lane, written = uses.lane[storage], uses.written[storage]
+        if lane != at and written > clock.get(lane, -1):
             self._unordered("race", storage, (lane, written), (at, position), "written", "written")
 
-    def _free(self, position: int, at: int, name: str) -> None:
-        uses, storage = self._uses, self._storages.get(name, -1)
-        why = ""
-        if storage < 0:
-            why = "it is not a storage"
+    def _free(self, position: int, at: str, name: str) -> None:
+        uses, storage = self._uses, self._blobs.get(name, -1)
+        if storage < 0 or self._names[storage] != name:
+            self._wrong_free(position, name, "it is not a storage")
         elif name in self._kept:
-            why = "it is needed after the step: by the caller, or by the next step"
-        elif storage in uses.freed:
-            why = "it was freed before"
-        elif uses.position[storage] == _NEVER:
-            if storage in uses.readers:
-                return  # the reads are findings
-            why = "nothing has made it"
-        if why:
-            first = uses.freed.get(storage, -1)
-            self._find("wrong free", f"{name!r} is freed, but {why}", name, first, position, "no such free")
-            return
-        if uses.only[storage] != at:
-            clock = self._clocks[at]
-            for lane, used in uses.all(storage).items():
-                if lane != at and used > clock[lane]:
-                    clock = self._unordered("early free", storage, (lane, used), (at, position), "used", "freed")
-        uses.only[storage], uses.position[storage], uses.freed[storage] = -1, _GONE, position
-
-    def _record(self, position: int, at: int, event: Event) -> None:
-        lane = self.lanes[at]
-        if event.lane == lane:
-            self._recorded[event] = position, at, self._clocks[at]
+            self._wrong_free(position, name, "it is needed after the step: by the caller, or by the next step")
+        elif uses.freed[storage] >= 0:
+            self._wrong_free(position, name, "it was freed before", uses.freed[storage])
+        elif uses.written[storage] == _NEVER:
+            if storage not in uses.readers:  # the reads are findings
+                self._wrong_free(position, name, "nothing has made it")
         else:
-            what = f"{lane} records an event of {event.lane}, which tells nothing of what that lane has done"
+            holder = uses.holder[storage]
+            if holder != at:
+                clock = self._clocks[at]
+                for lane, used in uses.final(storage).items():
+                    if lane != at and used > clock.get(lane, -1):
+                        self._unordered("early free", storage, (lane, used), (at, position), "used", "freed")
+            if holder is not None:
+                uses.holder[storage], uses.lane[storage] = None, holder
+            uses.written[storage], uses.freed[storage] = _GONE, position
+
+    def _wrong_free(self, position: int, name: str, why: str, first: int = -1) -> None:
+        self._find("wrong free", f"{name!r} is freed, but {why}", name, first, position, "no such free")
+
+    def _record(self, position: int, at: str, event: Event) -> None:
+        if event.lane == at:
+            self._recorded[event] = {**self._clocks[at], at: position}
+        else:
+            what = f"{at} records an event of {event.lane}, which tells nothing of what that lane has done"
             self._find("foreign record", what, event.blob, -1, position, f"a record on {event.lane}")
 
-    def _wait(self, position: int, at: int, event: Event) -> None:
-        source = self._recorded.get(event)
-        if source is None:
+    def _wait(self, position: int, at: str, event: Event) -> None:
+        known = self._recorded.get(event)
+        if known is None:
             self.unsatisfied.append(position)
             return
-        recorded, there, known = source
         clock = self._clocks[at]
-        if there != at and clock[there] < recorded:
-            merged = [ours if ours > theirs else theirs for ours, theirs in zip(clock, known, strict=True)]
-            merged[there] = recorded
-            self._clocks[at] = merged
+        for lane, reached in known.items():
+            if reached > clock.get(lane, -1):
+                clock[lane] = reached
 
-    def _fill(self, storage: int, position: int, at: int) -> None:
+    def _fill(self, storage: int, position: int, at: str) -> None:
         """A receive buffer gets the content of another storage."""
         name = self._names[storage]
         key = self._buffer(name)
@@ -304,20 +306,20 @@ class Ordering:
         if before == storage:
             return
         clock = self._clocks[at]
-        for lane, used in self._uses.all(before).items():
-            if lane != at and used > clock[lane]:
+        for lane, used in self._uses.final(before).items():
+            if lane != at and used > clock.get(lane, -1):
                 what = f"filled again, for {name!r},"
-                clock = self._unordered("buffer reuse", before, (lane, used), (at, position), "used", what)
-        self._uses.fill(before, position, self._nobody)
+                self._unordered("buffer reuse", before, (lane, used), (at, position), "used", what)
+        self._uses.refill(before, position)
 
-    def _buffer(self, storage: str) -> tuple[str, int]:
+    def _buffer(self, storage: str) -> tuple[Device, int]:
         return self.plan.step.blobs[storage].device, self._buffers[storage]
 
     def _finish(self) -> None:
         """What holds only of a whole step, and of what the next one finds."""
         step, uses = self.plan.step, self._uses
         for name in step.external_outputs:
-            if uses.position[self._blobs[name]] == _NEVER:
+            if uses.written[self._blobs[name]] == _NEVER:
                 what = f"output {name!r} is handed back, but nothing writes it"
                 self._find("never written", what, name, -1, -1, f"an instruction that writes {name!r}")
         for name in self._buffers:
@@ -329,11 +331,11 @@ class Ordering:
                 )
                 self._find("buffer reuse", what, name, self.last_write(name), filled, "memory of its own")
         stays = self._kept | {name for name in step.external_inputs if step.blobs[name].device.kind == "cpu"}
-        for name, storage in self._storages.items():
-            gone = storage in uses.freed or storage in uses.refilled
-            if gone or uses.position[storage] == _NEVER or name in stays:
+        for storage, name in enumerate(self._names):
+            gone = uses.freed[storage] >= 0 or storage in uses.refilled
+            if gone or uses.written[storage] == _NEVER or name in stays:
                 continue
-            used = max(uses.all(storage).values())
+            used = max(uses.final(storage).values())
             if used >= 0:
                 what = f"{name!r} is not needed after this, and never freed"
                 self._find("never freed", what, name, used, -1, f"free {name} after #{used}")
@@ -343,32 +345,28 @@ class Ordering:
     def _find(self, kind: FindingKind, what: str, storage: str, first: int, second: int, missing: str) -> None:
         self.findings.append(Finding(kind, what, storage, first, second, missing, self.plan))
 
-    def _gone(self, storage: int, position: int, at: int, how: str) -> None:
+    def _gone(self, storage: int, position: int, at: str, how: str) -> None:
         name, uses = self._names[storage], self._uses
-        if storage in uses.freed:
-            what = f"{name!r} is {how} by {self.lanes[at]} after it is freed"
+        if uses.freed[storage] >= 0:
+            what = f"{name!r} is {how} by {at} after it is freed"
             missing = f"a free of {name!r} after #{position}"
             self._find("use after free", what, name, position, uses.freed[storage], missing)
             return
         refilled = uses.refilled[storage]
         filled = self._ops[self.plan.instructions[refilled].op].outputs[0]
-        what = f"{name!r} is {how} by {self.lanes[at]} after its receive buffer is filled again, for {filled!r}"
+        what = f"{name!r} is {how} by {at} after its receive buffer is filled again, for {filled!r}"
         self._find("buffer reuse", what, name, position, refilled, "another buffer for one of the two")
 
     def _unordered(
-        self, kind: FindingKind, storage: int, first: tuple[int, int], second: tuple[int, int], did: str, does: str
-    ) -> list[int]:
-        """Two uses, given as lane and position, that nothing orders; the clock with which to go on, as if something
-        did."""
+        self, kind: FindingKind, storage: int, first: tuple[str, int], second: tuple[str, int], did: str, does: str
+    ) -> None:
+        """Two uses, given as lane and position, that nothing orders; the sweep goes on as if something did."""
         (lane, before), (at, position) = first, second
-        name, one, other = self._names[storage], self.lanes[lane], self.lanes[at]
-        what = f"{name!r} is {does} by {other}, which does not wait until it is {did} by {one}"
-        missing = f"a record by {one} after #{before}, and a wait for it by {other} before #{position}"
+        name = self._names[storage]
+        what = f"{name!r} is {does} by {at}, which does not wait until it is {did} by {lane}"
+        missing = f"a record by {lane} after #{before}, and a wait for it by {at} before #{position}"
         self._find(kind, what, name, before, position, missing)
-        clock = list(self._clocks[at])
-        clock[lane] = before
-        self._clocks[at] = clock
-        return clock
+        self._clocks[at][lane] = before
 
     def _executed(self, number: int) -> int:
         """Where an operator is executed first."""

@@ -42,28 +42,28 @@ def unsatisfied_waits(plan: Plan, waits: Sequence[int]) -> list[Finding]:
     return findings
 
 
-def collectives_in_order(plan: Plan) -> list[Finding]:
-    """The collectives that lanes take part in in orders that do not fit together, if there are such.
+def collectives_in_order(plan: Plan, parts: Sequence[int]) -> list[Finding]:
+    """The collectives, of positions *parts*, that lanes take part in in orders that do not fit together.
 
     A collective of a backend, such as NCCL's, waits for all its participants.
     """
     ranks: dict[int, int] = {}
     last: dict[str, int] = {}
     orderly = True
-    for instruction in plan.instructions:
-        if instruction.kind == "collective":
-            rank = ranks.setdefault(instruction.op, len(ranks))
-            orderly = orderly and last.get(instruction.lane, -1) <= rank
-            last[instruction.lane] = rank
-    return [] if orderly else _disagreement(plan)
+    for position in parts:
+        instruction = plan.instructions[position]
+        rank = ranks.setdefault(instruction.op, len(ranks))
+        orderly = orderly and last.get(instruction.lane, -1) <= rank
+        last[instruction.lane] = rank
+    return [] if orderly else _disagreement(plan, parts)
 
 
-def _disagreement(plan: Plan) -> list[Finding]:
+def _disagreement(plan: Plan, positions: Sequence[int]) -> list[Finding]:
     """The first ring of collectives each of which some lane has directly before the next one."""
     lanes: dict[str, dict[int, int]] = {}
-    for position, (kind, lane, op, _, _, _) in enumerate(plan.instructions):
-        if kind == "collective":
-            lanes.setdefault(lane, {}).setdefault(op, position)
+    for position in positions:
+        instruction = plan.instructions[position]
+        lanes.setdefault(instruction.lane, {}).setdefault(instruction.op, position)
     before: dict[int, dict[int, str]] = {}
     for lane, parts in lanes.items():
         for one, other in zip(parts, list(parts)[1:], strict=False):
