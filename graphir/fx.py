@@ -28,7 +28,7 @@ from graphir.runtime.state import State
 from .errors import GraphirError
 from .ir.blob import Blob
 from .ir.dtype import TORCH_NAME
-from .ir.guard import RELATIONS
+from .ir.guard import parse_guard
 from .ir.operator import Arg, Operator, Symbol
 from .ir.opset import OWN, overload, to_torch
 from .ir.program import Program
@@ -206,8 +206,7 @@ class _Writer:
     def guard(self) -> None:
         for guard in self.program.guards:
             if any(dim in self.dims for dim in guard.dims):
-                arguments = (self.size(guard.size), guard.modulus, guard.relation, guard.number)
-                self.graph.call_function(guarded, (*arguments, str(guard), guard.reason))
+                self.graph.call_function(guarded, (self.size(guard.size), str(guard), guard.reason))
 
     def laid_out(self, node: fx.Node, blob: Blob) -> fx.Node:
         """An argument in the layout in which it was captured."""
@@ -434,9 +433,9 @@ def measured(extent: int, constant: int, coefficient: int, where: str) -> int:
     return (extent - constant) // coefficient
 
 
-def guarded(value: int, modulus: int, relation: str, number: int, guard: str, reason: str) -> None:
-    """Refuses sizes for which the step is another one."""
-    if not RELATIONS[relation](value % modulus if modulus else value, number):
+def guarded(size: int, guard: str, reason: str) -> None:
+    """Refuses a size for which the step is another one."""
+    if not parse_guard(guard, reason).allows(size):
         raise GraphirError(f"the program takes {guard}: {reason}", fix="capture the model at these sizes")
 
 

@@ -34,6 +34,11 @@ class Axis(NamedTuple):
     value: Value
     dim: int
 
+    @property
+    def size(self) -> int:
+        """In the recording that it belongs to."""
+        return self.value.shape[self.dim]
+
 
 class Derived(NamedTuple):
     """What *operation* makes of numbers, where that is no polynomial of them."""

@@ -45,11 +45,12 @@ class Grid:
     Args:
         dims: the captured value of each dimension.
         check: their values in the recording that confirms what the others gave.
+        step: how far apart the values of a dimension are; 0 leaves it to the grid.
     """
 
-    def __init__(self, dims: Mapping[str, int], check: Mapping[str, int] | None = None) -> None:
+    def __init__(self, dims: Mapping[str, int], check: Mapping[str, int] | None = None, step: int = 0) -> None:
         exponents = _exponents(tuple(dims))
-        values = {dim: _values(dim, value) for dim, value in dims.items()}
+        values = {dim: _values(dim, value, step) for dim, value in dims.items()}
         self._monomials: list[Monomial] = [
             tuple(sorted(dim for dim, power in zip(dims, powers, strict=True) for _ in range(power)))
             for powers in exponents
@@ -76,11 +77,13 @@ class Grid:
         return size if numbers[-1] in (None, bind(size, self.points[-1])) else None
 
 
-def _values(dim: str, value: int) -> tuple[int, ...]:
+def _values(dim: str, value: int, step: int) -> tuple[int, ...]:
     """Values of a dimension: the captured one; far, where a threshold shows, or next to it; those of the check last.
 
     None of the further ones is 1, where tensors of other strides count as contiguous too.
     """
+    if step:
+        return tuple(value + i * step for i in range(3 if dim == BATCH else 4))
     if dim == BATCH:
         return value, 2 * value + 3 + value % 2, value + 1  # a parity shows between the first two
     if value < _SMALL:

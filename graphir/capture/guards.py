@@ -213,32 +213,41 @@ def _parted(size: Polynomial) -> tuple[Polynomial, int]:
 
 def simplified(guards: Iterable[Guard]) -> tuple[Guard, ...]:
     """The guards, without those that others imply or that hold for all sizes; the first of equals stays."""
-    found: dict[tuple[Size, int], list[Guard]] = {}
+    found: dict[Size, list[Guard]] = {}
     for guard in guards:
-        found.setdefault((guard.size, guard.modulus), []).append(guard)
+        found.setdefault(guard.size, []).append(guard)
     return tuple([guard for alike in found.values() for guard in _simplified(alike)])
 
 
 def _simplified(guards: Sequence[Guard]) -> Iterator[Guard]:
-    """The same for guards of one size, or of its remainders by one divisor."""
+    """The same for guards of one size: bounds, then what it must be or must not be."""
     size = guards[0].size
-    if guards[0].modulus:
-        yield from dict.fromkeys(guards)
-        return
-    positive = all(k > 0 for _, k in size.terms)
-    least = sum(k for _, k in size.terms) if positive else -math.inf
-    above = max((g for g in guards if g.relation == ">="), key=lambda g: g.number, default=None)
-    below = min((g for g in guards if g.relation == "<="), key=lambda g: g.number, default=None)
+    remainders = list(dict.fromkeys(g for g in guards if g.modulus))
+    plain = [g for g in guards if not g.modulus]
+    least = sum(k for _, k in size.terms) if all(k > 0 for _, k in size.terms) else -math.inf
+    above = max((g for g in plain if g.relation == ">="), key=lambda g: g.number, default=None)
+    below = min((g for g in plain if g.relation == "<="), key=lambda g: g.number, default=None)
     lowest = least if above is None else max(least, above.number)
-    unequal = sorted({g.number: g for g in reversed(guards) if g.relation == "!="}.items())
+    unequal = sorted({g.number: g for g in reversed(plain) if g.relation == "!="}.items())
     for number, guard in unequal:
         if number == lowest:
             above, lowest = guard._replace(relation=">=", number=number + 1), number + 1
-    if above is not None and above.number > least:
+    if above is not None and above.number > least and not _excluded(least, above.number, remainders):
         yield above
     if below is not None:
         yield below
-    yield from dict.fromkeys(g for g in guards if g.relation == "==")
+    yield from dict.fromkeys(g for g in plain if g.relation == "==")
     for number, guard in unequal:
         if number > lowest and (below is None or number <= below.number):
             yield guard
+    yield from remainders
+
+
+_FEW: Final = 64
+
+
+def _excluded(first: float, end: int, remainders: Sequence[Guard]) -> bool:
+    """Whether guards of remainders exclude all the few integers from *first* to before *end*."""
+    if not end - first <= _FEW:
+        return False
+    return all(any(not g.allows(number) for g in remainders) for number in range(int(first), end))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import lcm
 from typing import NamedTuple
 
 from ..errors import CaptureError
@@ -153,6 +154,44 @@ class _Taken:
             CaptureError: the step can't be told by a program.
         """
         grid = Grid(dims, check)
+        try:
+            return self._sizes(grid)
+        except _Threshold:
+            raise
+        except NotPolynomial:
+            nearer = self._nearer(grid, dims, check)
+            if nearer is None:
+                raise
+        return self._sizes(nearer)
+
+    def _nearer(self, grid: Grid, dims: Mapping[str, int], check: Mapping[str, int] | None) -> Grid | None:
+        """Other points than those of *grid*, where Python's tests come out otherwise; None where these would not help.
+
+        Which axis follows which dimension is guessed by their sizes: a wrong guess makes another grid, no wrong sizes.
+
+        Raises:
+            NotPolynomial: they come out otherwise at *check*.
+        """
+        extents = self.recording(self.step.arguments.dims).extents
+        named = {size: dimension(dim) for dim, size in dims.items()}
+        try:
+            guards = list(guards_of(extents, lambda axis: named.get(size := axis.size, size), [dims]))
+        except NotPolynomial:
+            return None
+        chosen = slice(None if check is None else -1)  # of the points, those that the grid has chosen
+        if all(guard.holds(point) for guard in guards for point in grid.points[chosen]):
+            return None
+        if check is not None and (broken := next((guard for guard in guards if not guard.holds(check)), None)):
+            raise NotPolynomial(f"{broken} does not hold at {_at(check)}: {broken.reason}")
+        period = lcm(*(guard.modulus or 1 for guard in guards))
+        for step in (period, -period):
+            nearer = Grid(dims, check, step)
+            points = nearer.points[chosen]
+            if min(min(point.values()) for point in points) > 0 and all(g.holds(p) for g in guards for p in points):
+                return nearer
+        return None
+
+    def _sizes(self, grid: Grid) -> Sizes:
         recordings: list[Recording] = []
         for point in grid.points:
             try:

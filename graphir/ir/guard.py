@@ -14,9 +14,9 @@ from typing import Final, NamedTuple
 from ..errors import ParseError
 from .size import Dims, Polynomial, bind, parse_size, rename_dims, size_dims
 
-__all__ = ["RELATIONS", "Guard", "parse_guard"]
+__all__ = ["Guard", "parse_guard"]
 
-RELATIONS: Final[Mapping[str, Callable[[int, int], bool]]] = {
+_RELATIONS: Final[Mapping[str, Callable[[int, int], bool]]] = {
     "<=": operator.le,
     ">=": operator.ge,
     "==": operator.eq,
@@ -31,7 +31,7 @@ class Guard(NamedTuple):
 
     Attributes:
         size: of dimensions.
-        relation: one of ``RELATIONS``.
+        relation: ``<=``, ``>=``, ``==`` or ``!=``.
         number: at the right of it.
         modulus: what the size is divided by, where the relation is to the remainder; 0 where it is to the size itself.
         reason: what would be otherwise.
@@ -58,8 +58,11 @@ class Guard(NamedTuple):
         Raises:
             GraphirError: a dimension has no value.
         """
-        value = bind(self.size, dims)
-        return RELATIONS[self.relation](value % self.modulus if self.modulus else value, self.number)
+        return self.allows(bind(self.size, dims))
+
+    def allows(self, size: int) -> bool:
+        """Whether it holds where its size is *size*."""
+        return _RELATIONS[self.relation](size % self.modulus if self.modulus else size, self.number)
 
     def renamed(self, rename: Callable[[str], str]) -> Guard:
         """This guard with each dimension renamed."""

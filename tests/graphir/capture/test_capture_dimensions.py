@@ -175,8 +175,8 @@ FIXED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     ),
     "root": (lambda h: h * h.shape[1] ** -0.5, "length is fixed at 8: argument other of aten.mul.Tensor: 0.35355"),
     "branch": (
-        lambda h: h * 2 if h.shape[1] > 6 else h,
-        "length is fixed at 8: operator 4 is aten.mul.Tensor at length 8, but aten.sum.default at length 6",
+        lambda h: h * 2 if h.shape[1] == 8 else h,
+        "length is fixed at 8: operator 4 is aten.mul.Tensor at length 8, but aten.sum.default at length 7",
     ),
     "whole": (lambda h: h.view(-1, 8, 3), "length is fixed at 8: at length 7: the step failed while it was recorded"),
     "cube": (

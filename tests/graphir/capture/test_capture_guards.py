@@ -143,6 +143,44 @@ def test_tests_in_backward_hooks_and_losses_are_seen() -> None:
     assert [str(guard) for guard in program.guards] == ["batch>=10", "batch<=100", "batch!=40"]
 
 
+@pytest.mark.parametrize(
+    ("ask", "length", "guards"),
+    [
+        (lambda x: x.shape[0] > 8, 10, ["batch<=8"]),
+        (lambda x: x.shape[1] > 3, 3, ["length<=3"]),
+        (lambda x: x.exp().shape[1] % 8 != 0, 9, ["length%8!=0"]),
+        (lambda x: x.shape[1] % 8 != 0, 16, ["length%8==0"]),
+        (lambda x: x.numel() > 400, 10, ["batch*length<=133"]),
+    ],
+)
+def test_sizes_follow_on_one_side_of_a_test(ask: Any, length: int, guards: list[str]) -> None:
+    """Where the usual points are on both sides, the step is recorded at others."""
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.relu() if ask(x) else x.exp()
+
+    program = capture(Model(), (torch.randn(4, length, 3),), batch_dims={0: "batch", 1: "length"})
+    assert program.fixed == "" and [str(guard) for guard in program.guards] == guards
+    with Session(passes.emit(program), program.state) as session:
+        for batch in (1, 2, 8, 9):
+            for many in (1, 3, 7, 8, 9, 16, 24, 40):
+                x = torch.randn(batch, many, 3)
+                if all(guard.holds({"batch": batch, "length": many}) for guard in program.guards):
+                    assert torch.equal(session.step(x), Model()(x))
+                else:
+                    with pytest.raises(CoverageError, match="the program takes"):
+                        session.step(x)
+
+
+def test_one_size_alone_is_fixed() -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.relu() if x.shape[0] == 4 else x.exp()
+
+    assert capture(Model(), (torch.randn(4, 3),)).dims == {}
+
+
 def test_a_test_that_no_guard_can_say_fixes_sizes() -> None:
     class Halved(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

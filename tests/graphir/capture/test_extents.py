@@ -181,6 +181,16 @@ def test_guards_that_others_imply_are_left_out() -> None:
     assert found[0].reason == "a!=5" and isinstance(found[0], Guard)
 
 
+def test_bounds_that_remainders_imply_are_left_out() -> None:
+    texts = ["a>=2", "a%8==0", "b>=9", "b%8==0", "2*c>=3", "2*c%5!=2"]
+    assert [str(g) for g in simplified(parse_guard(text, "") for text in texts)] == [
+        "a%8==0",
+        "b>=9",
+        "b%8==0",
+        "2*c%5!=2",
+    ]
+
+
 def test_an_extent_is_the_integer_that_it_stands_for() -> None:
     def ask(n: Any) -> None:
         assert isinstance(n, int) and {6: "six"}[n] == "six" and hash(n) == hash(6) and f"{n:03}" == "006"
