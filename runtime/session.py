@@ -82,7 +82,7 @@ class Session:
         VerifyError: the plan is not sound.
         PlanError: the plan has what no executor can run.
         SessionError: it is no plan; the state does not fit it; an unknown binding or executor; devices that are not
-            there.
+            there; the session beside is closed, or cannot be used.
         RunError: an operator that fills the state failed.
     """
 
@@ -106,6 +106,8 @@ class Session:
             raise SessionError(
                 f"beside is a {type(beside).__name__}, not a session", where="Session(...)", fix="pass a Session"
             )
+        if beside is not None:
+            beside._check_usable()
         admit(plan)
         places = places_of(binding, plan.devices, host_only=options.host_only)
         options.check_places(places)

@@ -456,3 +456,13 @@ def test_sessions_of_other_models_share_no_state():
         pytest.raises(SessionError, match="another model, in program 'mlp'"),
     ):
         Session(passes.emit(programs[1]), programs[1].state, beside=session)
+
+
+def test_a_closed_session_shares_no_state():
+    example = models.mlp()
+    program = captured(example, sgd(example.model.parameters()))
+    plan = passes.emit(program)
+    with Session(plan, program.state) as session:
+        pass
+    with pytest.raises(SessionError, match="the session is closed"):
+        Session(plan, program.state, beside=session)
