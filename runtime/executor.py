@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from graphir.analysis.memory import Memory, memory
 from graphir.ir.device import Device
 from graphir.ir.names import prefix_of
 from graphir.ir.operator import Operator
 from graphir.ir.size import Dims
 from graphir.plan import Plan
 
-__all__ = ["Executor", "Feedable", "Held", "OnDevices", "Setting"]
+__all__ = ["Executor", "Feedable", "Held", "Kept", "OnDevices", "Setting"]
 
 Feedable: TypeAlias = Tensor | float
 """What stands for an input blob: a tensor, or the value of a learning rate that only optimizers read."""
@@ -79,6 +81,24 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """End the executor's threads, if it has any."""
+
+
+class Kept(NamedTuple):
+    """The receive buffers that an executor keeps from step to step.
+
+    Attributes:
+        buffers: the buffer of each storage that is received in one, as in ``Plan.buffers``.
+        nbytes: by device, what its buffers have by now.
+        sizes: those of all steps so far; a buffer is as large as the largest takes.
+    """
+
+    buffers: Mapping[str, int] = MappingProxyType({})
+    nbytes: Mapping[Device, int] = MappingProxyType({})
+    sizes: Sequence[Dims] = ()
+
+    def predicted(self, plan: Plan, dims: Dims) -> Memory:
+        """What a step of these sizes holds: the plan as it is executed, with these buffers."""
+        return memory(plan.with_(buffers=self.buffers), dims, earlier=self.sizes)
 
 
 class Held(NamedTuple):

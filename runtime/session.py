@@ -233,7 +233,7 @@ class Session:
                 "the session's steps are being measured already", where=self._where(), fix="leave that context first"
             )
         executor = observable(self._executor, "measured()")
-        self._measurement = Measurement(self._setting, executor.clock)
+        self._measurement = Measurement(self._setting, executor.clock, executor.kept)
         self._observed = Observed(executor, self._setting, self._watch, self._measurement)
         try:
             yield

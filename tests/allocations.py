@@ -27,9 +27,10 @@ def measured_peak(run: Callable[[], object]) -> int:
 def predicted_peak(plan: Plan, *, scratch: bool = True) -> int:
     """The same of a session's step: what its devices hold together, beside state, and inputs, which are the caller's.
 
-    One thread has to execute all lanes, so that what they hold at once is what the plan's order says.
+    One thread has to execute all lanes, so that what they hold at once is what the plan's order says; and each copy has
+    to take memory of its own, as in the reference executor.
     """
-    found = graphir.memory(plan)
+    found = graphir.memory(plan.with_(buffers={}))
     held = np.zeros(found.positions, np.int64)
     for device in found.peak:
         held += found.timeline(device) - found.timeline(device, "inputs") - found.state[device]

@@ -382,6 +382,7 @@ class Watched:
     def __init__(self, executor: Cuda, machine: FakeMachine) -> None:
         self.executor, self.machine, self.setting, self.clock = executor, machine, executor.setting, executor.clock
         self.ledger, self.aside, self.close = executor.ledger, executor.aside, executor.close
+        self.kept = executor.kept
         machine.state = list(self.setting.state.values())
         for name, tensor in self.setting.state.items():
             self.take(name, tensor)

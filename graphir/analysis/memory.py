@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
@@ -36,11 +36,13 @@ CATEGORIES: Final = (
     "gradients",
     "temporaries",
     "copies",
+    "receive buffers",
     "outputs",
     "scratch",
 )
-"""What bytes are for: the role of the storage's blob; what a ``Copy`` makes is a copy, whatever its role. Scratch is
-what operators allocate inside: no blob has it, and it is gone when the operator is done."""
+"""What bytes are for: the role of the storage's blob; what a ``Copy`` makes is a copy, whatever its role, unless it is
+state that the copy overwrites. A receive buffer is the memory that the copies of one number in ``Plan.buffers`` fill.
+Scratch is what operators allocate inside: no blob has it, and it is gone when the operator is done."""
 
 _CATEGORY: Final[Mapping[str, str]] = {
     "param": "parameters",
@@ -66,7 +68,8 @@ class StorageUse(NamedTuple):
     """A storage that takes bytes on a device, for positions ``start <= position < end``.
 
     Attributes:
-        blob: the blob that owns it; of scratch, the first that its operator makes.
+        blob: the blob that owns it; of a receive buffer, the first that it receives; of scratch, the first that its
+            operator makes.
         category: what it is for.
         nbytes: its bytes; 0 where they are not known.
         device: where it lives.
@@ -93,6 +96,8 @@ class Memory:
 
     Positions count the operators of a program's step, or a plan's instructions. Bytes are those of storages, and of
     what operators allocate inside, as :mod:`.scratch` has it for the host; what an allocator rounds up is not in them.
+    State and inputs are there throughout, for whoever calls a step holds its arguments until it returns; and so are a
+    plan's receive buffers, which executors keep from step to step. What such a buffer receives takes nothing beside it.
 
     Attributes:
         name: of the program.
@@ -107,7 +112,7 @@ class Memory:
         at_peak: by device, the bytes of each category at the (first) position of the peak; without empty categories.
         positions: how many positions there are.
         unknown: storages whose size is not known, as those of a Caffe2 net without shapes. They count as nothing.
-        uses: every storage, in the order in which they begin.
+        uses: every storage and receive buffer, in the order in which they begin, and then all scratch.
     """
 
     name: str
@@ -188,17 +193,25 @@ class Memory:
 
 
 def memory(
-    subject: Program | Plan, dims: Dims | None = None, *, frees: Frees = "last use", threads: int | None = None
+    subject: Program | Plan,
+    dims: Dims | None = None,
+    *,
+    frees: Frees = "last use",
+    threads: int | None = None,
+    earlier: Iterable[Dims] = (),
 ) -> Memory:
     """Predict the bytes that a step holds on each device.
 
     Args:
-        subject: a program, whose operators are taken in program order; or a plan, whose own frees count.
+        subject: a program, whose operators are taken in program order, and whose copies live as everything else does;
+            or a plan, whose own frees count, and whose receive buffers are kept.
         dims: the value of each dimension; the captured ones, or those that the plan was emitted for, by default.
         frees: what frees the storages of a program: the ``"last use"`` of each, as emit does; or ``"operators"``, that
             is nothing but the type ``Free``, as a Caffe2 net is executed, where everything else stays.
         threads: how many threads one kernel uses, each with scratch of its own; as many as torch now uses by default,
             as in a session.
+        earlier: the values of dimensions in earlier steps of a session: a receive buffer is as large as the largest of
+            all its steps takes.
 
     Raises:
         GraphirError: *subject* is neither, *frees* is something else, or does not go with a plan, *threads* is no
@@ -213,20 +226,22 @@ def memory(
         raise GraphirError(
             f"threads={threads!r}: a kernel needs at least one thread", fix="give a whole number from 1 up"
         )
-    if not isinstance(dims, Mapping | None):
-        raise GraphirError(
-            f"dims is a {type(dims).__name__}, not a mapping", fix="give a dict from names of dimensions to their sizes"
-        )
+    _check_mapping("dims", {} if dims is None else dims)
+    for other in (earlier := tuple(earlier)):
+        _check_mapping("one of earlier", other)
     own = subject.dims if isinstance(subject, Program) else {**subject.program.dims, **subject.dims}
     sizes = {**own, **(dims or {})}
+    others = [{**sizes, **other} for other in earlier]
     net = subject.step
     positions = max(len(subject.instructions if isinstance(subject, Plan) else net.ops), 1)
     try:
         if isinstance(subject, Program) and frees == "operators":
             uses = _uses(subject, sizes, stays(subject))
         else:
-            uses = _uses(subject, sizes, liveness(subject).items())
+            uses = _uses(subject, sizes, _with_inputs_kept(net, liveness(subject), positions))
         totals = _total(net, uses)
+        if isinstance(subject, Plan):
+            uses = _received(subject, uses, others, positions)
         uses += _scratch(subject, sizes, threads or torch.get_num_threads())
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as e:
         what = f"the memory of {subject.name!r} cannot be computed: {type(e).__name__}: {e}"
@@ -260,7 +275,7 @@ def memory(
 def _uses(subject: Program | Plan, dims: Dims, lifetimes: Iterable[tuple[str, Lifetime]]) -> list[StorageUse]:
     net = subject.step
     init = subject.program.init if isinstance(subject, Plan) else subject.init
-    copies = {op.outputs[0] for op in net.ops if op.type in COPIES}
+    copies = {op.outputs[0] for op in net.ops if op.type in COPIES} - set(net.external_inputs)
     makers: dict[str, Device] = {}
     modules: dict[str, str] = {}
     for op in init.ops:
@@ -273,10 +288,7 @@ def _uses(subject: Program | Plan, dims: Dims, lifetimes: Iterable[tuple[str, Li
     for storage, (start, end) in lifetimes:
         blob: Blob = net.blobs[storage]
         category = "copies" if storage in copies else _CATEGORY[blob.role]
-        nbytes = blob.nbytes(dims)
-        if not 0 <= nbytes <= _MOST_BYTES:
-            fix = "check its sizes and the values of dimensions"
-            raise GraphirError(f"blob {storage!r} would take {nbytes} bytes", where=f"{net.name!r}", fix=fix)
+        nbytes = _nbytes(net, blob, dims)
         maker = makers.get(storage)
         module = modules.get(storage, "")
         uses.append(StorageUse(storage, category, nbytes, blob.device, start, max(end, start + 1), maker, module))
@@ -284,6 +296,40 @@ def _uses(subject: Program | Plan, dims: Dims, lifetimes: Iterable[tuple[str, Li
     if total > _MOST_COUNTED:
         raise GraphirError(f"the blobs of {net.name!r} would take {total} bytes", fix="check their sizes")
     return uses
+
+
+def _nbytes(net: Net, blob: Blob, dims: Dims) -> int:
+    nbytes = blob.nbytes(dims)
+    if not 0 <= nbytes <= _MOST_BYTES:
+        fix = "check its sizes and the values of dimensions"
+        raise GraphirError(f"blob {blob.name!r} would take {nbytes} bytes", where=f"{net.name!r}", fix=fix)
+    return nbytes
+
+
+def _check_mapping(name: str, given: object) -> None:
+    if not isinstance(given, Mapping):
+        what = f"{name} is a {type(given).__name__}, not a mapping"
+        raise GraphirError(what, fix="give a dict from names of dimensions to their sizes")
+
+
+def _with_inputs_kept(net: Net, lifetimes: Mapping[str, Lifetime], positions: int) -> Iterator[tuple[str, Lifetime]]:
+    for storage, lifetime in lifetimes.items():
+        yield storage, lifetime._replace(end=positions) if net.blobs[storage].role == "input" else lifetime
+
+
+def _received(plan: Plan, uses: list[StorageUse], others: Iterable[Dims], positions: int) -> list[StorageUse]:
+    """The uses where each receive buffer stands for all that copies into it make."""
+    net, numbers = plan.step, plan.buffers
+    found: list[StorageUse] = []
+    buffers: dict[tuple[Device, int], StorageUse] = {}
+    for use in uses:
+        if use.blob in numbers:
+            nbytes = max([use.nbytes, *[_nbytes(net, net.blobs[use.blob], other) for other in others]])
+            kept = use._replace(category="receive buffers", nbytes=nbytes, start=0, end=positions)
+            buffers.setdefault((use.device, numbers[use.blob]), kept)
+        else:
+            found.append(use)
+    return sorted([*found, *buffers.values()], key=lambda use: use.start)
 
 
 def _scratch(subject: Program | Plan, dims: Dims, threads: int) -> list[StorageUse]:

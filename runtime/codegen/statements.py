@@ -9,16 +9,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from graphir.ir.blob import contiguous_strides
-from graphir.ir.operator import Arg, Operator, Symbol
-from graphir.ir.opset import to_torch
+from graphir.ir.operator import Arg, Operator
 from graphir.ir.seeds import mix
-from graphir.ir.size import Dims, bind
 from graphir.plan import Instruction
 
 from ..executor import Setting
 from ..kernels.bindings import fastest
-from ..kernels.buffers import Room
+from ..kernels.buffers import Buffer, Buffers, on_host
 from ..kernels.calls import (
     Argument,
     Bound,
@@ -31,7 +28,7 @@ from ..kernels.calls import (
     depends_on_dims,
     evaluate,
 )
-from ..kernels.communication import all_reduce_each, copy, receive, reduction
+from ..kernels.communication import all_reduce_each, copy, reduction
 from ..kernels.invoke import flatten, invoke
 from ..kernels.optimizers import KERNELS, updater
 from .handoffs import Handover
@@ -41,8 +38,6 @@ from .writer import ThreadCode, Writer
 __all__ = ["Statements", "generate"]
 
 _LARGEST_LITERAL: Final = 2**63
-_SMALLEST_BUFFER: Final = 1 << 16
-"""Bytes."""
 
 
 def generate(
@@ -51,6 +46,7 @@ def generate(
     handover: Handover | None = None,
     observed: bool = False,
     statements: type[Statements] | None = None,
+    buffers: Buffers | None = None,
 ) -> list[ThreadCode]:
     """The functions of threads ``0, 1, …``.
 
@@ -60,6 +56,7 @@ def generate(
         handover: needed where there are several threads.
         observed: whether they take the methods ``begin`` and ``end`` of a probe, and call them.
         statements: what writes each thread's lines; :class:`Statements` where not given.
+        buffers: what copies receive into; those that are missing are added.
 
     Raises:
         PlanError: an instruction reads what nobody made, or an operator does not fit its type.
@@ -67,7 +64,8 @@ def generate(
     values = Values(setting, thread, observed)
     writers = [Writer(values.kept, observed) for _ in range(max(thread.values(), default=0) + 1)]
     kind = statements or Statements
-    printers = [kind(setting, writer, values, handover, i) for i, writer in enumerate(writers)]
+    buffers = {} if buffers is None else buffers
+    printers = [kind(setting, writer, values, handover, i, buffers) for i, writer in enumerate(writers)]
     for position, instruction in enumerate(setting.plan.instructions):
         here = thread[instruction.lane]
         printers[here].add(position, instruction)
@@ -83,15 +81,20 @@ class Statements:
     """The statements of each of one thread's instructions."""
 
     def __init__(
-        self, setting: Setting, writer: Writer, values: Values, handover: Handover | None, thread: int
+        self,
+        setting: Setting,
+        writer: Writer,
+        values: Values,
+        handover: Handover | None,
+        thread: int,
+        buffers: Buffers,
     ) -> None:
         self.setting, self.writer, self.values, self.thread = setting, writer, values, thread
-        self.handover = handover
+        self.handover, self.buffers = handover, buffers
         self.net = setting.plan.step
         self.updates: list[tuple[int, Operator]] = []
         self.updated: set[str] = set()
         self.freed: list[tuple[int, Instruction]] = []
-        self.rooms: dict[object, Room] = {}
         self.reductions: list[tuple[int, Operator, int]] = []
         self.reduced: set[str] = set()
 
@@ -366,9 +369,9 @@ class Statements:
         given = [self.argument(op, argument, inputs) for argument in call.positional]
         given += [f"{name}={self.argument(op, argument, inputs)}" for name, argument in call.keyword]
         function: Callable[..., object]
-        if op.type == "Copy" and self.has_buffer(op.outputs[0]):
-            function, key = receive, "receive"
-            given.append(self.receive_buffer(op.outputs[0]))
+        key: object
+        if op.type == "Copy" and (buffer := self.buffer_of(op.outputs[0])) is not None:
+            function, key = buffer.receive, ("receive", id(buffer))
         elif op.type == "Copy":
             function, key = copy, "Copy"
             given.append(self.writer.bind(self.setting.binding[op.device], key=("device", op.device)))
@@ -376,25 +379,12 @@ class Statements:
             function, key = fastest(op.type), op.type
         return f"{self.writer.bind(function, 'c', key)}({', '.join(given)})"
 
-    def has_buffer(self, storage: str) -> bool:
-        """Whether a copy goes into a receive buffer. Small ones don't: fresh memory for them is at hand."""
-        plan = self.setting.plan
-        return storage in plan.buffers and self.net.blobs[storage].nbytes(plan.dims) >= _SMALLEST_BUFFER
-
-    def receive_buffer(self, storage: str) -> str:
-        """The receive buffer of a storage; those of one number are one tensor, in memory that all sizes share."""
-        blob = self.net.blobs[storage]
-        dtype, key = to_torch(Symbol(str(blob.dtype))), ("buffer", blob.device, self.setting.plan.buffers[storage])
-        room = self.rooms.setdefault(key, Room())
-
-        def fitted(dims: Dims) -> Tensor:
-            shape = [bind(size, dims) for size in blob.shape or ()]
-            strides = (
-                contiguous_strides(tuple(shape)) if blob.strides is None else [bind(s, dims) for s in blob.strides]
-            )
-            return room.tensor(shape, strides, dtype)
-
-        return self.writer.bind_sized(fitted, key)
+    def buffer_of(self, storage: str) -> Buffer | None:
+        """The receive buffer that a copy fills, if the plan gives it one."""
+        numbers = self.setting.plan.buffers
+        if storage not in numbers:
+            return None
+        return self.buffers.setdefault((self.net.blobs[storage].device, numbers[storage]), on_host())
 
     def argument(self, op: Operator, argument: Argument, inputs: Sequence[str]) -> str:
         if isinstance(argument, Operand):

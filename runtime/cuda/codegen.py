@@ -158,8 +158,8 @@ class StreamStatements(Statements):
         native: bool = False,
         handover: Handover | None = None,
     ) -> None:
-        super().__init__(setting, writer, values, handover, 0)
-        self.lines, self.lanes, self.buffers, self.native = writer, lanes, buffers, native
+        super().__init__(setting, writer, values, handover, 0, buffers)
+        self.lines, self.lanes, self.native = writer, lanes, native
         plan = setting.plan
         self.found: Handoffs = handoffs(plan, {name: i for i, name in enumerate(plan.lanes)})
         self.source = {taken: record for record, given in self.found.given.items() for taken in given}
@@ -300,6 +300,10 @@ class StreamStatements(Statements):
     def number(self, name: str) -> tuple[Device, object]:
         blob = self.net.blobs[name]
         return blob.device, self.numbers.get(blob.storage, blob.storage)
+
+    def buffer_of(self, storage: str) -> Buffer | None:
+        """None: what one lane of the host copies to another takes memory anew, for streams may still read the old."""
+        return None
 
     def buffer(self, at: str, made: str) -> Buffer:
         number = self.number(made)

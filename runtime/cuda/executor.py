@@ -26,15 +26,14 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from graphir.analysis.memory import memory
 from graphir.errors import SessionError
 from graphir.ir.device import Device
 from graphir.ir.size import Dims
 
-from ..executor import Feedable, Held, Setting
-from ..executors.generated import Generated
+from ..executor import Feedable, Held, Kept, Setting
+from ..executors.generated import Generated, sizes_of
 from ..failures.faults import fault
-from ..kernels.buffers import Buffers
+from ..kernels.buffers import Buffers, bytes_of
 from ..machine.surroundings import neutral
 from ..observing.probes import Probe
 from .codegen import Lanes, generate_streams
@@ -234,23 +233,32 @@ class Cuda:
 
     def ledger(self) -> dict[Device, Held]:
         """See :class:`.executor.OnDevices`."""
-        plan = self.setting.plan
-        predicted = memory(plan.with_(dims=dict(self.dims)))
-        state, received = dict.fromkeys(self.places, 0), dict.fromkeys(self.places, 0)
+        plan, kept = self.setting.plan, self.kept()
+        predicted = kept.predicted(plan, self.dims)
+        state = dict.fromkeys(self.places, 0)
         for name, tensor in self.setting.state.items():
             state[plan.step.blobs[name].device] += tensor.numel() * tensor.element_size()
-        for (device, _), buffer in self.buffers.items():
-            received[device] += buffer.nbytes
         return {
             device: Held(
                 place,
                 predicted.peak_of_storages(device),
                 state[device],
-                received[device],
+                kept.nbytes.get(device, 0),
                 self.machine.statistics(place) if place.type == "cuda" else {},
             )
             for device, place in self.places.items()
         }
+
+    def kept(self) -> Kept:
+        """See :class:`.observing.probes.Observable`; a copy without a number has a buffer of its own here."""
+        plan, blobs = self.setting.plan, self.setting.plan.step.blobs
+        numbers: dict[str, int] = {}
+        for op in plan.step.ops:
+            if op.type == "Copy" and not self.setting.state.keys() & set(op.outputs):
+                (source,), (made,) = op.inputs, op.outputs
+                if any(self.places[blobs[name].device].type == "cuda" for name in (source, made)):
+                    numbers[made] = plan.buffers.get(made, -1 - len(numbers))
+        return Kept(numbers, bytes_of(self.buffers), sizes_of(self.plain, self.observed))
 
     def close(self) -> None:
         """Let the devices come to rest, and give back what was kept."""

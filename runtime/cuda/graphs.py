@@ -270,7 +270,7 @@ def _generate(executor: CudaGraphs) -> tuple[ThreadCode, ThreadCode, Sequence[_D
     first = StreamWriter(values.kept, plan, executor.lanes)
     early = _Early(setting, first, values, executor.lanes, executor.buffers, handover=handover)
     then = Writer(values.kept)
-    late = Statements(setting, then, values, handover, 1)
+    late = Statements(setting, then, values, handover, 1, executor.buffers)
     for position, instruction in enumerate(plan.instructions):
         (late if position in executor.late else early).add(position, instruction)
     early.finish()

@@ -31,8 +31,8 @@ from graphir.ir.size import Dims
 from graphir.ir.text import instruction_text
 from graphir.plan import Event
 
-from ..executor import Feedable, Setting
-from ..kernels.buffers import Buffer, Buffers
+from ..executor import Feedable, Kept, Setting
+from ..kernels.buffers import Buffer, Buffers, bytes_of
 from ..kernels.communication import copy
 from .reference import Interpretation, Reference
 
@@ -59,6 +59,7 @@ class Adversarial(Reference):
         super().__init__(setting, threads)
         self.seed = seed
         self.buffers: Buffers = {}
+        self.sizes: dict[tuple[int, ...], Dims] = {}
         self.lanes: dict[str, list[int]] = {}
         self.record_of: dict[int, int | None] = {}
         recorded: dict[Event | None, int] = {}
@@ -73,8 +74,13 @@ class Adversarial(Reference):
 
     def interpretation(self, dims: Dims, inputs: Sequence[Feedable], step: int) -> Interpretation:
         """What executes the step's instructions, on inputs that may be overwritten."""
+        self.sizes[tuple(dims.values())] = dict(dims)
         owned = [copy(value) if isinstance(value, Tensor) else value for value in inputs]
         return _Poisoning(self.setting, dims, owned, step, self.buffers)
+
+    def kept(self) -> Kept:
+        """See :class:`.observing.probes.Observable`."""
+        return Kept(self.setting.plan.buffers, bytes_of(self.buffers), list(self.sizes.values()))
 
     def order(self, step: int) -> Iterator[int]:
         """The positions of the plan's instructions; each is executed before the next one is asked for.

@@ -14,12 +14,13 @@ from graphir.errors import RunError
 from graphir.ir.size import Dims
 
 from ..codegen.writer import ThreadCode
-from ..executor import Feedable, Setting
+from ..executor import Feedable, Kept, Setting
 from ..failures.faults import fault, writes_state
+from ..kernels.buffers import Buffers, bytes_of
 from ..machine.heap import kept_heap
 from ..observing.probes import Clock, HostClock, Probe
 
-__all__ = ["Generated", "Located", "OnHost", "Stopped"]
+__all__ = ["Generated", "Located", "OnHost", "Stopped", "sizes_of"]
 
 _KEPT_SIZES: Final = 64
 """For how many sizes the bound functions are kept."""
@@ -48,11 +49,15 @@ class Generated:
     Args:
         setting: what they run.
         threads: the code of each.
+
+    Attributes:
+        sizes: those of all steps so far, by the values of their dimensions.
     """
 
     def __init__(self, setting: Setting, threads: Sequence[ThreadCode]) -> None:
         self.setting, self.threads = setting, threads
         self.bound: dict[tuple[int, ...], list[Callable[..., tuple[Tensor, ...]]]] = {}
+        self.sizes: dict[tuple[int, ...], Dims] = {}
 
     def functions(self, dims: Dims) -> list[Callable[..., tuple[Tensor, ...]]]:
         """Each thread's function for these sizes."""
@@ -61,6 +66,7 @@ class Generated:
             if len(self.bound) >= _KEPT_SIZES:
                 del self.bound[next(iter(self.bound))]
             functions = self.bound[key] = [code.bind(dims) for code in self.threads]
+            self.sizes[key] = dict(dims)
         return functions
 
     def blame(self, errors: Sequence[BaseException | None], dims: Dims, step: int) -> RunError:
@@ -106,6 +112,7 @@ class OnHost(ABC):
         setting: what to run.
         generate: writes the code of each thread.
         plain: the code without a probe.
+        buffers: what copies receive into, whether with a probe or without.
         held: what is let go when the executor is closed.
     """
 
@@ -116,6 +123,7 @@ class OnHost(ABC):
     def __init__(self) -> None:
         self.clock: Clock = HostClock()
         self.observed: Generated | None = None
+        self.buffers: Buffers = {}
         self.held = ExitStack()
         self.held.enter_context(kept_heap())
 
@@ -129,6 +137,10 @@ class OnHost(ABC):
             self.observed = Generated(self.setting, self.generate(observed=True))
         return self.execute(self.observed, dims, inputs, (step, probe.begin, probe.end))
 
+    def kept(self) -> Kept:
+        """See :class:`.observing.probes.Observable`."""
+        return Kept(self.setting.plan.buffers, bytes_of(self.buffers), sizes_of(self.plain, self.observed))
+
     @abstractmethod
     def execute(
         self, generated: Generated, dims: Dims, inputs: Sequence[Feedable], first: tuple[Any, ...]
@@ -138,3 +150,8 @@ class OnHost(ABC):
     def close(self) -> None:
         """Let go of what it holds."""
         self.held.close()
+
+
+def sizes_of(*variants: Generated | None) -> list[Dims]:
+    """The sizes of all steps that variants of one plan's code have made, each once."""
+    return list({key: dims for code in variants if code is not None for key, dims in code.sizes.items()}.values())

@@ -5,7 +5,7 @@ every value in a dictionary by (name, version). What a sound plan never does rai
 was never made, or whose storage has been overwritten since; waiting for an event that nobody recorded.
 
 It takes no receive buffers: every value is a tensor of its own here, so that a buffer filled too early elsewhere, as by
-:mod:`.adversarial`, shows.
+:mod:`.adversarial`, shows. What it holds is predicted by :func:`graphir.memory` of the plan without its ``buffers``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from graphir.ir.size import Dims
 from graphir.ir.text import instruction_text
 from graphir.plan import Event
 
-from ..executor import Feedable, Setting
+from ..executor import Feedable, Kept, Setting
 from ..failures.faults import fault, writes_state
 from ..kernels.calls import arrange
 from ..kernels.communication import all_reduce, reduction
@@ -73,7 +73,12 @@ class Reference:
                 instruction = plan.instructions[position] if position >= 0 else None
                 usable = not interpretation.wrote_state()
                 interpretation.values.clear()  # the error's traceback holds this frame
-                raise fault(plan, instruction, step, e, dims=dims, binding=self.setting.binding, usable=usable) from e
+                as_run = plan.with_(buffers=self.kept().buffers)
+                raise fault(as_run, instruction, step, e, dims=dims, binding=self.setting.binding, usable=usable) from e
+
+    def kept(self) -> Kept:
+        """See :class:`.observing.probes.Observable`."""
+        return Kept()
 
     def interpretation(self, dims: Dims, inputs: Sequence[Feedable], step: int) -> Interpretation:
         """What executes the step's instructions."""

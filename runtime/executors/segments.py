@@ -39,6 +39,7 @@ from ..codegen.values import Values
 from ..codegen.writer import Writer
 from ..executor import Setting
 from ..failures.faults import writes_state
+from ..kernels.buffers import Buffers
 from ..kernels.calls import (
     Argument,
     Bound,
@@ -190,9 +191,15 @@ class _SegmentStatements(Statements):
     """The statements of one thread's instructions, runs of operators as one call each."""
 
     def __init__(
-        self, setting: Setting, writer: Writer, values: Values, handover: Handover | None, thread: int
+        self,
+        setting: Setting,
+        writer: Writer,
+        values: Values,
+        handover: Handover | None,
+        thread: int,
+        buffers: Buffers,
     ) -> None:
-        super().__init__(setting, writer, values, handover, thread)
+        super().__init__(setting, writer, values, handover, thread, buffers)
         self.segment: _Segment | None = None
 
     def add(self, position: int, instruction: Instruction) -> None:

@@ -35,7 +35,7 @@ class Serial(OnHost):
     def __init__(self, setting: Setting, threads: int | None = None) -> None:
         super().__init__()
         self.setting, self.intraop = setting, threads or torch.get_num_threads()
-        self.generate = partial(generate, setting, dict.fromkeys(setting.plan.lanes, 0))
+        self.generate = partial(generate, setting, dict.fromkeys(setting.plan.lanes, 0), buffers=self.buffers)
         self.plain = Generated(setting, self.generate())
 
     def execute(

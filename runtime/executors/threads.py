@@ -79,7 +79,7 @@ class Threads(OnHost):
         self.held.callback(self.team.close)
         try:
             handover = Handover(self.handoffs, *self.team.events(), self.team.values)
-            self.generate = partial(generate, setting, of_lane, handover)
+            self.generate = partial(generate, setting, of_lane, handover, buffers=self.buffers)
             self.plain = Generated(setting, self.generate(statements=self.statements))
         except BaseException:
             self.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Final, TypeAlias
 
 import torch
@@ -12,17 +12,17 @@ from graphir.ir.device import Device
 
 from .communication import ALIGNMENT, spanned
 
-__all__ = ["Buffer", "Buffers", "Room"]
+__all__ = ["Buffer", "Buffers", "bytes_of", "on_host"]
 
 
 class Buffer:
-    """Memory that copies with one number share, one after the other.
+    """Memory that copies with one number share, one after the other: as much as the largest takes.
 
     Args:
         take: allocates so many bytes.
 
     Attributes:
-        nbytes: how many bytes it has by now.
+        nbytes: how many it holds by now; what lies before the first one, for the address, is not in them.
     """
 
     def __init__(self, take: Callable[[int], Tensor]) -> None:
@@ -32,9 +32,13 @@ class Buffer:
         self.target: Tensor | None = None
 
     def receive(self, source: Tensor) -> Tensor:
-        """A copy of *source*, with its strides, from offset 0; the stream of the lane that receives is current."""
+        """A copy of *source*, with its strides, from offset 0; the stream of the lane that receives is current.
+
+        It begins at the address of *source* modulo the alignment, by which kernels are chosen.
+        """
         geometry = source.size(), source.stride(), source.dtype, source.data_ptr() % _alignment(source)
         if geometry != self.geometry or self.target is None:
+            self.target = None  # what it holds is of no use, and need not be there twice
             self.target, self.geometry = self.fitted(source), geometry
         # Over its whole span the source is dense, also where it is strided: torch packs nothing beforehand.
         spanned(self.target).copy_(spanned(source), non_blocking=True)
@@ -44,31 +48,18 @@ class Buffer:
         """The buffer's memory in the geometry of *source*."""
         span, shift = spanned(source), source.data_ptr() % _alignment(source)
         nbytes = span.numel() * source.element_size()
-        if self.room is None or shift + nbytes > self.nbytes:
-            self.nbytes = nbytes + _alignment(source)
-            self.room = self.take(self.nbytes)
+        self.nbytes = max(self.nbytes, nbytes)
+        if self.room is None or shift + nbytes > self.room.numel():
+            self.room = None
+            self.room = self.take(self.nbytes + _alignment(source))
         storage = self.room.untyped_storage()[shift : shift + nbytes]
         made = torch.empty(0, dtype=source.dtype, device=self.room.device)
         return made.set_(storage, 0, source.size(), source.stride())
 
 
-class Room:
-    """Host memory of one receive buffer for steps of all sizes: as much as the largest takes.
-
-    The tensors of other sizes stay valid when it grows, and hold nothing then.
-    """
-
-    def __init__(self) -> None:
-        self.storage = torch.UntypedStorage(0, device="cpu")
-
-    def tensor(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The memory in this geometry, from its beginning; between two steps."""
-        nbytes = torch.empty_strided(size, stride, dtype=dtype, device="meta").untyped_storage().nbytes()
-        if nbytes > self.storage.nbytes():
-            self.storage.resize_(0)  # what it holds is of no use, and need not be there twice
-            self.storage.resize_(nbytes)
-        with torch.inference_mode():
-            return torch.empty(0, dtype=dtype, device="cpu").set_(self.storage, 0, size, stride)
+def on_host() -> Buffer:
+    """A buffer of the host's memory."""
+    return Buffer(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
 
 
 def _alignment(source: Tensor) -> int:
@@ -80,3 +71,11 @@ _CUDA_ALIGNMENT: Final = 256
 
 Buffers: TypeAlias = dict[tuple[Device, object], Buffer]
 """For each device, the buffers by their numbers in the plan, or by the storage that a copy makes."""
+
+
+def bytes_of(buffers: Buffers) -> Mapping[Device, int]:
+    """By device, what its buffers hold."""
+    found: dict[Device, int] = {}
+    for (device, _), buffer in buffers.items():
+        found[device] = found.get(device, 0) + buffer.nbytes
+    return found

@@ -23,7 +23,6 @@ __all__ = [
     "allocate",
     "copy",
     "mean_weights",
-    "receive",
     "reduction",
     "spanned",
 ]
@@ -48,14 +47,6 @@ def spanned(tensor: Tensor) -> Tensor:
         return tensor
     span = sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True)) + 1
     return tensor.as_strided((span,), (1,))
-
-
-def receive(source: Tensor, buffer: Tensor) -> Tensor:
-    """What :func:`copy` gives, in *buffer* where that has the geometry and, on the host, the address modulo 64."""
-    fits = buffer.size() == source.size() and buffer.stride() == source.stride()
-    if fits and (buffer.device.type != "cpu" or not (buffer.data_ptr() - source.data_ptr()) % ALIGNMENT):
-        return buffer.copy_(source)
-    return copy(source, buffer.device)
 
 
 def allocate(like: Tensor, size: Sequence[int], stride: Sequence[int], device: torch.device) -> Tensor:

@@ -7,7 +7,7 @@ where there is only one, it does both. That first step also is the one that pays
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from graphir.ir.device import Device
 from graphir.ir.size import Dims
 from graphir.plan import Plan
 
-from ..executor import Feedable, Setting
+from ..executor import Feedable, Kept, Setting
 from .probes import Clock, Probe
 
 __all__ = ["Ledger", "Measurement", "Timed", "Timer"]
@@ -63,11 +63,14 @@ class Timer:
 class Ledger:
     """A probe that counts the bytes of the storages that are alive on each device, as the step's tensors show them.
 
-    State and arguments count too. What a kernel allocates for itself while it runs does not.
+    State and arguments count too, from the beginning to the end, and so do the receive buffers that are kept: with
+    what they have when the step is finished, for a buffer is filled again before it lets go of anything. What a kernel
+    allocates for itself while it runs does not.
 
     Args:
         setting: what is executed.
         given: the step's inputs by blob.
+        received: the storages that lie in receive buffers.
 
     Attributes:
         state: by device, the bytes of state.
@@ -75,8 +78,8 @@ class Ledger:
         peak: the most that there were.
     """
 
-    def __init__(self, setting: Setting, given: Mapping[str, Feedable]) -> None:
-        self.plan, self.blobs = setting.plan, setting.plan.step.blobs
+    def __init__(self, setting: Setting, given: Mapping[str, Feedable], received: Collection[str] = ()) -> None:
+        self.plan, self.blobs, self.received = setting.plan, setting.plan.step.blobs, received
         self.lock = threading.Lock()
         self.known: dict[int, StorageWeakRef] = {}
         self.made: dict[str, list[tuple[int, int]]] = {}
@@ -113,14 +116,21 @@ class Ledger:
         names = () if instruction.op < 0 else self.plan.step.ops[instruction.op].outputs
         if instruction.kind == "collective":
             names = names[instruction.part : instruction.part + 1]
+        in_buffer = instruction.kind == "copy" and names[0] in self.received
         with self.lock:
             for name, tensor in zip(names, makes, strict=True):
                 key, nbytes = self.note(tensor)
-                if nbytes:
+                if nbytes and not in_buffer:
                     device = self.blobs[name].device
                     self.made.setdefault(self.blobs[name].storage, []).append((key, nbytes))
                     self.live[device] += nbytes
                     self.peak[device] = max(self.peak[device], self.live[device])
+
+    def keep(self, nbytes: Mapping[Device, int]) -> None:
+        """Add what is there throughout, by device."""
+        for device, kept in nbytes.items():
+            self.live[device] += kept
+            self.peak[device] += kept
 
     def drop(self, storage: str) -> None:
         """Take off what has died of a freed storage, and of those freed before that something still held."""
@@ -160,16 +170,19 @@ class Measurement:
     Args:
         setting: what is executed.
         clock: of the executor.
+        kept: says what receive buffers the executor keeps.
 
     Attributes:
         ledger: of the first step that was finished; None before.
         dims: the sizes of that step.
+        buffers: what was kept after it.
         timed: the times of the steps after it, or its own.
         last_dims: the sizes of the last step.
     """
 
-    def __init__(self, setting: Setting, clock: Clock) -> None:
-        self.setting, self.clock = setting, clock
+    def __init__(self, setting: Setting, clock: Clock, kept: Callable[[], Kept] = Kept) -> None:
+        self.setting, self.clock, self.kept = setting, clock, kept
+        self.buffers = Kept()
         self.steps, self.timed = 0, Timed()
         self.ledger: Ledger | None = None
         self.dims: Dims = {}
@@ -180,7 +193,7 @@ class Measurement:
     def start(self, dims: Dims, given: Mapping[str, Feedable]) -> list[Probe]:
         """The probes for a step, outermost first."""
         timer = Timer(self.setting.plan, self.clock)
-        ledger = Ledger(self.setting, given) if self.ledger is None else None
+        ledger = Ledger(self.setting, given, self.kept().buffers) if self.ledger is None else None
         self.current = dict(dims), timer, ledger
         return [timer] if ledger is None else [ledger, timer]
 
@@ -189,7 +202,8 @@ class Measurement:
         assert self.current is not None
         dims, timer, ledger = self.current
         if ledger is not None:
-            self.ledger, self.dims = ledger, dims
+            self.ledger, self.dims, self.buffers = ledger, dims, self.kept()
+            ledger.keep(self.buffers.nbytes)
         elif self.steps == 1:
             self.timed = Timed()
         self.steps += 1

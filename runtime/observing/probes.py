@@ -19,7 +19,7 @@ from torch import Tensor
 
 from graphir.ir.size import Dims
 
-from ..executor import Executor, Feedable
+from ..executor import Executor, Feedable, Kept
 
 __all__ = ["Clock", "HostClock", "Observable", "Probe", "Probes"]
 
@@ -79,6 +79,9 @@ class Observable(Executor, Protocol):
     """
 
     clock: Clock
+
+    def kept(self) -> Kept:
+        """The receive buffers that it keeps from step to step; none where every copy takes memory of its own."""
 
     def run_observed(self, dims: Dims, inputs: Sequence[Feedable], step: int, probe: Probe) -> Sequence[Tensor]:
         """One step, as ``run``, with calls of *probe*."""

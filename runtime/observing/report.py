@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from graphir.analysis.memory import memory
 from graphir.ir.device import Device
 from graphir.ir.text import nbytes_text
 from graphir.plan import Plan
@@ -238,7 +237,7 @@ def _lanes(plan: Plan, timed: Timed) -> list[LaneTime]:
 def _devices(measurement: Measurement, binding: Mapping[Device, torch.device]) -> list[DeviceBytes]:
     plan, ledger = measurement.setting.plan, measurement.ledger
     assert ledger is not None
-    predicted = memory(plan, measurement.dims)
+    predicted = measurement.buffers.predicted(plan, measurement.dims)
     return [
         DeviceBytes(
             device=device,
@@ -253,7 +252,7 @@ def _devices(measurement: Measurement, binding: Mapping[Device, torch.device]) -
 
 
 def _allocators(measurement: Measurement, held: Mapping[Device, Held]) -> Iterator[AllocatorUse]:
-    predicted = memory(measurement.setting.plan, measurement.dims)
+    predicted = measurement.buffers.predicted(measurement.setting.plan, measurement.dims)
     for place in dict.fromkeys(one.place for one in held.values() if one.allocator):
         there = [device for device, one in held.items() if one.place == place]
         figures = held[there[0]].allocator

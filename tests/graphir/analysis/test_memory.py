@@ -11,11 +11,13 @@ import tiny
 from small import program_of
 from tiny import BATCH, GPU1
 
+from graphir import passes
 from graphir.analysis.liveness import Lifetime, liveness, stays
 from graphir.analysis.memory import Memory, memory
 from graphir.errors import GraphirError
 from graphir.ir.blob import STATE_ROLES
 from graphir.ir.program import Program
+from graphir.plan import Plan
 
 TINY = tiny.program()
 ROWS = 6 * 4 * 4  # bytes of f32[batch,4]
@@ -63,6 +65,61 @@ def test_copies_are_a_category_of_their_own() -> None:
     found = memory(tiny.moved())
     assert {u.blob for u in found.uses if u.category == "copies"} == {"h_gpu_1", "r_gpu_0"}
     assert found.peak["gpu:1"] == 2 * ROWS
+
+
+RELAY = """
+    input x : f32[batch,4] @gpu:0
+    a : f32[batch,4] @gpu:0 = aten.relu(x)
+    b : f32[batch,4] @gpu:1 = aten.neg(a)
+    c : f32[batch,4] @gpu:0 = aten.exp(b)
+    d : f32[batch,4] @gpu:1 = aten.neg(c)
+    output e : f32[6,6] @gpu:1 = aten.new_zeros(d, size=[6, 6])
+    output e
+"""
+
+
+def relay() -> Plan:
+    """A value that goes back and forth between two devices, through receive buffers."""
+    plan = passes.emit(passes.inject_copies(program_of(RELAY, dims={"batch": 6})))
+    assert plan.buffers == {"a_gpu_1": 0, "b_gpu_0": 0, "c_gpu_1": 0}
+    return plan
+
+
+def test_receive_buffers_are_there_throughout_and_what_they_receive_takes_nothing() -> None:
+    plan = relay()
+    found = memory(plan)
+    uses = {use.blob: use for use in found.uses if use.category in ("receive buffers", "copies")}
+    assert {blob: (use.device, use.nbytes, use.start, use.end) for blob, use in uses.items()} == {
+        "a_gpu_1": ("gpu:1", ROWS, 0, found.positions),
+        "b_gpu_0": ("gpu:0", ROWS, 0, found.positions),
+    }
+    assert [use.start for use in found.uses] == sorted(use.start for use in found.uses)
+    assert found.at_peak["gpu:0"] == {"inputs": ROWS, "activations": ROWS, "receive buffers": ROWS}
+    assert found.total == memory(plan.program).total, "which counts each copy"
+    assert "receive buffers" in str(found)
+    without = memory(plan.with_(buffers={}))
+    assert without.at_peak["gpu:0"] == {"inputs": ROWS, "activations": ROWS, "copies": ROWS}
+    assert without.timeline("gpu:1").tolist()[0] == 0 < found.timeline("gpu:1").tolist()[0]
+
+
+def test_a_receive_buffer_is_as_large_as_the_largest_step_takes() -> None:
+    plan, largest = relay(), [{"batch": 60}, {"batch": 2}]
+    found, after = memory(plan), memory(plan, earlier=largest)
+    for device in plan.devices:
+        assert (after.timeline(device) - found.timeline(device)).tolist() == [9 * ROWS] * found.positions
+    assert memory(plan, {"batch": 60}, earlier=[{"batch": 2}]).uses == memory(plan, {"batch": 60}).uses
+    assert memory(plan.program, earlier=largest).uses == memory(plan.program).uses
+
+
+def test_state_that_a_copy_overwrites_is_no_copy() -> None:
+    program = program_of("""
+        state w : f32[10] @gpu:0
+        input x : f32[10] @gpu:1
+        y : f32[10] @gpu:1 = aten.exp(x)
+        w;1 = Copy(y)
+        output w
+    """)
+    assert memory(program).state == {"gpu:0": 40, "gpu:1": 0}
 
 
 def test_other_sizes() -> None:

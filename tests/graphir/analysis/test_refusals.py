@@ -27,6 +27,11 @@ CALLS: dict[str, tuple[Callable[[], object], type[GraphirError], str]] = {
     "save": (lambda: TINY.save(None), FileError, "a path was expected, not NoneType"),
     "save state": (lambda: TINY.save(None, state=True), FileError, "a path was expected, not NoneType"),
     "memory of no dims": (lambda: graphir.memory(TINY, 3), GraphirError, "dims is a int, not a mapping"),
+    "memory after no dims": (
+        lambda: graphir.memory(TINY, earlier=[{}, 3]),
+        GraphirError,
+        "one of earlier is a int, not a mapping",
+    ),
     "load bytes": (lambda: graphir.load(b"x"), FileError, "a path was expected, not bytes"),
     "load a NUL": (lambda: graphir.load("a\0b"), FileError, r"no file can have the path 'a\x00b'"),
     "save a NUL": (lambda: TINY.save("a\0b"), FileError, r"no file can have the path 'a\x00b'"),

@@ -3,34 +3,44 @@
 import pytest
 import torch
 from graphir.runtime import Session
-from graphir.runtime.kernels.communication import receive
+from graphir.runtime.kernels.buffers import Buffer, on_host
 from runnable import forward_plan
 
-from graphir import passes
+SOURCES = {
+    "dense": torch.randn(4, 8),
+    "strided": torch.randn(4, 8).t(),
+    "another address": torch.randn(64)[3:35],
+    "gaps": torch.randn(8, 8)[:, :3],
+    "elements at one address": torch.randn(4, 1).expand(4, 8),
+    "nothing": torch.empty(0, 8),
+}
 
 
-def test_a_buffer_that_fits_takes_the_values():
-    source, buffer = torch.randn(4, 8).t(), torch.empty(4, 8).t()
-    assert receive(source, buffer) is buffer
-    assert torch.equal(buffer, source)
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+def test_a_buffer_takes_any_values_as_they_lie(source):
+    buffer = on_host()
+    for values in (source, torch.randn(2, 2), source):
+        received = buffer.receive(values)
+        assert torch.equal(received, values)
+        assert (received.stride(), received.storage_offset()) == (values.stride(), 0)
+        assert not received.numel() or (received.data_ptr() - values.data_ptr()) % 64 == 0
 
 
-@pytest.mark.parametrize(
-    ("source", "buffer"),
-    [
-        pytest.param(torch.randn(64)[3:35], torch.empty(32), id="another address"),
-        pytest.param(torch.randn(4, 8), torch.empty(8, 4).t(), id="other strides"),
-        pytest.param(torch.randn(3, 8), torch.empty(4, 8), id="another shape"),
-        pytest.param(torch.randn(1, 8).expand(4, 8), torch.empty(4, 8), id="elements at one address"),
-    ],
-)
-def test_a_buffer_that_does_not_fit_is_left_alone(source, buffer):
-    before = buffer.fill_(7).clone()
-    received = receive(source, buffer)
-    assert torch.equal(received, source)
-    assert received.stride() == source.stride()
-    assert received.data_ptr() % 64 == source.data_ptr() % 64
-    assert torch.equal(buffer, before)
+def test_a_buffer_is_as_large_as_the_largest_takes():
+    taken = []
+
+    def take(nbytes):
+        taken.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    buffer = Buffer(take)
+    rows = torch.randn(100, 4)
+    for count in (3, 10, 2, 10, 4):
+        assert torch.equal(buffer.receive(rows[:count]), rows[:count])
+    assert buffer.nbytes == 10 * 4 * 4
+    assert taken == [3 * 4 * 4 + 64, 10 * 4 * 4 + 64]
+    assert torch.equal(buffer.receive(rows[1:11]), rows[1:11]), "at another address"
+    assert (buffer.nbytes, len(taken)) == (10 * 4 * 4, 2)
 
 
 BODY = """
@@ -46,45 +56,40 @@ BODY = """
 """
 
 
+@pytest.fixture
+def filled(monkeypatch):
+    """For each buffer, the memory that each copy got."""
+    found = {}
+
+    def receive(self, source):
+        received = plain(self, source)
+        found.setdefault(self, []).append(received.data_ptr())
+        return received
+
+    plain = Buffer.receive
+    monkeypatch.setattr(Buffer, "receive", receive)
+    return found
+
+
 @pytest.mark.parametrize("executor", ["threads", "serial"])
-def test_buffers_are_filled_again_in_each_step(executor, monkeypatch):
-    filled = {}
-
-    def noting(source, buffer):
-        filled.setdefault(buffer.shape[0], []).append(buffer.data_ptr())
-        return receive(source, buffer)
-
-    monkeypatch.setattr("graphir.runtime.codegen.statements.receive", noting)
+def test_buffers_are_filled_again_in_each_step(executor, filled):
     plan = forward_plan(BODY, "x", output="d_gpu_0", dims={"batch": 128})
     assert plan.buffers == {"a_gpu_1": 0, "b_gpu_0": 0, "c_gpu_1": 0}
     with Session(plan, {}, executor=executor) as session, Session(plan, {}, executor="reference") as reference:
-        for batch in (128, 100, 128, 128):
+        for batch in (128, 100, 70, 128, 1):
             x = torch.randn(batch, 256)
             assert torch.equal(session.step(x), reference.step(x))
-    assert {batch: (len(found), len(set(found))) for batch, found in filled.items()} == {128: (9, 2), 100: (3, 2)}
+    assert sorted(map(len, filled.values())) == [5, 10]
+    assert [len(set(places)) for places in filled.values()] == [1, 1]
 
 
 @pytest.mark.parametrize("executor", ["threads", "serial"])
-def test_all_sizes_share_the_memory_of_the_largest(executor, monkeypatch):
-    filled = {}
-
-    def noting(source, buffer):
-        received = receive(source, buffer)
-        assert received is buffer
-        filled[buffer.untyped_storage()._cdata] = buffer  # kept, so that no other storage takes its place
-        return received
-
-    monkeypatch.setattr("graphir.runtime.codegen.statements.receive", noting)
+def test_all_sizes_share_the_memory_of_the_largest_measured_or_not(executor, filled):
     plan = forward_plan(BODY, "x", output="d_gpu_0", dims={"batch": 128})
     with Session(plan, {}, executor=executor) as session, Session(plan, {}, executor="reference") as reference:
-        for batch in (100, 128, 70, 160, 100, 128, 1):
+        for batch in (100, 128, 70, 160, 1):
             x = torch.randn(batch, 256)
+            with session.measured():
+                assert torch.equal(session.step(x), reference.step(x))
             assert torch.equal(session.step(x), reference.step(x))
-    assert [buffer.untyped_storage().nbytes() for buffer in filled.values()] == [160 * 256 * 4] * 2
-
-
-def test_small_copies_take_fresh_memory(monkeypatch):
-    monkeypatch.setattr("graphir.runtime.codegen.statements.receive", None)
-    plan = passes.emit(forward_plan(BODY, "x", output="d_gpu_0", dims={"batch": 4}).program)
-    with Session(plan, {}, executor="threads") as session:
-        session.step(torch.randn(4, 256))
+    assert [buffer.nbytes for buffer in filled] == [160 * 256 * 4] * 2

@@ -265,6 +265,7 @@ def test_a_report_has_the_allocators_figures_beside_the_plans() -> None:
         session.step(*batch)
     report = session.report()
     assert not machine.races
+    assert all(entry.peak == entry.predicted_peak for entry in report.devices)
     first, second = report.allocators
     assert (first.place, first.devices) == ("cuda:0", ("gpu:0", "gpu:2"))
     assert (second.place, second.devices) == ("cuda:1", ("gpu:1", "gpu:3"))
