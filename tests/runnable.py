@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import models
+import pytest
 import torch
 from graphir.runtime.executor import Setting
+from graphir.runtime.kernels.buffers import Buffer
 from small import program_of
 from torch.utils import _pytree
 
@@ -62,6 +64,12 @@ def forward_plan(
     return passes.emit(
         program_of(f"{body}\noutput {json.dumps(output)}", interface=interface, state=state or {}, **changes)
     )
+
+
+def copy_by(monkeypatch: pytest.MonkeyPatch, copy: Callable[[torch.Tensor, torch.device], Any]) -> None:
+    """Let generated code call *copy* for every copy, into a receive buffer or not."""
+    monkeypatch.setattr("graphir.runtime.codegen.statements.copy", copy)
+    monkeypatch.setattr(Buffer, "receive", lambda buffer, source: copy(source, source.device))
 
 
 def eager_step(example: models.Example, optimizer: torch.optim.Optimizer, step: int = 0) -> torch.Tensor:

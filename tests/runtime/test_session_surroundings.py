@@ -14,7 +14,7 @@ import models
 import pytest
 import torch
 from graphir.runtime import Session
-from runnable import captured, forward_plan, sgd, spread
+from runnable import captured, copy_by, forward_plan, sgd, spread
 from torch.overrides import TorchFunctionMode
 
 from graphir import passes
@@ -95,7 +95,7 @@ def test_a_meta_tensor_is_refused_in_a_warm_session():
 
 def test_a_step_in_another_thread_is_refused_meanwhile(monkeypatch):
     inside, leave = threading.Event(), threading.Event()
-    monkeypatch.setattr("graphir.runtime.codegen.statements.copy", lambda t, d: (inside.set(), leave.wait(10), t)[2])
+    copy_by(monkeypatch, lambda t, d: (inside.set(), leave.wait(10), t)[2])
     plan = forward_plan("input x : f32[2] @gpu:0\ny : f32[2] @gpu:0 = Copy(x)", "x", output="y")
     with Session(plan, {}) as session:
         other = threading.Thread(target=session.step, args=(torch.ones(2),))
@@ -169,7 +169,7 @@ def during(monkeypatch):
             calls.pop()()
         return source.clone()
 
-    monkeypatch.setattr("graphir.runtime.codegen.statements.copy", calling)
+    copy_by(monkeypatch, calling)
     return calls
 
 

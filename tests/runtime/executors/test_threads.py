@@ -11,7 +11,7 @@ import pytest
 import torch
 from graphir.runtime import Session
 from graphir.runtime.kernels.communication import copy
-from runnable import captured, forward_plan, sgd, spread, threads_of_sessions
+from runnable import captured, copy_by, forward_plan, sgd, spread, threads_of_sessions
 
 from graphir import passes
 from graphir.errors import RunError, SessionError
@@ -82,7 +82,7 @@ def test_a_failing_operator_stops_every_lane_and_is_named(executor):
 
 def test_a_lane_that_waits_for_a_failed_one_executes_nothing_more(monkeypatch):
     copied = []
-    monkeypatch.setattr("graphir.runtime.codegen.statements.copy", lambda *args: copied.append(args))
+    copy_by(monkeypatch, lambda *args: copied.append(args))
     with Session(forward_plan(TWO_DEVICES, "i", "d", output="c", state=STATE), STATE, executor="threads") as session:
         with pytest.raises(RunError):
             session.step(BAD, torch.zeros(2, 3))
@@ -152,7 +152,7 @@ def test_a_kernels_threads_are_those_asked_for(devices, executor, monkeypatch):
         seen.append(torch.get_num_threads())
         return copy(source, device)
 
-    monkeypatch.setattr("graphir.runtime.codegen.statements.copy", noting_copy)
+    copy_by(monkeypatch, noting_copy)
     body = TWO_DEVICES if devices == 2 else TWO_DEVICES.replace("gpu:1", "gpu:0")
     plan = forward_plan(body, "i", "d", output="c", state=STATE)
     for threads, expected in ((None, mine), (other, other)):

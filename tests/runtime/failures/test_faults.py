@@ -10,7 +10,7 @@ import torch
 from graphir.runtime import Session
 from graphir.runtime.failures.faults import fault, writes_state
 from graphir.runtime.kernels.communication import copy
-from runnable import captured, forward_plan, sgd
+from runnable import captured, copy_by, forward_plan, sgd
 from small import two_layers
 
 import graphir
@@ -120,7 +120,7 @@ def test_what_other_lanes_wrote_before_they_stopped_counts(monkeypatch):
         wrote.set()
         return copy(source, device)
 
-    monkeypatch.setattr("graphir.runtime.codegen.statements.copy", failing_once_written)
+    copy_by(monkeypatch, failing_once_written)
     plan = forward_plan(
         """
         buffer s : f32[3] @gpu:1
@@ -209,8 +209,8 @@ def test_a_caught_error_holds_no_tensor_of_the_step(executor, monkeypatch):
         made.append(weakref.ref(result := copy(source, device)))
         return result
 
-    module = "kernels.invoke" if executor == "reference" else "codegen.statements"
-    monkeypatch.setattr(f"graphir.runtime.{module}.copy", noting_copy)
+    monkeypatch.setattr("graphir.runtime.kernels.invoke.copy", noting_copy)
+    copy_by(monkeypatch, noting_copy)
     plan = forward_plan(
         """
         param table : f32[5,3] @gpu:0
@@ -260,6 +260,7 @@ def test_what_is_live_is_said_where_memory_runs_out(executor):
         "256.0 TiB (predicted)",
         "       activations 256.0 TiB: big 256.0 TiB, fc 3.9 KiB",
         "       parameters 3.9 KiB: w 3.9 KiB",
+        "       inputs 3.9 KiB: x 3.9 KiB",
         "  fix  give a smaller batch, or move the largest activations: shift_activations(program, ['big', 'fc'], "
         "shifts={0: 1}), with gpu:1 bound to memory of its own; no state was written: the session can go on with other "
         "arguments",

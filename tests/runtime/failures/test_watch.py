@@ -11,7 +11,7 @@ import torch
 from graphir.runtime import Session
 from graphir.runtime.codegen.handoffs import Handoffs, handoffs
 from graphir.runtime.kernels.communication import copy
-from runnable import forward_plan, threads_of_sessions
+from runnable import copy_by, forward_plan, threads_of_sessions
 
 from graphir.errors import RunError, SessionError
 
@@ -91,7 +91,7 @@ def test_an_operator_that_takes_long_is_no_deadlock(monkeypatch):
         time.sleep(0.3)
         return copy(source, device)
 
-    monkeypatch.setattr("graphir.runtime.codegen.statements.copy", slow)
+    copy_by(monkeypatch, slow)
     with session_of(deadline=30) as session:
         assert torch.equal(session.step(X), -X)
     with session_of(deadline=None) as session:
@@ -107,7 +107,7 @@ def blocked(monkeypatch):
         leave.wait(20)
         return copy(source, device)
 
-    monkeypatch.setattr("graphir.runtime.codegen.statements.copy", blocking)
+    copy_by(monkeypatch, blocking)
     monkeypatch.setattr("graphir.runtime.executors.threads._GRACE_SECONDS", 0.1)
     yield leave
     leave.set()
@@ -143,7 +143,7 @@ def test_an_exception_that_ends_threads_is_reported(error, monkeypatch):
     def ending(source, device):
         raise error
 
-    monkeypatch.setattr("graphir.runtime.codegen.statements.copy", ending)
+    copy_by(monkeypatch, ending)
     with session_of() as session:
         with pytest.raises(RunError, match=f"Copy failed: {type(error).__name__}") as caught:
             session.step(X)
