@@ -215,7 +215,8 @@ def memory(
 
     Raises:
         GraphirError: *subject* is neither, *frees* is something else, or does not go with a plan, *threads* is no
-            positive whole number, a dimension has no value, or a size is negative or absurd.
+            positive whole number, *dims* or one of *earlier* is no mapping, a dimension has no value, or a size is
+            negative or absurd.
     """
     require(subject, (Program, Plan), "memory")
     if frees not in get_args(Frees):
@@ -227,7 +228,8 @@ def memory(
             f"threads={threads!r}: a kernel needs at least one thread", fix="give a whole number from 1 up"
         )
     _check_mapping("dims", {} if dims is None else dims)
-    for other in (earlier := tuple(earlier)):
+    earlier = tuple(earlier) if isinstance(earlier, Iterable) else (earlier,)
+    for other in earlier:
         _check_mapping("one of earlier", other)
     own = subject.dims if isinstance(subject, Program) else {**subject.program.dims, **subject.dims}
     sizes = {**own, **(dims or {})}
@@ -313,8 +315,9 @@ def _check_mapping(name: str, given: object) -> None:
 
 
 def _with_inputs_kept(net: Net, lifetimes: Mapping[str, Lifetime], positions: int) -> Iterator[tuple[str, Lifetime]]:
+    given = {net.blobs[name].storage for name in net.external_inputs}
     for storage, lifetime in lifetimes.items():
-        yield storage, lifetime._replace(end=positions) if net.blobs[storage].role == "input" else lifetime
+        yield storage, lifetime._replace(end=positions) if storage in given else lifetime
 
 
 def _received(plan: Plan, uses: list[StorageUse], others: Iterable[Dims], positions: int) -> list[StorageUse]:
