@@ -158,8 +158,14 @@ class Numbering:
 class _Digests(Numbering):
     """Numbers that mean the same in every table: each is a digest of its key, and so of all that it follows from."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = blake2b(digest_size=8)
+
     def number(self, key: _Key) -> int:
-        return int.from_bytes(blake2b(ascii(key).encode(), digest_size=8).digest(), "big")
+        digest = self.empty.copy()  # at less cost than a new one
+        digest.update(ascii(key).encode())
+        return int.from_bytes(digest.digest(), "big")
 
 
 def value_numbers(program: Program, issue: Iterable[tuple[int, int]] | None = None) -> dict[str, str]:
@@ -355,7 +361,8 @@ class _Form:
     def compute(self, run: _Run, op: Operator, step: int, part: int | None) -> None:
         """A value is what the operator does, and its inputs: of random numbers also where and when they are drawn."""
         number, inputs = run.table.number, self.inputs(run, op)
-        inputs += [run.read(name) for name in self.mentioned if name in run.blobs and name in run.roots]
+        if self.mentioned:
+            inputs += [run.read(name) for name in self.mentioned if name in run.blobs and name in run.roots]
         key: _Key = (self.static, None, *inputs)
         if op.seed is not None:
             replica = run.replicas.get(prefix_of(op.outputs[0]) if op.outputs else "", -1)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
+from timing import in_turn, seconds
+
 __all__ = ["rows"]
 
-LAYERS, REPLICAS, RUNS = 16, 4, 7
+LAYERS, REPLICAS, ROUNDS = 16, 4, 15
 
 
 def rows() -> Iterator[str]:
@@ -19,21 +20,16 @@ def rows() -> Iterator[str]:
     plan = _plan()
     bare = plan.with_(values={})
     size, lanes = len(plan.instructions), len(plan.lanes)
+    taken = in_turn(
+        {"bare": lambda: seconds(lambda: check(bare)), "whole": lambda: seconds(lambda: check(plan))}, ROUNDS
+    )
+    each = {name: median(times) * 1e6 / size for name, times in taken.items()}
     yield f"{size:,} instructions on {lanes} lanes:"
     yield ""
     yield "| check(plan) | µs an instruction | at most |"
     yield "| --- | ---: | ---: |"
-    yield f"| order and lifetimes | {_microseconds(lambda: check(bare)) / size:.2f} | 2 |"
-    yield f"| with value numbers | {_microseconds(lambda: check(plan)) / size:.2f} | 6 |"
-
-
-def _microseconds(work: Callable[[], object]) -> float:
-    seconds = []
-    for _ in range(RUNS):
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return median(seconds) * 1e6
+    yield f"| order and lifetimes | {each['bare']:.2f} | 2 |"
+    yield f"| with value numbers | {each['whole']:.2f} | 6 |"
 
 
 def _plan() -> Any:
