@@ -16,8 +16,9 @@ In the order in which a step passes through::
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -41,6 +42,9 @@ from .snapshots import snapshots
 
 __all__ = ["capture", "seeded"]
 
+_alone: Final = threading.RLock()
+"""Held by who captures: torch's classes and the model itself are not as usual meanwhile."""
+
 
 def capture(
     model: torch.nn.Module | torch.export.ExportedProgram,
@@ -62,7 +66,7 @@ def capture(
 
     The step is run on fake tensors: nothing is computed, and the model, its gradients, hooks and the random state are
     left as they are. Parameters, buffers and optimizer state are copied into ``program.state``. Gradients are those
-    of this step alone, as after ``optimizer.zero_grad()``.
+    of this step alone, as after ``optimizer.zero_grad()``. A capture in another thread is waited for.
 
     Args:
         model: as it is: in training or evaluation mode; or an exported program, of which ``torch.export.unflatten``
@@ -113,6 +117,7 @@ def capture(
         optimizer=optimizer is not None,
     )
     with (
+        _alone,
         collector_paused(),
         torch.inference_mode(False),
         torch.compiler.set_stance("force_eager"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
@@ -42,27 +43,37 @@ def on_host(kwargs: Mapping[str, Any], here: Callable[[], str]) -> Mapping[str, 
 
 @contextlib.contextmanager
 def moves_stay() -> Iterator[None]:
-    """While this is active, ``x.to("cuda")``, ``x.cuda()`` and ``x.pin_memory()`` leave a tensor on the host.
+    """While this is active, ``x.to("cuda")``, ``x.cuda()`` and ``x.pin_memory()`` of this thread do not move tensors.
 
     They ask for the device before the dispatcher sees them, which fails where there is none.
     """
-    move = torch.Tensor.to
+    thread = threading.get_ident()
+
+    def moving(move: Callable[..., torch.Tensor], stays: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def method(*args: Any, **kwargs: Any) -> torch.Tensor:
+            return (stays if threading.get_ident() == thread else move)(*args, **kwargs)
+
+        return method
 
     def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if "device" in kwargs:
             kwargs["device"] = _hosted(kwargs["device"])
-        return move(tensor, *map(_hosted, args), **kwargs)
+        return moves["to"](tensor, *map(_hosted, args), **kwargs)
 
     def stay(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return tensor
 
-    patched = {"to": to, "cuda": stay, "pin_memory": stay}
+    moves: dict[str, Callable[..., torch.Tensor]] = {
+        "to": torch.Tensor.to,
+        "cuda": torch.Tensor.cuda,
+        "pin_memory": torch.Tensor.pin_memory,
+    }
     try:
-        for name, function in patched.items():
-            setattr(torch.Tensor, name, function)
+        for name, move in moves.items():
+            setattr(torch.Tensor, name, moving(move, to if name == "to" else stay))
         yield
     finally:
-        for name in patched:  # they belong to its base class
+        for name in moves:  # they belong to its base class
             delattr(torch.Tensor, name)
 
 

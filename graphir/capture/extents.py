@@ -2,16 +2,17 @@
 
 ``if x.shape[1] > 1024`` decides which operators run, and no dispatcher sees it. So while a step is recorded the sizes
 of its tensors are :class:`Extent`, an ``int`` whose arithmetic gives extents again and whose comparisons are noted.
-Who asks otherwise gets a plain number: ``len(x)``, ``int(n)``, ``float(n)``, ``math.sqrt(n)``, numpy, and whether ``n``
+Who asks otherwise gets a plain number: ``int(n)``, ``float(n)``, ``math.sqrt(n)``, numpy, and whether ``n``
 is in a set or among the keys of a dict.
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from functools import reduce
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -103,13 +104,20 @@ class Extents:
         def numel(tensor: torch.Tensor) -> int:
             return reduce(operator.mul, self._shape(tensor), 1)
 
+        def length(sized: Sized) -> int:
+            if self.seen and isinstance(sized, FakeTensor) and (shape := self._shape(sized)):
+                return shape[0]
+            return _length_of(sized)
+
         patched = {"shape": property(self._shape), "size": size, "numel": numel, "nelement": numel}
         before, self.seen = self.seen, True
         try:
             for name, value in patched.items():
                 setattr(FakeTensor, name, value)
+            builtins.len = length  # it makes a plain integer of what a tensor's __len__ returns
             yield
         finally:
+            builtins.len = _length_of
             self.seen = before
             for name in patched:  # they belong to its base class
                 delattr(FakeTensor, name)
@@ -221,6 +229,7 @@ def _number_of(number: int | float) -> Number:
 
 _shape_of: Final[Callable[[torch.Tensor], torch.Size]] = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _size_of: Final = torch.Tensor.size
+_length_of: Final = builtins.len
 _POLYNOMIALS: Final[dict[Callable[..., Any], Callable[..., Size]]] = {
     operator.add: add,
     operator.sub: lambda a, b: add(a, multiply(-1, b)),

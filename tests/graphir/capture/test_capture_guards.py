@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -148,6 +149,7 @@ def test_tests_in_backward_hooks_and_losses_are_seen() -> None:
     [
         (lambda x: x.shape[0] > 8, 10, ["batch<=8"]),
         (lambda x: x.shape[1] > 3, 3, ["length<=3"]),
+        (lambda x: max(len(x[0]), 4) > 12, 10, ["length<=12"]),
         (lambda x: x.exp().shape[1] % 8 != 0, 9, ["length%8!=0"]),
         (lambda x: x.shape[1] % 8 != 0, 16, ["length%8==0"]),
         (lambda x: x.numel() > 400, 10, ["batch*length<=133"]),
@@ -215,9 +217,31 @@ def test_sizes_that_key_a_cache_are_no_guards() -> None:
 
 
 def test_torch_has_its_own_sizes_again() -> None:
+    length = len
     before = {name: vars(torch._subclasses.FakeTensor).get(name) for name in ("shape", "size", "numel", "nelement")}
     captured()
     with pytest.raises(GraphirError):
         capture(nn.Linear(3, 2), (torch.randn(2, 5),))
     assert before == {name: vars(torch._subclasses.FakeTensor).get(name) for name in before}
-    assert set(before.values()) == {None}
+    assert set(before.values()) == {None} and len is length
+
+
+def test_captures_in_several_threads_wait_for_each_other() -> None:
+    def work(width: int) -> list[str]:
+        models = [nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 3)) for _ in range(3)]
+        return [str(capture(m, (torch.randn(4, 6),), loss=loss, name="net").step) for m in models]
+
+    with ThreadPoolExecutor(3) as pool:
+        texts = list(pool.map(work, (7, 8, 9)))
+    assert texts == [work(width) for width in (7, 8, 9)]
+
+
+def test_other_threads_move_tensors_meanwhile() -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            moved = pool.submit(lambda: torch.randn(2).to("meta")).result()
+            assert moved.device.type == "meta"
+            return x.exp()
+
+    with ThreadPoolExecutor(1) as pool:
+        capture(Model(), (torch.randn(4, 6),))
