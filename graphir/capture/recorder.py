@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporaril
 
 from ..errors import CaptureError, GraphirError
 from ..ir.opset import CHECKS
-from .checks import CHECKED, Check
+from .checks import Check, check_read_in
 from .devices import on_host
 from .edges import keep_edges
 from .forms import Bound, Form, form_of
@@ -129,7 +129,7 @@ class Recorder(Tape, TorchDispatchMode):
                 return func(*args, **kwargs)
             if func is _NUMBER and self.is_known(args[0]):
                 return number_in(self.read(args[0]), {literal.index: real for literal, real in self.constants})
-            if func is _NUMBER and (check := CHECKED.get(sys._getframe(2).f_code)) is not None:
+            if func is _NUMBER and (check := check_read_in(sys._getframe(2))) is not None:
                 return self._checked(check, args[0])
             refuse_operator(func, self._scope(), args)
             form = form_of(func)
