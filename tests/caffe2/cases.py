@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,6 +65,11 @@ class Case(NamedTuple):
         return find_net(self.folder / stem) is not None
 
     @property
+    def refused(self) -> bool:
+        """Whether Caffe2 and graphir refuse this shift, for a device that is both a source and a target."""
+        return (self.record["expected"]["exception"] or {}).get("type") == "AssertionError"
+
+    @property
     def shapes(self) -> dict[str, tuple[list[int], str]]:
         """The shapes of a memonger case, as ``load_program`` takes them."""
         recorded = read_json(self.folder / "shapes")
@@ -114,10 +120,10 @@ def cases(kind: str) -> list[Case]:
     return list(found.values())
 
 
-def params(*kinds: str) -> list[Any]:
+def params(*kinds: str, where: Callable[[Case], bool] = lambda case: True) -> list[Any]:
     """Pytest parameters for the cases of these kinds, with one that is skipped where the larger set is absent."""
-    found = [pytest.param(case, id=f"{case.kind}-{case.name}") for kind in kinds for case in cases(kind)]
-    return found + _absent()
+    found = [case for kind in kinds for case in cases(kind) if where(case)]
+    return [pytest.param(case, id=f"{case.kind}-{case.name}") for case in found] + _absent()
 
 
 def folders() -> list[Any]:
