@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphir.ir.device import Device
 
-from .communication import ALIGNMENT, spanned
+from .communication import ALIGNMENT, is_marked, marked, spanned
 
 __all__ = ["Buffer", "Buffers", "bytes_of", "on_host"]
 
@@ -36,6 +36,8 @@ class Buffer:
 
         It begins at the address of *source* modulo the alignment, by which kernels are chosen.
         """
+        if is_marked(source):
+            return marked(self.receive(marked(source, source)), source)
         geometry = source.size(), source.stride(), source.dtype, source.data_ptr() % _alignment(source)
         if geometry != self.geometry or self.target is None:
             self.target = None  # what it holds is of no use, and need not be there twice

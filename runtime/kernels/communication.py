@@ -22,6 +22,8 @@ __all__ = [
     "all_reduce_each",
     "allocate",
     "copy",
+    "is_marked",
+    "marked",
     "mean_weights",
     "reduction",
     "spanned",
@@ -34,11 +36,24 @@ begin elsewhere modulo this."""
 
 def copy(source: Tensor, device: torch.device | None = None) -> Tensor:
     """A new storage on *device* with the values and the strides of *source*, from offset 0."""
+    if is_marked(source):
+        return marked(copy(marked(source, source), device), source)
     size, stride = source.size(), source.stride()
     if not overlaps(size, stride):
         return allocate(source, size, stride, device or source.device).copy_(source)
     # Elements that share memory cannot be written through the view: bring the span of memory that it covers.
     return copy(spanned(source), device).as_strided(size, stride, 0)
+
+
+def is_marked(tensor: Tensor) -> bool:
+    """Whether torch shows the memory's conjugates or negatives, by a bit of the tensor."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def marked(tensor: Tensor, like: Tensor) -> Tensor:
+    """A view of *tensor* with those bits changed that *like* has: kernels and views ask for them."""
+    shown = tensor.conj() if like.is_conj() else tensor
+    return torch._neg_view(shown) if like.is_neg() else shown
 
 
 def spanned(tensor: Tensor) -> Tensor:

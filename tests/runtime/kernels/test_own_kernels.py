@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from graphir.runtime.kernels.buffers import on_host
 from graphir.runtime.kernels.communication import all_reduce, all_reduce_each, copy, reduction
 
 from graphir.errors import PlanError
@@ -90,3 +91,21 @@ def test_shares_follow_the_dimensions():
 def test_an_unknown_reduction_is_refused():
     with pytest.raises(PlanError, match="AllReduce cannot reduce by 'max'"):
         reduction(mean(1, 1)._replace(args={"reduction": "max"}), {})
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        lambda z: z.conj(),
+        lambda z: z.conj().T,
+        lambda z: z.conj().imag,
+        lambda z: torch._neg_view(z.conj()),
+        lambda z: z.conj()[1:, ::2].expand(2, 2, 2),
+    ],
+)
+def test_copies_keep_the_bits_by_which_torch_conjugates_and_negates(mark):
+    source = mark(torch.randn(3, 4, dtype=torch.complex64))
+    for copied in (copy(source), on_host().receive(source)):
+        assert torch.equal(copied, source) and copied.stride() == source.stride()
+        assert (copied.is_conj(), copied.is_neg()) == (source.is_conj(), source.is_neg())
+        assert copied.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()
