@@ -28,6 +28,7 @@ from ..ir.verify import verify
 from .arguments import read_arguments
 from .attributes import AllowedChanges, attributes_of
 from .build import build_program
+from .caches import Caches
 from .collector import collector_paused
 from .composites import composed_as_unwatched
 from .micro_batches import divided
@@ -136,11 +137,17 @@ def capture(
             allowed,
             attributes_of(model, allowed),
             RandomState(),
+            Caches(),
             options,
             trained,
         )
-        with snapshots(state.tensors) as copies:
-            return _program_of(step, copies, name or type(model).__name__.lower(), optimizer, groups)
+        try:
+            with snapshots(state.tensors) as copies:
+                program = _program_of(step, copies, name or type(model).__name__.lower(), optimizer, groups)
+        finally:
+            step.caches.leave()
+        step.caches.check()
+        return program
 
 
 def _program_of(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporaril
 
 from ..errors import CaptureError, GraphirError
 from ..ir.opset import CHECKS
+from .caches import Caches
 from .checks import Check, check_read_in
 from .devices import on_host
 from .edges import keep_edges
@@ -46,6 +48,8 @@ _RRELU: Final = frozenset({_aten.rrelu_with_noise.default, _aten.rrelu_with_nois
 _BATCH_NORM: Final = _aten.native_batch_norm.default
 _NUMBER: Final = _aten._local_scalar_dense.default
 _LITERAL: Final = frozenset({_aten.lift_fresh.default, _aten.lift.default})
+_MODES: Final[weakref.WeakSet[FakeTensorMode]] = weakref.WeakSet()
+"""Those of all recordings."""
 _accepted: Final[dict[object, Form]] = {}
 """Operators that are recorded whatever they are given."""
 
@@ -69,12 +73,14 @@ class Recorder(Tape, TorchDispatchMode):
         scopes: Scopes,
         lines: SourceLines | None,
         path_of: Callable[[torch.Tensor], str],
+        caches: Caches,
     ) -> None:
         TorchDispatchMode.__init__(self)
         Tape.__init__(self, fake_mode, scopes, lines)
         self.constants: list[tuple[Value, torch.Tensor]] = []
         self.sparse = SparseTensors()
-        self._fake_mode, self._path_of = fake_mode, path_of
+        self._fake_mode, self._path_of, self._caches = fake_mode, path_of, caches
+        _MODES.add(fake_mode)
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.refusal: CaptureError | None = None
         self.failed_line = ""
@@ -219,6 +225,14 @@ class Recorder(Tape, TorchDispatchMode):
             fake = self.fake(real.shape, real.stride(), real.dtype)
             self._fakes[id(real)] = fake, real
             path = self._path_of(real)
+            cached = not (path or literal) and self._caches.hold(real)
+            if isinstance(real, FakeTensor) and real.fake_mode in _MODES and not cached:
+                raise CaptureError(
+                    f"the step reads a tensor of shape {list(real.shape)} that it has kept outside of the model when "
+                    "it was recorded at another size, or in another capture",
+                    where=where(self._scopes.current),
+                    fix="make it in each step, keep it in a buffer or use functools.cache; and delete what was kept",
+                )
             value = self.external(fake, path or "constant", "constant")
             value.scope = "" if path else self._scopes.current
             self._alias(fake).store.persistent = not literal

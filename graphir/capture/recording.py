@@ -18,6 +18,7 @@ from ..ir.size import Dims
 from .arguments import Arguments
 from .attributes import AllowedChanges, Attributes, Change, attributes_of, settled
 from .backward import backward
+from .caches import Caches
 from .conditions import Broken, Checks, Watch
 from .devices import moves_stay
 from .escapes import escapes_refused
@@ -55,6 +56,7 @@ class Step(NamedTuple):
         allowed: attributes of modules that the step may change.
         attributes: of each module, as the step finds them.
         random: the random states, as the step finds them.
+        caches: that the step may read and fill.
         options: of the capture.
         trained: the parameters' blobs whose gradients are used; None: all of them.
     """
@@ -66,6 +68,7 @@ class Step(NamedTuple):
     allowed: AllowedChanges
     attributes: Sequence[Attributes]
     random: RandomState
+    caches: Caches
     options: Options = Options()
     trained: frozenset[str] | None = None
 
@@ -122,6 +125,19 @@ def record(step: Step, dims: Dims, *, named: bool = True) -> Recording:
         CaptureError: the step can't be told by a program.
     """
     try:
+        recording = _record(step, dims, named)
+    except CaptureError:
+        if not step.caches.were_read():
+            raise
+    else:
+        if not step.caches.were_read():
+            return recording
+    return _record(step, dims, named)
+
+
+def _record(step: Step, dims: Dims, named: bool) -> Recording:
+    """See :func:`record`; the step may read tensors from a cache."""
+    try:
         with attributes_kept(step.attributes):
             recording, changes = _run(step, dims, named)
             if changes:
@@ -132,6 +148,8 @@ def record(step: Step, dims: Dims, *, named: bool = True) -> Recording:
                     raise changes[0].complaint from None
                 if not settled(changes, more) or not _same(recording, again):
                     raise changes[0].complaint
+                for value in again.values:
+                    value.release()
     except Broken as broken:
         if not named:
             raise
@@ -149,7 +167,7 @@ def _run(step: Step, dims: Dims, named: bool, watch: Watch | None = None) -> tup
     """One run of the step, and what it changed."""
     fake_mode, scopes, checks = fresh_fake_mode(), Scopes(step.model), Checks()
     lines = SourceLines(end=sys._getframe().f_code)
-    recorder = Recorder(fake_mode, scopes, lines if named else None, attribute_paths(step.model))
+    recorder = Recorder(fake_mode, scopes, lines if named else None, attribute_paths(step.model), step.caches)
     checks["memory"] = recorder.end_forward
     with torch.no_grad():
         fakes, state = fake_state(step.state, recorder)
@@ -163,6 +181,7 @@ def _run(step: Step, dims: Dims, named: bool, watch: Watch | None = None) -> tup
     gradients: list[tuple[Value, Value]] = []
     sums, finished = Sums(recorder), Finished([])
     with (
+        step.caches.watch(recorder.tensors()),
         grad,
         global_state_kept(checks),
         step.random.kept(checks),

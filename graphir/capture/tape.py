@@ -7,7 +7,7 @@ views anew where their memory has changed, and says of each call which module, l
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -128,6 +128,10 @@ class Tape:
         self.phase, self._prefix = "update", ""
 
     # What tensors show.
+
+    def tensors(self) -> Iterable[Alias]:
+        """Every tensor that was seen so far, whenever this is gone through."""
+        return self._memory
 
     def read(self, tensor: torch.Tensor) -> Value:
         """The value that a tensor shows now."""

@@ -1,0 +1,100 @@
+"""A step that keeps tensors in a ``functools.cache``: they are neither baked in nor left there without data."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from eager import assert_same_bits
+from torch import Tensor, nn
+
+from graphir import passes, runtime
+from graphir.capture import capture
+from graphir.errors import CaptureError
+
+
+@functools.cache
+def positions(length: int) -> Tensor:
+    return torch.arange(length, dtype=torch.float32)
+
+
+@functools.lru_cache(maxsize=2)
+def waves(length: int, width: int) -> tuple[Tensor, dict[str, Tensor]]:
+    angles = torch.arange(length)[:, None] / torch.arange(1.0, width + 1)
+    return angles.sin(), {"cos": angles.cos()}
+
+
+KEPT: dict[int, Tensor] = {}
+
+
+def kept(length: int) -> Tensor:
+    """A cache made by hand."""
+    if length not in KEPT:
+        KEPT[length] = torch.arange(length, dtype=torch.float32)
+    return KEPT[length]
+
+
+class Placed(nn.Module):
+    """Adds to its features what *place* makes of the batch and of the number of features."""
+
+    def __init__(self, place: Callable[[int], Any]) -> None:
+        super().__init__()
+        self.fc, self.place = nn.Linear(3, 4), place
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, columns = self.place(len(x)), self.place(4)
+        return (self.fc(x) * columns + rows[:, None]).square().mean()
+
+
+def sine(length: int) -> Tensor:
+    first, others = waves(length, 4)
+    return (first + others["cos"]).sum(1)
+
+
+@pytest.fixture(autouse=True)
+def nothing_cached() -> Iterator[None]:
+    yield
+    positions.cache_clear()
+    waves.cache_clear()
+    KEPT.clear()
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["empty", "filled"])
+@pytest.mark.parametrize("place", [positions, sine])
+def test_what_a_cache_holds_is_computed_by_the_program(place: Callable[[int], Tensor], warm: bool) -> None:
+    """Sizes follow the batch, whatever an eager step has left, and eager steps and captures go on as before."""
+    torch.manual_seed(0)
+    model = Placed(place)
+    x = torch.randn(3, 3)
+    if warm:
+        model(x)
+    program = capture(model, (x,), loss=lambda out: out)
+    assert not program.fixed
+    assert not [blob for blob in program.step.blobs.values() if blob.role == "constant"]
+    again = capture(model, (x,), loss=lambda out: out)
+    assert [op.type for op in again.step.ops] == [op.type for op in program.step.ops]
+    with runtime.Session(passes.emit(program), program.state) as session:
+        for rows in (3, 7, 1, 4):
+            x = torch.randn(rows, 3)
+            assert_same_bits({"loss": session.step(x)}, {"loss": model(x).detach()}, f"{rows} rows")
+
+
+def test_a_step_that_fails_leaves_nothing_in_a_cache() -> None:
+    def failing(length: int) -> Tensor:
+        return positions(length) * positions(length).add(torch.rand(length)).sum().item()
+
+    with pytest.raises(CaptureError, match="reads a number out of a tensor"):
+        capture(Placed(failing), (torch.randn(3, 3),), loss=lambda out: out)
+    assert type(positions(3)) is Tensor
+
+
+def test_what_is_kept_by_hand_is_refused() -> None:
+    """Where the batch alone decides, the next recording is at another size, and does not find it."""
+    with pytest.raises(CaptureError, match=r"keeps what aten\.arange\.default makes outside of") as error:
+        capture(Placed(kept), (torch.randn(3, 3),), loss=lambda out: out)
+    assert error.value.where.startswith("test_capture_caches.py:")
+    with pytest.raises(CaptureError, match="kept outside of the model when it was recorded"):
+        capture(Placed(kept), (torch.randn(3, 3),), loss=lambda out: out)
