@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from ..ir.meta import META, fresh_fake_mode
+from ..ir.meta import fresh_fake_mode, rule_of
 from .element_types import check_element_types
 from .forms import Bound, Form
 from .values import Geometry
@@ -115,7 +115,7 @@ class Results:
 
     def _call(self, form: Form, bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         check_element_types(form, bound, self._here)
-        return META.get(form.type, form.func)(*args, **kwargs)
+        return rule_of(form.type)(*args, **kwargs)
 
     def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A fake tensor with memory of its own."""

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from .opset import overload
 
-__all__ = ["LAYOUTS"]
+__all__ = ["LAYOUTS", "as_kernel", "is_asked_if_ambiguous"]
 
 _ASKED: Final = """
     _log_softmax_backward_data.default copysign.Tensor div.Tensor_mode elu_backward.default floor_divide.default
@@ -31,6 +31,14 @@ _ASKED: Final = """
     smooth_l1_loss_backward.default softplus_backward.default special_xlog1py.default xlogy.Tensor
 """
 """Types whose kernels are asked. Their results are dense, and their arguments hold no sums or products of sizes."""
+
+_ASKED_IF_AMBIGUOUS: Final = """
+    _log_softmax.default _prelu_kernel_backward.default _upsample_nearest_exact2d.default
+    binary_cross_entropy_with_logits.default glu.default hardswish.default leaky_relu_backward.default
+    mish_backward.default mse_loss.default smooth_l1_loss.default upsample_bicubic2d.default
+    upsample_bilinear2d.default upsample_nearest2d.default
+"""
+"""Types whose kernels are asked only where :func:`_is_ambiguous` says so of an operand, beside pointwise ones."""
 
 _FORMAT_OF: Final[Mapping[str, int | None]] = {
     "aten.channel_shuffle.default": 0,
@@ -62,14 +70,34 @@ class _Operand(NamedTuple):
         return torch.ones(last + 1, dtype=self.dtype, device="cpu").as_strided(self.shape, self.strides)
 
 
-def _as_kernel(type: str) -> Callable[..., Any]:
-    """The rule of *type* for tensors without data: torch's, with results in the strides that the CPU's kernel gives."""
+def _is_ambiguous(tensor: Tensor) -> bool:
+    """Whether a contiguous tensor has its channels last, too, as pictures of one pixel or of one channel may."""
+    return tensor.dim() > 3 and tensor.is_contiguous() and suggest_memory_format(tensor) is not torch.contiguous_format
+
+
+def is_asked_if_ambiguous(type: str) -> bool:
+    """Whether kernels of *type* take an operand that is contiguous and has its channels last for the one, rules for the
+    other. A convolution chooses its layout by the strides that come of it."""
+    func = overload(type)
+    pointwise = torch.Tag.pointwise in func.tags and not func._schema.is_mutable
+    return pointwise or type.removeprefix("aten.") in _ASKED_IF_AMBIGUOUS.split()
+
+
+def as_kernel(type: str, *, ambiguous: bool = False) -> Callable[..., Any]:
+    """The rule of *type* for tensors without data: torch's, with results in the strides that the CPU's kernel gives.
+
+    Args:
+        type: of the operator.
+        ambiguous: ask the kernel where an operand is contiguous and has its channels last, and nowhere else.
+    """
     func = overload(type)
 
     def rule(*args: Any, **kwargs: Any) -> Any:
         returned = func(*args, **kwargs)
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
-        if all(t.is_contiguous() for t in tensors) or tensors[0].numel() == 0:
+        if not tensors or tensors[0].numel() == 0:
+            return returned
+        if (ambiguous or all(t.is_contiguous() for t in tensors)) and not any(map(_is_ambiguous, tensors)):
             return returned
         small = tuple([_small(arg) for arg in args]), tuple(kwargs.items())
         key = (type, *small)
@@ -153,7 +181,7 @@ def _drawn(memory_format: torch.memory_format) -> Callable[..., Any]:
 
 
 LAYOUTS: Final[Mapping[str, Callable[..., Any]]] = {
-    **{type: _as_kernel(type) for type in (f"aten.{name}" for name in _ASKED.split())},
+    **{type: as_kernel(type) for type in (f"aten.{name}" for name in _ASKED.split())},
     **{type: _in_format(type, operand) for type, operand in _FORMAT_OF.items()},
     "aten._standard_gamma.default": _drawn(torch.contiguous_format),
     "aten.poisson.default": _drawn(torch.contiguous_format),

@@ -8,16 +8,17 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from .layouts import LAYOUTS
+from .layouts import LAYOUTS, as_kernel, is_asked_if_ambiguous
 from .opset import overload
 
-__all__ = ["META", "fresh_fake_mode"]
+__all__ = ["META", "fresh_fake_mode", "rule_of"]
 
 
 def fresh_fake_mode() -> FakeTensorMode:
@@ -188,3 +189,11 @@ META: Final[Mapping[str, Callable[..., Any]]] = {
     "aten.native_layer_norm.default": _with_types("aten.native_layer_norm.default", _normalised),
 }
 """The rules, by operator type."""
+
+
+@cache
+def rule_of(type: str) -> Callable[..., Any]:
+    """What tells the results of an operator on tensors without data: a rule of these, or torch's own."""
+    if type in META:
+        return META[type]
+    return as_kernel(type, ambiguous=True) if is_asked_if_ambiguous(type) else overload(type)

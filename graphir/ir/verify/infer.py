@@ -15,9 +15,9 @@ import torch
 from ...errors import GraphirError, nearest
 from ..blob import Blob, contiguous_strides
 from ..dtype import ITEMSIZE
-from ..meta import META
+from ..meta import META, rule_of
 from ..operator import Arg, Effects, Operator, groups
-from ..opset import NAMESPACES, OWN, Signature, arguments_of, effects_of, overload, signature, to_symbol, to_torch
+from ..opset import NAMESPACES, OWN, Signature, arguments_of, effects_of, signature, to_symbol, to_torch
 from ..size import LARGEST, Dims, Polynomial, bind, bind_shape
 
 __all__ = ["Geometry", "Inferred", "absurdity", "geometry", "infer", "is_known", "same_layout"]
@@ -311,7 +311,7 @@ def _on_meta(op: Operator, sig: Signature, inputs: Sequence[Geometry], args: Map
     positional, keywords = arguments_of(op.type, op.operands, [_tensor(g) for g in inputs], {**args, **device})
     try:
         with torch.no_grad():
-            returned = (META.get(op.type) or overload(op.type))(*positional, **keywords)
+            returned = rule_of(op.type)(*positional, **keywords)
     except (NotImplementedError, ArithmeticError, AssertionError):  # no kernel, or one that fails on odd sizes
         return None
     except (RuntimeError, IndexError, TypeError, ValueError) as e:

@@ -301,3 +301,31 @@ def test_a_buffer_takes_a_new_version_with_each_write() -> None:
     program, _ = captured(running_mean)
     written = [op.output_versions for op in program.step.ops if "mean" in op.outputs]
     assert written == [(1,), (2,)]
+
+
+class Pixel(nn.Module):
+    """Convolves a picture of one pixel, whose channels lie last in memory, after *change* has overwritten it."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fc, self.norm, self.conv = nn.Linear(6, 8), nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 3, padding=1)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.fc(x)[:, None].permute(0, 2, 1).view(-1, 8, 1, 1))
+        return self.conv(self.change(h)).flatten(1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [F.relu_, lambda h: F.interpolate(h, scale_factor=1.0).add_(h), lambda h: F.hardswish(h).mul_(h.sigmoid())],
+    ids=["relu", "upsampled", "hardswish"],
+)
+def test_a_picture_of_one_pixel_keeps_its_channels_last(change: Callable[[Tensor], Tensor]) -> None:
+    """Its strides say so, though it is contiguous too, and choose the convolution's layout."""
+    torch.manual_seed(0)
+    given = Example(Pixel(change), (torch.randn(4, 6),), (torch.randint(8, (4,)),), F.cross_entropy)
+    program = capture(
+        given.model, given.inputs, targets=given.targets, loss=given.loss, optimizer=sgd(given.model.parameters())
+    )
+    matches_eager(program, given, sgd, batches=(6,))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from graphir.ir.layouts import LAYOUTS
+from graphir.ir.meta import rule_of
 from graphir.ir.opset import overload
 
 
@@ -123,3 +124,25 @@ def test_rules_give_the_strides_of_the_kernels(type: str) -> None:
         assert layouts(LAYOUTS[type](*bare, **named)) == real
         mistaken += torchs_own(type, bare, named) != real
     assert mistaken, "torch's own rule is right: this one is not needed"
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 1, 1), (2, 1, 3, 3), (1, 8, 1, 1)])
+@pytest.mark.parametrize(
+    ("type", "rest"),
+    [
+        ("relu.default", ()),
+        ("hardswish.default", ()),
+        ("mul.Tensor", (2.0,)),
+        ("add.Tensor", (None,)),
+        ("mse_loss_backward.default", (None, None, 1)),
+        ("_log_softmax.default", (1, False)),
+        ("upsample_nearest2d.default", ([4, 4],)),
+    ],
+)
+def test_channels_last_of_what_is_contiguous_too(type: str, rest: tuple[object, ...], shape: tuple[int, ...]) -> None:
+    """Every stride is the kernel's, those along dimensions of one element included. None stands for the tensor."""
+    picture = torch.rand(shape).contiguous(memory_format=torch.channels_last)
+    picture = picture.as_strided(shape, torch.empty_like(picture, memory_format=torch.channels_last).stride())
+    type, bare = f"aten.{type}", bare_of(picture)
+    real = overload(type)(picture, *(picture if arg is None else arg for arg in rest))
+    assert rule_of(type)(bare, *(bare if arg is None else arg for arg in rest)).stride() == real.stride()
