@@ -193,8 +193,8 @@ class Attributes:
             f"{'module' if refused else 'private'} {self._path}",
             f"the step changes {what}, which a program would not do",
             where=where(self._path),
-            fix="keep it in a buffer and update that in place, or don't store it on the module; "
-            f"if nothing depends on it, pass allow_changes=({whole!r},)",
+            fix="keep it in a buffer and update that in place, or don't store it on the module; if the first step "
+            f"alone changes it, run one before the capture; if nothing depends on it, pass allow_changes=({whole!r},)",
         )
         if refused:
             raise error

@@ -320,3 +320,25 @@ def test_a_buffer_that_the_first_step_makes_is_refused_before_that_step_alone() 
     assert error.value.fix.endswith("if the first step alone sets it up, run one before the capture")
     made.model(*made.inputs)
     matches_eager(graphir.capture(made.model, made.inputs, loss=made.loss), made, batches=(6,))
+
+
+class Chooses(nn.Module):
+    """Chooses a mode for good by what the first step is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.mode = nn.Linear(3, 2), "sparse"
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] < 10:
+            self.mode = "full"
+        return self.inner(x) * (1.0 if self.mode == "full" else 0.5)
+
+
+def test_a_mode_that_the_first_step_chooses_is_captured_after_it() -> None:
+    model, x = Chooses(), torch.randn(4, 3)
+    with pytest.raises(CaptureError, match="the step changes the attribute 'mode'") as error:
+        graphir.capture(model, (x,))
+    assert "run one before the capture" in error.value.fix
+    model(x)
+    assert not graphir.capture(model, (x,)).fixed
