@@ -41,8 +41,12 @@ _AHEAD: Final = 8
 _SMALL: Final = 1 << 16
 """Bytes: a transfer of less takes no longer than the waits around it."""
 
-_BUCKET: Final = 1 << 20
-"""Bytes: for so many gradients replicas wait for each other once, as for DistributedDataParallel's first bucket."""
+_BUCKET: Final = 4 << 20
+"""Bytes: for so many gradients replicas wait for each other once.
+
+Between DistributedDataParallel's first bucket and its others (1 and 25 MiB). On the host a lane that waits does nothing
+else, so that overlap gains nothing and each wait costs what the replicas' times differ by.
+"""
 
 
 def issue_order(net: Net, dims: Dims) -> list[Issue]:

@@ -18,7 +18,7 @@ from graphir.errors import VerifyError
 from graphir.ir.program import Program
 from graphir.plan import Instruction, Plan
 
-WIDTH = 512
+WIDTH = 1024
 """Layers of so many rows and columns have gradients that are not small."""
 
 
