@@ -67,7 +67,7 @@ def test_offsets_follow_the_batch() -> None:
 
 FIXED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "halves": (lambda h: torch.cat(h.chunk(2)), "made by aten.split.Tensor: 3, 8, 4 at batch 6, 15, 7 is not affine"),
-    "parity": (lambda h: h if int(len(h)) % 2 else h * 2, "operator 2 is aten.mul.Tensor at batch 6, but"),
+    "parity": (lambda h: h if int(h.shape[0]) % 2 else h * 2, "operator 2 is aten.mul.Tensor at batch 6, but"),
     "pieces": (
         lambda h: torch.cat(h.split(2)),
         "(aten.split.Tensor) returns 3 tensors at batch 6 and 8 at batch 15",
@@ -79,7 +79,7 @@ FIXED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
         lambda h: h.view(6, 2, 2),
         "at batch 15: the step failed while it was recorded: RuntimeError: shape",
     ),
-    "threshold": (lambda h: h if int(len(h)) < 10 else h * 2, "at batch 15"),
+    "threshold": (lambda h: h if int(h.shape[0]) < 10 else h * 2, "at batch 15"),
 }
 
 
@@ -147,7 +147,7 @@ class AtMost(nn.Module):
         self.fewest, self.most = fewest, most
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.fewest <= int(len(x)) <= self.most:  # a plain number, so that no guard tells it
+        if not self.fewest <= int(x.shape[0]) <= self.most:  # a plain number, so that no guard tells it
             raise ValueError("too many rows, or too few")
         return (x * 2).t(), x.sum()
 
