@@ -12,7 +12,7 @@ import torch
 from ..errors import CaptureError
 from .refusals import where
 
-__all__ = ["moves_stay", "on_host"]
+__all__ = ["modules_stay", "moves_stay", "on_host"]
 
 _HOST: Final = torch.device("cpu")
 
@@ -75,6 +75,42 @@ def moves_stay() -> Iterator[None]:
     finally:
         for name in moves:  # they belong to its base class
             delattr(torch.Tensor, name)
+
+
+@contextlib.contextmanager
+def modules_stay(here: Callable[[], str]) -> Iterator[None]:
+    """While this is active, ``module.to(...)`` of this thread does nothing where it would change no tensor.
+
+    Torch would exchange the parameters, which fakes don't allow.
+
+    Args:
+        here: path of the module that runs.
+
+    Raises:
+        CaptureError: it would change one.
+    """
+    thread, apply = threading.get_ident(), torch.nn.Module._apply
+
+    def unchanged(module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        if threading.get_ident() != thread:
+            return apply(module, fn, recurse)  # type: ignore[no-untyped-call]
+        for name, tensor in (*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)):
+            with torch.no_grad():
+                converted = fn(tensor)
+            if converted is not tensor:
+                raise CaptureError(
+                    f"the step converts {name!r} of a {type(module).__name__} (module.to, .half, …), which no operator "
+                    "tells",
+                    where=where(here()),
+                    fix="convert the module before the capture, or the tensor where it is used: weight.to(dtype)",
+                )
+        return module
+
+    torch.nn.Module._apply = unchanged  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Module._apply = apply  # type: ignore[method-assign]
 
 
 def _hosted(argument: Any) -> Any:

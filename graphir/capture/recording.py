@@ -20,7 +20,7 @@ from .attributes import AllowedChanges, Attributes, Change, attributes_of, settl
 from .backward import backward
 from .caches import Caches
 from .conditions import Broken, Checks, Watch
-from .devices import moves_stay
+from .devices import modules_stay, moves_stay
 from .escapes import escapes_refused
 from .extents import Extents, plain
 from .global_state import global_state_kept
@@ -191,6 +191,7 @@ def _run(step: Step, dims: Dims, named: bool, watch: Watch | None = None) -> tup
         refuse_seeding(lambda: where(scopes.current)),
         recorder.exchanges_refused(),
         moves_stay(),
+        modules_stay(lambda: scopes.current),
         fakes_with_known_values_hidden(recorder.is_known),
         escapes_refused(scopes),
         fake_mode,

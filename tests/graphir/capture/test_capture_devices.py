@@ -81,6 +81,18 @@ def test_cuda_and_pinned_memory_leave_a_tensor_where_it_is() -> None:
     matches_eager(program, example(lambda m, x: x + torch.zeros(6)), steps=1)
 
 
+def test_a_module_that_is_moved_or_converted_to_what_it_is_stays() -> None:
+    program = captured(example(lambda m, x: m.fc.to(x.dtype).cuda().to("cuda", torch.float32)(x) + m.float().scale))
+    matches_eager(program, example(lambda m, x: m.fc(x) + m.scale), steps=1)
+
+
+def test_a_module_that_is_converted_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"the step converts 'weight' of a Linear") as caught:
+        captured(example(lambda m, x: m.fc.double()(x.double()).float()))
+    assert "test_capture_devices.py:" in caught.value.where and "before the capture" in caught.value.fix
+    assert torch.nn.Linear(2, 2).double().weight.dtype == torch.float64
+
+
 def test_devices_of_tensors_need_no_care() -> None:
     def use(m: Any, x: Tensor) -> Tensor:
         return x + torch.arange(6, device=x.device) + torch.zeros(6, device=m.fc.weight.device).to(m.scale)
