@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..ir.opset import arguments_of, overload
 from .values import Call, Value
 
-__all__ = ["fakes_with_known_values_hidden", "is_known_result", "number_in"]
+__all__ = ["fakes_with_known_values_hidden", "is_known_result", "number_in", "tensor_of"]
 
 _NEVER: Final = ("aten.empty", "aten.new_empty", "graphir.")
 """Memory that nothing has written yet, and operators that torch alone does not have."""
@@ -31,8 +31,8 @@ def is_known_result(call: Call) -> bool:
     return call.seed is None and all(v.known for v in call.inputs) and not call.type.startswith(_NEVER)
 
 
-def number_in(value: Value, literals: Mapping[int, torch.Tensor]) -> bool | int | float:
-    """The number that a known value of one element holds.
+def tensor_of(value: Value, literals: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """What a known value holds.
 
     Args:
         value: its ``known`` is true.
@@ -52,7 +52,13 @@ def number_in(value: Value, literals: Mapping[int, torch.Tensor]) -> bool | int 
             if index not in real and call is not None:
                 made = _run(call, [real[v.index] for v in call.inputs])
                 real.update(zip([v.index for v in call.outputs], made, strict=True))
-        return real[value.index].item()
+        return real[value.index]
+
+
+def number_in(known: torch.Tensor) -> bool | int | float:
+    """The number in a tensor of one element, while a recorder is active."""
+    with _disable_current_modes():
+        return known.item()
 
 
 def _run(call: Call, tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -25,11 +25,12 @@ from .checks import Check, check_read_in
 from .devices import on_host
 from .edges import keep_edges
 from .forms import Bound, Form, form_of
-from .known import number_in
+from .known import number_in, tensor_of
 from .mutation import functional_call, functional_view, laid_out, overwritten_base
 from .randomness import refuse_generator
 from .refusals import FAKE_ERRORS, REFUSED_AT_TIMES, refuse_operator, refused_by_fake, where
 from .scopes import Scopes
+from .selections import masks_in, selected
 from .source_lines import SourceLines
 from .sparse import SparseTensors
 from .tape import Tape
@@ -134,9 +135,11 @@ class Recorder(Tape, TorchDispatchMode):
             if getattr(func, "namespace", "") == "prim" or func in _GEOMETRY:
                 return func(*args, **kwargs)
             if func is _NUMBER and self.is_known(args[0]):
-                return number_in(self.read(args[0]), {literal.index: real for literal, real in self.constants})
+                return number_in(self._known(args[0]))
             if func is _NUMBER and (check := check_read_in(sys._getframe(2))) is not None:
                 return self._checked(check, args[0])
+            if (masks := masks_in(func, args)) and all(map(self.is_known, masks)):
+                return self._select(form_of(func), args)
             refuse_operator(func, self._scope(), args)
             form = form_of(func)
             if func not in REFUSED_AT_TIMES:
@@ -179,6 +182,19 @@ class Recorder(Tape, TorchDispatchMode):
         holds = outcome if check.holds else self._dispatch(_aten.logical_not.default, (outcome,), {})
         self._dispatch(_aten._assert_async.msg, (holds, check.message), {})
         return check.holds
+
+    def _select(self, form: Form, args: tuple[Any, ...]) -> torch.Tensor:
+        """Record an operator that selects by masks whose values are known."""
+        args = pytree.tree_map_only(torch.Tensor, self._constant, args)
+        bound = form.bind(args, {})
+        inputs = tuple([self.read(t) for t in bound.tensors])
+        out = selected(form.func, args, self._known)
+        self._record(form, bound, inputs, out, (form.func, args, {}))
+        return out
+
+    def _known(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a tensor whose value is known holds."""
+        return tensor_of(self.read(tensor), {literal.index: real for literal, real in self.constants})
 
     def _makes_something(self, out: Any) -> bool:
         if isinstance(out, torch.Tensor):
