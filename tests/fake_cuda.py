@@ -1,6 +1,7 @@
 """CUDA devices that are not here: their calls are noted, their kernels run on the host, and races are found.
 
-Every tensor is on the host, and has a place where it is pretended to be. Each stream has a vector clock; an event
+Every tensor is on the host, and has a place where it is pretended to be. To torch that place is a CPU with a number,
+:func:`stand_in`: it makes tensors there, and says their device is ``cpu``. Each stream has a vector clock; an event
 carries a stream's clock to another one, as cudaEventRecord and cudaStreamWaitEvent do. A kernel must come after the
 last write of what it reads and after every use of what it writes. Memory that is let go of belongs to the stream on
 which it was taken: that stream's next allocation may get it, and must come after every use. What the host reads or
@@ -26,6 +27,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 from graphir.ir.device import Device
 
 HOST = torch.device("cpu")
+
+
+def stand_in(place: torch.device) -> torch.device:
+    """What torch here takes a place for."""
+    return HOST if place == HOST else torch.device("cpu", place.index + 1)
+
+
+def stood_for(device: torch.device) -> torch.device:
+    """The place that a device of the host stands for."""
+    return torch.device("cuda", device.index - 1) if device.index else HOST
 
 
 class FakeStream:
@@ -163,7 +174,7 @@ class FakeMachine:
         return made
 
     def taker(self, place: torch.device) -> FakeStream:
-        return self.host if place == HOST else self.current[place]
+        return self.host if place == HOST else self.caller(place)
 
     def all_reduce(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], streams: Sequence[FakeStream]) -> None:
         self.calls.append(("all_reduce", *[stream.name for stream in streams]))
@@ -302,11 +313,16 @@ class FakeGraph:
 
 
 class Watch(TorchDispatchMode):
-    """Every operator of torch, as a kernel on the current stream or as work of the host."""
+    """Every operator of torch, as a kernel on the current stream of its device or as work of the host.
 
-    def __init__(self, machine: FakeMachine) -> None:
+    Args:
+        machine: whose.
+        strict: whether its device has to be the current one. Torch itself does without.
+    """
+
+    def __init__(self, machine: FakeMachine, strict: bool = True) -> None:
         super().__init__()
-        self.machine = machine
+        self.machine, self.strict = machine, strict
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         machine, kwargs = self.machine, kwargs or {}
@@ -318,58 +334,63 @@ class Watch(TorchDispatchMode):
             for tensor in tree_leaves(value)
             if isinstance(tensor, Tensor)
         ]
+        asked = [value for a, value in named if a.name == "device" and value is not None]
         found = func(*args, **kwargs)
         made = [t for t in tree_leaves(found) if isinstance(t, Tensor)]
         if func.is_view or func.name() == "aten::set_.source_Storage_storage_offset":
             for tensor in made:
                 machine.block(tensor)
             return found
-        blocks = [machine.block(tensor) for tensor, _ in given]
         name = func.name()
-        places = [
-            b.place for b, (t, _) in zip(blocks, given, strict=True) if b is not None and (t.dim() or len(given) < 2)
-        ]
-        on_host = bool(places) and all(place == HOST for place in places)
-        if name == "aten::copy_":
-            if machine.capturing is not None:
-                machine.capturing.add(func, args, kwargs, made)
-            ahead = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
-            self.copy(given, blocks, ahead)
-            return found
         if machine.capturing is not None:
             machine.capturing.add(func, args, kwargs, made)
-        stream = machine.host if on_host else machine.current[machine.device]
-        if name == "aten::_local_scalar_dense" and places == [machine.device]:
-            machine.races.append("the host reads a tensor of a device")
-        if not on_host and (wrong := {str(p) for p in places} - {str(machine.device)}):
-            machine.races.append(f"{name} on {machine.device} has operands on {', '.join(wrong)}")
+        if name == "aten::copy_":
+            ahead = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
+            self.copy(given, ahead)
+            return found
+        operands = [(tensor, write, self.place(tensor)) for tensor, write in given]
+        devices = [place for _, _, place in operands if place != HOST]
+        place = stood_for(asked[0]) if asked else devices[0] if devices else HOST
+        if wrong := {str(at) for t, _, at in operands if at != place and not (at == HOST and t.dim() == 0)}:
+            machine.races.append(f"{name} on {place} has operands on {', '.join(sorted(wrong))}")
+        if self.strict and place not in (HOST, machine.device):
+            machine.races.append(f"{name} on {place} while {machine.device} is current")
+        stream = machine.taker(place)
         machine.calls.append(("run", name, stream.name))
-        self.uses(stream, given, name)
-        fresh = [t for t in made if t.untyped_storage().nbytes() and machine.block(t) is None]
-        for tensor in fresh:
-            machine.adopt(tensor, HOST if on_host else machine.device, stream, f"result of {name}")
-            machine.access(stream, tensor, True, name)
+        self.uses(stream, [(tensor, write) for tensor, write, at in operands if at != HOST], name)
+        self.uses(machine.host, [(tensor, write) for tensor, write, at in operands if at == HOST], name)
+        if name == "aten::_local_scalar_dense" and place != HOST:
+            stream.synchronize()
+        for tensor in made:
+            if tensor.untyped_storage().nbytes() and machine.block(tensor) is None:
+                machine.adopt(tensor, place, stream, f"result of {name}")
+                machine.access(stream, tensor, True, name)
         return found
 
-    def copy(self, given: Sequence[tuple[Tensor, bool]], blocks: Sequence[Block | None], ahead: bool) -> None:
+    def place(self, tensor: Tensor) -> torch.device:
+        """Where a tensor is; the host where nobody knows it, for memory of devices comes from this machine only."""
+        block = self.machine.block(tensor)
+        return HOST if block is None else block.place
+
+    def copy(self, given: Sequence[tuple[Tensor, bool]], ahead: bool) -> None:
         """On the source's current stream, between it and the destination's where that is another device."""
         machine, name = self.machine, "aten::copy_"
-        to, source = (machine.device if block is None else block.place for block in blocks)
+        to, source = [self.place(tensor) for tensor, _ in given]
         if to == source == HOST:
             machine.calls.append(("run", name, "host"))
             self.uses(machine.host, given, name)
             return
-        stream = machine.current[to if source == HOST else source]
+        stream = machine.caller(to if source == HOST else source)
         machine.calls.append(("copy", stream.name))
         across = HOST not in (to, source) and to != source
         if across:
-            machine.merge(stream, machine.current[to].clock)
+            machine.merge(stream, machine.caller(to).clock)
         self.uses(stream, given, name)
         if HOST in (to, source) and not ahead:
             stream.synchronize()
         if across:
-            machine.merge(machine.current[to], stream.clock)
-            machine.calls.append(("then", machine.current[to].name))
+            machine.merge(machine.caller(to), stream.clock)
+            machine.calls.append(("then", machine.caller(to).name))
 
     def uses(self, stream: FakeStream, given: Sequence[tuple[Tensor, bool]], name: str) -> None:
         for tensor, write in sorted(given, key=lambda use: use[1]):
@@ -389,10 +410,9 @@ class Watched:
 
     def take(self, name: str, tensor: Tensor) -> None:
         place = self.executor.places[self.setting.plan.step.blobs[name].device]
-        caller = self.machine.host if place == HOST else self.machine.caller(place)
         if self.machine.block(tensor) is None:
-            self.machine.adopt(tensor, place, caller, name)
-        self.machine.access(caller, tensor, True, name)
+            self.machine.adopt(tensor, place, self.machine.taker(place), name)
+        self.machine.access(self.machine.taker(place), tensor, True, name)
 
     def run(self, dims: Any, inputs: Any, step: int) -> Any:
         return self.watch(self.executor.run, dims, inputs, step)
@@ -401,24 +421,16 @@ class Watched:
         return self.watch(self.executor.run_observed, dims, inputs, step, probe)
 
     def watch(self, run: Any, dims: Any, inputs: Any, *rest: Any) -> Any:
-        inputs = [value.clone() if isinstance(value, Tensor) else value for value in inputs]  # shares share memory
         for name, tensor in zip(self.setting.inputs, inputs, strict=True):
             if isinstance(tensor, Tensor):
                 self.take(name, tensor)
-        del tensor
         with Watch(self.machine):
             outputs = run(dims, inputs, *rest)
         for tensor in outputs:
             block = self.machine.block(tensor)
             if block is not None:
-                caller = self.machine.host if block.place == HOST else self.machine.caller(block.place)
-                self.machine.access(caller, tensor, False, "the caller")
+                self.machine.access(self.machine.taker(block.place), tensor, False, "the caller")
         return outputs
-
-
-def places_on(binding: Mapping[str, str], devices: Sequence[Device]) -> dict[Device, torch.device]:
-    """The real device of each logical one; the host where none is named."""
-    return {device: torch.device(binding.get(str(device), "cpu")) for device in devices}
 
 
 def watched(
@@ -427,13 +439,18 @@ def watched(
     binding: Mapping[str, str],
     kind: type[Cuda] = Cuda,
     deadline: float | None = None,
+    check_finite: bool = False,
     **options: Any,
 ) -> tuple[Session, FakeMachine]:
-    """A session whose executor believes in these devices."""
+    """A session whose executor believes in these devices; those that the binding does not name are on the host."""
     machine = FakeMachine()
-    session = Session(plan, state, binding="cpu", executor="reference", deadline=deadline)
-    reference: Any = session._executor
-    places = places_on(binding, plan.devices)
-    executor = kind(reference.setting, machine=machine, places=places, **options)
-    session._executor = Watched(executor, machine)
+    places = {device: torch.device(binding.get(str(device), "cpu")) for device in plan.devices}
+    stand_ins = {str(device): stand_in(place) for device, place in places.items() if not device.is_host}
+    session = Session(
+        plan, state, binding=stand_ins, executor="reference", deadline=deadline, check_finite=check_finite
+    )
+    session._executor = Watched(kind(session._setting, machine=machine, places=places, **options), machine)
+    session._places = places
+    if session._watched is not None:
+        session._watched.executor = session._executor
     return session, machine

@@ -10,10 +10,9 @@ import models
 import nets
 import pytest
 import torch
-from fake_cuda import FakeEvent, FakeMachine, places_on, watched
+from fake_cuda import FakeEvent, watched
 from graphir.runtime import Session
 from graphir.runtime.codegen.handoffs import handoffs
-from graphir.runtime.cuda.executor import Cuda
 from graphir.runtime.failures.faults import fault
 from runnable import captured, forward_plan, sgd, spread
 
@@ -282,33 +281,23 @@ def test_a_report_has_the_allocators_figures_beside_the_plans() -> None:
 
 def test_an_observed_step_has_the_same_bits() -> None:
     program, plan, batch = resnet()
-    machine = FakeMachine()
-    with (
-        Session(plan, program.state, executor="reference") as one,
-        Session(plan, program.state, executor="reference") as other,
-    ):
-        reference: Any = one._executor
-        executor = Cuda(reference.setting, machine=machine, places=places_on(APART, plan.devices))
-        seen: list[tuple[int, float]] = []
+    session, machine = watched(plan, program.state, APART)
+    cuda: Any = session._executor
+    seen: list[tuple[int, Any]] = []
 
-        class Marks:
-            def begin(self, position: int) -> None:
-                seen.append((position, executor.clock.mark(plan.instructions[position].lane)))
+    class Marks:
+        def begin(self, position: int) -> None:
+            seen.append((position, cuda.clock.mark(plan.instructions[position].lane)))
 
-            def end(self, position: int, reads: Any, makes: Any) -> None:
-                self.begin(position)
+        def end(self, position: int, reads: Any, makes: Any) -> None:
+            self.begin(position)
 
-        class Observed:
-            def run(self, dims: Any, inputs: Any, step: int) -> Any:
-                return executor.run_observed(dims, inputs, step, Marks())
-
-            def close(self) -> None:
-                executor.close()
-
-        one._executor = Observed()
-        assert torch.equal(one.step(*batch), other.step(*batch))
-        assert_equal(one, other)
-        seconds = executor.clock.seconds([mark for _, mark in seen])
+    cuda.run = lambda dims, inputs, step: cuda.run_observed(dims, inputs, step, Marks())
+    with session, Session(plan, program.state, executor="reference") as reference:
+        assert torch.equal(session.step(*batch), reference.step(*batch))
+        assert_equal(session, reference)
+        seconds = cuda.clock.seconds([mark for _, mark in seen])
+    assert not machine.races
     executed = {i for i, instruction in enumerate(plan.instructions) if instruction.op >= 0}
     assert len(seconds) >= len(executed) and min(seconds) > 0
 
