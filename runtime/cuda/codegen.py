@@ -271,20 +271,25 @@ class StreamStatements(Statements):
     def watched(self, position: int, at: str, op: Operator, stream: Stream) -> list[str]:
         """Note a copy whose end the host, or who waits for a lane of the host, may need."""
         source, made = (self.net.blobs[name].storage for name in (op.inputs[0], op.outputs[0]))
-        from_buffer = self.place(source).type == "cpu" and self.number(source) in self.buffers
-        if self.place(made).type == "cuda" and not from_buffer:
+        if self.in_buffer(source):
+            return self.leave(position, stream, [source])
+        if self.place(made).type == "cuda":
             return []
         event = self.lanes.machine.event()
         statements = [self.lines.called(partial(event.record, stream), ("copied", position))]
-        if from_buffer:
-            self.leaving.setdefault(source, []).append(event)
-            return statements
         if at not in self.lanes.streams:
             self.remember(at, {f"{at} copies": _Recorded(position, event)})
         if self.lines.observed:  # the probe reads it
             return [*statements, self.stop(event)]
         self.arriving[made] = event
         return statements
+
+    def leave(self, position: int, stream: Stream, storages: Sequence[str]) -> list[str]:
+        """Note that a stream reads from buffers of the host, which may overwrite them."""
+        event = self.lanes.machine.event()
+        for storage in storages:
+            self.leaving.setdefault(storage, []).append(event)
+        return [self.lines.called(partial(event.record, stream), ("copied", position))]
 
     def stop(self, event: Event) -> str:
         return self.lines.called(partial(self.arrived, event), ("stop", id(event)))
@@ -300,6 +305,10 @@ class StreamStatements(Statements):
     def number(self, name: str) -> tuple[Device, object]:
         blob = self.net.blobs[name]
         return blob.device, self.numbers.get(blob.storage, blob.storage)
+
+    def in_buffer(self, storage: str) -> bool:
+        """Whether it lies in a buffer of the host, from which streams copy while the host goes on."""
+        return self.place(storage).type == "cpu" and self.number(storage) in self.buffers
 
     def buffer_of(self, storage: str) -> Buffer | None:
         """None: what one lane of the host copies to another takes memory anew, for streams may still read the old."""
@@ -324,7 +333,11 @@ class StreamStatements(Statements):
         part = self.part(at, name, places)
         inputs = ", ".join([self.read(*read) for read in op.reads])
         reduced = f"{self.writer.bind(part.reduce, 'c')}(({inputs},), *{self.scaling(op)})"
-        return [*before, *self.settled(op), *self.keep(name, version, reduced)]
+        statements = [*before, *self.settled(op), *self.keep(name, version, reduced)]
+        held = [storage for read in op.inputs if self.in_buffer(storage := self.net.blobs[read].storage)]
+        if at in self.lanes.streams and held:
+            statements += self.leave(position, self.lanes.streams[at], held)
+        return statements
 
     def part(self, at: str, name: str, places: Sequence[torch.device]) -> Reduction:
         device = self.net.blobs[name].device
@@ -349,10 +362,16 @@ class StreamStatements(Statements):
         return [*statements, f"del {results}"]
 
     def finish(self) -> None:
-        """Write what is left: the host stops for results that are still on their way to it."""
+        """Write what is left: the host stops for results and state that are still on their way to it.
+
+        Where a copy ends in memory that is not page-locked, CUDA promises neither that it has ended when the call
+        returns nor that it has not.
+        """
         self.flush()
         blobs = self.net.blobs
-        ways = [self.arriving.pop(blobs[name].storage, None) for name in self.net.external_outputs]
+        ways = [
+            self.arriving.pop(blobs[name].storage, None) for name in (*self.net.external_outputs, *self.setting.state)
+        ]
         stops = [self.stop(event) for event in ways if event is not None]
         self.lines.line(len(self.setting.plan.instructions) - 1, stops)
 

@@ -257,6 +257,19 @@ class _Early(StreamStatements):
         return super().argument(op, argument, inputs)
 
 
+class _Late(Statements):
+    """The statements of the rest."""
+
+    def __init__(self, *args: Any, places: Mapping[Device, torch.device]) -> None:
+        super().__init__(*args)
+        self.places = places
+
+    def buffer_of(self, storage: str) -> Buffer | None:
+        """None on the host, which reads at once what it copies: a buffer is still being filled by then."""
+        on_host = self.places[self.net.blobs[storage].device].type == "cpu"
+        return None if on_host else super().buffer_of(storage)
+
+
 def _generate(executor: CudaGraphs) -> tuple[ThreadCode, ThreadCode, Sequence[_Draw], list[Tensor | None]]:
     """The function to capture and the one of the rest, which finds the first one's values in the slots."""
     setting, plan = executor.setting, executor.setting.plan
@@ -270,7 +283,7 @@ def _generate(executor: CudaGraphs) -> tuple[ThreadCode, ThreadCode, Sequence[_D
     first = StreamWriter(values.kept, plan, executor.lanes)
     early = _Early(setting, first, values, executor.lanes, executor.buffers, handover=handover)
     then = Writer(values.kept)
-    late = Statements(setting, then, values, handover, 1, executor.buffers)
+    late = _Late(setting, then, values, handover, 1, executor.buffers, places=executor.places)
     for position, instruction in enumerate(plan.instructions):
         (late if position in executor.late else early).add(position, instruction)
     early.finish()

@@ -132,3 +132,25 @@ def test_inputs_lie_in_a_graph_as_they_did_without_it() -> None:
             session.step(placed, y)
         (found,) = executor.executor.graphs.values()
         assert [tensor is ours for tensor, ours in zip(found.inputs, taken, strict=True)] == [True, True]
+
+
+HOST_UPDATE = """
+    buffer s : f32[3] @cpu
+    input x : f32[3] @gpu:0
+    a : f32[3] @gpu:0 = aten.relu(x)
+    loss : f32[3] @gpu:0 = aten.neg(a)
+    a_cpu : f32[3] @cpu = Copy(a) {phase=update}
+    b : f32[3] @cpu = aten.exp(a_cpu) {phase=update}
+    s;1 = aten.add_.Tensor(s, b) {phase=update, writes=[0:0]}
+"""
+
+
+@pytest.mark.parametrize("host", ["cpu", "gpu:1"])
+def test_an_update_on_the_host_reads_what_has_come(host: str) -> None:
+    state = {"s": torch.zeros(3)}
+    plan = forward_plan(HOST_UPDATE.replace("@cpu", f"@{host}"), "x", output="loss", state=state)
+    assert "a_cpu" in plan.buffers
+    session, machine = watched(plan, state, {"gpu:0": "cuda:0"}, CudaGraphs)
+    for _ in range(3):
+        session.step(torch.ones(3))
+    assert ("replay",) in {call[:1] for call in machine.calls} and not machine.races
