@@ -24,8 +24,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from graphir.ir.device import Device
-
 HOST = torch.device("cpu")
 
 
