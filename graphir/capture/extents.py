@@ -2,8 +2,10 @@
 
 ``if x.shape[1] > 1024`` decides which operators run, and no dispatcher sees it. So while a step is recorded the sizes
 of its tensors are :class:`Extent`, an ``int`` whose arithmetic gives extents again and whose comparisons are noted.
-Who asks otherwise gets a plain number: ``int(n)``, ``float(n)``, ``math.sqrt(n)``, numpy, and whether ``n``
-is in a set or among the keys of a dict.
+Who asks otherwise gets a plain number: ``int(n)``, ``float(n)``, ``math.sqrt(n)``, ``x.shape.numel()``,
+numpy, text, and whether ``n`` is in a set or among the keys of a dict.
+
+Some tests Python makes by itself: where a slice ends, and how many numbers a ``range``, or tensors a split, has.
 """
 
 from __future__ import annotations
@@ -30,22 +32,38 @@ Number: TypeAlias = Size | float
 
 
 class Axis(NamedTuple):
-    """The size of one dimension of a value."""
+    """The size of one dimension of a value, its stride there, or the offset of the value.
+
+    Attributes:
+        value: in the recording that it belongs to.
+        dim: counted from 0.
+        of: ``shape``, ``strides`` or ``offset``.
+    """
 
     value: Value
     dim: int
+    of: str = "shape"
 
     @property
     def size(self) -> int:
         """In the recording that it belongs to."""
-        return self.value.shape[self.dim]
+        if self.of == "offset":
+            return self.value.offset
+        return (self.value.shape if self.of == "shape" else self.value.strides)[self.dim]
 
 
 class Derived(NamedTuple):
-    """What *operation* makes of numbers, where that is no polynomial of them."""
+    """What *operation* makes of numbers, where that is no polynomial of them.
+
+    Attributes:
+        operation: of Python's.
+        operands: in order.
+        place: the module and the source line that made it.
+    """
 
     operation: Callable[..., int | float]
     operands: tuple[Number, ...]
+    place: str
 
 
 Symbol: TypeAlias = Axis | Derived
@@ -84,7 +102,7 @@ class Extents:
         self.tests: list[Test] = []
         self.seen = False
         self._find, self._place = find, place
-        self._names: dict[tuple[int, int], str] = {}
+        self._names: dict[tuple[int, int, str], str] = {}
         self._tested: set[tuple[object, ...]] = set()
 
     def release(self) -> None:
@@ -101,6 +119,10 @@ class Extents:
             shape = self._shape(tensor)
             return shape if dim is None else shape[dim] if -len(shape) <= dim < len(shape) else _size_of(tensor, dim)
 
+        def stride(tensor: torch.Tensor, dim: Any = None) -> Any:
+            found = self._strides(tensor)
+            return found if dim is None else found[dim] if -len(found) <= dim < len(found) else _stride_of(tensor, dim)
+
         def numel(tensor: torch.Tensor) -> int:
             return reduce(operator.mul, self._shape(tensor), 1)
 
@@ -109,31 +131,101 @@ class Extents:
                 return shape[0]
             return _length_of(sized)
 
-        patched = {"shape": property(self._shape), "size": size, "numel": numel, "nelement": numel}
+        def split(tensor: torch.Tensor, split_size: Any, dim: int = 0) -> Any:
+            parts = _split_of(tensor, split_size, dim)  # type: ignore[no-untyped-call]
+            size = self._shape(tensor)[dim]
+            if isinstance(split_size, int) and isinstance(size, Extent):
+                self.counted(len(parts), size, split_size)
+            return parts
+
+        def getitem(tensor: torch.Tensor, index: Any) -> Any:
+            self._sliced(tensor, index)
+            return _item_of(tensor, index)
+
+        def setitem(tensor: torch.Tensor, index: Any, value: Any) -> None:
+            self._sliced(tensor, index)
+            _set_item_of(tensor, index, value)
+
+        patched = {
+            "shape": property(self._shape),
+            "size": size,
+            "stride": stride,
+            "storage_offset": lambda tensor: self._offset(tensor),
+            "numel": numel,
+            "nelement": numel,
+            "nbytes": property(lambda tensor: numel(tensor) * tensor.itemsize),
+            "split": split,
+            "__getitem__": getitem,
+            "__setitem__": setitem,
+        }
+        functions: list[tuple[Any, str, Any]] = [
+            (torch, "numel", lambda input: input.numel()),
+            (builtins, "len", length),  # it makes a plain integer of what a tensor's __len__ returns
+            (builtins, "range", _Range),
+        ]
         before, self.seen = self.seen, True
+        kept = [(module, name, getattr(module, name)) for module, name, _ in functions]
         try:
             for name, value in patched.items():
                 setattr(FakeTensor, name, value)
-            builtins.len = length  # it makes a plain integer of what a tensor's __len__ returns
+            for module, name, function in functions:
+                setattr(module, name, function)
             yield
         finally:
-            builtins.len = _length_of
             self.seen = before
+            for module, name, function in kept:
+                setattr(module, name, function)
             for name in patched:  # they belong to its base class
                 delattr(FakeTensor, name)
 
-    def _shape(self, tensor: torch.Tensor) -> torch.Size:
-        shape = _shape_of(tensor)
+    def _value(self, tensor: torch.Tensor) -> Value | None:
+        """The value that a tensor shows, if it belongs to the recording and has the value's shape."""
         alias = self._find(tensor) if self.seen else None
-        if alias is None or alias.value.shape != shape:
+        return alias.value if alias is not None and alias.value.shape == _shape_of(tensor) else None
+
+    def _shape(self, tensor: torch.Tensor) -> torch.Size:
+        shape, value = _shape_of(tensor), self._value(tensor)
+        if value is None:
             return shape
-        value = alias.value
         return torch.Size([self._axis(value, dim, size) for dim, size in enumerate(shape)])
 
-    def _axis(self, value: Value, dim: int, size: int) -> Extent:
-        name = self._names.get((value.index, dim))
+    def _strides(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        strides, value = _stride_of(tensor), self._value(tensor)
+        if value is None or value.strides != strides:
+            return strides
+        return tuple([self._axis(value, dim, stride, "strides") for dim, stride in enumerate(strides)])
+
+    def _offset(self, tensor: torch.Tensor) -> int:
+        offset, value = int(_offset_of(tensor)), self._value(tensor)
+        return offset if value is None or value.offset != offset else self._axis(value, 0, offset, "offset")
+
+    def _sliced(self, tensor: torch.Tensor, index: Any) -> None:
+        """Note on which side of a tensor's size a slice starts and ends: what is beyond the end is left out."""
+        items = index if isinstance(index, tuple) else (index,)
+        if not any(type(item) is slice for item in items) or self._value(tensor) is None:
+            return
+        shape = self._shape(tensor)
+        after = [_dims_of(item) for item in items]
+        dim = 0
+        for item, taken in zip(items, after, strict=True):
+            if item is Ellipsis:
+                dim = len(shape) - (sum(after) - dim)
+            elif type(item) is slice and dim < len(shape):
+                for bound in (item.start, item.stop):
+                    if isinstance(bound, int):
+                        self._clamped(bound, shape[dim])
+            dim += taken
+
+    def _clamped(self, bound: int, size: int) -> None:
+        if plain(bound) < 0:
+            bound, size = bound + size, 0
+        holds = operator.le if plain(bound) <= plain(size) else operator.ge
+        self.compared(holds, bound, size)
+
+    def _axis(self, value: Value, dim: int, size: int, of: str = "shape") -> Extent:
+        name = self._names.get((value.index, dim, of))
         if name is None:
-            name = self._names[value.index, dim] = self._named(Axis(value, dim))
+            name = self._names[value.index, dim, of] = self._named(Axis(value, dim, of))
         return self._extent(size, dimension(name))
 
     def _named(self, symbol: Symbol) -> str:
@@ -158,12 +250,19 @@ class Extents:
             with contextlib.suppress(GraphirError):  # a product of too many terms
                 size: Size = exactly(*numbers)
                 return self._extent(result, size)
-        symbol = dimension(self._named(Derived(operation, numbers)))
+        symbol = dimension(self._named(Derived(operation, numbers, self._place())))
         if type(result) is int:
             return self._extent(result, symbol)
         made = Ratio(result)
         made.origin = self, symbol
         return made
+
+    def counted(self, number: int, length: int, step: int) -> None:
+        """Note that a *length* has a *number* of steps, the last of which may be shorter."""
+        if number:
+            self.compared(operator.eq, (length - 1) // step, number - 1)
+        else:
+            self.compared(operator.le, length, 0)
 
     def compared(self, holds: Callable[[Any, Any], bool], left: int | float, right: int | float) -> bool:
         """Whether *holds* of the two numbers, which is noted."""
@@ -176,7 +275,17 @@ class Extents:
         return outcome
 
 
-class _Traced:
+class _Kind(type):
+    """The type of traced numbers' types, which are equal to Python's own: ``type(n) == int``."""
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is cls.__mro__[-2]
+
+    def __hash__(cls) -> int:
+        return hash(cls.__mro__[-2])
+
+
+class _Traced(metaclass=_Kind):
     """A number that knows where it came from.
 
     Attributes:
@@ -209,11 +318,41 @@ class Extent(_Traced, int):
 
     __hash__ = int.__hash__
 
+    def bit_length(self) -> int:
+        return self.origin[0].combined(int.bit_length, (self,))  # type: ignore[no-any-return]
+
 
 class Ratio(_Traced, float):
     """A float that Python computes from sizes."""
 
     __hash__ = float.__hash__
+
+    def is_integer(self) -> bool:
+        return self % 1 == 0
+
+    def __int__(self) -> int:
+        return int(plain(math.trunc(self)))
+
+
+class _Ranges(type):
+    """The type of what stands for ``range``, of which every range is an instance."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _range)
+
+
+class _Range(metaclass=_Ranges):
+    """``range``, which notes of extents how many numbers there are."""
+
+    def __new__(cls, *bounds: Any) -> Any:
+        made = _range(*bounds)
+        for bound in bounds:
+            if isinstance(bound, Extent):
+                start, stop, step = (0, *bounds, 1) if len(bounds) == 1 else (*bounds, 1)[:3]
+                length = stop - start if plain(step) > 0 else start - stop
+                bound.origin[0].counted(len(made), length, abs(step))
+                break
+        return made
 
 
 def plain(number: int | float) -> int | float:
@@ -227,9 +366,22 @@ def _number_of(number: int | float) -> Number:
     return int(number) if isinstance(number, int) else number
 
 
+def _dims_of(item: Any) -> int:
+    """How many dimensions of a tensor an item of an index is about; an ellipsis: those that are left."""
+    if item is None or item is Ellipsis or isinstance(item, bool):
+        return 0
+    return item.dim() if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8) else 1
+
+
 _shape_of: Final[Callable[[torch.Tensor], torch.Size]] = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _size_of: Final = torch.Tensor.size
 _length_of: Final = builtins.len
+_stride_of: Final = torch.Tensor.stride
+_offset_of: Final = torch.Tensor.storage_offset
+_split_of: Final = torch.Tensor.split
+_item_of: Final = torch.Tensor.__getitem__
+_set_item_of: Final = torch.Tensor.__setitem__
+_range: Final = range
 _POLYNOMIALS: Final[dict[Callable[..., Any], Callable[..., Size]]] = {
     operator.add: add,
     operator.sub: lambda a, b: add(a, multiply(-1, b)),

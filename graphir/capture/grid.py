@@ -40,15 +40,23 @@ class Grid:
     """The points for some dimensions, and the polynomials that their numbers determine.
 
     Attributes:
-        points: values of the dimensions; the captured ones first, those of the check last.
+        points: values of the dimensions; the captured ones first, further ones and those of the check last.
 
     Args:
         dims: the captured value of each dimension.
         check: their values in the recording that confirms what the others gave.
         step: how far apart the values of a dimension are; 0 leaves it to the grid.
+        further: points that confirm it, too.
     """
 
-    def __init__(self, dims: Mapping[str, int], check: Mapping[str, int] | None = None, step: int = 0) -> None:
+    def __init__(
+        self,
+        dims: Mapping[str, int],
+        check: Mapping[str, int] | None = None,
+        step: int = 0,
+        further: Sequence[Mapping[str, int]] = (),
+    ) -> None:
+        self._dims, self._step = dims, step
         exponents = _exponents(tuple(dims))
         values = {dim: _values(dim, value, step) for dim, value in dims.items()}
         self._monomials: list[Monomial] = [
@@ -61,8 +69,14 @@ class Grid:
         ]
         rows = [tuple([prod(point[d] for d in m) for m in self._monomials]) for point in self.points]
         self._inverse = _inverse(tuple(rows))
+        self._determined = len(self.points)
+        self.points.extend(dict(point) for point in further)
         if dims:
             self.points.append(dict(check) if check is not None else {dim: values[dim][-1] for dim in dims})
+
+    def with_point(self, point: Mapping[str, int]) -> Grid:
+        """This grid and a further point."""
+        return Grid(self._dims, self.points[-1], self._step, [*self.points[self._determined : -1], point])
 
     def fit(self, numbers: Sequence[int | None]) -> Size | None:
         """The size that takes these values at the points; None where no polynomial with whole coefficients does.
@@ -74,7 +88,8 @@ class Grid:
         if any(k.denominator != 1 for k in coefficients):
             return None
         size = Polynomial.of({m: int(k) for m, k in zip(self._monomials, coefficients, strict=True)})
-        return size if numbers[-1] in (None, bind(size, self.points[-1])) else None
+        checks = zip(numbers[self._determined :], self.points[self._determined :], strict=True)
+        return size if all(number in (None, bind(size, point)) for number, point in checks) else None
 
 
 def _values(dim: str, value: int, step: int) -> tuple[int, ...]:

@@ -72,12 +72,13 @@ class Recorder(Tape, TorchDispatchMode):
         self,
         fake_mode: FakeTensorMode,
         scopes: Scopes,
-        lines: SourceLines | None,
+        lines: SourceLines,
         path_of: Callable[[torch.Tensor], str],
         caches: Caches,
+        named: bool = True,
     ) -> None:
         TorchDispatchMode.__init__(self)
-        Tape.__init__(self, fake_mode, scopes, lines)
+        Tape.__init__(self, fake_mode, scopes, lines, named)
         self.constants: list[tuple[Value, torch.Tensor]] = []
         self.sparse = SparseTensors()
         self._fake_mode, self._path_of, self._caches = fake_mode, path_of, caches

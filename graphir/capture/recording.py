@@ -167,7 +167,7 @@ def _run(step: Step, dims: Dims, named: bool, watch: Watch | None = None) -> tup
     """One run of the step, and what it changed."""
     fake_mode, scopes, checks = fresh_fake_mode(), Scopes(step.model), Checks()
     lines = SourceLines(end=sys._getframe().f_code)
-    recorder = Recorder(fake_mode, scopes, lines if named else None, attribute_paths(step.model), step.caches)
+    recorder = Recorder(fake_mode, scopes, lines, attribute_paths(step.model), step.caches, named)
     checks["memory"] = recorder.end_forward
     with torch.no_grad():
         fakes, state = fake_state(step.state, recorder)

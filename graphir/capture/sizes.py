@@ -9,16 +9,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import lcm
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ..errors import CaptureError
 from ..ir.blob import contiguous_strides
 from ..ir.guard import Guard
 from ..ir.operator import Arg
-from ..ir.size import Dims, Shape, Size, dimension, size_dims
+from ..ir.size import Dims, Shape, Size, dimension, multiply, size_dims
 from .extents import Axis
 from .grid import BATCH, Grid, NotPolynomial
-from .guards import guards_of, simplified
+from .guards import Steady, guards_of, simplified, steady_in
 from .recording import Recording, Step, record, same_bits
 from .thresholds import threshold_in
 from .values import Call, Value
@@ -184,14 +184,44 @@ class _Taken:
         if check is not None and (broken := next((guard for guard in guards if not guard.holds(check)), None)):
             raise NotPolynomial(f"{broken} does not hold at {_at(check)}: {broken.reason}")
         period = lcm(*(guard.modulus or 1 for guard in guards))
-        for step in (period, -period):
-            nearer = Grid(dims, check, step)
+        # Numbers that have all the same remainder would not show where the step depends on it.
+        for step in (period + 1, period - 1, -period - 1, 1 - period, period, -period):
+            nearer = Grid(dims, check, step) if step else grid
             points = nearer.points[chosen]
             if min(min(point.values()) for point in points) > 0 and all(g.holds(p) for g in guards for p in points):
                 return nearer
         return None
 
     def _sizes(self, grid: Grid) -> Sizes:
+        """The step's sizes from recordings at the points of a grid, and at further ones.
+
+        What Python makes of sizes may be one number at all points, as ``n // 64`` is: where the step is the same with
+        another number, it only tests it, and otherwise the number has to stay.
+        """
+        sizes = self._sizes_at(grid)
+        here, stay = grid.points[0], list[Steady]()
+        for steady in steady_in(sizes.recording.extents, sizes.axis, grid.points):
+            if any(known.guards == steady.guards is not None for known in stay):
+                continue
+            if not all(steady.stays(here, point) for point in sizes.grid.points):
+                continue
+            point = _elsewhere(steady, here, sizes.guards)
+            if point is None and steady.guards is None:
+                continue
+            try:
+                if point is None or len(sizes.grid.points) - len(grid.points) == _MOST_FURTHER:
+                    raise NotPolynomial("no point shows it")
+                sizes = self._sizes_at(sizes.grid.with_point(point))
+            except NotPolynomial:
+                if steady.guards is None:
+                    raise NotPolynomial(
+                        f"Python makes a number of it in {steady.place}, which no guard can say"
+                    ) from None
+                stay.append(steady)
+        sizes.guards += [guard for steady in stay for guard in steady.guards or ()]
+        return sizes
+
+    def _sizes_at(self, grid: Grid) -> Sizes:
         recordings: list[Recording] = []
         for point in grid.points:
             try:
@@ -220,6 +250,33 @@ class _Taken:
         return self.at[key]
 
 
+_MOST_FURTHER: Final = 4
+"""How many further recordings are taken."""
+
+_FAR: Final = 1 << 13
+"""How many times the captured size a further recording is at most."""
+
+
+def _elsewhere(steady: Steady, here: Dims, guards: Sequence[Guard]) -> dict[str, int] | None:
+    """A point near by where *guards* hold and a number is another one; None where there seems to be none."""
+
+    def changes(dim: str, value: int) -> bool:
+        return not steady.stays(here, {**here, dim: value})
+
+    for dim, value in here.items():
+        same, other = value, value + 1
+        while not changes(dim, other) and other <= _FAR * value:
+            same, other = other, 2 * other
+        while other - same > 1:
+            middle = (same + other) // 2
+            same, other = (same, middle) if changes(dim, middle) else (middle, other)
+        for near in range(other, other + 3):
+            point = {**here, dim: near}
+            if changes(dim, near) and all(guard.holds(point) for guard in guards):
+                return point
+    return None
+
+
 class Geometry(NamedTuple):
     """Sizes of a value: shape, strides (None for contiguous ones), offset in its storage."""
 
@@ -236,6 +293,7 @@ class Sizes:
         geometries: of each value, at its index.
         args: of each call, at its position.
         guards: what the dimensions must satisfy for Python's tests of sizes to come out as they did.
+        grid: the points that they are of.
 
     Args:
         recordings: the step at each point of *grid*.
@@ -246,28 +304,35 @@ class Sizes:
 
     def __init__(self, recordings: Sequence[Recording], grid: Grid) -> None:
         self.recording = recordings[0]
-        self._recordings, self._grid = recordings, grid
+        self._recordings, self.grid = recordings, grid
         self._fitted: dict[tuple[int | None, ...], Size] = {}
         self._alike: dict[tuple[object, ...], Geometry] = {}
         if len(recordings) > 1:
             self._compare()
         self.geometries = [self._geometry(values) for values in zip(*(r.values for r in recordings), strict=True)]
         self.args = [self._args(calls) for calls in zip(*(r.calls for r in recordings), strict=True)]
-        self.guards = list(guards_of(self.recording.extents, self._axis, grid.points))
+        # Where a test makes no difference, each side has tests of its own.
+        self.guards = [guard for r in recordings for guard in guards_of(r.extents, self.axis, grid.points)]
 
-    def _axis(self, axis: Axis) -> Size:
-        return self.geometries[axis.value.index].shape[axis.dim]
+    def axis(self, axis: Axis) -> Size:
+        """The size, stride or offset that an axis is."""
+        shape, strides, offset = self.geometries[axis.value.index]
+        if axis.of == "offset":
+            return offset
+        if axis.of == "shape":
+            return shape[axis.dim]
+        return strides[axis.dim] if strides is not None else _product(shape[axis.dim + 1 :])
 
     def _text(self, numbers: Sequence[object]) -> str:
-        names, points = list(self._grid.points[0]), self._grid.points
+        names, points = list(self.grid.points[0]), self.grid.points
         if len(names) == 1:
             return f"{', '.join(map(str, numbers))} at {names[0]} {', '.join(str(p[names[0]]) for p in points)}"
         return ", ".join(f"{number} at {_at(point)}" for number, point in zip(numbers, points, strict=True))
 
     def _compare(self) -> None:
         first = self._recordings[0]
-        here = _at(self._grid.points[0])
-        for other, point in zip(self._recordings[1:], self._grid.points[1:], strict=True):
+        here = _at(self.grid.points[0])
+        for other, point in zip(self._recordings[1:], self.grid.points[1:], strict=True):
             there = _at(point)
             for i, (call, its) in enumerate(zip(first.calls, other.calls, strict=False)):
                 if _shape_of(call) != _shape_of(its):
@@ -288,9 +353,9 @@ class Sizes:
         if first is not None and all(n == first or n is None for n in others):
             return first
         if numbers not in self._fitted:
-            size = self._grid.fit(numbers)
+            size = self.grid.fit(numbers)
             if size is None:
-                names = list(self._grid.points[0])
+                names = list(self.grid.points[0])
                 kind = "not affine" if names == [BATCH] else "not quadratic" if len(names) == 1 else "no polynomial"
                 raise NotPolynomial(f"{self._text(numbers)} is {kind}")
             self._fitted[numbers] = size
@@ -369,6 +434,13 @@ def _batch_dims(captured: Recording, others: Iterator[Recording]) -> Iterator[li
 
 def _returned_shapes(recording: Recording) -> list[tuple[int, ...]]:
     return [leaf.shape if isinstance(leaf, Value) else () for leaf in recording.returned]
+
+
+def _product(sizes: Iterable[Size]) -> Size:
+    product: Size = 1
+    for size in sizes:
+        product = multiply(product, size)
+    return product
 
 
 def _first(conditions: Iterable[bool]) -> int | None:

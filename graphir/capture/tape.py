@@ -39,14 +39,17 @@ class Tape:
         phase: forward, backward or update.
         seeds: of the operators that draw random numbers.
         extents: the sizes that the step is told.
+
+    Args:
+        named: whether calls and values get names, modules and lines.
     """
 
-    def __init__(self, fake_mode: FakeTensorMode, scopes: Scopes, lines: SourceLines | None) -> None:
+    def __init__(self, fake_mode: FakeTensorMode, scopes: Scopes, lines: SourceLines, named: bool) -> None:
         self.calls: list[Call] = []
         self.values: list[Value] = []
         self.phase: Phase = "forward"
         self.seeds = SeedIds()
-        self._scopes, self._lines = scopes, lines
+        self._scopes, self._lines, self._named = scopes, lines, named
         self._memory = Memory()
         self._results = Results(fake_mode, self._scope)
         self.extents = Extents(self._memory.find, self._place)
@@ -75,11 +78,11 @@ class Tape:
 
     @contextlib.contextmanager
     def follow_step(self) -> Iterator[None]:
-        """In the recording that is named: know which module runs, name what it returns, note what sizes it tests."""
-        if self._lines is None:
-            yield
-            return
-        with self._scopes.follow(lambda: len(self.values), self.claim), self.extents.given():
+        """Note what sizes the step tests; where it is named, know which module runs, and name what that returns."""
+        with contextlib.ExitStack() as stack:
+            if self._named:
+                stack.enter_context(self._scopes.follow(lambda: len(self.values), self.claim))
+            stack.enter_context(self.extents.given())
             yield
 
     def start_micro_batch(self, prefix: str) -> None:
@@ -98,7 +101,7 @@ class Tape:
         Raises:
             CaptureError: it exchanged a tensor's memory.
         """
-        if self._lines is not None:
+        if self._named:
             self._memory.check_unexchanged()
 
     def start_backward(self) -> list[tuple[Value, Any]]:
@@ -312,7 +315,7 @@ class Tape:
 
         Where capture itself adds losses up, or divides them, it is the line of what it reads. Empty where nobody asks.
         """
-        if self._lines is None:
+        if not self._named:
             return ""
         line = self._lines.current()
         if line:
@@ -323,7 +326,7 @@ class Tape:
 
     def _place(self) -> str:
         """The module and the source line that run."""
-        return where(self._scope(), self._lines.current() if self._lines is not None else "")
+        return where(self._scope(), self._lines.current())
 
     def _scope(self) -> str:
         """The module that is running."""

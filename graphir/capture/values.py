@@ -24,6 +24,8 @@ Replay: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]
 
 
 _shape_of: Final = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
+_strides_of: Final = torch.Tensor.stride
+_offset_of: Final = torch.Tensor.storage_offset
 """The plain integers, also where the step is given others (:mod:`.extents`)."""
 
 
@@ -47,8 +49,8 @@ def geometry_of(tensor: torch.Tensor) -> Geometry:
     """The geometry of *tensor* now."""
     return Geometry(
         tuple(_shape_of(tensor)),
-        tensor.stride(),
-        int(tensor.storage_offset()),
+        _strides_of(tensor),
+        int(_offset_of(tensor)),
         tensor.dtype,
         tensor.is_conj(),
         tensor.is_neg(),

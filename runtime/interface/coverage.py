@@ -1,14 +1,19 @@
-"""Whether a program computes at given sizes what eager PyTorch would: convolutions choose their layout by sizes.
+"""Whether a program computes at given sizes what eager PyTorch would: some operators follow sizes piece by piece.
 
 A convolution has several backends, and the number of elements, the number of threads, the machine and its libraries
 choose one. Some keep the channels last, others don't, and the operators after it follow: a view may become a copy, and
 a sum add up in another order. So where the backend lays a result out otherwise than its blob says, the step that was
 captured is not the one that eager PyTorch takes.
+
+Other operators give shapes that are no polynomial of sizes, though they are one for the sizes that were captured: a
+pool with a stride rounds, a slice ends where the tensor does, a factorisation has as many columns as rows at most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, TypeAlias
 
 import torch
@@ -32,12 +37,20 @@ __all__ = ["check_layouts"]
 
 _HOST: Final = torch.device("cpu")
 _CONVOLUTIONS: Final = frozenset({"aten.convolution.default", "aten.convolution_backward.default"})
+_SHAPED_IN_PIECES: Final = """
+    arange.start_step avg_pool1d.default avg_pool2d.default avg_pool3d.default diagonal.default geqrf.default
+    im2col.default linalg_lu.default linalg_lu_factor_ex.default linalg_qr.default linalg_svdvals.default
+    _linalg_svd.default lu_unpack.default max_pool2d_with_indices.default max_pool3d_with_indices.default slice.Tensor
+    split.Tensor unfold.default unsafe_split.Tensor
+"""
+_IN_PIECES: Final = frozenset(f"aten.{name}" for name in _SHAPED_IN_PIECES.split())
 
 _Geometry: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], str]
 
 
 def check_layouts(program: Program, dims: Dims, places: Mapping[Device, torch.device], threads: int) -> None:
-    """Raise where a convolution on the host would lay a result out otherwise than its blob says; nothing is computed.
+    """Raise where an operator would shape a result otherwise than its blob says, or a convolution on the host would lay
+    it out otherwise; nothing is computed.
 
     Args:
         program: what is to be run.
@@ -50,15 +63,27 @@ def check_layouts(program: Program, dims: Dims, places: Mapping[Device, torch.de
     """
     seen: set[object] = set()
     blobs = program.step.blobs
-    with neutral(threads), fresh_fake_mode(), torch.no_grad():
+    with neutral(threads), fresh_fake_mode(), torch.no_grad(), _quiet():
         for op in program.step.ops:
-            if op.type not in _CONVOLUTIONS or places.get(op.device, _HOST).type != "cpu":
+            on_host = places.get(op.device, _HOST).type == "cpu"
+            if op.type not in _IN_PIECES and not (op.type in _CONVOLUTIONS and on_host):
                 continue
             declared = [_geometry(blobs[name], dims) for name in (*op.inputs, *op.outputs)]
             key = (op.type, op.operands, op.results, repr(op.args), *declared)
             if key not in seen:
                 seen.add(key)
                 _check(program, op, dims, declared[: len(op.inputs)], declared[len(op.inputs) :])
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging a traceback of an error that is raised as another one."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _geometry(blob: Blob, dims: Dims) -> _Geometry:
@@ -75,15 +100,36 @@ def _check(
     args = {name: evaluate(arg, dims) for name, arg in op.args.items()}
     tensors = [torch.empty_strided(shape, strides, dtype=to_torch(dtype)) for shape, strides, dtype in inputs]
     positional, named = arguments_of(op.type, op.operands, tensors, args)
-    returned = flatten(arrange(op), overload(op.type)(*positional, **named))
+    at = ", ".join(f"{base_name(dim)} {value}" for dim, value in dims.items())
+    where = f"module {op.module!r}, program {program.name!r}{at and ', at '}{at}"
+    try:
+        made = overload(op.type)(*positional, **named)
+        try:
+            returned = flatten(arrange(op), made)
+        except ValueError:
+            raise ValueError(f"it returns {len(made)} tensors, in the program other ones") from None
+        for position, tensor in returned.items():
+            if tuple(tensor.shape) != outputs[position][0]:
+                raise ValueError(
+                    f"{op.outputs[position]!r} would have the shape {tuple(tensor.shape)}, in the program it has "
+                    f"{outputs[position][0]}"
+                )
+    except (RuntimeError, ValueError, IndexError) as e:
+        raise CoverageError(
+            f"{op.type} does not follow the program's sizes here: {str(e).splitlines()[0]}",
+            at=operator_text(op, program.step),
+            where=where,
+            fix="give other sizes, or capture the model at these",
+        ) from None
+    if op.type not in _CONVOLUTIONS:
+        return
     for position, tensor in returned.items():
         shape, strides, _ = outputs[position]
         if any(n > 1 and ours != theirs for n, ours, theirs in zip(shape, strides, tensor.stride(), strict=True)):
-            at = ", ".join(f"{base_name(dim)} {value}" for dim, value in dims.items())
             raise CoverageError(
                 f"{op.outputs[position]!r} would have the strides {tensor.stride()}, in the program it has {strides}: "
                 f"{op.type} takes another backend here, so eager PyTorch's step may have other bits",
                 at=operator_text(op, program.step),
-                where=f"module {op.module!r}, program {program.name!r}{at and ', at '}{at}",
+                where=where,
                 fix="capture the model at this size, in as many threads (torch.set_num_threads) and on this machine",
             )

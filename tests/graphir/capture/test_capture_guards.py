@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import copy
+import math
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -184,12 +186,115 @@ def test_one_size_alone_is_fixed() -> None:
 
 
 def test_a_test_that_no_guard_can_say_fixes_sizes() -> None:
-    class Halved(nn.Module):
+    class Odd(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return x * 2 if x.shape[0] / 2 > 100.5 else x.exp()
+            return x * 2 if x.shape[0] ^ 3 > 100 else x.exp()
 
-    program = capture(Halved(), (torch.randn(4, 6),))
+    program = capture(Odd(), (torch.randn(4, 6),))
     assert program.dims == {} and "Python tests it in the model, at" in program.fixed
+
+
+def pad(x: Tensor, to: int) -> Tensor:
+    missing = -x.shape[1] % to
+    return nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
+
+
+ASKED: dict[str, tuple[Any, list[str]]] = {
+    "slice": (lambda x: x[:, :16].softmax(1), ["length<=16"]),
+    "slice from the end": (lambda x: x[..., -16:, :].mean(), ["length<=16"]),
+    "written slice": (lambda x: x.clone().index_fill(0, torch.tensor([0]), 0)[None, :, :20] * 2, ["length<=20"]),
+    "slice of a table": (lambda x: x + x.new_ones(30, 3)[: x.shape[1]], ["length<=30"]),
+    "range": (lambda x: torch.cat([x[:, i : i + 16].softmax(1) for i in range(0, x.shape[1], 16)], 1), ["length<=16"]),
+    "split": (lambda x: torch.cat([part.softmax(1) for part in x.split(16, 1)], 1), ["length<=16"]),
+    "unread split": (lambda x: x.exp() if len(x.split(16, 1)) > 1 else x.relu(), ["length<=16"]),
+    "stride": (lambda x: x.exp() if x.stride(0) > 60 else x.relu(), ["length<=20"]),
+    "strides": (lambda x: x.exp() if x.mT.stride() > (60, 1, 3) else x.relu(), ["length<=20", "length!=20"]),
+    "offset": (lambda x: x.exp() if x[:, -1:].storage_offset() > 59 else x.relu(), ["length<=20"]),
+    "bytes": (lambda x: x.exp() if x.nbytes > 960 else x.relu(), ["batch*length<=80"]),
+    "function": (lambda x: x.exp() if torch.numel(x) > 240 else x.relu(), ["batch*length<=80"]),
+    "each side's": (lambda x: x / max(x.shape[0], x.shape[1], 16), ["length<=15", "batch<=15"]),
+    "padding": (lambda x: pad(x, 32).softmax(1), ["length<=32", "length%32!=0"]),
+    "quotient": (lambda x: x * (x.shape[1] // 32), ["length<=31"]),
+    "rounded": (lambda x: x * math.ceil(x.shape[1] / 32), ["length<=32"]),
+    "whole part": (lambda x: x * int(x.shape[1] ** 0.2), ["length<=31"]),
+    "shift": (lambda x: x * (x.shape[1] >> 5), ["length<=31"]),
+    "remainder": (lambda x: x * (x.shape[1] % 32), ["length<=31"]),
+    "remainder that is only tested": (lambda x: x.exp() if x.shape[1] % 512 else x.relu(), ["length%512!=0"]),
+    "quotient that is only tested": (lambda x: x.exp() if x.shape[1] // 3 > 9 else x.relu(), ["length<=29"]),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_what_python_makes_of_sizes_is_guarded(name: str) -> None:
+    ask, guards = ASKED[name]
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return ask(x)
+
+    program = capture(Model(), (torch.randn(4, 10, 3),), batch_dims={0: "batch", 1: "length"})
+    assert program.fixed == ""
+    assert [str(guard) for guard in program.guards if not str(guard).endswith(">=2")] == guards
+    with Session(passes.emit(program), program.state, executor="reference") as session:
+        for batch in (4, 33):
+            for length in (10, 16, 17, 21, 31, 32, 33, 40):
+                x = torch.randn(batch, length, 3)
+                if all(guard.holds({"batch": batch, "length": length}) for guard in program.guards):
+                    assert torch.equal(session.step(x), Model()(x))
+                else:
+                    with pytest.raises(CoverageError, match=r"the program takes .*: Python (tests|makes)"):
+                        session.step(x)
+
+
+@pytest.mark.parametrize("length", [9, 12])
+def test_a_remainder_that_the_step_holds_is_no_constant(length: int) -> None:
+    """At lengths with one remainder alone, the padding would be the same."""
+    program = capture(Padded(), (torch.randn(4, length, 3),), batch_dims={0: "batch", 1: "length"})
+    with Session(passes.emit(program), program.state) as session:
+        for many in range(2, 40):
+            x = torch.randn(4, many, 3)
+            try:
+                assert torch.equal(session.step(x), Padded()(x))
+            except CoverageError:
+                assert many != length
+
+
+class Padded(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return pad(x, 8).exp()
+
+
+SHAPED: dict[str, Any] = {
+    "pool": lambda x: nn.functional.max_pool1d(x.mT, 3, 16).mean(),
+    "convolution": lambda x: nn.functional.conv1d(x.mT, torch.ones(3, 3, 3), stride=32).mean(),
+    "windows": lambda x: x.unfold(1, 3, 32).mean(),
+    "factors": lambda x: torch.linalg.svdvals(x).mean(),
+    "diagonal": lambda x: x.diagonal(0, 1, 2).mean(),
+    "narrowed": lambda x: x.narrow(1, 0, 5).mean(),
+    "count": lambda x: x.mean() + torch.arange(0, x.shape[1], 16).float().mean(),
+}
+
+
+@pytest.mark.parametrize("name", SHAPED)
+def test_shapes_that_follow_sizes_in_pieces_are_refused_elsewhere(name: str) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return SHAPED[name](x)
+
+    program = capture(Model(), (torch.randn(4, 10, 3),), batch_dims={0: "batch", 1: "length"})
+    assert program.fixed == ""
+    refused = []
+    with Session(passes.emit(program), program.state, executor="reference") as session:
+        for length in (2, 5, 8, 16, 20, 36, 70):
+            x = torch.randn(4, length, 3)
+            try:
+                found = session.step(x)
+            except CoverageError as e:
+                refused.append(length)
+                assert "does not follow the program's sizes here" in str(e)
+            else:
+                assert torch.equal(found, Model()(x))
+    assert refused and len(refused) < 7
 
 
 def test_sizes_that_a_model_returns_or_keeps_are_plain_numbers() -> None:
@@ -217,13 +322,14 @@ def test_sizes_that_key_a_cache_are_no_guards() -> None:
 
 
 def test_torch_has_its_own_sizes_again() -> None:
-    length = len
-    before = {name: vars(torch._subclasses.FakeTensor).get(name) for name in ("shape", "size", "numel", "nelement")}
+    def present() -> dict[str, Any]:
+        return {**vars(torch._subclasses.FakeTensor), "functions": (torch.numel, builtins.len, builtins.range)}
+
+    before = present()
     captured()
     with pytest.raises(GraphirError):
         capture(nn.Linear(3, 2), (torch.randn(2, 5),))
-    assert before == {name: vars(torch._subclasses.FakeTensor).get(name) for name in before}
-    assert set(before.values()) == {None} and len is length
+    assert present() == before
 
 
 def test_captures_in_several_threads_wait_for_each_other() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphir.capture.extents import Axis, Extents, plain
+from graphir.capture.extents import Axis, Extents, _Range, plain
 from graphir.capture.grid import NotPolynomial
 from graphir.capture.guards import guards_of, simplified
 from graphir.capture.values import Value
@@ -78,6 +78,24 @@ CASES: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
     "in": (lambda n: n in (12, 20), ["n!=12", "n!=20"]),
     "divided": (lambda n: divmod(n, 5)[1] == 0, ["n%5!=0"]),
     "no size": (lambda n: n - n + 3 > 2, []),
+    "half": (lambda n: n / 2 > 100.5, ["n<=201"]),
+    "third": (lambda n: n / 3 > 2.5, ["n<=7"]),
+    "root": (lambda n: n**0.5 > 4, ["n<=16"]),
+    "reciprocal": (lambda n: 1 / n < 0.05, ["n<=20"]),
+    "power": (lambda n: n**2 > 400, ["n*n<=400"]),
+    "rounded up": (lambda n: math.ceil(n / 16) > 1, ["n<=16"]),
+    "rounded up by floors": (lambda n: -(-n // 16) > 1, ["n<=16"]),
+    "unlike quotient": (lambda n: n // 16 != 0, ["n<=15"]),
+    "quotient of a quotient": (lambda n: bool(n // 4 // 4), ["n<=15"]),
+    "shifted": (lambda n: bool(n >> 4), ["n<=15"]),
+    "shifted up": (lambda n: n << 1 > 41, ["n<=20"]),
+    "last bits": (lambda n: (n & 7) == 5, ["n%8!=5"]),
+    "magnitude": (lambda n: abs(-n) > 20 or abs(1 - n) > 18, ["n<=19"]),
+    "bits": (lambda n: (n - 1).bit_length() > 4, ["n<=16"]),
+    "to the next multiple": (lambda n: (8 - n % 8) % 8 == 0, ["n%8!=0"]),
+    "negative remainder": (lambda n: -n % 8 == 3, ["n%8!=5"]),
+    "doubled": (lambda n: 2 * n == 40 or 2 * n == 41, ["n!=20"]),
+    "a twelfth": (lambda n: n * 0.1 >= 1.2, ["n<=11"]),
 }
 
 
@@ -91,6 +109,25 @@ def test_a_test_becomes_the_guard_that_says_the_same(name: str) -> None:
             assert bool(ask(n)) == bool(asked.outcome)
 
 
+def test_a_range_tests_how_many_numbers_it_has() -> None:
+    several: list[Callable[[Any], tuple[Any, ...]]] = [
+        lambda n: (n,),
+        lambda n: (0, n, 16),
+        lambda n: (8, n),
+        lambda n: (n, 8),
+        lambda n: (n, 3),
+        lambda n: (n, 0, -4),
+        lambda n: (n, 9, 4),
+        lambda n: (0, 99, n),
+    ]
+    for bounds in several:
+        asked = Asked(lambda n: list(_Range(*bounds(n))), {"n": 6}, ())  # noqa: B023
+        assert asked.outcome == list(range(*bounds(6)))
+        for n in range(1, 40):
+            assert asked.covers(n=n) == (len(range(*bounds(n))) == len(asked.outcome)), asked.texts()
+    assert isinstance(range(3), _Range) and not isinstance([], _Range)
+
+
 def test_two_sizes() -> None:
     asked = Asked(lambda n, m: n > m, {"n": 3, "m": 5}, ())
     assert asked.texts() == ["m-n>=0"]
@@ -98,7 +135,7 @@ def test_two_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    "ask", [lambda n: n / 3 > 2.5, lambda n: n**2 > 5, lambda n: n & 1, lambda n: n // 4 + n > 7, lambda n: n % 5 > 2]
+    "ask", [lambda n: n & 6, lambda n: n ^ 3 > 4, lambda n: 2**n > 300, lambda n: n // 4 + n > 7, lambda n: n % 5 > 2]
 )
 def test_what_no_guard_can_say_fixes_sizes(ask: Callable[[Any], Any]) -> None:
     with pytest.raises(NotPolynomial, match="here"):
@@ -198,6 +235,8 @@ def test_an_extent_is_the_integer_that_it_stands_for() -> None:
         assert (n + 1, 1 - n, n // 4, n**2, n / 4, n << 1, -n, abs(-n), round(n), math.ceil(n / 4)) == (
             *(7, -5, 1, 36, 1.5, 12, -6, 6, 6, 2),
         )
+        assert type(n) == int and type(n) in (str, int) and {int: 3}[type(n)] == 3 and type(n) != float  # noqa: E721
+        assert type(n / 4) == float and type(n / 4) != int and type(n) != type(n / 4)  # noqa: E721
         assert n + 0.5 == 6.5 and type(plain(n + 0.5)) is float and type(plain(n)) is int
         assert math.prod([n, n]) == 36 and sum([n, n]) == 12 and type(plain(sum([n, n]))) is int
         assert copy.deepcopy([n])[0] == n and type(pickle.loads(pickle.dumps(n))) is int
@@ -206,7 +245,7 @@ def test_an_extent_is_the_integer_that_it_stands_for() -> None:
         with pytest.raises(ZeroDivisionError):
             n // (n - n)
 
-    with pytest.raises(NotPolynomial):  # of n << 1, above all
+    with pytest.raises(NotPolynomial):  # of 20 % n
         Asked(ask, {"n": 6}, ())
 
 
