@@ -114,6 +114,7 @@ class Diff(_Entry):
         order: how many operators of both come in another order.
         blobs: blobs of both that changed, in another way than by moving with the operator that makes them.
         peaks: by device; none for bare nets, or where sizes are not known.
+        guards: those of one alone, ``+`` before those of *after*; none for bare nets.
     """
 
     before: str
@@ -126,11 +127,12 @@ class Diff(_Entry):
     order: int = 0
     blobs: tuple[BlobChange, ...] = ()
     peaks: tuple[Peak, ...] = ()
+    guards: tuple[str, ...] = ()
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing differs."""
-        lists = (self.moved, self.copies, self.added, self.removed, self.changed, self.blobs)
+        lists = (self.moved, self.copies, self.added, self.removed, self.changed, self.blobs, self.guards)
         return not any(lists) and not self.order and all(p.before == p.after for p in self.peaks)
 
     def to_json(self) -> str:
@@ -149,6 +151,7 @@ class Diff(_Entry):
             ("operators removed", self.removed),
             ("operators changed", self.changed),
             ("blobs changed", self.blobs),
+            ("guards changed", self.guards),
         ):
             lines += _section(title, entries)
         if self.order:
@@ -159,7 +162,7 @@ class Diff(_Entry):
         return "\n".join(lines)
 
 
-def _section(title: str, entries: Sequence[_Entry]) -> list[str]:
+def _section(title: str, entries: Sequence[_Entry | str]) -> list[str]:
     if not entries:
         return []
     lines = [f"{title}: {len(entries)}"]
@@ -198,6 +201,7 @@ def diff(before: _Subject, after: _Subject) -> Diff:
         order=found.order,
         blobs=tuple(found.blobs),
         peaks=_peaks(before, after),
+        guards=_guards(before, after),
     )
 
 
@@ -208,6 +212,16 @@ def _nets(subject: _Subject) -> _Nets:
 
 def _dims(subject: Program | Plan) -> Dims:
     return subject.dims if isinstance(subject, Program) else {**subject.program.dims, **subject.dims}
+
+
+def _guards(before: _Subject, after: _Subject) -> tuple[str, ...]:
+    if isinstance(before, Net) or isinstance(after, Net):
+        return ()
+    ours, theirs = (
+        list(map(str, (subject if isinstance(subject, Program) else subject.program).guards))
+        for subject in (before, after)
+    )
+    return (*(f"- {g}" for g in ours if g not in theirs), *(f"+ {g}" for g in theirs if g not in ours))
 
 
 def _peaks(before: _Subject, after: _Subject) -> tuple[Peak, ...]:

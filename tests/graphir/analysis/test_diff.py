@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import nets
 import pytest
@@ -10,6 +11,7 @@ import tiny
 from tiny import GPU0, GPU1, dropped, edited, inserted, reblobbed
 
 from graphir.analysis.diff import diff
+from graphir.ir.guard import parse_guard
 
 TINY, MOVED = tiny.program(), tiny.moved()
 
@@ -18,6 +20,14 @@ def test_equal_programs() -> None:
     found = diff(TINY, TINY)
     assert found.is_empty
     assert str(found) == "diff 'tiny' -> 'tiny': no difference"
+
+
+def test_guards_that_one_has_alone() -> None:
+    ours = tiny.plan(replace(TINY, guards=(parse_guard("batch>=2", ""), parse_guard("batch%4==0", "here"))))
+    theirs = tiny.plan(replace(TINY, guards=(parse_guard("batch%4==0", "there"), parse_guard("batch<=9", ""))))
+    found = diff(ours, theirs)
+    assert not found.is_empty and found.guards == ("- batch>=2", "+ batch<=9")
+    assert "guards changed: 2\n  - batch>=2\n  + batch<=9" in str(found)
 
 
 def test_moves_copies_blobs_and_peaks() -> None:
