@@ -117,6 +117,7 @@ class FakeMachine:
         races: what was not ordered, as text.
         dropped: which wait is not done, counted from 1; 0 for none.
         hangs: the name of a stream that does nothing any more.
+        fails: what operators raise, by name and place; ``empty`` is the allocator.
     """
 
     def __init__(self) -> None:
@@ -133,6 +134,7 @@ class FakeMachine:
         self.state: list[Tensor] = []
         self.capturing: FakeGraph | None = None
         self.hangs = ""
+        self.fails: dict[tuple[str, torch.device], Exception] = {}
 
     def stream(self, place: torch.device) -> FakeStream:
         self.made += 1
@@ -159,11 +161,16 @@ class FakeMachine:
             self.device = device
 
     def empty(self, nbytes: int, place: torch.device) -> Tensor:
+        self.fail("empty", place)
         with _disable_current_modes():
             made = torch.empty(nbytes, dtype=torch.uint8)
         self.adopt(made, place, self.taker(place), f"buffer on {place}").pinned = place == HOST
         self.calls.append(("empty", str(place)))
         return made
+
+    def fail(self, name: str, place: torch.device) -> None:
+        if (name, place) in self.fails:
+            raise self.fails[name, place]
 
     def like(self, tensor: Tensor, place: torch.device) -> Tensor:
         with _disable_current_modes():
@@ -349,6 +356,7 @@ class Watch(TorchDispatchMode):
         operands = [(tensor, write, self.place(tensor)) for tensor, write in given]
         devices = [place for _, _, place in operands if place != HOST]
         place = stood_for(asked[0]) if asked else devices[0] if devices else HOST
+        machine.fail(name, place)
         if wrong := {str(at) for t, _, at in operands if at != place and not (at == HOST and t.dim() == 0)}:
             machine.races.append(f"{name} on {place} has operands on {', '.join(sorted(wrong))}")
         if self.strict and place not in (HOST, machine.device):
@@ -449,6 +457,13 @@ def watched(
     )
     session._executor = Watched(kind(session._setting, machine=machine, places=places, **options), machine)
     session._places = places
-    if session._watched is not None:
+    if session._watch is not None and session._watched is not None:
         session._watched.executor = session._executor
+        start = session._watch.start
+
+        def watched_start(*given: Any) -> None:
+            with Watch(machine, strict=False):
+                start(*given)
+
+        session._watch.start = watched_start
     return session, machine

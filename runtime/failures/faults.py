@@ -51,7 +51,7 @@ def fault(
     """
     traceback.clear_frames(cause.__traceback__)
     reason = reason_of(cause)
-    lost = isinstance(cause, torch.AcceleratorError)
+    lost = isinstance(cause, torch.AcceleratorError) and not is_shortage(cause)
     usable = usable and not (lost or isinstance(cause, TimeoutError))
     place, fix = f"plan {plan.name!r}, step {step}", LOST if lost else UNWRITTEN if usable else UNUSABLE
     if isinstance(cause, RunError):  # a probe's, which says what and where

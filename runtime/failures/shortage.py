@@ -19,8 +19,11 @@ from graphir.plan import Instruction, Plan, lane_device
 
 __all__ = ["is_shortage", "shortage"]
 
-_ON_HOST: Final = re.compile(r"can't allocate memory|not enough memory: you tried to allocate")
-"""What torch's allocator of the host says, in an error of no type of its own."""
+_SAID: Final = re.compile(
+    r"can't allocate memory|not enough memory: you tried to allocate"  # of the host
+    r"|CUDA error: out of memory"  # page-locked
+)
+"""What torch's allocators say in errors of no type of their own."""
 
 _NAMED: Final = 3
 """How many storages of a category are named."""
@@ -36,7 +39,7 @@ def is_shortage(cause: BaseException) -> bool:
     """Whether an exception says that memory ran out, on the host or on another device."""
     if isinstance(cause, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(cause, RuntimeError) and _ON_HOST.search(str(cause)) is not None
+    return isinstance(cause, RuntimeError) and _SAID.search(str(cause)) is not None
 
 
 def shortage(
@@ -56,7 +59,10 @@ def shortage(
     Returns:
         The table, and the remedy; the table is empty where the bytes cannot be predicted.
     """
-    device = lane_device(instruction.lane)
+    copied = instruction.kind == "copy"  # from a device to the host, by a lane of that device
+    device = (
+        plan.step.blobs[plan.step.ops[instruction.op].outputs[0]].device if copied else lane_device(instruction.lane)
+    )
     try:
         predicted = memory(plan, dims)
     except GraphirError:

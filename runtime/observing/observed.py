@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from torch import Tensor
 
 from graphir.errors import SessionError
 from graphir.ir.size import Dims
 
-from ..executor import Executor, Feedable, Setting
+from ..executor import Executor, Feedable, OnDevices, Setting
 from .finite import FiniteWatch
 from .measurement import Measurement
 from .probes import Observable, Probe, Probes
@@ -55,7 +56,8 @@ class Observed:
         given = dict(zip(self.setting.inputs, inputs, strict=True))
         probes: list[Probe] = []
         if self.watch is not None:
-            self.watch.start(step, self.setting.state, given)
+            with self.executor.aside() if isinstance(self.executor, OnDevices) else nullcontext():
+                self.watch.start(step, self.setting.state, given)
             probes.append(self.watch)
         if self.measurement is not None:
             probes += self.measurement.start(dims, given)

@@ -279,10 +279,11 @@ def test_what_is_live_is_said_where_memory_runs_out(executor):
             RuntimeError("x: DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes."),
             "ran out of memory",
         ),
+        (torch.AcceleratorError("CUDA error: out of memory\nmore"), "ran out of memory: AcceleratorError: CUDA error"),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "aten.mm.default failed: RuntimeError: mat1"),
         (ValueError("can't allocate memory"), "aten.mm.default failed: ValueError"),
     ],
-    ids=["MemoryError", "CUDA", "host of another system", "RuntimeError", "ValueError"],
+    ids=["MemoryError", "CUDA", "host of another system", "page-locked", "RuntimeError", "ValueError"],
 )
 def test_memory_that_runs_out_is_told_from_other_failures(error, said):
     plan = passes.emit(two_layers())
