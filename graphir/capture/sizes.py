@@ -184,9 +184,8 @@ class _Taken:
         if check is not None and (broken := next((guard for guard in guards if not guard.holds(check)), None)):
             raise NotPolynomial(f"{broken} does not hold at {_at(check)}: {broken.reason}")
         period = lcm(*(guard.modulus or 1 for guard in guards))
-        # Numbers that have all the same remainder would not show where the step depends on it.
-        for step in (period + 1, period - 1, -period - 1, 1 - period, period, -period):
-            nearer = Grid(dims, check, step) if step else grid
+        for step in (period, -period):
+            nearer = Grid(dims, check, step)
             points = nearer.points[chosen]
             if min(min(point.values()) for point in points) > 0 and all(g.holds(p) for g in guards for p in points):
                 return nearer
