@@ -245,13 +245,18 @@ class FakeMachine:
         self.starts.remove(start)
         if block.place.type == "cuda":
             self.free.setdefault(block.owner.name, []).append(block)
+        elif block.pinned:  # torch knows of the streams that use it by its first byte only
+            self.reused(block, self.host)
 
     def reuse(self, owner: FakeStream) -> None:
         """What the next allocation of a stream may get: memory of that stream, whatever else may still use it."""
         for block in self.free.pop(owner.name, []):
-            uses = [*block.read.items(), *([block.written] if block.written else [])]
-            if late := [use for use in uses if not owner.knows(use)]:
-                self.races.append(f"{block.name} is used again by {owner.name}, which does not come after {late}")
+            self.reused(block, owner)
+
+    def reused(self, block: Block, owner: FakeStream) -> None:
+        uses = [*block.read.items(), *([block.written] if block.written else [])]
+        if late := [use for use in uses if not owner.knows(use)]:
+            self.races.append(f"{block.name} is used again by {owner.name}, which does not come after {late}")
 
     def block(self, tensor: Tensor) -> Block | None:
         address = tensor.untyped_storage().data_ptr()

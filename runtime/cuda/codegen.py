@@ -38,7 +38,7 @@ from ..codegen.writer import ThreadCode, Writer
 from ..executor import Setting
 from ..kernels.buffers import Buffer, Buffers
 from ..kernels.communication import reduction
-from .receive import NativeReduction, Owner, Reduction
+from .receive import NativeReduction, Owner, PageLocked, Reduction
 from .streams import Event, Machine, Stream, wait_for
 
 __all__ = ["Lanes", "StreamStatements", "StreamWriter", "generate_streams"]
@@ -294,6 +294,11 @@ class StreamStatements(Statements):
     def stop(self, event: Event) -> str:
         return self.lines.called(partial(self.arrived, event), ("stop", id(event)))
 
+    def rest(self) -> None:
+        """Wait for all streams."""
+        for stream in self.lanes.streams.values():
+            wait_for(stream, self.setting.deadline)
+
     def arrived(self, event: Event) -> None:
         """Wait for an event; the error names the lanes that have work to do."""
         try:
@@ -317,7 +322,9 @@ class StreamStatements(Statements):
     def buffer(self, at: str, made: str) -> Buffer:
         number = self.number(made)
         if number not in self.buffers:
-            self.buffers[number] = Buffer(self.lanes.owner(at, number[0]).room)
+            on_host = self.place(made).type == "cpu"
+            owner = PageLocked(self.lanes.machine, self.rest) if on_host else self.lanes.owner(at, number[0])
+            self.buffers[number] = Buffer(owner.room)
         return self.buffers[number]
 
     def reduce(self, position: int, instruction: Instruction) -> list[str]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..kernels.communication import spanned
 from .streams import Machine, Stream
 
-__all__ = ["NativeReduction", "Owner", "Reduction"]
+__all__ = ["NativeReduction", "Owner", "PageLocked", "Reduction"]
 
 
 class Owner:
@@ -47,6 +47,29 @@ class Owner:
     def room(self, nbytes: int) -> Tensor:
         """Uninitialised bytes, for the lane to write."""
         return self.take(lambda: self.machine.empty(nbytes, self.place))
+
+
+class PageLocked:
+    """Takes memory of the host for a buffer, and gives back what it took for it before once no stream uses that.
+
+    Torch waits by itself only for streams that use such memory from its first byte, at which a buffer need not begin.
+
+    Args:
+        machine: where.
+        rest: lets the streams come to rest.
+    """
+
+    def __init__(self, machine: Machine, rest: Callable[[], None]) -> None:
+        self.machine, self.rest = machine, rest
+        self.taken: Tensor | None = None
+
+    def room(self, nbytes: int) -> Tensor:
+        """Uninitialised bytes."""
+        if self.taken is not None:
+            self.rest()
+        self.taken = None  # what it holds need not be there twice
+        self.taken = self.machine.empty(nbytes, torch.device("cpu"))
+        return self.taken
 
 
 class Reduction:

@@ -28,7 +28,7 @@ MIXTURES = {
     "two and the host": {"gpu:0": "cuda:1", "gpu:2": "cuda:0", "gpu:3": "cuda:0"},
     "one on the host": {"gpu:0": "cuda:0", "gpu:1": "cuda:0", "gpu:3": "cuda:0"},
 }
-ROWS = (6, 4, 6)
+ROWS = (4, 6, 4)
 
 
 def moved(net: Net) -> Net:
@@ -98,6 +98,25 @@ def test_state_on_the_host_is_there_when_the_step_returns() -> None:
         session.step(torch.ones(3))
         machine.access(machine.host, session._setting.state["s"], False, "the caller")
         assert session.state_dict()["s"].tolist() == [step] * 3
+    assert not machine.races
+
+
+PARKED = """
+    input x : f32[batch,64] @gpu:0
+    a : f32[batch,64] @gpu:0 = aten.relu(x)
+    a_gpu_1 : f32[batch,64] @gpu:1 = Copy(a)
+    a_back : f32[batch,64] @gpu:0 = Copy(a_gpu_1)
+    b : f32[batch,64] @gpu:0 = aten.neg(a_back)
+"""
+
+
+def test_a_buffer_that_grows_is_given_back_once_nobody_uses_it() -> None:
+    session, machine = watched(forward_plan(PARKED, "x", output="b", dims={"batch": 2}), {}, {"gpu:0": "cuda:0"})
+    larger = (2, 4, 8)
+    for rows in (2, 4, 3, 8):
+        machine.calls.clear()
+        session.step(torch.ones(rows, 64))
+        assert (("empty", "cpu") in machine.calls) == (rows in larger)
     assert not machine.races
 
 
