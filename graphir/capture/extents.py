@@ -25,7 +25,7 @@ from ..errors import GraphirError
 from ..ir.size import Size, add, dimension, multiply
 from .values import Alias, Value
 
-__all__ = ["Axis", "Derived", "Extents", "Number", "Symbol", "Test", "plain"]
+__all__ = ["Axis", "Derived", "Extents", "Number", "Range", "Symbol", "Test", "plain"]
 
 Number: TypeAlias = Size | float
 """An integer or a float, or a polynomial of symbols."""
@@ -161,7 +161,7 @@ class Extents:
         functions: list[tuple[Any, str, Any]] = [
             (torch, "numel", lambda input: input.numel()),
             (builtins, "len", length),  # it makes a plain integer of what a tensor's __len__ returns
-            (builtins, "range", _Range),
+            (builtins, "range", Range),
         ]
         before, self.seen = self.seen, True
         kept = [(module, name, getattr(module, name)) for module, name, _ in functions]
@@ -341,7 +341,7 @@ class _Ranges(type):
         return isinstance(instance, _range)
 
 
-class _Range(metaclass=_Ranges):
+class Range(metaclass=_Ranges):
     """``range``, which notes of extents how many numbers there are."""
 
     def __new__(cls, *bounds: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphir.capture.extents import Axis, Extents, _Range, plain
+from graphir.capture.extents import Axis, Extents, Range, plain
 from graphir.capture.grid import NotPolynomial
 from graphir.capture.guards import guards_of, simplified
 from graphir.capture.values import Value
@@ -121,11 +121,11 @@ def test_a_range_tests_how_many_numbers_it_has() -> None:
         lambda n: (0, 99, n),
     ]
     for bounds in several:
-        asked = Asked(lambda n: list(_Range(*bounds(n))), {"n": 6}, ())  # noqa: B023
+        asked = Asked(lambda n: list(Range(*bounds(n))), {"n": 6}, ())  # noqa: B023
         assert asked.outcome == list(range(*bounds(6)))
         for n in range(1, 40):
             assert asked.covers(n=n) == (len(range(*bounds(n))) == len(asked.outcome)), asked.texts()
-    assert isinstance(range(3), _Range) and not isinstance([], _Range)
+    assert isinstance(range(3), Range) and not isinstance([], Range)
 
 
 def test_two_sizes() -> None:
