@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from graphir.errors import CoverageError, SessionError
-from graphir.ir.blob import Blob, contiguous_strides
+from graphir.ir.blob import Blob, contiguous_strides, overlaps
 from graphir.ir.device import Device
 from graphir.ir.dtype import TORCH_NAME
 from graphir.ir.guard import Guard
@@ -24,7 +24,7 @@ from graphir.ir.opset import to_symbol
 from graphir.ir.program import Program, Scalar
 from graphir.ir.size import Dims, Polynomial, Size, bind, bind_shape, rename_dims, size_dims
 
-from ..kernels.communication import allocate
+from ..kernels.communication import allocate, copy
 from .arguments import Arguments, counted
 from .coverage import check_layouts
 
@@ -241,10 +241,12 @@ class Scatter:
         shares = [(start, min(most, size - start)) for start in range(0, size, max(most, 1))]
         if len(shares) < replicas:
             raise SessionError(
-                f"{self.arguments.names[i]} has {counted(size, 'row')} along dimension {dim}, too few for {replicas} "
-                f"replicas: torch.chunk makes {counted(len(shares), 'share')} of at most {most}",
+                f"{self.arguments.names[i]} has {counted(size, 'row')} along dimension {dim}, too few for "
+                f"{counted(replicas, 'replica')}: torch.chunk makes {counted(len(shares), 'share')} of at most {most}",
                 where=f"program {self.program.name!r}",
-                fix=f"give at least {replicas} rows, and such that ceil(rows / {replicas}) leaves some for the last",
+                fix="give at least 1 row"
+                if replicas == 1
+                else f"give at least {replicas} rows, and such that ceil(rows / {replicas}) leaves some for the last",
             )
         return shares
 
@@ -319,6 +321,13 @@ class Scatter:
         strides = contiguous_strides(size) if blob.strides is None else bind_shape(blob.strides, dims)
         offset = leaf.storage_offset() + (0 if share.dim is None else share.start)
         place = self.places.get(blob.device, _HOST)
+        if overlaps(size, strides) and leaf.stride() != strides:
+            raise CoverageError(
+                f"{self.arguments.names[share.leaf]} has strides {list(leaf.stride())}, the program takes "
+                f"{list(strides)}: elements that share memory",
+                where=f"program {self.program.name!r}",
+                fix="expand it as the captured one was, or capture the program with a dense tensor",
+            )
         same = leaf.stride() == strides and leaf.device == place and type(leaf) is Tensor
         if same and blob.storage not in self.overwritten and not (self.from_offset_0 and offset):
             return share
@@ -342,6 +351,8 @@ def _cut(leaf: Tensor, share: Share) -> Tensor:
         return leaf
     size, strides, place = share.layout
     with torch.no_grad():
+        if overlaps(size, strides):
+            return copy(leaf, place)
         return allocate(leaf, size, strides, place).copy_(leaf, non_blocking=place.type == "cuda")
 
 

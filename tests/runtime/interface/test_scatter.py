@@ -66,6 +66,13 @@ def test_a_batch_that_gives_fewer_shares_than_replicas_is_refused(rows):
         split(program_of(4), X[:rows])
 
 
+def test_no_rows_are_too_few_for_one_replica():
+    with pytest.raises(SessionError) as refused:
+        split(program_of(), X[:0])
+    assert "has 0 rows along dimension 0, too few for 1 replica: " in str(refused.value)
+    assert refused.value.fix == "give at least 1 row"
+
+
 def test_what_has_no_batch_dimension_goes_whole_to_each():
     program = program_of(
         2,
