@@ -89,7 +89,7 @@ class Kept(NamedTuple):
     Attributes:
         buffers: the buffer of each storage that is received in one, as in ``Plan.buffers``.
         nbytes: by device, what its buffers have by now.
-        sizes: those of all steps so far; a buffer is as large as the largest takes.
+        sizes: those of all steps so far, or since the last one that failed; a buffer is as large as the largest takes.
     """
 
     buffers: Mapping[str, int] = MappingProxyType({})

@@ -31,7 +31,7 @@ from graphir.ir.device import Device
 from graphir.ir.size import Dims
 
 from ..executor import Feedable, Held, Kept, Setting
-from ..executors.generated import Generated, sizes_of
+from ..executors.generated import Generated, sizes_of, start_anew
 from ..failures.faults import fault
 from ..kernels.buffers import Buffers, bytes_of
 from ..machine.surroundings import neutral
@@ -217,11 +217,16 @@ class Cuda:
             self.fence.join()
         except BaseException as e:
             self.settle()
+            self.start_anew()
             if not isinstance(e, Exception):
                 raise
             error = generated.blame([e], dims, first[0])
             raise error from error.__cause__
         return outputs
+
+    def start_anew(self) -> None:
+        """Give receive buffers back; the devices are at rest."""
+        start_anew(self.buffers, self.plain, self.observed)
 
     def settle(self) -> None:
         """Let the devices come to rest, so that what a failed step drops is in no stream's hands any more."""

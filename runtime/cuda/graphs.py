@@ -115,6 +115,11 @@ class CudaGraphs(Cuda):
         captured = self.graphs[key]
         return self.between(dims, step, lambda: self.replay(captured, dims, inputs, step))
 
+    def start_anew(self) -> None:
+        """Give receive buffers back, but for what graphs have of them; other sizes take theirs before a capture."""
+        super().start_anew()
+        self.warm &= self.graphs.keys()
+
     def replay(self, captured: _Captured, dims: Dims, inputs: Sequence[Feedable], step: int) -> Sequence[Tensor]:
         """Issue a captured step behind the gate."""
         self.machine.use(self.gate)

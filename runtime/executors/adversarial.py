@@ -34,6 +34,7 @@ from graphir.plan import Event
 from ..executor import Feedable, Kept, Setting
 from ..kernels.buffers import Buffer, Buffers, bytes_of
 from ..kernels.communication import copy
+from ..observing.probes import Probe
 from .reference import Interpretation, Reference
 
 __all__ = ["Adversarial"]
@@ -77,6 +78,15 @@ class Adversarial(Reference):
         self.sizes[tuple(dims.values())] = dict(dims)
         owned = [copy(value) if isinstance(value, Tensor) else value for value in inputs]
         return _Poisoning(self.setting, dims, owned, step, self.buffers)
+
+    def interpret(self, dims: Dims, inputs: Sequence[Feedable], step: int, probe: Probe | None) -> Sequence[Tensor]:
+        """One step, with a probe where one is given; where it fails, receive buffers start anew."""
+        try:
+            return super().interpret(dims, inputs, step, probe)
+        except BaseException:
+            self.buffers.clear()
+            self.sizes.clear()
+            raise
 
     def kept(self) -> Kept:
         """See :class:`.observing.probes.Observable`."""

@@ -20,7 +20,7 @@ from ..kernels.buffers import Buffers, bytes_of
 from ..machine.heap import kept_heap
 from ..observing.probes import Clock, HostClock, Probe
 
-__all__ = ["Generated", "Located", "OnHost", "Stopped", "sizes_of"]
+__all__ = ["Generated", "Located", "OnHost", "Stopped", "sizes_of", "start_anew"]
 
 _KEPT_SIZES: Final = 64
 """For how many sizes the bound functions are kept."""
@@ -51,7 +51,7 @@ class Generated:
         threads: the code of each.
 
     Attributes:
-        sizes: those of all steps so far, by the values of their dimensions.
+        sizes: those of all steps since the last one that failed, by the values of their dimensions.
     """
 
     def __init__(self, setting: Setting, threads: Sequence[ThreadCode]) -> None:
@@ -68,6 +68,11 @@ class Generated:
             functions = self.bound[key] = [code.bind(dims) for code in self.threads]
             self.sizes[key] = dict(dims)
         return functions
+
+    def forget(self) -> None:
+        """Forget all sizes."""
+        self.bound.clear()
+        self.sizes.clear()
 
     def blame(self, errors: Sequence[BaseException | None], dims: Dims, step: int) -> RunError:
         """The error for what threads raised; the first failure is to blame for those that it stopped."""
@@ -129,13 +134,23 @@ class OnHost(ABC):
 
     def run(self, dims: Dims, inputs: Sequence[Feedable], step: int) -> Sequence[Tensor]:
         """One step; see :class:`.executor.Executor`."""
-        return self.execute(self.plain, dims, inputs, (step,))
+        return self.attempt(self.plain, dims, inputs, (step,))
 
     def run_observed(self, dims: Dims, inputs: Sequence[Feedable], step: int, probe: Probe) -> Sequence[Tensor]:
         """One step with a probe; see :class:`.observing.probes.Observable`."""
         if self.observed is None:
             self.observed = Generated(self.setting, self.generate(observed=True))
-        return self.execute(self.observed, dims, inputs, (step, probe.begin, probe.end))
+        return self.attempt(self.observed, dims, inputs, (step, probe.begin, probe.end))
+
+    def attempt(
+        self, generated: Generated, dims: Dims, inputs: Sequence[Feedable], first: tuple[Any, ...]
+    ) -> Sequence[Tensor]:
+        """One step; where it fails, receive buffers start anew."""
+        try:
+            return self.execute(generated, dims, inputs, first)
+        except BaseException:
+            start_anew(self.buffers, self.plain, self.observed)
+            raise
 
     def kept(self) -> Kept:
         """See :class:`.observing.probes.Observable`."""
@@ -152,6 +167,16 @@ class OnHost(ABC):
         self.held.close()
 
 
+def start_anew(buffers: Buffers, *variants: Generated | None) -> None:
+    """Give receive buffers back after a step that failed, and forget its sizes with all others: it has filled some of
+    them, or memory has run out for one."""
+    for buffer in buffers.values():
+        buffer.let_go()
+    for code in variants:
+        if code is not None:
+            code.forget()
+
+
 def sizes_of(*variants: Generated | None) -> list[Dims]:
-    """The sizes of all steps that variants of one plan's code have made, each once."""
+    """The sizes of all steps that variants of one plan's code have made since one failed, each once."""
     return list({key: dims for code in variants if code is not None for key, dims in code.sizes.items()}.values())

@@ -46,6 +46,10 @@ class Buffer:
         spanned(self.target).copy_(spanned(source), non_blocking=True)
         return self.target
 
+    def let_go(self) -> None:
+        """Give the memory back."""
+        self.nbytes, self.room, self.target = 0, None, None
+
     def fitted(self, source: Tensor) -> Tensor:
         """The buffer's memory in the geometry of *source*."""
         span, shift = spanned(source), source.data_ptr() % _alignment(source)

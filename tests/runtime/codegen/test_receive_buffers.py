@@ -1,10 +1,16 @@
 """Copies into receive buffers that are allocated once."""
 
+from contextlib import nullcontext
+
+import models
 import pytest
 import torch
 from graphir.runtime import Session
 from graphir.runtime.kernels.buffers import Buffer, on_host
-from runnable import forward_plan
+from runnable import batch_of, captured, forward_plan, sgd, spread
+
+from graphir import passes
+from graphir.errors import RunError
 
 SOURCES = {
     "dense": torch.randn(4, 8),
@@ -93,3 +99,42 @@ def test_all_sizes_share_the_memory_of_the_largest_measured_or_not(executor, fil
                 assert torch.equal(session.step(x), reference.step(x))
             assert torch.equal(session.step(x), reference.step(x))
     assert [buffer.nbytes for buffer in filled] == [160 * 256 * 4] * 2
+
+
+def test_a_step_for_which_a_buffer_has_no_memory_leaves_room_for_a_smaller_one(monkeypatch):
+    def take(nbytes):
+        if nbytes > 150 * 1024:
+            raise MemoryError
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    monkeypatch.setattr("graphir.runtime.codegen.statements.on_host", lambda: Buffer(take))
+    plan = forward_plan(BODY, "x", output="d_gpu_0", dims={"batch": 128})
+    with Session(plan, {}, executor="serial") as session, Session(plan, {}, executor="reference") as reference:
+        for batch in (128, 100):
+            with pytest.raises(RunError, match="MemoryError") as failed:
+                session.step(torch.randn(200, 256))
+            assert failed.value.usable
+            x = torch.randn(batch, 256)
+            assert torch.equal(session.step(x), reference.step(x))
+
+
+@pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+def test_a_step_that_fails_leaves_no_buffers_of_its_size_behind(executor, measured):
+    """It filled those before the failure and not those after it, so that no sizes would say what they take."""
+    example = models.mlp()
+    program = spread(captured(example, sgd(example.model.parameters())))
+    x, y = batch_of(example)
+    with Session(passes.emit(program), program.state, executor=executor) as session:
+        for _ in range(2):
+            session.step(x, y)
+            with (
+                session.measured() if measured else nullcontext(),
+                pytest.raises(RunError, match="out of bounds") as failed,
+            ):
+                session.step(x.repeat(100, 1), y.repeat(100) + 9)
+            assert failed.value.usable
+            with session.measured():
+                session.step(x, y)
+            for device in session.report().devices:
+                assert (device.peak, device.state) == (device.predicted_peak, device.predicted_state)

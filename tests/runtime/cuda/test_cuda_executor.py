@@ -243,6 +243,24 @@ def test_a_failed_step_lets_the_devices_come_to_rest_and_names_the_operator() ->
     assert len(stopped) == machine.made
 
 
+def test_a_failed_step_gives_its_receive_buffers_back() -> None:
+    program, plan, batch = mlp()
+    session, machine = watched(plan, program.state, APART)
+    executor: Any = session._executor
+    with Session(plan, program.state, executor="reference") as reference:
+        for _ in range(2):
+            assert torch.equal(session.step(*batch), reference.step(*batch))
+            held = executor.executor.kept().nbytes
+            with pytest.raises(RunError, match="out of bounds") as failed:
+                session.step(batch[0].repeat(9, 1), batch[1].repeat(9) + 99)
+            assert failed.value.usable
+            assert not any(executor.executor.kept().nbytes.values())
+            assert torch.equal(session.step(*batch), reference.step(*batch))
+            assert executor.executor.kept().nbytes == held
+            assert len(executor.executor.kept().sizes) == 1
+    assert not machine.races
+
+
 def test_bytes_that_are_held() -> None:
     program, plan, batch = resnet()
     session, machine = watched(plan, program.state, PAIRS)

@@ -13,7 +13,7 @@ from graphir.runtime.cuda.graphs import CudaGraphs
 from runnable import captured, forward_plan, sgd, spread
 
 import graphir
-from graphir import SessionError, passes
+from graphir import RunError, SessionError, passes
 
 TOGETHER = {f"gpu:{i}": "cuda:0" for i in range(4)}
 
@@ -52,6 +52,25 @@ def test_a_graph_for_each_size() -> None:
             assert torch.equal(session.step(*given), reference.step(*given))
     calls = [call[0] for call in machine.calls if call[0] in ("capture", "replay", "reset")]
     assert calls == ["capture", "replay", "replay", "capture", "replay", "replay", "reset", "reset"]
+
+
+def test_receive_buffers_that_a_failed_step_gave_back_are_taken_before_a_capture() -> None:
+    """Within one they would lie in memory of the graph's."""
+    example = models.mlp()
+    program = captured(example, sgd(example.model.parameters()))
+    plan = passes.emit(spread(program))
+    x, y = (*example.inputs, *example.targets)
+    session, machine = watched(plan, program.state, TOGETHER, CudaGraphs)
+    with session, Session(plan, program.state, executor="reference") as reference:
+        for rows in (4, 4, 6, 12, 6, 4, 6, 6):
+            if rows == 12:
+                with pytest.raises(RunError, match="out of bounds"):
+                    session.step(x.repeat(2, 1), y.repeat(2) + 99)
+                continue
+            assert torch.equal(session.step(x[:rows], y[:rows]), reference.step(x[:rows], y[:rows]))
+    assert not machine.races
+    calls = [call[0] for call in machine.calls if call[0] in ("capture", "replay")]
+    assert calls == ["capture", "replay", "replay", "capture", "replay", "replay"]
 
 
 def test_graphs_are_of_one_gpu() -> None:
