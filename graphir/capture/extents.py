@@ -111,6 +111,14 @@ class Extents:
         for found in (self.symbols, self.tests, self._names, self._tested):
             found.clear()
 
+    def asked(self) -> tuple[object, ...]:
+        """What was asked about which sizes, but for the lines: equal where another recording asked the same."""
+        symbols = [
+            (s.value.index, s.dim, s.of) if isinstance(s, Axis) else (s.operation, s.operands)
+            for s in self.symbols.values()
+        ]
+        return (*symbols, *[(test.holds, test.left, test.right) for test in self.tests])
+
     @contextlib.contextmanager
     def given(self) -> Iterator[None]:
         """While this is active, the sizes that fake tensors tell are extents."""

@@ -16,7 +16,7 @@ from ..ir.blob import contiguous_strides
 from ..ir.guard import Guard
 from ..ir.operator import Arg
 from ..ir.size import Dims, Shape, Size, dimension, multiply, size_dims
-from .extents import Axis
+from .extents import Axis, Extents
 from .grid import BATCH, Grid, NotPolynomial
 from .guards import Steady, guards_of, simplified, steady_in
 from .recording import Recording, Step, record, same_bits
@@ -310,8 +310,11 @@ class Sizes:
             self._compare()
         self.geometries = [self._geometry(values) for values in zip(*(r.values for r in recordings), strict=True)]
         self.args = [self._args(calls) for calls in zip(*(r.calls for r in recordings), strict=True)]
-        # Where a test makes no difference, each side has tests of its own.
-        self.guards = [guard for r in recordings for guard in guards_of(r.extents, self.axis, grid.points)]
+        # Where a test makes no difference, each side has tests of its own; mostly all recordings have the same.
+        asked: dict[object, Extents] = {}
+        for recording in recordings:
+            asked.setdefault(recording.extents.asked(), recording.extents)
+        self.guards = [guard for extents in asked.values() for guard in guards_of(extents, self.axis, grid.points)]
 
     def axis(self, axis: Axis) -> Size:
         """The size, stride or offset that an axis is."""
