@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -12,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
-from ..ir.meta import fresh_fake_mode
+from ..ir.meta import errors_not_logged, fresh_fake_mode
 from ..ir.program import Scalar
 from ..ir.size import Dims
 from .arguments import Arguments
@@ -185,7 +184,7 @@ def _run(step: Step, dims: Dims, named: bool, watch: Watch | None = None) -> tup
         grad,
         global_state_kept(checks),
         step.random.kept(checks),
-        _quiet(),
+        errors_not_logged(),
         fakes_in_place(step.model, fakes, checks, step.attributes) as changes,
         recorder.seeds.follow_rng_state(),
         refuse_seeding(lambda: where(scopes.current)),
@@ -306,17 +305,6 @@ def _forward_loss(
         if loss.kind or loss.is_view:
             loss = recorder.emit(_aten.clone.default, (total,), {}, {})[0]
     return loss, scaled
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torch from logging a traceback of an error that capture reports, or expects at other sizes."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 @contextlib.contextmanager

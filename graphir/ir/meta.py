@@ -6,6 +6,7 @@ A rule takes the operator's arguments, with tensors on the meta device or fake o
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
@@ -18,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from .layouts import LAYOUTS, as_kernel, is_asked_if_ambiguous
 from .opset import overload
 
-__all__ = ["META", "fresh_fake_mode", "rule_of"]
+__all__ = ["META", "errors_not_logged", "fresh_fake_mode", "rule_of"]
 
 
 def fresh_fake_mode() -> FakeTensorMode:
@@ -31,6 +32,17 @@ def fresh_fake_mode() -> FakeTensorMode:
         mode = FakeTensorMode()
     mode.cache_enabled = False
     return mode
+
+
+@contextlib.contextmanager
+def errors_not_logged() -> Iterator[None]:
+    """Keep torch from logging a traceback of an error on fake tensors that is raised as another one, or expected."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 @contextlib.contextmanager

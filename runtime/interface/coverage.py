@@ -11,9 +11,7 @@ pool with a stride rounds, a slice ends where the tensor does, a factorisation h
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
 import torch
@@ -21,7 +19,7 @@ import torch
 from graphir.errors import CoverageError
 from graphir.ir.blob import Blob, contiguous_strides
 from graphir.ir.device import Device
-from graphir.ir.meta import fresh_fake_mode
+from graphir.ir.meta import errors_not_logged, fresh_fake_mode
 from graphir.ir.names import base_name
 from graphir.ir.operator import Operator
 from graphir.ir.opset import arguments_of, overload, to_torch
@@ -63,7 +61,7 @@ def check_layouts(program: Program, dims: Dims, places: Mapping[Device, torch.de
     """
     seen: set[object] = set()
     blobs = program.step.blobs
-    with neutral(threads), fresh_fake_mode(), torch.no_grad(), _quiet():
+    with neutral(threads), fresh_fake_mode(), torch.no_grad(), errors_not_logged():
         for op in program.step.ops:
             on_host = places.get(op.device, _HOST).type == "cpu"
             if op.type not in _IN_PIECES and not (op.type in _CONVOLUTIONS and on_host):
@@ -73,17 +71,6 @@ def check_layouts(program: Program, dims: Dims, places: Mapping[Device, torch.de
             if key not in seen:
                 seen.add(key)
                 _check(program, op, dims, declared[: len(op.inputs)], declared[len(op.inputs) :])
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torch from logging a traceback of an error that is raised as another one."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 def _geometry(blob: Blob, dims: Dims) -> _Geometry:
