@@ -41,6 +41,10 @@ def guards_of(extents: Extents, axis: Callable[[Axis], Size], points: Sequence[D
             yield from _guards(test, left, right, points)
 
 
+_FAR: Final = 1 << 13
+"""How many times the captured size a further recording is at most."""
+
+
 class Steady(NamedTuple):
     """A number that Python made in steps of a size, as ``n // 64`` is, and that was the same in each recording.
 
@@ -59,6 +63,25 @@ class Steady(NamedTuple):
     def stays(self, point: Dims, other: Dims) -> bool:
         """Whether it is the same at two points."""
         return bool(self.number(point) == self.number(other))
+
+    def elsewhere(self, here: Dims, guards: Sequence[Guard]) -> dict[str, int] | None:
+        """A point near by where *guards* hold and a number is another one; None where there seems to be none."""
+
+        def changes(dim: str, value: int) -> bool:
+            return not self.stays(here, {**here, dim: value})
+
+        for dim, value in here.items():
+            same, other = value, value + 1
+            while not changes(dim, other) and other <= _FAR * value:
+                same, other = other, 2 * other
+            while other - same > 1:
+                middle = (same + other) // 2
+                same, other = (same, middle) if changes(dim, middle) else (middle, other)
+            for near in range(other, other + 3):
+                point = {**here, dim: near}
+                if changes(dim, near) and all(guard.holds(point) for guard in guards):
+                    return point
+        return None
 
 
 def steady_in(extents: Extents, axis: Callable[[Axis], Size], points: Sequence[Dims]) -> Iterator[Steady]:

@@ -204,7 +204,7 @@ class _Taken:
                 continue
             if not all(steady.stays(here, point) for point in sizes.grid.points):
                 continue
-            point = _elsewhere(steady, here, sizes.guards)
+            point = steady.elsewhere(here, sizes.guards)
             if point is None and steady.guards is None:
                 continue
             try:
@@ -251,29 +251,6 @@ class _Taken:
 
 _MOST_FURTHER: Final = 4
 """How many further recordings are taken."""
-
-_FAR: Final = 1 << 13
-"""How many times the captured size a further recording is at most."""
-
-
-def _elsewhere(steady: Steady, here: Dims, guards: Sequence[Guard]) -> dict[str, int] | None:
-    """A point near by where *guards* hold and a number is another one; None where there seems to be none."""
-
-    def changes(dim: str, value: int) -> bool:
-        return not steady.stays(here, {**here, dim: value})
-
-    for dim, value in here.items():
-        same, other = value, value + 1
-        while not changes(dim, other) and other <= _FAR * value:
-            same, other = other, 2 * other
-        while other - same > 1:
-            middle = (same + other) // 2
-            same, other = (same, middle) if changes(dim, middle) else (middle, other)
-        for near in range(other, other + 3):
-            point = {**here, dim: near}
-            if changes(dim, near) and all(guard.holds(point) for guard in guards):
-                return point
-    return None
 
 
 class Geometry(NamedTuple):

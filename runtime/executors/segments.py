@@ -33,13 +33,8 @@ from graphir.ir.operator import Operator
 from graphir.ir.opset import OWN, Param, overload, signature
 from graphir.plan import Instruction
 
-from ..codegen.handoffs import Handover
 from ..codegen.statements import Statements
-from ..codegen.values import Values
-from ..codegen.writer import Writer
-from ..executor import Setting
 from ..failures.faults import writes_state
-from ..kernels.buffers import Buffers
 from ..kernels.calls import (
     Argument,
     Bound,
@@ -190,17 +185,7 @@ def printable(op: Operator) -> bool:
 class _SegmentStatements(Statements):
     """The statements of one thread's instructions, runs of operators as one call each."""
 
-    def __init__(
-        self,
-        setting: Setting,
-        writer: Writer,
-        values: Values,
-        handover: Handover | None,
-        thread: int,
-        buffers: Buffers,
-    ) -> None:
-        super().__init__(setting, writer, values, handover, thread, buffers)
-        self.segment: _Segment | None = None
+    segment: _Segment | None = None
 
     def add(self, position: int, instruction: Instruction) -> None:
         """Take the instruction into the segment, or end it and write the instruction's own line."""
