@@ -1,4 +1,4 @@
-"""Copies of parameters and buffers for a program, filled by a thread while the step is recorded.
+"""Copies of parameters and buffers for a program, filled by threads while the step is recorded.
 
 Memory that nothing has touched yet is slow to fill: for many models that takes as long as a recording, which needs
 Python and no memory.
@@ -19,6 +19,11 @@ __all__ = ["snapshot", "snapshots"]
 
 _FEW_BYTES: Final = 2**20
 """They are copied before a thread would have started."""
+_SERIAL: Final = 32_767
+"""Elements that torch copies in the thread that asks; of more it gives parts to a pool, and waits for all of them while
+the recording has a core of theirs. Source: ``GRAIN_SIZE`` in aten/src/ATen/TensorIterator.h."""
+_PIECES: Final = 512
+"""As many such pieces are worth a thread."""
 
 
 def snapshot(tensor: torch.Tensor) -> torch.Tensor:
@@ -50,12 +55,15 @@ def snapshots(state: Iterable[StateTensor]) -> Iterator[Callable[[], dict[str, t
             torch._foreach_copy_(targets, sources)
         yield lambda: copies
         return
-    with ThreadPoolExecutor(1) as thread:
-        # One call: a loop in Python would wait for the recording before each tensor.
-        filled = thread.submit(torch._foreach_copy_, targets, sources)
+    targets, sources = ([piece for span in spans for piece in span.split(_SERIAL)] for spans in (targets, sources))
+    count = max(min(torch.get_num_threads() - 1, len(targets) // _PIECES), 1)  # the recording has a core of its own
+    with ThreadPoolExecutor(count) as threads:
+        # One call each: a loop in Python would wait for the recording before each tensor.
+        filled = [threads.submit(torch._foreach_copy_, targets[i::count], sources[i::count]) for i in range(count)]
 
         def wait() -> dict[str, torch.Tensor]:
-            filled.result()
+            for part in filled:
+                part.result()
             return copies
 
         yield wait

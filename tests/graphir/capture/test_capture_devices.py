@@ -15,7 +15,8 @@ from models import Example
 from torch import Tensor, nn
 
 from graphir.capture import capture
-from graphir.capture.snapshots import snapshot
+from graphir.capture.model_state import StateTensor
+from graphir.capture.snapshots import snapshot, snapshots
 from graphir.errors import CaptureError
 from graphir.ir.program import Program
 
@@ -144,6 +145,19 @@ def test_a_snapshot_keeps_strides_and_takes_memory_of_its_own() -> None:
         copied = snapshot(tensor)
         assert torch.equal(copied, tensor) and copied.stride() == tensor.stride() and copied.storage_offset() == 0
         assert not copied.numel() or copied.data_ptr() != tensor.data_ptr()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_snapshots_of_large_tensors_are_taken_in_pieces_by_several_threads(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    row = torch.arange(2**25, dtype=torch.int32)
+    tensors = {"row": row, "gaps": row.view(-1, 64)[:, :40], "turned": row.view(64, -1).t(), "short": row[:3].bool()}
+    with snapshots([StateTensor(name, "buffer", tensor) for name, tensor in tensors.items()]) as wait:
+        copies = wait()
+    for name, tensor in tensors.items():
+        assert torch.equal(copies[name], tensor) and copies[name].stride() == tensor.stride()
 
 
 @pytest.mark.parametrize("make", [models.resnet, models.gpt, models.mlp])
