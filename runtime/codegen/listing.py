@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 
@@ -47,8 +46,8 @@ def python(plan: Plan, lane: str) -> str:
     devices = {device: i for i, device in enumerate(dict.fromkeys(map(lane_device, plan.lanes)))}
     thread = {name: devices[lane_device(name)] for name in plan.lanes}
     found, setting = handoffs(plan, thread), _setting(plan)
-    give = [partial(_event, f"gives hand-off {i}") for i in range(found.total)]
-    take = [partial(_event, f"takes hand-off {i}") for i in range(found.total)]
+    give = [_Event(f"gives hand-off {i}") for i in range(found.total)]
+    take = [_Event(f"takes hand-off {i}") for i in range(found.total)]
     code = generate(setting, thread, Handover(found, give, take, []))[thread[lane]]
     head, *body = code.source.splitlines()
     lines = [f"# {lane_device(lane)} of plan {quoted(plan.name)}", *_names(code, setting), head]
@@ -57,8 +56,12 @@ def python(plan: Plan, lane: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _event(what: str) -> None:
-    """Stands for what gives or takes a hand-off."""
+class _Event(str):
+    """Stands for what gives or takes a hand-off, by what it does."""
+
+    __slots__ = ()
+
+    def __call__(self) -> None: ...
 
 
 def _setting(plan: Plan) -> Setting:
@@ -87,21 +90,14 @@ def _names(code: ThreadCode, setting: Setting) -> Iterator[str]:
     yield "# n: the number of steps done"
     for name, i in zip(names[1:first], code.inputs, strict=True):
         yield f"# {name}: input {quoted(setting.inputs[i])}"
-    sized = {position for position, _ in code.sized}
-    for position, (name, value) in enumerate(zip(names[first:], code.constants, strict=True)):
+    for name, value, meaning in zip(names[first:], code.constants, code.meanings, strict=True):
         if name[0] == "s":
             at = int(name[1:])
             what = f"state {quoted(held[at])}" if at < len(held) else "a view of state, taken once"
-        elif position in sized:
-            what = "follows the sizes of the step"
-        elif isinstance(value, partial):
-            what = value.args[0]
-        elif name[0] == "x":
-            what = "the values that threads hand to each other"
-        elif callable(value):
-            what = getattr(value, "__qualname__", None) or str(value)
+        elif name[0] == "e":
+            what = str(value)
         else:
-            what = repr(value)
+            what = meaning or getattr(value, "__qualname__", None) or repr(value)
         yield f"# {name}: {what}"
 
 

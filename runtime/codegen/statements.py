@@ -201,8 +201,8 @@ class Statements:
             given.append([self.argument(op, argument, inputs) for argument in arrange(op).positional])
             self.overwrite(op)
         options: dict[str, Any] = {name: evaluate(arg, {}) for name, arg in ops[0].args.items()}
-        key = repr((ops[0].type, sorted(options.items())))
-        kernel = self.writer.bind(updater(ops[0].type, options), "c", key)
+        meaning = f"{ops[0].type}({', '.join([f'{name}={option!r}' for name, option in sorted(options.items())])})"
+        kernel = self.writer.bind(updater(ops[0].type, options), "c", meaning, meaning)
         *tensors, rates, found_infs = zip(*given, strict=True)
         lists = [f"[{', '.join(items)}]" for items in tensors]
         skipped = "" if found_infs[0] == "None" else f"{found_infs[0]}.item() or "
@@ -237,7 +237,7 @@ class Statements:
 
     def exchange(self) -> str:
         assert self.handover is not None
-        return self.writer.bind(self.handover.values, "x")
+        return self.writer.bind(self.handover.values, "x", meaning="the values that threads hand to each other")
 
     def read(self, name: str, version: int) -> str:
         variable = self.values.variable(name, version)
@@ -377,7 +377,7 @@ class Statements:
             given.append(self.writer.bind(self.setting.binding[op.device], key=("device", op.device)))
         else:
             function, key = fastest(op.type), op.type
-        return f"{self.writer.bind(function, 'c', key)}({', '.join(given)})"
+        return f"{self.writer.bind(function, 'c', key, op.type)}({', '.join(given)})"
 
     def buffer_of(self, storage: str) -> Buffer | None:
         """The receive buffer that a copy fills, if the plan gives it one."""

@@ -27,6 +27,7 @@ class ThreadCode(NamedTuple):
         outputs: which of the step's external outputs it returns.
         constants: what its remaining parameters are bound to; those that depend on dimensions are None.
         sized: position in ``constants`` and what computes each of those.
+        meanings: what each of ``constants`` is, in words for a reader; empty where its value says it.
     """
 
     source: str
@@ -36,6 +37,7 @@ class ThreadCode(NamedTuple):
     outputs: tuple[int, ...]
     constants: tuple[object, ...]
     sized: tuple[tuple[int, Callable[[Dims], object]], ...]
+    meanings: tuple[str, ...]
 
     def bind(self, dims: Dims) -> Callable[..., tuple[Tensor, ...]]:
         """The function for these sizes."""
@@ -56,6 +58,7 @@ class Writer:
         self.bound: dict[str, object] = {}
         self.names: dict[object, str] = {}
         self.sized: dict[str, Callable[[Dims], object]] = {}
+        self.meanings: dict[str, str] = {}
         self.inputs: dict[str, None] = {}
         self.outputs: dict[int, str] = {}
 
@@ -75,16 +78,17 @@ class Writer:
             self.bound[variable] = self.kept[int(variable[1:])]
         return variable
 
-    def bind(self, value: object, kind: str = "k", key: object = None) -> str:
+    def bind(self, value: object, kind: str = "k", key: object = None, meaning: str = "") -> str:
         """The parameter that holds *value*; values with equal keys (by default the same object) share it."""
         key = (kind, id(value) if key is None else key)
         if key not in self.names:
             self.names[key] = f"{kind}{len(self.names)}"
             self.bound[self.names[key]] = value
+            self.meanings[self.names[key]] = meaning
         return self.names[key]
 
     def bind_sized(self, value: Callable[[Dims], object], key: object) -> str:
-        name = self.bind(None, key=key)
+        name = self.bind(None, key=key, meaning="follows the sizes of the step")
         self.sized[name] = value
         return name
 
@@ -104,4 +108,5 @@ class Writer:
             tuple(self.outputs),
             tuple(self.bound.values()),
             tuple([(order[name], value) for name, value in self.sized.items()]),
+            tuple([self.meanings.get(name, "") for name in self.bound]),
         )

@@ -7,8 +7,10 @@ lists, an item a parameter, so that an executor can make one call of many update
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import compress
+from operator import not_
 from typing import Any, Final, Protocol, TypeAlias
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from graphir.ir.opset import signature
 
+from ..machine.short import SHORT, in_one_thread
 from .sparse import SPARSE_UPDATES
 
 __all__ = ["FORMS", "KERNELS", "Update", "as_torch_has_it", "updater"]
@@ -121,7 +124,29 @@ def _momentum_sgd(
 
 
 def _fused_sgd(params: Tensors, grads: Tensors, buffers: Given, lr: Tensor | float, **options: Any) -> None:
-    torch._fused_sgd_(params, grads, _present(buffers), lr=float(lr), **options)
+    _call(torch._fused_sgd_, (params, grads, _present(buffers)), lr=float(lr), **options)
+
+
+def _call(fused: Callable[..., None], lists: Sequence[Tensors], **options: Any) -> None:
+    """Call one of torch's fused kernels with *lists*, the first of them of parameters; of those of a kind that it is
+    not to have, one is empty.
+
+    On the CPU it wakes all threads for each parameter. They get parts that end at multiples of a vector, so that the
+    bits are the same in one thread, but for 16-bit types: there elements between two parts are updated twice.
+    """
+    params = lists[0]
+    if params[0].dtype not in _EXACT or not params[0].is_cpu:
+        fused(*lists, **options)
+        return
+    sizes = [param.numel() for param in params]
+    if max(sizes) < SHORT:
+        in_one_thread(fused, *lists, **options)
+    elif min(sizes) >= SHORT:
+        fused(*lists, **options)
+    else:
+        small = [n < SHORT for n in sizes]
+        in_one_thread(fused, *(list(compress(of, small)) for of in lists), **options)
+        fused(*(list(compress(of, map(not_, small))) for of in lists), **options)
 
 
 def _dampened_sgd(*, dampening: float, **options: Any) -> Update:
@@ -209,7 +234,8 @@ def _fused_adam(
     for step in steps:
         step.add_(1)
     given = _present(maxima)
-    kernel(params, grads, exp_avgs, exp_avg_sqs, given, steps, lr=float(lr), amsgrad=bool(given), **options)
+    lists = params, grads, exp_avgs, exp_avg_sqs, given, steps
+    _call(kernel, lists, lr=float(lr), amsgrad=bool(given), **options)
 
 
 def _adagrad(*, form: str, lr_decay: float, weight_decay: float, eps: float, maximize: bool) -> Update:
@@ -237,7 +263,7 @@ def _fused_adagrad(
 ) -> None:
     for step in steps:
         step.add_(1)
-    torch._fused_adagrad_(params, grads, sums, steps, lr=float(lr), **options)
+    _call(torch._fused_adagrad_, (params, grads, sums, steps), lr=float(lr), **options)
 
 
 def _rmsprop(*, alpha: float, eps: float, weight_decay: float, momentum: float, maximize: bool) -> Update:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import statistics
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import models
 import torch
@@ -47,15 +48,31 @@ def _resnet18(image: int) -> models.Example:
     )
 
 
-CASES: dict[str, tuple[Callable[[], models.Example], float, int, int]] = {
-    "dispatch-bound MLP, batch 8": (dispatch_bound, 0.45, 40, 50),
-    "GPT, batch 8": (_gpt, 0.97, 30, 2),
+class _Case(NamedTuple):
+    """Attributes:
+    make: makes the example.
+    limit: at most of eager's time.
+    rounds, steps: how many rounds of how many steps.
+    alone: whether kernels use one thread. Others of those that a short kernel wakes sleep or don't, as the machine has
+        it, for both sides.
+    """
+
+    make: Callable[[], models.Example]
+    limit: float
+    rounds: int
+    steps: int
+    alone: bool = False
+
+
+CASES: dict[str, _Case] = {
+    "dispatch-bound MLP, batch 8": _Case(dispatch_bound, 0.45, 40, 50),
+    "dispatch-bound MLP, batch 8, one thread": _Case(dispatch_bound, 0.45, 40, 50, alone=True),
+    "GPT, batch 8": _Case(_gpt, 0.97, 30, 2),
 }
-"""What makes an example; at most of eager's time; how many rounds of how many steps."""
 
 if importlib.util.find_spec("torchvision"):
-    CASES["ResNet-18, torchvision, batch 8 of 64 x 64"] = lambda: _resnet18(64), 0.97, 20, 2
-    CASES["ResNet-18, torchvision, batch 8 of 224 x 224"] = lambda: _resnet18(224), 0.97, 12, 1
+    CASES["ResNet-18, torchvision, batch 8 of 64 x 64"] = _Case(lambda: _resnet18(64), 0.97, 20, 2)
+    CASES["ResNet-18, torchvision, batch 8 of 224 x 224"] = _Case(lambda: _resnet18(224), 0.97, 12, 1)
 
 
 def rows() -> Iterator[str]:
@@ -65,37 +82,43 @@ def rows() -> Iterator[str]:
         "| quartiles |"
     )
     yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
-    for name, (make, limit, rounds, steps) in CASES.items():
+    for name, case in CASES.items():
         for label, fused in (("for-loop", False), ("fused", True)):
-            example = make()
-            optimizer = torch.optim.SGD(example.model.parameters(), lr=0.01, momentum=0.9, fused=fused, foreach=False)
-            program = graphir.capture(
-                example.model, inputs=example.inputs, targets=example.targets, loss=example.loss, optimizer=optimizer
-            )
-            plan = passes.emit(passes.share_storage(program))
-            with runtime.Session(plan, program.state, binding="cpu") as session:
-
-                def ours(session: runtime.Session = session, example: models.Example = example) -> None:
-                    session.step(*example.inputs, *example.targets)
-
-                def theirs(optimizer: torch.optim.Optimizer = optimizer, example: models.Example = example) -> None:
-                    optimizer.zero_grad()
-                    example.loss(example.model(*example.inputs), *example.targets).backward()
-                    optimizer.step()
-
-                taken = in_turn(
-                    {
-                        "eager": _timed(theirs, steps),
-                        "plan": _timed(ours, steps),
-                        "eager again": _timed(theirs, steps),
-                    },
-                    rounds,
-                )
-            eager, plan_ = (statistics.median(taken[key]) * 1e3 for key in ("eager", "plan"))
+            threads = torch.get_num_threads()
+            if case.alone:
+                torch.set_num_threads(1)
+            try:
+                taken = _taken(case, fused)
+            finally:
+                torch.set_num_threads(threads)
+            eager, plan = (statistics.median(taken[key]) * 1e3 for key in ("eager", "plan"))
             yield (
-                f"| {name} | {label} | {eager:.3f} | {plan_:.3f} | {_ratio(taken['plan'], taken['eager'])} | {limit} "
-                f"| {_ratio(taken['eager again'], taken['eager'])} |"
+                f"| {name} | {label} | {eager:.3f} | {plan:.3f} | {_ratio(taken['plan'], taken['eager'])} "
+                f"| {case.limit} | {_ratio(taken['eager again'], taken['eager'])} |"
             )
+
+
+def _taken(case: _Case, fused: bool) -> dict[str, list[float]]:
+    """Seconds of steps in eager PyTorch, by a plan, and in eager PyTorch again."""
+    example = case.make()
+    optimizer = torch.optim.SGD(example.model.parameters(), lr=0.01, momentum=0.9, fused=fused, foreach=False)
+    program = graphir.capture(
+        example.model, inputs=example.inputs, targets=example.targets, loss=example.loss, optimizer=optimizer
+    )
+
+    def theirs() -> None:
+        optimizer.zero_grad()
+        example.loss(example.model(*example.inputs), *example.targets).backward()
+        optimizer.step()
+
+    plan = passes.emit(passes.share_storage(program))
+    with runtime.Session(plan, program.state, binding="cpu") as session:
+
+        def ours() -> None:
+            session.step(*example.inputs, *example.targets)
+
+        eager, again = _timed(theirs, case.steps), _timed(theirs, case.steps)
+        return in_turn({"eager": eager, "plan": _timed(ours, case.steps), "eager again": again}, case.rounds)
 
 
 def _timed(run: Callable[[], None], steps: int) -> Callable[[], float]:

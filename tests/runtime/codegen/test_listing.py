@@ -3,11 +3,14 @@
 import ast
 import re
 
+import models
 import nets
 import pytest
+import torch
 from runnable import forward_plan, spread
 
 from graphir import passes
+from graphir.capture import capture
 from graphir.errors import PlanError
 
 BODY = """
@@ -26,7 +29,7 @@ def test_names_and_instructions_are_told():
         "# n: the number of steps done",
         "# i0: input x",
         "# s0: state w",
-        "# c0: _VariableFunctionsClass.mm",
+        "# c0: aten.mm.default",
         "# x1: the values that threads hand to each other",
         "# e2: gives hand-off 0",
         "# e3: takes hand-off 1",
@@ -46,6 +49,32 @@ def test_listings_of_random_plans_are_python(seed):
     for lane in plan.lanes:
         (function,) = ast.parse(plan.python(lane)).body
         assert isinstance(function, ast.FunctionDef)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "told"),
+    [
+        (torch.optim.SGD, {}, "graphir.sgd()"),
+        (torch.optim.SGD, {"momentum": 0.9}, "graphir.sgd(momentum=0.9)"),
+        (torch.optim.SGD, {"momentum": 0.9, "fused": True}, "graphir.sgd(form='fused', momentum=0.9)"),
+        (torch.optim.AdamW, {"fused": True}, "graphir.adamw(form='fused', weight_decay=0.01)"),
+        (torch.optim.RMSprop, {}, "graphir.rmsprop()"),
+    ],
+)
+def test_every_callable_is_named_as_in_the_program(optimizer, options, told):
+    given = models.mlp()
+    program = capture(
+        given.model,
+        given.inputs,
+        targets=given.targets,
+        loss=given.loss,
+        optimizer=optimizer(given.model.parameters(), lr=0.1, **options),
+    )
+    listing = passes.emit(program).python("gpu:0.compute")
+    assert f": {told}" in listing
+    called = {line.split(": ", 1)[1] for line in listing.splitlines() if line.startswith("# c")}
+    types = {op.type for op in program.step.ops}
+    assert all(name in types or name.split("(")[0] in types for name in called)
 
 
 @pytest.mark.parametrize("lane", ["gpu:0.copy_in", 3, None, ["gpu:0.compute"]])

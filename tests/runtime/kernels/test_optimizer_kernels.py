@@ -3,6 +3,7 @@
 import pytest
 import torch
 from graphir.runtime.kernels.optimizers import as_torch_has_it, updater
+from graphir.runtime.machine.short import SHORT, in_one_thread
 
 SHAPES = ((), (3,), (33, 17), (2, 3, 3, 3))
 
@@ -178,3 +179,77 @@ def test_adam_and_adamw(options, ours, theirs, fused):
         assert torch.equal(kept["exp_avg_sq"], squares)
         assert torch.equal(kept["step"], step)
         assert not amsgrad or torch.equal(kept["max_exp_avg_sq"], most)
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+LENGTHS = (1, 7, 15, 16, 17, 31, 33, 63, 1000, 4099, 5000, SHORT - 1, SHORT, SHORT + 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("optimizer", "type", "state"),
+    [
+        (torch.optim.SGD, "graphir.sgd", 1),
+        (torch.optim.Adam, "graphir.adam", 2),
+        (torch.optim.AdamW, "graphir.adamw", 2),
+        (torch.optim.Adagrad, "graphir.adagrad", 1),
+    ],
+)
+def test_fused_updates_have_the_same_bits_in_any_number_of_threads(optimizer, type, state, dtype, threads):
+    given = {"momentum": 0.9, "nesterov": True} if type == "graphir.sgd" else {}
+    start = [torch.randn(length, dtype=dtype) for length in LENGTHS]
+    found = []
+    for count in (1, 2, 3, 4):
+        threads(count)
+        torch.manual_seed(0)
+        ours = [t.clone() for t in start]
+        states = [[torch.zeros_like(t) for t in start] for _ in range(state)]
+        steps = [torch.zeros((), dtype=torch.float32) for _ in start]
+        rest = [*states, *([[None] * len(start)] if state == 2 else []), *([] if type == "graphir.sgd" else [steps])]
+        kernel = updater(type, {"form": "fused", "weight_decay": 0.01, **given})
+        theirs = [t.clone().requires_grad_() for t in start]
+        torchs = optimizer(theirs, lr=0.1, weight_decay=0.01, fused=True, **given)
+        for _ in range(3):
+            for param in theirs:
+                param.grad = torch.randn(param.shape, dtype=dtype)
+            kernel(ours, [param.grad.clone() for param in theirs], *rest, 0.1)
+            torchs.step()
+        assert all(map(torch.equal, ours, theirs))
+        found.append(ours)
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+def test_short_fused_updates_run_in_one_thread(threads, monkeypatch):
+    threads(3)
+    seen, sgd = [], torch._fused_sgd_
+
+    def watched(params, *rest, **options):
+        seen.append(([len(param) for param in params], torch.get_num_threads()))
+        sgd(params, *rest, **options)
+
+    monkeypatch.setattr(torch, "_fused_sgd_", watched)
+    kernel = updater("graphir.sgd", {"form": "fused"})
+    for lengths in ((3, 5), (SHORT, 5, 2 * SHORT, 7), (SHORT,)):
+        params, grads = ([torch.ones(length) for length in lengths] for _ in range(2))
+        kernel(params, grads, [None] * len(lengths), 0.5)
+        assert all(torch.equal(param, torch.full_like(param, 0.5)) for param in params)
+    assert seen == [([3, 5], 1), ([5, 7], 1), ([SHORT, 2 * SHORT], 3), ([SHORT], 3)]
+    assert torch.get_num_threads() == 3
+
+
+def test_the_number_of_threads_is_restored_where_a_kernel_fails(threads):
+    threads(3)
+
+    def fail():
+        assert torch.get_num_threads() == 1
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        in_one_thread(fail)
+    assert torch.get_num_threads() == 3
