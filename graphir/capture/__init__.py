@@ -2,7 +2,7 @@
 
 In the order in which a step passes through::
 
-    arguments, options, model_state
+    arguments, options, model_state, overlaps
                                what the step is given, and what it starts from
     snapshots                  copies of that, made meanwhile
     recorder                   every operator that the dispatcher sees (with mutation, forms, randomness, sparse,
@@ -25,16 +25,17 @@ import torch
 from ..errors import CaptureError
 from ..ir.program import Program
 from ..ir.verify import verify
-from .arguments import read_arguments
+from .arguments import Arguments, read_arguments
 from .attributes import AllowedChanges, attributes_of
 from .build import build_program
 from .caches import Caches
 from .collector import collector_paused
 from .composites import composed_as_unwatched
 from .micro_batches import divided
-from .model_state import read_state
+from .model_state import ModelState, read_state
 from .optimizers import Group, read_optimizer
 from .options import read_options
+from .overlaps import overlaps
 from .randomness import RandomState, seeded
 from .recording import Step
 from .refusals import refuse_loss, refuse_model
@@ -137,6 +138,7 @@ def capture(
             allowed,
             attributes_of(model, allowed),
             RandomState(),
+            _shared(state, arguments),
             Caches(),
             options,
             trained,
@@ -148,6 +150,12 @@ def capture(
             step.caches.leave()
         step.caches.check()
         return program
+
+
+def _shared(state: ModelState, arguments: Arguments) -> Mapping[int, str]:
+    """Which arguments share memory with others or with the state."""
+    given = [(f"argument {leaf.name!r}", leaf.tensor) for leaf in arguments.leaves if leaf.tensor is not None]
+    return overlaps([*given, *((f"{kind} {name!r}", tensor) for name, kind, tensor in state.tensors)])
 
 
 def _program_of(

@@ -76,9 +76,9 @@ class Memory:
             if alias.is_exchanged:
                 raise _exchanged(alias)
 
-    def add_base(self, tensor: torch.Tensor, value: Value, persistent: bool) -> Store:
+    def add_base(self, tensor: torch.Tensor, value: Value, persistent: bool, shared: str = "") -> Store:
         """A tensor with memory of its own."""
-        store = Store(tensor.untyped_storage(), persistent)
+        store = Store(tensor.untyped_storage(), persistent, shared)
         store.base = self._aliases[id(tensor)] = Alias(tensor, value, store)
         self._stores[store.key] = store
         return store

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +15,13 @@ from ..errors import CaptureError
 from .attributes import Attributes, Change
 from .conditions import Broken, Checks
 from .naming import RESERVED, Names
+from .overlaps import overlaps
 from .refusals import where
 
 __all__ = [
     "ModelState",
     "StateTensor",
     "attributes_kept",
-    "extent",
     "fakes_in_place",
     "has_data",
     "read_state",
@@ -95,28 +94,14 @@ def _check(path: str, kind: str, tensor: torch.Tensor) -> None:
 
 
 def _check_memory(tensors: list[StateTensor]) -> None:
-    spans: dict[int, list[tuple[int, int, str]]] = {}
+    shared = overlaps((name, tensor) for name, _, tensor in tensors)
     for name, _, tensor in tensors:
-        if tensor.numel() and not tensor.is_meta:
-            first = int(tensor.storage_offset()) * tensor.itemsize
-            last = first + extent(tensor) * tensor.itemsize
-            spans.setdefault(tensor.untyped_storage()._cdata, []).append((first, last, name))
-    for found in spans.values():
-        found.sort(key=lambda span: span[:2])
-        for (_, last, name), (first, _, other) in pairwise(found):
-            if first < last:
-                raise CaptureError(
-                    f"{name!r} and {other!r} share memory but are two tensors",
-                    where=where(name.rpartition(".")[0]),
-                    fix="register one tensor under both names, or clone one of them",
-                )
-
-
-def extent(tensor: torch.Tensor) -> int:
-    """Elements from the tensor's first to its last, gaps included."""
-    if tensor.numel() == 0:
-        return 0
-    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        if id(tensor) in shared:
+            raise CaptureError(
+                f"{name!r} and {shared[id(tensor)]!r} share memory but are two tensors",
+                where=where(name.rpartition(".")[0]),
+                fix="register one tensor under both names, or clone one of them",
+            )
 
 
 def has_data(tensor: torch.Tensor) -> bool:

@@ -34,7 +34,7 @@ from .selections import masks_in, selected
 from .source_lines import SourceLines
 from .sparse import SparseTensors
 from .tape import Tape
-from .values import Alias, Value, geometry_of
+from .values import Alias, Store, Value, geometry_of
 
 __all__ = ["Recorder"]
 
@@ -339,6 +339,7 @@ class Recorder(Tape, TorchDispatchMode):
         call, source = self._call(form, bound, inputs)
         fresh: dict[int, Value] = {}
         for target in targets:
+            self._refuse_shared(target.store)
             base = target.store.base
             old = self._current(base)
             new = self._value(target.tensor, old.label, old.scope, follows_input=False)
@@ -361,6 +362,7 @@ class Recorder(Tape, TorchDispatchMode):
     def _store_value(self, target: Alias, new: Value) -> None:
         """Let *target* show *new*, and everything else that looks at its memory the same change."""
         store = target.store
+        self._refuse_shared(store)
         base = store.base
         whole = (
             new
@@ -377,6 +379,17 @@ class Recorder(Tape, TorchDispatchMode):
             base.value, base.generation = whole, store.generation
         if target.is_base:
             target.value, target.generation = base.value, store.generation
+
+    def _refuse_shared(self, store: Store) -> None:
+        """Refuse to overwrite memory that the step reads under another name too."""
+        if store.shared:
+            value = store.base.value
+            kind = "argument" if value.kind == "input" else value.kind
+            raise CaptureError(
+                f"the step overwrites {kind} {value.label!r}, which shares memory with {store.shared}",
+                where=where(self._scopes.current),
+                fix="pass a clone of one of them, so that the other keeps its values",
+            )
 
     def _rebind(self, form: Form, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Record ``squeeze_`` and the like: the tensor becomes a view of what it was."""

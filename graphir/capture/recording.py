@@ -55,6 +55,7 @@ class Step(NamedTuple):
         allowed: attributes of modules that the step may change.
         attributes: of each module, as the step finds them.
         random: the random states, as the step finds them.
+        shared: which arguments share memory with others or with the state; see :func:`.overlaps.overlaps`.
         caches: that the step may read and fill.
         options: of the capture.
         trained: the parameters' blobs whose gradients are used; None: all of them.
@@ -67,6 +68,7 @@ class Step(NamedTuple):
     allowed: AllowedChanges
     attributes: Sequence[Attributes]
     random: RandomState
+    shared: Mapping[int, str]
     caches: Caches
     options: Options = Options()
     trained: frozenset[str] | None = None
@@ -169,8 +171,8 @@ def _run(step: Step, dims: Dims, named: bool, watch: Watch | None = None) -> tup
     recorder = Recorder(fake_mode, scopes, lines, attribute_paths(step.model), step.caches, named)
     checks["memory"] = recorder.end_forward
     with torch.no_grad():
-        fakes, state = fake_state(step.state, recorder)
-        leaves, inputs = fake_leaves(step.arguments.leaves, dims, step.options.accumulate, recorder)
+        fakes, state = fake_state(step.state, recorder, step.shared)
+        leaves, inputs = fake_leaves(step.arguments.leaves, dims, step.options.accumulate, recorder, step.shared)
         scale = step.options.loss_scale
         if isinstance(scale, LossScaler):
             scale = fake_scaler(scale, recorder)

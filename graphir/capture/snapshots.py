@@ -13,7 +13,8 @@ from typing import Final
 
 import torch
 
-from .model_state import StateTensor, extent, has_data
+from .model_state import StateTensor, has_data
+from .overlaps import extent
 
 __all__ = ["snapshot", "snapshots"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,24 +38,32 @@ def _numbered(value: Any) -> Iterable[tuple[Any, Any]]:
     return enumerate(value) if isinstance(value, (list, tuple)) else ()
 
 
-def fake_state(state: ModelState, recorder: Recorder) -> tuple[dict[int, torch.Tensor], dict[str, Value]]:
-    """Fakes of parameters and buffers by the ``id`` of the tensor, and their first versions by blob."""
+def fake_state(
+    state: ModelState, recorder: Recorder, shared: Mapping[int, str]
+) -> tuple[dict[int, torch.Tensor], dict[str, Value]]:
+    """Fakes of parameters and buffers by the ``id`` of the tensor, and their first versions by blob.
+
+    *shared* is what :func:`.overlaps.overlaps` finds among these and the arguments.
+    """
     fakes, values = {}, {}
     for name, kind, tensor in state.tensors:
         fake = recorder.fake(tensor.shape, tensor.stride(), tensor.dtype)
         fake.requires_grad_(tensor.requires_grad)
         fake._is_param = isinstance(tensor, torch.nn.Parameter)
         fakes[id(tensor)] = fake
-        values[name] = recorder.external(fake, name, kind)
+        values[name] = recorder.external(fake, name, kind, shared.get(id(tensor), ""))
         recorder.stand_in(tensor, fake)
         values[name].scope = name.rpartition(".")[0]
     return fakes, values
 
 
 def fake_leaves(
-    leaves: Sequence[Leaf], dims: Dims, accumulate: int, recorder: Recorder
+    leaves: Sequence[Leaf], dims: Dims, accumulate: int, recorder: Recorder, shared: Mapping[int, str]
 ) -> tuple[list[Any], list[Value | None]]:
-    """What the step is given for each leaf, *accumulate* micro-batches long, and its value, if it is a tensor."""
+    """What the step is given for each leaf, *accumulate* micro-batches long, and its value, if it is a tensor.
+
+    See :func:`fake_state` for *shared*.
+    """
     fakes: dict[int, tuple[torch.Tensor, Value]] = {}
     made: list[Any] = []
     values: list[Value | None] = []
@@ -71,7 +79,7 @@ def fake_leaves(
                 shape[d] = dims[name] * accumulate if d == leaf.batch_dim else dims[name]
             fake = recorder.fake(shape, _strides(tensor, shape), tensor.dtype)
             fake.requires_grad_(tensor.requires_grad)
-            fakes[id(tensor)] = fake, recorder.external(fake, leaf.name, "input")
+            fakes[id(tensor)] = fake, recorder.external(fake, leaf.name, "input", shared.get(id(tensor), ""))
             recorder.arguments[id(tensor)] = leaf.name
         fake, value = fakes[id(tensor)]
         made.append(fake)

@@ -62,11 +62,11 @@ class Tape:
         """A fake tensor with memory of its own."""
         return self._results.empty(tuple(shape), tuple(strides), dtype)
 
-    def external(self, tensor: torch.Tensor, name: str, kind: str) -> Value:
-        """Make a fake tensor known as a parameter, buffer, constant or input."""
+    def external(self, tensor: torch.Tensor, name: str, kind: str, shared: str = "") -> Value:
+        """Make a fake tensor known as a parameter, buffer, constant or input; for *shared* see :class:`.Store`."""
         value = self._value(tensor, name, "", follows_input=kind == "input")
         value.kind = kind
-        self._memory.add_base(tensor, value, persistent=kind in ("param", "buffer", "state"))
+        self._memory.add_base(tensor, value, kind in ("param", "buffer", "state"), shared)
         return value
 
     def release(self) -> None:

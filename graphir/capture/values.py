@@ -178,16 +178,17 @@ class Store:
         base: the alias that covers all of it.
         generation: raised by every write.
         persistent: it outlives the step (parameters, buffers), so that writes to it are kept as writes.
+        shared: the name of another tensor that may have some of the same memory, outside of the recording.
         storage: torch's, kept alive, so that its ``key`` stays its own.
     """
 
-    __slots__ = ("base", "generation", "key", "persistent", "storage")
+    __slots__ = ("base", "generation", "key", "persistent", "shared", "storage")
 
-    def __init__(self, storage: torch.UntypedStorage, persistent: bool) -> None:
+    def __init__(self, storage: torch.UntypedStorage, persistent: bool, shared: str = "") -> None:
         self.base: Alias
         self.storage, self.key = storage, int(storage._cdata)
         self.generation = 0
-        self.persistent = persistent
+        self.persistent, self.shared = persistent, shared
 
 
 class Alias:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from graphir.ir.opset import signature
 
-from ..machine.short import SHORT, in_one_thread
+from .short import SHORT, in_one_thread
 from .sparse import SPARSE_UPDATES
 
 __all__ = ["FORMS", "KERNELS", "Update", "as_torch_has_it", "updater"]

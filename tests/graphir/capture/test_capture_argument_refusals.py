@@ -142,7 +142,7 @@ def test_gradient_hooks() -> None:
 def test_memory_shared_by_two_tensors() -> None:
     example = models.mlp()
     example.model.fc2.bias = nn.Parameter(example.model.fc1.bias.detach()[:5])
-    refuses("'fc2.bias' and 'fc1.bias' share memory but are two tensors", model=example.model)
+    refuses("'fc1.bias' and 'fc2.bias' share memory but are two tensors", model=example.model)
 
 
 def test_attention_that_draws_for_itself_on_request_only() -> None:

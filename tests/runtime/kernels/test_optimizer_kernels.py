@@ -3,7 +3,7 @@
 import pytest
 import torch
 from graphir.runtime.kernels.optimizers import as_torch_has_it, updater
-from graphir.runtime.machine.short import SHORT, in_one_thread
+from graphir.runtime.kernels.short import SHORT, in_one_thread
 
 SHAPES = ((), (3,), (33, 17), (2, 3, 3, 3))
 
