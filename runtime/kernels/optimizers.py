@@ -112,15 +112,32 @@ def _momentum_sgd(
     """*update* for its commonest options; the tensors have one dtype.
 
     On the CPU torch's calls for a list make the same calls for each item, in half the time that ours take. A tensor as
-    the factor takes half as long as a number.
+    the factor takes half as long as a number. What is long is updated by itself, as long as caches hold it: three
+    calls, each for all of ResNet-18's parameters, take 1.4 times as long.
     """
     factor = factors.get(buffers[0].dtype)
     if factor is None or not buffers[0].is_cpu:
         update(params, grads, buffers, lr)
         return
-    torch._foreach_mul_(buffers, factor)
-    torch._foreach_add_(buffers, grads)
-    torch._foreach_add_(params, buffers, alpha=-float(lr))
+    short, long = _by_length((params, grads, buffers))
+    if short:
+        params, grads, buffers = short
+        torch._foreach_mul_(buffers, factor)
+        torch._foreach_add_(buffers, grads)
+        torch._foreach_add_(params, buffers, alpha=-float(lr))
+    for param, grad, buffer in zip(*long, strict=True):
+        param.add_(buffer.mul_(factor).add_(grad), alpha=-float(lr))
+
+
+def _by_length(lists: Sequence[Tensors]) -> tuple[Sequence[Tensors], Sequence[Tensors]]:
+    """The items of *lists* for short parameters, which are in the first one, and those for long ones."""
+    sizes = [param.numel() for param in lists[0]]
+    if max(sizes) < SHORT:
+        return lists, ()
+    if min(sizes) >= SHORT:
+        return (), lists
+    short = [n < SHORT for n in sizes]
+    return [list(compress(of, short)) for of in lists], [list(compress(of, map(not_, short))) for of in lists]
 
 
 def _fused_sgd(params: Tensors, grads: Tensors, buffers: Given, lr: Tensor | float, **options: Any) -> None:
@@ -138,15 +155,11 @@ def _call(fused: Callable[..., None], lists: Sequence[Tensors], **options: Any) 
     if params[0].dtype not in _EXACT or not params[0].is_cpu:
         fused(*lists, **options)
         return
-    sizes = [param.numel() for param in params]
-    if max(sizes) < SHORT:
-        in_one_thread(fused, *lists, **options)
-    elif min(sizes) >= SHORT:
-        fused(*lists, **options)
-    else:
-        small = [n < SHORT for n in sizes]
-        in_one_thread(fused, *(list(compress(of, small)) for of in lists), **options)
-        fused(*(list(compress(of, map(not_, small))) for of in lists), **options)
+    short, long = _by_length(lists)
+    if short:
+        in_one_thread(fused, *short, **options)
+    if long:
+        fused(*long, **options)
 
 
 def _dampened_sgd(*, dampening: float, **options: Any) -> Update:

@@ -191,6 +191,19 @@ def threads():
 LENGTHS = (1, 7, 15, 16, 17, 31, 33, 63, 1000, 4099, 5000, SHORT - 1, SHORT, SHORT + 5)
 
 
+@pytest.mark.parametrize("lengths", [LENGTHS, (SHORT, 2 * SHORT + 1), (5,)], ids=len)
+def test_momentum_has_the_same_bits_for_parameters_of_any_length(lengths):
+    params = [torch.nn.Parameter(torch.randn(length)) for length in lengths]
+    ours, buffers = [p.detach().clone() for p in params], [torch.full_like(p, -0.0) for p in params]
+    optimizer, kernel = torch.optim.SGD(params, lr=0.1, momentum=0.9), updater("graphir.sgd", {"momentum": 0.9})
+    for _ in range(3):
+        for param in params:
+            param.grad = torch.randn(param.shape)
+        kernel(ours, [param.grad.clone() for param in params], buffers, 0.1)
+        optimizer.step()
+    assert all(map(torch.equal, ours, params))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(
     ("optimizer", "type", "state"),
