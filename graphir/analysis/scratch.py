@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from ..ir.blob import Blob, contiguous_strides
 from ..ir.dtype import ITEMSIZE
-from ..ir.operator import Operator
+from ..ir.operator import Operator, groups
 from ..ir.size import Dims, bind, bind_shape
 
 __all__ = ["SCRATCH", "Call", "Operand", "scratch"]
@@ -391,7 +391,19 @@ def _logsumexp(call: Call) -> int:
 
 def _loss(tensors: int) -> Callable[[Call], int]:
     """A loss that is reduced after it was computed for each element, of *tensors* such tensors at once."""
-    return lambda call: 0 if call.args.get("reduction", 1) == 0 else tensors * call.operand(0).nbytes
+    return lambda call: tensors * call.operand(0).nbytes if _reduced(call) else 0
+
+
+def _reduced(call: Call) -> bool:
+    return bool(call.args.get("reduction", 1))
+
+
+def _cross_entropy_with_logits(call: Call) -> int:
+    """Logarithms, and each element's loss; where positives have a weight, that less one as well."""
+    operands = groups(call.op.operands, len(call.op.inputs))
+    of_positives = operands[3] if len(operands) > 3 else None
+    less_one = call.operand(of_positives).nbytes if isinstance(of_positives, int) else 0
+    return (1 + _reduced(call)) * call.operand(0).nbytes + less_one
 
 
 def _promoted(call: Call) -> int:
@@ -442,8 +454,12 @@ SCRATCH: Final[Mapping[str, Callable[[Call], int]]] = {
     "aten.upsample_bilinear2d_backward.default": _dense(0),
     "aten.native_dropout.default": _result,
     "aten.logsumexp.default": _logsumexp,
-    "aten.mse_loss.default": _loss(1),
-    "aten.binary_cross_entropy_with_logits.default": _loss(3),
+    "aten.binary_cross_entropy.default": _loss(1),
+    "aten.huber_loss.default": _loss(1),
+    "aten.mse_loss.default": _loss(2),
+    "aten.smooth_l1_loss.default": _loss(2),
+    "aten.soft_margin_loss.default": _loss(1),
+    "aten.binary_cross_entropy_with_logits.default": _cross_entropy_with_logits,
     "aten.mm.default": _products(0, 1),
     "aten.addmm.default": _products(1, 2),
     "aten.add.Tensor": _promoted,

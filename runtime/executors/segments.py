@@ -30,11 +30,12 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from graphir.ir.operator import Operator
-from graphir.ir.opset import OWN, Param, overload, signature
+from graphir.ir.opset import Param, overload, signature
 from graphir.plan import Instruction
 
 from ..codegen.statements import Statements
 from ..failures.faults import writes_state
+from ..kernels.bindings import OWN_KERNELS
 from ..kernels.calls import (
     Argument,
     Bound,
@@ -48,7 +49,6 @@ from ..kernels.calls import (
     evaluate,
 )
 from ..kernels.optimizers import KERNELS
-from ..kernels.repeatable import REPEATABLE
 from .generated import Located
 from .threads import Threads
 
@@ -179,7 +179,7 @@ def _located(error: RuntimeError, positions: Mapping[str, int]) -> Exception:
 
 def printable(op: Operator) -> bool:
     """Whether operators of this type may be part of a segment, if their arguments allow it."""
-    return op.type.startswith("aten.") and op.type not in {*OWN, *REPEATABLE} and op.seed is None
+    return op.type.startswith("aten.") and op.type not in OWN_KERNELS and op.seed is None
 
 
 class _SegmentStatements(Statements):

@@ -17,6 +17,7 @@ from torch import Tensor
 from graphir.ir.opset import overload
 
 from .attention import ATTENTION
+from .losses import LOSSES
 from .repeatable import REPEATABLE
 from .sparse import SPARSE
 
@@ -67,8 +68,8 @@ FAST: Final[dict[str, Callable[..., Any]]] = {**_table(), "aten.view.default": v
 """For each of these types, a callable that takes the schema's arguments in the schema's order and is faster."""
 
 
-OWN_KERNELS: Final[Mapping[str, Callable[..., Any]]] = {**ATTENTION, **SPARSE, **REPEATABLE}
-"""Kernels of graphir's own types that compute values from values, and of torch's that need their order fixed."""
+OWN_KERNELS: Final[Mapping[str, Callable[..., Any]]] = {**ATTENTION, **LOSSES, **SPARSE, **REPEATABLE}
+"""Kernels of graphir's own types that compute values from values, and of torch's that are not called as they are."""
 
 
 @cache

@@ -120,6 +120,19 @@ OPERATORS = {
         "w : f32[32,64] in x @gpu:0 = aten.as_strided(x, size=[32, 64], stride=[64, 1])\n"
         "y : f32[64,64] @gpu:0 = aten.mm(v, w)"
     ),
+    "binary cross entropy": "y : f32[] @gpu:0 = aten.binary_cross_entropy(x, x)",
+    "binary cross entropy with logits": "y : f32[] @gpu:0 = aten.binary_cross_entropy_with_logits(x, x)",
+    "binary cross entropy with logits, weights of positives": (
+        "p : f32[8] @gpu:0 = aten.sum.dim_IntList(x, dim=[0, 1, 2])\n"
+        "y : f32[] @gpu:0 = aten.binary_cross_entropy_with_logits(x, x, _, p)"
+    ),
+    "binary cross entropy with logits, of each element": (
+        f"y : {F32} @gpu:0 = aten.binary_cross_entropy_with_logits(x, x, reduction=0)"
+    ),
+    "huber": "y : f32[] @gpu:0 = aten.huber_loss(x, x)",
+    "squares": "y : f32[] @gpu:0 = aten.mse_loss(x, x)",
+    "smooth l1": "y : f32[] @gpu:0 = aten.smooth_l1_loss(x, x)",
+    "soft margin": "y : f32[] @gpu:0 = aten.soft_margin_loss(x, x)",
 }
 
 
