@@ -99,10 +99,10 @@ class Watch:
 
     def lines(self, threads: Sequence[int]) -> dict[int, int]:
         """The line of its function that each of these threads is at; without those that are in no line."""
-        frames = sys._current_frames()
         found = {}
         for index in threads:
-            frame = _frame_of(self.codes[index].code, frames.get(self.threads[index].ident or 0))
+            # A name for all frames would be in a circle with this function's own: what others hold now would stay.
+            frame = _frame_of(self.codes[index].code, sys._current_frames().get(self.threads[index].ident or 0))
             if frame is not None and frame.f_lineno is not None:
                 found[index] = frame.f_lineno
         return found

@@ -2,14 +2,17 @@
 
 import _thread
 import ctypes
+import gc
 import re
 import threading
 import time
+import weakref
 
 import pytest
 import torch
 from graphir.runtime import Session
 from graphir.runtime.codegen.handoffs import Handoffs, handoffs
+from graphir.runtime.failures.watch import Watch
 from graphir.runtime.kernels.communication import copy
 from runnable import copy_by, forward_plan, threads_of_sessions
 
@@ -168,3 +171,25 @@ def test_a_thread_that_was_killed_is_reported(index):
 def test_what_is_no_deadline_is_refused(deadline):
     with pytest.raises(SessionError, match=r"deadline=.*: seconds, more than 0(.|\n)*None for no limit"):
         session_of(deadline=deadline)
+
+
+def test_looking_at_a_thread_keeps_nothing_that_it_holds(monkeypatch):
+    held = []
+
+    def slow(source, device):
+        made = source.clone()
+        held.append(weakref.ref(made))
+        time.sleep(0.12)  # longer than the caller waits before it looks
+        return made.clone()
+
+    copy_by(monkeypatch, slow)
+    looked = []
+    monkeypatch.setattr(Watch, "look", lambda watch, threads, look=Watch.look: looked.append(look(watch, threads)))
+    gc.disable()
+    try:
+        with session_of() as session:
+            session.step(X)
+            assert looked
+            assert [made() for made in held] == [None] * 3
+    finally:
+        gc.enable()
