@@ -15,7 +15,7 @@ captured.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
@@ -96,7 +96,8 @@ class CudaGraphs(Cuda):
         places: Mapping[Device, torch.device] | None = None,
     ) -> None:
         self.late = late_instructions(setting.plan, places or setting.binding)
-        super().__init__(setting, threads, machine=machine, places=places)
+        apart = replace(setting, plan=_with_buffers_apart(setting.plan, self.late))
+        super().__init__(apart, threads, machine=machine, places=places)
         self.warm: set[tuple[int, ...]] = set()
         self.graphs: dict[tuple[int, ...], _Captured] = {}
 
@@ -225,10 +226,11 @@ def late_instructions(plan: Plan, places: Mapping[Device, torch.device]) -> froz
             continue
         op = net.ops[instruction.op]
         reads = {net.blobs[name].storage for name in op.inputs}
-        makes = {net.blobs[name].storage for name in op.outputs}
+        views = {output for output, _ in op.effects.views}
+        writes = {net.blobs[name].storage for i, name in enumerate(op.outputs) if i not in views}
         on_host = any(places[net.blobs[name].device].type == "cpu" for name in (*op.inputs, *op.outputs))
         on_host |= op.type in SPARSE  # the host asks how many rows are there
-        if not (on_host or op.type in KERNELS or reads & written or makes & touched):
+        if not (on_host or op.type in KERNELS or reads & written or writes & touched):
             continue
         if op.phase != "update":
             raise SessionError(
@@ -238,9 +240,16 @@ def late_instructions(plan: Plan, places: Mapping[Device, torch.device]) -> froz
                 fix="make the session with cuda_graph=False",
             )
         late.add(position)
-        touched |= reads | makes
-        written |= makes
+        touched |= reads | writes
+        written |= writes
     return frozenset(late)
+
+
+def _with_buffers_apart(plan: Plan, late: Collection[int]) -> Plan:
+    """The plan with receive buffers of their own for what the rest reads: the graph fills shared ones again before."""
+    ops = [plan.step.ops[plan.instructions[position].op] for position in late if plan.instructions[position].op >= 0]
+    read = {plan.step.blobs[name].storage for op in ops for name in op.inputs}
+    return plan.with_(buffers={storage: number for storage, number in plan.buffers.items() if storage not in read})
 
 
 class _Early(StreamStatements):

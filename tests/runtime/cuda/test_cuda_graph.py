@@ -173,3 +173,75 @@ def test_an_update_on_the_host_reads_what_has_come(host: str) -> None:
     for _ in range(3):
         session.step(torch.ones(3))
     assert ("replay",) in {call[:1] for call in machine.calls} and not machine.races
+
+
+REFILLED = """
+    buffer s : f32[3] @cpu
+    input x : f32[3] @gpu:0
+    a : f32[3] @gpu:0 = aten.relu(x)
+    a_gpu_1 : f32[3] @gpu:1 = Copy(a)
+    a_cpu : f32[3] @cpu = Copy(a_gpu_1) {phase=update}
+    s;1 = aten.add_.Tensor(s, a_cpu) {phase=update, writes=[0:0]}
+    b : f32[3] @gpu:0 = aten.neg(x)
+    b_gpu_1 : f32[3] @gpu:1 = Copy(b)
+    c : f32[3] @gpu:1 = aten.exp(b_gpu_1)
+    c_gpu_0 : f32[3] @gpu:0 = Copy(c)
+    d : f32[3] @gpu:0 = aten.neg(c_gpu_0)
+    d_gpu_1 : f32[3] @gpu:1 = Copy(d)
+    loss : f32[3] @gpu:1 = aten.exp(d_gpu_1)
+"""
+
+
+def test_an_update_reads_what_came_before_its_buffer_is_filled_again() -> None:
+    state = {"s": torch.zeros(3)}
+    plan = forward_plan(REFILLED, "x", output="loss", state=state)
+    assert plan.buffers["a_gpu_1"] == plan.buffers["d_gpu_1"]
+    session, machine = watched(plan, state, {"gpu:0": "cuda:0", "gpu:1": "cuda:0"}, CudaGraphs)
+    for step in range(1, 4):
+        session.step(torch.ones(3))
+        assert session.state()["s"].tolist() == [step] * 3
+    assert ("replay",) in {call[:1] for call in machine.calls} and not machine.races
+
+
+VIEWED = """
+    buffer s : f32[2,3] @cpu
+    buffer w : f32[2,3] @gpu:0
+    input x : f32[2,2] @gpu:0
+    a : f32[2,3] @gpu:0 = aten.mm(x, w)
+    w_cpu : f32[2,3] @cpu = Copy(w) {phase=update}
+    s;1 = aten.add_.Tensor(s, w_cpu) {phase=update, writes=[0:0]}
+    w.t : f32[3,2] strides [1,3] in w @gpu:0 = aten.t(w) {views=[0:0]}
+    loss : f32[2,2] @gpu:0 = aten.mm(a, w.t)
+"""
+
+
+def test_a_view_of_what_an_update_on_the_host_reads_is_captured() -> None:
+    state = {"s": torch.zeros(2, 3), "w": torch.randn(2, 3)}
+    plan = forward_plan(VIEWED, "x", output="loss", state=state)
+    session, machine = watched(plan, state, TOGETHER, CudaGraphs)
+    x = torch.randn(2, 2)
+    with session, Session(plan, state, executor="reference") as reference:
+        for _ in range(3):
+            assert torch.equal(session.step(x), reference.step(x))
+        assert torch.equal(session.state()["s"], reference.state()["s"])
+    assert ("replay",) in {call[:1] for call in machine.calls} and not machine.races
+
+
+@pytest.mark.parametrize("read", ["w.t", "w"])
+def test_what_an_update_has_written_is_read_after_it(read: str) -> None:
+    """Also by a view, which only updates may take then."""
+    body = f"""
+        buffer s : f32[3] @cpu
+        buffer w : f32[3,3] @gpu:0
+        input x : f32[3,3] @gpu:0
+        w_cpu : f32[3,3] @cpu = Copy(w) {{phase=update}}
+        n : f32[] @cpu = aten.sum(w_cpu) {{phase=update}}
+        n_gpu_0 : f32[] @gpu:0 = Copy(n) {{phase=update}}
+        w;1 = aten.add_.Tensor(w, n_gpu_0) {{phase=update, writes=[0:0]}}
+        w.t : f32[3,3] strides [1,3] in w @gpu:0 = aten.t(w;1) {{phase=update, views=[0:0]}}
+        loss : f32[3,3] @gpu:0 = aten.mm(x, {read if read == "w.t" else "w;1"})
+        """
+    state = {"s": torch.zeros(3), "w": torch.randn(3, 3)}
+    plan = forward_plan(body, "x", output="loss", state=state)
+    with pytest.raises(SessionError, match=r"comes after one(.|\n)*at   loss"):
+        watched(plan, state, TOGETHER, CudaGraphs)
