@@ -29,6 +29,7 @@ from graphir.ir.operator import PURE, Operator, Phase
 from graphir.ir.placement import ELSEWHERE, is_host_scalar, required_devices, same_memory
 from graphir.ir.program import Program
 from graphir.ir.size import Dims, bind_shape
+from graphir.ir.text import operator_text
 
 from .base import Pass, build, register
 from .caffe2_copies import InjectedCopies, Injection, inject_by_name
@@ -135,7 +136,8 @@ def inject_copies(
 
     Raises:
         PassError: maps are given with what is not from Caffe2, ``blob_remap`` with a program, an operator reads what
-            nobody has made, or nothing copies between two kinds of devices.
+            nobody has made, or nothing copies between two kinds of devices. Or an operator was shifted away from what
+            :func:`share_storage` has it overwrite.
     """
     mapped = blob_to_device is not None or blob_remap is not None
     step = build(
@@ -246,6 +248,12 @@ class _Injection:
         for position, source in op.effects.writes:
             if inputs[source] != op.inputs[source]:
                 home = outputs[position], made[position]
+                if home[0] != op.inputs[source]:
+                    raise PassError(
+                        f"{op.type} writes {home[0]!r} over {op.inputs[source]!r}, which {op.device} has a copy of",
+                        at=operator_text(op, self.net),
+                        fix="shift before share_storage, which puts operators in place",
+                    )
                 outputs[position] = inputs[source]
                 made[position] = self.next_version(inputs[source])
                 written_back.append((home, (outputs[position], made[position])))

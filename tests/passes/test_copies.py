@@ -10,6 +10,7 @@ from small import program_of, two_layers
 
 import graphir
 from graphir import passes
+from graphir.errors import PassError
 from graphir.ir.program import Program
 
 
@@ -97,6 +98,16 @@ def test_two_updates_made_elsewhere_copy_in_once() -> None:
     count;2 = aten.mul_.Tensor(count;1, x) {device=gpu:1}
     """)
     assert copies(after) == [("count;0", "count_gpu_1;0"), ("count_gpu_1;1", "count;1"), ("count_gpu_1;2", "count;2")]
+
+
+def test_what_was_shifted_away_from_what_it_overwrites_is_refused() -> None:
+    with pytest.raises(PassError, match=r"relu_.default writes 'b' over 'a', which gpu:1 has a copy of") as caught:
+        injected("""
+        input x : f32[3] @gpu:0
+        a : f32[3] @gpu:0 = aten.exp(x)
+        b : f32[3] in a @gpu:0 = aten.relu_(a) {device=gpu:1, writes=[0:0]}
+        """)
+    assert caught.value.fix == "shift before share_storage, which puts operators in place"
 
 
 def test_a_name_that_is_taken_is_not_overwritten() -> None:
