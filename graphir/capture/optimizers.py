@@ -115,6 +115,8 @@ def _group(optimizer: torch.optim.Optimizer, i: int, group: Mapping[str, Any], b
             )
         name = blobs[id(param)]
         _check_param(name, param, options, place)
+        if type(optimizer) is torch.optim.SGD:
+            _check_fused_sgd(name, param, options, place)
         updates.append(_update(optimizer, name, param, options, place))
     return Group(tuple([update.param for update in updates]), options, tuple(updates))
 
@@ -166,6 +168,20 @@ def _check_param(name: str, param: torch.Tensor, options: Mapping[str, Any], pla
             f"foreach=True is not supported for {name!r}, whose type is {kind}: it rounds otherwise than the for-loop",
             where=place,
             fix="set foreach=False in this group",
+        )
+
+
+def _check_fused_sgd(name: str, param: torch.Tensor, options: Mapping[str, Any], place: str) -> None:
+    """Refuse what torch's kernel on the CPU does not compute: it takes the buffers of 16-bit types for twice as long as
+    they are, and does not write the parameters."""
+    half = param.dtype in (torch.float16, torch.bfloat16) and param.device.type != "cuda"
+    if options.get("fused") and half and param.requires_grad:
+        kind = str(param.dtype).removeprefix("torch.")
+        raise CaptureError(
+            f"fused=True is not supported for {name!r}, whose type is {kind}: on the CPU torch's fused SGD leaves such "
+            "parameters as they are and reads beyond their momentum buffers",
+            where=place,
+            fix="set fused=False in this group",
         )
 
 

@@ -149,10 +149,10 @@ def _call(fused: Callable[..., None], lists: Sequence[Tensors], **options: Any) 
     not to have, one is empty.
 
     On the CPU it wakes all threads for each parameter. They get parts that end at multiples of a vector, so that the
-    bits are the same in one thread, but for 16-bit types: there elements between two parts are updated twice.
+    bits are the same in one thread.
     """
     params = lists[0]
-    if params[0].dtype not in _EXACT or not params[0].is_cpu:
+    if not params[0].is_cpu:
         fused(*lists, **options)
         return
     short, long = _by_length(lists)

@@ -131,6 +131,23 @@ def test_foreach_in_a_type_that_rounds_between_its_operators() -> None:
         captured(example, torch.optim.RMSprop(example.model.parameters(), foreach=True))
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_fused_sgd_of_16_bit_parameters_is_refused_where_they_are_trained(momentum: float) -> None:
+    example = models.mlp()
+    example.model.bfloat16()
+    example = example._replace(inputs=(example.inputs[0].bfloat16(),))
+    optimizer = torch.optim.SGD(example.model.parameters(), lr=0.1, momentum=momentum, fused=True)
+    with pytest.raises(CaptureError, match=r"fused=True is not supported for 'fc1.weight', whose type is bfloat16"):
+        captured(example, optimizer)
+    for name, param in example.model.named_parameters():
+        if name.startswith("fc1"):
+            param.requires_grad_(False)
+        else:
+            param.data = param.data.float()
+    example.model.fc1.register_forward_hook(lambda module, args, out: out.float())
+    assert [op.phase for op in captured(example, optimizer).step.ops].count("update") == 2
+
+
 def test_state_that_lacks_what_the_options_need() -> None:
     example = models.mlp()
     optimizer = torch.optim.Adam(example.model.parameters())
