@@ -152,10 +152,11 @@ def capture(
         return program
 
 
-def _shared(state: ModelState, arguments: Arguments) -> Mapping[int, str]:
-    """Which arguments share memory with others or with the state."""
-    given = [(f"argument {leaf.name!r}", leaf.tensor) for leaf in arguments.leaves if leaf.tensor is not None]
-    return overlaps([*given, *((f"{kind} {name!r}", tensor) for name, kind, tensor in state.tensors)])
+def _shared(state: ModelState, arguments: Arguments) -> Mapping[str, str]:
+    """Which arguments share memory with others or with the state; a tensor that is given twice is one argument."""
+    given = {id(leaf.tensor): (f"argument {leaf.name!r}", leaf.tensor) for leaf in reversed(arguments.leaves)}
+    named = [(name, tensor) for name, tensor in reversed(given.values()) if tensor is not None]
+    return overlaps([*named, *((f"{kind} {name!r}", tensor) for name, kind, tensor in state.tensors)])
 
 
 def _program_of(

@@ -95,10 +95,10 @@ def _check(path: str, kind: str, tensor: torch.Tensor) -> None:
 
 def _check_memory(tensors: list[StateTensor]) -> None:
     shared = overlaps((name, tensor) for name, _, tensor in tensors)
-    for name, _, tensor in tensors:
-        if id(tensor) in shared:
+    for name, _, _ in tensors:
+        if name in shared:
             raise CaptureError(
-                f"{name!r} and {shared[id(tensor)]!r} share memory but are two tensors",
+                f"{name!r} and {shared[name]!r} share memory but are two tensors",
                 where=where(name.rpartition(".")[0]),
                 fix="register one tensor under both names, or clone one of them",
             )

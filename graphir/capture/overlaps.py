@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 __all__ = ["extent", "overlaps"]
 
@@ -16,26 +17,30 @@ def extent(tensor: torch.Tensor) -> int:
     return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
 
 
-def overlaps(tensors: Iterable[tuple[str, torch.Tensor]]) -> Mapping[int, str]:
-    """Of each tensor that another one may share memory with, by its ``id``, the name of such a one.
+def overlaps(tensors: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, str]:
+    """Of each tensor that another one may share memory with, by its name, the name of such a one.
 
-    What counts is the memory from a tensor's first element to its last, gaps included. One tensor under several names
-    shares memory with no other; tensors without data share none.
+    What counts is the memory from a tensor's first element to its last, gaps included, whoever owns it: numpy's arrays
+    have a storage for each tensor made of them. Tensors without elements share none, nor do those on meta.
     """
-    spans: dict[int, list[tuple[int, int, str, int]]] = {}
-    seen: set[int] = set()
+    spans: dict[object, list[tuple[int, int, str]]] = {}
     for name, tensor in tensors:
-        if id(tensor) not in seen and tensor.numel() and not tensor.is_meta:
-            seen.add(id(tensor))
-            first = int(tensor.storage_offset()) * tensor.itemsize
-            last = first + extent(tensor) * tensor.itemsize
-            spans.setdefault(tensor.untyped_storage()._cdata, []).append((first, last, name, id(tensor)))
-    found: dict[int, str] = {}
-    for of_storage in spans.values():
-        furthest, *others = sorted(of_storage)
+        if tensor.numel() and not tensor.is_meta:
+            memory, first = _place(tensor)
+            spans.setdefault(memory, []).append((first, first + extent(tensor) * tensor.itemsize, name))
+    found: dict[str, str] = {}
+    for of_memory in spans.values():
+        furthest, *others = sorted(of_memory)
         for span in others:
             if span[0] < furthest[1]:
-                found.setdefault(span[3], furthest[2])
-                found.setdefault(furthest[3], span[2])
+                found.setdefault(span[2], furthest[2])
+                found.setdefault(furthest[2], span[2])
             furthest = max(furthest, span, key=lambda span: span[1])
     return found
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, int]:
+    """Which memory a tensor is in, and where it begins there, in bytes; a fake tensor has its storage's alone."""
+    if isinstance(tensor, FakeTensor):
+        return tensor.untyped_storage()._cdata, int(tensor.storage_offset()) * tensor.itemsize
+    return tensor.device, tensor.data_ptr()

@@ -68,7 +68,7 @@ class Step(NamedTuple):
     allowed: AllowedChanges
     attributes: Sequence[Attributes]
     random: RandomState
-    shared: Mapping[int, str]
+    shared: Mapping[str, str]
     caches: Caches
     options: Options = Options()
     trained: frozenset[str] | None = None

@@ -39,7 +39,7 @@ def _numbered(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def fake_state(
-    state: ModelState, recorder: Recorder, shared: Mapping[int, str]
+    state: ModelState, recorder: Recorder, shared: Mapping[str, str]
 ) -> tuple[dict[int, torch.Tensor], dict[str, Value]]:
     """Fakes of parameters and buffers by the ``id`` of the tensor, and their first versions by blob.
 
@@ -51,14 +51,14 @@ def fake_state(
         fake.requires_grad_(tensor.requires_grad)
         fake._is_param = isinstance(tensor, torch.nn.Parameter)
         fakes[id(tensor)] = fake
-        values[name] = recorder.external(fake, name, kind, shared.get(id(tensor), ""))
+        values[name] = recorder.external(fake, name, kind, shared.get(f"{kind} {name!r}", ""))
         recorder.stand_in(tensor, fake)
         values[name].scope = name.rpartition(".")[0]
     return fakes, values
 
 
 def fake_leaves(
-    leaves: Sequence[Leaf], dims: Dims, accumulate: int, recorder: Recorder, shared: Mapping[int, str]
+    leaves: Sequence[Leaf], dims: Dims, accumulate: int, recorder: Recorder, shared: Mapping[str, str]
 ) -> tuple[list[Any], list[Value | None]]:
     """What the step is given for each leaf, *accumulate* micro-batches long, and its value, if it is a tensor.
 
@@ -79,7 +79,8 @@ def fake_leaves(
                 shape[d] = dims[name] * accumulate if d == leaf.batch_dim else dims[name]
             fake = recorder.fake(shape, _strides(tensor, shape), tensor.dtype)
             fake.requires_grad_(tensor.requires_grad)
-            fakes[id(tensor)] = fake, recorder.external(fake, leaf.name, "input", shared.get(id(tensor), ""))
+            other = shared.get(f"argument {leaf.name!r}", "")
+            fakes[id(tensor)] = fake, recorder.external(fake, leaf.name, "input", other)
             recorder.arguments[id(tensor)] = leaf.name
         fake, value = fakes[id(tensor)]
         made.append(fake)
