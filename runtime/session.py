@@ -18,6 +18,7 @@ from graphir.plan import Plan
 from .cuda.executor import Collectives, Cuda
 from .executor import Feedable, OnDevices, Setting
 from .executors.choice import choose
+from .failures.faults import fault, writes_state
 from .interface.gather import Gather
 from .interface.scatter import Scatter
 from .kernels.repeatable import unrepeatable
@@ -162,7 +163,10 @@ class Session:
             progress.thread = threading.get_ident()
             if self._closed or progress.broken:
                 self._check_usable()
-            dims, shares = self._scatter.split(args, kwargs)
+            try:
+                dims, shares = self._scatter.split(args, kwargs)
+            except RuntimeError as e:  # of a device that has no memory for its share, or is lost
+                raise self._failed(progress.steps_done, e, usable=True) from e
             inputs: list[Feedable] = [*shares, *self._rates.now()] if self._rates.names else list(shares)
             self._outputs = ()
             try:
@@ -170,13 +174,15 @@ class Session:
                 progress.steps_done += 1
             except BaseException as e:
                 if not (isinstance(e, RunError) and e.usable):
-                    progress.broken = (
-                        f"step {progress.steps_done} failed ({_first_line(e)}), so its state may be half updated"
-                    )
+                    progress.broken = _broken(progress.steps_done, e)
                 raise
             if self._gather.others:
                 self._outputs = tuple(outputs)
-            return self._gather.result(outputs, dims)
+            try:
+                return self._gather.result(outputs, dims)
+            except RuntimeError as e:
+                written = any(writes_state(self.plan, instruction) for instruction in self.plan.instructions)
+                raise self._failed(progress.steps_done - 1, e, usable=not written) from e
 
     @property
     def usable(self) -> bool:
@@ -427,8 +433,17 @@ class Session:
             self._check_usable()
             with self._executor.aside() if isinstance(self._executor, OnDevices) else nullcontext():
                 yield
+        except torch.AcceleratorError as e:  # of a kernel of a step
+            raise self._failed(self._progress.steps_done, e) from e
         finally:
             self._running.release()
+
+    def _failed(self, step: int, cause: RuntimeError, usable: bool = False) -> RunError:
+        """The error for what torch raised before or after the plan's own instructions."""
+        error = fault(self.plan, None, step, cause, usable=usable)
+        if not error.usable:
+            self._progress.broken = _broken(step, error)
+        return error
 
     def _check_alone(self) -> None:
         if self._forks != FORKS[0]:
@@ -456,6 +471,6 @@ class Session:
             )
 
 
-def _first_line(error: BaseException) -> str:
+def _broken(step: int, error: BaseException) -> str:
     what = error.what if isinstance(error, RunError) else f"{type(error).__name__} {error}"
-    return what.strip().partition("\n")[0]
+    return f"step {step} failed ({what.strip().partition(chr(10))[0]}), so its state may be half updated"

@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ from .streams import Event, Machine, Stream, TorchCuda, wait_for
 __all__ = ["Collectives", "Cuda", "Fence", "StreamClock"]
 
 Collectives: TypeAlias = Literal["ordered", "native"]
+T = TypeVar("T")
 
 
 class Fence:
@@ -187,17 +188,17 @@ class Cuda:
         self.clock.start()
         return self.between(dims, step, lambda: self.issue(code, dims, inputs, first))
 
-    def between(self, dims: Dims, step: int, issue: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
+    def between(self, dims: Dims, step: int, issue: Callable[[], T]) -> T:
         """Issue something between what the caller has issued and what it will."""
         self.dims = dims
         with neutral(self.intraop, self.kinds), torch.inference_mode(), self.machine.kept(self.real) as callers:
             try:
                 self.fence.enter(callers)
-                outputs = issue()
+                found = issue()
                 self.fence.leave(callers)
             except torch.AcceleratorError as e:  # of a kernel before this step
                 raise fault(self.setting.plan, None, step, e) from e
-            return outputs
+            return found
 
     @contextmanager
     def aside(self) -> Iterator[None]:

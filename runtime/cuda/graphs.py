@@ -42,7 +42,6 @@ from ..kernels.calls import Argument, Bound
 from ..kernels.communication import spanned
 from ..kernels.optimizers import KERNELS
 from ..kernels.sparse import SPARSE
-from ..machine.surroundings import neutral
 from .codegen import StreamStatements, StreamWriter
 from .executor import Cuda, Fence
 from .streams import Graph, Machine
@@ -110,9 +109,7 @@ class CudaGraphs(Cuda):
         if key not in self.graphs:
             if len(self.graphs) >= _KEPT_GRAPHS:
                 self.forget(next(iter(self.graphs)))
-            with neutral(self.intraop, self.kinds), torch.inference_mode(), self.machine.kept(self.real) as callers:
-                self.fence.enter(callers)
-                self.graphs[key] = self.capture(dims, inputs, step)
+            self.graphs[key] = self.between(dims, step, lambda: self.capture(dims, inputs, step))
         captured = self.graphs[key]
         return self.between(dims, step, lambda: self.replay(captured, dims, inputs, step))
 

@@ -367,3 +367,53 @@ def test_devices_that_share_a_memory_are_counted_together():
     assert "on cuda:0 (gpu:0), 4 B" in fault(plan, backward, 0, MemoryError(), binding=apart).live
     assert "memory of its own" in fault(plan, backward, 0, MemoryError(), binding=shared).fix
     assert "memory of its own" not in fault(plan, backward, 0, MemoryError(), binding=apart).fix
+
+
+FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 12 bytes")
+LOST = torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+
+def refuse(error):
+    def call(*args, **kwargs):
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize(
+    ("at", "error", "usable"),
+    [
+        ("graphir.runtime.interface.scatter._cut", FULL, {False: True, True: True}),
+        ("graphir.runtime.interface.scatter._cut", LOST, {False: False, True: False}),
+        ("graphir.runtime.interface.gather.Gather.loss", FULL, {False: True, True: False}),
+        ("graphir.runtime.interface.gather.Gather.loss", LOST, {False: False, True: False}),
+    ],
+)
+def test_a_device_that_fails_beside_the_plan(at, error, usable, trains, monkeypatch):
+    """Where a batch is brought to its devices, and where results are handed back."""
+    example = models.mlp()
+    program = captured(example, sgd(example.model.parameters()) if trains else None)
+    with Session(passes.emit(program), program.state) as session:
+        session.step(*example.inputs, *example.targets)
+        with monkeypatch.context() as patch:
+            patch.setattr(at, refuse(error))
+            with pytest.raises(RunError, match=f"a step failed: {type(error).__name__}: CUDA (.|\n)*step 1") as failed:
+                session.step(*example.inputs, *example.targets)
+        assert failed.value.usable == session.usable == usable[trains]
+        assert ("new process" in str(failed.value)) == (error is LOST)
+        if session.usable:
+            session.step(*example.inputs, *example.targets)
+        else:
+            with pytest.raises(SessionError, match="unusable: step 1 failed"):
+                session.step(*example.inputs, *example.targets)
+
+
+def test_a_device_that_is_lost_when_state_is_read(monkeypatch):
+    example = models.mlp()
+    program = captured(example)
+    with Session(passes.emit(program), program.state) as session:
+        monkeypatch.setattr("graphir.runtime.state.State.module", refuse(LOST))
+        with pytest.raises(RunError, match=r"AcceleratorError(.|\n)*new process"):
+            session.state_dict()
+        assert not session.usable
