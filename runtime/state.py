@@ -209,12 +209,14 @@ class State:
             ours = self.tensors.get(self.blob(blob, 0), self.untouched.get(name))
             shape = None if ours is None else tuple(ours.shape)
             _check(name, given[name], shape, None if ours is None else ours.dtype)
+            if ours is not None:
+                _check_expanded(name, given[name], ours)
         with torch.inference_mode():
             for name, blob in known.items():
                 for replica in range(len(self.program.replicas)):
                     target = self.tensors.get(self.blob(blob, replica), self.untouched.get(name))
                     if target is not None:
-                        target.copy_(given[name])
+                        _overwrite(target, given[name])
 
     def optimizer(self, groups: Sequence[Mapping[str, Any]], replica: int) -> dict[str, Any]:
         """Copies in the format of ``torch.optim.Optimizer.state_dict()``."""
@@ -262,7 +264,21 @@ def _load(op: Operator, init: Net, given: Mapping[str, Tensor]) -> dict[str, Ten
         return {blob.name: source.clone()}
     shape, dtype = bind_shape(blob.shape, {}), getattr(torch, TORCH_NAME[blob.dtype])
     _check(key, source, shape, dtype)
-    return {blob.name: torch.empty_strided(shape, _strides(blob, shape), dtype=dtype, device="cpu").copy_(source)}
+    made = torch.empty_strided(shape, _strides(blob, shape), dtype=dtype, device="cpu")
+    _check_expanded(key, source, made)
+    _overwrite(made, source)
+    return {blob.name: made}
+
+
+def _overwrite(target: Tensor, source: Tensor) -> None:
+    """Give *target*, which may be expanded, the values of *source*."""
+    once = _once(target)
+    target[once].copy_(source[once])
+
+
+def _once(tensor: Tensor) -> tuple[slice, ...]:
+    """Where each element of the tensor's memory is once: torch does not write to dimensions that are expanded."""
+    return tuple([slice(1) if stride == 0 else slice(None) for stride in tensor.stride()])
 
 
 def _taken(blob: Blob, common: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -339,3 +355,14 @@ def _check(name: str, tensor: Tensor, shape: tuple[int, ...] | None, dtype: torc
         )
     if dtype is not None and tensor.dtype != dtype:
         raise SessionError(f"{what} has dtype {tensor.dtype}, the program takes {dtype}", fix=f"give it .to({dtype})")
+
+
+def _check_expanded(name: str, source: Tensor, target: Tensor) -> None:
+    """Raise a SessionError where *source* has different values for one element of *target*'s memory."""
+    if 0 in target.stride() and target.numel():
+        rows = source[_once(target)].expand_as(source)
+        if not bool(((rows == source) | (source != source)).all()):
+            raise SessionError(
+                f"{name!r} in the state has values of its own along a dimension that was captured expanded",
+                fix="give values that are the same along it, or capture the model with a clone of that tensor",
+            )

@@ -418,6 +418,25 @@ def test_a_shifted_plan_runs_from_its_file(tmp_path):
         assert torch.equal(a.step(*batch_of(example)), b.step(*batch_of(example)))
 
 
+def test_an_expanded_buffer_stays_one_row_in_memory():
+    model = torch.nn.BatchNorm1d(3).eval()
+    model.running_mean = torch.tensor([2.0]).expand(3)
+    program = graphir.capture(model, (torch.randn(4, 3),))
+    x, changed = torch.randn(5, 3), torch.tensor([0.5]).expand(3)
+    with Session(passes.emit(program), program.state) as session:
+        assert torch.equal(session.step(x), model(x))
+        session.load_state_dict({**session.state_dict(), "running_mean": changed.clone()})
+        uneven = {**session.state_dict(), "weight": torch.zeros(3), "running_mean": torch.tensor([0.5, 0.5, 1.0])}
+        with pytest.raises(SessionError, match=r"'running_mean' in the state has values of its own along a dimension"):
+            session.load_state_dict(uneven)
+        model.running_mean = changed
+        assert torch.equal(session.step(x), model(x))
+        with Session(session.plan, session.state()) as other:
+            assert torch.equal(other.step(x), model(x))
+    with pytest.raises(SessionError, match="captured expanded"):
+        Session(session.plan, {**program.state, "running_mean": torch.arange(3.0)})
+
+
 # -- sessions on one state
 
 
