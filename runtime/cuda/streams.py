@@ -113,6 +113,11 @@ FIGURES: Final = ("allocated_bytes.all.current", "allocated_bytes.all.peak", "re
 """Which of ``torch.cuda.memory_stats`` stand beside a plan's own bytes."""
 
 
+_FINDS_GENERATORS: Final = "2.14"
+"""From this version of torch on, a capture finds generators itself, and prints a warning for each that it is told of.
+Nothing else in torch says so."""
+
+
 class TorchCuda:
     """:class:`Machine` as ``torch.cuda`` has it."""
 
@@ -159,8 +164,9 @@ class TorchCuda:
         # Generators, the process's own one too, take memory that every graph fills; those of others, outside this mode.
         with torch.inference_mode(False):
             graph = torch.cuda.CUDAGraph()
-            for generator in generators:
-                graph.register_generator_state(generator)
+            if torch.__version__ < _FINDS_GENERATORS:
+                for generator in generators:
+                    graph.register_generator_state(generator)
             # Other threads, such as those that pin a loader's batches, may call CUDA meanwhile.
             capturing = torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")
             with capturing, torch.inference_mode():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import models
 import pytest
@@ -10,7 +12,9 @@ import torch
 from fake_cuda import watched
 from graphir.runtime import Session
 from graphir.runtime.cuda.graphs import CudaGraphs
+from graphir.runtime.cuda.streams import TorchCuda
 from runnable import captured, forward_plan, sgd, spread
+from torch.torch_version import TorchVersion
 
 import graphir
 from graphir import RunError, SessionError, passes
@@ -245,3 +249,17 @@ def test_what_an_update_has_written_is_read_after_it(read: str) -> None:
     plan = forward_plan(body, "x", output="loss", state=state)
     with pytest.raises(SessionError, match=r"comes after one(.|\n)*at   loss"):
         watched(plan, state, TOGETHER, CudaGraphs)
+
+
+@pytest.mark.parametrize(("version", "told"), [("2.11.0+cu130", 2), ("2.13.1", 2), ("2.14.0", 0), ("2.15.0+cu132", 0)])
+def test_torch_is_told_of_generators_where_it_has_to_be(
+    version: str, told: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 2.14 on it prints a warning for each, which nothing silences."""
+    graph = Mock()
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *args, **options: nullcontext())
+    with TorchCuda().capture(Mock(), [torch.Generator(), torch.Generator()]) as found:
+        assert found is graph and torch.is_inference_mode_enabled()
+    assert graph.register_generator_state.call_count == told
