@@ -18,13 +18,13 @@ from graphir.ir.opset import overload
 __all__ = ["LOSSES"]
 
 
-def _called(type: str, *operands: Any, **named: Any) -> Tensor:
-    loss: Tensor = overload(type)(*operands, **named)
-    return loss.clone() if loss.untyped_storage().nbytes() > loss.nbytes else loss
+def _called(kernel: Callable[..., Tensor], *operands: Any, **named: Any) -> Tensor:
+    loss = kernel(*operands, **named)
+    return loss if loss.dim() else loss.clone()
 
 
 LOSSES: Final[Mapping[str, Callable[..., Any]]] = {
-    type: partial(_called, type)
+    type: partial(_called, overload(type)._op)
     for type in (
         "aten.binary_cross_entropy.default",
         "aten.mse_loss.default",
