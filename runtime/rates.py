@@ -88,7 +88,8 @@ class Rates:
     Args:
         program: whose.
         given: may have learning rates by blob, as :meth:`state` gives them; others are as captured.
-        beside: rates of another program with the same optimizer; both have the same groups.
+        beside: rates of another program with the same optimizer; both have the same groups. A program without
+            optimizer has none beside any.
 
     Attributes:
         groups: one for each parameter group.
@@ -101,7 +102,7 @@ class Rates:
     def __init__(self, program: Program, given: Mapping[str, Tensor], beside: Rates | None = None) -> None:
         self.program = program
         described = program.interface.param_groups
-        if beside is None:
+        if beside is None or not described:
             self.groups = [Group(group, i) for i, group in enumerate(described)]
             for group, own in zip(described, self.groups, strict=True):
                 if group.lr in given:

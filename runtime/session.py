@@ -71,7 +71,8 @@ class Session:
         deadline: seconds. A step of several threads is given up where no lane has come to its next instruction for as
             long; None: never. Lanes that wait for each other, and threads that have died, are noticed at once.
         beside: a session of another plan of the same model and optimizer, whose parameters, buffers, optimizer state,
-            learning rates and number of steps this one shares: a step of either is a step of both.
+            learning rates and number of steps this one shares: a step of either is a step of both. The steps of a
+            program without optimizer beside one with, such as an evaluation's, are not counted.
         seed: of the adversarial executor's interleavings, 0 by default.
         check_finite: whether to stop a step at the first operator that makes NaN or infinities of finite values, with
             a RunError that names it. Every value of a step costs one reduction more.
@@ -163,18 +164,19 @@ class Session:
             progress.thread = threading.get_ident()
             if self._closed or progress.broken:
                 self._check_usable()
+            step = progress.steps_done
             try:
                 dims, shares = self._scatter.split(args, kwargs)
             except RuntimeError as e:  # of a device that has no memory for its share, or is lost
-                raise self._failed(progress.steps_done, e, usable=True) from e
+                raise self._failed(step, e, usable=True) from e
             inputs: list[Feedable] = [*shares, *self._rates.now()] if self._rates.names else list(shares)
             self._outputs = ()
             try:
-                outputs = (self._observed or self._executor).run(dims, inputs, progress.steps_done)
-                progress.steps_done += 1
+                outputs = (self._observed or self._executor).run(dims, inputs, step)
+                progress.steps_done += self._state.counted
             except BaseException as e:
                 if not (isinstance(e, RunError) and e.usable):
-                    progress.broken = _broken(progress.steps_done, e)
+                    progress.broken = _broken(step, e)
                 raise
             if self._gather.others:
                 self._outputs = tuple(outputs)
@@ -182,7 +184,7 @@ class Session:
                 return self._gather.result(outputs, dims)
             except RuntimeError as e:
                 written = any(writes_state(self.plan, instruction) for instruction in self.plan.instructions)
-                raise self._failed(progress.steps_done - 1, e, usable=not written) from e
+                raise self._failed(step, e, usable=not written) from e
 
     @property
     def usable(self) -> bool:

@@ -58,6 +58,8 @@ class State:
         tensors: by blob.
         common: those of them that states beside this one have too.
         progress: common to them as well.
+        counted: whether its steps are among those that *progress* counts: not those of a program without optimizer,
+            such as an evaluation's, beside one with.
 
     Raises:
         SessionError: a tensor is missing, or has another shape, dtype, device or layout than its blob; the state beside
@@ -129,6 +131,7 @@ class State:
         if int(step) < 0:
             raise SessionError(f"'step' in the state is {int(step)}", fix="give the number of steps done")
         self.progress: Progress = Progress(int(step)) if beside is None else beside.progress
+        self.counted: bool = beside is None or (beside.counted and (_trains(program) or not _trains(beside.program)))
 
     def of_step(self) -> dict[str, Tensor]:
         """The tensors that a step takes."""
@@ -306,6 +309,10 @@ def _fill(op: Operator, values: Mapping[str, Tensor], program: Program) -> dict[
 
 def _strides(blob: Blob, shape: tuple[int, ...]) -> tuple[int, ...]:
     return contiguous_strides(shape) if blob.strides is None else bind_shape(blob.strides, {})
+
+
+def _trains(program: Program) -> bool:
+    return bool(program.interface.optimizer)
 
 
 def _check_beside(ours: Program, theirs: Program) -> None:

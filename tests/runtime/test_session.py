@@ -456,6 +456,40 @@ def test_sessions_beside_each_other_train_one_state():
             assert all(torch.equal(session.state()[name], tensor) for name, tensor in alone.state().items())
 
 
+@pytest.mark.parametrize("devices", [[0], [0, 1]])
+def test_an_evaluation_beside_the_training_sees_its_state(devices):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(), torch.nn.Linear(4, 2)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x, y = torch.randn(8, 3), torch.randn(8, 2)
+    program = captured(models.Example(model, (x,), (y,), torch.nn.functional.mse_loss), optimizer)
+    model.eval()
+    forward = graphir.capture(model, (x,))
+    model.train()
+    plan, seen = (passes.emit(passes.replicate(p, devices=devices)) for p in (program, forward))
+    with (
+        Session(plan, program.state) as alone,
+        Session(plan, program.state) as session,
+        Session(seen, forward.state, beside=session) as evaluation,
+        Session(seen, forward.state, beside=evaluation) as another,
+    ):
+        for _ in range(3):
+            assert torch.equal(session.step(x, y), alone.step(x, y))
+            trained = copy.deepcopy(model).eval()
+            trained.load_state_dict(session.state_dict())
+            shares = x.chunk(len(devices))
+            outputs = [evaluation.step(x), another.step(x)]
+            assert torch.equal(outputs[0][: len(shares[0])], trained(shares[0])) and torch.equal(*outputs)
+        assert (session.steps_done, evaluation.steps_done) == (3, 3)
+        assert evaluation.param_groups == []
+        for name, tensor in session.state_dict().items():
+            assert torch.equal(evaluation.state_dict()[name], tensor), name
+        evaluation.load_state_dict(model.state_dict())
+        assert session.state_dict()["1.num_batches_tracked"] == 0
+
+
 @pytest.mark.parametrize(("devices", "others"), [([0, 1], None), (None, [0, 1]), ([0], [0, 1]), ([0, 1], [0])])
 def test_sessions_of_other_replicas_share_no_state(devices, others):
     example = models.mlp()
