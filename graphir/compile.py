@@ -26,6 +26,7 @@ import torch
 
 from graphir.passes import Pipeline, emit, inject_copies, replicate
 from graphir.runtime import Report, Session
+from graphir.runtime.interface.arguments import counted
 from graphir.runtime.loop import run_loader
 
 from .capture import capture
@@ -318,6 +319,10 @@ class Compiled:
             "a compiled model has threads and tensors of its own, and cannot be copied or pickled",
             fix="compile the model where it runs, and load this one's state_dict()",
         )
+
+    def __repr__(self) -> str:
+        plans, steps = counted(len(self.plans), "plan"), counted(self.steps_done, "step")
+        return f"<compiled {self.plan.name!r}: {plans}, {steps} done>"
 
     def __enter__(self) -> Compiled:
         return self

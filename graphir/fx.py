@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
@@ -106,6 +106,20 @@ def _structure(text: str) -> pytree.TreeSpec:
     return pytree.treespec_loads(text)
 
 
+class _Graph(fx.GraphModule):
+    """A graph module that is not pickled.
+
+    Torch reads one from a pickle by tracing its code: what depends on no argument would be executed then, once and for
+    all, such as what counts steps and draws random numbers.
+    """
+
+    def __reduce__(self) -> NoReturn:
+        raise GraphirError(
+            "a graph of a program can't be pickled: torch would trace it anew, without what it writes and draws",
+            fix="save the program with its state and call to_fx() where it is loaded; state_dict() has what it trained",
+        )
+
+
 class _Writer:
     """Writes one program's step as a graph."""
 
@@ -136,7 +150,7 @@ class _Writer:
         _, kwargs = pytree.tree_unflatten([0] * structure.num_leaves, structure)
         names = [*_parameter_names(self.program, kwargs), *kwargs]
         self.graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(names, structure, result)))
-        module = fx.GraphModule(self.attributes, self.graph, _class_name(self.program.name))
+        module = _Graph(self.attributes, self.graph, _class_name(self.program.name))
         for path, blob in self.program.interface.module_state.items():
             if blob in self.held:
                 _tie(module, path, self.held[blob].target)

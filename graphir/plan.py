@@ -103,7 +103,7 @@ class Instruction(NamedTuple):
     storage: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """A placed program, the sizes that its predictions are for, and its instructions in issue order.
 
@@ -164,6 +164,13 @@ class Plan:
     def with_(self, **changes: Any) -> Plan:  # dataclasses.replace has this signature
         """This plan with some attributes replaced."""
         return replace(self, **changes)
+
+    def __hash__(self) -> int:
+        return hash((self.program, len(self.instructions)))
+
+    def __repr__(self) -> str:
+        on = ", ".join(self.devices)
+        return f"<plan {self.name!r}: {len(self.instructions)} instructions on {on or 'no device'}>"
 
     def __str__(self) -> str:
         from .ir.text import print_plan

@@ -193,6 +193,9 @@ class Pipeline:
             timings.append(Timing(step.name, made - start, time.perf_counter() - made))
         return Run(program, tuple(timings))
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
     def __str__(self) -> str:
         return " | ".join(map(str, self.passes))
 

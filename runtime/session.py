@@ -19,6 +19,7 @@ from .cuda.executor import Collectives, Cuda
 from .executor import Feedable, OnDevices, Setting
 from .executors.choice import choose
 from .failures.faults import fault, writes_state
+from .interface.arguments import counted
 from .interface.gather import Gather
 from .interface.scatter import Scatter
 from .kernels.repeatable import unrepeatable
@@ -406,6 +407,10 @@ class Session:
             where=self._where(),
             fix="copy plan and state(), and make a Session of them: Session(session.plan, session.state())",
         )
+
+    def __repr__(self) -> str:
+        steps = counted(self.steps_done, "step")
+        return f"<session of plan {self.plan.name!r}: executor {self.executor}, {steps} done>"
 
     def __enter__(self) -> Session:
         self._check_open()

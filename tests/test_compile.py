@@ -283,7 +283,7 @@ def test_arguments_that_no_capture_takes_change_nothing() -> None:
 
 def test_shares_that_differ_where_sizes_are_fixed() -> None:
     with compiled(Halves(), count=8, devices=[0, 1]) as step:
-        with pytest.raises(CoverageError, match=r"takes \[3, 4\] for each replica"):
+        with pytest.raises(CoverageError, match=r"takes \[3, 4\] for each of 2 replicas"):
             step.step(*rows(5))
         assert len(step.plans) == 1 and step.steps_done == 0
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import models
@@ -303,3 +306,13 @@ def test_an_argument_is_laid_out_as_captured() -> None:
     program = capture(model, (x,))
     for other in (torch.randn(4, 3, 2, 2), torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)):
         assert torch.equal(program.to_fx()(other), model(other))
+
+
+@pytest.mark.parametrize("keep", [pickle.dumps, lambda graph: torch.save(graph, io.BytesIO())], ids=["pickle", "save"])
+def test_a_graph_is_not_pickled(keep: Callable[[Any], object]) -> None:
+    made = models.mlp()
+    graph = capture(made.model, made.inputs).to_fx()
+    with pytest.raises(GraphirError, match=r"can't be pickled.*\n.*fix  save the program with its state"):
+        keep(graph)
+    for again in (copy.copy(graph), copy.deepcopy(graph)):
+        assert torch.equal(again(*made.inputs), graph(*made.inputs))

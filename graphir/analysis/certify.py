@@ -92,7 +92,9 @@ class Certificate:
         return True
 
     def __str__(self) -> str:
-        counts = ", ".join(f"{count} {kind}" for kind, count in self.compared.items())
+        counts = ", ".join(
+            f"{count} {kind.removesuffix('s') if count == 1 else kind}" for kind, count in self.compared.items()
+        )
         lines = [f"{self.after!r} computes what {self.before!r} computes, bit for bit: {counts} over {_STEPS} steps"]
         return "\n".join(lines + [f"  but {caveat}" for caveat in self.caveats])
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from ..errors import GraphirError
 from ..ir.blob import Blob, dense_nbytes
+from ..ir.device import Device
 from ..ir.net import Net
 from ..ir.operator import Operator
 from ..ir.program import Program
@@ -228,7 +229,8 @@ def _peaks(before: _Subject, after: _Subject) -> tuple[Peak, ...]:
     if isinstance(before, Net) or isinstance(after, Net):
         return ()
     a, b = memory(before).peak, memory(after).peak
-    return tuple(Peak(device=d, before=a.get(d, 0), after=b.get(d, 0)) for d in {**a, **b})
+    devices = sorted({*before.devices, *after.devices}, key=Device.order)
+    return tuple(Peak(device=d, before=a.get(d, 0), after=b.get(d, 0)) for d in devices)
 
 
 class _Compared:

@@ -282,6 +282,7 @@ def _uses(subject: Program | Plan, dims: Dims, lifetimes: Iterable[tuple[str, Li
     modules: dict[str, str] = {}
     for op in init.ops:
         makers.update(dict.fromkeys(op.outputs, op.device))
+        modules.update(dict.fromkeys(op.outputs, op.module))
     for op in net.ops:
         for name in op.outputs:
             makers.setdefault(name, op.device)

@@ -51,6 +51,10 @@ class Device(str):
         """Whether this is the host. Its number says no more than which operators Caffe2 scheduled together."""
         return self.startswith("cpu")
 
+    def order(self) -> tuple[bool, int, str]:
+        """What devices are sorted by: by number, the host last."""
+        return self.is_host, self.index, self.kind
+
 
 @lru_cache(maxsize=4096)
 def _parse(text: str) -> Device:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Net"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Net:
     """An ordered list of operators over named blobs.
 
@@ -121,7 +121,7 @@ class Net:
     def devices(self) -> tuple[Device, ...]:
         """Every device that an operator or a blob of the net is on: gpus by number, then the cpu."""
         found = {op.device for op in self.ops} | {blob.device for blob in self.blobs.values()}
-        return tuple(sorted(found, key=lambda d: (d.kind == "cpu", d.index)))
+        return tuple(sorted(found, key=Device.order))
 
     def to_networkx(self) -> networkx.DiGraph:
         """A bipartite graph of operators and values.
@@ -143,6 +143,12 @@ class Net:
                 graph.add_node((name, version), blob=self.blobs[name])
                 graph.add_edge(("op", i), (name, version))
         return graph
+
+    def __hash__(self) -> int:
+        return hash((self.name, len(self.ops), *self.blobs))
+
+    def __repr__(self) -> str:
+        return f"<net {self.name!r}: {len(self.ops)} operators>"
 
     def __str__(self) -> str:
         from .text import print_net

@@ -96,7 +96,7 @@ class Interface:
     gradients: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Program:
     """A pair of nets and the state that they start from. Values are immutable: passes return new ones.
 
@@ -113,7 +113,7 @@ class Program:
         guards: what the dimensions must satisfy for this to be the step that eager PyTorch takes.
         state: the module's and the optimizer's own (unprefixed) names, and ``step``, to tensors; empty where the
             model was captured on the meta device. Not part of equality.
-        module: the captured module. Not saved, not part of equality.
+        module: the captured module. Not saved, pickled or copied, not part of equality.
     """
 
     name: str
@@ -125,8 +125,8 @@ class Program:
     interface: Interface = field(default_factory=Interface)
     history: tuple[str, ...] = ()
     guards: tuple[Guard, ...] = ()
-    state: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
-    module: torch.nn.Module | None = field(default=None, compare=False, repr=False)
+    state: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
+    module: torch.nn.Module | None = field(default=None, compare=False)
 
     def with_(self, **changes: Any) -> Program:  # dataclasses.replace has this signature
         """This program with some attributes replaced."""
@@ -136,12 +136,22 @@ class Program:
     def devices(self) -> tuple[Device, ...]:
         """Every device of the program: gpus by number, then the cpu."""
         found = {*self.init.devices, *self.step.devices}
-        return tuple(sorted(found, key=lambda d: (d.kind == "cpu", d.index)))
+        return tuple(sorted(found, key=Device.order))
 
     @cached_property
     def params(self) -> tuple[str, ...]:
         """Names of the parameters' blobs, prefixes included."""
         return tuple(name for name, blob in self.step.blobs.items() if blob.role == "param")
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.init, self.step))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "module": None}
+
+    def __repr__(self) -> str:
+        on = ", ".join(self.devices)
+        return f"<program {self.name!r}: {len(self.init.ops)} + {len(self.step.ops)} operators on {on or 'no device'}>"
 
     def __str__(self) -> str:
         from .text import print_program

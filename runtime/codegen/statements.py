@@ -9,8 +9,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from graphir.ir.device import Device
 from graphir.ir.operator import Arg, Operator
 from graphir.ir.seeds import mix
+from graphir.ir.text.printer import value_text
 from graphir.plan import Instruction
 
 from ..executor import Setting
@@ -251,8 +253,8 @@ class Statements:
         read = [[self.read(name, version) for name, version in op.reads] for op, _ in reductions]
         inputs = ", ".join([f"({''.join([f'{item}, ' for item in items])})" for items in zip(*read, strict=True)])
         key = repr(("reduction", len(first.inputs), sorted(first.args.items())))
-        reduced = self.writer.bind_sized(lambda dims: reduction(first, dims), key)
-        text = f"{self.writer.bind(all_reduce_each, 'c')}(({inputs},), *{reduced})"
+        reduced = self.writer.bind_sized(lambda dims: reduction(first, dims), key, "divisor and weights")
+        text = f"{self.writer.bind(all_reduce_each, 'c', meaning=first.type)}(({inputs},), *{reduced})"
         makes = [list(op.makes)[part] for op, part in reductions]
         if makes[0][0] in self.setting.state:
             return self.keep(*makes[0], f"{text}[0]")
@@ -360,8 +362,9 @@ class Statements:
 
     def seed(self, op: Operator) -> list[str]:
         generator = self.setting.generators[op.device]
-        manual_seed = self.writer.bind(generator.manual_seed, "g", ("seed", op.device))
-        mixed = self.writer.bind(mix, "c")
+        meaning = f"seeds the generator of {op.device}"
+        manual_seed = self.writer.bind(generator.manual_seed, "g", ("seed", op.device), meaning)
+        mixed = self.writer.bind(mix, "c", meaning="the seed for a step, a replica and a seed id")
         return [f"{manual_seed}({mixed}(n, {self.setting.replica(op)}, {self.literal(op.seed)}))"]
 
     def text(self, op: Operator, call: Call, inputs: Sequence[str]) -> str:
@@ -374,7 +377,7 @@ class Statements:
             function, key = buffer.receive, ("receive", id(buffer))
         elif op.type == "Copy":
             function, key = copy, "Copy"
-            given.append(self.writer.bind(self.setting.binding[op.device], key=("device", op.device)))
+            given.append(self.bound_device(op.device))
         else:
             function, key = fastest(op.type), op.type
         return f"{self.writer.bind(function, 'c', key, op.type)}({', '.join(given)})"
@@ -397,12 +400,16 @@ class Statements:
         if isinstance(argument, Default):
             return "None" if argument.value is None else self.writer.bind(argument.value, key=repr(argument.value))
         if argument is Bound.DEVICE:
-            return self.writer.bind(self.setting.binding[op.device], key=("device", op.device))
-        return self.writer.bind(self.setting.generators[op.device], "g", ("generator", op.device))
+            return self.bound_device(op.device)
+        generator = self.setting.generators[op.device]
+        return self.writer.bind(generator, "g", ("generator", op.device), f"the generator of {op.device}")
+
+    def bound_device(self, device: Device) -> str:
+        return self.writer.bind(self.setting.binding[device], key=("device", device), meaning=f"the real {device}")
 
     def constant(self, arg: Arg) -> str:
         if depends_on_dims(arg):
-            return self.writer.bind_sized(lambda dims: evaluate(arg, dims), repr(arg))
+            return self.writer.bind_sized(lambda dims: evaluate(arg, dims), repr(arg), value_text(arg))
         value = evaluate(arg, {})
         literal = self.literal(value)
         return literal if literal is not None else self.writer.bind(value, key=repr(("constant", value)))

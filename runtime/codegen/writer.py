@@ -87,8 +87,8 @@ class Writer:
             self.meanings[self.names[key]] = meaning
         return self.names[key]
 
-    def bind_sized(self, value: Callable[[Dims], object], key: object) -> str:
-        name = self.bind(None, key=key, meaning="follows the sizes of the step")
+    def bind_sized(self, value: Callable[[Dims], object], key: object, meaning: str) -> str:
+        name = self.bind(None, key=key, meaning=f"{meaning} at the sizes of the step")
         self.sized[name] = value
         return name
 

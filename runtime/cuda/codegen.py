@@ -354,7 +354,7 @@ class StreamStatements(Statements):
     def scaling(self, op: Operator) -> str:
         """The divisor and the weights."""
         key = repr(("reduction", len(op.inputs), sorted(op.args.items())))
-        return self.writer.bind_sized(lambda dims: reduction(op, dims), key)
+        return self.writer.bind_sized(lambda dims: reduction(op, dims), key, "divisor and weights")
 
     def reduce_natively(self, op: Operator, makes: Sequence[tuple[str, int]]) -> list[str]:
         lanes = [lane(self.net.blobs[name].device, "copy_in") for name, _ in makes]

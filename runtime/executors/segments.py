@@ -31,6 +31,7 @@ import torch
 
 from graphir.ir.operator import Operator
 from graphir.ir.opset import Param, overload, signature
+from graphir.ir.text.printer import value_text
 from graphir.plan import Instruction
 
 from ..codegen.statements import Statements
@@ -275,13 +276,12 @@ class _SegmentStatements(Statements):
             return self.listed(segment, items, param)
         if isinstance(argument, Constant) and depends_on_dims(argument.arg):
             arg = argument.arg
-            sized = self.writer.bind_sized(lambda dims: evaluate(arg, dims), repr(arg))
+            sized = self.writer.bind_sized(lambda dims: evaluate(arg, dims), repr(arg), value_text(arg))
             return segment.outside(
                 sized, "int[]" if isinstance(evaluate(arg, self.setting.plan.dims), tuple) else "int"
             )
         if argument is Bound.DEVICE:
-            place = self.setting.binding[op.device]
-            return segment.outside(self.writer.bind(place, key=("device", op.device)), "Device")
+            return segment.outside(self.bound_device(op.device), "Device")
         if argument is Bound.GENERATOR:
             raise _Unfit
         if isinstance(argument, Constant):

@@ -240,13 +240,14 @@ class Scatter:
         most = -(-size // parts // replicas) * parts
         shares = [(start, min(most, size - start)) for start in range(0, size, max(most, 1))]
         if len(shares) < replicas:
+            least = parts * replicas
             raise SessionError(
                 f"{self.arguments.names[i]} has {counted(size, 'row')} along dimension {dim}, too few for "
                 f"{counted(replicas, 'replica')}: torch.chunk makes {counted(len(shares), 'share')} of at most {most}",
                 where=f"program {self.program.name!r}",
-                fix="give at least 1 row"
+                fix=f"give at least {counted(least, 'row')}"
                 if replicas == 1
-                else f"give at least {replicas} rows, and such that ceil(rows / {replicas}) leaves some for the last",
+                else f"give at least {least} rows, and such that ceil(rows / {least}) leaves some for the last",
             )
         return shares
 
@@ -292,7 +293,7 @@ class Scatter:
     ) -> SessionError:
         """The refusal of a leaf for the shape of its *share*; *met* are dimensions, their values and their leaves."""
         expected = ", ".join(str(rename_dims(size, base_name)) for size in shape)
-        each = " for each replica" if len(self.program.replicas) > 1 else ""
+        each = f" for each of {len(self.program.replicas)} replicas" if len(self.program.replicas) > 1 else ""
         pairs = enumerate(zip(shape, share, strict=False))
         wrong = [(d, want) for d, (want, have) in pairs if isinstance(want, int) and want != have]
         if len(shape) != leaf.dim():

@@ -175,5 +175,5 @@ def test_floating_types_are_not_mixed(mixed):
 
 
 def test_too_few_outputs_are_refused():
-    with pytest.raises(GraphirError, match="FC needs at least 1 outputs, 0 given"):
+    with pytest.raises(GraphirError, match="FC needs at least 1 output, 0 given"):
         run([op("FC", "x w b", "")], {"x": torch.ones(2, 3), "w": torch.ones(4, 3), "b": torch.ones(4)}, "x")

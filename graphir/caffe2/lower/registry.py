@@ -38,7 +38,8 @@ class Call:
     def known(self, position: int) -> Known:
         """What is known of an input."""
         if position >= len(self.op.inputs):
-            raise refuse(f"{self.op.type} needs at least {position + 1} inputs, {len(self.op.inputs)} given")
+            more = "s" * (position > 0)
+            raise refuse(f"{self.op.type} needs at least {position + 1} input{more}, {len(self.op.inputs)} given")
         name = self.op.inputs[position]
         found = self.builder.known.get(name)
         if found is None:
@@ -103,7 +104,8 @@ class Call:
     def output(self, position: int) -> str:
         """The name of an output."""
         if position >= len(self.op.outputs):
-            raise refuse(f"{self.op.type} needs at least {position + 1} outputs, {len(self.op.outputs)} given")
+            more = "s" * (position > 0)
+            raise refuse(f"{self.op.type} needs at least {position + 1} output{more}, {len(self.op.outputs)} given")
         return self.op.outputs[position]
 
     def home(self, output: int) -> Device:

@@ -42,7 +42,7 @@ def test_a_program_is_itself() -> None:
     assert found.compared == {"outputs": 1, "states": 3}
     assert set(found.values) == {"w", "count", "m", "loss"}
     assert len(set(found.values.values())) == 4
-    assert str(found) == "'tiny' computes what 'tiny' computes, bit for bit: 1 outputs, 3 states over 2 steps"
+    assert str(found) == "'tiny' computes what 'tiny' computes, bit for bit: 1 output, 3 states over 2 steps"
 
 
 @pytest.mark.parametrize("seed", range(30))

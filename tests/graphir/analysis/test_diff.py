@@ -37,6 +37,7 @@ def test_moves_copies_blobs_and_peaks() -> None:
     assert not found.blobs  # r moved with the operator that makes it
     assert {c.output for c in found.changed} == {"r", "mask", "d", "h_grad"}
     assert {p.device: p.after - p.before for p in found.peaks}["gpu:1"] == 192
+    assert [p.device for p in found.peaks] == list(MOVED.devices)
     assert found.order == 0 and not found.added and not found.removed
 
 

@@ -22,6 +22,11 @@ def test_devices_are_interned():
     assert Device.parse("cpu") is CPU
 
 
+def test_devices_are_sorted_by_number_with_the_host_last():
+    wanted = [Device.parse(text) for text in ("gpu:0", "hip:0", "gpu:1", "gpu:10", "cpu:0", "cpu:2")]
+    assert sorted(set(wanted), key=Device.order) == wanted
+
+
 @pytest.mark.parametrize(
     "text", ["", "gpu", "gpu:", "gpu:01", "gpu:-1", "cuda:0", "gpu:1 ", "GPU:1", "gpu:1000000", "gpu:\u0661"]
 )

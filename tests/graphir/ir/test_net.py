@@ -1,9 +1,14 @@
 """Nets and programs: who writes, who reads, and the graph of both."""
 
+import pickle
+
 import nets
 import networkx
 import pytest
+import tiny
+import torch
 
+import graphir
 from graphir.errors import GraphirError
 from graphir.ir.blob import Blob
 from graphir.ir.device import CPU, gpu
@@ -114,3 +119,24 @@ def test_state_and_module_are_not_part_of_equality():
     program = nets.random_program(1)
     assert program.with_(state={}, module=None) == program
     assert program.with_(fixed="why") != program
+
+
+def test_values_have_a_short_representation_and_a_hash():
+    program = tiny.program()
+    plan = tiny.plan(program)
+    ops = len(program.step.ops)
+    assert repr(program.step) == f"<net {program.step.name!r}: {ops} operators>"
+    assert repr(program).startswith(f"<program {program.name!r}: {len(program.init.ops)} + {ops} operators on gpu:0")
+    assert repr(plan).startswith(f"<plan {plan.name!r}: {len(plan.instructions)} instructions on gpu:0")
+    for value in (program.step, program, plan):
+        again = graphir.parse(str(value))
+        assert {value: 1}[again] == 1
+
+
+def test_a_pickled_program_leaves_its_module():
+    model = torch.nn.Linear(3, 2)
+    model.local = lambda: None  # nobody can pickle it
+    program = graphir.capture(model, (torch.randn(4, 3),))
+    again = pickle.loads(pickle.dumps(program))
+    assert again == program and again.module is None and program.module is model
+    assert again.state.keys() == program.state.keys()

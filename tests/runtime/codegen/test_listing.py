@@ -83,3 +83,23 @@ def test_a_lane_that_is_not_there_is_refused(lane):
     said = re.escape(f"plan 'small' has no lane {lane!r}")
     with pytest.raises(PlanError, match=rf"{said}.*\n.*fix  its lanes: gpu:0.compute"):
         plan.python(lane)
+
+
+def test_what_is_bound_is_told_in_words_that_stay_the_same():
+    given = models.gpt(layers=1)
+    program = capture(given.model.train(), given.inputs, targets=given.targets, loss=given.loss)
+    dropped = capture(torch.nn.Dropout(0.5), (torch.randn(4, 3),))
+    plans = [passes.emit(passes.replicate(program, [0, 1])), passes.emit(dropped)]
+    listings = [plan.python("gpu:0.compute") for plan in plans]
+    told = re.findall(r"^# \w+: (.*)$", "".join(listings), re.MULTILINE)
+    assert not [text for text in told if "0x" in text or "device(" in text or "follows" in text]
+    for text in (
+        "the real gpu:0",
+        "the generator of gpu:0",
+        "seeds the generator of gpu:0",
+        "AllReduce",
+        "divisor and weights at the sizes of the step",
+    ):
+        assert text in told
+    assert any(text.endswith("] at the sizes of the step") and "gpu_0/batch" in text for text in told)
+    assert listings == [plan.python("gpu:0.compute") for plan in plans]

@@ -73,6 +73,13 @@ def test_no_rows_are_too_few_for_one_replica():
     assert refused.value.fix == "give at least 1 row"
 
 
+def test_replicas_get_whole_micro_batches():
+    program = program_of(3, x=lambda p: (batch(p, 3), 3))
+    with pytest.raises(SessionError, match="12 rows along dimension 0, too few for 3 replicas") as refused:
+        split(program, X)  # 4 thirds: 2 and 2
+    assert refused.value.fix == "give at least 9 rows, and such that ceil(rows / 9) leaves some for the last"
+
+
 def test_what_has_no_batch_dimension_goes_whole_to_each():
     program = program_of(
         2,
@@ -164,7 +171,7 @@ def test_inputs_of_two_lengths_are_refused(replicas):
     (x, _), (_, y) = tokens(4, 7), tokens(4, 6)
     with pytest.raises(SessionError) as caught:
         split(sequences(replicas), x, y)
-    each = " for each replica" if replicas > 1 else ""
+    each = f" for each of {replicas} replicas" if replicas > 1 else ""
     assert caught.value.what == f"argument 1 ('y') has shape [4, 6], the program takes [batch, length]{each}"
     assert "length is 7 by argument 0 ('x')" in caught.value.fix
 
