@@ -27,6 +27,10 @@ _OWN: Final[Mapping[str, str]] = {
 same order; a dropout probability, which those kernels only take as 0, is left out."""
 
 
+_RANGES: Final = frozenset({"linspace", "logspace"})
+"""Operators whose result does not have the element type of the tensors that bound it."""
+
+
 class Bound(NamedTuple):
     """A call with its arguments in place.
 
@@ -55,6 +59,7 @@ class Form:
         rebinds: it changes a tensor's own geometry (``squeeze_``).
         repeats: the geometry of its results follows from the arguments' and from nothing else.
         returns_list: its one result is a list of tensors.
+        default_dtype: it makes a tensor of torch's default element type where it is given none.
         label: its name without the marks of torch's variants: ``add`` of ``add_``, ``softmax`` of ``_softmax``.
     """
 
@@ -63,6 +68,7 @@ class Form:
         "_params",
         "_plain",
         "_writes",
+        "default_dtype",
         "func",
         "generator",
         "label",
@@ -88,6 +94,9 @@ class Form:
         self.generator = next((i for i, a in enumerate(func._schema.arguments) if a.name == "generator"), None)
         self.seedable = _with_generator(func) if self.random else None
         self.label = _label(func._opname)
+        self.default_dtype = "dtype" in kept and (
+            func._opname in _RANGES or all(p.kind == "value" for p in signature(self.type).params)
+        )
         self._own_dropout = any(p.name == "dropout_p" for p in params)
         self._params = [
             (p.name, p.kind, not p.required, normal_arg(p.default), p.name in _DROPPED or p.name not in kept)

@@ -9,6 +9,7 @@ no about a tensor whose value is known.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
@@ -70,23 +71,30 @@ def _run(call: Call, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 def fakes_with_known_values_hidden(is_known: Callable[[torch.Tensor], bool]) -> Iterator[None]:
     """While this is active, ``isinstance(x, torch._subclasses.FakeTensor)`` is false where the value of ``x`` is known.
 
-    Torch's own code asks ``torch._subclasses.fake_tensor.FakeTensor``, which stays as it is.
+    Torch's own code asks ``torch._subclasses.fake_tensor.FakeTensor``, which stays as it is. Modules that are imported
+    meanwhile, as torch's compiler is where it is first used, get the class itself afterwards.
     """
 
-    module = vars(torch._subclasses)
+    module, imported = vars(torch._subclasses), len(sys.modules)
     before = module["FakeTensor"]
     module["FakeTensor"], _UNKNOWN_FAKE.is_known = _UNKNOWN_FAKE, is_known
     try:
         yield
     finally:
-        module["FakeTensor"] = before
-        del _UNKNOWN_FAKE.is_known
+        module["FakeTensor"], _UNKNOWN_FAKE.is_known = before, _nothing_known
+        for late in [*sys.modules.values()][imported:]:
+            for name in [name for name, held in getattr(late, "__dict__", {}).items() if held is _UNKNOWN_FAKE]:
+                setattr(late, name, before)
+
+
+def _nothing_known(tensor: torch.Tensor) -> bool:
+    return False
 
 
 class _Unknown(type):
     """Of a class whose instances are the fake tensors of unknown values."""
 
-    is_known: Callable[[torch.Tensor], bool]
+    is_known: Callable[[torch.Tensor], bool] = staticmethod(_nothing_known)
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, FakeTensor) and not cls.is_known(instance)

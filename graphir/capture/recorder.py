@@ -40,6 +40,8 @@ __all__ = ["Recorder"]
 
 _aten: Final = torch.ops.aten
 _DEVICE: Final = torch.ops.prim.device.default
+_NOTHING_COMPUTED: Final = frozenset({"prim", "profiler"})
+"""Namespaces of operators that ask for a device, or tell the profiler where the step is."""
 _GEOMETRY: Final = frozenset(
     {_aten.is_same_size.default, _aten._has_same_storage_numel.default, _aten._assert_tensor_metadata.default}
 )
@@ -133,7 +135,7 @@ class Recorder(Tape, TorchDispatchMode):
         kwargs = on_host(kwargs, self._scope)
         form = _accepted.get(func)
         if form is None:
-            if getattr(func, "namespace", "") == "prim" or func in _GEOMETRY:
+            if getattr(func, "namespace", "") in _NOTHING_COMPUTED or func in _GEOMETRY:
                 return func(*args, **kwargs)
             if func is _NUMBER and self.is_known(args[0]):
                 return number_in(self._known(args[0]))

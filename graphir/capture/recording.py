@@ -35,6 +35,7 @@ from .scopes import Scopes
 from .source_lines import SourceLines
 from .sparse import SparseValue
 from .stand_ins import attribute_paths, fake_leaves, fake_state
+from .traces import traces_refused
 from .values import Call, Value
 
 __all__ = ["Recording", "Step", "record", "same_bits"]
@@ -195,6 +196,7 @@ def _run(step: Step, dims: Dims, named: bool, watch: Watch | None = None) -> tup
         modules_stay(lambda: scopes.current),
         fakes_with_known_values_hidden(recorder.is_known),
         escapes_refused(scopes),
+        traces_refused(lambda: where(scopes.current)),
         fake_mode,
         recorder,
         watch.follow(checks, lines, scopes) if watch is not None else contextlib.nullcontext(),

@@ -52,6 +52,8 @@ _REMEDIES: Final[Mapping[str, str]] = {
     "aten.resize_as_": "make a new tensor instead",
     "aten.set_": "make a new tensor instead",
 }
+_BRANCHES: Final = ("cond", "while_loop")
+"""Operators on functions that run one or another of them, or once more or not."""
 _FIXED_SHAPE: Final = "use an operator whose output shape does not depend on the data"
 
 
@@ -118,6 +120,12 @@ def refuse_operator(func: object, scope: str, args: tuple[object, ...]) -> None:
     Raises:
         CaptureError: it is a higher-order or a foreign operator, its result depends on data, or it is not supported.
     """
+    if isinstance(func, torch._ops.HigherOrderOperator) and not func.name().startswith(_BRANCHES):
+        raise CaptureError(
+            f"{func} is an operator on functions, which programs don't have",
+            where=where(scope),
+            fix="call the function itself, in a loop where it runs several times",
+        )
     if not isinstance(func, torch._ops.OpOverload):
         raise CaptureError(
             f"{func} can't be captured: which branch runs depends on data",

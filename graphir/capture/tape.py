@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import CaptureError
 from ..ir.operator import Arg, Phase
+from ..ir.opset import to_symbol
 from .edges import differentiable
 from .extents import Extents
 from .forms import Bound, Form, form_of
@@ -235,6 +236,8 @@ class Tape:
     # Calls, and where they come from.
 
     def _record(self, form: Form, bound: Bound, inputs: tuple[Value, ...], out: Any, replay: Replay) -> None:
+        if form.default_dtype and (out.is_floating_point() or out.is_complex()):
+            bound.args.setdefault("dtype", to_symbol(out.dtype))  # where the program runs, the default may be another
         call, source = self._call(form, bound, inputs)
         self.calls.append(call)
         if isinstance(out, torch.Tensor):

@@ -288,17 +288,26 @@ def test_a_dimension_may_count_from_the_end() -> None:
     assert program.step.blobs["y"].shape == (dimension("length"), dimension("batch"))
 
 
-ON_NUMBERS = {
+MADE_OF_NUMBERS = {
     "range": lambda x: x + torch.arange(float(x.shape[1]))[:, None],
     "full": lambda x: x + torch.full((x.shape[1], 1), float(x.shape[1])),
-    "product": lambda x: x + torch.arange(6) * float(x.shape[1]),
 }
-"""The result's type is that of the number."""
 
 
-@pytest.mark.parametrize("case", ON_NUMBERS)
-def test_a_size_as_a_float_that_makes_the_result_floating_is_fixed(case: str) -> None:
-    program = capture(Applied(ON_NUMBERS[case]), (torch.randn(3, 8, 6),), batch_dims={0: "batch", 1: "length"})
+@pytest.mark.parametrize("case", MADE_OF_NUMBERS)
+def test_a_size_as_a_float_makes_a_tensor(case: str) -> None:
+    model = Applied(MADE_OF_NUMBERS[case])
+    program = capture(model, (torch.randn(3, 8, 6),), batch_dims={0: "batch", 1: "length"})
+    assert program.dims == {"batch": 3, "length": 8}
+    with Session(emit(program), program.state) as session:
+        for length in (8, 30, 1):
+            x = torch.randn(4, length, 6)
+            assert torch.equal(session.step(x), model(x))
+
+
+def test_a_size_as_a_float_that_makes_the_result_floating_is_fixed() -> None:
+    model = Applied(lambda x: x + torch.arange(6) * float(x.shape[1]))
+    program = capture(model, (torch.randn(3, 8, 6),), batch_dims={0: "batch", 1: "length"})
     assert "length is fixed at 8: argument" in program.fixed and "8.0, 7.0" in program.fixed
     assert program.dims == {"batch": 3}
 

@@ -125,6 +125,23 @@ def inference_mode(m: Net, x: Tensor) -> Tensor:
 
 
 @body
+def told_to_the_profiler(m: Net, x: Tensor) -> Tensor:
+    with torch.profiler.record_function("first"):
+        h = m.a(x)
+    return m.b(h)
+
+
+@body
+def default_dtype_for_a_while(m: Net, x: Tensor) -> Tensor:
+    torch.set_default_dtype(torch.float64)
+    try:
+        scale = torch.full((6,), 0.1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return plain(m, x).double() * scale
+
+
+@body
 def detached(m: Net, x: Tensor) -> Tensor:
     h = m.a(x)
     return m.b(h.relu() + h.detach())

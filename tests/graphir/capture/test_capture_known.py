@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -105,3 +108,23 @@ def test_only_tensors_of_known_values_pass_for_real_ones() -> None:
     graphir.capture(read.model, read.inputs, loss=read.loss)
     assert seen == [[True, True, False, True, False]] * 3
     assert torch._subclasses.FakeTensor is kind
+
+
+def test_modules_imported_meanwhile_have_the_class_of_fake_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "imported_by_a_step.py").write_text("from torch._subclasses import FakeTensor\nheld = [FakeTensor]\n")
+    monkeypatch.syspath_prepend(tmp_path)  # type: ignore[no-untyped-call]
+
+    def late(x: Tensor, module: nn.Module) -> float:
+        importlib.import_module("imported_by_a_step")
+        return 1.0
+
+    read = example(late)
+    try:
+        graphir.capture(read.model, read.inputs, loss=read.loss)
+        module = sys.modules["imported_by_a_step"]
+        assert module.FakeTensor is torch._subclasses.FakeTensor
+        assert not isinstance(read.inputs[0], module.held[0])
+    finally:
+        sys.modules.pop("imported_by_a_step", None)

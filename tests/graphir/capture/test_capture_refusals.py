@@ -14,6 +14,9 @@ import torch.nn.functional as F
 from refusing import GLOBAL, READS, SHAPE, Cases, Net, foreign, nothing_left_behind
 from torch import Tensor
 from torch._higher_order_ops import while_loop
+from torch._higher_order_ops.map import map as map_rows
+from torch._higher_order_ops.scan import scan
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from graphir.capture import capture
@@ -137,6 +140,12 @@ def loop(m: Any, h: Tensor) -> Tensor:
     return h
 
 
+@refused("map_impl is an operator on functions, which programs don't have")
+def mapped(m: Any, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        return map_rows(torch.tanh, h)  # here
+
+
 @refused("reentrant checkpointing runs a backward of its own inside the backward\n")
 def reentrant(m: Any, h: Tensor) -> Tensor:
     return checkpoint(torch.sin, h, use_reentrant=True)  # here
@@ -200,6 +209,29 @@ def subclassed(m: Any, h: Tensor) -> Tensor:
 @refused("operator graphir_tests.foreign.default is not one of torch's own")
 def foreign_operator(m: Any, h: Tensor) -> Tensor:
     return h + foreign(h)  # here
+
+
+# Traces
+
+
+TRACED = "the step traces a function, as make_fx, torch.func.linearize and operators such as scan do"
+
+
+@refused(TRACED)
+def linearized(m: Any, h: Tensor) -> Tensor:
+    _, derivative = torch.func.linearize(torch.tanh, h)  # here
+    return derivative(torch.ones(h.shape))
+
+
+@refused(TRACED)
+def traced(m: Any, h: Tensor) -> Tensor:
+    return make_fx(torch.tanh)(h * 2)(h)  # here
+
+
+@refused(TRACED)
+def scanned(m: Any, h: Tensor) -> Tensor:
+    _, products = scan(lambda carry, x: (carry + x, carry * x), torch.zeros(4), h)  # here
+    return products
 
 
 # Settings and failures

@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from graphir.passes import emit
+from graphir.runtime import Session
 from models import Applied
 from torch import Tensor, nn
 
+import graphir
 from graphir.capture import capture
 from graphir.errors import CaptureError
+from graphir.ir.verify import verify
 
 MATRIX = torch.rand(4, 4)
 VECTOR = torch.rand(4)
@@ -140,3 +144,21 @@ def test_labels_of_the_wrong_type_are_of_the_loss() -> None:
     text = refusal(nn.Linear(4, 4), MATRIX, targets=(LABELS.int(),), loss=F.cross_entropy)
     assert "takes target of torch.int64 or torch.uint8, not of torch.int32\n" in text
     assert "the loss function" in text and ".to(torch.int64)" in text
+
+
+def test_a_program_keeps_the_default_element_type_that_it_was_captured_with() -> None:
+    def made(x: Tensor) -> Tensor:
+        drawn = torch.rand(4) + torch.arange(0.5, 4.0) + torch.full((4,), 0.1) + torch.linspace(0.0, 1.0, 4)
+        return x * drawn * (torch.arange(4) + torch.zeros(4, dtype=torch.int64))
+
+    x = torch.rand(2, 4, dtype=torch.float64)
+    torch.set_default_dtype(torch.float64)
+    try:
+        program = capture(Applied(made), (x,))
+        with graphir.seeded(0):
+            expected = made(x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    verify(program)
+    with Session(emit(program), program.state) as session:
+        assert torch.equal(session.step(x), expected)
