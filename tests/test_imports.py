@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from sources import FOLDERS, ROOT, Import, Source, sources
 
-ON_TOP = ("graphir/cli.py", "graphir/compile.py", "graphir/data_parallel.py", "graphir/fx.py", "graphir/demo/")
+ON_TOP = ("graphir/cli.py", "graphir/compile.py", "graphir/fx.py", "graphir/demo/")
 """The part of graphir/ that stands on passes and runtime."""
 
 REACHES_UP = {("graphir/plan.py", "graphir", "runtime")}

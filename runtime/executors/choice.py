@@ -83,7 +83,7 @@ def choose(plan: Plan, asked: str, places: Mapping[Device, torch.device], thread
         return Choice("serial", "the plan has one device")
     side_by_side = min(devices, cores() // threads)
     if side_by_side < 2:
-        return Choice("serial", f"kernels use {threads} threads, and the process has {cores()} cores")
+        return Choice("serial", f"too few cores for two kernels at a time: {cores()}, with threads={threads}")
     predicted = predict(plan, measured(threads), side_by_side)
     if unavailable():
         del predicted["segments"]

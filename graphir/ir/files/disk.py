@@ -55,6 +55,9 @@ _FORMATS: Final[Mapping[str, type[AnyFile]]] = {
     "graphir.plan": PlanFile,
 }
 
+_TEXTS: Final = (b"init net ", b"net ", b"program ", b"plan ")
+"""How the text form begins, which is no file."""
+
 
 def save_net(net: Net, path: str | Path) -> None:
     """Write a net as JSON.
@@ -137,6 +140,9 @@ def _read(text: bytes, where: str) -> tuple[AnyFile, Net | Program | Plan]:
     try:
         header = Header.model_validate_json(text)
     except ValidationError as e:
+        if text.startswith(_TEXTS):
+            fix = "graphir.parse(text) reads it; save() writes files"
+            raise FileError("the file holds graphir's text, not its JSON", where=where, fix=fix) from None
         raise _damaged(e, where, "this is no file of graphir's, or it was cut short") from None
     model = _FORMATS.get(header.format)
     if model is None:

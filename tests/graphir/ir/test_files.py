@@ -330,6 +330,15 @@ def test_files_of_others_are_refused(tmp_path, text):
     assert caught.value.where.startswith(str(path))
 
 
+def test_the_text_form_is_told_from_a_damaged_file(tmp_path):
+    plan, path = nets.random_plan(3), tmp_path / "x.txt"
+    for x in (plan, plan.program, plan.init, plan.step):
+        path.write_text(str(x))
+        with pytest.raises(FileError, match="the file holds graphir's text, not its JSON") as caught:
+            load(path)
+        assert "graphir.parse" in caught.value.fix
+
+
 def test_a_file_cut_short_is_refused(net_file):
     text = net_file.read_bytes()
     for length in range(1, len(text), len(text) // 50):

@@ -50,8 +50,10 @@ def machine(monkeypatch):
     [
         pytest.param(2, 1, SLOW, "threads", r"predicted for a step: serial \S+ ms, threads \S+ ms$", id="long"),
         pytest.param(2, 1, FAST, "serial", r"predicted for a step: serial \S+ ms, threads \S+ ms$", id="short"),
-        pytest.param(1, 1, SLOW, "serial", "kernels use 1 threads, and the process has 1 cores", id="one core"),
-        pytest.param(2, 2, SLOW, "serial", "kernels use 2 threads, and the process has 2 cores", id="taken cores"),
+        pytest.param(1, 1, SLOW, "serial", "too few cores for two kernels at a time: 1, with threads=1", id="one core"),
+        pytest.param(
+            2, 2, SLOW, "serial", "too few cores for two kernels at a time: 2, with threads=2", id="taken cores"
+        ),
         pytest.param(4, 2, SLOW, "threads", "predicted", id="enough cores"),
     ],
 )
