@@ -26,11 +26,11 @@ from .segments import printable, unavailable
 __all__ = ["HOST_ONLY", "Choice", "choose", "predict"]
 
 _INTERPRETER_SECONDS: Final = 13e-6
-"""What an operator takes longer where another thread calls operators too. Measured on plans of two devices with
-operators of 9, 13 and 52 µs, whose speed-ups were 0.72, 1.01 and 1.61: 12 to 16 µs in each."""
+"""What an operator is reckoned to take longer where another thread calls operators too. ``python tests/bench lock``
+measures 2 to 6 µs, and 20 µs where both threads want the lock at the same moments."""
 
 _SEGMENT_SECONDS: Final = 4e-6
-"""The same where segments run without the interpreter's lock; speed-ups of 1.23, 1.48 and 1.85: 3 to 6 µs."""
+"""The same where segments run without the interpreter's lock: 2 to 5 µs."""
 
 _WAKE_SECONDS: Final = 30e-6
 """What it takes to wake a thread that waits for an event."""

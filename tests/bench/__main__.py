@@ -1,7 +1,7 @@
 """Run the benchmarks and print their tables; with --write, put them into docs/benchmarks.md.
 
-python tests/bench [capture] [scale] [passes] [synthetic] [caffe2] [step] [check] [parallel] [small] [memory] [start]
-                   [bits] [whole] [cuda] [mutants] [--write]
+python tests/bench [capture] [scale] [passes] [synthetic] [caffe2] [step] [check] [parallel] [lock] [small] [memory]
+                   [start] [bits] [whole] [cuda] [mutants] [--write]
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import capturing
 import checking
 import exactness
 import importing
+import locking
 import mutating
 import parallel
 import placing
@@ -42,6 +43,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "step": stepping.rows,
     "check": checking.rows,
     "parallel": parallel.rows,
+    "lock": locking.rows,
     "small": parallel.small_rows,
     "memory": allocating.rows,
     "start": starting.rows,

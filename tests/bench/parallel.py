@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import graphir
 from graphir import passes, runtime
 
-__all__ = ["CASES", "optimizer_of", "rows", "small_rows"]
+__all__ = ["CASES", "ROUNDS", "mlp", "optimizer_of", "rows", "session", "small_rows", "timed"]
 
 ROUNDS, WARM, STEPS = 12, 2, 8
 """In each round, how many steps are made, and how many before them: caches hold what ran last."""
@@ -31,19 +31,19 @@ def _gpt(batch: int) -> models.Example:
     return models.gpt(batch, length=64, width=128, heads=4, layers=4, vocabulary=256)
 
 
-def _mlp(batch: int, width: int = 512) -> models.Example:
+def mlp(batch: int, width: int = 512) -> models.Example:
     example = DispatchBound(width, layers=4), (torch.randn(batch, width),), (torch.randn(batch, width),)
     return models.Example(*example, nn.functional.mse_loss)
 
 
 CASES: dict[str, tuple[Callable[[int], models.Example], int]] = {
     "GPT, batch 8": (_gpt, 8),
-    "MLP 512, batch 512": (_mlp, 512),
+    "MLP 512, batch 512": (mlp, 512),
 }
 """What makes an example of a batch size, and that size."""
 
 SMALL: dict[str, tuple[Callable[[int], models.Example], int]] = {
-    "MLP 64, batch 8": (lambda batch: _mlp(batch, 64), 8),
+    "MLP 64, batch 8": (lambda batch: mlp(batch, 64), 8),
     "GPT of width 16, batch 2": (models.gpt, 2),
     "residual net of 4 channels, batch 4": (models.resnet, 4),
 }
@@ -54,7 +54,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
 
 
-def _session(
+def session(
     make: Callable[[int], models.Example], batch: int, replicas: int, executor: str
 ) -> tuple[runtime.Session, tuple[Tensor, ...]]:
     """A session whose replicas share a batch, each kernel in one thread, and that batch."""
@@ -74,12 +74,12 @@ def _session(
     )
 
 
-def _timed(session: runtime.Session, batch: tuple[Tensor, ...], steps: int) -> Callable[[], float]:
+def timed(given: runtime.Session, batch: tuple[Tensor, ...], steps: int) -> Callable[[], float]:
     """Seconds of a step."""
 
     def run(steps: int) -> None:
         for _ in range(steps):
-            session.step(*batch)
+            given.step(*batch)
 
     def timed() -> float:
         run(WARM)
@@ -92,7 +92,7 @@ def _side_by_side(
     sessions: Sequence[runtime.Session], batch: tuple[Tensor, ...], pool: ThreadPoolExecutor
 ) -> Callable[[], float]:
     """Seconds of a step of several sessions, each in a thread, that have nothing to do with each other."""
-    runs = [_timed(session, batch, STEPS) for session in sessions]
+    runs = [timed(each, batch, STEPS) for each in sessions]
     return lambda: max(pool.map(lambda run: run(), runs))
 
 
@@ -146,14 +146,14 @@ def rows() -> Iterator[str]:
     for case, (make, batch) in CASES.items():
         with ExitStack() as stack:
             sessions = {
-                "one thread, one device": _session(make, batch, 1, "serial"),
-                "one thread, half the batch": _session(make, batch // 2, 1, "serial"),
-                **{name: _session(make, batch, 2, name) for name in ("auto", "serial", "threads", "segments")},
+                "one thread, one device": session(make, batch, 1, "serial"),
+                "one thread, half the batch": session(make, batch // 2, 1, "serial"),
+                **{name: session(make, batch, 2, name) for name in ("auto", "serial", "threads", "segments")},
             }
-            for session, _ in sessions.values():
-                stack.enter_context(session)
-            runs = {name: _timed(*made, STEPS) for name, made in sessions.items()}
-            halves = [stack.enter_context(_session(make, batch // 2, 1, "serial")[0]) for _ in range(2)]
+            for made, _ in sessions.values():
+                stack.enter_context(made)
+            runs = {name: timed(*each, STEPS) for name, each in sessions.items()}
+            halves = [stack.enter_context(session(make, batch // 2, 1, "serial")[0]) for _ in range(2)]
             given = sessions["one thread, half the batch"][1]
             pool = stack.enter_context(ThreadPoolExecutor(2))
             runs["two threads, half the batch each, apart"] = _side_by_side(halves, given, pool)
@@ -176,9 +176,9 @@ def small_rows() -> Iterator[str]:
     yield "| model | chosen | one thread, ms | chosen, ms | chosen / one thread | at most |"
     yield "| --- | --- | ---: | ---: | ---: | ---: |"
     for case, (make, batch) in SMALL.items():
-        (chosen, given), (serial, _) = _session(make, batch, 2, "auto"), _session(make, batch, 2, "serial")
+        (chosen, given), (serial, _) = session(make, batch, 2, "auto"), session(make, batch, 2, "serial")
         with chosen, serial:
-            runs = {"serial": _timed(serial, given, 10 * STEPS), "auto": _timed(chosen, given, 10 * STEPS)}
+            runs = {"serial": timed(serial, given, 10 * STEPS), "auto": timed(chosen, given, 10 * STEPS)}
             taken = in_turn(runs, ROUNDS)
         one, ours = statistics.median(taken["serial"]), statistics.median(taken["auto"])
         ratio = _ratio(taken["auto"], taken["serial"])
