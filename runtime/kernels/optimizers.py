@@ -244,8 +244,7 @@ def _fused_adam(
     lr: Tensor | float,
     **options: Any,
 ) -> None:
-    for step in steps:
-        step.add_(1)
+    torch._foreach_add_(steps, 1)
     given = _present(maxima)
     lists = params, grads, exp_avgs, exp_avg_sqs, given, steps
     _call(kernel, lists, lr=float(lr), amsgrad=bool(given), **options)
@@ -274,8 +273,7 @@ def _adagrad(*, form: str, lr_decay: float, weight_decay: float, eps: float, max
 def _fused_adagrad(
     params: Tensors, grads: Tensors, sums: Tensors, steps: Tensors, lr: Tensor | float, **options: Any
 ) -> None:
-    for step in steps:
-        step.add_(1)
+    torch._foreach_add_(steps, 1)
     _call(torch._fused_adagrad_, (params, grads, sums, steps), lr=float(lr), **options)
 
 

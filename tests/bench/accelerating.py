@@ -64,12 +64,24 @@ def _exact_rows() -> Iterator[str]:
             chosen = passes.find_activations(plain)
             moved = passes.shift_activations(plain, chosen[len(chosen) // 2 :], {0: 2, 1: 3})
             shifted = passes.emit(passes.share_storage(passes.inject_copies(moved)))
-            found = [
-                _trained(plan, program, batch, graphs)
-                for plan, graphs in ((passes.emit(plain), False), (shifted, False), (shifted, False), (shifted, True))
-            ]
-            counts = " | ".join([str(different(found[0], other)) for other in found[1:]])
-            yield f"| {name} | {label} | {len(found[0])} | {counts} |"
+            unshifted = _trained(passes.emit(plain), program, batch, False)
+            counts = [_differing(unshifted, shifted, program, batch, graphs) for graphs in (False, False, True)]
+            yield f"| {name} | {label} | {len(unshifted)} | {' | '.join(counts)} |"
+
+
+def _differing(
+    unshifted: list[torch.Tensor], plan: graphir.Plan, program: Program, batch: list[torch.Tensor], graphs: bool
+) -> str:
+    """How many tensors of another plan differ."""
+    try:
+        return str(different(unshifted, _trained(plan, program, batch, graphs)))
+    except Exception as e:
+        return _failed(e)
+
+
+def _failed(error: Exception) -> str:
+    """What a step that fails gives in place of figures, so that the others keep theirs."""
+    return f"failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _trained(plan: graphir.Plan, program: Program, batch: list[torch.Tensor], graphs: bool) -> list[torch.Tensor]:
@@ -103,8 +115,8 @@ def _timed_rows(name: str, example: models.Example) -> Iterator[str]:
         for label, make in makers.items():
             try:
                 r = alternate(_finished(make()), _finished(eager), pairs=_PAIRS)
-            except Exception as e:  # one step that fails leaves the others their rows
-                yield f"| {name} | {label} | failed: {type(e).__name__}: {str(e).partition(chr(10))[0]} | | | |"
+            except Exception as e:
+                yield f"| {name} | {label} | {_failed(e)} | | | |"
                 continue
             yield (
                 f"| {name} | {label} | {r.theirs / _INNER * 1e3:.3f} | {r.ours / _INNER * 1e3:.3f} "

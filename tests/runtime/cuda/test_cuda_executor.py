@@ -113,6 +113,15 @@ def test_the_plans_waits_and_no_others() -> None:
     assert {pair: n for pair, n in waits.items() if pair != (None, None)} == dict(planned)
 
 
+def test_a_fused_update_is_one_kernel_beside_that_of_its_counts() -> None:
+    program, plan, batch = mlp()
+    session, machine = watched(plan, program.state, TOGETHER)
+    session.step(*batch)
+    updates = [call[1:] for call in machine.calls if call[0] == "run" and ("_fused" in call[1] or "add_" in call[1])]
+    assert [name.split(".")[0] for name, _ in updates][-4:] == ["aten::_foreach_add_", "aten::_fused_adamw_"] * 2
+    assert len({stream for _, stream in updates[-4:]}) == 2
+
+
 MOVED = """
     input x : f32[3] @gpu:0
     a : f32[3] @gpu:0 = aten.relu(x)
