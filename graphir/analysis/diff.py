@@ -147,7 +147,7 @@ class Diff(_Entry):
         copied = sum(copy.nbytes for copy in self.copies)
         for title, entries in (
             ("operators moved", self.moved),
-            (f"copies added, {nbytes_text(copied)}", self.copies),
+            (f"copies added, {nbytes_text(copied)}" if copied else "copies added", self.copies),
             ("operators added", self.added),
             ("operators removed", self.removed),
             ("operators changed", self.changed),
@@ -228,7 +228,10 @@ def _guards(before: _Subject, after: _Subject) -> tuple[str, ...]:
 def _peaks(before: _Subject, after: _Subject) -> tuple[Peak, ...]:
     if isinstance(before, Net) or isinstance(after, Net):
         return ()
-    a, b = memory(before).peak, memory(after).peak
+    ours, theirs = memory(before), memory(after)
+    if ours.unknown or theirs.unknown:
+        return ()
+    a, b = ours.peak, theirs.peak
     devices = sorted({*before.devices, *after.devices}, key=Device.order)
     return tuple(Peak(device=d, before=a.get(d, 0), after=b.get(d, 0)) for d in devices)
 

@@ -149,9 +149,9 @@ class Memory:
         return int(self.timeline(device).argmax())
 
     def largest(self, device: str, n: int = 10) -> list[StorageUse]:
-        """The *n* largest storages that *device* holds at its peak, largest first."""
-        at = self.peak_position(device)
-        live = [u for u in self.uses if u.device == device and u.start <= at < u.end]
+        """The *n* largest storages that *device* holds at its peak, largest first, of those whose size is known."""
+        at, unknown = self.peak_position(device), set(self.unknown)
+        live = [u for u in self.uses if u.device == device and u.start <= at < u.end and u.blob not in unknown]
         return sorted(live, key=lambda u: -u.nbytes)[:n]
 
     def largest_text(self, device: str, n: int = 10) -> str:
@@ -163,6 +163,7 @@ class Memory:
         return "\n".join([
             head,
             *(f"  {nbytes_text(u.nbytes):>10}  {u.category:<15}  {u.blob:<{wide}}  {u.module}".rstrip() for u in uses),
+            *self._not_counted(),
         ])  # fmt: skip
 
     def __str__(self) -> str:
@@ -172,11 +173,13 @@ class Memory:
         head = f"memory of {self.name!r}" + (f" at {sizes}" if sizes else "") + ": bytes at each device's peak"
         devices = list(self.peak)
         blocks = [devices[i : i + _COLUMNS] for i in range(0, len(devices), _COLUMNS)]
-        text = [head, *("\n".join(self._table(block)) for block in blocks)]
-        if self.unknown:
-            others = f" and {len(self.unknown) - 1} more" if len(self.unknown) > 1 else ""
-            text.append(f"  not counted, their sizes not known: {self.unknown[0]}{others}")
-        return "\n".join(text)
+        return "\n".join([head, *("\n".join(self._table(block)) for block in blocks), *self._not_counted()])
+
+    def _not_counted(self) -> list[str]:
+        if not self.unknown:
+            return []
+        others = f" and {len(self.unknown) - 1} more" if len(self.unknown) > 1 else ""
+        return [f"  not counted, their sizes not known: {self.unknown[0]}{others}"]
 
     def _table(self, devices: list[str]) -> list[str]:
         def row(label: str, cells: list[str]) -> str:

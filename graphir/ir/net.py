@@ -145,7 +145,7 @@ class Net:
         return graph
 
     def __hash__(self) -> int:
-        return hash((self.name, len(self.ops), *self.blobs))
+        return hash((self.name, len(self.ops), len(self.blobs), self.external_inputs, self.external_outputs))
 
     def __repr__(self) -> str:
         return f"<net {self.name!r}: {len(self.ops)} operators>"

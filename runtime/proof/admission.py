@@ -76,7 +76,8 @@ def _operators(plan: Plan) -> None:
                     f"operators of type {op.type!r} cannot be run: {e.what}",
                     at=at,
                     where=where,
-                    fix="the runtime has kernels for aten, prims and graphir's own types",
+                    fix="the runtime has kernels for aten, prims and graphir's own types"
+                    + ("" if "." in op.type else "; caffe2.lower(program) translates Caffe2's to them"),
                 ) from e
             wrong = _update(op) if op.type in KERNELS else None
             if op.type == "AllReduce":

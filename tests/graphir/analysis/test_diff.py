@@ -8,6 +8,7 @@ from dataclasses import replace
 import nets
 import pytest
 import tiny
+from small import program_of
 from tiny import GPU0, GPU1, dropped, edited, inserted, reblobbed
 
 from graphir.analysis.diff import diff
@@ -79,6 +80,13 @@ def test_state_of_init_counts() -> None:
 def test_nets_have_no_peaks() -> None:
     found = diff(TINY.step, MOVED.step)
     assert found.peaks == () and len(found.copies) == 2
+
+
+def test_bytes_that_are_not_known_are_not_told() -> None:
+    before = program_of("a : ? @gpu:0 = Source()")
+    found = diff(before, program_of("a : ? @gpu:0 = Source()\n b : ? @gpu:1 = Copy(a)"))
+    assert found.peaks == () and len(found.copies) == 1
+    assert " B" not in str(found)
 
 
 def test_json_holds_everything() -> None:

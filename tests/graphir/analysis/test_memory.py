@@ -211,6 +211,8 @@ def test_storages_of_unknown_size_are_named() -> None:
     program = program_of("input x : f32[4] @gpu:0\n a : ? @gpu:0 = FC(x)\n b : ? @gpu:0 = FC(a)")
     found = memory(program)
     assert found.unknown == ("a", "b")
+    text = found.largest_text("gpu:0")
+    assert "0 B  " not in text and text.endswith("not counted, their sizes not known: a and 1 more")
     assert str(found).endswith("not counted, their sizes not known: a and 1 more")
     assert "not counted" not in str(memory(TINY))
 

@@ -128,8 +128,11 @@ def test_values_have_a_short_representation_and_a_hash():
     assert repr(program.step) == f"<net {program.step.name!r}: {ops} operators>"
     assert repr(program).startswith(f"<program {program.name!r}: {len(program.init.ops)} + {ops} operators on gpu:0")
     assert repr(plan).startswith(f"<plan {plan.name!r}: {len(plan.instructions)} instructions on gpu:0")
-    for value in (program.step, program, plan):
-        again = graphir.parse(str(value))
+    reordered = program.step.with_(blobs=dict(reversed(program.step.blobs.items())))
+    for value, again in (
+        *((value, graphir.parse(str(value))) for value in (program.step, program, plan)),
+        (program.step, reordered),
+    ):
         assert {value: 1}[again] == 1
 
 
