@@ -18,6 +18,7 @@ wait for the last use elsewhere before it frees, and the allocator hands memory 
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -197,6 +198,7 @@ class Cuda:
                 found = issue()
                 self.fence.leave(callers)
             except torch.AcceleratorError as e:  # of a kernel before this step
+                self.settle()
                 raise fault(self.setting.plan, None, step, e) from e
             return found
 
@@ -234,8 +236,18 @@ class Cuda:
         for stream in (*self.lanes.streams.values(), self.gate):
             try:
                 wait_for(stream, self.setting.deadline)
-            except (RuntimeError, TimeoutError):  # a kernel has failed, or hangs: the device does nothing any more
+            except TimeoutError:  # a kernel hangs: the device does nothing any more
                 return
+            except RuntimeError:  # one has failed
+                self.forsake()
+                return
+
+    def forsake(self) -> None:
+        """Keep page-locked buffers for as long as the process lasts. Their device is lost, and torch ends the process
+        where it cannot record an event when it frees such memory."""
+        for (device, _), buffer in self.buffers.items():
+            if self.places[device].type == "cpu" and buffer.room is not None:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(buffer.room))
 
     def ledger(self) -> dict[Device, Held]:
         """See :class:`.executor.OnDevices`."""

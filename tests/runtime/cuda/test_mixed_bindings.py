@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import nets
 import pytest
 import torch
-from fake_cuda import stand_in, watched
+from fake_cuda import FakeEvent, FakeStream, stand_in, watched
 from graphir.runtime import Session
 from graphir.runtime.failures.shortage import shortage
 from runnable import forward_plan, spread
@@ -248,3 +251,25 @@ def test_what_is_parked_in_the_hosts_memory_runs_out_of_that() -> None:
     places = {device: torch.device("cpu" if device.is_host else "cuda:0") for device in plan.devices}
     live, _ = shortage(plan, copied, plan.dims, places)
     assert " on cpu (cpu:0)" in live
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_page_locked_memory_of_a_lost_device_is_never_freed(lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch would end the process."""
+
+    def refuse(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    session, _ = watched(forward_plan(PARKED, "x", output="b", dims={"batch": 2}), {}, {"gpu:0": "cuda:0"})
+    session.step(torch.ones(2, 64))
+    executor: Any = session._executor
+    (room,) = [weakref.ref(b.room) for (device, _), b in executor.executor.buffers.items() if device == gpu(1)]
+    if lost:
+        monkeypatch.setattr(FakeEvent, "record", refuse)
+        monkeypatch.setattr(FakeStream, "synchronize", refuse)
+        with pytest.raises(RunError, match="new process"):
+            session.step(torch.ones(2, 64))
+    session.close()
+    del session, executor
+    gc.collect()
+    assert (room() is not None) == lost
