@@ -396,6 +396,7 @@ class Session:
                 if self._progress.thread == threading.get_ident():
                     self._check_alone()
             try:
+                self._closed = True  # Ctrl-C may strike while threads end
                 self._executor.close()
             finally:
                 self._running.release()

@@ -164,23 +164,24 @@ class _Team:
             )
             for i, worker in enumerate(self.workers)
         ]
-        own, started = torch.get_num_threads(), list[threading.Thread]()
+        self.close = weakref.finalize(self, _end, self.workers, self.threads, self.brake)
+        own = torch.get_num_threads()
         try:
             for thread, worker in zip(self.threads, self.workers, strict=True):
                 thread.start()
-                started.append(thread)
                 worker.done.acquire()
                 if worker.error is not None:
                     raise worker.error
-        except Exception as e:
-            _end(self.workers, started, self.brake)
+        except BaseException as e:
+            self.close()
+            if not isinstance(e, Exception):
+                raise
             raise SessionError(
                 f"the session's threads cannot be started: {type(e).__name__}: {e}",
                 fix="use fewer threads, or executor='reference'",
             ) from e
         finally:
             torch.set_num_threads(own)  # a worker's setting is also the one for threads to come
-        self.close = weakref.finalize(self, _end, self.workers, self.threads, self.brake)
 
     def events(self) -> tuple[list[Callable[[], object]], list[Callable[[], object]]]:
         """What gives and what takes each hand-off."""
@@ -332,11 +333,15 @@ def _called(worker: _Worker, brake: _Brake) -> bool:
 
 
 def _end(workers: Sequence[_Worker], threads: Sequence[threading.Thread], brake: _Brake) -> None:
-    """Have all threads end; one that is in an operator for long is left to itself."""
-    brake.pull()
-    for worker in workers:
-        _release(worker.go)
+    """Have all threads end that were started; one that is in an operator for long is left to itself."""
+    try:
+        brake.pull()
+        for worker in workers:
+            _release(worker.go)
+    except KeyboardInterrupt:
+        _end(workers, threads, brake)
+        raise
     until = time.monotonic() + _GRACE_SECONDS
     for thread in threads:
-        if thread is not threading.current_thread():
+        if thread.is_alive() and thread is not threading.current_thread():
             thread.join(max(0.0, until - time.monotonic()))

@@ -11,9 +11,11 @@ import time
 from pathlib import Path
 
 import models
+import nets
 import pytest
 import torch
 from graphir.runtime import Session
+from graphir.runtime.executors import threads
 from runnable import captured, copy_by, forward_plan, sgd, spread
 from torch.overrides import TorchFunctionMode
 
@@ -142,6 +144,39 @@ def test_a_thread_that_cannot_start_is_reported(monkeypatch):
     with pytest.raises(SessionError, match="threads cannot be started: RuntimeError: no more"):
         Session(plan, program.state, executor="threads")
     assert threading.active_count() == before
+
+
+def test_an_interrupt_while_threads_start_ends_those_that_were_started(monkeypatch):
+    plan, before, begun = passes.emit(spread(nets.random_program(1))), threading.active_count(), threading.Thread.start
+
+    def interrupted(thread):
+        begun(thread)
+        if thread.name == "graphir-1":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Session(plan, nets.random_program(1).state, executor="threads")
+    assert threading.active_count() == before
+
+
+def test_an_interrupt_while_a_session_is_closed_leaves_it_closed_and_no_thread(monkeypatch):
+    plan, before, given = passes.emit(spread(nets.random_program(1))), threading.active_count(), threads._release
+    left = [KeyboardInterrupt]
+
+    def interrupted(lock):
+        if left:
+            raise left.pop()
+        given(lock)
+
+    session = Session(plan, nets.random_program(1).state, executor="threads")
+    monkeypatch.setattr(threads, "_release", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        session.close()
+    assert threading.active_count() == before
+    assert not session.usable
+    with pytest.raises(SessionError, match="the session is closed"):
+        session.step()
 
 
 # -- threads, processes and copies of a session
