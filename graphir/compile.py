@@ -31,7 +31,7 @@ from graphir.runtime.loop import run_loader
 
 from .capture import capture
 from .capture.arguments import Arguments, read_arguments
-from .errors import CoverageError, PlacementError, RecaptureWarning, SessionError, nearest
+from .errors import CaptureError, CoverageError, PassError, PlacementError, RecaptureWarning, SessionError, nearest
 from .ir.program import Program
 from .plan import Plan
 
@@ -90,6 +90,16 @@ class Compiled:
                 f"most_plans={most_plans!r}: there is at least one plan", fix="give a whole number from 1 up"
             )
         _check_options(session)
+        if not isinstance(model, torch.nn.Module):
+            raise CaptureError(
+                f"compile takes an nn.Module, not a {type(model).__name__}",
+                fix="pass the model itself; a function goes into the forward of an nn.Module",
+            )
+        if not isinstance(passes, str) and not callable(passes):
+            raise PassError(
+                f"passes is a {type(passes).__name__}",
+                fix="give a pipeline's text, or a function from program to program",
+            )
         self._model, self._devices, self._most_plans = model, tuple(devices), most_plans
         self._passes: Callable[[Program], Program] | None = None
         if passes:

@@ -173,8 +173,10 @@ class Pipeline:
     """
 
     def __init__(self, passes: str | Iterable[Pass]) -> None:
-        self.passes: tuple[Pass, ...] = parse_pipeline(passes) if isinstance(passes, str) else tuple(passes)
-        if not all(isinstance(step, Pass) for step in self.passes):
+        if isinstance(passes, str):
+            passes = parse_pipeline(passes)
+        self.passes: tuple[Pass, ...] = tuple(passes) if isinstance(passes, Iterable) else ()
+        if not isinstance(passes, Iterable) or not all(isinstance(step, Pass) for step in self.passes):
             raise PassError("a pipeline is made of passes", fix="give their text, or passes such as InjectCopies()")
 
     def __call__(self, program: Program) -> Program:

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..errors import GraphirError
+from ..errors import GraphirError, nearest
 from ..ir.blob import STATE_ROLES, Blob
 from ..ir.device import Device
 from ..ir.net import Net
 from ..ir.operator import Operator
 from ..ir.placement import COPIES
 from ..ir.program import Program
-from ..ir.size import LARGEST, Dims
+from ..ir.size import LARGEST, Dims, size_dims
 from ..ir.text import nbytes_text
 from ..ir.verify import require
 from ..plan import Plan
@@ -218,8 +218,8 @@ def memory(
 
     Raises:
         GraphirError: *subject* is neither, *frees* is something else, or does not go with a plan, *threads* is no
-            positive whole number, *dims* or one of *earlier* is no mapping, a dimension has no value, or a size is
-            negative or absurd.
+            positive whole number, *dims* or one of *earlier* is no mapping or names what is no dimension, a dimension
+            has no value, or a size is negative or absurd.
     """
     require(subject, (Program, Plan), "memory")
     if frees not in get_args(Frees):
@@ -230,10 +230,10 @@ def memory(
         raise GraphirError(
             f"threads={threads!r}: a kernel needs at least one thread", fix="give a whole number from 1 up"
         )
-    _check_mapping("dims", {} if dims is None else dims)
     earlier = tuple(earlier) if isinstance(earlier, Iterable) else (earlier,)
+    _check_dims("dims", {} if dims is None else dims, subject)
     for other in earlier:
-        _check_mapping("one of earlier", other)
+        _check_dims("one of earlier", other, subject)
     own = subject.dims if isinstance(subject, Program) else {**subject.program.dims, **subject.dims}
     sizes = {**own, **(dims or {})}
     others = [{**sizes, **other} for other in earlier]
@@ -312,10 +312,21 @@ def _nbytes(net: Net, blob: Blob, dims: Dims) -> int:
     return nbytes
 
 
-def _check_mapping(name: str, given: object) -> None:
+def _check_dims(name: str, given: object, subject: Program | Plan) -> None:
     if not isinstance(given, Mapping):
         what = f"{name} is a {type(given).__name__}, not a mapping"
         raise GraphirError(what, fix="give a dict from names of dimensions to their sizes")
+    program = subject if isinstance(subject, Program) else subject.program
+    if given.keys() <= program.dims.keys():
+        return
+    sizes = {size for blob in program.step.blobs.values() for size in blob.shape or ()}
+    known = list(dict.fromkeys([*program.dims, *sorted(dim for size in sizes for dim in size_dims(size))]))
+    for dim in given:
+        if dim not in known:
+            raise GraphirError(
+                f"{name} has {dim!r}, which no size of {program.name!r} follows{nearest(str(dim), known)}",
+                fix=f"its dimensions: {', '.join(known)}" if known else "its sizes are plain numbers; leave it out",
+            )
 
 
 def _with_inputs_kept(net: Net, lifetimes: Mapping[str, Lifetime], positions: int) -> Iterator[tuple[str, Lifetime]]:

@@ -93,7 +93,8 @@ class Net:
         try:
             return self.blobs[name]
         except KeyError:
-            raise GraphirError(f"no blob {name!r} in net {self.name!r}{nearest(name, self.blobs)}") from None
+            what = f"no blob {name!r} in net {self.name!r}{nearest(str(name), self.blobs)}"
+            raise GraphirError(what, fix="net.blobs has them all") from None
 
     def producer(self, blob: str, before: int | None = None) -> Operator | None:
         """The last operator that writes *blob*, or the last one before position *before*; None where it is external.

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import tiny
+from torch import nn
 
 import graphir
-from graphir import caffe2
-from graphir.errors import FileError, GraphirError, ParseError
+from graphir import caffe2, passes
+from graphir.errors import CaptureError, FileError, GraphirError, ParseError, PassError
 
 TINY = tiny.program()
 
@@ -32,6 +33,20 @@ CALLS: dict[str, tuple[Callable[[], object], type[GraphirError], str]] = {
         GraphirError,
         "one of earlier is a int, not a mapping",
     ),
+    "memory of other dims": (
+        lambda: graphir.memory(TINY, {"bach": 3}),
+        GraphirError,
+        "dims has 'bach', which no size of 'tiny' follows; did you mean 'batch'?",
+    ),
+    "memory after other dims": (
+        lambda: graphir.memory(tiny.plan(TINY), earlier=[{"gpu_0/x": 3}]),
+        GraphirError,
+        "one of earlier has 'gpu_0/x', which no size of 'tiny' follows",
+    ),
+    "blob": (lambda: TINY.step.blob(3), GraphirError, f"no blob 3 in net {TINY.step.name!r}"),
+    "pipeline": (lambda: passes.Pipeline(3), PassError, "a pipeline is made of passes"),
+    "compile": (lambda: graphir.compile(None, ()), CaptureError, "compile takes an nn.Module, not a NoneType"),
+    "compile by 3": (lambda: graphir.compile(nn.ReLU(), (), passes=3), PassError, "passes is a int"),
     "load bytes": (lambda: graphir.load(b"x"), FileError, "a path was expected, not bytes"),
     "load a NUL": (lambda: graphir.load("a\0b"), FileError, r"no file can have the path 'a\x00b'"),
     "save a NUL": (lambda: TINY.save("a\0b"), FileError, r"no file can have the path 'a\x00b'"),
