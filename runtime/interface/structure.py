@@ -115,23 +115,27 @@ def flatten(node: Node, value: Any, path: str) -> Iterator[Any]:
     elif node.spec is not None:
         leaves, spec = _pytree.tree_flatten(value)
         if spec != node.spec:
-            raise SessionError(f"{path} has the structure {spec}, the program takes {node.spec}")
+            raise _misfit(f"{path} has the structure {spec}", node.spec)
         yield from leaves
     else:
         for key, child, entry in zip(node.keys, node.children, _entries(node, value, path), strict=True):
             yield from flatten(child, entry, f"{path}[{key!r}]")
 
 
+def _misfit(given: str, taken: object) -> SessionError:
+    return SessionError(f"{given}, the program takes {taken}", fix="give it in the structure that was captured")
+
+
 def _entries(node: Node, value: Any, path: str) -> Sequence[Any]:
     assert node.type is not None
     if type(value) is not node.type:
-        raise SessionError(f"{path} is of type {type(value).__name__}, the program takes a {node.type.__name__}")
+        raise _misfit(f"{path} is of type {type(value).__name__}", f"a {node.type.__name__}")
     if isinstance(value, dict):
         if value.keys() != set(node.keys):
-            raise SessionError(f"{path} has the keys {list(value)}, the program takes {list(node.keys)}")
+            raise _misfit(f"{path} has the keys {list(value)}", list(node.keys))
         return [value[key] for key in node.keys]
     if len(value) != len(node.keys):
-        raise SessionError(f"{path} has {len(value)} entries, the program takes {len(node.keys)}")
+        raise _misfit(f"{path} has {len(value)} entries", len(node.keys))
     entries: Sequence[Any] = value
     return entries
 

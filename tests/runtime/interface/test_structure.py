@@ -56,8 +56,9 @@ def test_leaves_are_named():
     ],
 )
 def test_another_structure_is_refused(captured, given, message):
-    with pytest.raises(SessionError, match=message):
+    with pytest.raises(SessionError, match=message) as caught:
         list(flatten(read_structure(written(captured)), given, "argument 0"))
+    assert caught.value.fix
 
 
 LEAF = {"type": None, "context": None, "children_spec": []}
