@@ -121,9 +121,27 @@ def build(cls: type[P], **options: Any) -> P:
         found = []
         for complaint in e.errors():
             field = ".".join(str(part) for part in complaint["loc"] if part != "[key]") or "options"
-            found.append(f"{field}: {complaint['msg'].removeprefix('Value error, ')}")
+            found.append(f"{field}: {_complaint(complaint['type'], complaint['msg'], complaint['input'])}")
         known = ", ".join(cls.model_fields) or "none"
         raise PassError(f"{cls.name}: {'; '.join(found)}", fix=f"options of {cls.name}: {known}") from None
+
+
+_EXPECTED: Final[Mapping[str, str]] = {
+    "tuple_type": "a list",
+    "dict_type": "a dict",
+    "int_type": "a whole number",
+    "bool_type": "True or False",
+    "string_type": "text",
+}
+"""What pydantic's types of errors expect, in words."""
+
+
+def _complaint(type_: str, message: str, given: object) -> str:
+    if type_ in _EXPECTED:
+        return f"expected {_EXPECTED[type_]}, not {given!r:.40}"
+    return {"missing": "not given", "extra_forbidden": "no such option"}.get(
+        type_, message.removeprefix("Value error, ")
+    )
 
 
 def _frozen(value: Any) -> Any:

@@ -73,7 +73,7 @@ def test_unknown_pass_names_the_nearest() -> None:
 
 
 def test_unknown_option_is_refused() -> None:
-    with pytest.raises(PassError, match=r"replicate: devises: Extra inputs .*\n.*options of replicate: devices"):
+    with pytest.raises(PassError, match=r"replicate: devises: no such option\n.*options of replicate: devices"):
         passes.Pipeline("replicate{devices=[0], devises=[1]}")
 
 

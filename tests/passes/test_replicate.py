@@ -82,11 +82,11 @@ def test_the_captured_program_is_untouched() -> None:
         ([0, 1, 0], "device 0 is given more than once"),
         ([], "no devices"),
         ([0, -1], "-1 is not a device number"),
-        (["a"], "valid integer"),
-        ([True, False], "valid integer"),
-        ([0.0], "valid integer"),
-        (2, "valid tuple"),
-        (None, "valid tuple"),
+        (["a"], r"devices\.0: expected a whole number, not 'a'"),
+        ([True, False], "expected a whole number, not True"),
+        ([0.0], "expected a whole number, not 0.0"),
+        (2, "devices: expected a list, not 2"),
+        (None, "expected a list, not None"),
     ],
 )
 def test_bad_devices_are_refused(devices: list[int], message: str) -> None:

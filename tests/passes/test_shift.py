@@ -196,11 +196,11 @@ def test_bad_shifts_are_refused(shifts: dict[int, int], message: str) -> None:
 @pytest.mark.parametrize(
     ("activations", "shifts", "message"),
     [
-        ("relu", {0: 1}, "activations: Input should be a valid tuple"),
-        (None, {0: 1}, "activations: Input should be a valid tuple"),
-        (["relu"], [0, 1], "shifts: Input should be a valid dictionary"),
-        (["relu"], {0: 2.0}, "shifts.0: Input should be a valid integer"),
-        (["relu"], {0: True}, "shifts.0: Input should be a valid integer"),
+        ("relu", {0: 1}, "activations: expected a list, not 'relu'"),
+        (None, {0: 1}, "activations: expected a list, not None"),
+        (["relu"], [0, 1], "shifts: expected a dict, not"),
+        (["relu"], {0: 2.0}, "shifts.0: expected a whole number, not 2.0"),
+        (["relu"], {0: True}, "shifts.0: expected a whole number, not True"),
     ],
 )
 def test_options_of_the_wrong_kind_are_refused(activations: object, shifts: object, message: str) -> None:
