@@ -262,16 +262,22 @@ def _save(x: Net | Program | Plan, path: Path, state: Mapping[str, TensorRecord]
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A new file in the same folder, which takes the place of *path* at the end, or goes if anything fails."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    """A new file in the same folder, which takes the place of *path* at the end, or goes if anything fails.
+
+    Where *path* is a link, it takes the place of what the link leads to. It takes that of no device and no pipe.
+    """
+    file = Path(os.path.realpath(path))
+    temporary = file.parent / f".{file.name}.{os.getpid()}.{os.urandom(4).hex()}"
     try:
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise FileError("the path is that of a device or a pipe", where=str(path), fix="give the path of a file")
         temporary.touch(exist_ok=False)
         mode = temporary.stat().st_mode
         yield temporary
         temporary.chmod(mode)  # whoever wrote it may have put a private file in its place
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
+        temporary.replace(file)
     except BaseException as e:
         with suppress(OSError):  # in what is no folder there is nothing to remove
             temporary.unlink()

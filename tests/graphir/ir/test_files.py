@@ -6,6 +6,7 @@ import os
 
 import nets
 import pytest
+import tiny
 import torch
 from safetensors.torch import save_file
 
@@ -444,3 +445,23 @@ def test_what_would_be_too_large_is_not_written(tmp_path, monkeypatch):
     with pytest.raises(FileError, match="more than 100 are not read"):
         save_net(nets.random_program(1).step, tmp_path / "n.json")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_pipe_or_a_device_is_not_replaced(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "link").symlink_to(pipe)
+    for path in (pipe, tmp_path / "link"):
+        with pytest.raises(FileError, match="the path is that of a device or a pipe"):
+            tiny.program().save(path)
+    assert pipe.is_fifo()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["link", "pipe"]
+
+
+def test_a_link_leads_to_the_file_that_was_written(tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "file")
+    for _ in range(2):
+        tiny.program().save(link)
+        assert link.is_symlink()
+        assert load(tmp_path / "file") == load(link)
