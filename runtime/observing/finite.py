@@ -136,7 +136,8 @@ class FiniteWatch:
             if kind:
                 held = next((held for held in found if held.kind == kind or kind == _INFINITY), None)
                 if held is None and not _meant(op, kind):
-                    raise self.stop(instruction, value, makes[value.position], reads)
+                    outside = next((held.origin for held in found if held.origin), "")
+                    raise self.stop(instruction, value, makes[value.position], reads, outside=outside)
                 if kind == _NAN and value.kept and held is not None and held.origin:
                     raise self.stop(instruction, value, makes[value.position], reads, held.origin)
                 self.held[value.storage] = _Held(kind, "" if held is None else held.origin)
@@ -144,9 +145,16 @@ class FiniteWatch:
                 self.held.pop(value.storage, None)
 
     def stop(
-        self, instruction: Instruction, made: _Made, value: Tensor, reads: Sequence[Feedable], origin: str = ""
+        self,
+        instruction: Instruction,
+        made: _Made,
+        value: Tensor,
+        reads: Sequence[Feedable],
+        origin: str = "",
+        outside: str = "",
     ) -> RunError:
-        """The error for a value that an instruction should not have made."""
+        """The error for a value that an instruction should not have made: it came from *origin*, or was made of finite
+        values, or of an infinity that came from *outside*."""
         op = self.net.ops[instruction.op]
         nans, infinities = int(value.isnan().sum()), int(value.isinf().sum())
         counts = (nans, "NaN"), (infinities, "infinity" if infinities == 1 else "infinities")
@@ -158,6 +166,7 @@ class FiniteWatch:
             if not isinstance(read, Tensor) or _is_inexact(read)
         ]
         read = f"; its operands: {', '.join(operands)}" if operands else ""
+        read += f"; an infinity came from outside: {outside}" if outside else ""
         module = f"module {op.module!r}, " if op.module else ""
         source = f"line {op.source}, " if op.source else ""
         return RunError(

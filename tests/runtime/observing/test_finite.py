@@ -105,6 +105,15 @@ def test_nan_of_infinities_that_were_asked_for_is_found():
         step(MASKED, torch.zeros(2, 2), torch.tensor([[True, True], [False, False]]))
 
 
+def test_an_infinity_that_was_given_is_named_with_the_nan_that_it_becomes(executor):
+    with pytest.raises(RunError) as caught:
+        step(TWO_DEVICES, torch.tensor([1.0, 2, 3, float("inf")]), executor=executor)
+    assert caught.value.what == (
+        "aten.sqrt.default made 4 NaN among the 4 elements of 'b'; its operands: 'a_gpu_1' from -3 to -1"
+        " and 1 not finite; an infinity came from outside: 'x' was given with it"
+    )
+
+
 def test_uninitialised_memory_is_nobodys_fault(monkeypatch):
     body = """
         input x : f32[4] @gpu:0
