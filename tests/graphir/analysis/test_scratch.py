@@ -123,8 +123,7 @@ OPERATORS = {
     "binary cross entropy": "y : f32[] @gpu:0 = aten.binary_cross_entropy(x, x)",
     "binary cross entropy with logits": "y : f32[] @gpu:0 = aten.binary_cross_entropy_with_logits(x, x)",
     "binary cross entropy with logits, weights of positives": (
-        "p : f32[8] @gpu:0 = aten.sum.dim_IntList(x, dim=[0, 1, 2])\n"
-        "y : f32[] @gpu:0 = aten.binary_cross_entropy_with_logits(x, x, _, p)"
+        "y : f32[] @gpu:0 = aten.binary_cross_entropy_with_logits(x, x, _, x)"
     ),
     "binary cross entropy with logits, of each element": (
         f"y : {F32} @gpu:0 = aten.binary_cross_entropy_with_logits(x, x, reduction=0)"
