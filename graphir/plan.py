@@ -116,8 +116,8 @@ class Plan:
         values: what a step makes of each external output and of each state blob that it changes, as emit found it: see
             :func:`.analysis.values.value_numbers`. Empty in files of an earlier graphir.
         buffers: for storages that a copy makes and the step frees, the number of a receive buffer on their device,
-            which an executor may allocate once. Storages of one number have the same geometry and element type, and
-            each is freed before the next is made, by instructions that the events order.
+            which an executor may allocate once, as large as the largest. Of storages of one number each is freed before
+            the next is made, by instructions that the events order.
     """
 
     program: Program

@@ -1,59 +1,65 @@
 """Which receive buffer each copy fills.
 
-An executor may allocate receive buffers once and copy into them step after step. A buffer serves copies of equal
-geometry and element type on one device, one after the other: the one that has been free for longest is taken, so that
-what is waited for is long past, and a new one where none is free.
+An executor may allocate receive buffers once and copy into them step after step. A buffer serves copies to one device,
+one after the other, and has as many bytes as the largest of them. A copy takes the smallest free buffer that is large
+enough; where none is, the largest free one, which grows; and a new one only where none is free. Of equal ones it takes
+the one that has been free for longest, so that what is waited for is long past.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from typing import TypeAlias
+from collections import defaultdict
 
 from graphir.ir.blob import Blob
+from graphir.ir.device import Device
 from graphir.ir.net import Net
+from graphir.ir.size import Dims
 
 __all__ = ["Buffers"]
-
-_Kind: TypeAlias = tuple[object, ...]
 
 
 class Buffers:
     """The receive buffers of a net, in use and free.
 
+    Args:
+        net: a placed step.
+        dims: the sizes by which buffers are told to be large enough; they serve any others, too.
+
     Attributes:
         numbers: the buffer of each storage that has one; numbers count from 0 on each device.
         freed: the storages that the step frees; only these take buffers.
+        nbytes: of each device's buffers, by number.
+        idle: by device, the last storages of the buffers that are free, those that have been so for longest first.
     """
 
-    def __init__(self, net: Net) -> None:
-        self.net = net
+    def __init__(self, net: Net, dims: Dims) -> None:
+        self.net, self.dims = net, dims
         self.numbers: dict[str, int] = {}
         self.freed: set[str] = set()
-        self.idle: dict[_Kind, deque[str]] = defaultdict(deque)
-        self.count: dict[str, int] = defaultdict(int)
+        self.nbytes: dict[Device, list[int]] = defaultdict(list)
+        self.idle: dict[Device, list[str]] = defaultdict(list)
 
     def receive(self, storage: str) -> str | None:
         """Give a storage that a copy makes its buffer; the storage that the buffer held last, if any."""
         blob = self.net.blobs[storage]
         if storage not in self.freed or not _dense(blob):
             return None
-        if idle := self.idle[_kind(blob)]:
-            earlier = idle.popleft()
-            self.numbers[storage] = self.numbers[earlier]
-            return earlier
-        self.numbers[storage] = self.count[blob.device]
-        self.count[blob.device] += 1
-        return None
+        wanted, held, idle = blob.nbytes(self.dims), self.nbytes[blob.device], self.idle[blob.device]
+        if not idle:
+            self.numbers[storage] = len(held)
+            held.append(wanted)
+            return None
+        rooms = [held[self.numbers[earlier]] for earlier in idle]
+        best = min(range(len(idle)), key=lambda i: (rooms[i] < wanted, abs(rooms[i] - wanted)))
+        earlier = idle.pop(best)
+        number = self.numbers[storage] = self.numbers[earlier]
+        held[number] = max(held[number], wanted)
+        return earlier
 
     def free(self, storage: str) -> None:
         """Nobody uses a storage any more: its buffer, if it has one, is free."""
         if storage in self.numbers:
-            self.idle[_kind(self.net.blobs[storage])].append(storage)
-
-
-def _kind(blob: Blob) -> _Kind:
-    return blob.device, blob.shape, blob.dtype, blob.strides
+            self.idle[self.net.blobs[storage].device].append(storage)
 
 
 def _dense(blob: Blob) -> bool:

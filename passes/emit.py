@@ -23,6 +23,7 @@ from graphir.errors import PassError, nearest
 from graphir.ir.names import base_name
 from graphir.ir.net import Net
 from graphir.ir.program import Program
+from graphir.ir.size import Dims
 from graphir.ir.verify import verify
 from graphir.plan import Event, Instruction, Plan, issued_as, issued_on, lane
 
@@ -47,7 +48,7 @@ def emit(program: Program, dims: Mapping[str, int] | None = None) -> Plan:
     """
     require_program(program, "emit")
     verify(program)
-    bound, emission = _bind(program, dims or {}), _Emission(program.step)
+    bound, emission = _bind(program, dims or {}), _Emission(program.step, program.dims)
     return Plan(
         program=program.with_(state={}, module=None),
         dims=bound,
@@ -113,7 +114,7 @@ class _Emission:
         buffers: what copies receive into.
     """
 
-    def __init__(self, net: Net) -> None:
+    def __init__(self, net: Net, dims: Dims) -> None:
         self.net = net
         self.out: list[Instruction] = []
         self.records: dict[int, Event] = {}
@@ -123,7 +124,7 @@ class _Emission:
         self.readers: dict[str, dict[str, _Use]] = {}
         self.views: dict[tuple[str, int], _Use] = {}
         self.last_of_group: dict[int, _Use] = {}
-        self.buffers = Buffers(net)
+        self.buffers = Buffers(net, dims)
 
     def run(self, order: Sequence[Issue]) -> list[Instruction]:
         self.buffers.freed.update([issue for issue in order if isinstance(issue, str)])

@@ -45,7 +45,7 @@ class Mutant(NamedTuple):
 
 def mutants(plan: Plan, seed: int = 0) -> Iterator[Mutant]:
     """Every single change of a kind and an instruction; what it is moved or redirected to is drawn. Two storages of one
-    geometry get one receive buffer in every way, whether or not their lifetimes overlap."""
+    device get one receive buffer in every way, whether or not their lifetimes overlap."""
     draw = random.Random(seed)
     for position, instruction in enumerate(plan.instructions):
         if instruction.kind not in KINDS:
@@ -64,15 +64,11 @@ def mutants(plan: Plan, seed: int = 0) -> Iterator[Mutant]:
         if other is not None:
             yield Mutant(instruction.kind, "redirected", text, other)
     for storage, number in plan.buffers.items():
-        alike = {plan.buffers[other] for other in plan.buffers if _geometry(plan, other) == _geometry(plan, storage)}
-        for shared in sorted(alike - {number}):
+        device = plan.step.blobs[storage].device
+        others = {other for name, other in plan.buffers.items() if plan.step.blobs[name].device == device}
+        for shared in sorted(others - {number}):
             moved = plan.with_(buffers={**plan.buffers, storage: shared})
             yield Mutant("buffer", "redirected", f"{storage} from {number} to {shared}", moved)
-
-
-def _geometry(plan: Plan, storage: str) -> tuple[object, ...]:
-    blob = plan.step.blobs[storage]
-    return blob.device, blob.shape, blob.strides, blob.dtype
 
 
 def redirected(plan: Plan, position: int, draw: random.Random) -> Plan | None:

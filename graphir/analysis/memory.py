@@ -344,7 +344,8 @@ def _received(plan: Plan, uses: list[StorageUse], others: Iterable[Dims], positi
         if use.blob in numbers:
             nbytes = max([use.nbytes, *[_nbytes(net, net.blobs[use.blob], other) for other in others]])
             kept = use._replace(category="receive buffers", nbytes=nbytes, start=0, end=positions)
-            buffers.setdefault((use.device, numbers[use.blob]), kept)
+            buffer = use.device, numbers[use.blob]
+            buffers[buffer] = max(buffers.get(buffer, kept), kept, key=lambda use: use.nbytes)
         else:
             found.append(use)
     return sorted([*found, *buffers.values()], key=lambda use: use.start)

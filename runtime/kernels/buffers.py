@@ -23,13 +23,13 @@ class Buffer:
 
     Attributes:
         nbytes: how many it holds by now; what lies before the first one, for the address, is not in them.
+        targets: its memory as it was received into, by geometry.
     """
 
     def __init__(self, take: Callable[[int], Tensor]) -> None:
         self.take, self.nbytes = take, 0
         self.room: Tensor | None = None
-        self.geometry: object = None
-        self.target: Tensor | None = None
+        self.targets: dict[object, Tensor] = {}
 
     def receive(self, source: Tensor) -> Tensor:
         """A copy of *source*, with its strides, from offset 0; the stream of the lane that receives is current.
@@ -39,23 +39,27 @@ class Buffer:
         if is_marked(source):
             return marked(self.receive(marked(source, source)), source)
         geometry = source.size(), source.stride(), source.dtype, source.data_ptr() % _alignment(source)
-        if geometry != self.geometry or self.target is None:
-            self.target = None  # what it holds is of no use, and need not be there twice
-            self.target, self.geometry = self.fitted(source), geometry
+        target = self.targets.get(geometry)
+        if target is None:
+            target = self.targets[geometry] = self.fitted(source)
         # Over its whole span the source is dense, also where it is strided: torch packs nothing beforehand.
-        spanned(self.target).copy_(spanned(source), non_blocking=True)
-        return self.target
+        spanned(target).copy_(spanned(source), non_blocking=True)
+        return target
 
     def let_go(self) -> None:
         """Give the memory back."""
-        self.nbytes, self.room, self.target = 0, None, None
+        self.nbytes, self.room = 0, None
+        self.targets.clear()
 
     def fitted(self, source: Tensor) -> Tensor:
         """The buffer's memory in the geometry of *source*."""
         span, shift = spanned(source), source.data_ptr() % _alignment(source)
         nbytes = span.numel() * source.element_size()
         self.nbytes = max(self.nbytes, nbytes)
+        if len(self.targets) == _KEPT_TARGETS:
+            self.targets.clear()
         if self.room is None or shift + nbytes > self.room.numel():
+            self.targets.clear()  # what it holds is of no use, and need not be there twice
             self.room = None
             self.room = self.take(self.nbytes + _alignment(source))
         storage = self.room.untyped_storage()[shift : shift + nbytes]
@@ -71,6 +75,9 @@ def on_host() -> Buffer:
 def _alignment(source: Tensor) -> int:
     return _CUDA_ALIGNMENT if source.is_cuda else ALIGNMENT
 
+
+_KEPT_TARGETS: Final = 64
+"""For how many geometries the tensors that show a buffer are kept."""
 
 _CUDA_ALIGNMENT: Final = 256
 """What ``ALIGNMENT`` is on CUDA, where cuBLASLt chooses matrix products by alignments of up to so many bytes."""

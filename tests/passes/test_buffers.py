@@ -6,11 +6,25 @@ from pathlib import Path
 
 import nets
 import pytest
+import torch
+from graphir.runtime import Session
+from runnable import forward_plan
 from small import program_of
 
 import graphir
 from graphir import passes
 from graphir.plan import Plan
+
+SIZES = """
+    input x : f32[{first}] @gpu:0
+    input y : f32[{second}] @gpu:0
+    x_gpu_1 : f32[{first}] @gpu:1 = Copy(x)
+    a : f32[] @gpu:1 = aten.sum(x_gpu_1)
+    a_gpu_0 : f32[] @gpu:0 = Copy(a)
+    c : f32[{second}] @gpu:0 = aten.mul.Tensor(y, a_gpu_0)
+    c_gpu_1 : f32[{second}] @gpu:1 = Copy(c)
+    d : f32[{second}] @gpu:1 = aten.exp(c_gpu_1)
+"""
 
 RELAY = """
     input x : f32[8] @gpu:0
@@ -29,7 +43,7 @@ def relay(last: int = 8, op: str = "neg(e)") -> Plan:
     return passes.emit(passes.inject_copies(program_of(RELAY.format(last=last, op=op))))
 
 
-def test_copies_of_one_geometry_take_turns() -> None:
+def test_copies_take_turns() -> None:
     plan = relay()
     assert plan.buffers == {"a_gpu_1": 0, "b_gpu_0": 0, "c_gpu_1": 0, "d_gpu_0": 0, "e_gpu_1": 0}
 
@@ -59,7 +73,38 @@ def test_a_copy_waits_for_the_last_use_of_what_its_buffer_held() -> None:
     assert lane == ["copy ", "wait x_gpu_1", "copy "]
 
 
-def test_what_is_used_together_or_differs_has_a_buffer_of_its_own() -> None:
+@pytest.mark.parametrize(("first", "second"), [(8, 3), (3, 8)])
+@pytest.mark.parametrize("executor", ["reference", "serial", "threads", "adversarial"])
+def test_copies_of_several_sizes_share_what_the_largest_takes(first: int, second: int, executor: str) -> None:
+    plan = forward_plan(SIZES.format(first=first, second=second), "x", "y", output="d")
+    assert plan.buffers == {"x_gpu_1": 0, "a_gpu_0": 0, "c_gpu_1": 0}
+    x, y = torch.randn(first), torch.randn(second)
+    with Session(plan, {}, executor=executor) as session:  # type: ignore[arg-type]
+        for _ in range(2):
+            assert torch.equal(session.step(x, y), (y * x.sum()).exp())
+    held = {use.device: use.nbytes for use in graphir.memory(plan).uses if use.category == "receive buffers"}
+    assert held == {"gpu:0": 4, "gpu:1": 32}
+
+
+def test_a_copy_takes_the_smallest_buffer_that_is_large_enough() -> None:
+    plan = passes.emit(passes.inject_copies(program_of("""
+        input x : f32[8] @gpu:0
+        input y : f32[4] @gpu:0
+        a : f32[8] @gpu:1 = aten.add.Tensor(x, x)
+        b : f32[4] @gpu:1 = aten.add.Tensor(y, y)
+        c : f32[] @gpu:1 = aten.sum(a)
+        d : f32[] @gpu:1 = aten.sum(b)
+        e : f32[] @gpu:1 = aten.add.Tensor(c, d)
+        e_0 : f32[] @gpu:0 = aten.neg(e)
+        f : f32[4] @gpu:0 = aten.mul.Tensor(y, e_0)
+        g : f32[8] @gpu:0 = aten.mul.Tensor(x, e_0)
+        h : f32[4] @gpu:1 = aten.neg(f)
+        i : f32[8] @gpu:1 = aten.neg(g)
+    """)))  # fmt: skip
+    assert plan.buffers == {"x_gpu_1": 0, "y_gpu_1": 1, "e_gpu_0": 0, "f_gpu_1": 1, "g_gpu_1": 0}
+
+
+def test_what_is_used_together_has_a_buffer_of_its_own() -> None:
     plan = passes.emit(passes.inject_copies(program_of("""
         input x : f32[8] @gpu:0
         input y : f32[8] @gpu:0

@@ -20,7 +20,7 @@ Whether lanes that run at the same time wait for each other wherever they must i
 from __future__ import annotations
 
 from ...plan import Event, Instruction, Plan, issued_as, issued_on
-from ..blob import STATE_ROLES, Blob
+from ..blob import STATE_ROLES
 from ..net import Net
 from ..operator import Operator
 from .problems import Problem
@@ -123,18 +123,13 @@ class _Issue:
                 self.receive(name, instruction)
 
     def receive(self, storage: str, instruction: Instruction) -> None:
-        """A buffer is filled: what it held is freed, and of the same geometry."""
+        """A buffer is filled: what it held is freed."""
         blobs = self.plan.step.blobs
         buffer = (blobs[storage].device, self.plan.buffers[storage])
         earlier = self.held.get(buffer)
         self.held[buffer] = storage
-        if earlier is None:
-            return
-        if earlier not in self.freed:
+        if earlier is not None and earlier not in self.freed:
             self.report(f"buffer {buffer[1]} of {buffer[0]} takes {storage!r} while it holds {earlier!r}", instruction)
-        if _geometry(blobs[earlier]) != _geometry(blobs[storage]):
-            what = f"buffer {buffer[1]} of {buffer[0]} takes {earlier!r} and {storage!r}, whose geometries differ"
-            self.report(what, instruction)
 
     def event(self, instruction: Instruction) -> None:
         event = instruction.event
@@ -174,10 +169,6 @@ class _Issue:
             if missing > 0:
                 what = "the operator is never issued" if parts == 1 else f"{missing} parts are never issued"
                 self.problems.append(Problem(what, op, self.plan.step))
-
-
-def _geometry(blob: Blob) -> tuple[object, ...]:
-    return blob.shape, blob.strides, blob.dtype
 
 
 def _views(op: Operator) -> frozenset[tuple[str, int]]:
