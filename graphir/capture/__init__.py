@@ -107,7 +107,7 @@ def capture(
     refuse_model(model)
     if not isinstance(name, (str, type(None))):
         raise CaptureError(f"name is a {type(name).__name__}, not a string", fix='write name="step"')
-    refuse_loss(loss)
+    refuse_loss(loss, targets)
     if optimizer is not None and loss is None:
         raise CaptureError("an optimizer is given, but no loss", fix="pass loss=, or leave the optimizer out")
     options = read_options(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Final
 
@@ -84,11 +85,11 @@ def refuse_model(model: object) -> None:
             )
 
 
-def refuse_loss(loss: object) -> None:
-    """Raise where *loss* is nothing that could be called with the model's output.
+def refuse_loss(loss: object, targets: object) -> None:
+    """Raise where *loss* is nothing that could be called with the model's output and the *targets*.
 
     Raises:
-        CaptureError: it is no function, or a module's class.
+        CaptureError: it is no function, or a module's class; or it takes more or fewer arguments.
     """
     if isinstance(loss, type) and issubclass(loss, torch.nn.Module):
         raise CaptureError(f"loss is the class {loss.__name__}, not a loss", fix=f"make one: loss={loss.__name__}()")
@@ -97,6 +98,19 @@ def refuse_loss(loss: object) -> None:
             f"loss is a {type(loss).__name__}, not a function",
             fix="pass a function of the model's output and the targets, such as torch.nn.functional.mse_loss",
         )
+    if loss is None or not isinstance(targets, (tuple, list)):
+        return
+    try:
+        signature = inspect.signature(loss.forward if isinstance(loss, torch.nn.Module) else loss)
+    except (TypeError, ValueError):  # a function of C's
+        return
+    try:
+        signature.bind(None, *targets)
+    except TypeError as e:
+        raise CaptureError(
+            f"the loss does not take the model's output and the targets ({len(targets)}): {e}",
+            fix="pass in targets= what it takes after the output, as a tuple",
+        ) from None
 
 
 def refuse_module(module: torch.nn.Module, scope: str) -> None:

@@ -86,6 +86,15 @@ def test_a_loss_that_is_no_function(loss: Any, text: str) -> None:
     refuses(text, loss=loss)
 
 
+def test_a_loss_that_takes_other_targets() -> None:
+    refuses("the loss does not take the model's output and the targets (0): missing", loss=F.mse_loss, targets=())
+    refuses(
+        "the targets (0): missing a required argument: 'target'\n  fix  pass in targets=", loss=nn.MSELoss(), targets=()
+    )
+    refuses("the targets (1): too many positional arguments", loss=lambda output: output.sum())
+    refuses("targets is a Tensor, not a tuple", loss=F.mse_loss, targets=torch.zeros(6))
+
+
 @pytest.mark.parametrize(
     ("optimizer", "text"),
     [
