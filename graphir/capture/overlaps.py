@@ -12,8 +12,9 @@ __all__ = ["extent", "overlaps"]
 
 def extent(tensor: torch.Tensor) -> int:
     """Elements from the tensor's first to its last, gaps included."""
-    if tensor.numel() == 0:
-        return 0
+    count = tensor.numel()
+    if count == 0 or tensor.is_contiguous():
+        return count
     return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
 
 
