@@ -83,7 +83,7 @@ def fakes_with_known_values_hidden(is_known: Callable[[torch.Tensor], bool]) -> 
     finally:
         module["FakeTensor"] = before
         del _UNKNOWN_FAKE.is_known  # what still holds the class finds that nothing is known
-        for late in [*sys.modules.values()][imported:]:
+        for late in [*sys.modules.values()][imported:] if len(sys.modules) > imported else ():
             for name in [name for name, held in getattr(late, "__dict__", {}).items() if held is _UNKNOWN_FAKE]:
                 setattr(late, name, before)
 
