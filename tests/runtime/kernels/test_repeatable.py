@@ -183,4 +183,5 @@ def test_what_a_graph_has_of_generators_is_for_any_mode(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "graph", graph)
     with torch.inference_mode(), TorchCuda().capture("gate", [torch.Generator()]):  # type: ignore[arg-type]
         seen.append(("captured", torch.is_inference_mode_enabled()))
-    assert seen == [("register", False), ("begin", False), ("captured", True)]
+    registered = [("register", False)] if torch.__version__ < "2.14" else []  # later ones find generators themselves
+    assert seen == [*registered, ("begin", False), ("captured", True)]
