@@ -481,4 +481,5 @@ class Session:
 
 def _broken(step: int, error: BaseException) -> str:
     what = error.what if isinstance(error, RunError) else f"{type(error).__name__} {error}"
-    return f"step {step} failed ({what.strip().partition(chr(10))[0]}), so its state may be half updated"
+    line, _, _ = what.strip().partition("\n")
+    return f"step {step} failed ({line}), so its state may be half updated"

@@ -35,7 +35,7 @@ from .micro_batches import divided
 from .model_state import ModelState, read_state
 from .optimizers import Group, read_optimizer
 from .options import read_options
-from .overlaps import overlaps
+from .overlaps import overlaps, told
 from .randomness import RandomState, seeded
 from .recording import Step
 from .refusals import refuse_loss, refuse_model
@@ -154,9 +154,9 @@ def capture(
 
 def _shared(state: ModelState, arguments: Arguments) -> Mapping[str, str]:
     """Which arguments share memory with others or with the state; a tensor that is given twice is one argument."""
-    given = {id(leaf.tensor): (f"argument {leaf.name!r}", leaf.tensor) for leaf in reversed(arguments.leaves)}
+    given = {id(leaf.tensor): (told("input", leaf.name), leaf.tensor) for leaf in reversed(arguments.leaves)}
     named = [(name, tensor) for name, tensor in reversed(given.values()) if tensor is not None]
-    return overlaps([*named, *((f"{kind} {name!r}", tensor) for name, kind, tensor in state.tensors)])
+    return overlaps([*named, *((told(kind, name), tensor) for name, kind, tensor in state.tensors)])
 
 
 def _program_of(

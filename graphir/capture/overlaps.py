@@ -7,7 +7,12 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["extent", "overlaps"]
+__all__ = ["extent", "overlaps", "told"]
+
+
+def told(kind: str, name: str) -> str:
+    """What a parameter, buffer or input of a step is called: ``buffer 'mean'``, ``argument 'x'``."""
+    return f"{'argument' if kind == 'input' else kind} {name!r}"
 
 
 def extent(tensor: torch.Tensor) -> int:

@@ -27,6 +27,7 @@ from .edges import keep_edges
 from .forms import Bound, Form, form_of
 from .known import number_in, tensor_of
 from .mutation import functional_call, functional_view, laid_out, overwritten_base
+from .overlaps import told
 from .randomness import refuse_generator
 from .refusals import FAKE_ERRORS, REFUSED_AT_TIMES, refuse_operator, refused_by_fake, where
 from .scopes import Scopes
@@ -386,9 +387,8 @@ class Recorder(Tape, TorchDispatchMode):
         """Refuse to overwrite memory that the step reads under another name too."""
         if store.shared:
             value = store.base.value
-            kind = "argument" if value.kind == "input" else value.kind
             raise CaptureError(
-                f"the step overwrites {kind} {value.label!r}, which shares memory with {store.shared}",
+                f"the step overwrites {told(value.kind, value.label)}, which shares memory with {store.shared}",
                 where=where(self._scopes.current),
                 fix="pass a clone of one of them, so that the other keeps its values",
             )

@@ -46,22 +46,13 @@ def python(plan: Plan, lane: str) -> str:
     devices = {device: i for i, device in enumerate(dict.fromkeys(map(lane_device, plan.lanes)))}
     thread = {name: devices[lane_device(name)] for name in plan.lanes}
     found, setting = handoffs(plan, thread), _setting(plan)
-    give = [_Event(f"gives hand-off {i}") for i in range(found.total)]
-    take = [_Event(f"takes hand-off {i}") for i in range(found.total)]
-    code = generate(setting, thread, Handover(found, give, take, []))[thread[lane]]
+    unused = [lambda: None] * found.total  # what gives and takes hand-offs is not called
+    code = generate(setting, thread, Handover(found, unused, unused, []))[thread[lane]]
     head, *body = code.source.splitlines()
     lines = [f"# {lane_device(lane)} of plan {quoted(plan.name)}", *_names(code, setting), head]
     for line, position in zip(body, code.instructions[2:], strict=True):
         lines.append(line if position < 0 else f"{line}  # {_said(plan, plan.instructions[position])}")
     return "\n".join(lines) + "\n"
-
-
-class _Event(str):
-    """Stands for what gives or takes a hand-off, by what it does."""
-
-    __slots__ = ()
-
-    def __call__(self) -> None: ...
 
 
 def _setting(plan: Plan) -> Setting:
@@ -94,8 +85,6 @@ def _names(code: ThreadCode, setting: Setting) -> Iterator[str]:
         if name[0] == "s":
             at = int(name[1:])
             what = f"state {quoted(held[at])}" if at < len(held) else "a view of state, taken once"
-        elif name[0] == "e":
-            what = str(value)
         else:
             what = meaning or getattr(value, "__qualname__", None) or repr(value)
         yield f"# {name}: {what}"

@@ -227,9 +227,9 @@ class Statements:
         if self.handover is None:
             return []
         taken = self.handover.handoffs.taken.get(position)
-        called = [self.handover.give[i] for i in self.handover.handoffs.given.get(position, ())]
-        called += [] if taken is None else [self.handover.take[taken]]
-        return [f"{self.writer.bind(function, 'e')}()" for function in called]
+        called = [("gives", i, self.handover.give[i]) for i in self.handover.handoffs.given.get(position, ())]
+        called += [] if taken is None else [("takes", taken, self.handover.take[taken])]
+        return [f"{self.writer.bind(does, 'e', (verb, i), f'{verb} hand-off {i}')}()" for verb, i, does in called]
 
     def free(self, storage: str) -> list[str]:
         dropped = self.values.dropped(storage, self.thread)
@@ -252,15 +252,18 @@ class Statements:
         first = reductions[0][0]
         read = [[self.read(name, version) for name, version in op.reads] for op, _ in reductions]
         inputs = ", ".join([f"({''.join([f'{item}, ' for item in items])})" for items in zip(*read, strict=True)])
-        key = repr(("reduction", len(first.inputs), sorted(first.args.items())))
-        reduced = self.writer.bind_sized(lambda dims: reduction(first, dims), key, "divisor and weights")
-        text = f"{self.writer.bind(all_reduce_each, 'c', meaning=first.type)}(({inputs},), *{reduced})"
+        text = f"{self.writer.bind(all_reduce_each, 'c', meaning=first.type)}(({inputs},), *{self.scaling(first)})"
         makes = [list(op.makes)[part] for op, part in reductions]
         if makes[0][0] in self.setting.state:
             return self.keep(*makes[0], f"{text}[0]")
         variables = [self.values.fresh() for _ in makes]
         kept = [self.assigned(*made, variable) for made, variable in zip(makes, variables, strict=True)]
         return [f"{', '.join(variables)}, = {text}", *[statement for statements in kept for statement in statements]]
+
+    def scaling(self, op: Operator) -> str:
+        """The divisor and the weights of a reduction."""
+        key = repr(("reduction", len(op.inputs), sorted(op.args.items())))
+        return self.writer.bind_sized(lambda dims: reduction(op, dims), key, "divisor and weights")
 
     def call(self, op: Operator) -> list[str]:
         call = arrange(op)

@@ -37,7 +37,6 @@ from ..codegen.values import Values
 from ..codegen.writer import ThreadCode, Writer
 from ..executor import Setting
 from ..kernels.buffers import Buffer, Buffers
-from ..kernels.communication import reduction
 from .receive import NativeReduction, Owner, PageLocked, Reduction
 from .streams import Event, Machine, Stream, wait_for
 
@@ -350,11 +349,6 @@ class StreamStatements(Statements):
         device = self.net.blobs[name].device
         elsewhere = [place != self.place(name) for place in places]
         return Reduction(self.lanes.owner(at, device), elsewhere)
-
-    def scaling(self, op: Operator) -> str:
-        """The divisor and the weights."""
-        key = repr(("reduction", len(op.inputs), sorted(op.args.items())))
-        return self.writer.bind_sized(lambda dims: reduction(op, dims), key, "divisor and weights")
 
     def reduce_natively(self, op: Operator, makes: Sequence[tuple[str, int]]) -> list[str]:
         lanes = [lane(self.net.blobs[name].device, "copy_in") for name, _ in makes]

@@ -112,8 +112,8 @@ def _momentum_sgd(
     """*update* for its commonest options; the tensors have one dtype.
 
     On the CPU torch's calls for a list make the same calls for each item, in half the time that ours take. A tensor as
-    the factor takes half as long as a number. What is long is updated by itself, as long as caches hold it: three
-    calls, each for all of ResNet-18's parameters, take 1.4 times as long.
+    the factor takes half as long as a number. What is long is updated by itself, as long as caches hold it:
+    three calls for all parameters would bring each of them from memory three times.
     """
     factor = factors.get(buffers[0].dtype)
     if factor is None or not buffers[0].is_cpu:

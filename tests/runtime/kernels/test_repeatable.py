@@ -165,7 +165,8 @@ def test_what_stays_open() -> None:
     assert unrepeatable(net, {gpu(0): torch.device("cpu")}) == []
 
 
-def test_what_a_graph_has_of_generators_is_for_any_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("finds", [False, True])
+def test_what_a_graph_has_of_generators_is_for_any_mode(finds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch keeps the memory of a seed for all graphs of a generator, and others fill it outside of inference."""
     seen: list[tuple[str, bool]] = []
 
@@ -181,7 +182,8 @@ def test_what_a_graph_has_of_generators_is_for_any_mode(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr("graphir.runtime.cuda.streams._FINDS_GENERATORS", "0" if finds else "99")  # versions of torch
     with torch.inference_mode(), TorchCuda().capture("gate", [torch.Generator()]):  # type: ignore[arg-type]
         seen.append(("captured", torch.is_inference_mode_enabled()))
-    registered = [("register", False)] if torch.__version__ < "2.14" else []  # later ones find generators themselves
+    registered = [] if finds else [("register", False)]
     assert seen == [*registered, ("begin", False), ("captured", True)]
