@@ -1,17 +1,15 @@
-"""One of two processes under DistributedDataParallel: ``python tests/bench/ddp.py RANK STORE CASE``.
-
-Each line of its input is a number of steps; it answers with the seconds that they took, and ends at 0.
-"""
+"""One of two processes under DistributedDataParallel: ``python tests/bench/ddp.py RANK STORE CASE``."""
 
 from __future__ import annotations
 
 import os
 import sys
-import time
 
 import torch
 import torch.distributed as dist
+from apart import serve
 from parallel import CASES, WARM, optimizer_of
+from timing import seconds
 
 
 def main(rank: int, store: str, case: str) -> None:
@@ -29,12 +27,12 @@ def main(rank: int, store: str, case: str) -> None:
             loss(wrapped(*inputs), *targets).backward()
             optimizer.step()
 
-    while steps := int(sys.stdin.readline() or 0):
+    def timed(steps: int) -> float:
         run(WARM)
         dist.barrier()
-        start = time.perf_counter()
-        run(steps)
-        print(time.perf_counter() - start, flush=True)
+        return seconds(lambda: run(steps))
+
+    serve(timed)
     dist.barrier()
     os._exit(0)  # gloo now and then aborts in its own clean-up
 

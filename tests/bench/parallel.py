@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +11,7 @@ from pathlib import Path
 
 import models
 import torch
+from apart import apart
 from stepping import DispatchBound
 from timing import in_turn, seconds
 from torch import Tensor, nn
@@ -98,41 +96,11 @@ def _side_by_side(
 
 @contextmanager
 def _ddp(case: str) -> Iterator[Callable[[], float]]:
-    """Two processes under DistributedDataParallel over gloo; what runs some steps in both, and says what one took."""
-    folder = Path(__file__).resolve().parent
-    tests = folder.parent
-    path = os.pathsep.join([str(tests.parent), str(tests), str(tests / "zoo"), str(folder)])
+    """Seconds of a step in two processes under DistributedDataParallel over gloo."""
     with tempfile.TemporaryDirectory() as scratch:
-        processes = [
-            subprocess.Popen(
-                [sys.executable, str(folder / "ddp.py"), str(rank), str(Path(scratch) / "store"), case],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "PYTHONPATH": path},
-            )
-            for rank in range(2)
-        ]
-
-        def tell(steps: int) -> None:
-            for process in processes:
-                assert process.stdin is not None
-                process.stdin.write(f"{steps}\n")
-                process.stdin.flush()
-
-        def run() -> float:
-            tell(STEPS)
-            return max(float(process.stdout.readline()) for process in processes if process.stdout) / STEPS
-
-        try:
-            yield run
-            tell(0)  # both, before either is waited for: they end after a barrier
-            for process in processes:
-                process.communicate(timeout=60)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
+        store = str(Path(scratch) / "store")
+        with apart("ddp.py", [(str(rank), store, case) for rank in range(2)]) as run:
+            yield lambda: run(STEPS) / STEPS
 
 
 def rows() -> Iterator[str]:

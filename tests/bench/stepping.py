@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import models
 import torch
+from apart import apart
 from timing import in_turn, seconds
 from torch import nn
 from zoo_rows import library
@@ -16,7 +17,7 @@ from zoo_rows import library
 import graphir
 from graphir import passes, runtime
 
-__all__ = ["DispatchBound", "dispatch_bound", "rows"]
+__all__ = ["CASES", "Case", "DispatchBound", "dispatch_bound", "eager_step", "rows"]
 
 
 class DispatchBound(nn.Module):
@@ -48,11 +49,12 @@ def _resnet18(image: int) -> models.Example:
     )
 
 
-class _Case(NamedTuple):
+class Case(NamedTuple):
     """Attributes:
     make: makes the example.
     limit: at most of eager's time.
     rounds, steps: how many rounds of how many steps.
+    warm: how many steps before them are not timed: caches and the heap are as another side left them.
     alone: whether kernels use one thread. Others of those that a short kernel wakes sleep or don't, as the machine has
         it, for both sides.
     """
@@ -61,74 +63,94 @@ class _Case(NamedTuple):
     limit: float
     rounds: int
     steps: int
+    warm: int = 1
     alone: bool = False
 
+    @staticmethod
+    def optimizer(model: nn.Module, form: str) -> torch.optim.Optimizer:
+        """SGD with momentum, ``fused`` or one parameter after the other."""
+        return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=form == "fused", foreach=False)
 
-CASES: dict[str, _Case] = {
-    "dispatch-bound MLP, batch 8": _Case(dispatch_bound, 0.45, 40, 50),
-    "dispatch-bound MLP, batch 8, one thread": _Case(dispatch_bound, 0.45, 40, 50, alone=True),
-    "GPT, batch 8": _Case(_gpt, 0.97, 30, 2),
+
+CASES: dict[str, Case] = {
+    "dispatch-bound MLP, batch 8": Case(dispatch_bound, 0.45, 40, 50, warm=10),
+    "dispatch-bound MLP, batch 8, one thread": Case(dispatch_bound, 0.45, 40, 50, warm=10, alone=True),
+    "GPT, batch 8": Case(_gpt, 0.97, 30, 2),
 }
 
 if importlib.util.find_spec("torchvision"):
-    CASES["ResNet-18, torchvision, batch 8 of 64 x 64"] = _Case(lambda: _resnet18(64), 0.97, 20, 2)
-    CASES["ResNet-18, torchvision, batch 8 of 224 x 224"] = _Case(lambda: _resnet18(224), 0.97, 12, 1)
+    CASES["ResNet-18, torchvision, batch 8 of 64 x 64"] = Case(lambda: _resnet18(64), 0.97, 20, 2)
+    CASES["ResNet-18, torchvision, batch 8 of 224 x 224"] = Case(lambda: _resnet18(224), 0.97, 24, 1)
+
+
+def eager_step(example: models.Example, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """A step as PyTorch makes it."""
+
+    def step() -> None:
+        optimizer.zero_grad()
+        example.loss(example.model(*example.inputs), *example.targets).backward()
+        optimizer.step()
+
+    return step
 
 
 def rows() -> Iterator[str]:
     """The table of a whole training step, zero_grad to optimizer.step, against eager; and of eager against itself."""
     yield (
         "| model | SGD momentum | eager, ms | plan, ms | plan / eager | quartiles | at most | eager / eager "
-        "| quartiles |"
+        "| quartiles | plan / eager beside it | quartiles |"
     )
-    yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+    yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
     for name, case in CASES.items():
-        for label, fused in (("for-loop", False), ("fused", True)):
+        for form in ("for-loop", "fused"):
             threads = torch.get_num_threads()
             if case.alone:
                 torch.set_num_threads(1)
             try:
-                taken = _taken(case, fused)
+                taken = _taken(name, form)
             finally:
                 torch.set_num_threads(threads)
-            eager, plan = (statistics.median(taken[key]) * 1e3 for key in ("eager", "plan"))
+            plan, eager, again, beside = taken.values()
             yield (
-                f"| {name} | {label} | {eager:.3f} | {plan:.3f} | {_ratio(taken['plan'], taken['eager'])} "
-                f"| {case.limit} | {_ratio(taken['eager again'], taken['eager'])} |"
+                f"| {name} | {form} | {statistics.median(eager) * 1e3:.3f} | {statistics.median(plan) * 1e3:.3f} "
+                f"| {_ratio(plan, eager)} | {case.limit} | {_ratio(again, eager)} | {_ratio(plan, beside)} |"
             )
 
 
-def _taken(case: _Case, fused: bool) -> dict[str, list[float]]:
-    """Seconds of steps in eager PyTorch, by a plan, and in eager PyTorch again."""
+def _taken(name: str, form: str) -> dict[str, list[float]]:
+    """Seconds of steps by a plan, twice in eager PyTorch in a process of its own, and in eager PyTorch here."""
+    case = CASES[name]
     example = case.make()
-    optimizer = torch.optim.SGD(example.model.parameters(), lr=0.01, momentum=0.9, fused=fused, foreach=False)
+    optimizer = case.optimizer(example.model, form)
     program = graphir.capture(
         example.model, inputs=example.inputs, targets=example.targets, loss=example.loss, optimizer=optimizer
     )
-
-    def theirs() -> None:
-        optimizer.zero_grad()
-        example.loss(example.model(*example.inputs), *example.targets).backward()
-        optimizer.step()
-
     plan = passes.emit(passes.share_storage(program))
-    with runtime.Session(plan, program.state, binding="cpu") as session:
+    with (
+        runtime.Session(plan, program.state, binding="cpu") as session,
+        apart("eager_steps.py", [(name, form)]) as eager,
+    ):
+        sides = {
+            "plan": _timed(lambda: session.step(*example.inputs, *example.targets), case),
+            "eager": lambda: eager(case.steps) / case.steps,
+            "eager again": lambda: eager(case.steps) / case.steps,
+            "eager beside the plan": _timed(eager_step(example, optimizer), case),
+        }
+        return in_turn(sides, case.rounds)
 
-        def ours() -> None:
-            session.step(*example.inputs, *example.targets)
 
-        eager, again = _timed(theirs, case.steps), _timed(theirs, case.steps)
-        return in_turn({"eager": eager, "plan": _timed(ours, case.steps), "eager again": again}, case.rounds)
-
-
-def _timed(run: Callable[[], None], steps: int) -> Callable[[], float]:
+def _timed(step: Callable[[], object], case: Case) -> Callable[[], float]:
     """Seconds of a step, the mean of some."""
 
-    def repeat() -> None:
+    def run(steps: int) -> None:
         for _ in range(steps):
-            run()
+            step()
 
-    return lambda: seconds(repeat) / steps
+    def timed() -> float:
+        run(case.warm)
+        return seconds(lambda: run(case.steps)) / case.steps
+
+    return timed
 
 
 def _ratio(ours: list[float], theirs: list[float]) -> str:
