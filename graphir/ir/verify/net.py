@@ -21,7 +21,7 @@ Of every net, *well-formed*:
 
 14. Every operand is where :func:`graphir.ir.placement.required_devices` wants it.
 
-Of a program (:mod:`.program`): 15 to 21, of a plan (:mod:`.plan`): 22 to 28.
+Of a program (:mod:`.program`): 15 to 21, of a plan (:mod:`.plan`): 22 to 29.
 
 Imported nets have types that torch does not know (without a dot: ``FC``), and unknown shapes: 10, 11 and 12 hold only
 of what is known. A name of a Caffe2 net may hold tensors of several shapes, so 12 says there only what is possible.

@@ -9,8 +9,8 @@
 26. A wait comes after a record of its event.
 27. A storage is freed at most once, after it was made and after its last use; what lives from step to step and what is
     handed back is never freed.
-28. A receive buffer is of a storage that a copy makes and the step frees. Storages of one buffer are on one device and
-    have equal shapes, strides and element types, and each is freed before the next is made.
+28. A receive buffer is of a storage that a copy makes and the step frees. Of the storages of one buffer, each is freed
+    before the next is made.
 29. The plan has a size for every dimension of its program.
 
 Whether lanes that run at the same time wait for each other wherever they must is another question, and not asked here:

@@ -8,7 +8,7 @@
 19. Every replica has each blob of the interface: inputs, parameters, buffers and optimizer state before the step, the
     loss or the outputs after it.
 20. Learning rates are inputs ``f64[] @cpu:0``.
-21. Every dimension in a size has a value (found while shapes are compared), and so has one that is to be above 1.
+21. Every dimension in a size has a value (found while shapes are compared), and so has every one in a guard.
 """
 
 from __future__ import annotations
