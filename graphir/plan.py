@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 from .ir.blob import Blob
 from .ir.device import Device
@@ -28,10 +28,24 @@ from .ir.net import Net
 from .ir.operator import Operator
 from .ir.program import Program
 
-__all__ = ["KINDS", "STREAMS", "Event", "Instruction", "Kind", "Plan", "issued_as", "issued_on", "lane", "lane_device"]
+__all__ = [
+    "KINDS",
+    "STREAMS",
+    "Event",
+    "Instruction",
+    "Kind",
+    "Plan",
+    "issued_as",
+    "issued_on",
+    "lane",
+    "lane_device",
+    "parts_of",
+]
 
 Kind: TypeAlias = Literal["run", "copy", "collective", "record", "wait", "free"]
 KINDS: Final[tuple[str, ...]] = get_args(Kind)
+
+T = TypeVar("T")
 
 STREAMS: Final = ("compute", "copy_in", "copy_out")
 """The lanes of a device; :func:`issued_on` says which one an operator belongs to."""
@@ -52,6 +66,11 @@ def issued_as(op: Operator) -> Kind:
     if op.type == "AllReduce":
         return "collective"
     return "copy" if op.type == "Copy" else "run"
+
+
+def parts_of(op: Operator) -> int:
+    """How many instructions execute an operator: of a collective, one for each participant."""
+    return len(op.inputs) if issued_as(op) == "collective" else 1
 
 
 def issued_on(op: Operator, blobs: Mapping[str, Blob], part: int = 0) -> str:
@@ -101,6 +120,10 @@ class Instruction(NamedTuple):
     part: int = 0
     event: Event | None = None
     storage: str = ""
+
+    def makes(self, outputs: tuple[T, ...]) -> tuple[T, ...]:
+        """What of its operator's *outputs* this instruction makes: a part of a collective one, every other all."""
+        return outputs[self.part : self.part + 1] if self.kind == "collective" else outputs
 
 
 @dataclass(frozen=True, repr=False)

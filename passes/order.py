@@ -30,7 +30,7 @@ from graphir.ir.device import Device
 from graphir.ir.net import Net
 from graphir.ir.operator import Operator
 from graphir.ir.size import Dims
-from graphir.plan import issued_as, issued_on
+from graphir.plan import issued_as, issued_on, parts_of
 
 __all__ = ["Issue", "hazards", "issue_order"]
 
@@ -223,8 +223,7 @@ class _Order:
     def lanes(self, i: int) -> list[str]:
         """The lanes that execute a transfer."""
         op, blobs = self.net.ops[i], self.net.blobs
-        parts = range(len(op.inputs) if self.kinds[i] == "collective" else 1)
-        return list(dict.fromkeys([issued_on(op, blobs, part) for part in parts]))
+        return list(dict.fromkeys([issued_on(op, blobs, part) for part in range(parts_of(op))]))
 
     def issue(self, tasks: tuple[int, ...]) -> None:
         count = len(self.kinds)

@@ -93,10 +93,7 @@ def _of_plan(plan: Plan) -> dict[str, Lifetime]:
         if instruction.kind == "free":
             end[instruction.storage] = position
         elif instruction.op >= 0:
-            outputs = net.ops[instruction.op].outputs
-            if instruction.kind == "collective":
-                outputs = outputs[instruction.part : instruction.part + 1]
-            for name in outputs:
+            for name in instruction.makes(net.ops[instruction.op].outputs):
                 start.setdefault(blobs[name].storage, position)
     count = len(plan.instructions)
     return {s: Lifetime(first, end.get(s, count)) for s, first in start.items()}

@@ -14,13 +14,12 @@ from ..errors import GraphirError, nearest
 from ..ir.blob import STATE_ROLES, Blob
 from ..ir.device import Device
 from ..ir.net import Net
-from ..ir.operator import Operator
 from ..ir.placement import COPIES
 from ..ir.program import Program
 from ..ir.size import LARGEST, Dims, size_dims
 from ..ir.text import nbytes_text
 from ..ir.verify import require
-from ..plan import Plan
+from ..plan import Plan, parts_of
 from .liveness import Lifetime, liveness, stays
 from .scratch import scratch
 
@@ -358,17 +357,13 @@ def _scratch(subject: Program | Plan, dims: Dims, threads: int) -> list[StorageU
     if isinstance(subject, Plan):
         calls = [(at, i.op, i.part) for at, i in enumerate(subject.instructions) if i.op in takes]
     else:
-        calls = [(i, i, part) for i in takes for part in range(_parts(net.ops[i]))]
+        calls = [(i, i, part) for i in takes for part in range(parts_of(net.ops[i]))]
     found = []
     for at, position, part in calls:
         op = net.ops[position]
         blob = net.blobs[op.outputs[part]]
         found.append(StorageUse(blob.name, "scratch", takes[position], blob.device, at, at + 1, None, op.module))
     return found
-
-
-def _parts(op: Operator) -> int:
-    return len(op.outputs) if op.type == "AllReduce" else 1
 
 
 def _total(net: Net, uses: list[StorageUse]) -> dict[str, int]:

@@ -13,7 +13,7 @@ it; reading a blob gives the root itself, or a view (root, geometry) of it::
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -28,6 +28,7 @@ from ..ir.opset import NAMESPACES, overload, signature
 from ..ir.placement import COPIES
 from ..ir.program import Program
 from ..ir.size import Polynomial, Shape, Size, add, multiply
+from ..plan import parts_of
 
 __all__ = ["Numbering", "Trace", "canonical_type", "value_numbers"]
 
@@ -191,17 +192,12 @@ def value_numbers(program: Program, issue: Iterable[tuple[int, int]] | None = No
     run.declare(step)
     run.begin(step.external_inputs, 0)
     before = dict(run.roots)
-    for position, part in _parts(step.ops) if issue is None else issue:
+    in_order = ((position, part) for position, op in enumerate(step.ops) for part in range(parts_of(op)))
+    for position, part in in_order if issue is None else issue:
         run.execute(step.ops[position], 0, part)
     states = (name for name in step.external_inputs if step.blobs[name].role in STATE_ROLES)
     changed = [name for name in states if run.roots[step.blobs[name].storage] != before[step.blobs[name].storage]]
     return {name: f"{value:016x}" for name, value in run.values((*step.external_outputs, *changed)).items()}
-
-
-def _parts(ops: Sequence[Operator]) -> Iterator[tuple[int, int]]:
-    for position, op in enumerate(ops):
-        for part in range(len(op.outputs) if op.type == "AllReduce" else 1):
-            yield position, part
 
 
 class _Run:

@@ -98,5 +98,4 @@ def _said(plan: Plan, instruction: Instruction) -> str:
     if instruction.op < 0:
         return f"{instruction.kind} {quoted(instruction.storage)}"
     op = plan.step.ops[instruction.op]
-    made = op.outputs[instruction.part : instruction.part + 1] if instruction.kind == "collective" else op.outputs
-    return f"{instruction.kind} {', '.join(map(quoted, made))} = {quoted(op.type)}"
+    return f"{instruction.kind} {', '.join(map(quoted, instruction.makes(op.outputs)))} = {quoted(op.type)}"

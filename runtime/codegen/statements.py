@@ -174,10 +174,8 @@ class Statements:
         if instruction.op < 0:
             return ["()", "()"]
         op = self.net.ops[instruction.op]
-        makes = list(op.makes)
-        if instruction.kind == "collective":
-            makes = [makes[instruction.part]]
-        return [f"({''.join([self.read(*value) + ', ' for value in values])})" for values in (op.reads, makes)]
+        touched = op.reads, instruction.makes(tuple(op.makes))
+        return [f"({''.join([self.read(*value) + ', ' for value in values])})" for values in touched]
 
     def joins(self, op: Operator) -> bool:
         """Whether an update can be made in one call with those held back."""

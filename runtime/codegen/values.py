@@ -51,11 +51,11 @@ class Values:
             if instruction.op < 0:
                 continue
             op, here = self.net.ops[instruction.op], thread[instruction.lane]
-            reads, makes = [same.get(read, read) for read in op.reads], list(op.makes)
+            reads, makes = [same.get(read, read) for read in op.reads], tuple(op.makes)
             shared.update(read for read in reads if maker.get(read, here) != here)
             for output, source in op.effects.writes:
                 same[makes[output]] = reads[source]
-            for made in makes[instruction.part : instruction.part + 1] if instruction.kind == "collective" else makes:
+            for made in instruction.makes(makes):
                 maker.setdefault(same.get(made, made), here)
         return frozenset(shared)
 

@@ -160,12 +160,10 @@ class Interpretation:
         self.position = position
         instruction = self.setting.plan.instructions[position]
         reads: list[Feedable] = []
-        makes: list[tuple[str, int]] = []
+        makes: tuple[tuple[str, int], ...] = ()
         if instruction.op >= 0:
             op = self.net.ops[instruction.op]
-            reads, makes = [self.read(name, version) for name, version in op.reads], list(op.makes)
-            if instruction.kind == "collective":
-                makes = [makes[instruction.part]]
+            reads, makes = [self.read(name, version) for name, version in op.reads], instruction.makes(tuple(op.makes))
         probe.begin(position)
         self.execute(position)
         made = [self.values[value] for value in makes]

@@ -89,9 +89,7 @@ def writes_state(plan: Plan, instruction: Instruction) -> bool:
     """Whether an instruction changes what lasts from step to step."""
     if instruction.op < 0:
         return False
-    op, net = plan.step.ops[instruction.op], plan.step
-    views = {output for output, _ in op.effects.views}
-    written = [name for i, name in enumerate(op.outputs) if i not in views]
-    if instruction.kind == "collective":
-        written = [op.outputs[instruction.part]]
-    return any(net.blobs[net.blobs[name].storage].role in STATE_ROLES for name in written)
+    op, blobs = plan.step.ops[instruction.op], plan.step.blobs
+    views = {op.outputs[output] for output, _ in op.effects.views}
+    written = (name for name in instruction.makes(op.outputs) if name not in views)
+    return any(blobs[blobs[name].storage].role in STATE_ROLES for name in written)

@@ -97,12 +97,9 @@ class FiniteWatch:
 
     def _made_by(self, instruction: Instruction, results: set[str]) -> list[_Made]:
         op, blobs = self.net.ops[instruction.op], self.net.blobs
-        names = op.outputs
-        if instruction.kind == "collective":
-            names = names[instruction.part : instruction.part + 1]
         views = {output for output, _ in op.effects.views}
         found = []
-        for position, name in enumerate(names):
+        for position, name in enumerate(instruction.makes(op.outputs)):
             if position not in views:
                 storage = blobs[name].storage
                 kept = blobs[storage].role in STATE_ROLES or storage in results

@@ -113,9 +113,7 @@ class Ledger:
         if instruction.kind == "free":
             with self.lock:
                 self.drop(instruction.storage)
-        names = () if instruction.op < 0 else self.plan.step.ops[instruction.op].outputs
-        if instruction.kind == "collective":
-            names = names[instruction.part : instruction.part + 1]
+        names = () if instruction.op < 0 else instruction.makes(self.plan.step.ops[instruction.op].outputs)
         in_buffer = instruction.kind == "copy" and names[0] in self.received
         with self.lock:
             for name, tensor in zip(names, makes, strict=True):

@@ -127,7 +127,7 @@ def _name(plan: Plan, instruction: Instruction) -> str:
         assert instruction.event is not None
         return f"wait {instruction.event.blob} by {instruction.event.lane}"
     op = plan.step.ops[instruction.op]
-    return op.outputs[instruction.part if instruction.kind == "collective" else 0] if op.outputs else op.type
+    return next(iter(instruction.makes(op.outputs)), op.type)
 
 
 def _arguments(plan: Plan, dims: Dims, position: int) -> dict[str, Any]:

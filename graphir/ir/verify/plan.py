@@ -19,7 +19,7 @@ Whether lanes that run at the same time wait for each other wherever they must i
 
 from __future__ import annotations
 
-from ...plan import Event, Instruction, Plan, issued_as, issued_on
+from ...plan import Event, Instruction, Plan, issued_as, issued_on, parts_of
 from ..blob import STATE_ROLES
 from ..net import Net
 from ..operator import Operator
@@ -86,7 +86,7 @@ class _Issue:
         if instruction.part in parts:
             self.report("the operator is issued twice", instruction)
         parts.add(instruction.part)
-        if instruction.part >= (len(op.inputs) if kind == "collective" else 1):
+        if instruction.part >= parts_of(op):
             self.report(f"the operator has no part {instruction.part}", instruction)
             return
         wanted = issued_on(op, self.plan.step.blobs, instruction.part)
@@ -97,9 +97,7 @@ class _Issue:
     def touch(self, op: Operator, instruction: Instruction) -> None:
         """The operands are used: they must exist, and may be recorded by this lane from now on."""
         blobs, at = self.plan.step.blobs, instruction.lane
-        makes = list(op.makes)
-        if issued_as(op) == "collective":
-            makes = makes[instruction.part : instruction.part + 1]
+        makes = instruction.makes(tuple(op.makes))
         for name, version in op.reads:
             if (name, version) not in self.values:
                 self.report(f"{name!r};{version} is read before it is made", instruction)
@@ -164,7 +162,7 @@ class _Issue:
             if storage not in copied or storage not in self.freed:
                 self.report(f"{storage!r} has a receive buffer, but no copy makes it or nothing frees it")
         for position, op in enumerate(self.plan.step.ops):
-            parts = len(op.inputs) if op.type == "AllReduce" else 1
+            parts = parts_of(op)
             missing = parts - len(self.issued.get(position, ()))
             if missing > 0:
                 what = "the operator is never issued" if parts == 1 else f"{missing} parts are never issued"
