@@ -189,11 +189,6 @@ def _plan(plan: Plan, style: Style) -> Iterator[str]:
     yield from _header(program)
     if dict(plan.dims) != dict(program.dims):
         yield f"  sizes {_assignments(plan.dims)}".rstrip()
-    if style.attributes:
-        for name, number in plan.values.items():
-            yield f"  value {quoted(name)} = {number}"
-        for name, buffer in plan.buffers.items():
-            yield f"  buffer {quoted(name)} = {buffer}"
     yield from _indented(net_lines(program.init, style))
 
     phase = net_phase(net)
@@ -214,6 +209,11 @@ def _plan(plan: Plan, style: Style) -> Iterator[str]:
         makers = {label: i for i, op in enumerate(net.ops) if (label := _label(op))}
     for instruction in plan.instructions:
         yield f"  {instruction.lane}: {_instruction(instruction, net, printer, printed, makers)}"
+    if style.attributes:
+        for name, buffer in plan.buffers.items():
+            yield f"  buffer {quoted(name)} = {buffer}"
+        for name, number in plan.values.items():
+            yield f"  value {quoted(name)} = {number}"
     yield "}"
 
 

@@ -262,6 +262,15 @@ def test_a_plan_reads_as_the_golden_one(golden):
     golden("text.plan", str(nets.random_plan(4, ops=14)))
 
 
+def test_a_plans_tables_stand_last_and_are_read_anywhere():
+    plan = nets.random_plan(4, ops=14)
+    plan = plan.with_(buffers={next(iter(plan.step.blobs)): 0})
+    head, *body, end = str(plan).splitlines()
+    tables = body[-len(plan.values) - 1 :]
+    assert [line.split()[0] for line in tables] == ["buffer", *["value"] * len(plan.values)]
+    assert parse("\n".join([head, *tables, *body[: -len(tables)], end])) == plan
+
+
 def test_figures_are_comments():
     program = nets.random_program(3)
     assert "# " in show(program)
