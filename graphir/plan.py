@@ -17,14 +17,14 @@ deadlock.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 from .ir.blob import Blob
 from .ir.device import Device
-from .ir.net import Net
+from .ir.net import Net, replaced
 from .ir.operator import Operator
 from .ir.program import Program
 
@@ -186,7 +186,7 @@ class Plan:
 
     def with_(self, **changes: Any) -> Plan:  # dataclasses.replace has this signature
         """This plan with some attributes replaced."""
-        return replace(self, **changes)
+        return replaced(self, changes)
 
     def __hash__(self) -> int:
         return hash((self.program, len(self.instructions)))

@@ -44,11 +44,11 @@ def emit(program: Program, dims: Mapping[str, int] | None = None) -> Plan:
 
     Raises:
         PlacementError: an operand is elsewhere; inject_copies puts the copies in.
-        PassError: an unknown dimension, or a size below 1.
+        PassError: *dims* is no mapping, or has an unknown dimension or a size below 1.
     """
     require_program(program, "emit")
     verify(program)
-    bound, emission = _bind(program, dims or {}), _Emission(program.step, program.dims)
+    bound, emission = _bind(program, {} if dims is None else dims), _Emission(program.step, program.dims)
     return Plan(
         program=program.with_(state={}, module=None),
         dims=bound,
@@ -59,6 +59,8 @@ def emit(program: Program, dims: Mapping[str, int] | None = None) -> Plan:
 
 
 def _bind(program: Program, dims: Mapping[str, int]) -> dict[str, int]:
+    if not isinstance(dims, Mapping):
+        raise PassError(f"dims is a {type(dims).__name__}, not a mapping", fix="give a dict from dimensions to sizes")
     bound = dict(program.dims)
     for name, size in dims.items():
         named = [dim for dim in bound if name in (dim, base_name(dim))]

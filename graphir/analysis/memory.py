@@ -148,7 +148,13 @@ class Memory:
         return int(self.timeline(device).argmax())
 
     def largest(self, device: str, n: int = 10) -> list[StorageUse]:
-        """The *n* largest storages that *device* holds at its peak, largest first, of those whose size is known."""
+        """The *n* largest storages that *device* holds at its peak, largest first, of those whose size is known.
+
+        Raises:
+            GraphirError: there is no such device, or *n* is no whole number.
+        """
+        if not isinstance(n, int) or n < 0:
+            raise GraphirError(f"n={n!r} is no number of storages", fix="give a whole number, 10 by default")
         at, unknown = self.peak_position(device), set(self.unknown)
         live = [u for u in self.uses if u.device == device and u.start <= at < u.end and u.blob not in unknown]
         return sorted(live, key=lambda u: -u.nbytes)[:n]
@@ -217,8 +223,8 @@ def memory(
 
     Raises:
         GraphirError: *subject* is neither, *frees* is something else, or does not go with a plan, *threads* is no
-            positive whole number, *dims* or one of *earlier* is no mapping or names what is no dimension, a dimension
-            has no value, or a size is negative or absurd.
+            positive whole number, *dims* or one of *earlier* is no mapping to whole numbers or names what is no
+            dimension, a dimension has no value, or a size is negative or absurd.
     """
     require(subject, (Program, Plan), "memory")
     if frees not in get_args(Frees):
@@ -316,6 +322,9 @@ def _check_dims(name: str, given: object, subject: Program | Plan) -> None:
         what = f"{name} is a {type(given).__name__}, not a mapping"
         raise GraphirError(what, fix="give a dict from names of dimensions to their sizes")
     program = subject if isinstance(subject, Program) else subject.program
+    for dim, size in given.items():
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise GraphirError(f"{name} has {dim!r} at {size!r}", fix="give whole numbers as sizes")
     if given.keys() <= program.dims.keys():
         return
     sizes = {size for blob in program.step.blobs.values() for size in blob.shape or ()}

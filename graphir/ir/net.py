@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import GraphirError, nearest
 from .blob import Blob
@@ -16,7 +16,12 @@ from .operator import Operator
 if TYPE_CHECKING:
     import networkx
 
-__all__ = ["Net"]
+    from ..plan import Plan
+    from .program import Program
+
+__all__ = ["Net", "replaced"]
+
+T = TypeVar("T", "Net", "Program", "Plan")
 
 
 @dataclass(frozen=True, repr=False)
@@ -47,7 +52,7 @@ class Net:
 
     def with_(self, **changes: Any) -> Net:  # dataclasses.replace has this signature
         """This net with some attributes replaced."""
-        return replace(self, **changes)
+        return replaced(self, changes)
 
     @cached_property
     def _producers(self) -> dict[str, list[int]]:
@@ -155,3 +160,19 @@ class Net:
         from .text import print_net
 
         return print_net(self)
+
+
+def replaced(value: T, changes: Mapping[str, Any]) -> T:
+    """*value* with some attributes replaced.
+
+    Raises:
+        GraphirError: it has no such attribute.
+    """
+    known = [field.name for field in fields(value)]
+    for name in changes:
+        if name not in known:
+            raise GraphirError(
+                f"{type(value).__name__.lower()} {value.name!r} has no attribute {name!r}{nearest(name, known)}",
+                fix=f"its attributes: {', '.join(known)}",
+            )
+    return replace(value, **changes)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from .device import Device
 from .guard import Guard
-from .net import Net
+from .net import Net, replaced
 
 if TYPE_CHECKING:
     import torch
@@ -130,7 +130,7 @@ class Program:
 
     def with_(self, **changes: Any) -> Program:  # dataclasses.replace has this signature
         """This program with some attributes replaced."""
-        return replace(self, **changes)
+        return replaced(self, changes)
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:
