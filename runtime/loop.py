@@ -80,10 +80,16 @@ def _batches(loader: Iterable[Any], results: list[Any], where: str) -> Iterator[
         yield from loader
     except Exception as e:
         raise SessionError(
-            f"the loader failed after {_count(results)}: {type(e).__name__}: {e}",
+            f"the loader failed after {_count(results)}: {_reason(e)}",
             where=where,
             fix="the session is whole: session.results has what the steps returned, and step() and run() go on",
         ) from e
+
+
+def _reason(error: Exception) -> str:
+    """Its type, and the ends of its message: a worker process puts the whole traceback of what it raised into one."""
+    first, *rest = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {first}" + (f" … {rest[-1]}" if rest else "")
 
 
 def _count(results: list[Any]) -> str:

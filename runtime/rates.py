@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -158,6 +159,13 @@ class Rates:
         if ours.optimizer != theirs.optimizer or len(ours.param_groups) != len(theirs.param_groups):
             raise self.refusal("the program has another optimizer than the one beside it", "capture both with one")
         for i, (mine, its) in enumerate(zip(ours.param_groups, theirs.param_groups, strict=True)):
+            for k, (param, beside) in enumerate(zip_longest(mine.params, its.params)):
+                if param != beside:
+                    raise self.refusal(
+                        f"parameter {k} in group {i} of the optimizer is {param!r} in this program, {beside!r} in "
+                        "the one beside it",
+                        "capture both with one, or make a session of its own and give it state by load_state_dict()",
+                    )
             for name in sorted((mine.options.keys() | its.options.keys()) - {"lr", "initial_lr"}):
                 if mine.options.get(name) != its.options.get(name):
                     raise self.refusal(

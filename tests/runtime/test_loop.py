@@ -113,6 +113,15 @@ def test_a_loader_that_fails_leaves_the_session_whole(total):
     assert values(total.run([pair(3)])) == [3]
 
 
+def test_a_traceback_that_a_worker_process_sends_stays_out_of_the_message(total):
+    def loader():
+        raise ValueError("Caught ValueError in DataLoader worker process 0.\nTraceback:\n  here\nValueError: no file\n")
+        yield
+
+    with pytest.raises(SessionError, match=r"0 steps: ValueError: Caught .* process 0\. … ValueError: no file\n  in  "):
+        total.run(loader())
+
+
 def test_a_step_that_fails_raises_its_own_error(total):
     with pytest.raises(SessionError, match="argument"):
         total.run([pair(1), (torch.ones(3),)])

@@ -92,3 +92,17 @@ def test_a_closed_session_shares_no_state():
         pass
     with pytest.raises(SessionError, match="the session is closed"):
         Session(plan, program.state, beside=session)
+
+
+def test_sessions_of_optimizers_of_other_parameters_share_no_state():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    example = models.Example(model, (torch.randn(8, 3),), (torch.randn(8, 2),), torch.nn.functional.mse_loss)
+    first, last = [*model[0].parameters()], [*model[1].parameters()]
+    ours, *others = [captured(example, sgd(parameters)) for parameters in (first, last, [*first, *last])]
+    with Session(passes.emit(ours), ours.state) as session:
+        for program, text in (
+            (others[0], "parameter 0 in group 0 of the optimizer is '1.weight' in this program, '0.weight' in the one"),
+            (others[1], "parameter 2 in group 0 of the optimizer is '1.weight' in this program, None in the one"),
+        ):
+            with pytest.raises(SessionError, match=text):
+                Session(passes.emit(program), program.state, beside=session)
