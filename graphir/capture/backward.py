@@ -68,17 +68,14 @@ def _own_gradient(param: Value, gradient: Value, shared: bool, recorder: Recorde
     """
     wanted = _dense_order(param)
     if gradient.dtype != param.dtype or not _laid_out(gradient, wanted, param):
-        known = {id(gradient.tensor): gradient}
         if wanted is None or wanted == list(range(len(wanted))):
-            fmt = {"memory_format": torch.contiguous_format}
-            return recorder.emit(_aten.clone.default, (gradient.tensor,), fmt, known)[0]
-        view = recorder.emit(_aten.permute.default, (gradient.tensor, wanted), {}, known)[0]
-        fmt = {"memory_format": torch.contiguous_format}
-        dense = recorder.emit(_aten.clone.default, (view.tensor,), fmt, {id(view.tensor): view})[0]
+            return recorder.apply(_aten.clone.default, gradient, memory_format=torch.contiguous_format)
+        view = recorder.apply(_aten.permute.default, gradient, wanted)
+        dense = recorder.apply(_aten.clone.default, view, memory_format=torch.contiguous_format)
         back = sorted(range(len(wanted)), key=wanted.__getitem__)
-        return recorder.emit(_aten.permute.default, (dense.tensor, back), {}, {id(dense.tensor): dense})[0]
+        return recorder.apply(_aten.permute.default, dense, back)
     if shared or gradient.phase == "forward":
-        return recorder.emit(_aten.alias.default, (gradient.tensor,), {}, {id(gradient.tensor): gradient})[0]
+        return recorder.apply(_aten.alias.default, gradient)
     return gradient
 
 

@@ -134,8 +134,7 @@ class Sums:
 
     def _added(self, a: Value, b: Value) -> Value:
         with self._recorder.unseen():
-            known = {id(a.tensor): a, id(b.tensor): b}
-            return self._recorder.emit(_aten.add.Tensor, (a.tensor, b.tensor), {}, known)[0]
+            return self._recorder.apply(_aten.add.Tensor, a, b)
 
 
 def _early(calls: Sequence[Call], additions: Sequence[Call]) -> list[Call]:

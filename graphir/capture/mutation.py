@@ -55,7 +55,7 @@ def functional_call(
         functional = _functional(form, where)
         if functional is _aten.bernoulli.p:
             return _bernoulli(tape, target, seen, args, kwargs, where)
-        new = tape.emit(functional, args, kwargs, {id(target.tensor): seen})[0]
+        new = tape.emit(functional, args, kwargs)[0]
     return laid_out(tape, new, target.tensor, seen, where) if target.is_base else new
 
 
@@ -64,12 +64,12 @@ def _source(tape: Tape, target: Alias, source: torch.Tensor) -> Value:
     new = tape.read(source)
     tensor = target.tensor
     if new.dtype != tensor.dtype:
-        new = tape.emit(_aten._to_copy.default, (new.tensor,), {"dtype": tensor.dtype}, {id(new.tensor): new})[0]
+        new = tape.apply(_aten._to_copy.default, new, dtype=tensor.dtype)
     if new.shape != tuple(tensor.shape):
-        new = tape.emit(_aten.expand.default, (new.tensor, list(tensor.shape)), {}, {id(new.tensor): new})[0]
+        new = tape.apply(_aten.expand.default, new, list(tensor.shape))
     if target.is_base and _same_geometry(new.tensor, tensor):
         # A value of its own: what was read may be overwritten state.
-        new = tape.emit(_aten.clone.default, (new.tensor,), {}, {id(new.tensor): new})[0]
+        new = tape.apply(_aten.clone.default, new)
     return new
 
 
@@ -104,8 +104,7 @@ def laid_out(tape: Tape, new: Value, like: torch.Tensor, seen: Value, where: str
     # ``copy`` returns what ``seen.copy_(new)`` leaves, in the strides of ``seen``.
     if _same_geometry(new.tensor, like):
         return new
-    known = {id(seen.tensor): seen, id(new.tensor): new}
-    copied = tape.emit(_aten.copy.default, (seen.tensor, new.tensor), {}, known)[0]
+    copied = tape.apply(_aten.copy.default, seen, new)
     if not _same_geometry(copied.tensor, like):
         raise CaptureError(
             f"an in-place operator on a tensor with strides {list(like.stride())} has no functional form",
@@ -131,18 +130,17 @@ def _bernoulli(
     order = sorted(range(tensor.dim()), key=lambda d: (-tensor.stride()[d], d))
     permuted = order != list(range(tensor.dim())) and not tensor.is_contiguous()
     if permuted:
-        seen = tape.emit(_aten.permute.default, (tensor, order), {}, {id(tensor): seen})[0]
+        seen = tape.apply(_aten.permute.default, seen, order)
     if not seen.tensor.is_contiguous():
         raise CaptureError(
             f"random numbers are drawn into a tensor with strides {list(target.tensor.stride())}",
             where=where,
             fix="make the tensor contiguous",
         )
-    rest = dict(kwargs)
-    drawn = tape.emit(_aten.bernoulli.p, (seen.tensor, *(args[1:] or (0.5,))), rest, {id(seen.tensor): seen})[0]
+    drawn = tape.apply(_aten.bernoulli.p, seen, *(args[1:] or (0.5,)), **kwargs)
     if permuted:
         back = sorted(range(len(order)), key=order.__getitem__)
-        drawn = tape.emit(_aten.permute.default, (drawn.tensor, back), {}, {id(drawn.tensor): drawn})[0]
+        drawn = tape.apply(_aten.permute.default, drawn, back)
     return drawn
 
 
@@ -154,25 +152,24 @@ def overwritten_base(tape: Tape, target: Alias, whole: Value, new: Value, where:
     """
     base, view = target.store.base.tensor, target.tensor
     if new.dtype != view.dtype:
-        new = tape.emit(_aten._to_copy.default, (new.tensor,), {"dtype": view.dtype}, {id(new.tensor): new})[0]
+        new = tape.apply(_aten._to_copy.default, new, dtype=view.dtype)
     for shows, physical in ((view.is_conj(), _aten.conj_physical.default), (view.is_neg(), _aten.neg.default)):
         if shows:  # what is in memory is the conjugate, or the negative, of what the view shows
-            new = tape.emit(physical, (new.tensor,), {}, {id(new.tensor): new})[0]
-    known = {id(whole.tensor): whole, id(new.tensor): new}
+            new = tape.apply(physical, new)
     if view.dtype != base.dtype:
         return _overwritten_parts(tape, target, whole, new, where)
     dense = all(t.is_contiguous() for t in (view, base, new.tensor))
     if dense and view.numel() == base.numel() and new.root is new and not new.kind:
-        return tape.emit(_aten.view.default, (new.tensor, list(base.shape)), {}, known)[0]
+        return tape.apply(_aten.view.default, new, list(base.shape))
     scatter = _SCATTERS.get(target.replay[0]) if target.replay is not None else None
     if scatter is not None and target.parent is target.store.base and target.replay is not None:
         _, args, kwargs = target.replay
-        result = tape.emit(scatter, (whole.tensor, new.tensor, *args[1:]), kwargs, known)[0]
+        result = tape.apply(scatter, whole, new, *args[1:], **kwargs)
         if _same_geometry(result.tensor, base):
             return result
     offset = whole.tensor.storage_offset() + view.storage_offset() - base.storage_offset()
-    args = (whole.tensor, new.tensor, list(view.shape), list(view.stride()), offset)
-    result = tape.emit(_aten.as_strided_scatter.default, args, {}, known)[0]
+    shape, strides = list(view.shape), list(view.stride())
+    result = tape.apply(_aten.as_strided_scatter.default, whole, new, shape, strides, offset)
     return laid_out(tape, result, base, whole, where)
 
 
@@ -186,10 +183,8 @@ def _overwritten_parts(tape: Tape, target: Alias, whole: Value, new: Value, wher
             where=where,
             fix="make the new tensor as that type, and view it as the other",
         )
-    parts = tape.emit(_aten.view_as_real.default, (whole.tensor,), {}, {id(whole.tensor): whole})[0]
+    parts = tape.apply(_aten.view_as_real.default, whole)
     offset = parts.tensor.storage_offset() + view.storage_offset() - 2 * base.storage_offset()
-    args = (parts.tensor, new.tensor, list(view.shape), list(view.stride()), offset)
-    known = {id(parts.tensor): parts, id(new.tensor): new}
-    written = tape.emit(_aten.as_strided_scatter.default, args, {}, known)[0]
-    result = tape.emit(_aten.view_as_complex.default, (written.tensor,), {}, {id(written.tensor): written})[0]
-    return laid_out(tape, result, base, whole, where)
+    shape, strides = list(view.shape), list(view.stride())
+    written = tape.apply(_aten.as_strided_scatter.default, parts, new, shape, strides, offset)
+    return laid_out(tape, tape.apply(_aten.view_as_complex.default, written), base, whole, where)

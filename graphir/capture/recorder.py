@@ -309,7 +309,7 @@ class Recorder(Tape, TorchDispatchMode):
         """``rrelu``, which overwrites its noise and returns a tensor or overwrites that too, by its functional form."""
         targets = [aliases[i] for i in bound.written]
         seen = [self.read(target.tensor) for target in targets]
-        made = self.emit(_aten.rrelu_with_noise_functional.default, args, kwargs, {})
+        made = self.emit(_aten.rrelu_with_noise_functional.default, args, kwargs)
         out = self._results.of(form, bound, [alias.geometry for alias in aliases], args, kwargs)
         here = where(self._scopes.current)
         for target, old, new in zip(reversed(targets), reversed(seen), reversed(made), strict=False):
@@ -325,7 +325,7 @@ class Recorder(Tape, TorchDispatchMode):
         """Batch norm where running statistics are no state, as where ``instance_norm`` repeats it over the batch."""
         targets = [aliases[i] for i in bound.written]
         seen = [self.read(target.tensor) for target in targets]
-        *made, mean, var = self.emit(_aten._native_batch_norm_legit_functional.default, args, kwargs, {})
+        *made, mean, var = self.emit(_aten._native_batch_norm_legit_functional.default, args, kwargs)
         out = self._results.of(form, bound, [alias.geometry for alias in aliases], args, kwargs)
         for tensor, value in zip(out, made, strict=True):
             value.tensor = tensor
@@ -417,7 +417,7 @@ class Recorder(Tape, TorchDispatchMode):
         view = functional_view(form)
         out = form.func(*args, **kwargs)
         replay = (view, (before, *args[1:]), dict(kwargs))
-        (alias.value,) = self.emit(*replay, known={id(before): old.value})
+        (alias.value,) = self.emit(*replay)
         alias.value.tensor = tensor
         alias.parent, alias.replay, alias.position, alias.geometry = old, replay, 0, geometry_of(tensor)
         return out

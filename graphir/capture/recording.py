@@ -307,7 +307,7 @@ def _forward_loss(
     with recorder.unseen():
         loss = recorder.read(total)
         if loss.kind or loss.is_view:
-            loss = recorder.emit(_aten.clone.default, (total,), {}, {})[0]
+            loss = recorder.apply(_aten.clone.default, total)
     return loss, scaled
 
 

@@ -53,12 +53,11 @@ class SparseTensors:
         """
         indices, values = self._read(tensor)
         if indices.root.phase == "forward":
-            indices = tape.emit(_aten.clone.default, (indices.tensor,), {}, {id(indices.tensor): indices})[0]
+            indices = tape.apply(_aten.clone.default, indices)
         if values.strides not in (contiguous_strides(values.shape), (1, values.shape[0])):
-            fmt = {"memory_format": torch.contiguous_format}
-            values = tape.emit(_aten.clone.default, (values.tensor,), fmt, {id(values.tensor): values})[0]
+            values = tape.apply(_aten.clone.default, values, memory_format=torch.contiguous_format)
         elif values.phase == "forward" or any(values is known.values for known in self.gradients.values()):
-            values = tape.emit(_aten.alias.default, (values.tensor,), {}, {id(values.tensor): values})[0]
+            values = tape.apply(_aten.alias.default, values)
         self.gradients[param.index] = SparseValue(indices, values)
 
     def _read(self, tensor: torch.Tensor) -> SparseValue:

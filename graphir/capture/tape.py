@@ -179,27 +179,37 @@ class Tape:
                 alias.value = seen
             else:
                 func, args, kwargs = alias.replay
-                args = tuple(seen.tensor if a is parent.tensor else a for a in args)
-                alias.value = self.emit(func, args, kwargs, {id(seen.tensor): seen})[alias.position]
+                args = tuple(seen if a is parent.tensor else a for a in args)
+                alias.value = self.emit(func, args, kwargs)[alias.position]
             alias.generation = alias.store.generation
         return alias.value
 
     # Calls that the step did not make itself.
 
-    def emit(
-        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], known: Mapping[int, Value]
-    ) -> list[Value]:
-        """Record a call of *func* on values, given as their tensors; returns what it makes.
+    def apply(self, func: Any, *args: Any, **kwargs: Any) -> Value:
+        """Record a call as :meth:`emit` does; returns the one value that it makes."""
+        (made,) = self.emit(func, args, kwargs)
+        return made
 
-        The tensors that it makes are no windows on the step's memory. To be used while the dispatcher calls, or
+    def emit(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Value]:
+        """Record a call of *func*; returns the values that it makes.
+
+        The tensors that it makes are no windows on the step's memory. To be used while the dispatcher calls, or in
         :meth:`.recorder.Recorder.unseen`; elsewhere the dispatcher would record the call too.
+
+        Args:
+            func: the operator.
+            args: its arguments, values in the place of tensors; a tensor of the step stands for what it shows now.
+            kwargs: those by keyword, none of them a tensor.
         """
         form = form_of(func)
-        bound = form.bind(args, kwargs)
+        known = {id(arg.tensor): arg for arg in args if isinstance(arg, Value)}
+        tensors = tuple([arg.tensor if isinstance(arg, Value) else arg for arg in args])
+        bound = form.bind(tensors, kwargs)
         inputs = tuple([known.get(id(t)) or self.read(t) for t in bound.tensors])
         pairs = list(zip(bound.tensors, inputs, strict=True))
         geometries = [v.geometry if v.tensor is t else geometry_of(t) for t, v in pairs]
-        out = self._results.of(form, bound, geometries, args, kwargs)
+        out = self._results.of(form, bound, geometries, tensors, kwargs)
         call, source = self._call(form, bound, inputs)
         outs = out if isinstance(out, (tuple, list)) else (out,)
         for tensor in outs:
