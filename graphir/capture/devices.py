@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
 
 from ..errors import CaptureError
+from .patches import in_this_thread, replaced
 from .refusals import where
 
 __all__ = ["modules_stay", "moves_stay", "on_host"]
@@ -47,34 +47,23 @@ def moves_stay() -> Iterator[None]:
 
     They ask for the device before the dispatcher sees them, which fails where there is none.
     """
-    thread = threading.get_ident()
-
-    def moving(move: Callable[..., torch.Tensor], stays: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def method(*args: Any, **kwargs: Any) -> torch.Tensor:
-            return (stays if threading.get_ident() == thread else move)(*args, **kwargs)
-
-        return method
+    move = torch.Tensor.to
 
     def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if "device" in kwargs:
             kwargs["device"] = _hosted(kwargs["device"])
-        return moves["to"](tensor, *map(_hosted, args), **kwargs)
+        return move(tensor, *map(_hosted, args), **kwargs)
 
     def stay(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return tensor
 
-    moves: dict[str, Callable[..., torch.Tensor]] = {
-        "to": torch.Tensor.to,
-        "cuda": torch.Tensor.cuda,
-        "pin_memory": torch.Tensor.pin_memory,
+    moves = {
+        "to": in_this_thread(to, move),
+        "cuda": in_this_thread(stay, torch.Tensor.cuda),
+        "pin_memory": in_this_thread(stay, torch.Tensor.pin_memory),
     }
-    try:
-        for name, move in moves.items():
-            setattr(torch.Tensor, name, moving(move, to if name == "to" else stay))
+    with replaced(torch.Tensor, moves):
         yield
-    finally:
-        for name in moves:  # they belong to its base class
-            delattr(torch.Tensor, name)
 
 
 @contextlib.contextmanager
@@ -89,11 +78,8 @@ def modules_stay(here: Callable[[], str]) -> Iterator[None]:
     Raises:
         CaptureError: it would change one.
     """
-    thread, apply = threading.get_ident(), torch.nn.Module._apply
 
     def unchanged(module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        if threading.get_ident() != thread:
-            return apply(module, fn, recurse)  # type: ignore[no-untyped-call]
         for name, tensor in (*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)):
             with torch.no_grad():
                 converted = fn(tensor)
@@ -106,11 +92,8 @@ def modules_stay(here: Callable[[], str]) -> Iterator[None]:
                 )
         return module
 
-    torch.nn.Module._apply = unchanged  # type: ignore[method-assign]
-    try:
+    with replaced(torch.nn.Module, {"_apply": in_this_thread(unchanged, torch.nn.Module._apply)}):
         yield
-    finally:
-        torch.nn.Module._apply = apply  # type: ignore[method-assign]
 
 
 def _hosted(argument: Any) -> Any:

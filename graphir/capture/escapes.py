@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
 
 from ..errors import CaptureError
+from .patches import in_this_thread, replaced
 from .refusals import READS_DATA, where
 from .scopes import Scopes
 
@@ -23,24 +23,14 @@ _METHODS: Final = ("tolist", "numpy", "__dlpack__", "__format__")
 @contextlib.contextmanager
 def escapes_refused(scopes: Scopes) -> Iterator[None]:
     """Refuse what would make the data of a tensor, such as one that a closure holds, part of the program unseen."""
-    own = {name: vars(torch.Tensor)[name] for name in _METHODS if name in vars(torch.Tensor)}
-    thread = threading.get_ident()
-    try:
-        for name in _METHODS:
-            setattr(torch.Tensor, name, _refusing(getattr(torch.Tensor, name), name, scopes, thread))
+    with replaced(torch.Tensor, {name: _refusing(getattr(torch.Tensor, name), name, scopes) for name in _METHODS}):
         yield
-    finally:
-        for name in _METHODS:
-            if name in own:
-                setattr(torch.Tensor, name, own[name])
-            else:
-                delattr(torch.Tensor, name)
 
 
-def _refusing(method: Callable[..., Any], name: str, scopes: Scopes, thread: int) -> Callable[..., Any]:
+def _refusing(method: Callable[..., Any], name: str, scopes: Scopes) -> Callable[..., Any]:
     def refuse(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        printed = args == ("",) or sys._getframe(1).f_globals.get("__name__") == "torch._tensor_str"
-        if threading.get_ident() != thread or printed:
+        caller = sys._getframe(2)  # beyond what chooses by the thread
+        if args == ("",) or caller.f_globals.get("__name__") == "torch._tensor_str":  # it is printed
             return method(tensor, *args, **kwargs)
         raise CaptureError(
             f".{name}() reads numbers out of a tensor, so the step depends on data",
@@ -48,4 +38,4 @@ def _refusing(method: Callable[..., Any], name: str, scopes: Scopes, thread: int
             fix=READS_DATA,
         )
 
-    return refuse
+    return in_this_thread(refuse, method)

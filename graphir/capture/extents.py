@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import GraphirError
 from ..ir.size import Size, add, dimension, multiply
+from .patches import replaced
 from .values import Alias, Value
 
 __all__ = ["Axis", "Derived", "Extents", "Number", "Range", "Symbol", "Test", "plain"]
@@ -154,7 +155,7 @@ class Extents:
             self._sliced(tensor, index)
             _set_item_of(tensor, index, value)
 
-        patched = {
+        methods = {
             "shape": property(self._shape),
             "size": size,
             "stride": stride,
@@ -166,25 +167,18 @@ class Extents:
             "__getitem__": getitem,
             "__setitem__": setitem,
         }
-        functions: list[tuple[Any, str, Any]] = [
-            (torch, "numel", lambda input: input.numel()),
-            (builtins, "len", length),  # it makes a plain integer of what a tensor's __len__ returns
-            (builtins, "range", Range),
-        ]
+        # Python makes a plain integer of what a tensor's __len__ returns.
+        own = {"len": length, "range": Range}
         before, self.seen = self.seen, True
-        kept = [(module, name, getattr(module, name)) for module, name, _ in functions]
         try:
-            for name, value in patched.items():
-                setattr(FakeTensor, name, value)
-            for module, name, function in functions:
-                setattr(module, name, function)
-            yield
+            with (
+                replaced(FakeTensor, methods),
+                replaced(torch, {"numel": lambda input: input.numel()}),
+                replaced(builtins, own),
+            ):
+                yield
         finally:
             self.seen = before
-            for module, name, function in kept:
-                setattr(module, name, function)
-            for name in patched:  # they belong to its base class
-                delattr(FakeTensor, name)
 
     def _value(self, tensor: torch.Tensor) -> Value | None:
         """The value that a tensor shows, if it belongs to the recording and has the value's shape."""

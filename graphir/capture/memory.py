@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import CaptureError
 from .conditions import Broken
+from .patches import replaced
 from .refusals import where
 from .values import Alias, Replay, Store, Value
 
@@ -60,11 +61,8 @@ class Memory:
             if alias is not None and alias.is_exchanged:
                 raise _exchanged(alias)
 
-        FakeTensor.data = property(data.__get__, exchange)  # type: ignore[attr-defined, assignment]
-        try:
+        with replaced(FakeTensor, {"data": property(data.__get__, exchange)}):  # type: ignore[attr-defined]
             yield
-        finally:
-            del FakeTensor.data
 
     def check_unexchanged(self) -> None:
         """Raise where a tensor that was seen looks at other memory now.

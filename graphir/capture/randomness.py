@@ -10,7 +10,7 @@ import contextlib
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,10 +20,9 @@ from ..ir.seeds import mix
 from .composites import composed_as_unwatched
 from .conditions import Broken, Checks
 from .forms import Form, form_of
+from .patches import replaced
 
 __all__ = ["RandomState", "SeedIds", "refuse_generator", "refuse_seeding", "seedable", "seeded"]
-
-_STATE_MODULES: Final = (torch, torch.random)
 
 
 class SeedIds:
@@ -63,16 +62,9 @@ class SeedIds:
             with torch.utils._python_dispatch._disable_current_modes():
                 restore(new_state)
 
-        try:
-            _patch(get_rng_state=get_rng_state, set_rng_state=set_rng_state)
+        functions = {"get_rng_state": get_rng_state, "set_rng_state": set_rng_state}
+        with replaced(torch, functions), replaced(torch.random, functions):
             yield
-        finally:
-            _patch(get_rng_state=get, set_rng_state=restore)
-
-
-def _patch(**functions: Callable[..., Any]) -> None:
-    for module in _STATE_MODULES:
-        vars(module).update(functions)
 
 
 @contextlib.contextmanager
@@ -96,12 +88,9 @@ def refuse_seeding(here: Callable[[], str]) -> Iterator[None]:
 
         return call
 
-    saved = {name: getattr(torch, name) for name in ("manual_seed", "seed", "initial_seed")}
-    try:
-        _patch(**{name: refused(name) for name in saved})
+    functions = {name: refused(name) for name in ("manual_seed", "seed", "initial_seed")}
+    with replaced(torch, functions), replaced(torch.random, functions):
         yield
-    finally:
-        _patch(**saved)
 
 
 def _own_generator(form: Form, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator | None:

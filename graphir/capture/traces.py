@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Final
@@ -12,6 +11,7 @@ from typing import Any, Final
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from ..errors import CaptureError
+from .patches import in_this_thread, replaced
 
 __all__ = ["traces_refused"]
 
@@ -30,10 +30,10 @@ def traces_refused(here: Callable[[], str]) -> Iterator[None]:
     Raises:
         CaptureError: the step traces a function.
     """
-    thread, enter = threading.get_ident(), ProxyTorchDispatchMode.__enter__
+    enter = ProxyTorchDispatchMode.__enter__
 
     def refuse(mode: ProxyTorchDispatchMode) -> Any:
-        if threading.get_ident() != thread or _for_a_branch():
+        if _for_a_branch():
             return enter(mode)
         raise CaptureError(
             "the step traces a function, as make_fx, torch.func.linearize and operators such as scan do",
@@ -41,11 +41,8 @@ def traces_refused(here: Callable[[], str]) -> Iterator[None]:
             fix="call the function itself, in a loop where it runs several times",
         )
 
-    try:
-        ProxyTorchDispatchMode.__enter__ = refuse  # type: ignore[method-assign]
+    with replaced(ProxyTorchDispatchMode, {"__enter__": in_this_thread(refuse, enter)}):
         yield
-    finally:
-        ProxyTorchDispatchMode.__enter__ = enter  # type: ignore[method-assign]
 
 
 def _for_a_branch() -> bool:
