@@ -42,6 +42,7 @@ SizeText: TypeAlias = "int | str"
 Pairs: TypeAlias = tuple[tuple[NonNegativeInt, NonNegativeInt], ...]
 Pattern: TypeAlias = Annotated[str, StringConstraints(pattern=r"^([t_]|\[[t_]*\])*$")]
 Digest: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
+OneLine: TypeAlias = Annotated[str, StringConstraints(pattern=r"^\P{Cc}*$")]
 Lane: TypeAlias = Annotated[str, StringConstraints(pattern=r"^(gpu|cpu):[0-9]{1,6}\.(compute|copy_in|copy_out)$")]
 
 
@@ -162,7 +163,7 @@ class GuardRecord(_Record):
     """A :class:`~graphir.ir.guard.Guard`, but for its reason in its own text."""
 
     guard: str
-    reason: str
+    reason: OneLine
 
 
 class ProgramRecord(_Record):
@@ -170,7 +171,7 @@ class ProgramRecord(_Record):
 
     name: str
     dims: dict[str, int] = {}
-    fixed: str = ""
+    fixed: OneLine = ""
     replicas: tuple[str, ...] = ("",)
     history: tuple[str, ...] = ()
     guards: tuple[GuardRecord, ...] = ()

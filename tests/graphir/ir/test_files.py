@@ -413,6 +413,13 @@ def test_damaged_nets_are_refused(net_file, keys, value, what, place):
         (("program", "dims", "batch"), -3, "dimension 'batch' cannot be -3", "program.dims.batch"),
         (("program", "dims", "batch"), 2**60, f"dimension 'batch' cannot be {2**60}", "program.dims.batch"),
         (("values",), {"x": "0123"}, "String should match pattern", "values.x"),
+        (
+            ("program", "guards"),
+            [{"guard": "batch>=2", "reason": "a\n  fix  b"}],
+            "String should match pattern",
+            "program.guards[0].reason",
+        ),
+        (("program", "fixed"), "a\nb", "String should match pattern", "program.fixed"),
         (("program", "interface", "fetches"), [{"value": [1]}], "[1] is not a number", "program.interface"),
         (("program", "interface", "feeds", 0, "value"), [1], "[1] is not a number", "program.interface"),
     ],
