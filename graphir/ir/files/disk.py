@@ -8,6 +8,7 @@ nesting by the JSON parser.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import BufferedIOBase
@@ -218,11 +219,14 @@ def read_bytes(path: Path) -> bytes:
     """What a file holds.
 
     Raises:
-        FileError: it cannot be read, or has more than :data:`MOST_BYTES`.
+        FileError: it cannot be read, is a device but no terminal, or has more than :data:`MOST_BYTES`.
     """
     try:
         with path.open("rb") as file:
-            nbytes = os.fstat(file.fileno()).st_size
+            found = os.fstat(file.fileno())
+            if stat.S_ISBLK(found.st_mode) or (stat.S_ISCHR(found.st_mode) and not file.isatty()):
+                raise FileError("the path is that of a device", where=str(path), fix="give the path of a file")
+            nbytes = found.st_size
             text = read_stream(file, MOST_BYTES) if nbytes <= MOST_BYTES else b""
     except OSError as e:
         raise FileError(f"the file cannot be read: {e.strerror}", where=str(path), fix="check the path") from None

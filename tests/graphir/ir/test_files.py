@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import nets
 import pytest
@@ -445,6 +446,22 @@ def test_large_files_are_refused_before_they_are_read(tmp_path):
         os.truncate(file.fileno(), files.MOST_BYTES + 1)
     with pytest.raises(FileError, match="the file has 1073741825 bytes; more than 1073741824 are not read"):
         load(path)
+
+
+@pytest.mark.parametrize("device", ["/dev/zero", os.devnull])
+def test_devices_are_refused_before_they_are_read(device):
+    with pytest.raises(FileError, match="the path is that of a device") as caught:
+        load(device)
+    assert caught.value.where == device
+
+
+def test_a_pipe_is_read(tmp_path):
+    plan = nets.random_plan(3)
+    plan.save(tmp_path / "plan.json")
+    os.mkfifo(tmp_path / "pipe")
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit((tmp_path / "pipe").write_bytes, (tmp_path / "plan.json").read_bytes())
+        assert load(tmp_path / "pipe") == plan
 
 
 def test_what_would_be_too_large_is_not_written(tmp_path, monkeypatch):
