@@ -26,12 +26,20 @@ import torch
 
 from graphir.passes import Pipeline, emit, inject_copies, replicate
 from graphir.runtime import Report, Session
-from graphir.runtime.interface.arguments import counted
 from graphir.runtime.loop import run_loader
 
 from .capture import capture
 from .capture.arguments import Arguments, read_arguments
-from .errors import CaptureError, CoverageError, PassError, PlacementError, RecaptureWarning, SessionError, nearest
+from .errors import (
+    CaptureError,
+    CoverageError,
+    PassError,
+    PlacementError,
+    RecaptureWarning,
+    SessionError,
+    counted,
+    nearest,
+)
 from .ir.program import Program
 from .plan import Plan
 

@@ -27,6 +27,7 @@ __all__ = [
     "RunError",
     "SessionError",
     "VerifyError",
+    "counted",
     "nearest",
 ]
 
@@ -115,6 +116,11 @@ class RecaptureWarning(UserWarning):
 
 def _message(what: str, *labelled: tuple[str, str]) -> str:
     return "\n".join([what, *(f"  {label:<4} {text}" for label, text in labelled if text)])
+
+
+def counted(number: int, thing: str) -> str:
+    """``1 row``, ``2 rows``."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

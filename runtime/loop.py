@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from graphir.errors import SessionError
+from graphir.errors import SessionError, counted
 
 __all__ = ["run_loader"]
 
@@ -80,7 +80,7 @@ def _batches(loader: Iterable[Any], results: list[Any], where: str) -> Iterator[
         yield from loader
     except Exception as e:
         raise SessionError(
-            f"the loader failed after {_count(results)}: {_reason(e)}",
+            f"the loader failed after {counted(len(results), 'step')}: {_reason(e)}",
             where=where,
             fix="the session is whole: session.results has what the steps returned, and step() and run() go on",
         ) from e
@@ -92,10 +92,6 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {first}" + (f" … {rest[-1]}" if rest else "")
 
 
-def _count(results: list[Any]) -> str:
-    return f"{len(results)} step{'s' if len(results) != 1 else ''}"
-
-
 @contextmanager
 def _interrupts(results: list[Any]) -> Iterator[Callable[[], Any]]:
     """What holds Ctrl-C back for as long as a step runs. Handlers that the program has set itself stay as they are."""
@@ -103,7 +99,9 @@ def _interrupts(results: list[Any]) -> Iterator[Callable[[], Any]]:
     stepping = [False]
 
     def interrupt() -> KeyboardInterrupt:
-        return KeyboardInterrupt(f"stopped after {_count(results)}, which session.results has; the session is whole")
+        return KeyboardInterrupt(
+            f"stopped after {counted(len(results), 'step')}, which session.results has; the session is whole"
+        )
 
     def handle(number: int, frame: FrameType | None) -> None:
         if held:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphir.errors import SessionError
+from graphir.errors import SessionError, counted
 from graphir.ir.blob import Blob
 from graphir.ir.program import ParamGroup, Program
 from graphir.ir.size import bind_shape
@@ -182,8 +182,7 @@ class Rates:
     def check_count(self, optimizer: torch.optim.Optimizer) -> None:
         theirs, ours = len(optimizer.param_groups), len(self.groups)
         if theirs != ours:
-            groups = "parameter group" + ("s" if theirs != 1 else "")
-            raise self.refusal(f"the optimizer has {theirs} {groups}, the program {ours}")
+            raise self.refusal(f"the optimizer has {counted(theirs, 'parameter group')}, the program {ours}")
 
     def check_params(self, i: int, group: ParamGroup, theirs: list[Tensor]) -> None:
         if len(theirs) != len(group.params):

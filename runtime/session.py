@@ -12,14 +12,13 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor
 
-from graphir.errors import RunError, SessionError
+from graphir.errors import RunError, SessionError, counted
 from graphir.plan import Plan
 
 from .cuda.executor import Collectives, Cuda
 from .executor import Feedable, OnDevices, Setting
 from .executors.choice import choose
 from .failures.faults import fault, writes_state
-from .interface.arguments import counted
 from .interface.gather import Gather
 from .interface.scatter import Scatter
 from .kernels.repeatable import unrepeatable

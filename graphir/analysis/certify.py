@@ -13,7 +13,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, NoReturn
 
-from ..errors import EquivalenceError
+from ..errors import EquivalenceError, counted
 from ..ir.names import prefix_of
 from ..ir.net import Net
 from ..ir.operator import Operator
@@ -92,9 +92,7 @@ class Certificate:
         return True
 
     def __str__(self) -> str:
-        counts = ", ".join(
-            f"{count} {kind.removesuffix('s') if count == 1 else kind}" for kind, count in self.compared.items()
-        )
+        counts = ", ".join(counted(count, kind.removesuffix("s")) for kind, count in self.compared.items())
         lines = [f"{self.after!r} computes what {self.before!r} computes, bit for bit: {counts} over {_STEPS} steps"]
         return "\n".join(lines + [f"  but {caveat}" for caveat in self.caveats])
 

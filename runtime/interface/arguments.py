@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from graphir.errors import SessionError
+from graphir.errors import SessionError, counted
 from graphir.ir.program import Feed
 
 from .structure import flatten, paths, read_structure
 
-__all__ = ["Arguments", "counted"]
-
-
-def counted(number: int, thing: str) -> str:
-    """``1 row``, ``2 rows``."""
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+__all__ = ["Arguments"]
 
 
 class Arguments:

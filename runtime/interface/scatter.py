@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from graphir.errors import CoverageError, SessionError
+from graphir.errors import CoverageError, SessionError, counted
 from graphir.ir.blob import Blob, contiguous_strides, overlaps
 from graphir.ir.device import Device
 from graphir.ir.dtype import TORCH_NAME
@@ -25,7 +25,7 @@ from graphir.ir.program import Program, Scalar
 from graphir.ir.size import Dims, Polynomial, Size, bind, bind_shape, rename_dims, size_dims
 
 from ..kernels.communication import allocate, copy
-from .arguments import Arguments, counted
+from .arguments import Arguments
 from .coverage import check_layouts
 
 __all__ = ["Fit", "Scatter", "Share"]

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict
 
+from graphir.errors import counted
 from graphir.ir.device import Device
 from graphir.ir.text import nbytes_text
 from graphir.plan import Plan
@@ -149,8 +150,7 @@ class Report(_Entry):
         return self.model_dump_json()
 
     def __str__(self) -> str:
-        count = f"{self.steps} step{'s' if self.steps != 1 else ''}"
-        lines = [f"report of {self.name!r}: {_seconds(self.seconds)} a step, mean of {count}"]
+        lines = [f"report of {self.name!r}: {_seconds(self.seconds)} a step, mean of {counted(self.steps, 'step')}"]
         lines.append(f"  executor {self.executor}: {self.reason}")
         lines += _table(
             ("lane", "busy", "waiting", "idle"),

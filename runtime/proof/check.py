@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Final
 
 from graphir.analysis.values import value_numbers
-from graphir.errors import PlanError
+from graphir.errors import PlanError, counted
 from graphir.ir.verify import require
 from graphir.plan import Plan
 
@@ -67,9 +67,8 @@ def require_sound(plan: Plan) -> None:
         return
     shown = "\n".join(str(finding) for finding in findings[:_SHOWN]).replace("\n", "\n       ")
     more = f"\n       and {len(findings) - _SHOWN} more" if len(findings) > _SHOWN else ""
-    count = "1 finding" if len(findings) == 1 else f"{len(findings)} findings"
     raise PlanError(
-        f"the plan is not sound: {count}",
+        f"the plan is not sound: {counted(len(findings), 'finding')}",
         at=shown + more,
         where=f"plan {plan.name!r}",
         fix="emit the plan again; runtime.check(plan) lists all findings",

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch.utils import _pytree
 
-from ...errors import GraphirError, nearest
+from ...errors import GraphirError, counted, nearest
 from ...ir.blob import STATE_ROLES, Blob
 from ...ir.net import Net
 from ...ir.operator import Operator
@@ -97,7 +97,7 @@ def _refuse_untranslated(program: Program) -> None:
         return
     types = dict.fromkeys(op.type for op, _, _ in found)
     verb = "has" if len(found) == 1 else "have"
-    lines = [f"{_many(len(found), 'operator')} of {_many(len(types), 'type')} {verb} no translation"]
+    lines = [f"{counted(len(found), 'operator')} of {counted(len(types), 'type')} {verb} no translation"]
     for type in list(types)[:_MOST_LISTED]:
         places = [f"{net.name}[{position}]" for op, position, net in found if op.type == type]
         more = f" and {len(places) - 4} more" if len(places) > 4 else ""
@@ -109,10 +109,6 @@ def _refuse_untranslated(program: Program) -> None:
         where=f"program {program.name!r}",
         fix="take these operators out of the net, or write them with types that have a translation",
     )
-
-
-def _many(number: int, thing: str) -> str:
-    return f"{number} {thing}{'s' * (number != 1)}"
 
 
 def _given(program: Program, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -247,7 +243,7 @@ def _declare(
     if unknown:
         some = ", ".join(map(repr, unknown[:_MOST_LISTED])) + (", …" if len(unknown) > _MOST_LISTED else "")
         raise GraphirError(
-            f"the shape of {_many(len(unknown), 'external input')} is not known: {some}",
+            f"the shape of {counted(len(unknown), 'external input')} is not known: {some}",
             where=f"net {step.name!r}",
             fix=f'load_program(…, shapes={{"{unknown[0]}": ([8, 16], "f32")}}), or lower(program, state=…)',
         )
@@ -276,7 +272,7 @@ def _state(
     if missing:
         some = ", ".join(map(repr, missing[:_MOST_LISTED])) + (", …" if len(missing) > _MOST_LISTED else "")
         raise GraphirError(
-            f"{_many(len(missing), 'blob')} live from step to step, and have no value: {some}",
+            f"{counted(len(missing), 'blob')} live from step to step, and have no value: {some}",
             fix="lower(program, state={name: tensor}) with a value of each",
         )
     return {name: given[name] if name in given else filled[name] for name in kept}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Final, TypeAlias
 
-from ...errors import GraphirError
+from ...errors import GraphirError, counted
 from ...ir.device import CPU, Device
 from ...ir.operator import Arg, Operator, Symbol
 from .builder import FLOATING, Absent, Builder, Known, Operand, Static, Target, Value
@@ -38,8 +38,8 @@ class Call:
     def known(self, position: int) -> Known:
         """What is known of an input."""
         if position >= len(self.op.inputs):
-            more = "s" * (position > 0)
-            raise refuse(f"{self.op.type} needs at least {position + 1} input{more}, {len(self.op.inputs)} given")
+            least = counted(position + 1, "input")
+            raise refuse(f"{self.op.type} needs at least {least}, {len(self.op.inputs)} given")
         name = self.op.inputs[position]
         found = self.builder.known.get(name)
         if found is None:
@@ -104,8 +104,8 @@ class Call:
     def output(self, position: int) -> str:
         """The name of an output."""
         if position >= len(self.op.outputs):
-            more = "s" * (position > 0)
-            raise refuse(f"{self.op.type} needs at least {position + 1} output{more}, {len(self.op.outputs)} given")
+            least = counted(position + 1, "output")
+            raise refuse(f"{self.op.type} needs at least {least}, {len(self.op.outputs)} given")
         return self.op.outputs[position]
 
     def home(self, output: int) -> Device:
