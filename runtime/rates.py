@@ -237,6 +237,8 @@ class Rates:
                     if group.get(name, self) is not value:
                         self.check_options(i, own._fixed, group)
             rates = [_rate(group["lr"], i) for i, group in enumerate(theirs)]
+            # What torch's schedulers look at: they warn before the first step of an optimizer.
+            self.followed._opt_called = True  # type: ignore[attr-defined]
         return [
             torch.tensor(rates[i], dtype=torch.float64, device="cpu") if as_tensor else rates[i]
             for i, as_tensor in zip(self.group_of, self.as_tensor, strict=True)

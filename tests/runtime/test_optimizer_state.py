@@ -85,7 +85,6 @@ class Eager:
             session.follow(self.optimizer)
             for step in steps:
                 session.step(batch(step))
-                self.optimizer._opt_called = True  # a scheduler warns if its optimizer made no step of its own
                 self.scheduler.step()
             self.model.load_state_dict(session.state_dict())
             self.optimizer.load_state_dict(session.optimizer_state_dict())

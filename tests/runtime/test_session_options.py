@@ -15,7 +15,6 @@ def session_of(example, optimizer):
     return Session(passes.emit(program), program.state)
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("make", [sgd, torch.optim.Adam])
 def test_a_scheduler_that_cycles_momentum_is_refused(make):
     example = models.mlp()
@@ -43,6 +42,17 @@ def test_a_scheduler_that_leaves_momentum_alone_is_followed():
             eager_step(example, optimizer, step)
             scheduler.step()
         assert torch.equal(session.state_dict()["fc1.weight"], example.model.fc1.weight)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_scheduler_takes_a_sessions_step_for_one_of_its_optimizer():
+    example = models.mlp()
+    optimizer = sgd(example.model.parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    with session_of(example, optimizer) as session:
+        session.follow(optimizer)
+        session.step(*batch_of(example))
+        scheduler.step()  # warns where no step was made
 
 
 def test_options_are_read_again_after_the_optimizer_was_loaded():
