@@ -168,6 +168,13 @@ def _group_norm_backward(args: Sequence[Any]) -> tuple[torch.dtype, ...]:
     return data, params, params
 
 
+def _masked_batch_norm_backward(*args: Any) -> tuple[Tensor | None, ...]:
+    """No gradient of an input that the mask leaves out, as its kernels have it; torch's rule makes one."""
+    *_, mask = args
+    gradient, *others = LAYOUTS["aten.native_batch_norm_backward.default"](*args)
+    return (gradient if mask[0] else None, *others)
+
+
 def _view_of(type: str) -> Callable[..., Any]:
     """The rule of *type*, a view in another shape, with the strides that torch's C++ computes.
 
@@ -194,6 +201,7 @@ META: Final[Mapping[str, Callable[..., Any]]] = {
     "graphir.attention_backward": _attention_backward,
     **LAYOUTS,
     "aten.native_batch_norm.default": _with_types("aten.native_batch_norm.default", _normalised),
+    "aten.native_batch_norm_backward.default": _masked_batch_norm_backward,
     "aten.native_group_norm.default": _with_types("aten.native_group_norm.default", _normalised),
     "aten.native_group_norm_backward.default": _with_types(
         "aten.native_group_norm_backward.default", _group_norm_backward

@@ -236,6 +236,11 @@ def normed_weights() -> nn.Module:
 
 
 @model
+def normed_input() -> nn.Module:
+    return nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6))
+
+
+@model
 def frozen_parameters() -> nn.Module:
     net = Net(plain)
     net.a.weight.requires_grad_(False)

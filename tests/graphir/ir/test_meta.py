@@ -67,3 +67,11 @@ def test_views_have_the_strides_of_real_ones_along_one_element_too(
     with FakeTensorMode():
         fake = META[type](torch.empty_strided(shape, strides), size)
     assert (fake.shape, fake.stride()) == (real.shape, real.stride())
+
+
+@pytest.mark.parametrize("mask", [(False, True, True), (False, True, False), (True, True, True)])
+def test_batch_norm_has_no_gradient_of_an_input_that_needs_none(mask: tuple[bool, ...]) -> None:
+    type, channels = "aten.native_batch_norm_backward.default", torch.rand(3)
+    args = [*torch.rand(2, 4, 3), *[channels] * 5, True, 1e-5, mask]
+    bare = [arg.to("meta") if isinstance(arg, torch.Tensor) else arg for arg in args]
+    assert [t is None for t in META[type](*bare)] == [t is None for t in overload(type)(*args)]
