@@ -30,16 +30,8 @@ from graphir.runtime.loop import run_loader
 
 from .capture import capture
 from .capture.arguments import Arguments, read_arguments
-from .errors import (
-    CaptureError,
-    CoverageError,
-    PassError,
-    PlacementError,
-    RecaptureWarning,
-    SessionError,
-    counted,
-    nearest,
-)
+from .capture.refusals import refuse_model
+from .errors import CoverageError, PassError, PlacementError, RecaptureWarning, SessionError, counted, nearest
 from .ir.program import Program
 from .plan import Plan
 
@@ -98,11 +90,7 @@ class Compiled:
                 f"most_plans={most_plans!r}: there is at least one plan", fix="give a whole number from 1 up"
             )
         _check_options(session)
-        if not isinstance(model, torch.nn.Module):
-            raise CaptureError(
-                f"compile takes an nn.Module, not a {type(model).__name__}",
-                fix="pass the model itself; a function goes into the forward of an nn.Module",
-            )
+        refuse_model(model, "compile")
         if not isinstance(passes, str) and not callable(passes):
             raise PassError(
                 f"passes is a {type(passes).__name__}",

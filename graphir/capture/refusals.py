@@ -64,8 +64,8 @@ def where(scope: str, line: str = "") -> str:
     return f"{place}, at {line}" if line else place
 
 
-def refuse_model(model: object) -> None:
-    """Raise where *model* is nothing that can be captured, before anything of it is touched.
+def refuse_model(model: object, taker: str = "capture") -> None:
+    """Raise where *model* is nothing that *taker* can capture, before anything of it is touched.
 
     Raises:
         CaptureError: it is no module, or one of its modules was compiled by TorchScript.
@@ -73,7 +73,7 @@ def refuse_model(model: object) -> None:
     if not isinstance(model, torch.nn.Module):
         kind = "None" if model is None else f"a {type(model).__name__}"
         raise CaptureError(
-            f"capture takes an nn.Module, not {kind}",
+            f"{taker} takes an nn.Module, not {kind}",
             fix="pass the model itself; a function goes into the forward of an nn.Module",
         )
     for path, module in model.named_modules():
