@@ -19,6 +19,7 @@ from ..ir.opset import NAMESPACES
 from .forms import Form, form_of
 
 __all__ = [
+    "BRANCHES",
     "FAKE_ERRORS",
     "READS_DATA",
     "REFUSED_AT_TIMES",
@@ -29,6 +30,9 @@ __all__ = [
     "refused_by_fake",
     "where",
 ]
+
+BRANCHES: Final = ("cond", "while_loop")
+"""Operators on functions that run one or another of them, or once more or not."""
 
 FAKE_ERRORS: Final = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 """What torch's fake tensors raise where a result can't be known without the data."""
@@ -53,8 +57,6 @@ _REMEDIES: Final[Mapping[str, str]] = {
     "aten.resize_as_": "make a new tensor instead",
     "aten.set_": "make a new tensor instead",
 }
-_BRANCHES: Final = ("cond", "while_loop")
-"""Operators on functions that run one or another of them, or once more or not."""
 _FIXED_SHAPE: Final = "use an operator whose output shape does not depend on the data"
 
 
@@ -134,7 +136,7 @@ def refuse_operator(func: object, scope: str, args: tuple[object, ...]) -> None:
     Raises:
         CaptureError: it is a higher-order or a foreign operator, its result depends on data, or it is not supported.
     """
-    if isinstance(func, torch._ops.HigherOrderOperator) and not func.name().startswith(_BRANCHES):
+    if isinstance(func, torch._ops.HigherOrderOperator) and not func.name().startswith(BRANCHES):
         raise CaptureError(
             f"{func} is an operator on functions, which programs don't have",
             where=where(scope),

@@ -12,10 +12,11 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from ..errors import CaptureError
 from .patches import in_this_thread, replaced
+from .refusals import BRANCHES
 
 __all__ = ["traces_refused"]
 
-_BRANCHES: Final = ("torch._higher_order_ops.cond", "torch._higher_order_ops.while_loop")
+_MODULES: Final = tuple([f"torch._higher_order_ops.{operator}" for operator in BRANCHES])
 
 
 @contextlib.contextmanager
@@ -49,7 +50,7 @@ def _for_a_branch() -> bool:
     """Whether ``torch.cond`` or ``while_loop`` is about to trace what it then calls, and is refused for."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_globals.get("__name__") in _BRANCHES:
+        if frame.f_globals.get("__name__") in _MODULES:
             return True
         frame = frame.f_back
     return False
