@@ -13,6 +13,7 @@ from typing import Final
 
 import torch
 
+from ..analysis.cost import GRAIN_SIZE
 from .model_state import StateTensor, has_data
 from .overlaps import extent
 
@@ -20,9 +21,8 @@ __all__ = ["snapshot", "snapshots"]
 
 _FEW_BYTES: Final = 2**20
 """They are copied before a thread would have started."""
-_SERIAL: Final = 32_767
-"""Elements that torch copies in the thread that asks; of more it gives parts to a pool, and waits for all of them while
-the recording has a core of theirs. Source: ``GRAIN_SIZE`` in aten/src/ATen/TensorIterator.h."""
+_SERIAL: Final = GRAIN_SIZE - 1
+"""Elements that torch copies in the thread that asks: the recording has a core of the others."""
 _PIECES: Final = 512
 """As many such pieces are worth a thread."""
 

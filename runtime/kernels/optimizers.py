@@ -16,9 +16,10 @@ from typing import Any, Final, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from graphir.analysis.cost import GRAIN_SIZE
 from graphir.ir.opset import signature
 
-from .short import SHORT, in_one_thread
+from .short import in_one_thread
 from .sparse import SPARSE_UPDATES
 
 __all__ = ["FORMS", "KERNELS", "Update", "as_torch_has_it", "updater"]
@@ -132,11 +133,11 @@ def _momentum_sgd(
 def _by_length(lists: Sequence[Tensors]) -> tuple[Sequence[Tensors], Sequence[Tensors]]:
     """The items of *lists* for short parameters, which are in the first one, and those for long ones."""
     sizes = [param.numel() for param in lists[0]]
-    if max(sizes) < SHORT:
+    if max(sizes) < GRAIN_SIZE:
         return lists, ()
-    if min(sizes) >= SHORT:
+    if min(sizes) >= GRAIN_SIZE:
         return (), lists
-    short = [n < SHORT for n in sizes]
+    short = [n < GRAIN_SIZE for n in sizes]
     return [list(compress(of, short)) for of in lists], [list(compress(of, map(not_, short))) for of in lists]
 
 

@@ -9,14 +9,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Final
+from typing import Any
 
 import torch
 
-__all__ = ["SHORT", "in_one_thread"]
-
-SHORT: Final = 32_768
-"""Elements for which other kernels of torch take a second thread. Source: ``GRAIN_SIZE`` in ATen/TensorIterator.h."""
+__all__ = ["in_one_thread"]
 
 
 def in_one_thread(kernel: Callable[..., None], *args: Any, **kwargs: Any) -> None:

@@ -3,7 +3,9 @@
 import pytest
 import torch
 from graphir.runtime.kernels.optimizers import as_torch_has_it, updater
-from graphir.runtime.kernels.short import SHORT, in_one_thread
+from graphir.runtime.kernels.short import in_one_thread
+
+from graphir.analysis.cost import GRAIN_SIZE
 
 SHAPES = ((), (3,), (33, 17), (2, 3, 3, 3))
 
@@ -188,10 +190,10 @@ def threads():
     torch.set_num_threads(before)
 
 
-LENGTHS = (1, 7, 15, 16, 17, 31, 33, 63, 1000, 4099, 5000, SHORT - 1, SHORT, SHORT + 5)
+LENGTHS = (1, 7, 15, 16, 17, 31, 33, 63, 1000, 4099, 5000, GRAIN_SIZE - 1, GRAIN_SIZE, GRAIN_SIZE + 5)
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS, (SHORT, 2 * SHORT + 1), (5,)], ids=len)
+@pytest.mark.parametrize("lengths", [LENGTHS, (GRAIN_SIZE, 2 * GRAIN_SIZE + 1), (5,)], ids=len)
 def test_momentum_has_the_same_bits_for_parameters_of_any_length(lengths):
     params = [torch.nn.Parameter(torch.randn(length)) for length in lengths]
     ours, buffers = [p.detach().clone() for p in params], [torch.full_like(p, -0.0) for p in params]
@@ -251,11 +253,11 @@ def test_short_fused_updates_run_in_one_thread(threads, monkeypatch):
 
     monkeypatch.setattr(torch, "_fused_sgd_", watched)
     kernel = updater("graphir.sgd", {"form": "fused"})
-    for lengths in ((3, 5), (SHORT, 5, 2 * SHORT, 7), (SHORT,)):
+    for lengths in ((3, 5), (GRAIN_SIZE, 5, 2 * GRAIN_SIZE, 7), (GRAIN_SIZE,)):
         params, grads = ([torch.ones(length) for length in lengths] for _ in range(2))
         kernel(params, grads, [None] * len(lengths), 0.5)
         assert all(torch.equal(param, torch.full_like(param, 0.5)) for param in params)
-    assert seen == [([3, 5], 1), ([5, 7], 1), ([SHORT, 2 * SHORT], 3), ([SHORT], 3)]
+    assert seen == [([3, 5], 1), ([5, 7], 1), ([GRAIN_SIZE, 2 * GRAIN_SIZE], 3), ([GRAIN_SIZE], 3)]
     assert torch.get_num_threads() == 3
 
 
