@@ -10,7 +10,7 @@ from types import CodeType, FrameType
 from typing import Final, NamedTuple
 
 import torch
-from torch.distributions import Distribution, distribution
+from torch.distributions import Distribution, Geometric, constraints, distribution
 
 __all__ = ["Check", "check_read_in"]
 
@@ -25,9 +25,13 @@ class Check(NamedTuple):
     message: str
 
 
+_PARAMETER: Final = Check(True, "a parameter of a distribution is outside of what it may be")
 _CHECKED: Final[Mapping[CodeType, Check]] = {
     torch.nn.functional.gaussian_nll_loss.__code__: Check(False, "var has negative entry/entries"),
-    Distribution.__init__.__code__: Check(True, "a parameter of a distribution is outside of what it may be"),
+    Distribution.__init__.__code__: _PARAMETER,
+    Geometric.__init__.__code__: _PARAMETER,
+    type(constraints.positive_definite).check.__code__: _PARAMETER,
+    type(constraints.positive_semidefinite).check.__code__: _PARAMETER,
     Distribution._validate_sample.__code__: Check(True, "a value is outside of the support of its distribution"),
 }
 """By the function that reads an outcome; none of these reads another number."""

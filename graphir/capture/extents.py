@@ -262,7 +262,7 @@ class Extents:
     def counted(self, number: int, length: int, step: int) -> None:
         """Note that a *length* has a *number* of steps, the last of which may be shorter."""
         if number:
-            self.compared(operator.eq, (length - 1) // step, number - 1)
+            self.compared(operator.eq, -(-length // step), number)
         else:
             self.compared(operator.le, length, 0)
 

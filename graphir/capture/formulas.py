@@ -2,10 +2,10 @@
 
 A tensor's size is a polynomial of the dimensions. What Python makes of sizes ``n`` and ``m`` is
 
-* a polynomial again: ``2 * n * m``, ``(4 * n + 8) // 4``;
+* a polynomial again: ``2 * n * m``, ``(4 * n + 8) // 4``, ``2 * n * m // n``;
 * the remainder of one: ``n % 8``, ``n & 7``;
 * a function of one that rises or falls, made step by step: ``math.ceil(n / 64) + 1``;
-* unknown otherwise: ``n // m``.
+* unknown otherwise: ``n // m``, unless it is one of these for what the sizes are.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -119,10 +120,11 @@ def _derived(symbol: Derived, formulas: Mapping[str, Formula]) -> Formula:
     operation, operands = _in_arithmetic(symbol.operation, operands)
     number = operands[0]
     by = operands[1] if len(operands) == 2 else None
-    if isinstance(by, int):
-        if operation is operator.mod and by > 0:
-            number = _congruent(symbol.operands[0], by, formulas)
-        if isinstance(number, Polynomial) and (found := _of_size(operation, number, by)) is not None:
+    if isinstance(by, int) and operation is operator.mod and by > 0:
+        number = _congruent(symbol.operands[0], by, formulas)
+    if isinstance(number, Polynomial) and isinstance(by, int | Polynomial):
+        found = _of_size(operation, number, by)
+        if found is not None:
             return found
     return _stepped(operation, operands)
 
@@ -141,12 +143,15 @@ def _in_arithmetic(
     return operation, operands
 
 
-def _of_size(operation: Callable[..., int | float], size: Polynomial, by: int) -> Formula | None:
-    """What an operation makes of a size and a number, where that is a size or a remainder; else None."""
-    if operation in (operator.floordiv, operator.mod) and by > 0:
-        if all(k % by == 0 for _, k in size.terms):
-            return divided(size, by) if operation is operator.floordiv else 0
-        return Remainder(size, by) if operation is operator.mod else None
+def _of_size(operation: Callable[..., int | float], size: Polynomial, by: Size) -> Formula | None:
+    """What an operation makes of a size and a number or a size, where that is a size or a remainder; else None."""
+    if operation in (operator.floordiv, operator.mod):
+        quotient = _quotient(size, by)
+        if quotient is not None:
+            return quotient if operation is operator.floordiv else 0
+        return Remainder(size, by) if operation is operator.mod and isinstance(by, int) and by > 0 else None
+    if isinstance(by, Polynomial):
+        return None
     if operation is operator.mul:
         return multiply(size, by)
     if operation is operator.pow and 0 < by <= _HIGHEST_POWER:
@@ -154,6 +159,18 @@ def _of_size(operation: Callable[..., int | float], size: Polynomial, by: int) -
             factors: list[Size] = [size] * by
             return reduce(multiply, factors)
     return None
+
+
+def _quotient(size: Polynomial, by: Size) -> Size | None:
+    """The quotient by a positive number, or by a product of dimensions, that divides each term; else None."""
+    terms = by.terms if isinstance(by, Polynomial) else (((), by),)
+    if len(terms) > 1 or terms[0][1] <= 0:
+        return None
+    dims, divisor = Counter(terms[0][0]), terms[0][1]
+    if any(k % divisor or not dims <= Counter(monomial) for monomial, k in size.terms):
+        return None
+    left = {tuple(sorted((Counter(monomial) - dims).elements())): k // divisor for monomial, k in size.terms}
+    return Polynomial.of(left)
 
 
 def _congruent(number: Number, divisor: int, formulas: Mapping[str, Formula]) -> Formula:

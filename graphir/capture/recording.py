@@ -324,9 +324,17 @@ def _failures(recorder: Recorder, scopes: Scopes, lines: SourceLines) -> Iterato
         place, line = e.where or where(scopes.failed or scopes.current), lines.of_error(e) or recorder.failed_line
         raise CaptureError(e.what, at=e.at, where=f"{place}, at {line}" if line else place, fix=e.fix) from e.__cause__
     except Exception as e:
+        place = where(scopes.failed or scopes.current, lines.of_error(e))
+        if str(e).startswith("Cannot access data pointer"):
+            raise CaptureError(
+                "the step asks where the data of a tensor lies, and there is none while it is recorded",
+                where=place,
+                fix="not copy.deepcopy but tensor.clone(), and for a module torch.func.functional_call with parameters "
+                "of its own; no data_ptr(), and no foreign code",
+            ) from e
         raise CaptureError(
             f"the step failed while it was recorded: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}",
-            where=where(scopes.failed or scopes.current, lines.of_error(e)),
+            where=place,
             fix="check that the step runs by itself on these inputs; numpy and foreign code can't be recorded",
         ) from e
 

@@ -50,8 +50,9 @@ _REMEDIES: Final[Mapping[str, str]] = {
     "aten.nonzero": "index with a mask of fixed shape: torch.where(mask, a, b), or multiply by the mask",
     "aten.masked_select": "keep the shape: torch.where(mask, a, b), or multiply by the mask",
     "aten.index": "a boolean mask selects an unknown number of elements: use torch.where(mask, a, b)",
-    "aten._ctc_loss": "compute the loss outside of the step, from what the model returns: what it keeps for backward "
-    "is as long as the longest target",
+    "aten._ctc_loss": "write its recursion over the frames with torch.logsumexp, on targets padded to one length: what "
+    "torch's keeps for backward is as long as the longest target",
+    "aten.equal": READS_DATA + "; torch.istft asks so, too: write it with torch.fft.irfft and F.fold",
     "aten.linalg_lstsq": "solve the normal equations, torch.linalg.solve(A.mT @ A, A.mT @ b), or use torch.linalg.pinv",
     "aten.resize_": "make a new tensor instead",
     "aten.resize_as_": "make a new tensor instead",

@@ -50,6 +50,38 @@ def test_distributions_check_their_parameters_and_values_in_each_step(monkeypatc
                 session.step(*arguments)
 
 
+class Correlated(nn.Module):
+    """Torch looks into the covariance before it looks whether that is one."""
+
+    def forward(self, x: Tensor, covariance: Tensor) -> Tensor:
+        return torch.distributions.MultivariateNormal(torch.zeros(3), covariance).log_prob(x)
+
+
+class Tries(nn.Module):
+    def forward(self, x: Tensor, probabilities: Tensor) -> Tensor:
+        return torch.distributions.Geometric(probabilities).log_prob(x.round().abs())
+
+
+@pytest.mark.parametrize(
+    ("model", "right", "wrong"),
+    [
+        (Correlated(), torch.eye(3) + 0.5, torch.eye(3).cumsum(0)),
+        (Correlated(), torch.eye(3) + 0.5, torch.eye(3) - 0.5),
+        (Tries(), torch.full((3,), 0.5), torch.zeros(3)),
+    ],
+)
+def test_what_distributions_look_into_on_their_way_to_a_check_is_one(
+    model: nn.Module, right: Tensor, wrong: Tensor
+) -> None:
+    x = torch.randn(4, 3)
+    program = capture(model, (x, right), batch_dims=((0, None), {}, ()))
+    assert program.fixed == ""
+    with Session(emit(program), program.state) as session:
+        assert torch.equal(session.step(x[:2], right), model(x[:2], right))
+        with pytest.raises(RunError, match="a parameter of a distribution is outside of what it may be"):
+            session.step(x, wrong)
+
+
 def ctc(out: Tensor) -> Tensor:
     return F.ctc_loss(out[:, None].log_softmax(-1), torch.ones(1, 2, dtype=torch.int64), (6,), (2,))
 
@@ -58,7 +90,7 @@ def least_squares(out: Tensor) -> Tensor:
     return torch.linalg.lstsq(out, out).solution.sum()
 
 
-@pytest.mark.parametrize(("loss", "remedy"), [(ctc, "outside of the step"), (least_squares, "normal equations")])
+@pytest.mark.parametrize(("loss", "remedy"), [(ctc, "write its recursion"), (least_squares, "normal equations")])
 def test_shapes_that_follow_the_data_are_refused_with_a_remedy(loss: Callable[[Tensor], Tensor], remedy: str) -> None:
     with pytest.raises(CaptureError, match="result depends on data") as error:
         capture(nn.Linear(4, 4), (torch.randn(6, 4),), loss=loss)

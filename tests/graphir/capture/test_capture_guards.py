@@ -206,6 +206,8 @@ ASKED: dict[str, tuple[Any, list[str]]] = {
     "slice of a table": (lambda x: x + x.new_ones(30, 3)[: x.shape[1]], ["length<=30"]),
     "range": (lambda x: torch.cat([x[:, i : i + 16].softmax(1) for i in range(0, x.shape[1], 16)], 1), ["length<=16"]),
     "split": (lambda x: torch.cat([part.softmax(1) for part in x.split(16, 1)], 1), ["length<=16"]),
+    "split into batches": (lambda x: torch.stack(x.repeat(2, 1, 1).split(len(x))), []),
+    "divisible": (lambda x: x if x.flatten(0, 1).shape[0] % len(x) else x.relu(), []),
     "unread split": (lambda x: x.exp() if len(x.split(16, 1)) > 1 else x.relu(), ["length<=16"]),
     "stride": (lambda x: x.exp() if x.stride(0) > 60 else x.relu(), ["length<=20"]),
     "strides": (lambda x: x.exp() if x.mT.stride() > (60, 1, 3) else x.relu(), ["length<=20", "length!=20"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import random
 from pathlib import Path
@@ -86,6 +87,13 @@ def formatted(m: Any, h: Tensor) -> Tensor:
 @refused("aten.equal.default reads a number out of a tensor")
 def equal(m: Any, h: Tensor) -> Tensor:
     return h if torch.equal(h, h + 1) else -h  # here
+
+
+@refused("write it with torch.fft.irfft and F.fold")
+def inverse_of_a_spectrogram(m: Any, h: Tensor) -> Tensor:
+    window = torch.hann_window(4)
+    spectrum = torch.stft(h.flatten(), 4, 1, window=window, return_complex=True)
+    return torch.istft(spectrum, 4, 1, window=window * m.scale).view(6, 4)  # here
 
 
 @refused(READS)
@@ -255,6 +263,11 @@ def failed(m: Any, h: Tensor) -> Tensor:
     m.cache["h"] = h
     torch.set_default_dtype(torch.float64)
     raise KeyError("missing")  # here
+
+
+@refused("the step asks where the data of a tensor lies")
+def copied_deeply(m: Any, h: Tensor) -> Tensor:
+    return copy.deepcopy(m.fc)(h)  # here
 
 
 @refused("a and b must have same reduction dim")

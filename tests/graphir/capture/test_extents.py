@@ -134,6 +134,19 @@ def test_two_sizes() -> None:
     assert asked.covers(n=4, m=4) and not asked.covers(n=5, m=4)
 
 
+def test_the_quotient_of_a_multiple_of_a_size_is_a_size() -> None:
+    at, further = {"n": 3, "m": 5}, ({"n": 7, "m": 5},)
+    for ask, guards in (
+        (lambda n, m: 2 * n * m // n > 12, ["m<=6"]),
+        (lambda n, m: (n * m + n) // n > 8, ["m<=7"]),
+        (lambda n, m: 6 * n * m // (2 * n) % 8 == 0, ["3*m%8!=0"]),
+        (lambda n, m: 3 * n % n > 0 or -(-4 * n // n) > 4, []),
+    ):
+        assert Asked(ask, at, further).texts() == guards
+    with pytest.raises(NotPolynomial):
+        Asked(lambda n, m: (n * m + 1) // n > 12, at, further)
+
+
 @pytest.mark.parametrize(
     "ask", [lambda n: n & 6, lambda n: n ^ 3 > 4, lambda n: 2**n > 300, lambda n: n // 4 + n > 7, lambda n: n % 5 > 2]
 )
