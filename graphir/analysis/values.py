@@ -27,7 +27,7 @@ from ..ir.operator import Arg, Operator, groups, mentioned
 from ..ir.opset import NAMESPACES, overload, signature
 from ..ir.placement import COPIES
 from ..ir.program import Program
-from ..ir.size import Polynomial, Shape, Size, add, multiply
+from ..ir.size import Polynomial, Size, add, multiply, product
 from ..plan import parts_of
 
 __all__ = ["Numbering", "Trace", "canonical_type", "value_numbers"]
@@ -456,14 +456,7 @@ def _covers(blob: Blob, base: Blob) -> bool:
     if blob.shape is None or base.shape is None:
         return True  # an imported net overwrites whole blobs
     dense = blob.strides is None and base.strides is None and blob.offset == 0 and blob.dtype == base.dtype
-    return dense and _elements(blob.shape) == _elements(base.shape)
-
-
-def _elements(shape: Shape) -> Size:
-    elements: Size = 1
-    for size in shape:
-        elements = multiply(elements, size)
-    return elements
+    return dense and product(blob.shape) == product(base.shape)
 
 
 def _freeze(arg: Arg) -> Any:

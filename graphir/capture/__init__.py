@@ -45,7 +45,7 @@ from .snapshots import snapshots
 __all__ = ["capture", "seeded"]
 
 _alone: Final = threading.RLock()
-"""Held by who captures: torch's classes and the model itself are not as usual meanwhile."""
+"""Held during a capture, while functions of torch are replaced and fake tensors stand in the model."""
 
 
 def capture(
@@ -170,13 +170,9 @@ def _program_of(
     step.allowed.check()
     program = build_program(
         step,
-        followed.sizes,
+        followed,
         copies,
         name=name,
-        dims=followed.dims,
-        fixed=followed.fixed,
-        guards=followed.guards,
-        batch_dims=followed.batch_dims,
         optimizer=type(optimizer).__name__ if optimizer is not None else "",
         groups=groups,
     )

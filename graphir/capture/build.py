@@ -11,7 +11,6 @@ from ..errors import CaptureError
 from ..ir.blob import Blob, Role
 from ..ir.device import gpu
 from ..ir.dtype import TORCH_NAME
-from ..ir.guard import Guard
 from ..ir.net import Net
 from ..ir.operator import Arg, Operator
 from ..ir.opset import effects_of
@@ -20,28 +19,23 @@ from .model_state import has_data
 from .naming import RESERVED, Names, name_values
 from .optimizers import Group
 from .recording import Recording, Step
-from .sizes import Sizes
+from .sizes import Followed, Sizes
 from .snapshots import snapshot
 from .structures import written_structure
-from .update import Update, build_update
+from .update import DTYPES, Update, build_update
 from .values import Call, Value
 
 __all__ = ["build_program"]
 
 _HERE: Final = gpu(0)
-_DTYPES: Final[Mapping[torch.dtype, str]] = {getattr(torch, name): short for short, name in TORCH_NAME.items()}
 
 
 def build_program(
     step: Step,
-    sizes: Sizes,
+    followed: Followed,
     copies: Callable[[], dict[str, torch.Tensor]],
     *,
     name: str,
-    dims: Mapping[str, int],
-    fixed: str,
-    guards: tuple[Guard, ...],
-    batch_dims: Sequence[int | None] | None,
     optimizer: str = "",
     groups: Sequence[Group] = (),
 ) -> Program:
@@ -49,20 +43,16 @@ def build_program(
 
     Args:
         step: what was recorded.
-        sizes: its recordings, fitted.
-        copies: returns those of its parameters and buffers, by their blobs' names.
+        followed: its recordings, and how their sizes follow the dimensions.
+        copies: returns copies of the parameters and buffers, by their blobs' names.
         name: of the program.
-        dims: the captured value of each dimension that sizes follow.
-        fixed: why sizes are plain numbers where they are.
-        guards: what they must satisfy.
-        batch_dims: of each leaf that a forward-only step returns, the one that grows with the batch; None: not known.
-        optimizer: name of its class.
-        groups: its parameter groups.
+        optimizer: the name of the optimizer's class; empty where there is none.
+        groups: the optimizer's parameter groups.
 
     Raises:
         CaptureError: a value is of a type that programs don't have.
     """
-    recording = sizes.recording
+    sizes, recording = followed.sizes, followed.sizes.recording
     names = Names([*RESERVED, *recording.state])
     gradients: dict[int, tuple[int, ...]] = {param.index: (g.index,) for param, g in recording.finished.gradients}
     gradients |= {index: (pair.indices.index, pair.values.index) for index, pair in recording.sparse_gradients.items()}
@@ -103,10 +93,10 @@ def build_program(
         name,
         _init(name, state, recording, named, update),
         net,
-        dims,
-        fixed,
-        guards=guards,
-        interface=_interface(step, recording, batch_dims, named, optimizer, groups, update),
+        followed.dims,
+        followed.fixed,
+        guards=followed.guards,
+        interface=_interface(step, recording, followed.batch_dims, named, optimizer, update),
         state=_state(step, recording, copies, named, update),
         module=step.model,
     )
@@ -115,9 +105,9 @@ def build_program(
 def _blob(named: Sequence[str], value: Value, role: Role, sizes: Sizes) -> Blob:
     shape, strides, offset = sizes.geometries[value.index]
     name = named[value.index]
-    if value.dtype not in _DTYPES:
+    if value.dtype not in DTYPES:
         raise CaptureError(f"{name!r} has elements of type {value.dtype}", fix=f"supported: {', '.join(TORCH_NAME)}")
-    return Blob(name, shape, _DTYPES[value.dtype], _HERE, role, named[value.root.index], strides, offset)
+    return Blob(name, shape, DTYPES[value.dtype], _HERE, role, named[value.root.index], strides, offset)
 
 
 def _roles(recording: Recording) -> dict[int, Role]:
@@ -226,7 +216,6 @@ def _interface(
     batch_dims: Sequence[int | None] | None,
     named: Sequence[str],
     optimizer: str,
-    groups: Sequence[Group],
     update: Update,
 ) -> Interface:
     gathered = batch_dims if batch_dims is not None else [None] * len(recording.returned)

@@ -15,11 +15,10 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ..errors import GraphirError
-from ..ir.size import LARGEST, Dims, Polynomial, Size, add, bind, multiply, size_dims
+from ..ir.size import LARGEST, Dims, Polynomial, Size, add, bind, multiply, product, size_dims
 from .extents import Axis, Derived, Extents, Number, Test
 
 __all__ = [
@@ -156,8 +155,7 @@ def _of_size(operation: Callable[..., int | float], size: Polynomial, by: Size) 
         return multiply(size, by)
     if operation is operator.pow and 0 < by <= _HIGHEST_POWER:
         with contextlib.suppress(GraphirError):  # a product of too many terms
-            factors: list[Size] = [size] * by
-            return reduce(multiply, factors)
+            return product([size] * by)
     return None
 
 

@@ -121,8 +121,12 @@ def _group(optimizer: torch.optim.Optimizer, i: int, group: Mapping[str, Any], b
     return Group(tuple([update.param for update in updates]), options, tuple(updates))
 
 
-_SPARSE: Final[Mapping[str, str]] = {"graphir.sgd": "graphir.sparse_sgd", "graphir.adagrad": "graphir.sparse_adagrad"}
-"""What an update by a sparse gradient is, of those that torch has for both kinds."""
+_SPARSE: Final[Mapping[str, str]] = {
+    "graphir.sgd": "graphir.sparse_sgd",
+    "graphir.adagrad": "graphir.sparse_adagrad",
+    "graphir.sparse_adam": "graphir.sparse_adam",
+}
+"""The types that update by a sparse gradient, by those that their optimizers are read as."""
 
 
 def with_layout(update: ParamUpdate, sparse: bool) -> ParamUpdate:
@@ -131,9 +135,9 @@ def with_layout(update: ParamUpdate, sparse: bool) -> ParamUpdate:
     Raises:
         CaptureError: torch does not update by such a gradient, or with momentum, whose buffer would be sparse.
     """
-    ours = "graphir.sparse_adam" if update.type == "graphir.sparse_adam" else _SPARSE.get(update.type)
+    ours = _SPARSE.get(update.type)
     if not sparse:
-        if update.type == "graphir.sparse_adam":
+        if ours == update.type:
             raise CaptureError(
                 f"SparseAdam does not take the dense gradient of {update.param!r}", fix="give that parameter to Adam"
             )

@@ -15,7 +15,7 @@ from ..errors import CaptureError
 from ..ir.blob import contiguous_strides
 from ..ir.guard import Guard
 from ..ir.operator import Arg
-from ..ir.size import Dims, Shape, Size, dimension, multiply, size_dims
+from ..ir.size import Dims, Shape, Size, dimension, product, size_dims
 from .extents import Axis, Extents
 from .grid import BATCH, Grid, NotPolynomial
 from .guards import Steady, guards_of, simplified, steady_in
@@ -300,7 +300,7 @@ class Sizes:
             return offset
         if axis.of == "shape":
             return shape[axis.dim]
-        return strides[axis.dim] if strides is not None else _product(shape[axis.dim + 1 :])
+        return strides[axis.dim] if strides is not None else product(shape[axis.dim + 1 :])
 
     def _text(self, numbers: Sequence[object]) -> str:
         names, points = list(self.grid.points[0]), self.grid.points
@@ -413,13 +413,6 @@ def _batch_dims(captured: Recording, others: Iterator[Recording]) -> Iterator[li
 
 def _returned_shapes(recording: Recording) -> list[tuple[int, ...]]:
     return [leaf.shape if isinstance(leaf, Value) else () for leaf in recording.returned]
-
-
-def _product(sizes: Iterable[Size]) -> Size:
-    product: Size = 1
-    for size in sizes:
-        product = multiply(product, size)
-    return product
 
 
 def _first(conditions: Iterable[bool]) -> int | None:

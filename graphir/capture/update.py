@@ -17,10 +17,11 @@ from .naming import Names
 from .optimizers import Group, ParamUpdate, with_layout
 from .recording import Recording
 
-__all__ = ["Update", "build_update"]
+__all__ = ["DTYPES", "Update", "build_update"]
 
 _HERE: Final = gpu(0)
-_DTYPES: Final[Mapping[torch.dtype, str]] = {getattr(torch, name): short for short, name in TORCH_NAME.items()}
+DTYPES: Final[Mapping[torch.dtype, str]] = {getattr(torch, name): short for short, name in TORCH_NAME.items()}
+"""The short name of each element type that blobs have."""
 
 
 class Update(NamedTuple):
@@ -89,7 +90,7 @@ def build_update(
                 name = mine[entry.key] = names.take(f"{update.param}.{entry.key}")
                 shape, strides = tuple(entry.tensor.shape), entry.strides
                 device = CPU if entry.on_host else _HERE
-                dtype = _DTYPES[entry.tensor.dtype]
+                dtype = DTYPES[entry.tensor.dtype]
                 dense = strides == contiguous_strides(shape)
                 blobs.append(Blob(name, shape, dtype, device, "state", name, None if dense else strides))
                 tensors[name], modules[name] = entry.tensor, module

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import reduce
 from typing import Final, NamedTuple, TypeAlias
 
 from ..errors import GraphirError, ParseError
@@ -30,6 +31,7 @@ __all__ = [
     "multiply",
     "numel",
     "parse_size",
+    "product",
     "rename_dims",
     "size_dims",
 ]
@@ -148,6 +150,12 @@ def multiply(a: Size, b: Size) -> Size:
     if len(ours) * len(theirs) > _MOST_TERMS:
         raise GraphirError(f"a product of {len(ours)} by {len(theirs)} terms", fix="use fewer dimensions")
     return _collect((tuple(sorted(x + y)), j * k) for x, j in ours for y, k in theirs)
+
+
+def product(sizes: Iterable[Size]) -> Size:
+    """The product of sizes, 1 of none; raises as :func:`multiply`."""
+    one: Size = 1
+    return reduce(multiply, sizes, one)
 
 
 def _terms(size: Size) -> tuple[tuple[Monomial, int], ...]:

@@ -38,9 +38,8 @@ class LogDensity(nn.Module):
 
 
 def test_distributions_check_their_parameters_and_values_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        torch.distributions.Distribution, "_validate_args", True
-    )  # torch.compile switches it off for good
+    # Torch's compiler switches them off for good, where it is first used.
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     x, scale = torch.randn(4), torch.rand(4)
     program = capture(LogDensity(), (x, scale))
     for arguments, message in (((x, -scale), "a parameter of a dist"), ((x * torch.nan, scale), "outside of the supp")):
