@@ -22,9 +22,9 @@ from typing import Final, NamedTuple, NoReturn
 from graphir.errors import PassError
 from graphir.ir.blob import Blob
 from graphir.ir.device import CPU, Device
-from graphir.ir.names import fresh
+from graphir.ir.names import copy_name, fresh
 from graphir.ir.net import Net
-from graphir.ir.operator import Operator, Phase, mentioned
+from graphir.ir.operator import Operator, Phase, mentioned, stored_versions
 from graphir.ir.placement import ELSEWHERE, blob_devices, required_devices
 from graphir.ir.program import Program
 
@@ -91,12 +91,6 @@ def _memory(device: Device) -> Device:
 def _on_host(device: Device) -> bool:
     """``device.is_host``, which the sweep asks of every copy."""
     return device.is_host
-
-
-@cache
-def _suffix(device: Device) -> str:
-    """What the name of a copy on *device* ends in."""
-    return "cpu" if device.is_host else f"gpu_{device.index}"
 
 
 class Injection:
@@ -287,7 +281,7 @@ class Injection:
             return name
         found = self.copies.get((name, memory))
         if found is None:
-            found = f"{name}_{_suffix(device)}"
+            found = copy_name(name, device)
             if self.known or found in self.blobs or found in self.taken:
                 found = fresh(found, _Names(self, name, memory))
             blob = self.blobs[name]
@@ -387,8 +381,5 @@ def _replaced(
     names: tuple[str, ...], versions: tuple[int, ...] | None, i: int, name: str, version: int
 ) -> tuple[tuple[str, ...], tuple[int, ...] | None]:
     """Operands with another one at position *i*."""
-    if versions is None and version == 0:
-        return (*names[:i], name, *names[i + 1 :]), None
     given = versions or (0,) * len(names)
-    given = (*given[:i], version, *given[i + 1 :])
-    return (*names[:i], name, *names[i + 1 :]), given if any(given) else None
+    return (*names[:i], name, *names[i + 1 :]), stored_versions((*given[:i], version, *given[i + 1 :]))

@@ -23,9 +23,9 @@ from pydantic import Field
 from graphir.errors import PassError
 from graphir.ir.blob import Blob, dense_nbytes, overlaps
 from graphir.ir.device import Device
-from graphir.ir.names import fresh
+from graphir.ir.names import copy_name, fresh
 from graphir.ir.net import Net
-from graphir.ir.operator import PURE, Operator, Phase
+from graphir.ir.operator import PURE, Operator, Phase, stored_versions
 from graphir.ir.placement import ELSEWHERE, is_host_scalar, required_devices, same_memory
 from graphir.ir.program import Program
 from graphir.ir.size import Dims, bind_shape
@@ -261,8 +261,8 @@ class _Injection:
             op._replace(
                 inputs=tuple(inputs),
                 outputs=tuple(outputs),
-                input_versions=tuple(versions) if any(versions) else None,
-                output_versions=tuple(made) if any(made) else None,
+                input_versions=stored_versions(versions),
+                output_versions=stored_versions(made),
             )
         )
         for home, updated in written_back:
@@ -283,8 +283,7 @@ class _Injection:
 
     def declare(self, blob: Blob, device: Device) -> tuple[str, int]:
         """A new blob on *device* that a copy of *blob* will fill."""
-        suffix = "cpu" if device.kind == "cpu" else f"gpu_{device.index}"
-        name = fresh(f"{blob.name}_{suffix}", self.blobs)
+        name = fresh(copy_name(blob.name, device), self.blobs)
         self.blobs[name] = Blob(name, blob.shape, blob.dtype, device, "temporary", name, blob.strides)
         return name, 0
 
@@ -316,7 +315,7 @@ class _Injection:
                 maker._replace(
                     inputs=inputs,
                     outputs=tuple(outputs),
-                    input_versions=versions if any(versions) else None,
+                    input_versions=stored_versions(versions),
                     output_versions=None,
                     device=device,
                     phase=phase,

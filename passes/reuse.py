@@ -28,7 +28,7 @@ from typing import Final, NamedTuple, TypeAlias
 from graphir.ir.blob import Blob
 from graphir.ir.names import prefix_of
 from graphir.ir.net import Net
-from graphir.ir.operator import Effects, Operator, leaves, mentioned
+from graphir.ir.operator import Effects, Operator, leaves, mentioned, stored_versions
 from graphir.ir.size import Dims
 
 from .packing import Span, pack
@@ -254,13 +254,9 @@ def _rename_ops(ops: tuple[Operator, ...], renamed: Mapping[str, str], by: str) 
             outputs=made,
             by=op.by if names == inputs and made == outputs else by,
             effects=_in_place_effects(op.effects, names, made),
-            input_versions=_versions(reads),
-            output_versions=_versions(makes),
+            input_versions=stored_versions(reads),
+            output_versions=stored_versions(makes),
         )
-
-
-def _versions(versions: list[int]) -> tuple[int, ...] | None:
-    return tuple(versions) if any(versions) else None
 
 
 def _in_place_effects(effects: Effects, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Effects:

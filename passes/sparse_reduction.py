@@ -17,7 +17,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from functools import reduce
 
 from graphir.ir.blob import Blob
-from graphir.ir.names import fresh
+from graphir.ir.names import copy_name, fresh
 from graphir.ir.net import Net
 from graphir.ir.operator import Arg, Operator
 from graphir.ir.opset import OWN, signature
@@ -59,7 +59,7 @@ def reduce_sparse(
         local: list[list[str]] = [[], []]
         for other in pairs:
             for names, name in zip(local, other, strict=True):
-                names.append(name if other == pair else fresh(f"{name}_{device.kind}_{device.index}", blobs))
+                names.append(name if other == pair else fresh(copy_name(name, device), blobs))
                 if other != pair:
                     blobs[names[-1]] = blobs[name]._replace(
                         name=names[-1], device=device, storage=names[-1], offset=0, role="gradient"

@@ -22,7 +22,7 @@ from ..errors import FileError, GraphirError
 from ..ir.blob import Blob, Role
 from ..ir.device import CPU, KINDS, Device
 from ..ir.net import Net
-from ..ir.operator import PURE, Arg, Effects, Operator
+from ..ir.operator import PURE, Arg, Effects, Operator, stored_versions
 from ..ir.placement import blob_devices
 from ..ir.text.printer import default_role
 from .operators import is_random, phase_of
@@ -150,8 +150,8 @@ class _Reader:
             phase,
             seed=seed,
             effects=_effects(_overwritten(inputs, outputs), rest.random),
-            input_versions=tuple(reads) if any(reads) else None,
-            output_versions=tuple(makes) if any(makes) else None,
+            input_versions=stored_versions(reads),
+            output_versions=stored_versions(makes),
             proto=rest.proto,
         )
 

@@ -12,7 +12,7 @@ from ..ir.blob import Blob, Role
 from ..ir.device import gpu
 from ..ir.dtype import TORCH_NAME
 from ..ir.net import Net
-from ..ir.operator import Arg, Operator
+from ..ir.operator import Arg, Operator, stored_versions
 from ..ir.opset import effects_of
 from ..ir.program import Feed, Fetch, Interface, Program, Scalar
 from .model_state import has_data
@@ -148,8 +148,6 @@ def _externals(
 def _operator(call: Call, args: Mapping[str, Arg], named: Sequence[str]) -> Operator:
     inputs = tuple([named[v.index] for v in call.inputs])
     outputs = tuple([named[v.index] for v in call.outputs])
-    read = tuple([v.version for v in call.inputs])
-    written = tuple([v.version for v in call.outputs])
     effects = effects_of(call.type, args, call.operands, len(inputs), call.results, len(outputs))
     return Operator(
         call.type,
@@ -163,8 +161,8 @@ def _operator(call: Call, args: Mapping[str, Arg], named: Sequence[str]) -> Oper
         operands=call.operands,
         results=call.results,
         effects=effects,
-        input_versions=read if any(read) else None,
-        output_versions=written if any(written) else None,
+        input_versions=stored_versions([v.version for v in call.inputs]),
+        output_versions=stored_versions([v.version for v in call.outputs]),
         source=call.line,
     )
 

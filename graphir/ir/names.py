@@ -1,13 +1,16 @@
-"""How a blob's name says whose copy of the model it belongs to: the one place that reads and writes prefixes.
+"""What the name of a blob says: of whose replica it is, and which device it is a copy for.
 
-``gpu_0/conv1`` is the blob ``conv1`` of the replica whose prefix is ``gpu_0/``. A captured program has no prefix.
+``gpu_0/conv1`` is the blob ``conv1`` of the replica whose prefix is ``gpu_0/``; ``gpu_0/conv1_gpu_1`` is its copy on
+``gpu:1``. A captured program has no prefix. No other module reads or writes prefixes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container
 
-__all__ = ["base_name", "fresh", "prefix_of", "replica_prefix"]
+from .device import Device
+
+__all__ = ["base_name", "copy_name", "fresh", "prefix_of", "replica_prefix"]
 
 
 def replica_prefix(device_index: int, kind: str = "gpu") -> str:
@@ -27,6 +30,11 @@ def prefix_of(name: str) -> str:
 def base_name(name: str) -> str:
     """``conv1`` of ``gpu_0/conv1``."""
     return name[len(prefix_of(name)) :]
+
+
+def copy_name(name: str, device: Device) -> str:
+    """``conv1_gpu_2`` for the copy of ``conv1`` on ``gpu:2``, ``conv1_cpu`` for one on the host; as Caffe2 has them."""
+    return f"{name}_cpu" if device.is_host else f"{name}_gpu_{device.index}"
 
 
 def fresh(base: str, taken: Container[str]) -> str:

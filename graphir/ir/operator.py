@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
@@ -23,6 +23,7 @@ __all__ = [
     "groups",
     "leaves",
     "mentioned",
+    "stored_versions",
 ]
 
 Phase: TypeAlias = Literal["init", "forward", "backward", "reduce", "update"]
@@ -133,6 +134,11 @@ class Operator(NamedTuple):
         """(name, version) of each output."""
         versions = self.output_versions
         return zip(self.outputs, versions if versions else (0,) * len(self.outputs), strict=True)
+
+
+def stored_versions(versions: Sequence[int]) -> tuple[int, ...] | None:
+    """Versions as an operator holds them: None where all are the first."""
+    return tuple(versions) if any(versions) else None
 
 
 def groups(pattern: str | None, count: int) -> list[int | list[int | None] | None]:
