@@ -115,7 +115,8 @@ class Rates:
         used = [(group.lr, i) for i, group in enumerate(described) if group.lr in taken]
         self.names = tuple(name for name, _ in used)
         self.group_of = [i for _, i in used]
-        self.as_tensor = [name in _read_as_tensors(program) for name in self.names]
+        read = _read_as_tensors(program)
+        self.as_tensor = [name in read for name in self.names]
         self.plain = not any(self.as_tensor)
 
     def state(self) -> dict[str, Tensor]:

@@ -130,9 +130,9 @@ class Session:
             {device: generator_on(place) for device, place in places.items()},
             deadline,
         )
-        self._choice = choose(plan, executor, places, threads or torch.get_num_threads())
-        self._executor = options.make(setting, self._choice)
         self._setting, self._places, self._intraop = setting, places, threads or torch.get_num_threads()
+        self._choice = choose(plan, executor, places, self._intraop)
+        self._executor = options.make(setting, self._choice)
         self._watch = FiniteWatch(plan) if check_finite else None
         self._watched = None
         if self._watch is not None:

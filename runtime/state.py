@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from graphir.errors import RunError, SessionError, nearest
-from graphir.ir.blob import Blob, contiguous_strides
+from graphir.ir.blob import Blob, bound_layout
 from graphir.ir.device import Device
 from graphir.ir.dtype import TORCH_NAME
 from graphir.ir.net import Net
 from graphir.ir.operator import Operator
 from graphir.ir.program import Program
-from graphir.ir.size import bind_shape
 from graphir.ir.text import operator_text
 
 from .kernels.communication import copy
@@ -76,62 +76,50 @@ class State:
         self.program = program
         if beside is not None:
             _check_beside(program, beside.program)
-        self.common: dict[str, Tensor] = {} if beside is None else beside.common
-        _check_mapping(given, program)
-        loaded = {str(op.args["key"]) for op in program.init.ops if op.type == "graphir.load"}
-        for name in given:
-            if name in loaded or name == "step" or name in program.init.blobs:
-                _check(name, given[name], None, None)
-        if not given and loaded:
-            raise SessionError(
-                "the state is empty, as that of a program which was captured without data (meta or fake tensors)",
-                where=f"program {program.name!r}",
-                fix="pass program.state of a capture of the model with its weights; or a mapping from each name in "
-                "[op.args['key'] for op in program.init.ops] to a tensor, as model.state_dict() has them",
-            )
-        missing = sorted({str(op.args["key"]) for op in program.init.ops if op.type == "graphir.load"} - given.keys())
-        if missing:
-            raise SessionError(
-                f"the state has no {missing[0]!r}"
-                + (f" (and {len(missing) - 1} more are missing)" if len(missing) > 1 else nearest(missing[0], given)),
-                where=f"program {program.name!r}",
-                fix="pass program.state, which has the module's and the optimizer's own names",
-            )
         self.keys = {op.outputs[0]: str(op.args["key"]) for op in program.init.ops if op.type == "graphir.load"}
+        _check_given(given, program, set(self.keys.values()))
+        self.common: dict[str, Tensor] = {} if beside is None else beside.common
         with torch.inference_mode():
-            values: dict[str, Tensor] = {}
-            for op in program.init.ops:
-                if op.outputs and op.outputs[0] in self.common:
-                    filled = _taken(program.init.blob(op.outputs[0]), self.common)
-                else:
-                    filled = _load(op, program.init, given) if op.type == "graphir.load" else _fill(op, values, program)
-                values.update(filled)
-            for name, value in values.items():
-                place = (places or {}).get(program.init.blob(name).device, value.device)
-                if place == value.device:
-                    continue
-                if name in self.common:
-                    raise SessionError(
-                        f"{name!r} is on {value.device} in the session beside, and would be on {place} in this one",
-                        where=f"program {program.name!r}",
-                        fix="give both the same binding, or make a session of its own",
-                    )
-                values[name] = copy(value, place)
-            self.tensors = values
-            lasting = (name for name in values if program.init.blob(name).role in _COMMON_ROLES)
-            self.common.update({name: values[name] for name in lasting})
+            self.tensors = self._filled(given)
+            self._place(places or {})
+            lasting = (name for name in self.tensors if program.init.blob(name).role in _COMMON_ROLES)
+            self.common.update({name: self.tensors[name] for name in lasting})
             # What the module has and no step touches is handed back as it was given.
             self.untouched = {
                 name: given[blob].clone()
                 for name, blob in program.interface.module_state.items()
                 if self.blob(blob, 0) not in self.tensors and blob in given
             }
-        step = given.get("step", torch.tensor(0, device="cpu"))
-        _check("step", step, (), torch.int64)
-        if int(step) < 0:
-            raise SessionError(f"'step' in the state is {int(step)}", fix="give the number of steps done")
-        self.progress: Progress = Progress(int(step)) if beside is None else beside.progress
+        steps_done = _steps_done(given)
+        self.progress: Progress = Progress(steps_done) if beside is None else beside.progress
         self.counted: bool = beside is None or (beside.counted and (_trains(program) or not _trains(beside.program)))
+
+    def _filled(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What ``init`` makes of the given state, on the host; what states beside have is taken from there."""
+        init = self.program.init
+        values: dict[str, Tensor] = {}
+        for op in init.ops:
+            if op.outputs and op.outputs[0] in self.common:
+                values.update(_taken(init.blob(op.outputs[0]), self.common))
+            elif op.type == "graphir.load":
+                values.update(_load(op, init, given))
+            else:
+                values.update(_fill(op, values, self.program))
+        return values
+
+    def _place(self, places: Mapping[Device, torch.device]) -> None:
+        """Bring the tensors to their devices."""
+        for name, value in self.tensors.items():
+            place = places.get(self.program.init.blob(name).device, value.device)
+            if place == value.device:
+                continue
+            if name in self.common:
+                raise SessionError(
+                    f"{name!r} is on {value.device} in the session beside, and would be on {place} in this one",
+                    where=f"program {self.program.name!r}",
+                    fix="give both the same binding, or make a session of its own",
+                )
+            self.tensors[name] = copy(value, place)
 
     def of_step(self) -> dict[str, Tensor]:
         """The tensors that a step takes."""
@@ -259,15 +247,47 @@ class State:
         }
 
 
+def _check_given(given: Mapping[str, Tensor], program: Program, loaded: AbstractSet[str]) -> None:
+    """Raise a SessionError unless the state holds tensors, and all that ``init`` loads."""
+    _check_mapping(given, program)
+    for name in given:
+        if name in loaded or name == "step" or name in program.init.blobs:
+            _check(name, given[name], None, None)
+    where = f"program {program.name!r}"
+    if not given and loaded:
+        raise SessionError(
+            "the state is empty, as that of a program which was captured without data (meta or fake tensors)",
+            where=where,
+            fix="pass program.state of a capture of the model with its weights; or a mapping from each name in "
+            "[op.args['key'] for op in program.init.ops] to a tensor, as model.state_dict() has them",
+        )
+    missing = sorted(loaded - given.keys())
+    if missing:
+        raise SessionError(
+            f"the state has no {missing[0]!r}"
+            + (f" (and {len(missing) - 1} more are missing)" if len(missing) > 1 else nearest(missing[0], given)),
+            where=where,
+            fix="pass program.state, which has the module's and the optimizer's own names",
+        )
+
+
+def _steps_done(given: Mapping[str, Tensor]) -> int:
+    step = given.get("step", torch.tensor(0, device="cpu"))
+    _check("step", step, (), torch.int64)
+    if int(step) < 0:
+        raise SessionError(f"'step' in the state is {int(step)}", fix="give the number of steps done")
+    return int(step)
+
+
 def _load(op: Operator, init: Net, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A blob's own tensor, with its geometry and the value of ``given[key]``."""
     key, blob = str(op.args["key"]), init.blob(op.outputs[0])
     source = given.get(blob.name, given[key])
     if blob.shape is None or blob.dtype is None:
         return {blob.name: source.clone()}
-    shape, dtype = bind_shape(blob.shape, {}), getattr(torch, TORCH_NAME[blob.dtype])
+    (shape, strides), dtype = bound_layout(blob, {}), getattr(torch, TORCH_NAME[blob.dtype])
     _check(key, source, shape, dtype)
-    made = torch.empty_strided(shape, _strides(blob, shape), dtype=dtype, device="cpu")
+    made = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
     _check_expanded(key, source, made)
     _overwrite(made, source)
     return {blob.name: made}
@@ -288,9 +308,9 @@ def _taken(blob: Blob, common: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A blob's tensor of the states beside this one."""
     tensor = common[blob.name]
     if blob.shape is not None and blob.dtype is not None:
-        shape = bind_shape(blob.shape, {})
+        shape, strides = bound_layout(blob, {})
         _check(blob.name, tensor, shape, getattr(torch, TORCH_NAME[blob.dtype]))
-        if tensor.stride() != _strides(blob, shape):
+        if tensor.stride() != strides:
             raise SessionError(f"{blob.name!r} in the state is laid out otherwise", fix="make a session of its own")
     return {blob.name: tensor}
 
@@ -305,10 +325,6 @@ def _fill(op: Operator, values: Mapping[str, Tensor], program: Program) -> dict[
             at=operator_text(op, program.init),
             where=f"init of program {program.name!r}",
         ) from e
-
-
-def _strides(blob: Blob, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return contiguous_strides(shape) if blob.strides is None else bind_shape(blob.strides, {})
 
 
 def _trains(program: Program) -> bool:

@@ -7,9 +7,9 @@ from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 from .device import Device
 from .dtype import ITEMSIZE
-from .size import Dims, Shape, Size, bind, numel
+from .size import Dims, Shape, Size, bind, bind_shape, numel
 
-__all__ = ["ROLES", "STATE_ROLES", "Blob", "Role", "contiguous_strides", "dense_nbytes", "overlaps"]
+__all__ = ["ROLES", "STATE_ROLES", "Blob", "Role", "bound_layout", "contiguous_strides", "dense_nbytes", "overlaps"]
 
 Role: TypeAlias = Literal[
     "param", "buffer", "state", "input", "constant", "activation", "gradient", "temporary", "output"
@@ -89,6 +89,16 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+def bound_layout(blob: Blob, dims: Dims) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of the blob under *dims*, also where it is contiguous. The shape has to be known.
+
+    Raises:
+        GraphirError: a dimension has no value.
+    """
+    shape = bind_shape(blob.shape or (), dims)
+    return shape, contiguous_strides(shape) if blob.strides is None else bind_shape(blob.strides, dims)
 
 
 def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:

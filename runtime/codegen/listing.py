@@ -7,10 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from graphir.errors import PlanError, nearest
-from graphir.ir.blob import STATE_ROLES
-from graphir.ir.operator import Symbol
+from graphir.ir.blob import STATE_ROLES, bound_layout
 from graphir.ir.opset import to_torch
-from graphir.ir.size import bind
 from graphir.ir.text.printer import quoted
 from graphir.plan import Instruction, Plan, lane_device
 
@@ -63,12 +61,9 @@ def _setting(plan: Plan) -> Setting:
         if blob.role not in STATE_ROLES:
             inputs.append(name)
             continue
-        shape = [bind(size, plan.dims) for size in blob.shape or ()]
-        dtype = to_torch(Symbol(str(blob.dtype)))
-        tensor = torch.empty(shape, dtype=dtype, device="meta")
-        if blob.strides is not None:
-            tensor = torch.empty_strided(shape, [bind(s, plan.dims) for s in blob.strides], dtype=dtype, device="meta")
-        state[name] = tensor
+        state[name] = torch.empty_strided(
+            *bound_layout(blob, plan.dims), dtype=to_torch(str(blob.dtype)), device="meta"
+        )
     generators = {device: torch.Generator() for device in plan.devices}
     return Setting(plan, state, tuple(inputs), dict.fromkeys(plan.devices, torch.device("cpu")), generators)
 

@@ -37,9 +37,10 @@ from .handoffs import Handover
 from .values import Values
 from .writer import ThreadCode, Writer
 
-__all__ = ["Statements", "generate"]
+__all__ = ["LARGEST_LITERAL", "Statements", "generate"]
 
-_LARGEST_LITERAL: Final = 2**63
+LARGEST_LITERAL: Final = 2**63
+"""Whole numbers of this magnitude and above are no literals: they are no numbers of 64 bits."""
 
 
 def generate(
@@ -421,7 +422,7 @@ class Statements:
             case None | bool():
                 return repr(value)
             case int():
-                return repr(int(value)) if abs(value) < _LARGEST_LITERAL else None
+                return repr(int(value)) if abs(value) < LARGEST_LITERAL else None
             case float():
                 return repr(float(value)) if math.isfinite(value) else None
             case tuple():

@@ -34,7 +34,7 @@ from graphir.ir.opset import Param, overload, signature
 from graphir.ir.text.printer import value_text
 from graphir.plan import Instruction
 
-from ..codegen.statements import Statements
+from ..codegen.statements import LARGEST_LITERAL, Statements
 from ..failures.faults import writes_state
 from ..kernels.bindings import OWN_KERNELS
 from ..kernels.calls import (
@@ -56,7 +56,6 @@ from .threads import Threads
 __all__ = ["Segments", "printable", "unavailable"]
 
 _LONGEST: Final = 32
-_LARGEST_LITERAL: Final = 2**63
 
 
 @cache
@@ -306,7 +305,7 @@ class _SegmentStatements(Statements):
             value = float(value)
         if isinstance(value, bool):
             return segment.constant(f"b{int(value)}", "bool", f"[value={int(value)}]")
-        if type(value) is int and abs(value) < _LARGEST_LITERAL:
+        if type(value) is int and abs(value) < LARGEST_LITERAL:
             return segment.constant(f"n{value}".replace("-", "_"), "int", f"[value={value}]")
         for kind, type_ in _PASSED.items():
             if isinstance(value, kind):

@@ -17,14 +17,14 @@ from typing import Final, TypeAlias
 import torch
 
 from graphir.errors import CoverageError
-from graphir.ir.blob import Blob, contiguous_strides
+from graphir.ir.blob import Blob, bound_layout
 from graphir.ir.device import Device
 from graphir.ir.meta import errors_not_logged, fresh_fake_mode
 from graphir.ir.names import base_name
 from graphir.ir.operator import Operator
 from graphir.ir.opset import arguments_of, overload, to_torch
 from graphir.ir.program import Program
-from graphir.ir.size import Dims, bind_shape
+from graphir.ir.size import Dims
 from graphir.ir.text import operator_text
 
 from ..kernels.calls import arrange, evaluate
@@ -41,6 +41,8 @@ _SHAPED_IN_PIECES: Final = """
     _linalg_svd.default lu_unpack.default max_pool2d_with_indices.default max_pool3d_with_indices.default slice.Tensor
     split.Tensor unfold.default unsafe_split.Tensor
 """
+"""Types whose results have shapes that are no polynomial of sizes everywhere."""
+
 _IN_PIECES: Final = frozenset(f"aten.{name}" for name in _SHAPED_IN_PIECES.split())
 
 _Geometry: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], str]
@@ -75,9 +77,7 @@ def check_layouts(program: Program, dims: Dims, places: Mapping[Device, torch.de
 
 def _geometry(blob: Blob, dims: Dims) -> _Geometry:
     """Shape, strides and element type of a lowered or captured blob."""
-    shape = bind_shape(blob.shape or (), dims)
-    strides = contiguous_strides(shape) if blob.strides is None else bind_shape(blob.strides, dims)
-    return shape, strides, str(blob.dtype)
+    return (*bound_layout(blob, dims), str(blob.dtype))
 
 
 def _check(

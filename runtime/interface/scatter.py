@@ -15,14 +15,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from graphir.errors import CoverageError, SessionError, counted
-from graphir.ir.blob import Blob, contiguous_strides, overlaps
+from graphir.ir.blob import Blob, bound_layout, overlaps
 from graphir.ir.device import Device
 from graphir.ir.dtype import TORCH_NAME
 from graphir.ir.guard import Guard
 from graphir.ir.names import base_name
 from graphir.ir.opset import to_symbol
 from graphir.ir.program import Program, Scalar
-from graphir.ir.size import Dims, Polynomial, Size, bind, bind_shape, rename_dims, size_dims
+from graphir.ir.size import Dims, Polynomial, Size, bind, rename_dims, size_dims
 
 from ..kernels.communication import allocate, copy
 from .arguments import Arguments
@@ -318,8 +318,7 @@ class Scatter:
         """The share, with the layout to which it has to be copied, if it has to."""
         if blob.shape is None:
             return share
-        size = bind_shape(blob.shape, dims)
-        strides = contiguous_strides(size) if blob.strides is None else bind_shape(blob.strides, dims)
+        size, strides = bound_layout(blob, dims)
         offset = leaf.storage_offset() + (0 if share.dim is None else share.start)
         place = self.places.get(blob.device, _HOST)
         if overlaps(size, strides) and leaf.stride() != strides:

@@ -370,7 +370,7 @@ class Ordering:
 
     def _executed(self, number: int) -> int:
         """Where an operator is executed first."""
-        return next(i for i, (_, _, op, _, _, _) in enumerate(self.plan.instructions) if op == number)
+        return next(i for i, instruction in enumerate(self.plan.instructions) if instruction.op == number)
 
     def _disordered(self, storage: int, position: int, earlier: int, does: str, did: str) -> None:
         """Two uses are issued in another order than the program's."""
