@@ -7,7 +7,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 from .device import Device
 from .dtype import ITEMSIZE
-from .size import Dims, Shape, Size, bind, bind_shape, numel
+from .size import Dims, Polynomial, Shape, Size, bind, bind_shape, numel
 
 __all__ = ["ROLES", "STATE_ROLES", "Blob", "Role", "bound_layout", "contiguous_strides", "dense_nbytes", "overlaps"]
 
@@ -55,6 +55,9 @@ class Blob(NamedTuple):
         """Whether another blob owns the bytes."""
         return self.storage != self.name
 
+    def __repr__(self) -> str:
+        return f"Blob({', '.join(f'{name}={_shown(value)}' for name, value in self._asdict().items())})"
+
     def on(self, device: Device) -> Blob:
         """This blob on another device: ``_replace(device=…)`` at half its cost, which passes over large nets feel."""
         return Blob._make(self[:3] + (device,) + self[4:])  # noqa: RUF005  # half as long
@@ -73,6 +76,13 @@ class Blob(NamedTuple):
                 return 0
             last += (n - 1) * bind(stride, dims)
         return (last + 1) * itemsize
+
+
+def _shown(value: object) -> str:
+    """An attribute, with sizes as in the text form."""
+    if isinstance(value, tuple) and not isinstance(value, Polynomial):
+        return f"[{', '.join(map(_shown, value))}]"
+    return str(value) if isinstance(value, Polynomial) else repr(value)
 
 
 def dense_nbytes(blob: Blob, dims: Dims) -> int:

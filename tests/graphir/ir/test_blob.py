@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from graphir.ir.blob import Blob, contiguous_strides, dense_nbytes, overlaps
 from graphir.ir.device import gpu
-from graphir.ir.size import Size, dimension
+from graphir.ir.size import Size, dimension, parse_size
 
 BATCH = dimension("batch")
 
@@ -36,6 +36,13 @@ def test_gaps_count_as_bytes_and_repeats_do_not(
 ) -> None:
     assert blob(shape, strides).nbytes({"batch": 5}) == span
     assert dense_nbytes(blob(shape, strides), {"batch": 5}) == dense
+
+
+def test_a_blob_shows_its_sizes_as_the_text_form_does() -> None:
+    assert repr(blob((parse_size("2*batch+1"), 4), (1, BATCH))) == (
+        "Blob(name='b', shape=[2*batch+1, 4], dtype='f32', device='gpu:0', role='temporary', storage='b', "
+        "strides=[1, batch], offset=0)"
+    )
 
 
 def test_moving_changes_the_device_only() -> None:
