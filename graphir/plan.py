@@ -40,6 +40,8 @@ __all__ = [
     "lane",
     "lane_device",
     "parts_of",
+    "program_of",
+    "sizes_of",
 ]
 
 Kind: TypeAlias = Literal["run", "copy", "collective", "record", "wait", "free"]
@@ -211,3 +213,13 @@ class Plan:
         from .ir.files import save_plan
 
         save_plan(self, path)
+
+
+def program_of(subject: Program | Plan) -> Program:
+    """The program itself, or the one that a plan was emitted from."""
+    return subject.program if isinstance(subject, Plan) else subject
+
+
+def sizes_of(subject: Program | Plan) -> dict[str, int]:
+    """The value of each dimension: as captured, or as a plan was emitted for."""
+    return {**program_of(subject).dims, **subject.dims}

@@ -19,9 +19,9 @@ from ..ir.net import Net
 from ..ir.operator import Operator
 from ..ir.program import Program
 from ..ir.verify import require, verify
-from ..plan import Plan
+from ..plan import Plan, program_of
 from .diff import words
-from .values import Made, Numbering, Trace
+from .values import Made, Numbering, Trace, canonical_type
 
 __all__ = ["NONDETERMINISTIC", "Certificate", "certify"]
 
@@ -117,7 +117,7 @@ def certify(before: Program | Plan, after: Program | Plan, *, verified: bool = F
     """
     for subject in (before, after):
         require(subject, (Program, Plan), "certify")
-    a, b = (subject.program if isinstance(subject, Plan) else subject for subject in (before, after))
+    a, b = program_of(before), program_of(after)
     if not verified:
         verify(a, placed=False)
         verify(b, placed=False)
@@ -158,9 +158,7 @@ def _first_difference(ours: Trace, theirs: Trace) -> _Difference | None:
 def _caveats(before: Program, after: Program, unwritten: AbstractSet[str]) -> tuple[str, ...]:
     found: dict[str, int] = {}
     for op in after.step.ops:
-        namespace, _, rest = op.type.partition(".")
-        name, _, variant = rest.partition(".")
-        functional = f"{namespace}.{name.rstrip('_')}.{variant}"
+        functional = canonical_type(op.type)
         if functional in NONDETERMINISTIC:
             found[functional] = found.get(functional, 0) + 1
     caveats = [f"{type} ({count} operators) {NONDETERMINISTIC[type]}" for type, count in found.items()]
@@ -193,11 +191,11 @@ class _Derivations:
             self.sources.append(reads)
             self.by_key[made.step, made.name, made.version] = last[made.name] = index
 
-    def net(self, made: Made) -> Net:
-        return self.program.init if made.step < 0 else self.program.step
+    def net(self, step: int) -> Net:
+        return self.program.init if step < 0 else self.program.step
 
     def op(self, made: Made) -> Operator:
-        return self.net(made).ops[made.position]
+        return self.net(made.step).ops[made.position]
 
     def operator(self, index: int | None) -> Operator | None:
         return None if index is None else self.op(self.made[index])
@@ -232,7 +230,7 @@ class _Derivations:
                     shown.add(operator)
         lines = []
         for step, position in sorted(shown):
-            net = self.program.init if step < 0 else self.program.step
+            net = self.net(step)
             when = "init  " if step < 0 else f"step {step}"
             lines.append(f"{when}  {operator_text(net.ops[position], net)}")
         return lines

@@ -17,7 +17,7 @@ from ..ir.program import Program
 from ..ir.size import Dims
 from ..ir.text import nbytes_text, type_name
 from ..ir.verify import require
-from ..plan import Plan
+from ..plan import Plan, program_of, sizes_of
 from .memory import memory
 
 __all__ = ["BlobChange", "Diff", "OperatorChange", "OperatorEntry", "OperatorMove", "Peak", "diff", "words"]
@@ -185,8 +185,8 @@ def diff(before: _Subject, after: _Subject) -> Diff:
     for subject in (before, after):
         require(subject, (Program, Plan, Net), "diff")
     ours, theirs = _nets(before), _nets(after)
-    dims: Dims = {} if isinstance(before, Net) else _dims(before)
-    found = _Compared({} if isinstance(after, Net) else {**dims, **_dims(after)})
+    dims: Dims = {} if isinstance(before, Net) else sizes_of(before)
+    found = _Compared({} if isinstance(after, Net) else {**dims, **sizes_of(after)})
     pairs = dict(theirs)
     for name, net in ours:
         if name in pairs:
@@ -211,17 +211,10 @@ def _nets(subject: _Subject) -> _Nets:
     return [("step", subject)] if isinstance(subject, Net) else [("init", subject.init), ("step", subject.step)]
 
 
-def _dims(subject: Program | Plan) -> Dims:
-    return subject.dims if isinstance(subject, Program) else {**subject.program.dims, **subject.dims}
-
-
 def _guards(before: _Subject, after: _Subject) -> tuple[str, ...]:
     if isinstance(before, Net) or isinstance(after, Net):
         return ()
-    ours, theirs = (
-        list(map(str, (subject if isinstance(subject, Program) else subject.program).guards))
-        for subject in (before, after)
-    )
+    ours, theirs = (list(map(str, program_of(subject).guards)) for subject in (before, after))
     return (*(f"- {g}" for g in ours if g not in theirs), *(f"+ {g}" for g in theirs if g not in ours))
 
 

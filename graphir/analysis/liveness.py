@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from ..ir.blob import STATE_ROLES
 from ..ir.net import Net
@@ -35,10 +35,7 @@ def liveness(subject: Program | Plan | Net) -> dict[str, Lifetime]:
     return _of_net(subject.step if isinstance(subject, Program) else subject)
 
 
-_Ends: TypeAlias = dict[str, int]
-
-
-def _external(net: Net) -> tuple[_Ends, set[str]]:
+def _external(net: Net) -> tuple[dict[str, int], set[str]]:
     """The storages that are live at the start, and those that are live at the end."""
     blobs = net.blobs
     start = {blobs[name].storage: 0 for name in net.external_inputs}
@@ -88,7 +85,7 @@ def stays(program: Program) -> list[tuple[str, Lifetime]]:
 def _of_plan(plan: Plan) -> dict[str, Lifetime]:
     net, blobs = plan.step, plan.step.blobs
     start, _ = _external(net)
-    end: _Ends = {}
+    end: dict[str, int] = {}
     for position, instruction in enumerate(plan.instructions):
         if instruction.kind == "free":
             end[instruction.storage] = position

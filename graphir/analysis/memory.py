@@ -19,7 +19,7 @@ from ..ir.program import Program
 from ..ir.size import LARGEST, Dims, size_dims
 from ..ir.text import nbytes_text
 from ..ir.verify import require
-from ..plan import Plan, parts_of
+from ..plan import Plan, parts_of, program_of, sizes_of
 from .liveness import Lifetime, liveness, stays
 from .scratch import scratch
 
@@ -58,7 +58,9 @@ Frees: TypeAlias = Literal["last use", "operators"]
 """What frees a storage: its last use, or only operators of the type ``Free``, as in a Caffe2 workspace."""
 
 _MOST_BYTES: Final = LARGEST * 16
+"""Of one storage: as many elements as any has, of the largest type."""
 _MOST_COUNTED: Final = (1 << 63) - 1
+"""Of all together: what a column of 64-bit integers holds."""
 _COLUMNS: Final = 7
 """Devices side by side in the table, so that it stays within 100 columns."""
 
@@ -226,22 +228,12 @@ def memory(
             positive whole number, *dims* or one of *earlier* is no mapping to whole numbers or names what is no
             dimension, a dimension has no value, or a size is negative or absurd.
     """
-    require(subject, (Program, Plan), "memory")
-    if frees not in get_args(Frees):
-        raise GraphirError(f"frees is {frees!r}", fix="give 'last use' or 'operators'")
-    if isinstance(subject, Plan) and frees != "last use":
-        raise GraphirError("a plan frees its storages itself", fix="leave frees out, or give the plan's program")
-    if threads is not None and (type(threads) is not int or threads < 1):
-        raise GraphirError(
-            f"threads={threads!r}: a kernel needs at least one thread", fix="give a whole number from 1 up"
-        )
-    earlier = tuple(earlier) if isinstance(earlier, Iterable) else (earlier,)
+    _check_arguments(subject, frees, threads)
+    others = tuple(earlier) if isinstance(earlier, Iterable) else (earlier,)
     _check_dims("dims", {} if dims is None else dims, subject)
-    for other in earlier:
+    for other in others:
         _check_dims("one of earlier", other, subject)
-    own = subject.dims if isinstance(subject, Program) else {**subject.program.dims, **subject.dims}
-    sizes = {**own, **(dims or {})}
-    others = [{**sizes, **other} for other in earlier]
+    sizes = {**sizes_of(subject), **(dims or {})}
     net = subject.step
     positions = max(len(subject.instructions if isinstance(subject, Plan) else net.ops), 1)
     try:
@@ -251,12 +243,32 @@ def memory(
             uses = _uses(subject, sizes, _with_inputs_kept(net, liveness(subject), positions))
         totals = _total(net, uses)
         if isinstance(subject, Plan):
-            uses = _received(subject, uses, others, positions)
+            uses = _received(subject, uses, [{**sizes, **other} for other in others], positions)
         uses += _scratch(subject, sizes, threads or torch.get_num_threads())
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as e:
         what = f"the memory of {subject.name!r} cannot be computed: {type(e).__name__}: {e}"
         raise GraphirError(what, fix="verify it: it is not well-formed") from None
-    by_device: dict[str, list[StorageUse]] = {device: [] for device in net.devices}
+    return _summed(subject, sizes, uses, totals, positions)
+
+
+def _check_arguments(subject: Program | Plan, frees: str, threads: int | None) -> None:
+    require(subject, (Program, Plan), "memory")
+    if frees not in get_args(Frees):
+        raise GraphirError(f"frees is {frees!r}", fix="give 'last use' or 'operators'")
+    if isinstance(subject, Plan) and frees != "last use":
+        raise GraphirError("a plan frees its storages itself", fix="leave frees out, or give the plan's program")
+    if threads is not None and (type(threads) is not int or threads < 1):
+        raise GraphirError(
+            f"threads={threads!r}: a kernel needs at least one thread", fix="give a whole number from 1 up"
+        )
+
+
+def _summed(
+    subject: Program | Plan, sizes: Dims, uses: list[StorageUse], totals: Mapping[str, int], positions: int
+) -> Memory:
+    """The figures of each device, from what takes bytes on it."""
+    blobs = subject.step.blobs
+    by_device: dict[str, list[StorageUse]] = {device: [] for device in subject.step.devices}
     by_maker: dict[str, list[StorageUse]] = {device: [] for device in subject.devices}
     for use in uses:
         by_device[use.device].append(use)
@@ -278,17 +290,16 @@ def memory(
                 found[use.category] += use.nbytes
         at_peak[device] = {category: nbytes for category, nbytes in found.items() if nbytes}
     high_water = {device: int(_timeline(made, positions).max()) for device, made in by_maker.items()}
-    unknown = dict.fromkeys(use.blob for use in uses if (b := net.blobs[use.blob]).shape is None or b.dtype is None)
+    unknown = dict.fromkeys(use.blob for use in uses if (b := blobs[use.blob]).shape is None or b.dtype is None)
     return Memory(subject.name, sizes, peak, state, totals, high_water, at_peak, positions, tuple(unknown), tuple(uses))
 
 
 def _uses(subject: Program | Plan, dims: Dims, lifetimes: Iterable[tuple[str, Lifetime]]) -> list[StorageUse]:
     net = subject.step
-    init = subject.program.init if isinstance(subject, Plan) else subject.init
     copies = {op.outputs[0] for op in net.ops if op.type in COPIES} - set(net.external_inputs)
     makers: dict[str, Device] = {}
     modules: dict[str, str] = {}
-    for op in init.ops:
+    for op in subject.init.ops:
         makers.update(dict.fromkeys(op.outputs, op.device))
         modules.update(dict.fromkeys(op.outputs, op.module))
     for op in net.ops:
@@ -321,7 +332,7 @@ def _check_dims(name: str, given: object, subject: Program | Plan) -> None:
     if not isinstance(given, Mapping):
         what = f"{name} is a {type(given).__name__}, not a mapping"
         raise GraphirError(what, fix="give a dict from names of dimensions to their sizes")
-    program = subject if isinstance(subject, Program) else subject.program
+    program = program_of(subject)
     for dim, size in given.items():
         if not isinstance(size, int) or isinstance(size, bool):
             raise GraphirError(f"{name} has {dim!r} at {size!r}", fix="give whole numbers as sizes")

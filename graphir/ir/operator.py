@@ -23,6 +23,7 @@ __all__ = [
     "groups",
     "leaves",
     "mentioned",
+    "origin_of",
     "stored_versions",
 ]
 
@@ -134,6 +135,12 @@ class Operator(NamedTuple):
         """(name, version) of each output."""
         versions = self.output_versions
         return zip(self.outputs, versions if versions else (0,) * len(self.outputs), strict=True)
+
+
+def origin_of(op: Operator) -> list[str]:
+    """Where an operator came from, as errors say it: its module and its source line, as far as they are known."""
+    module = [f"module {op.module!r}"] if op.module else []
+    return [*module, f"line {op.source}"] if op.source else module
 
 
 def stored_versions(versions: Sequence[int]) -> tuple[int, ...] | None:

@@ -10,6 +10,7 @@ import torch
 from graphir.errors import RunError
 from graphir.ir.blob import STATE_ROLES
 from graphir.ir.device import Device
+from graphir.ir.operator import origin_of
 from graphir.ir.size import Dims
 from graphir.ir.text import operator_text
 from graphir.plan import Instruction, Plan
@@ -67,12 +68,10 @@ def fault(
         what = f"{op.type} ran out of memory: {reason}"
         live, remedy = shortage(plan, instruction, dims or {}, binding or {})
         fix = f"{remedy}; {fix}"
-    module = f"module {op.module!r}, " if op.module else ""
-    source = f"line {op.source}, " if op.source else ""
     return RunError(
         what,
         at=operator_text(op, plan.step),
-        where=f"{module}{source}{place}, lane {instruction.lane}",
+        where=", ".join([*origin_of(op), place, f"lane {instruction.lane}"]),
         live=live,
         fix=fix,
         usable=usable,

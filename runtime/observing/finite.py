@@ -20,7 +20,7 @@ from torch import Tensor
 
 from graphir.errors import RunError
 from graphir.ir.blob import STATE_ROLES
-from graphir.ir.operator import Operator
+from graphir.ir.operator import Operator, origin_of
 from graphir.ir.text import operator_text
 from graphir.plan import Instruction, Plan
 
@@ -164,13 +164,12 @@ class FiniteWatch:
         ]
         read = f"; its operands: {', '.join(operands)}" if operands else ""
         read += f"; an infinity came from outside: {outside}" if outside else ""
-        module = f"module {op.module!r}, " if op.module else ""
-        source = f"line {op.source}, " if op.source else ""
+        place = [*origin_of(op), f"plan {self.plan.name!r}", f"step {self.step}", f"lane {instruction.lane}"]
         return RunError(
             f"{op.type} made {what} among the {value.numel()} elements of {made.name!r}"
             + (f", and {origin}" if origin else read),
             at=operator_text(op, self.net),
-            where=f"{module}{source}plan {self.plan.name!r}, step {self.step}, lane {instruction.lane}",
+            where=", ".join(place),
         )
 
 

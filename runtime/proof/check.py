@@ -19,7 +19,7 @@ from typing import Final
 
 from graphir.analysis.values import value_numbers
 from graphir.errors import PlanError, counted
-from graphir.ir.verify import require
+from graphir.ir.verify import RAW, require
 from graphir.plan import Plan
 
 from .findings import Finding
@@ -30,9 +30,6 @@ __all__ = ["check", "require_sound"]
 
 _SHOWN: Final = 3
 """Findings that an error shows."""
-
-_RAW: Final = (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, AssertionError)
-"""What numbering the values of a program raises that makes no sense."""
 
 
 def check(plan: Plan) -> list[Finding]:
@@ -79,7 +76,7 @@ def _wrong_values(plan: Plan, ordering: Ordering) -> list[Finding]:
     issue = ((i.op, i.part) for i in plan.instructions if i.kind in ("run", "copy", "collective"))
     try:
         computed = value_numbers(plan.program, issue)
-    except _RAW as e:
+    except RAW as e:
         raise PlanError(
             f"the values that the plan computes cannot be followed: {type(e).__name__} {e}",
             where=f"plan {plan.name!r}",

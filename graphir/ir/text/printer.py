@@ -14,7 +14,7 @@ from ..blob import ROLES, Blob
 from ..names import base_name
 from ..net import Net
 from ..operator import PURE, SYMBOLS, Arg, Effects, Operator, Symbol, groups
-from ..size import Dims, Polynomial, Shape, Size
+from ..size import Dims, Polynomial, Shape
 
 __all__ = [
     "RESERVED",
@@ -82,15 +82,11 @@ def value_text(arg: Arg) -> str:
     return "[" + ", ".join(map(value_text, arg)) + "]"
 
 
-def _size(size: Size) -> str:
-    return str(size)
-
-
 @lru_cache(maxsize=1 << 16)
 def _type(dtype: str | None, shape: Shape | None) -> str:
     if shape is None:
         return f"{dtype}[?]" if dtype else "?"
-    return f"{dtype or '?'}[{','.join(map(_size, shape))}]"
+    return f"{dtype or '?'}[{','.join(map(str, shape))}]"
 
 
 def nbytes_text(nbytes: int) -> str:
@@ -194,7 +190,7 @@ class Printer:
             return ""
         text = f" : {_type(blob.dtype, blob.shape)}"
         if blob.strides is not None:
-            text += f" strides [{','.join(map(_size, blob.strides))}]"
+            text += f" strides [{','.join(map(str, blob.strides))}]"
         if blob.offset:
             text += f" offset {blob.offset}"
         if blob.storage != blob.name:

@@ -1,7 +1,7 @@
 """Whether a net, a program or a plan is what everything else takes it for; :mod:`.net` lists the invariants."""
 
 from .net import blamed, verify
-from .problems import Problem
+from .problems import RAW, Problem
 from .subject import require
 
-__all__ = ["Problem", "blamed", "require", "verify"]
+__all__ = ["RAW", "Problem", "blamed", "require", "verify"]

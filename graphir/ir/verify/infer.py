@@ -189,7 +189,7 @@ def _infer(op: Operator, inputs: Inputs, args: Mapping[str, Arg]) -> Inferred:
     if complaint or None in inputs or op.type in _BACKEND_SHAPES:
         return Inferred(None, effects, complaint)
     known = [g for g in inputs if g is not None]
-    rule = _RULES.get(op.type, _OPTIMIZER if op.type in OWN and op.type not in META else _on_meta)
+    rule = _RULES.get(op.type, _optimizer if op.type in OWN and op.type not in META else _on_meta)
     try:
         returned = rule(op, sig, known, args)
     except _Refused as e:
@@ -295,7 +295,6 @@ def _embedding_bag_backward(
     return [Geometry((1, *indices.shape), indices.dtype), Geometry((*indices.shape, grad.shape[1]), grad.dtype)]
 
 
-_OPTIMIZER: Final[_Rule] = _optimizer
 _RULES: Final[Mapping[str, _Rule]] = {
     "Copy": _copy,
     "AllReduce": _all_reduce,

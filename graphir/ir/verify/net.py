@@ -31,10 +31,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from ...errors import GraphirError, VerifyError
-from ...plan import Plan
+from ...plan import Plan, program_of, sizes_of
 from ..blob import Blob
 from ..net import Net
 from ..operator import PURE, Operator, leaves
@@ -44,16 +44,11 @@ from ..program import Program
 from ..size import Dims, Polynomial, Size, size_dims
 from .infer import Geometry, Inferred, absurdity, geometry, infer, same_layout
 from .plan import plan_problems
-from .problems import Problem, raise_all
+from .problems import RAW, Problem, raise_all
 from .program import program_problems
 from .subject import require
 
 __all__ = ["Problem", "blamed", "net_problems", "verify"]
-
-_RAW: Final = (
-    RuntimeError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, AssertionError
-)  # fmt: skip
-"""What torch and Python raise at values of other types and sizes than they take."""
 
 Subject: TypeAlias = Program | Plan | Net
 
@@ -79,7 +74,7 @@ def verify(subject: Subject, *, dims: Dims | None = None, placed: bool = True) -
         where += f", after {subject.history[-1]}"
     try:
         problems = _problems(subject, dims or {}, placed)
-    except _RAW as e:
+    except RAW as e:
         what = f"the {kind} is no {kind}: {type(e).__name__}: {e}"
         raise VerifyError(what, where=where, fix="build it of the types that its fields are declared with") from e
     raise_all(problems, where, passes=not isinstance(subject, Net) and bool(subject.history))
@@ -94,7 +89,7 @@ def blamed(subject: Subject) -> Iterator[None]:
     """
     try:
         yield
-    except _RAW:
+    except RAW:
         verify(subject, placed=False)
         raise
 
@@ -102,8 +97,7 @@ def blamed(subject: Subject) -> Iterator[None]:
 def _problems(subject: Subject, dims: Dims, placed: bool) -> list[Problem]:
     if isinstance(subject, Net):
         return net_problems(subject, dims, placed=placed, complete=False)
-    program = subject.program if isinstance(subject, Plan) else subject
-    sizes = {**program.dims, **(subject.dims if isinstance(subject, Plan) else {}), **dims}
+    program, sizes = program_of(subject), {**sizes_of(subject), **dims}
     problems = net_problems(program.init, sizes, placed=placed) + net_problems(program.step, sizes, placed=placed)
     problems += program_problems(program)
     if isinstance(subject, Plan) and not problems:
@@ -320,7 +314,7 @@ class _Walk:
             if not self.unbound_in(sizes, f"an argument of {op.outputs[0] if op.outputs else op.type!r}"):
                 self.report(e.what, op)
             return
-        except _RAW as e:
+        except RAW as e:
             self.report(f"{op.type} cannot be checked: {type(e).__name__}: {str(e).partition(chr(10))[0]}", op)
             return
         if known.complaint:

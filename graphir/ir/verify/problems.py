@@ -9,7 +9,10 @@ from ...errors import GraphirError, PlacementError, VerifyError
 from ..net import Net
 from ..operator import Operator
 
-__all__ = ["Problem", "raise_all"]
+__all__ = ["RAW", "Problem", "raise_all"]
+
+RAW: Final = (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, AssertionError)
+"""What torch and Python raise at values of other types and sizes than they take: what breaks an invariant may."""
 
 _MOST_PRINTED: Final = 20
 _PLACE: Final = "run inject_copies before emit"
