@@ -47,6 +47,9 @@ class Guard(NamedTuple):
         remainder = f"%{self.modulus}" if self.modulus else ""
         return f"{self.size}{remainder}{self.relation}{self.number}"
 
+    def __repr__(self) -> str:
+        return f"Guard({self}, reason={self.reason!r})"
+
     @property
     def dims(self) -> tuple[str, ...]:
         """The dimensions that it is about."""

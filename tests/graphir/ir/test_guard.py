@@ -37,6 +37,10 @@ def test_a_guard_holds_where_it_says(text: str) -> None:
     assert not any(guard.holds({"batch": size}) for size in FAILS.get(text, ()))
 
 
+def test_a_guard_shows_its_size_as_the_text_form_does() -> None:
+    assert repr([parse_guard("batch%8!=0", "why")]) == "[Guard(batch%8!=0, reason='why')]"
+
+
 def test_a_renamed_guard_is_of_the_new_dimensions() -> None:
     guard = parse_guard("batch-length<=3", "why").renamed("gpu_0/".__add__)
     assert str(guard) == "gpu_0/batch-gpu_0/length<=3" and guard.reason == "why"
