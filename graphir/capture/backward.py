@@ -9,6 +9,7 @@ import torch
 
 from ..errors import CaptureError
 from .recorder import Recorder
+from .refusals import in_short
 from .values import Value
 
 __all__ = ["backward"]
@@ -29,7 +30,7 @@ def backward(total: torch.Tensor, recorder: Recorder, first_batch: bool) -> list
     except RuntimeError as e:
         if "checkpoint is incompatible" not in str(e):
             raise CaptureError(
-                f"the backward failed while it was recorded: {str(e).splitlines()[0]}",
+                f"the backward failed while it was recorded: {in_short(e)}",
                 fix="check that loss.backward() runs by itself on these inputs",
             ) from e
         raise CaptureError(

@@ -30,7 +30,7 @@ from .model_state import ModelState, attributes_kept, fakes_in_place
 from .options import LossScaler, Options
 from .randomness import RandomState, refuse_seeding
 from .recorder import Recorder
-from .refusals import where
+from .refusals import failure, where
 from .scopes import Scopes
 from .source_lines import SourceLines
 from .sparse import SparseValue
@@ -324,19 +324,8 @@ def _failures(recorder: Recorder, scopes: Scopes, lines: SourceLines) -> Iterato
         place, line = e.where or where(scopes.failed or scopes.current), lines.of_error(e) or recorder.failed_line
         raise CaptureError(e.what, at=e.at, where=f"{place}, at {line}" if line else place, fix=e.fix) from e.__cause__
     except Exception as e:
-        place = where(scopes.failed or scopes.current, lines.of_error(e))
-        if str(e).startswith("Cannot access data pointer"):
-            raise CaptureError(
-                "the step asks where the data of a tensor lies, and there is none while it is recorded",
-                where=place,
-                fix="not copy.deepcopy but tensor.clone(), and for a module torch.func.functional_call with parameters "
-                "of its own; no data_ptr(), and no foreign code",
-            ) from e
-        raise CaptureError(
-            f"the step failed while it was recorded: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}",
-            where=place,
-            fix="check that the step runs by itself on these inputs; numpy and foreign code can't be recorded",
-        ) from e
+        what, fix = failure(e)
+        raise CaptureError(what, where=where(scopes.failed or scopes.current, lines.of_error(e)), fix=fix) from e
 
 
 def _returned(output: Any, recorder: Recorder) -> tuple[list[Value | Scalar], pytree.TreeSpec]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from typing import Final
 
@@ -23,6 +24,8 @@ __all__ = [
     "FAKE_ERRORS",
     "READS_DATA",
     "REFUSED_AT_TIMES",
+    "failure",
+    "in_short",
     "refuse_loss",
     "refuse_model",
     "refuse_module",
@@ -30,6 +33,26 @@ __all__ = [
     "refused_by_fake",
     "where",
 ]
+
+_IN_TORCHS_WORDS: Final = (
+    (
+        r"Cannot access data pointer",
+        "the step asks where the data of a tensor lies, and there is none while it is recorded",
+        "not copy.deepcopy but tensor.clone(), and for a module torch.func.functional_call with parameters of its own; "
+        "no data_ptr(), and no foreign code",
+    ),
+    (
+        r"Creating a new Tensor subclass (\w+)",
+        r"a tensor of type \1 is not supported",
+        "use plain tensors: attention takes is_causal=True or a mask in place of a CausalBias",
+    ),
+    (
+        r"_share_\w+: only available",
+        "the step moves a tensor into shared memory",
+        "call share_memory() before the capture",
+    ),
+)
+"""Of torch's refusals of fake tensors: how they read, what the step did, and a remedy."""
 
 BRANCHES: Final = ("cond", "while_loop")
 """Operators on functions that run one or another of them, or once more or not."""
@@ -163,6 +186,12 @@ def refuse_operator(func: object, scope: str, args: tuple[object, ...]) -> None:
             fix="switch it off in the forward, around the module, so that eager PyTorch computes the same bits: "
             "with torch.backends.mkldnn.flags(enabled=False): ...",
         )
+    if name == "aten._nested_tensor_from_mask_left_aligned":
+        raise CaptureError(
+            "nn.TransformerEncoder makes nested tensors of what a padding mask leaves, so sizes depend on data",
+            where=where(scope),
+            fix="make it with enable_nested_tensor=False, or set its attribute use_nested_tensor to False",
+        )
     if name == "aten._efficientzerotensor":
         raise CaptureError(
             "forward-mode derivatives that are zero have no memory, which programs can't tell",
@@ -210,6 +239,23 @@ def refuse_operator(func: object, scope: str, args: tuple[object, ...]) -> None:
         form_of(func)
     except GraphirError as e:
         raise CaptureError(e.what, where=where(scope), fix=e.fix) from e
+
+
+def failure(error: Exception) -> tuple[str, str]:
+    """What is wrong where a step failed as it was recorded, and what to do."""
+    said = str(error)
+    for pattern, what, fix in _IN_TORCHS_WORDS:
+        if match := re.match(pattern, said):
+            return match.expand(what), fix
+    return (
+        f"the step failed while it was recorded: {in_short(error)}",
+        "check that the step runs by itself on these inputs; numpy and foreign code can't be recorded",
+    )
+
+
+def in_short(error: Exception) -> str:
+    """The error's type, and its first line if it has one."""
+    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
 
 
 def refused_by_fake(error: Exception, form: Form, scope: str) -> CaptureError:

@@ -12,12 +12,13 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from refusing import GLOBAL, READS, SHAPE, Cases, Net, foreign, nothing_left_behind
-from torch import Tensor
+from refusing import GLOBAL, READS, SHAPE, Cases, Net, Subclass, foreign, nothing_left_behind
+from torch import Tensor, nn
 from torch._higher_order_ops import while_loop
 from torch._higher_order_ops.map import map as map_rows
 from torch._higher_order_ops.scan import scan
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 from graphir.capture import capture
@@ -214,6 +215,21 @@ def subclassed(m: Any, h: Tensor) -> Tensor:
     return h + m.subclass  # here
 
 
+@refused("a tensor of type Subclass is not supported")
+def made_a_subclass(m: Any, h: Tensor) -> Tensor:
+    return h.as_subclass(Subclass) * 2  # here
+
+
+@refused("a tensor of type CausalBias is not supported")
+def causal_bias(m: Any, h: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(h, h, h, attn_mask=causal_lower_right(6, 6))  # here
+
+
+@refused("the step moves a tensor into shared memory")
+def shared(m: Any, h: Tensor) -> Tensor:
+    return h.share_memory_()  # here
+
+
 @refused("operator graphir_tests.foreign.default is not one of torch's own")
 def foreign_operator(m: Any, h: Tensor) -> Tensor:
     return h + foreign(h)  # here
@@ -330,3 +346,30 @@ def test_printing_is_no_reading(capsys: pytest.CaptureFixture[str]) -> None:
     program = capture(Net(show), (torch.ones(6, 4),), loss=lambda out: out.sum())
     assert not any(blob.role == "constant" for blob in program.step.blobs.values())
     assert "FakeTensor" in capsys.readouterr().out
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(_: Any, grad: Tensor) -> Tensor:
+        raise RuntimeError
+
+
+def test_a_backward_that_fails_without_a_word_is_refused() -> None:
+    net = Net(lambda m, h: Fails.apply(h))
+    with nothing_left_behind(net), pytest.raises(CaptureError, match=r"^the backward failed .*: RuntimeError\n  in "):
+        capture(net, (torch.ones(6, 4),), loss=torch.sum)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+def test_an_encoder_that_packs_what_a_mask_leaves_is_refused_with_a_remedy() -> None:
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    encoder, inputs = nn.TransformerEncoder(layer, 1).eval(), (torch.ones(2, 6, 4),)
+    mask = {"src_key_padding_mask": torch.zeros(2, 6, dtype=torch.bool)}
+    with pytest.raises(CaptureError, match=r"nested tensors of what a padding mask .*\n.*\n.* use_nested_tensor "):
+        capture(encoder, inputs, kwargs=mask)
+    encoder.use_nested_tensor = False
+    assert capture(encoder, inputs, kwargs=mask)
