@@ -178,10 +178,6 @@ def _run(step: Step, dims: Dims, named: bool, watch: Watch | None = None) -> tup
         if isinstance(scale, LossScaler):
             scale = fake_scaler(scale, recorder)
     grad = torch.enable_grad() if step.loss is not None else contextlib.nullcontext()
-    returned: list[Value | Scalar] = []
-    results: pytree.TreeSpec | None = None
-    gradients: list[tuple[Value, Value]] = []
-    sums, finished = Sums(recorder), Finished([])
     with (
         step.caches.watch(recorder.tensors()),
         grad,
@@ -203,46 +199,64 @@ def _run(step: Step, dims: Dims, named: bool, watch: Watch | None = None) -> tup
         _failures(recorder, scopes, lines),
     ):
         if step.loss is None:
-            output, _ = _forward(step, leaves, scopes, recorder, checks)
-            recorder.end_forward()
-            with recorder.unseen():
-                returned, results = _returned(output, recorder)
+            outcome = _forward_only(step, leaves, recorder, checks)
         else:
-            for i in range(step.options.accumulate):
-                first = len(recorder.calls)
-                recorder.start_micro_batch(prefix_of_micro_batch(i, step.options.accumulate))
-                parts = micro_batch(step.arguments.leaves, leaves, i, step.options.accumulate, recorder)
-                loss, start = _forward_loss(step, parts, scale, scopes, recorder, checks)
-                sums.add_loss(loss)
-                with recorder.follow_step():
-                    found = backward(start, recorder, first_batch=i == 0)
-                of_params = [pair for pair in found if pair[0].kind == "param"]
-                sums.add_gradients(of_params, first)
-                gradients += found[len(of_params) :]
-            refuse_sparse(recorder, step.options)
-            of_params = sums.gradients()
-            gradients = [*of_params, *gradients]
-            used = [pair for pair in of_params if step.trained is None or pair[0].label in step.trained]
-            finished = finish_gradients(used, step.options, scale, recorder)
+            outcome = _training(step, leaves, scale, scopes, recorder, checks)
+    sparse = recorder.sparse.gradients
     recording = Recording(
-        recorder.calls,
-        recorder.values,
-        inputs,
-        state,
-        recorder.constants,
-        sums.loss,
-        returned,
-        results,
-        gradients,
-        sums.parts,
-        finished,
-        recorder.sparse.gradients,
-        recorder.extents,
+        recorder.calls, recorder.values, inputs, state, recorder.constants, *outcome, sparse, recorder.extents
     )
     recorder.release()
-    sparse = [value for pair in recording.sparse_gradients.values() for value in pair]
-    kept = [sums.loss, *recording.outputs, *(g for _, g in [*gradients, *finished.gradients]), *sparse]
+    made = [gradient for _, gradient in [*recording.gradients, *recording.finished.gradients]]
+    kept = [recording.loss, *recording.outputs, *made, *(value for pair in sparse.values() for value in pair)]
     return recording._replace(calls=_live(recording.calls, kept)), changes
+
+
+class _Outcome(NamedTuple):
+    """What the parts of a step became, see :class:`Recording`."""
+
+    loss: Value | None
+    returned: list[Value | Scalar]
+    results: pytree.TreeSpec | None
+    gradients: list[tuple[Value, Value]]
+    parts: list[tuple[Value, Value]]
+    finished: Finished
+
+
+def _forward_only(step: Step, leaves: Sequence[Any], recorder: Recorder, checks: Checks) -> _Outcome:
+    output, _ = _forward(step, leaves, recorder, checks)
+    recorder.end_forward()
+    with recorder.unseen():
+        return _Outcome(None, *_returned(output, recorder), [], [], Finished([]))
+
+
+def _training(
+    step: Step,
+    leaves: Sequence[Any],
+    scale: float | LossScaler | None,
+    scopes: Scopes,
+    recorder: Recorder,
+    checks: Checks,
+) -> _Outcome:
+    """Forward, loss and backward of each micro-batch, and what happens to the gradients before the update."""
+    sums = Sums(recorder)
+    of_activations: list[tuple[Value, Value]] = []
+    for i in range(step.options.accumulate):
+        first = len(recorder.calls)
+        recorder.start_micro_batch(prefix_of_micro_batch(i, step.options.accumulate))
+        parts = micro_batch(step.arguments.leaves, leaves, i, step.options.accumulate, recorder)
+        loss, start = _forward_loss(step, parts, scale, scopes, recorder, checks)
+        sums.add_loss(loss)
+        with recorder.follow_step():
+            found = backward(start, recorder, first_batch=i == 0)
+        of_params = [pair for pair in found if pair[0].kind == "param"]
+        sums.add_gradients(of_params, first)
+        of_activations += found[len(of_params) :]
+    refuse_sparse(recorder, step.options)
+    of_params = sums.gradients()
+    used = [pair for pair in of_params if step.trained is None or pair[0].label in step.trained]
+    finished = finish_gradients(used, step.options, scale, recorder)
+    return _Outcome(sums.loss, [], None, [*of_params, *of_activations], sums.parts, finished)
 
 
 def _same(a: Recording, b: Recording) -> bool:
@@ -274,9 +288,7 @@ def _described(recording: Recording) -> list[object]:
     return [calls, gradients, returned, recording.loss and recording.loss.index]
 
 
-def _forward(
-    step: Step, leaves: Sequence[Any], scopes: Scopes, recorder: Recorder, checks: Checks
-) -> tuple[Any, tuple[Any, ...]]:
+def _forward(step: Step, leaves: Sequence[Any], recorder: Recorder, checks: Checks) -> tuple[Any, tuple[Any, ...]]:
     """What the model returns, and the targets."""
     args, kwargs, targets = step.arguments.split(leaves)
     with recorder.follow_step():
@@ -295,7 +307,7 @@ def _forward_loss(
 ) -> tuple[Value, torch.Tensor]:
     """The loss of a micro-batch, and what its backward starts from."""
     assert step.loss is not None
-    output, targets = _forward(step, leaves, scopes, recorder, checks)
+    output, targets = _forward(step, leaves, recorder, checks)
     with scopes.inside("loss"), recorder.follow_step():
         total = _scalar(step.loss(output, *targets))
         if step.options.accumulate > 1:
