@@ -31,11 +31,11 @@ from .build import build_program
 from .caches import Caches
 from .collector import collector_paused
 from .composites import composed_as_unwatched
-from .micro_batches import divided
+from .micro_batches import per_micro_batch
 from .model_state import ModelState, read_state
 from .optimizers import Group, read_optimizer
 from .options import read_options
-from .overlaps import overlaps, told
+from .overlaps import described, overlaps
 from .randomness import RandomState, seeded
 from .recording import Step
 from .refusals import refuse_loss, refuse_model
@@ -99,7 +99,7 @@ def capture(
         *batch_dims* names, or whose ``fixed`` says why they don't.
 
     Raises:
-        CaptureError: the step depends on data in a way that a program can't tell, or something is not supported.
+        CaptureError: the step depends on data in a way that no program can express, or something is not supported.
         VerifyError: the captured program breaks an invariant of the IR, which is a defect of graphir.
     """
     if isinstance(model, torch.export.ExportedProgram):
@@ -133,7 +133,7 @@ def capture(
         step = Step(
             model,
             state,
-            divided(arguments, options.accumulate),
+            per_micro_batch(arguments, options.accumulate),
             loss,
             allowed,
             attributes_of(model, allowed),
@@ -154,9 +154,9 @@ def capture(
 
 def _shared(state: ModelState, arguments: Arguments) -> Mapping[str, str]:
     """Which arguments share memory with others or with the state; a tensor that is given twice is one argument."""
-    given = {id(leaf.tensor): (told("input", leaf.name), leaf.tensor) for leaf in reversed(arguments.leaves)}
+    given = {id(leaf.tensor): (described("input", leaf.name), leaf.tensor) for leaf in reversed(arguments.leaves)}
     named = [(name, tensor) for name, tensor in reversed(given.values()) if tensor is not None]
-    return overlaps([*named, *((told(kind, name), tensor) for name, kind, tensor in state.tensors)])
+    return overlaps([*named, *((described(kind, name), tensor) for name, kind, tensor in state.tensors)])
 
 
 def _program_of(

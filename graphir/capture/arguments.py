@@ -37,11 +37,13 @@ class Leaf(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """Attributes:
-    leaves: in the order of the structure ``((*inputs, *targets), kwargs)``.
-    spec: that structure.
-    inputs: how many inputs there are.
-    dims: the captured size of each named dimension, ``batch`` first; empty where there is none.
+    """A step's arguments, taken apart into their leaves.
+
+    Attributes:
+        leaves: in the order of the structure ``((*inputs, *targets), kwargs)``.
+        spec: that structure.
+        inputs: how many inputs there are.
+        dims: the captured size of each named dimension, ``batch`` first; empty where there is none.
     """
 
     leaves: tuple[Leaf, ...]

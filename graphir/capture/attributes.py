@@ -25,7 +25,7 @@ _TABLES: Final = frozenset({"_parameters", "_buffers"})
 """Attributes of every module that hold its tensors, not attributes of its author's."""
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
 _KNOWN: Final = (*_PLAIN, *_CONTAINERS, tuple, torch.Tensor)
-"""Values that can be told apart; of other objects one can't see whether they mean the same."""
+"""Types whose values can be compared. Whether two other objects mean the same can't be seen."""
 
 
 class AllowedChanges:
@@ -80,13 +80,13 @@ def _own(module: torch.nn.Module) -> Iterator[str]:
 
 
 class Change(NamedTuple):
-    """An attribute that a step may have changed for a good reason: a second step tells.
+    """A change of an attribute that may be harmless: running the step once more shows whether it is.
 
     Attributes:
         attribute: its name, after the path of its module.
-        complaint: the error where there is none.
-        left: the attribute now has tensors of the step, which leaves a result there, as weight normalisation does.
-        value: what it has now.
+        complaint: the error to raise where it is not.
+        left: whether the attribute holds tensors of the step now, as weight normalisation leaves its weight there.
+        value: what the attribute holds now.
     """
 
     attribute: str
@@ -152,11 +152,11 @@ class Attributes:
                 self._held += _inside(name, name.startswith("_"), value, seen)
 
     def changed(self, fakes: Mapping[int, torch.Tensor]) -> list[Change]:
-        """What a second step has to tell about: private attributes, a part of the module's setting itself up as hooks
-        are, attributes of objects that are private or were None, and those that were given tensors of the step.
+        """The changes that may be harmless: of private attributes, where modules set themselves up (hooks are there);
+        of attributes of objects, if they are private or were None; and of those that hold tensors of the step now.
 
         Args:
-            fakes: what stood for a tensor in the step, by the tensor's ``id``; the same as that tensor.
+            fakes: the fake that stood for each tensor in the step, by the tensor's ``id``; it counts as that tensor.
 
         Raises:
             Broken: another attribute is, or holds, another value than before.
@@ -170,7 +170,7 @@ class Attributes:
                 private, left = name.startswith("_"), _has_tensor(new)
                 changes.append(self._change(f"the attribute {name!r}", name, new, private, left))
         for attribute, private, container, contents in self._held:
-            if _is_left(container, contents):
+            if _is_untouched(container, contents):
                 continue
             now = _contents(container)
             if not (_same(contents, now, fakes) or self._may_change(attribute)):
@@ -221,6 +221,7 @@ def _has_tensor(value: Any) -> bool:
 
 
 def _inside(attribute: str, private: bool, value: Any, seen: set[int]) -> Iterator[_Held]:
+    """The containers among *value* and what it holds, each once."""
     if isinstance(value, _PLAIN) or id(value) in seen or not (isinstance(value, tuple) or _holds(value)):
         return
     seen.add(id(value))
@@ -235,6 +236,7 @@ def _inside(attribute: str, private: bool, value: Any, seen: set[int]) -> Iterat
 
 
 def _holds(value: Any) -> bool:
+    """Whether *value* has contents that may change while it stays the same object."""
     return isinstance(value, (*_CONTAINERS, random.Random)) or _is_numpys(value) or _is_users(value)
 
 
@@ -283,19 +285,21 @@ def _altered(contents: list[Any], others: list[Any], fakes: Mapping[int, torch.T
     return open_before, [new[k] for k in keys if k in new]
 
 
-def _is_left(container: Any, contents: list[Any]) -> bool:
-    """Whether a container has the very contents it had."""
+def _is_untouched(container: Any, contents: list[Any]) -> bool:
+    """Whether a container holds the very objects of *contents*, in that order."""
     if not contents and isinstance(container, _CONTAINERS):
         return not container
     return _identical(contents, _contents(container))
 
 
 def _identical(contents: list[Any], others: list[Any]) -> bool:
+    """Whether two lists hold the same objects."""
     return len(contents) == len(others) and all(map(is_, contents, others))
 
 
 def _fill(container: Any, contents: list[Any]) -> None:
-    if _is_left(container, contents):
+    """Give a container back what :func:`_contents` found in it."""
+    if _is_untouched(container, contents):
         return
     if isinstance(container, random.Random):
         container.setstate(contents[0])
@@ -311,6 +315,7 @@ def _fill(container: Any, contents: list[Any]) -> None:
 
 
 def _same(old: Any, new: Any, fakes: Mapping[int, torch.Tensor]) -> bool:
+    """Whether two values are equal as far as one can see, a fake counting as the tensor that it stands for."""
     if old is new or not (isinstance(old, _KNOWN) or isinstance(new, _KNOWN)):
         return True
     if isinstance(old, torch.Tensor):

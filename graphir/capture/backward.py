@@ -20,7 +20,8 @@ _aten: Final = torch.ops.aten
 def backward(total: torch.Tensor, recorder: Recorder, first_batch: bool) -> list[tuple[Value, Value]]:
     """Forward values and the values of their gradients, parameters first.
 
-    Those of the *first_batch* become ``param.grad``; autograd adds later ones to them, however they are laid out.
+    In the *first_batch*, those of parameters are laid out as autograd lays out ``param.grad``. It adds the later ones
+    to these whatever their layout is.
     """
     asked = sorted(recorder.start_backward(), key=lambda pair: (pair[0].kind != "param", pair[0].index))
     try:

@@ -46,7 +46,7 @@ class Caches:
         self._read = False
         self._made: list[_Made] = []
 
-    def hold(self, tensor: torch.Tensor) -> bool:
+    def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor that the step reads from elsewhere is in one of them."""
         if self._held is None:
             self._held = frozenset([id(t) for _, tensors in _caches() for t in tensors])
@@ -54,8 +54,8 @@ class Caches:
         self._read = self._read or found
         return found
 
-    def were_read(self) -> bool:
-        """Whether :meth:`hold` has said yes since this was asked last; if so, they are empty now."""
+    def cleared_if_read(self) -> bool:
+        """Clear them if :meth:`holds` has said yes since the last call; whether it has."""
         read, self._read = self._read, False
         if read:
             self._clear()

@@ -16,9 +16,11 @@ __all__ = ["Check", "check_read_in"]
 
 
 class Check(NamedTuple):
-    """Attributes:
-    holds: what the code reads where the check holds.
-    message: what is wrong where it does not.
+    """A check whose outcome torch's code reads.
+
+    Attributes:
+        holds: what the code reads where the check holds.
+        message: what is wrong where it does not.
     """
 
     holds: bool

@@ -1,7 +1,7 @@
-"""Operators that torch composes of others, by what it finds about the tensor and about what watches it.
+"""Operators that torch runs as other ones where a gradient may be needed.
 
-Singular values and eigenvalues are computed together with their vectors where a gradient may be needed, else alone,
-which rounds otherwise. Torch takes every tensor for one that may need a gradient while a dispatch mode is active.
+Singular values and eigenvalues are then computed together with their vectors, else alone, and the two round
+differently. While a dispatch mode is active, torch takes every tensor for one that may need a gradient.
 """
 
 from __future__ import annotations

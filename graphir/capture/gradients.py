@@ -28,9 +28,11 @@ _aten: Final = torch.ops.aten
 
 
 class Finished(NamedTuple):
-    """Attributes:
-    gradients: parameters, and what their updates read or the caller gets.
-    found_inf: 1 where a gradient was infinite or NaN, so that the updates are skipped; None where they never are.
+    """The gradients of the parameters, unscaled and clipped.
+
+    Attributes:
+        gradients: parameters, and what their updates read or the caller gets.
+        found_inf: 1 where a gradient was infinite or NaN, so that the updates are skipped; None where they never are.
     """
 
     gradients: list[tuple[Value, Value]]

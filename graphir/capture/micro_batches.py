@@ -22,12 +22,12 @@ from .grid import BATCH
 from .recorder import Recorder
 from .values import Call, Value
 
-__all__ = ["Sums", "divided", "micro_batch", "prefix_of_micro_batch"]
+__all__ = ["Sums", "micro_batch", "per_micro_batch", "prefix_of_micro_batch"]
 
 _aten: Final = torch.ops.aten
 
 
-def divided(arguments: Arguments, accumulate: int) -> Arguments:
+def per_micro_batch(arguments: Arguments, accumulate: int) -> Arguments:
     """The arguments with the size of one micro-batch as the dimension ``batch``.
 
     Raises:

@@ -37,10 +37,12 @@ class StateTensor(NamedTuple):
 
 
 class ModelState(NamedTuple):
-    """Attributes:
-    tensors: each parameter and buffer once, parameters first, in the module's order.
-    module_state: each name of ``module.state_dict()`` and its blob.
-    by_id: the blob of each tensor, by the tensor's ``id``.
+    """The parameters and buffers of a model.
+
+    Attributes:
+        tensors: each parameter and buffer once, parameters first, in the module's order.
+        module_state: each name of ``module.state_dict()`` and its blob.
+        by_id: the blob of each tensor, by the tensor's ``id``.
     """
 
     tensors: tuple[StateTensor, ...]

@@ -1,4 +1,4 @@
-"""In-place operators and writes through views, told by functional operators.
+"""In-place operators and writes through views, expressed by functional operators.
 
 ``relu_(x)`` is recorded as ``relu(x)``; a write through a view as the functional operator on the view, and a scatter
 of its result into the tensor that the view looks at. Each result has the very strides of the tensor that PyTorch

@@ -151,7 +151,8 @@ def _backward_name(value: Value, found: Mapping[int, str], names: Names, modules
 def _made_of(value: Value, found: Mapping[int, str]) -> str:
     """A backward value after the gradient, or the other value of the same backward, that it is made of.
 
-    Else numbers would follow numbers: ``div_1.backward_div_1``. What is called so gives no names: they stay short.
+    Else numbers would follow numbers: ``div_1.backward_div_1``. No further names are derived from such a name, so that
+    names stay short.
     """
     if value.source is None or value.call is None:
         return ""

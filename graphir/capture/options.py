@@ -30,11 +30,13 @@ class LossScaler(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Attributes:
-    clip_grad_norm: the largest norm of all gradients together; None: any.
-    clip_grad_value: the largest magnitude of a gradient's element; None: any.
-    accumulate: the number of micro-batches.
-    loss_scale: a constant factor of the loss, or what chooses it; None: 1.
+    """What a step does to its loss and gradients, see :func:`.capture`.
+
+    Attributes:
+        clip_grad_norm: the largest norm of all gradients together; None: any.
+        clip_grad_value: the largest magnitude of a gradient's element; None: any.
+        accumulate: the number of micro-batches.
+        loss_scale: a constant factor of the loss, or what chooses it; None: 1.
     """
 
     clip_grad_norm: float | None = None

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["extent", "overlaps", "told"]
+__all__ = ["described", "extent", "overlaps"]
 
 
-def told(kind: str, name: str) -> str:
+def described(kind: str, name: str) -> str:
     """What a parameter, buffer or input of a step is called: ``buffer 'mean'``, ``argument 'x'``."""
     return f"{'argument' if kind == 'input' else kind} {name!r}"
 

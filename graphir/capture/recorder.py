@@ -1,7 +1,7 @@
 """The recorder: a dispatch mode that writes every operator that runs on fake tensors to a tape.
 
 It sees a step as PyTorch's own dispatcher does, forward and backward alike, and turns it into calls on values that
-never change: what in-place operators and views of activations do is told by functional operators (:mod:`.mutation`);
+never change: what in-place operators and views of activations do is expressed by functional ones (:mod:`.mutation`);
 parameters and buffers alone are overwritten, in successive versions.
 """
 
@@ -27,7 +27,7 @@ from .edges import keep_edges
 from .forms import Bound, Form, form_of
 from .known import number_in, tensor_of
 from .mutation import functional_call, functional_view, laid_out, overwritten_base
-from .overlaps import told
+from .overlaps import described
 from .randomness import refuse_generator
 from .refusals import FAKE_ERRORS, REFUSED_AT_TIMES, refuse_operator, refused_by_fake, where
 from .scopes import Scopes
@@ -245,7 +245,7 @@ class Recorder(Tape, TorchDispatchMode):
             fake = self.fake(real.shape, real.stride(), real.dtype)
             self._fakes[id(real)] = fake, real
             path = self._path_of(real)
-            cached = not (path or literal) and self._caches.hold(real)
+            cached = not (path or literal) and self._caches.holds(real)
             if isinstance(real, FakeTensor) and real.fake_mode in _MODES and not cached:
                 raise CaptureError(
                     f"the step reads a tensor of shape {list(real.shape)} that it has kept outside of the model when "
@@ -388,7 +388,7 @@ class Recorder(Tape, TorchDispatchMode):
         if store.shared:
             value = store.base.value
             raise CaptureError(
-                f"the step overwrites {told(value.kind, value.label)}, which shares memory with {store.shared}",
+                f"the step overwrites {described(value.kind, value.label)}, which shares memory with {store.shared}",
                 where=where(self._scopes.current),
                 fix="pass a clone of one of them, so that the other keeps its values",
             )

@@ -119,20 +119,20 @@ def record(step: Step, dims: Dims, *, named: bool = True) -> Recording:
     Only the first recording of a step has to be *named*: to know modules and source lines. Others are for their
     numbers, which takes a third less time.
 
-    A model may set itself up in its first step, as those of transformers hang up their hooks: where private attributes
-    change, the step is run again, and must leave them alone and do the same. And a step may leave tensors on a module,
-    if the next one does the same whatever was left there.
+    Some models set themselves up in their first step: those of transformers register hooks then. So where a step
+    changes private attributes it is run once more. The second run must not change them again, and must record the same
+    calls. A step may also store tensors on a module, if a second run that finds them there records the same calls.
 
     Raises:
-        CaptureError: the step can't be told by a program.
+        CaptureError: no program can express the step.
     """
     try:
         recording = _record(step, dims, named)
     except CaptureError:
-        if not step.caches.were_read():
+        if not step.caches.cleared_if_read():
             raise
     else:
-        if not step.caches.were_read():
+        if not step.caches.cleared_if_read():
             return recording
     return _record(step, dims, named)
 

@@ -31,14 +31,16 @@ class _Threshold(NotPolynomial):
 
 
 class Followed(NamedTuple):
-    """Attributes:
-    sizes: of a step.
-    dims: the captured value of each dimension that they follow.
-    fixed: why they don't follow others; empty where there are none.
-    guards: what the dimensions must satisfy.
-    recordings: all that were taken.
-    batch_dims: of each leaf that a forward-only step returns, the first dimension that grows with the batch; None
-        where the step could be recorded at one batch only.
+    """A step whose sizes follow dimensions, from recordings at several sizes.
+
+    Attributes:
+        sizes: of a step.
+        dims: the captured value of each dimension that they follow.
+        fixed: why they don't follow others; empty where there are none.
+        guards: what the dimensions must satisfy.
+        recordings: all that were taken.
+        batch_dims: of each leaf that a forward-only step returns, the first dimension that grows with the batch; None
+            where the step could be recorded at one batch only.
     """
 
     sizes: Sizes
@@ -60,7 +62,7 @@ def follow_dims(step: Step) -> Followed:
     """Record *step* at the sizes that are needed, and fit its numbers.
 
     Raises:
-        CaptureError: the step can't be told by a program.
+        CaptureError: no program can express the step.
     """
     taken = _Taken(step)
     followed = _follow(taken, dict(step.arguments.dims))
@@ -112,7 +114,7 @@ class _Taken:
 
         Raises:
             NotPolynomial: they are none.
-            CaptureError: the step can't be told by a program.
+            CaptureError: no program can express the step.
         """
         sizes, otherwise = self._above_one(dims)
         above_one = [Guard(dimension(dim), ">=", 2, reason=why) for dim, why in otherwise.items()]
@@ -126,7 +128,7 @@ class _Taken:
 
         Raises:
             NotPolynomial: they are none.
-            CaptureError: the step can't be told by a program.
+            CaptureError: no program can express the step.
         """
         ones = dict.fromkeys(dims, 1)
         try:
@@ -151,7 +153,7 @@ class _Taken:
 
         Raises:
             NotPolynomial: they are none.
-            CaptureError: the step can't be told by a program.
+            CaptureError: no program can express the step.
         """
         grid = Grid(dims, check)
         try:
@@ -327,7 +329,7 @@ class Sizes:
                     raise NotPolynomial(f"{made} depends on the {', '.join(point)} size")
 
     def fit(self, numbers: tuple[int | None, ...]) -> Size:
-        """The size that takes these values in the recordings; None: any in the last."""
+        """The size that takes these values in the recordings; a None in the last one leaves its value open."""
         first, *others = numbers
         if first is not None and all(n == first or n is None for n in others):
             return first

@@ -10,7 +10,7 @@ import torch
 from ..ir.size import Dims
 from .arguments import Leaf
 from .model_state import ModelState
-from .overlaps import told
+from .overlaps import described
 from .recorder import Recorder
 from .values import Value
 
@@ -52,7 +52,7 @@ def fake_state(
         fake.requires_grad_(tensor.requires_grad)
         fake._is_param = isinstance(tensor, torch.nn.Parameter)
         fakes[id(tensor)] = fake
-        values[name] = recorder.external(fake, name, kind, shared.get(told(kind, name), ""))
+        values[name] = recorder.external(fake, name, kind, shared.get(described(kind, name), ""))
         recorder.stand_in(tensor, fake)
         values[name].scope = name.rpartition(".")[0]
     return fakes, values
@@ -80,7 +80,7 @@ def fake_leaves(
                 shape[d] = dims[name] * accumulate if d == leaf.batch_dim else dims[name]
             fake = recorder.fake(shape, _strides(tensor, shape), tensor.dtype)
             fake.requires_grad_(tensor.requires_grad)
-            other = shared.get(told("input", leaf.name), "")
+            other = shared.get(described("input", leaf.name), "")
             fakes[id(tensor)] = fake, recorder.external(fake, leaf.name, "input", other)
             recorder.arguments[id(tensor)] = leaf.name
         fake, value = fakes[id(tensor)]

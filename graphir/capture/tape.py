@@ -97,10 +97,10 @@ class Tape:
         return self._memory.exchanges_refused()
 
     def end_forward(self) -> None:
-        """Raise where the forward did to a tensor what no operator tells, in the recording that is named.
+        """Check that the forward has changed tensors by operators alone, in the recording that is named.
 
         Raises:
-            CaptureError: it exchanged a tensor's memory.
+            CaptureError: it gave a tensor other memory (``x.data = …``).
         """
         if self._named:
             self._memory.check_unexchanged()
@@ -134,7 +134,7 @@ class Tape:
     # What tensors show.
 
     def tensors(self) -> Iterable[Alias]:
-        """Every tensor that was seen so far, whenever this is gone through."""
+        """The tensors seen so far. Going through them later gives those seen by then."""
         return self._memory
 
     def read(self, tensor: torch.Tensor) -> Value:

@@ -25,14 +25,16 @@ DTYPES: Final[Mapping[torch.dtype, str]] = {getattr(torch, name): short for shor
 
 
 class Update(NamedTuple):
-    """Attributes:
-    param_groups: of the program's interface.
-    optimizer_state: of the program's interface.
-    rate_blobs: the learning rates, one a group.
-    state_blobs, state_tensors, state_modules: the optimizer's state: its blobs, and by their names the first values
-        and the modules whose parameters they belong to.
-    operators: each parameter's operator, but for the name of its gradient, with the index of the parameter's value.
-    ops: the operators.
+    """The update phase of a step: its operators, and the state and learning rates that they read.
+
+    Attributes:
+        param_groups: of the program's interface.
+        optimizer_state: of the program's interface.
+        rate_blobs: the learning rates, one a group.
+        state_blobs, state_tensors, state_modules: the optimizer's state: its blobs, and by their names the first values
+            and the modules whose parameters they belong to.
+        operators: each parameter's operator, but for the name of its gradient, with the index of the parameter's value.
+        ops: the operators.
     """
 
     param_groups: tuple[ParamGroup, ...]

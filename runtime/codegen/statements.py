@@ -217,6 +217,7 @@ class Statements:
             self.values.define(*makes[position], variable, self.values.owners[variable])
 
     def of(self, position: int, instruction: Instruction) -> list[str]:
+        """The statements of an instruction that is neither event nor collective."""
         if instruction.kind == "free":
             return self.free(instruction.storage)
         op = self.net.ops[instruction.op]

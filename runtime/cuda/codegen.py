@@ -142,7 +142,7 @@ class StreamStatements(Statements):
     Attributes:
         pending: for each lane of the host, the last event of every lane that it has waited for.
         recorded: for each record, what a wait for it waits for, by lane.
-        latest: the event behind all that a lane has got; it serves records that follow each other.
+        latest: for each lane, an event recorded behind all that was issued to it so far, which further records share.
         arriving: for each storage of the host, the copy that still writes it.
         leaving: for each buffer of the host, the copies that still read it.
     """

@@ -63,8 +63,8 @@ class Fence:
         self.left: tuple[Stream, ...] = ()
 
     def enter(self, callers: Sequence[Stream]) -> None:
-        """What the gate gets from now on comes after what *callers* got, and those that were left since the last time:
-        they may still read what the step handed back."""
+        """Put what the gate is issued from now on behind what was issued so far to *callers*, and to the streams that
+        :meth:`leave` was given since the last call: they may still read what the step handed back."""
         entering, self.left = dict.fromkeys((*callers, *self.left)), ()
         for stream in entering:
             event = self.called.get(stream)
@@ -86,7 +86,7 @@ class Fence:
             event.wait(self.gate)
 
     def leave(self, callers: Sequence[Stream]) -> None:
-        """What *callers* get from now on comes after what the gate got."""
+        """Put what *callers* are issued from now on behind what was issued so far to the gate."""
         self.left = (*self.left, *callers)
         self.done.record(self.gate)
         for stream in callers:

@@ -99,7 +99,7 @@ class Interpretation:
         values: every value that is there, by (name, version).
         stored: those of each storage.
         writes: the instructions that have written to each storage in this step.
-        made_at: how many there were just after the value was made.
+        made_at: for each value, how many writes its storage had just after the value was made.
         freed: for each storage that was freed, the instruction that did it.
         recorded: events.
         position: of the instruction that is executed.
