@@ -10,7 +10,7 @@ In the order in which a step passes through::
     tape                       the calls that it writes down, on values (with scopes, memory)
     recording                  one run on stand_ins: forward, loss and backward of each of the micro_batches, and what
                                happens to the gradients before the update
-    sizes, grid                several runs, at several sizes, fitted
+    sizes, grid, repeats       several runs, at several sizes, fitted
     naming, optimizers, update, build     the program
 """
 

@@ -13,6 +13,7 @@ from ..errors import CaptureError
 from ..ir.program import Scalar
 from .dimensions import read_dims, sizes_of
 from .grid import BATCH
+from .model_state import PLAIN
 from .structures import named_leaves, written_structure
 
 __all__ = ["Arguments", "Leaf", "read_arguments"]
@@ -120,9 +121,15 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor | Scalar]
             if leaf.is_complex() or leaf.layout != torch.strided:
                 kind = "complex" if leaf.is_complex() else str(leaf.layout).removeprefix("torch.")
                 raise CaptureError(f"argument {path!r} is a {kind} tensor", fix="pass real, dense tensors")
+            if type(leaf) not in PLAIN:
+                raise CaptureError(
+                    f"argument {path!r} is a {type(leaf).__name__}, whose operators may be others than a tensor's",
+                    fix="pass it .as_subclass(torch.Tensor)",
+                )
         elif not isinstance(leaf, (bool, int, float, str, type(None))):
             raise CaptureError(
                 f"argument {path!r} is a {type(leaf).__name__}",
-                fix="pass tensors, numbers, strings and None in tuples, lists and dicts",
+                fix="pass tensors, numbers, strings and None in tuples, lists, dicts and classes that "
+                "torch.utils._pytree knows (torch.export.register_dataclass makes a dataclass known)",
             )
         yield path, leaf

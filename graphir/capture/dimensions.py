@@ -91,7 +91,7 @@ def _named(dims: int | Mapping[Any, str] | None, path: str, value: Any) -> dict[
             raise CaptureError(
                 f"batch_dims has {d} for a tensor of {value.dim()} dimensions",
                 where=f"argument {path!r}",
-                fix="dimensions count from 0",
+                fix=_FIX,
             )
         if found.setdefault(d % value.dim(), name) != name or list(found.values()).count(BATCH) > 1:
             raise CaptureError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -19,6 +19,7 @@ from .overlaps import overlaps
 from .refusals import where
 
 __all__ = [
+    "PLAIN",
     "ModelState",
     "StateTensor",
     "attributes_kept",
@@ -26,6 +27,9 @@ __all__ = [
     "has_data",
     "read_state",
 ]
+
+PLAIN: Final = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
+"""The classes of tensors whose operators are those that torch dispatches."""
 
 
 class StateTensor(NamedTuple):
@@ -73,12 +77,11 @@ def read_state(model: torch.nn.Module) -> ModelState:
 
 def _check(path: str, kind: str, tensor: torch.Tensor) -> None:
     owner = where(path.rpartition(".")[0])
-    plain = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
     if is_lazy(tensor):
         raise CaptureError(
             f"{kind} {path!r} has no shape yet", where=owner, fix="run the model once, which gives lazy modules theirs"
         )
-    if type(tensor) not in plain or tensor.layout != torch.strided:
+    if type(tensor) not in PLAIN or tensor.layout != torch.strided:
         what = f"a {type(tensor).__name__} of layout {tensor.layout}"
         raise CaptureError(
             f"{kind} {path!r} is {what}, which is not supported", where=owner, fix="use plain dense tensors"

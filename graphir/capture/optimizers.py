@@ -199,9 +199,9 @@ def _update(
     for p in signature(rule.type).params:
         if p.kind == "value" and (value := type(p.default)(values[p.name])) != p.default:
             args[p.name] = value
-    state = [_state(key, first, param, kept, bool(options.get("fused"))) for key, first in rule.state.items()]
     if kept:
         _check_kept(name, param, kept, rule, place)
+    state = [_state(key, first, param, kept, bool(options.get("fused"))) for key, first in rule.state.items()]
     return ParamUpdate(name, rule.type, args, tuple(state), bool(kept))
 
 
@@ -212,11 +212,25 @@ def _check_kept(name: str, param: torch.Tensor, kept: Mapping[str, Any], rule: _
             if key in rule.late:
                 continue
             what = f"the optimizer has state of parameter {name!r}, but no {key!r} in it"
-        elif key != "step" and (value.layout, value.shape, value.dtype) != (torch.strided, param.shape, param.dtype):
+        elif key == "step" and not _is_number(value):
+            what = f"'step' of parameter {name!r} is no number"
+        elif key != "step" and not _is_like(value, param):
             what = f"{key!r} of parameter {name!r} is no dense tensor of its shape and type"
         else:
             continue
         raise CaptureError(what, where=place, fix="make a new optimizer with these options, or load a state that fits")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
+def _is_like(value: object, param: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and (value.layout, value.shape, value.dtype) == (
+        torch.strided,
+        param.shape,
+        param.dtype,
+    )
 
 
 def _state(key: str, first: float, param: torch.Tensor, kept: Mapping[str, Any], fused: bool) -> OptimizerState:

@@ -38,7 +38,7 @@ from .stand_ins import attribute_paths, fake_leaves, fake_state
 from .traces import traces_refused
 from .values import Call, Value
 
-__all__ = ["Recording", "Step", "record", "same_bits"]
+__all__ = ["Recording", "Step", "record", "same_bits", "same_step"]
 
 _aten: Final = torch.ops.aten
 
@@ -148,7 +148,7 @@ def _record(step: Step, dims: Dims, named: bool) -> Recording:
                     again, more = _run(set_up, dims, named)
                 except CaptureError:  # it read what the first run had left
                     raise changes[0].complaint from None
-                if not settled(changes, more) or not _same(recording, again):
+                if not settled(changes, more) or not same_step(recording, again):
                     raise changes[0].complaint
                 for value in again.values:
                     value.release()
@@ -259,7 +259,7 @@ def _training(
     return _Outcome(sums.loss, [], None, [*of_params, *of_activations], sums.parts, finished)
 
 
-def _same(a: Recording, b: Recording) -> bool:
+def same_step(a: Recording, b: Recording) -> bool:
     """Whether two recordings at the same sizes are of the same step."""
     literals = zip(a.constants, b.constants, strict=False)
     return (

@@ -20,6 +20,7 @@ from .extents import Axis, Extents
 from .grid import BATCH, Grid, NotPolynomial
 from .guards import Steady, guards_of, simplified, steady_in
 from .recording import Recording, Step, record, same_bits
+from .repeats import check_repeats
 from .thresholds import threshold_in
 from .values import Call, Value
 
@@ -66,6 +67,8 @@ def follow_dims(step: Step) -> Followed:
     """
     taken = _Taken(step)
     followed = _follow(taken, dict(step.arguments.dims))
+    if followed.fixed:
+        check_repeats(step, followed.sizes.recording, step.arguments.dims)
     batch_dims: Sequence[int | None] | None
     if BATCH in followed.dims or BATCH not in step.arguments.dims or not followed.sizes.recording.returned:
         batch_dims = followed.sizes.batch_dims()

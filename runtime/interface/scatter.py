@@ -182,6 +182,12 @@ class Scatter:
         if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
             kind = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else leaf.layout
             raise SessionError(f"{name} is a {kind} tensor", where=where, fix="pass a dense (strided) one")
+        if type(leaf) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            raise SessionError(
+                f"{name} is a {type(leaf).__name__}, a subclass of Tensor",
+                where=where,
+                fix="pass it .as_subclass(torch.Tensor)",
+            )
         blob = self.captured(i)
         if blob is None or blob.dtype is None:
             return
@@ -274,7 +280,10 @@ class Scatter:
 
     def _outside(self, guard: Guard, dims: Dims, first: Mapping[str, int]) -> CoverageError:
         """The refusal of sizes for which *guard* does not hold; *first* are the leaves that say each dimension."""
-        sizes = ", ".join(f"{base_name(dim)} is {dims[dim]}" for dim in guard.dims)
+        sizes = ", ".join(
+            f"{base_name(dim)} is {dims[dim]}" + (" in a replica's share" if base_name(dim) != dim else "")
+            for dim in guard.dims
+        )
         leaf = next((first[dim] for dim in guard.dims if dim in first), None)
         place = "" if leaf is None else f"{self.arguments.names[leaf]}: "
         return CoverageError(

@@ -157,3 +157,16 @@ def test_memory_shared_by_two_tensors() -> None:
 def test_attention_that_draws_for_itself_on_request_only() -> None:
     example = models.gpt(layers=1)
     capture(example.model, example.inputs, targets=example.targets, loss=example.loss)  # dropout_p=0: no refusal
+
+
+class Doubled(Tensor):
+    """A tensor whose sines are others."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result * 2 if func is torch.sin else result
+
+
+def test_subclasses_of_tensors() -> None:
+    refuses("argument 'x' is a Doubled", inputs=(torch.zeros(6, 10).as_subclass(Doubled),))

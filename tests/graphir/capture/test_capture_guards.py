@@ -110,7 +110,7 @@ def test_replicas_are_guarded_each() -> None:
     assert "gpu_1/batch>=4" in map(str, program.guards)
     with Session(passes.emit(program), program.state) as session:
         session.step(torch.randn(8, 5, 6))
-        with pytest.raises(CoverageError, match="batch is 3, the program takes batch>=4"):
+        with pytest.raises(CoverageError, match="batch is 3 in a replica's share, the program takes batch>=4"):
             session.step(torch.randn(7, 5, 6))
 
 

@@ -170,6 +170,25 @@ def test_state_of_another_type_than_its_parameter() -> None:
         captured(example, optimizer)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "what"),
+    [
+        ("exp_avg", torch.zeros(3), "no dense tensor of its shape and type"),
+        ("exp_avg", 0.0, "no dense tensor of its shape and type"),
+        ("step", torch.zeros(3), "no number"),
+        ("step", "one", "no number"),
+    ],
+)
+def test_state_of_another_shape_or_kind(key: str, value: object, what: str) -> None:
+    example = models.mlp()
+    optimizer = torch.optim.Adam(example.model.parameters())
+    example.loss(example.model(*example.inputs), *example.targets).backward()
+    optimizer.step()
+    optimizer.state[example.model.fc1.weight][key] = value
+    with pytest.raises(CaptureError, match=f"'{key}' of parameter 'fc1.weight' is {what}"):
+        captured(example, optimizer)
+
+
 def test_differentiable() -> None:
     refused("differentiable=True is not supported", lambda params: torch.optim.Adam(params, differentiable=True))
 

@@ -11,6 +11,7 @@ from torch.utils import _pytree
 from graphir.errors import SessionError
 from graphir.ir.blob import Blob
 from graphir.ir.device import gpu
+from graphir.ir.guard import Guard
 from graphir.ir.net import Net
 from graphir.ir.program import Feed, Interface, Program
 from graphir.ir.size import Polynomial, parse_size, rename_dims, size_dims
@@ -44,6 +45,10 @@ def split(program, *args, **kwargs):
 
 
 X = torch.arange(36.0).view(12, 3)
+
+
+class Mine(torch.Tensor):
+    """A tensor of a user's own class."""
 
 
 @pytest.mark.parametrize(("rows", "replicas"), [(6, 2), (7, 2), (7, 3), (8, 3), (12, 4)])
@@ -192,6 +197,12 @@ def test_a_program_of_fixed_sizes_says_why():
         split(program, X[:5])
 
 
+def test_a_share_that_a_guard_refuses_is_told_from_the_batch():
+    guards = tuple(Guard(batch(f"gpu_{i}/"), ">=", 2, reason="it is contiguous") for i in range(2))
+    with pytest.raises(SessionError, match=r"batch is 1 in a replica's share, the program takes batch>=2: it is cont"):
+        split(program_of(2).with_(guards=guards), X[:3])
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -208,6 +219,7 @@ def test_a_program_of_fixed_sizes_says_why():
         ((FakeTensorMode().from_tensor(X),), r"argument 0 \('x'\) is a fake tensor, so it has no data"),
         ((torch.nested.nested_tensor([X]),), r"argument 0 \('x'\) is a nested tensor"),
         ((torch.quantize_per_tensor(X, 0.1, 0, torch.qint8),), r"argument 0 \('x'\) is a quantized tensor"),
+        ((X.as_subclass(Mine),), r"argument 0 \('x'\) is a Mine, a subclass of Tensor"),
     ],
 )
 def test_an_argument_that_does_not_fit_is_named(args, message):

@@ -1,0 +1,50 @@
+"""Whether a step is the same each time that it is run: Python that no program sees may make another one of it."""
+
+from __future__ import annotations
+
+from ..errors import CaptureError
+from ..ir.size import Dims
+from .recording import Recording, Step, record, same_step
+from .refusals import where
+from .values import Call
+
+__all__ = ["check_repeats"]
+
+
+def check_repeats(step: Step, first: Recording, dims: Dims) -> None:
+    """Record *step* once more at the sizes *dims* of its first recording.
+
+    What modules hold and the random states are as they were then, and so is what the step does, unless it asks
+    something else: a global, a closure, a class, an iterator, the clock.
+
+    Raises:
+        CaptureError: it has become another step, or fails.
+    """
+    try:
+        again = record(step, dims, named=False)
+    except CaptureError as e:
+        if e.__cause__ is None:  # what it has kept outside of the model; the caches say where
+            return
+        raise
+    if not same_step(first, again):
+        call, how = _difference(first, again)
+        raise CaptureError(
+            f"the step is another one when it is run again{how}",
+            where=where(call.scope, call.line) if call is not None else where(""),
+            fix="keep what changes in a buffer, or pass it to the step as a tensor: a program sees no globals, "
+            "closures, classes, iterators or clocks; if the first step alone differs, run one before the capture",
+        )
+    for value in again.values:
+        value.release()
+    again.extents.release()
+
+
+def _difference(first: Recording, again: Recording) -> tuple[Call | None, str]:
+    """The first call that is another one, and how."""
+    for mine, its in zip(first.calls, again.calls, strict=False):
+        if mine.type != its.type:
+            return mine, f": {mine.type} the first time, {its.type} the second"
+        for name, value in mine.args.items():
+            if repr(value) != repr(its.args.get(name)):
+                return mine, f": {name} of {mine.type} was {value}, then {its.args.get(name)}"
+    return None, ""
