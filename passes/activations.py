@@ -25,7 +25,8 @@ def find_activations(program: Program) -> list[str]:
     with blamed(program):
         prefix = program.replicas[0]
         names = activation_names(program)
-    return [name[len(prefix) :] for name in _in_order(program) if name in names]
+    made = dict.fromkeys([name for op in program.step.ops for name in op.outputs])
+    return [name[len(prefix) :] for name in made if name in names]
 
 
 def activation_names(program: Program) -> dict[str, None]:
@@ -47,7 +48,3 @@ def activation_names(program: Program) -> dict[str, None]:
         for name in forward
         if name.startswith(prefix) and blobs[name].role == "activation" and not blobs[name].is_view
     }
-
-
-def _in_order(program: Program) -> dict[str, None]:
-    return dict.fromkeys([name for op in program.step.ops for name in op.outputs])

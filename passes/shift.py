@@ -309,14 +309,10 @@ class _Sweep:
     def ops(self, blobs: Mapping[str, Blob]) -> list[Operator]:
         """Every operator on its new device."""
         ops = list(self.net.ops)
-        for i in self.followers:
-            device = blobs[ops[i].inputs[0]].device
-            if device != ops[i].device:
-                self.moved[i] = device
-        for i in self.reductions:
-            device = blobs[ops[i].outputs[0]].device
-            if device != ops[i].device:
-                self.moved[i] = device
+        deciding = {i: ops[i].inputs[0] for i in self.followers} | {i: ops[i].outputs[0] for i in self.reductions}
+        for i, name in deciding.items():
+            if blobs[name].device != ops[i].device:
+                self.moved[i] = blobs[name].device
         for i, device in self.moved.items():
             ops[i] = ops[i].on(device, ShiftActivations.name)
         return ops

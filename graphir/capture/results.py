@@ -89,12 +89,12 @@ class Results:
             form: of the operator.
             bound: its arguments in place.
             geometries: of the tensors among them.
-            args, kwargs: its arguments.
+            args, kwargs: its arguments; a device among them is the host.
 
         Raises:
             CaptureError: its kernels refuse the element types that it is given.
         """
-        if not form.repeats or (kwargs and kwargs.get("device") not in (None, _CPU)):
+        if not form.repeats:
             return self._call(form, bound, args, kwargs)
         # The text of the arguments tells 1, 1.0 and True apart, and 0.0 and -0.0.
         setting = torch.get_default_dtype(), *self._surroundings

@@ -15,6 +15,16 @@ from torch import Tensor
 
 __all__ = ["Event", "Graph", "Machine", "Queue", "Stream", "TorchCuda", "wait_for"]
 
+_LOOK_SECONDS: Final = 20e-6
+"""How often the host looks whether a device is done."""
+
+FIGURES: Final = ("allocated_bytes.all.current", "allocated_bytes.all.peak", "reserved_bytes.all.peak", "num_ooms")
+"""Which of ``torch.cuda.memory_stats`` stand beside a plan's own bytes."""
+
+_FINDS_GENERATORS: Final = "2.14"
+"""From this version of torch on, a capture finds generators itself, and prints a warning for each that it is told of.
+Nothing else in torch says so."""
+
 
 class Queue(Protocol):
     """What the host can wait for."""
@@ -105,17 +115,6 @@ def wait_for(queue: Queue, deadline: float | None) -> None:
                 raise TimeoutError(f"the device did not get there in {deadline:g} s")
             time.sleep(_LOOK_SECONDS)
     queue.synchronize()
-
-
-_LOOK_SECONDS: Final = 20e-6
-
-FIGURES: Final = ("allocated_bytes.all.current", "allocated_bytes.all.peak", "reserved_bytes.all.peak", "num_ooms")
-"""Which of ``torch.cuda.memory_stats`` stand beside a plan's own bytes."""
-
-
-_FINDS_GENERATORS: Final = "2.14"
-"""From this version of torch on, a capture finds generators itself, and prints a warning for each that it is told of.
-Nothing else in torch says so."""
 
 
 class TorchCuda:

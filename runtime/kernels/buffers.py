@@ -14,6 +14,12 @@ from .communication import ALIGNMENT, is_marked, marked, spanned
 
 __all__ = ["Buffer", "Buffers", "bytes_of", "on_host"]
 
+_KEPT_TARGETS: Final = 64
+"""For how many geometries the tensors that show a buffer are kept."""
+
+_CUDA_ALIGNMENT: Final = 256
+"""What ``ALIGNMENT`` is on CUDA, where cuBLASLt chooses matrix products by alignments of up to so many bytes."""
+
 
 class Buffer:
     """Memory that copies with one number share, one after the other: as much as the largest takes.
@@ -75,12 +81,6 @@ def on_host() -> Buffer:
 def _alignment(source: Tensor) -> int:
     return _CUDA_ALIGNMENT if source.is_cuda else ALIGNMENT
 
-
-_KEPT_TARGETS: Final = 64
-"""For how many geometries the tensors that show a buffer are kept."""
-
-_CUDA_ALIGNMENT: Final = 256
-"""What ``ALIGNMENT`` is on CUDA, where cuBLASLt chooses matrix products by alignments of up to so many bytes."""
 
 Buffers: TypeAlias = dict[tuple[Device, object], Buffer]
 """For each device, the buffers by their numbers in the plan, or by the storage that a copy makes."""

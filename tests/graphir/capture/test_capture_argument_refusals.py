@@ -122,6 +122,10 @@ def test_a_loss_that_is_no_scalar() -> None:
     )
 
 
+def test_a_loss_without_terms() -> None:
+    refuses("the loss is an empty dict", loss=lambda y, t: {})
+
+
 def test_a_loss_that_depends_on_no_parameter() -> None:
     refuses("the loss does not depend on any parameter", loss=lambda y, t: y.detach().sum())
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from refusing import GLOBAL, Cases
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 CASES = Cases()
 refused = CASES.refused
@@ -73,6 +74,18 @@ def pointed_elsewhere(m: Any, h: Tensor) -> Tensor:
 @refused("aten.mul.out overwrites a tensor and has no functional form")
 def written_out(m: Any, h: Tensor) -> Tensor:
     return h + torch.mul(h.detach(), 2, out=torch.empty(6, 4))  # here
+
+
+@refused("random numbers are drawn into a tensor with strides [8, 2]")
+def drawn_with_gaps(m: Any, h: Tensor) -> Tensor:
+    return h * torch.empty(6, 8)[:, ::2].bernoulli_()  # here
+
+
+@refused("a tensor of shape [6, 4] comes from nowhere that capture has seen")
+def computed_behind_the_dispatcher(m: Any, h: Tensor) -> Tensor:
+    with _disable_current_modes():
+        unseen = h.detach() * 2
+    return h + unseen  # here
 
 
 @refused("aten.mul_.Tensor overwrites 'inner.scale', which is neither parameter nor buffer")
