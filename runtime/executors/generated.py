@@ -77,7 +77,14 @@ class Generated:
     def blame(self, errors: Sequence[BaseException | None], dims: Dims, step: int) -> RunError:
         """The error for what threads raised; the first failure is to blame for those that it stopped."""
         plan = self.setting.plan
-        thread, cause = next((i, e) for i, e in enumerate(errors) if e is not None and not isinstance(e, Stopped))
+        failed = [(i, e) for i, e in enumerate(errors) if e is not None and not isinstance(e, Stopped)]
+        if not failed:
+            return RunError(
+                "the threads of the session were ended during a step",
+                where=f"plan {plan.name!r}, step {step}",
+                fix="before the program ends, join the thread that makes steps",
+            )
+        thread, cause = failed[0]
         line = _failed_at(self.threads[thread], cause)
         position = -1 if line is None else self.threads[thread].instructions[line]
         if isinstance(cause, Located):

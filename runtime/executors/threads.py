@@ -128,10 +128,11 @@ class _Brake:
 
     Attributes:
         pulled: not empty once it was.
+        ended: whether threads are to end after the call that they are in.
     """
 
     def __init__(self, locks: Sequence[Any]) -> None:
-        self.locks, self.pulled = locks, list[bool]()
+        self.locks, self.pulled, self.ended = locks, list[bool](), False
 
     def pull(self) -> bool:
         """Stop all; whether nobody had before."""
@@ -308,7 +309,7 @@ def _serve(worker: _Worker, brake: _Brake, intraop: int, surroundings: type[Abst
     try:
         with surroundings(), torch.inference_mode():
             worker.done.release()
-            while _called(worker, brake):
+            while not brake.ended and _called(worker, brake):
                 continue
     except BaseException as e:  # nothing of a call: what was raised in the thread from outside
         worker.died = e
@@ -335,6 +336,7 @@ def _called(worker: _Worker, brake: _Brake) -> bool:
 def _end(workers: Sequence[_Worker], threads: Sequence[threading.Thread], brake: _Brake) -> None:
     """Have all threads end that were started; one that is in an operator for long is left to itself."""
     try:
+        brake.ended = True  # for a thread that was told to start a call just now, and is not told twice
         brake.pull()
         for worker in workers:
             _release(worker.go)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from graphir.runtime import Session
 from graphir.runtime.codegen.handoffs import Handoffs, handoffs
+from graphir.runtime.executors import threads
 from graphir.runtime.failures.watch import Watch
 from graphir.runtime.kernels.communication import copy
 from runnable import copy_by, forward_plan, threads_of_sessions
@@ -72,8 +73,6 @@ def test_lanes_that_wait_for_each_other_are_noticed_at_once(observed, monkeypatc
 
 
 def test_an_event_that_got_lost_is_noticed_at_the_deadline(monkeypatch):
-    from graphir.runtime.executors import threads
-
     events = threads._Team.events
 
     def without_the_first(team):
@@ -193,3 +192,26 @@ def test_looking_at_a_thread_keeps_nothing_that_it_holds(monkeypatch):
             assert [made() for made in held] == [None] * 3
     finally:
         gc.enable()
+
+
+def test_threads_that_are_ended_during_a_step_end(monkeypatch):
+    """As at the interpreter's exit, while a daemon thread is in a step."""
+
+    def ending(source, device):
+        team = session._executor.team
+        gos = [worker.go for worker in team.workers]
+        # A lock that the caller has given just now, and the thread has not taken yet, cannot be given twice.
+        monkeypatch.setattr(threads, "_release", lambda lock: None if lock in gos else release(lock))
+        team.close()
+        return copy(source, device)
+
+    release = threads._release
+    monkeypatch.setattr(threads, "_GRACE_SECONDS", 0.5)
+    copy_by(monkeypatch, ending)
+    with session_of() as session:
+        with pytest.raises(RunError, match=r"ended during a step\n  in   plan 'small', step 0\n  fix  before the"):
+            session.step(X)
+        assert unusable(session)
+        for thread in threads_of_sessions():
+            thread.join(1)
+        assert threads_of_sessions() == []
