@@ -8,9 +8,10 @@ In the order in which a step passes through::
     recorder                   every operator that the dispatcher sees (with mutation, forms, randomness, sparse,
                                refusals)
     tape                       the calls that it writes down, on values (with scopes, memory)
-    recording                  one run on stand_ins: forward, loss and backward of each of the micro_batches, and what
-                               happens to the gradients before the update
-    sizes, grid, repeats       several runs, at several sizes, fitted
+    recording                  one run on stand_ins, under patches of torch: forward, loss and backward of each of the
+                               micro_batches, and what happens to the gradients before the update
+    following, sizes, grid, repeats
+                               several runs, at several sizes, fitted
     naming, optimizers, update, build     the program
 """
 
@@ -31,6 +32,7 @@ from .build import build_program
 from .caches import Caches
 from .collector import collector_paused
 from .composites import composed_as_unwatched
+from .following import follow_dims
 from .micro_batches import per_micro_batch
 from .model_state import ModelState, read_state
 from .optimizers import Group, read_optimizer
@@ -39,7 +41,6 @@ from .overlaps import described, overlaps
 from .randomness import RandomState, seeded
 from .recording import Step
 from .refusals import refuse_loss, refuse_model
-from .sizes import follow_dims
 from .snapshots import snapshots
 
 __all__ = ["capture", "seeded"]

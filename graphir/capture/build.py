@@ -15,11 +15,12 @@ from ..ir.net import Net
 from ..ir.operator import Arg, Operator, stored_versions
 from ..ir.opset import effects_of
 from ..ir.program import Feed, Fetch, Interface, Program, Scalar
+from .following import Followed
 from .model_state import has_data
 from .naming import RESERVED, Names, name_values
 from .optimizers import Group
 from .recording import Recording, Step
-from .sizes import Followed, Sizes
+from .sizes import Sizes
 from .snapshots import snapshot
 from .structures import written_structure
 from .update import DTYPES, Update, build_update

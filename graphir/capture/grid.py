@@ -21,9 +21,9 @@ from itertools import product
 from math import prod
 from typing import Final
 
-from ..ir.size import Monomial, Polynomial, Size, bind
+from ..ir.size import Dims, Monomial, Polynomial, Size, bind
 
-__all__ = ["BATCH", "Grid", "NotPolynomial"]
+__all__ = ["BATCH", "Grid", "NotPolynomial", "point_text"]
 
 BATCH: Final = "batch"
 """The dimension that is split over replicas."""
@@ -34,6 +34,11 @@ _SMALL: Final = 7
 
 class NotPolynomial(Exception):
     """A number, or the list of operators, follows the dimensions otherwise; says which and how."""
+
+
+def point_text(point: Dims) -> str:
+    """``batch 8, length 64``."""
+    return ", ".join(f"{dim} {value}" for dim, value in point.items())
 
 
 class Grid:
