@@ -12,6 +12,8 @@ import typer
 
 from . import __version__
 from .errors import GraphirError
+from .ir.net import Net
+from .ir.program import Program
 from .plan import Plan
 
 __all__ = ["app", "main"]
@@ -21,6 +23,7 @@ app = typer.Typer(
     help="A computational-graph IR and device-placement compiler for PyTorch training steps.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
@@ -33,12 +36,14 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    _: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")] = False,
+    _: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     """What every command shares."""
 
 
-@app.command()
+@app.command(short_help="Train a small residual net on real digits, checked bit for bit.")
 def demo(
     out: Annotated[Path, typer.Option(help="The folder for the plan, its text and the trained state.")] = Path(
         "graphir-demo"
@@ -64,14 +69,14 @@ def show(
     json: Annotated[bool, typer.Option("--json", help="Print indented JSON instead of graphir's text.")] = False,
 ) -> None:
     """Print what a file holds, with the bytes of each blob."""
-    from .ir.files import load, load_stream, to_json
+    from .ir.files import to_json
     from .ir.text import show as show_text
 
-    shown = load(file) if file != "-" else load_stream(sys.stdin.buffer, "standard input")
+    shown = _load(file)
     print(to_json(shown) if json else show_text(shown, source=source))
 
 
-@app.command()
+@app.command(short_help="Prove that a plan runs right, or print what can go wrong.")
 def check(
     file: Annotated[str, typer.Argument(help="The file of a plan; - is standard input.")],
     json: Annotated[bool, typer.Option("--json", help="Print the findings as a JSON list.")] = False,
@@ -81,10 +86,9 @@ def check(
 
     from graphir.runtime import check as findings_of
 
-    from .ir.files import load, load_stream
     from .ir.verify import verify
 
-    loaded = load(file) if file != "-" else load_stream(sys.stdin.buffer, "standard input")
+    loaded = _load(file)
     if not isinstance(loaded, Plan):
         raise GraphirError(
             f"check takes a plan, not a {type(loaded).__name__.lower()}", where=file, fix="passes.emit makes a plan"
@@ -99,6 +103,16 @@ def check(
         raise typer.Exit(1)
 
 
+def _load(file: str) -> Net | Program | Plan:
+    from .ir.files import load, load_stream
+
+    if file != "-":
+        return load(file)
+    if sys.stdin is None:
+        raise GraphirError("standard input is closed", fix="give the path of a file, or redirect one: < plan.json")
+    return load_stream(sys.stdin.buffer, "standard input")
+
+
 def main() -> None:
     """Run the command line; an error that graphir or the file system raises is printed, not traced."""
     for stream in (sys.stdout, sys.stderr):
@@ -110,6 +124,6 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (GraphirError, OSError) as e:
-        text = f"{e.strerror}: {e.filename}" if isinstance(e, OSError) and e.filename else str(e)
-        print(f"graphir: {text}", file=sys.stderr)
+        text = ": ".join(map(str, filter(None, (e.strerror, e.filename)))) if isinstance(e, OSError) else ""
+        print(f"graphir: {text or e}", file=sys.stderr)
         sys.exit(1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -67,6 +69,29 @@ def test_it_prints_json_and_reads_standard_input(run: Run, folder: Path) -> None
     shown, whole = json.loads(text), json.loads(given)
     del whole["program"]["state"]
     assert shown == whole and text.startswith('{\n  "format"')
+
+
+def test_a_closed_standard_input_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["graphir", "check", "-"])
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(SystemExit, match="1"):
+        main()
+    assert capsys.readouterr().err.startswith("graphir: standard input is closed\n  fix ")
+
+
+def test_what_the_system_refuses_is_said_in_words(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(graphir.cli, "app", fail)
+    assert run() == (1, "", f"graphir: {os.strerror(errno.ENOSPC)}\n")
+
+
+def test_help_is_plain(run: Run) -> None:
+    status, text, _ = run("--help")
+    assert status == 0
+    assert "  --version  Print the version.\n" in text and text.isascii()
+    assert "  check  Prove that a plan runs right, or print what can go wrong.\n" in text
 
 
 @pytest.mark.parametrize(
