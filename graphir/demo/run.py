@@ -119,6 +119,10 @@ class _Demo:
     def say(self, text: str) -> None:
         self.console.print(text, overflow="fold")
 
+    def whole(self, line: str, style: str = "") -> None:
+        """Print a line as it is, however long."""
+        self.console.print(line, style=style, markup=False, overflow="ignore", no_wrap=True, crop=False)
+
     def capture(self) -> Program:
         self.title("capture")
         x, y = next(self.digits.batches(0))
@@ -188,7 +192,7 @@ class _Demo:
     def excerpt(self, lines: Sequence[str]) -> None:
         for line in lines:
             cut = line if len(line) <= WIDTH - 2 else line[: WIDTH - 3] + "…"
-            self.console.print(f"  {cut}", style="dim", markup=False, overflow="ignore", no_wrap=True, crop=False)
+            self.whole(f"  {cut}", style="dim")
 
     def check(self, captured: Program, unshifted: Plan, shifted: Plan) -> bool:
         self.title(f"check: {CHECKED_STEPS} steps, three ways, bit for bit")
@@ -251,8 +255,8 @@ class _Demo:
             ("digits.json", "the captured program"),
             ("digits.json.safetensors", "the state after training"),
         ):
-            path = self.out / name
-            self.say(f"  {path}  {nbytes_text(path.stat().st_size)}  {what}")
+            size = nbytes_text((self.out / name).stat().st_size)
+            self.whole(f"  {size:>9}  {what:<32}  {self.out / name}")
 
 
 def _state(session: runtime.Session, replica: int) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """What a short demo prints into a pipe, and the folder that it wrote."""
-    out = tmp_path_factory.mktemp("demo") / "made" / "here"
+    out = tmp_path_factory.mktemp("demo") / "made [/b]" / "here"
     command = [sys.executable, "-m", "graphir", "demo", "--epochs", "2", "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
@@ -40,6 +40,13 @@ def test_it_is_readable_in_a_pipe_of_100_columns(demo: tuple[str, Path]) -> None
     assert "\x1b" not in text
     assert "\r" not in text
     assert max(len(line) for line in text.splitlines() if str(out)[:20] not in line) <= 100
+
+
+def test_it_says_whole_where_it_saved(demo: tuple[str, Path]) -> None:
+    text, out = demo
+    assert [line.split("  ")[-1].strip() for line in text.splitlines() if "made" in line] == [
+        str(out / name) for name in ("digits.plan.json", "digits.plan.txt", "digits.json", "digits.json.safetensors")
+    ]
 
 
 def test_it_reports_loss_and_accuracy(demo: tuple[str, Path]) -> None:
