@@ -50,6 +50,11 @@ _GEOMETRY: Final = frozenset(
 _SAME: Final = frozenset({_aten.detach.default, _aten.alias.default})
 _RRELU: Final = frozenset({_aten.rrelu_with_noise.default, _aten.rrelu_with_noise_.default})
 _BATCH_NORM: Final = _aten.native_batch_norm.default
+_SEVERAL: Final[Mapping[Any, Any]] = {
+    **dict.fromkeys(_RRELU, _aten.rrelu_with_noise_functional.default),
+    _BATCH_NORM: _aten._native_batch_norm_legit_functional.default,
+}
+"""Functional forms of what overwrites several tensors: they return the new values of these last."""
 _NUMBER: Final = _aten._local_scalar_dense.default
 _LITERAL: Final = frozenset({_aten.lift_fresh.default, _aten.lift.default})
 _MODES: Final[weakref.WeakSet[FakeTensorMode]] = weakref.WeakSet()
@@ -225,21 +230,21 @@ class Recorder(Tape, TorchDispatchMode):
             raise CaptureError(
                 f"the step reads a tensor of shape {list(real.shape)} that needs a gradient and is no parameter of "
                 "the modules that run",
-                where=where(self._scopes.current),
+                where=self._here(),
                 fix="read a parameter through its module, make it one of the model's, or pass tensor.detach()",
             )
         if id(real) in self.arguments:
             raise CaptureError(
                 f"the step reads argument {self.arguments[id(real)]!r} from elsewhere too, where another step would "
                 "still find this tensor",
-                where=where(self._scopes.current),
+                where=self._here(),
                 fix="pass it where it is read: through kwargs= to the model, through targets= to the loss",
             )
         if id(real) not in self._fakes:
             if type(real) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor):
                 raise CaptureError(
                     f"a tensor of type {type(real).__name__} is not supported",
-                    where=where(self._scopes.current),
+                    where=self._here(),
                     fix="use plain tensors",
                 )
             fake = self.fake(real.shape, real.stride(), real.dtype)
@@ -250,7 +255,7 @@ class Recorder(Tape, TorchDispatchMode):
                 raise CaptureError(
                     f"the step reads a tensor of shape {list(real.shape)} that it has kept outside of the model when "
                     "it was recorded at another size, or in another capture",
-                    where=where(self._scopes.current),
+                    where=self._here(),
                     fix="make it in each step, keep it in a buffer or use functools.cache; and delete what was kept",
                 )
             value = self.external(fake, path or "constant", "constant")
@@ -275,7 +280,7 @@ class Recorder(Tape, TorchDispatchMode):
             if target.store.persistent and target.store.base.value.kind == "constant":
                 raise CaptureError(
                     f"{form.type} overwrites {target.store.base.value.label!r}, which is neither parameter nor buffer",
-                    where=where(self._scopes.current),
+                    where=self._here(),
                     fix="register it with module.register_buffer(name, tensor)",
                 )
         if all(target.store.persistent and target.is_base for target in targets):
@@ -286,53 +291,39 @@ class Recorder(Tape, TorchDispatchMode):
         if self.phase == "forward":
             for target in targets:
                 keep_edges(target)
-        if form.func in _RRELU:
-            return self._overwrite_noise(form, bound, aliases, args, kwargs)
-        # The functional form takes contiguous copies of the statistics, for which kernels round otherwise.
-        if form.func is _BATCH_NORM and len(targets) == 2 and all(target.tensor.is_contiguous() for target in targets):
-            return self._overwrite_statistics(form, bound, aliases, args, kwargs)
+        # Batch norm's functional form takes contiguous copies of the statistics, for which kernels round otherwise.
+        statistics = form.func is _BATCH_NORM and len(targets) == 2 and all(t.tensor.is_contiguous() for t in targets)
+        if statistics or form.func in _RRELU:
+            return self._overwrite_several(form, bound, aliases, args, kwargs)
         if len(targets) != 1:
             raise CaptureError(
                 f"{form.type} overwrites {len(targets)} tensors at once, not all of them parameters or buffers",
-                where=where(self._scopes.current),
+                where=self._here(),
                 fix="make them contiguous, register them as buffers, or overwrite them one by one",
             )
         (target,) = targets
-        new = functional_call(self, form, target, args, kwargs, where(self._scopes.current))
+        new = functional_call(self, form, target, args, kwargs, self._here())
         out = self._results.of(form, bound, geometries, args, kwargs)
         self._store_value(target, new)
         return out
 
-    def _overwrite_noise(
+    def _overwrite_several(
         self, form: Form, bound: Bound, aliases: Sequence[Alias], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """``rrelu``, which overwrites its noise and returns a tensor or overwrites that too, by its functional form."""
-        targets = [aliases[i] for i in bound.written]
-        seen = [self.read(target.tensor) for target in targets]
-        made = self.emit(_aten.rrelu_with_noise_functional.default, args, kwargs)
-        out = self._results.of(form, bound, [alias.geometry for alias in aliases], args, kwargs)
-        here = where(self._scopes.current)
-        for target, old, new in zip(reversed(targets), reversed(seen), reversed(made), strict=False):
-            self._store_value(target, laid_out(self, new, target.tensor, old, here))
-        if len(targets) == 1:
-            made[0].tensor = out
-            self._memory.add_base(out, made[0], persistent=False)
-        return out
+        """Record an operator of :data:`_SEVERAL` by its functional form.
 
-    def _overwrite_statistics(
-        self, form: Form, bound: Bound, aliases: Sequence[Alias], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Batch norm where running statistics are no state, as where ``instance_norm`` repeats it over the batch."""
+        The statistics of a batch norm are no state where ``instance_norm`` repeats them over the batch.
+        """
         targets = [aliases[i] for i in bound.written]
         seen = [self.read(target.tensor) for target in targets]
-        *made, mean, var = self.emit(_aten._native_batch_norm_legit_functional.default, args, kwargs)
+        made = self.emit(_SEVERAL[form.func], args, kwargs)
         out = self._results.of(form, bound, [alias.geometry for alias in aliases], args, kwargs)
-        for tensor, value in zip(out, made, strict=True):
+        fresh, overwritten = made[: -len(targets)], made[-len(targets) :]
+        for tensor, value in zip(out if isinstance(out, (tuple, list)) else (out,), fresh, strict=False):
             value.tensor = tensor
             self._memory.add_base(tensor, value, persistent=False)
-        here = where(self._scopes.current)
-        for target, old, new in zip(targets, seen, (mean, var), strict=True):
-            self._store_value(target, laid_out(self, new, target.tensor, old, here) if target.is_base else new)
+        for target, old, new in zip(targets, seen, overwritten, strict=True):
+            self._store_value(target, laid_out(self, new, target.tensor, old, self._here()))
         return out
 
     def _write_state(
@@ -367,11 +358,7 @@ class Recorder(Tape, TorchDispatchMode):
         store = target.store
         self._refuse_shared(store)
         base = store.base
-        whole = (
-            new
-            if target.is_base
-            else overwritten_base(self, target, self._current(base), new, where(self._scopes.current))
-        )
+        whole = new if target.is_base else overwritten_base(self, target, self._current(base), new, self._here())
         if store.persistent:
             form = form_of(_aten.copy_.default)
             args = (base.tensor, whole.tensor)
@@ -389,9 +376,13 @@ class Recorder(Tape, TorchDispatchMode):
             value = store.base.value
             raise CaptureError(
                 f"the step overwrites {described(value.kind, value.label)}, which shares memory with {store.shared}",
-                where=where(self._scopes.current),
+                where=self._here(),
                 fix="pass a clone of one of them, so that the other keeps its values",
             )
+
+    def _here(self) -> str:
+        """The module whose code runs, as errors say it."""
+        return where(self._scopes.current)
 
     def _rebind(self, form: Form, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Record ``squeeze_`` and the like: the tensor becomes a view of what it was."""
