@@ -143,6 +143,7 @@ def _record(step: Step, dims: Dims, named: bool) -> Recording:
         with attributes_kept(step.attributes):
             recording, changes = _run(step, dims, named)
             if changes:
+                _refuse_made(step)
                 set_up = step._replace(attributes=attributes_of(step.model, step.allowed))
                 try:
                     again, more = _run(set_up, dims, named)
@@ -257,6 +258,18 @@ def _training(
     used = [pair for pair in of_params if step.trained is None or pair[0].label in step.trained]
     finished = finish_gradients(used, step.options, scale, recorder)
     return _Outcome(sums.loss, [], None, [*of_params, *of_activations], sums.parts, finished)
+
+
+def _refuse_made(step: Step) -> None:
+    """Refuse modules with parameters or buffers that the step has made: no optimizer knows them."""
+    for path, module in step.model.named_modules():
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if any(id(tensor) not in step.state.by_id for tensor in tensors):
+            raise CaptureError(
+                f"the step makes the module {path!r}",
+                where=where(path.rpartition(".")[0]),
+                fix="run one step before the capture, and make the optimizer after that",
+            )
 
 
 def same_step(a: Recording, b: Recording) -> bool:

@@ -342,3 +342,26 @@ def test_a_mode_that_the_first_step_chooses_is_captured_after_it() -> None:
     assert "run one before the capture" in error.value.fix
     model(x)
     assert not graphir.capture(model, (x,)).fixed
+
+
+class Lazy(nn.Module):
+    """Makes its layer in the first step, when it knows its width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.layers:
+            self.layers.append(nn.Linear(x.shape[1], 2))
+        y: Tensor = self.layers[0](x)
+        return y
+
+
+def test_modules_that_the_first_step_makes_are_captured_after_it() -> None:
+    lazy = Example(nn.Sequential(Lazy()), (torch.randn(4, 3),), (), lambda y: y.pow(2).sum())
+    with pytest.raises(CaptureError, match=r"the step makes the module '0\.layers\.0'\n  in   module '0\.layers'"):
+        graphir.capture(lazy.model, lazy.inputs)
+    assert not list(lazy.model.parameters())
+    lazy.model(*lazy.inputs)
+    matches_eager(graphir.capture(lazy.model, lazy.inputs, loss=lazy.loss), lazy, batches=(6,))
