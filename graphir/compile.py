@@ -350,7 +350,7 @@ def _check_options(session: object) -> None:
     for name in session or {}:
         if name not in _OPTIONS:
             raise SessionError(
-                f"a session has no option {name!r}{nearest(str(name), _OPTIONS)}", fix=f"options: {', '.join(_OPTIONS)}"
+                f"a session has no option {name!r}{nearest(name, _OPTIONS)}", fix=f"options: {', '.join(_OPTIONS)}"
             )
 
 

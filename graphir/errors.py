@@ -123,7 +123,7 @@ def counted(number: int, thing: str) -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: object, known: Iterable[object]) -> str:
     """``; did you mean 'a' or 'b'?`` for the known names closest to *name*, or nothing."""
-    close = get_close_matches(name, list(known), n=3, cutoff=0.5)
+    close = get_close_matches(str(name), list(map(str, known)), n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else ""

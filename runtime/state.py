@@ -193,7 +193,7 @@ class State:
         fix = "pass the state_dict() of the captured module, or of a session"
         for name in given:
             if name not in known:
-                raise SessionError(f"the module has no {name!r}{nearest(str(name), known)}", where=where, fix=fix)
+                raise SessionError(f"the module has no {name!r}{nearest(name, known)}", where=where, fix=fix)
         for name, blob in known.items():
             if name not in given:
                 raise SessionError(f"the state has no {name!r}{nearest(name, given)}", where=where, fix=fix)

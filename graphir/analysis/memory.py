@@ -343,7 +343,7 @@ def _check_dims(name: str, given: object, subject: Program | Plan) -> None:
     for dim in given:
         if dim not in known:
             raise GraphirError(
-                f"{name} has {dim!r}, which no size of {program.name!r} follows{nearest(str(dim), known)}",
+                f"{name} has {dim!r}, which no size of {program.name!r} follows{nearest(dim, known)}",
                 fix=f"its dimensions: {', '.join(known)}" if known else "its sizes are plain numbers; leave it out",
             )
 

@@ -199,12 +199,12 @@ def _shapes(shapes: object, nets: Sequence[Net]) -> dict[str, tuple[tuple[int, .
     found: dict[str, tuple[tuple[int, ...], str]] = {}
     for name, described in shapes.items():
         if name not in names:
-            raise GraphirError(f"shapes has {name!r}, which is no blob{nearest(str(name), names)}", fix=_SHAPE_FIX)
+            raise GraphirError(f"shapes has {name!r}, which is no blob{nearest(name, names)}", fix=_SHAPE_FIX)
         if not isinstance(described, tuple | list) or len(described) != 2:
             _refuse_shape(name, described)
         shape, dtype = described
         if not isinstance(dtype, str) or dtype not in ITEMSIZE:
-            what = f"{dtype!r}, of blob {name!r}, is not an element type{nearest(str(dtype), ITEMSIZE)}"
+            what = f"{dtype!r}, of blob {name!r}, is not an element type{nearest(dtype, ITEMSIZE)}"
             raise GraphirError(what, fix=f"element types: {', '.join(ITEMSIZE)}")
         if not isinstance(shape, tuple | list) or not all(type(n) is int and 0 <= n <= LARGEST for n in shape):
             _refuse_shape(name, described)

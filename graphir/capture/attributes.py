@@ -68,7 +68,7 @@ class AllowedChanges:
 
     def _unknown(self, name: object) -> CaptureError:
         return CaptureError(
-            f"allow_changes: {name!r} is no attribute that the step could change{nearest(str(name), self._known)}",
+            f"allow_changes: {name!r} is no attribute that the step could change{nearest(name, self._known)}",
             fix="name plain attributes of modules by their paths, such as layers.0.counter",
         )
 

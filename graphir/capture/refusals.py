@@ -97,9 +97,9 @@ def refuse_model(model: object, taker: str = "capture") -> None:
         CaptureError: it is no module, or one of its modules was compiled by TorchScript.
     """
     if not isinstance(model, torch.nn.Module):
-        kind = "None" if model is None else f"a {type(model).__name__}"
+        kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise CaptureError(
-            f"{taker} takes an nn.Module, not {kind}",
+            f"{taker} takes an nn.Module, not {None if model is None else kind}",
             fix="pass the model itself; a function goes into the forward of an nn.Module",
         )
     for path, module in model.named_modules():

@@ -98,7 +98,7 @@ class Net:
         try:
             return self.blobs[name]
         except KeyError:
-            what = f"no blob {name!r} in net {self.name!r}{nearest(str(name), self.blobs)}"
+            what = f"no blob {name!r} in net {self.name!r}{nearest(name, self.blobs)}"
             raise GraphirError(what, fix="net.blobs has them all") from None
 
     def producer(self, blob: str, before: int | None = None) -> Operator | None:

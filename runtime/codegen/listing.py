@@ -38,7 +38,7 @@ def python(plan: Plan, lane: str) -> str:
     admit(plan)
     if not isinstance(lane, str) or lane not in plan.lanes:
         raise PlanError(
-            f"plan {plan.name!r} has no lane {lane!r}{nearest(str(lane), plan.lanes)}",
+            f"plan {plan.name!r} has no lane {lane!r}{nearest(lane, plan.lanes)}",
             fix=f"its lanes: {', '.join(plan.lanes) or 'none'}",
         )
     devices = {device: i for i, device in enumerate(dict.fromkeys(map(lane_device, plan.lanes)))}

@@ -51,7 +51,7 @@ def _given(binding: Mapping[str, str | torch.device], placed: Sequence[Device]) 
     for name in binding:
         if name not in placed:
             raise SessionError(
-                f"binding: the plan has no device {name!r}{nearest(str(name), map(str, placed))}",
+                f"binding: the plan has no device {name!r}{nearest(name, placed)}",
                 where="Session(...)",
                 fix=f"its devices: {', '.join(placed) or 'none'}",
             )

@@ -120,7 +120,7 @@ def _given(program: Program, state: Mapping[str, torch.Tensor]) -> dict[str, tor
     for name, tensor in state.items():
         if name not in known:
             raise GraphirError(
-                f"state has {name!r}, which is no blob of program {program.name!r}{nearest(str(name), known)}",
+                f"state has {name!r}, which is no blob of program {program.name!r}{nearest(name, known)}",
                 fix="state maps the names of blobs, prefixes included, to tensors",
             )
         if not isinstance(tensor, torch.Tensor):

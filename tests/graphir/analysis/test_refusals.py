@@ -59,6 +59,7 @@ CALLS: dict[str, tuple[Callable[[], object], type[GraphirError], str]] = {
     ),
     "net with": (lambda: TINY.step.with_(by=()), GraphirError, "net 'tiny.step' has no attribute 'by'"),
     "plan with": (lambda: tiny.plan(TINY).with_(step=TINY.step), GraphirError, "plan 'tiny' has no attribute 'step'"),
+    "emit at no name": (lambda: passes.emit(TINY, {3: 2}), PassError, "program 'tiny' has no dimension 3"),
     "emit at 3": (lambda: passes.emit(TINY, 3), PassError, "dims is a int, not a mapping"),
     "blob": (lambda: TINY.step.blob(3), GraphirError, f"no blob 3 in net {TINY.step.name!r}"),
     "pipeline": (lambda: passes.Pipeline(3), PassError, "a pipeline is made of passes"),

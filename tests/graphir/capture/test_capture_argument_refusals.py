@@ -45,6 +45,7 @@ def test_names_that_are_no_strings() -> None:
 def test_models_that_are_no_module() -> None:
     refuses("capture takes an nn.Module, not a function", model=lambda x: x)
     refuses("capture takes an nn.Module, not None", model=None)
+    refuses("capture takes an nn.Module, not the class Linear", model=torch.nn.Linear)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
