@@ -16,7 +16,7 @@ from .attributes import Attributes, Change
 from .conditions import Broken, Checks
 from .naming import RESERVED, Names
 from .overlaps import overlaps
-from .refusals import where
+from .refusals import DENSE, where
 
 __all__ = [
     "PLAIN",
@@ -83,9 +83,7 @@ def _check(path: str, kind: str, tensor: torch.Tensor) -> None:
         )
     if type(tensor) not in PLAIN or tensor.layout != torch.strided:
         what = f"a {type(tensor).__name__} of layout {tensor.layout}"
-        raise CaptureError(
-            f"{kind} {path!r} is {what}, which is not supported", where=owner, fix="use plain dense tensors"
-        )
+        raise CaptureError(f"{kind} {path!r} is {what}, which is not supported", where=owner, fix=DENSE)
     if tensor.is_complex():
         raise CaptureError(
             f"{kind} {path!r} is complex, which is not supported", where=owner, fix="store real and imaginary parts"

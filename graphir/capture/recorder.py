@@ -29,7 +29,7 @@ from .known import number_in, tensor_of
 from .mutation import functional_call, functional_view, laid_out, overwritten_base
 from .overlaps import described
 from .randomness import refuse_generator
-from .refusals import FAKE_ERRORS, REFUSED_AT_TIMES, refuse_operator, refused_by_fake, where
+from .refusals import DENSE, FAKE_ERRORS, REFUSED_AT_TIMES, refuse_operator, refused_by_fake, where
 from .scopes import Scopes
 from .selections import masks_in, selected
 from .source_lines import SourceLines
@@ -241,11 +241,18 @@ class Recorder(Tape, TorchDispatchMode):
                 fix="pass it where it is read: through kwargs= to the model, through targets= to the loss",
             )
         if id(real) not in self._fakes:
-            if type(real) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor):
+            if type(real) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor) or real.is_quantized:
+                kind = real.dtype if real.is_quantized else type(real).__name__
                 raise CaptureError(
-                    f"a tensor of type {type(real).__name__} is not supported",
+                    f"a tensor of type {kind} is not supported",
                     where=self._here(),
                     fix="use plain tensors",
+                )
+            if real.layout != torch.strided:
+                raise CaptureError(
+                    f"the step reads a {str(real.layout).removeprefix('torch.')} tensor of shape {list(real.shape)}",
+                    where=self._here(),
+                    fix=DENSE,
                 )
             fake = self.fake(real.shape, real.stride(), real.dtype)
             self._fakes[id(real)] = fake, real

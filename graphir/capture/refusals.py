@@ -21,6 +21,7 @@ from .forms import Form, form_of
 
 __all__ = [
     "BRANCHES",
+    "DENSE",
     "FAKE_ERRORS",
     "READS_DATA",
     "REFUSED_AT_TIMES",
@@ -66,6 +67,12 @@ READS_DATA: Final = (
 )
 """The remedy where a step reads a tensor's numbers."""
 
+DENSE: Final = (
+    "use dense tensors: sparse=False for an embedding; y.index_add(0, rows, values[:, None] * x[columns]) for the "
+    "product with a sparse matrix"
+)
+"""The remedy where a step makes, reads or takes tensors that have no strides."""
+
 REFUSED_AT_TIMES: Final = frozenset({torch.ops.aten.index.Tensor, torch.ops.aten.cumprod.default})
 """Operators whose arguments, or what calls them, decide whether they are refused."""
 
@@ -75,6 +82,7 @@ _REMEDIES: Final[Mapping[str, str]] = {
     "aten.index": "a boolean mask selects an unknown number of elements: use torch.where(mask, a, b)",
     "aten._ctc_loss": "write its recursion over the frames with torch.logsumexp, on targets padded to one length: what "
     "torch's keeps for backward is as long as the longest target",
+    "aten._pack_padded_sequence": "run the padded sequences, and mask what is behind their ends",
     "aten.equal": READS_DATA + "; torch.istft asks so, too: write it with torch.fft.irfft and F.fold",
     "aten.linalg_lstsq": "solve the normal equations, torch.linalg.solve(A.mT @ A, A.mT @ b), or use torch.linalg.pinv",
     "aten.resize_": "make a new tensor instead",
@@ -196,7 +204,8 @@ def refuse_operator(func: object, scope: str, args: tuple[object, ...]) -> None:
         raise CaptureError(
             "forward-mode derivatives that are zero have no memory, which programs can't tell",
             where=where(scope),
-            fix="use reverse mode: torch.func.grad, torch.func.vjp or torch.autograd.grad",
+            fix="use reverse mode: torch.func.grad, torch.func.vjp, torch.autograd.grad, and for jvp "
+            "torch.autograd.functional.jvp(…, create_graph=True)",
         )
     tags = func.tags
     if name == "aten.index":
@@ -269,5 +278,5 @@ def refused_by_fake(error: Exception, form: Form, scope: str) -> CaptureError:
     return CaptureError(
         f"the result of {form.type} can't be known without the data: {type(error).__name__}",
         where=where(scope),
-        fix=_FIXED_SHAPE,
+        fix=_REMEDIES.get(form.type.rpartition(".")[0], _FIXED_SHAPE),
     )

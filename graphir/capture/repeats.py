@@ -32,7 +32,8 @@ def check_repeats(step: Step, first: Recording, dims: Dims) -> None:
             f"the step is another one when it is run again{how}",
             where=where(call.scope, call.line) if call is not None else where(""),
             fix="keep what changes in a buffer, or pass it to the step as a tensor: a program sees no globals, "
-            "closures, classes, iterators or clocks; if the first step alone differs, run one before the capture",
+            "closures, classes, iterators or clocks; if only the first steps differ, as with functions that "
+            "TorchScript compiled, run three before the capture",
         )
     for value in again.values:
         value.release()

@@ -14,7 +14,7 @@ import torch
 from ..errors import CaptureError
 from ..ir.blob import contiguous_strides
 from ..ir.operator import Arg
-from .refusals import where
+from .refusals import DENSE, where
 from .tape import Tape
 from .values import Value
 
@@ -23,7 +23,6 @@ __all__ = ["SparseTensors", "SparseValue"]
 _aten: Final = torch.ops.aten
 _MAKE: Final = _aten._sparse_coo_tensor_with_dims_and_tensors.default
 _BAG: Final = _aten._embedding_bag_backward.default
-_DENSE: Final = "use sparse=False"
 
 
 class SparseValue(NamedTuple):
@@ -84,7 +83,7 @@ class SparseTensors:
             return self._show((args[6], args[0].shape[1]), _embedding_bag_backward(tape, *args))
         if func is _aten.add.Tensor and not kwargs and all(id(arg) in self._shown for arg in args):
             return self._show(args[0].shape, _sum(tape, args[0].shape[0], [self._read(arg) for arg in args]))
-        raise CaptureError(f"{func} takes a sparse gradient, which is not supported", where=where(scope), fix=_DENSE)
+        raise CaptureError(f"{func} takes a sparse tensor, which is not supported", where=where(scope), fix=DENSE)
 
     def _show(self, size: Any, shown: SparseValue) -> torch.Tensor:
         pair = shown.indices.tensor, shown.values.tensor

@@ -22,7 +22,7 @@ from .forms import Bound, Form, form_of
 from .known import is_known_result
 from .memory import Memory
 from .randomness import SeedIds, seedable
-from .refusals import where
+from .refusals import DENSE, where
 from .results import Results
 from .scopes import Scopes
 from .source_lines import SourceLines
@@ -288,7 +288,7 @@ class Tape:
             raise CaptureError(
                 f"{form.type} makes a {str(tensor.layout).removeprefix('torch.')} tensor",
                 where=where(call.scope),
-                fix="use dense tensors (for an embedding, sparse=False)",
+                fix=DENSE,
             )
         value = self._value(tensor, form.label, call.scope, any(v.follows_input for v in call.inputs))
         value.call, value.source, value.known = call, source, is_known_result(call)

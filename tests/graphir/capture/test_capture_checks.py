@@ -53,12 +53,12 @@ class Correlated(nn.Module):
     """Torch looks into the covariance before it looks whether that is one."""
 
     def forward(self, x: Tensor, covariance: Tensor) -> Tensor:
-        return torch.distributions.MultivariateNormal(torch.zeros(3), covariance).log_prob(x)
+        return torch.distributions.MultivariateNormal(torch.zeros(3), covariance, validate_args=True).log_prob(x)
 
 
 class Tries(nn.Module):
     def forward(self, x: Tensor, probabilities: Tensor) -> Tensor:
-        return torch.distributions.Geometric(probabilities).log_prob(x.round().abs())
+        return torch.distributions.Geometric(probabilities, validate_args=True).log_prob(x.round().abs())
 
 
 @pytest.mark.parametrize(

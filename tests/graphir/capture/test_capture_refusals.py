@@ -25,6 +25,8 @@ from graphir.capture import capture
 from graphir.errors import CaptureError
 
 HERE = Path(__file__).name
+SPARSE = torch.eye(6).to_sparse()
+QUANTIZED = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
 CASES = Cases()
 refused = CASES.refused
 
@@ -128,6 +130,11 @@ def unique(m: Any, h: Tensor) -> Tensor:
     return h * len(torch.unique(h))  # here
 
 
+@refused("run the padded sequences, and mask what is behind their ends")
+def packed(m: Any, h: Tensor) -> Tensor:
+    return torch.nn.utils.rnn.pack_padded_sequence(h, torch.full((4,), 6)).data  # here
+
+
 @refused(f"the shape of aten.repeat_interleave.Tensor's {SHAPE}")
 def repeat_interleave(m: Any, h: Tensor) -> Tensor:
     return h * torch.repeat_interleave(h, torch.arange(6), dim=0).sum()  # here
@@ -198,6 +205,16 @@ def seeded_inside(m: Any, h: Tensor) -> Tensor:
 @refused("aten._to_sparse.default makes a sparse_coo tensor")
 def sparse(m: Any, h: Tensor) -> Tensor:
     return torch.sparse.mm(h.to_sparse(), h.t())[:, :1] + h  # here
+
+
+@refused("the step reads a sparse_coo tensor of shape [6, 6]")
+def sparse_from_elsewhere(m: Any, h: Tensor) -> Tensor:
+    return torch.sparse.mm(SPARSE, h)  # here
+
+
+@refused("a tensor of type torch.qint8 is not supported")
+def quantized_from_elsewhere(m: Any, h: Tensor) -> Tensor:
+    return h + QUANTIZED.dequantize()  # here
 
 
 @refused("torch.qint8 is not supported")
