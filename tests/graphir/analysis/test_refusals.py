@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import tiny
-import torch
 from torch import nn
 
 import graphir
@@ -64,11 +63,6 @@ CALLS: dict[str, tuple[Callable[[], object], type[GraphirError], str]] = {
     "blob": (lambda: TINY.step.blob(3), GraphirError, f"no blob 3 in net {TINY.step.name!r}"),
     "pipeline": (lambda: passes.Pipeline(3), PassError, "a pipeline is made of passes"),
     "compile": (lambda: graphir.compile(None, ()), CaptureError, "compile takes an nn.Module, not None"),
-    "compile a script": (
-        lambda: graphir.compile(torch.jit.script(nn.ReLU()), ()),
-        CaptureError,
-        "modules that TorchScript compiled can't be captured\n  in   the model",
-    ),
     "compile by 3": (lambda: graphir.compile(nn.ReLU(), (), passes=3), PassError, "passes is a int"),
     "load bytes": (lambda: graphir.load(b"x"), FileError, "a path was expected, not bytes"),
     "load a NUL": (lambda: graphir.load("a\0b"), FileError, r"no file can have the path 'a\x00b'"),

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import graphir
 from graphir.capture import capture
 from graphir.errors import CaptureError
 
@@ -54,9 +55,10 @@ def test_modules_that_torchscript_compiled() -> None:
     model = nn.Sequential(scripted)
     refuses("modules that TorchScript compiled can't be captured", model=model)
     assert model(torch.zeros(2, 10)).shape == (2, 5)
-    with pytest.raises(CaptureError) as error:
-        capture(model, (torch.zeros(2, 10),))
-    assert error.value.where == "module '0'"
+    for take in (capture, graphir.compile):
+        with pytest.raises(CaptureError) as error:
+            take(model, (torch.zeros(2, 10),))
+        assert error.value.where == "module '0'"
 
 
 def test_complex_and_sparse_inputs() -> None:

@@ -455,6 +455,17 @@ def test_devices_are_refused_before_they_are_read(device):
     assert caught.value.where == device
 
 
+def test_a_terminal_is_read():
+    ours, theirs = os.openpty()
+    try:
+        os.write(ours, b"{}\n" + b"\x04" * 3)
+        with pytest.raises(FileError, match="the file is damaged"):
+            load(os.ttyname(theirs))
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
 def test_a_pipe_is_read(tmp_path):
     plan = nets.random_plan(3)
     plan.save(tmp_path / "plan.json")
