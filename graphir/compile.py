@@ -24,7 +24,8 @@ from typing import Any, Final, NoReturn
 
 import torch
 
-from graphir.passes import Pipeline, emit, inject_copies, replicate
+from graphir.passes import Pipeline, Replicate, emit, inject_copies, replicate
+from graphir.passes.base import build
 from graphir.runtime import Report, Session
 from graphir.runtime.loop import run_loader
 
@@ -96,17 +97,18 @@ class Compiled:
                 f"passes is a {type(passes).__name__}",
                 fix="give a pipeline's text, or a function from program to program",
             )
-        self._model, self._devices, self._most_plans = model, tuple(devices), most_plans
+        self._model, self._most_plans = model, most_plans
+        self._devices = build(Replicate, devices=devices).devices
         self._passes: Callable[[Program], Program] | None = None
         if passes:
             self._passes = Pipeline(passes) if isinstance(passes, str) else passes
         self._options, self._session_options = options, dict(session or {})
         self._modes = [(module, module.training) for module in model.modules()]
-        self._count = len(inputs)
         self._running = threading.Lock()
         self._measuring: contextlib.ExitStack | None = None
         self._results: list[Any] = []
-        arguments = self._read(tuple(inputs), dict(kwargs or {}), tuple(targets), batch_dims)
+        arguments = self._read(inputs, kwargs, targets, batch_dims)
+        self._count = arguments.inputs
         # The same dimensions hold for every later capture, where lengths alone could tell them otherwise.
         self._batch_dims = batch_dims if batch_dims is not None else _dims_tree(arguments)
         self._sessions = [self._made(arguments, None)]
@@ -227,7 +229,7 @@ class Compiled:
         raise SessionError("this is none of the plans that are kept", fix="give one of plans, such as plans[1]")
 
     def _read(
-        self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[Any, ...], batch_dims: Any
+        self, inputs: Sequence[Any], kwargs: Mapping[str, Any] | None, targets: Sequence[Any], batch_dims: Any
     ) -> Arguments:
         return read_arguments(self._model, inputs, kwargs, targets, self._options.get("loss"), batch_dims)
 
@@ -293,11 +295,7 @@ class Compiled:
 
     def optimizer_state_dict(self, replica: int = 0) -> dict[str, Any]:
         """The optimizer's state as ``optimizer.load_state_dict`` takes it, copied."""
-        found = self._sessions[0].optimizer_state_dict(replica)
-        for session in self._sessions[1:]:  # a parameter may be without a gradient at some sizes
-            for index, entries in session.optimizer_state_dict(replica)["state"].items():
-                found["state"].setdefault(index, entries)
-        return found
+        return self._sessions[0].optimizer_state_dict(replica)
 
     def loss_scaler_state_dict(self) -> dict[str, Any]:
         """The loss scaler's state; see :meth:`graphir.runtime.Session.loss_scaler_state_dict`."""

@@ -57,6 +57,7 @@ class State:
     Attributes:
         tensors: by blob.
         common: those of them that states beside this one have too.
+        optimizer_state: as in the interface, common as well: a parameter may have a gradient in some programs only.
         progress: common to them as well.
         counted: whether its steps are among those that *progress* counts: not those of a program without optimizer,
             such as an evaluation's, beside one with.
@@ -90,6 +91,8 @@ class State:
                 for name, blob in program.interface.module_state.items()
                 if self.blob(blob, 0) not in self.tensors and blob in given
             }
+        self.optimizer_state: dict[str, Mapping[str, str]] = {} if beside is None else beside.optimizer_state
+        self.optimizer_state.update(program.interface.optimizer_state)
         steps_done = _steps_done(given)
         self.progress: Progress = Progress(steps_done) if beside is None else beside.progress
         self.counted: bool = beside is None or (beside.counted and (_trains(program) or not _trains(beside.program)))
@@ -219,8 +222,8 @@ class State:
             indices = list(range(count, count + len(group["params"])))
             count += len(indices)
             for index, param in zip(indices, group["params"], strict=True):
-                own = self.program.interface.optimizer_state.get(param, {})
-                entries = {name: self.tensors.get(self.blob(blob, replica)) for name, blob in own.items()}
+                own = self.optimizer_state.get(param, {})
+                entries = {name: self.common.get(self.blob(blob, replica)) for name, blob in own.items()}
                 found = {name: tensor for name, tensor in entries.items() if tensor is not None}
                 kept = as_torch_has_it(found, self.program.interface.optimizer)
                 if kept:

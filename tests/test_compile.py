@@ -175,6 +175,20 @@ def test_the_plan_that_was_not_used_for_longest_makes_room() -> None:
             step.step(*rows(2))
 
 
+def test_an_optimizers_state_outlives_the_plan_that_trained_it() -> None:
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.many, self.few = nn.Linear(4, 3), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.many(x) if x.shape[0] > 5 else self.few(x)
+
+    model = Either()
+    with compiled(model, most_plans=1) as step:
+        trains_as_eager(step, model, [6, 4, 8])
+
+
 def test_other_values_that_are_no_tensors_are_captured() -> None:
     model = Halves().eval()
     x, _ = rows(6)
@@ -182,6 +196,16 @@ def test_other_values_that_are_no_tensors_are_captured() -> None:
         for scale in (1.0, 2.0, 1.0, 3.0):
             assert torch.equal(step.step(x, scale=scale), model(x, scale=scale))
         assert len(step.plans) == 3
+
+
+def test_a_structure_in_the_place_of_a_value_is_refused() -> None:
+    model = Halves().eval()
+    x, _ = rows(6)
+    with graphir.compile(model, (x,), kwargs={"scale": 1.0}) as step:
+        with pytest.raises(SessionError, match=r"argument 'scale' was 1\.0 .* now \[2\.0\]"):
+            step.step(x, scale=[2.0])
+        assert torch.equal(step.step(x, scale=1.0), model(x))
+        assert len(step.plans) == 1
 
 
 def test_an_argument_may_come_and_go() -> None:
@@ -358,6 +382,23 @@ def test_what_is_closed_refuses_steps() -> None:
 def test_there_is_at_least_one_plan(most_plans: Any) -> None:
     with pytest.raises(SessionError, match=f"most_plans={most_plans!r}: there is at least one plan"):
         compiled(Halves(), most_plans=most_plans)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"devices": []}, "replicate: devices: no devices; give at least one"),
+        ({"devices": 2}, "replicate: devices: expected a list, not 2"),
+        ({"inputs": torch.ones(1, 4)}, r"inputs is a Tensor, not a tuple\n  fix  write inputs=\(x,\)"),
+        ({"targets": torch.ones(1, 3)}, "targets is a Tensor, not a tuple"),
+        ({"kwargs": ["scale"]}, "kwargs is no mapping of names to arguments"),
+    ],
+    ids=["no device", "a number", "a tensor", "targets", "kwargs"],
+)
+def test_arguments_are_refused_as_where_they_are_captured(arguments: dict[str, Any], message: str) -> None:
+    x, y = rows(6)
+    with pytest.raises(graphir.GraphirError, match=message):
+        graphir.compile(Halves(), **{"inputs": (x,), "targets": (y,), "loss": F.mse_loss, **arguments})
 
 
 # -- what a session can do beside steps

@@ -35,6 +35,7 @@ _KEPT_FITS: Final = 256
 
 
 _HOST: Final = torch.device("cpu")
+_SCALARS: Final = bool, int, float, str, type(None)
 
 
 class Share(NamedTuple):
@@ -131,7 +132,8 @@ class Scatter:
     def check_constants(self, leaves: Sequence[Any]) -> None:
         for i, value in self.constants:
             if not _same(leaves[i], value):
-                raise CoverageError(
+                error = CoverageError if isinstance(leaves[i], (Tensor, *_SCALARS)) else SessionError
+                raise error(
                     f"{self.arguments.names[i]} was {value!r} when the program was captured, now {leaves[i]!r}",
                     where=f"program {self.program.name!r}",
                     fix="arguments that are not tensors are part of the program: capture it again with this one",
@@ -172,7 +174,7 @@ class Scatter:
     def check_leaf(self, i: int, leaf: Any) -> None:
         name, where = self.arguments.names[i], f"program {self.program.name!r}"
         if not isinstance(leaf, Tensor):
-            error = CoverageError if isinstance(leaf, (bool, int, float, str, type(None))) else SessionError
+            error = CoverageError if isinstance(leaf, _SCALARS) else SessionError
             raise error(
                 f"{name} is of type {type(leaf).__name__}, not a tensor", where=where, fix="pass a torch.Tensor"
             )
