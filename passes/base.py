@@ -7,15 +7,14 @@ program; the one given is never changed, and the new one is verified before it i
 
 from __future__ import annotations
 
-import gc
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from graphir.collector import collector_paused
 from graphir.errors import ParseError, PassError, nearest
 from graphir.ir.program import Program
 from graphir.ir.verify import blamed, verify
@@ -75,7 +74,7 @@ class Pass(BaseModel):
 
     def recorded(self, program: Program) -> Program:
         """Run the pass and add its text to the history, without verifying."""
-        with _collector_paused(), blamed(program):
+        with collector_paused(), blamed(program):
             return self.rewrite(program).with_(history=(*program.history, str(self)))
 
     def __str__(self) -> str:
@@ -85,22 +84,6 @@ class Pass(BaseModel):
             if getattr(self, field) != info.get_default(call_default_factory=True)
         ]
         return self.name + (f"{{{', '.join(given)}}}" if given else "")
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Keep the cyclic garbage collector still while a pass runs.
-
-    A pass makes up to millions of small immutable values that stay, none of them in a cycle; the collector would walk
-    through all of them again and again, which costs more than the pass and grows faster than the program.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def register(cls: type[P]) -> type[P]:

@@ -23,6 +23,7 @@ from typing import Any, Final
 
 import torch
 
+from ..collector import collector_paused
 from ..errors import CaptureError
 from ..ir.program import Program
 from ..ir.verify import verify
@@ -30,7 +31,6 @@ from .arguments import Arguments, read_arguments
 from .attributes import AllowedChanges, attributes_of
 from .build import build_program
 from .caches import Caches
-from .collector import collector_paused
 from .composites import composed_as_unwatched
 from .following import follow_dims
 from .micro_batches import per_micro_batch

@@ -17,7 +17,7 @@ from ...errors import GraphirError
 from ...ir.blob import Blob, Role
 from ...ir.device import Device
 from ...ir.net import Net
-from ...ir.operator import Arg, Operator, Symbol
+from ...ir.operator import Arg, Operator, Symbol, stored_versions
 from ...ir.opset import effects_of, signature, to_symbol
 from ...ir.verify.infer import Geometry, infer, same_layout
 
@@ -208,7 +208,7 @@ class Builder:
             pattern,
             results,
             effects,
-            _versions([value.version for value in flat]),
+            stored_versions([value.version for value in flat]),
         )
         inferred = infer(op, [value.geometry for value in flat], {})
         if inferred.complaint:
@@ -226,22 +226,16 @@ class Builder:
             if geometry is None:
                 raise GraphirError(f"the shape of what {type} returns is not known")
             target = targets[position] if position < len(targets) else None
-            if isinstance(target, str):
-                dense = geometry._replace(strides=None)
-                if inferred.loose or same_layout(geometry, dense):
-                    values.append(self._made(target, dense, _role(like)))
-                    continue
-                scattered.append((position, target))  # Caffe2's tensors are contiguous, and views count on it
+            dense = inferred.loose or same_layout(geometry, geometry._replace(strides=None))
+            if isinstance(target, str) and not dense:  # Caffe2's tensors are contiguous, and views count on it
+                scattered.append((position, target))
                 target = None
-            if position in views:
-                values.append(self._view(op, geometry, flat[views[position]]))
-            else:
-                base, at = target or Temporary(f"{op_name(like)}_{short_name(type)}", op.device)
-                values.append(self._new(self.fresh(base), geometry, at, _role(like)))
+            viewed = flat[views[position]] if position in views else None
+            values.append(self._returned(op, like, geometry, target, viewed))
         self.ops.append(
             op._replace(
                 outputs=tuple([value.name for value in values]),
-                output_versions=_versions([value.version for value in values]),
+                output_versions=stored_versions([value.version for value in values]),
                 seed=(len(self.ops) if like.seed is None else like.seed) if effects.random else None,
             )
         )
@@ -250,6 +244,17 @@ class Builder:
                 "aten.clone.default", [values[position]], {"memory_format": _CONTIGUOUS}, like, [name], device=device
             )
         return values
+
+    def _returned(
+        self, op: Operator, like: Operator, geometry: Geometry, target: Target, viewed: Value | None
+    ) -> Value:
+        """The value for one tensor that an operator returns: what *target* says, or a view of the value *viewed*."""
+        if isinstance(target, str):
+            return self._made(target, geometry._replace(strides=None), _role(like))
+        if viewed is not None:
+            return self._view(op, geometry, viewed)
+        base, device = target or Temporary(f"{op_name(like)}_{short_name(op.type)}", op.device)
+        return self._new(self.fresh(base), geometry, device, _role(like))
 
     def _check(self, operands: Iterable[Value]) -> None:
         for value in operands:
@@ -301,11 +306,6 @@ def _arrange(operands: Sequence[Operand]) -> tuple[list[Value], str | None]:
             pattern += f"[{''.join(['_' if item is None else 't' for item in operand])}]"
     pattern = pattern.rstrip("_")
     return flat, None if pattern == "t" * len(flat) else pattern
-
-
-def _versions(versions: Iterable[int]) -> tuple[int, ...] | None:
-    found = tuple(versions)
-    return found if any(found) else None
 
 
 @cache

@@ -1,4 +1,8 @@
-"""Python's garbage collector rests during a capture: it finds nothing there, and looks through all that is alive."""
+"""Python's garbage collector, which rests during a capture and during a pass.
+
+Both make up to millions of small objects that stay. The collector would look through all of them again and again, which
+takes longer than the work itself, and finds nothing.
+"""
 
 from __future__ import annotations
 
