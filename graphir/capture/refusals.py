@@ -168,86 +168,87 @@ def refuse_operator(func: object, scope: str, args: tuple[object, ...]) -> None:
     Raises:
         CaptureError: it is a higher-order or a foreign operator, its result depends on data, or it is not supported.
     """
-    if isinstance(func, torch._ops.HigherOrderOperator) and not func.name().startswith(BRANCHES):
-        raise CaptureError(
-            f"{func} is an operator on functions, which programs don't have",
-            where=where(scope),
-            fix="call the function itself, in a loop where it runs several times",
-        )
-    if not isinstance(func, torch._ops.OpOverload):
-        raise CaptureError(
-            f"{func} can't be captured: which branch runs depends on data",
-            where=where(scope),
-            fix="compute both branches and choose with torch.where, or decide outside of the step",
-        )
-    name = f"{func.namespace}.{func._opname}"
-    if func.namespace not in NAMESPACES:
-        raise CaptureError(
-            f"operator {func} is not one of torch's own",
-            where=where(scope),
-            fix=f"write it with operators of {', '.join(sorted(NAMESPACES))}",
-        )
-    if name == "aten.mkldnn_rnn_layer":
-        raise CaptureError(
-            "the fused CPU kernel of LSTM is not supported",
-            where=where(scope),
-            fix="switch it off in the forward, around the module, so that eager PyTorch computes the same bits: "
-            "with torch.backends.mkldnn.flags(enabled=False): ...",
-        )
-    if name == "aten._nested_tensor_from_mask_left_aligned":
-        raise CaptureError(
-            "nn.TransformerEncoder makes nested tensors of what a padding mask leaves, so sizes depend on data",
-            where=where(scope),
-            fix="make it with enable_nested_tensor=False, or set its attribute use_nested_tensor to False",
-        )
-    if name == "aten._efficientzerotensor":
-        raise CaptureError(
-            "forward-mode derivatives that are zero have no memory, which programs can't tell",
-            where=where(scope),
-            fix="use reverse mode: torch.func.grad, torch.func.vjp, torch.autograd.grad, and for jvp "
-            "torch.autograd.functional.jvp(…, create_graph=True)",
-        )
-    tags = func.tags
-    if name == "aten.index":
-        masks = [t for t in args[1] if isinstance(t, torch.Tensor)] if isinstance(args[1], (list, tuple)) else []
-        if not any(t.dtype in (torch.bool, torch.uint8) for t in masks):
-            return
-    if torch.Tag.data_dependent_output in tags or name == "aten._local_scalar_dense":
-        raise CaptureError(
-            f"{func} reads a number out of a tensor, so the step depends on data",
-            where=where(scope),
-            fix=_REMEDIES.get(name, READS_DATA),
-        )
-    node = torch._C._current_autograd_node()
-    if name == "aten.index" and node is not None and node.name() == "EmbeddingBackward0":
-        raise CaptureError(
-            "the sparse gradient of an embedding with padding_idx leaves out the rows of padding, whose number depends "
-            "on data",
-            where=where(scope),
-            fix="use sparse=False, leave padding_idx out, or use nn.EmbeddingBag",
-        )
-    if name == "aten.cumprod" and node is not None and node.name().startswith("ProdBackward"):
-        raise CaptureError(
-            "PyTorch computes the gradient of prod in two ways, by whether there are zeros in the data",
-            where=where(scope),
-            fix="multiply one by one, functools.reduce(torch.mul, x.unbind(dim)), or take the last of torch.cumprod",
-        )
-    if torch.Tag.dynamic_output_shape in tags:
-        raise CaptureError(
-            f"the shape of {func}'s result depends on data",
-            where=where(scope),
-            fix=_REMEDIES.get(name, _FIXED_SHAPE),
-        )
-    if name in ("aten.resize_", "aten.resize_as_", "aten.set_"):
-        raise CaptureError(f"{func} changes what a tensor refers to", where=where(scope), fix=_REMEDIES[name])
-    if name.startswith("aten._foreach_") and not func._schema.returns:
-        raise CaptureError(
-            f"{func} overwrites a list of tensors", where=where(scope), fix="overwrite them one by one, in a loop"
-        )
+    complaint = _complaint(func, args) if isinstance(func, torch._ops.OpOverload) else _on_functions(func)
+    if complaint is not None:
+        what, fix = complaint
+        raise CaptureError(what, where=where(scope), fix=fix)
     try:
         form_of(func)
     except GraphirError as e:
         raise CaptureError(e.what, where=where(scope), fix=e.fix) from e
+
+
+def _on_functions(func: object) -> tuple[str, str]:
+    """What is wrong with an operator that takes functions, and what to do."""
+    if isinstance(func, torch._ops.HigherOrderOperator) and not func.name().startswith(BRANCHES):
+        return (
+            f"{func} is an operator on functions, which programs don't have",
+            "call the function itself, in a loop where it runs several times",
+        )
+    return (
+        f"{func} can't be captured: which branch runs depends on data",
+        "compute both branches and choose with torch.where, or decide outside of the step",
+    )
+
+
+_UNSUPPORTED: Final[Mapping[str, tuple[str, str]]] = {
+    "aten.mkldnn_rnn_layer": (
+        "the fused CPU kernel of LSTM is not supported",
+        "switch it off in the forward, around the module, so that eager PyTorch computes the same bits: "
+        "with torch.backends.mkldnn.flags(enabled=False): ...",
+    ),
+    "aten._nested_tensor_from_mask_left_aligned": (
+        "nn.TransformerEncoder makes nested tensors of what a padding mask leaves, so sizes depend on data",
+        "make it with enable_nested_tensor=False, or set its attribute use_nested_tensor to False",
+    ),
+    "aten._efficientzerotensor": (
+        "forward-mode derivatives that are zero have no memory, which programs can't tell",
+        "use reverse mode: torch.func.grad, torch.func.vjp, torch.autograd.grad, and for jvp "
+        "torch.autograd.functional.jvp(…, create_graph=True)",
+    ),
+}
+"""Operators that no program has: what is wrong with each, and what to do."""
+
+
+def _complaint(func: torch._ops.OpOverload, args: tuple[object, ...]) -> tuple[str, str] | None:
+    """What is wrong with an operator that takes these arguments, and what to do; None where nothing is."""
+    name = f"{func.namespace}.{func._opname}"
+    if func.namespace not in NAMESPACES:
+        allowed = ", ".join(sorted(NAMESPACES))
+        return f"operator {func} is not one of torch's own", f"write it with operators of {allowed}"
+    if name in _UNSUPPORTED:
+        return _UNSUPPORTED[name]
+    if name == "aten.index" and not _has_mask(args[1]):
+        return None
+    if torch.Tag.data_dependent_output in func.tags or name == "aten._local_scalar_dense":
+        what = f"{func} reads a number out of a tensor, so the step depends on data"
+        return what, _REMEDIES.get(name, READS_DATA)
+    node = torch._C._current_autograd_node()
+    computes = "" if node is None else node.name()
+    if name == "aten.index" and computes == "EmbeddingBackward0":
+        return (
+            "the sparse gradient of an embedding with padding_idx leaves out the rows of padding, whose number depends "
+            "on data",
+            "use sparse=False, leave padding_idx out, or use nn.EmbeddingBag",
+        )
+    if name == "aten.cumprod" and computes.startswith("ProdBackward"):
+        return (
+            "PyTorch computes the gradient of prod in two ways, by whether there are zeros in the data",
+            "multiply one by one, functools.reduce(torch.mul, x.unbind(dim)), or take the last of torch.cumprod",
+        )
+    if torch.Tag.dynamic_output_shape in func.tags:
+        return f"the shape of {func}'s result depends on data", _REMEDIES.get(name, _FIXED_SHAPE)
+    if name in ("aten.resize_", "aten.resize_as_", "aten.set_"):
+        return f"{func} changes what a tensor refers to", _REMEDIES[name]
+    if name.startswith("aten._foreach_") and not func._schema.returns:
+        return f"{func} overwrites a list of tensors", "overwrite them one by one, in a loop"
+    return None
+
+
+def _has_mask(indices: object) -> bool:
+    """Whether a tensor is indexed by a mask, which selects as many elements as it has ones."""
+    given = indices if isinstance(indices, (list, tuple)) else ()
+    return any(isinstance(t, torch.Tensor) and t.dtype in (torch.bool, torch.uint8) for t in given)
 
 
 def failure(error: Exception) -> tuple[str, str]:
