@@ -376,7 +376,9 @@ class Session:
         self._state.check_replica(replica)
         if not self._gather.others:
             raise SessionError(
-                "the program hands back no gradients", where=self._where(), fix="capture it without an optimizer"
+                "the program hands back no gradients",
+                where=self._where(),
+                fix="capture it with a loss, without an optimizer",
             )
         if not self._outputs:
             raise SessionError(
