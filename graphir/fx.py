@@ -66,7 +66,8 @@ def to_exported(program: Program) -> torch.export.ExportedProgram:
     """A forward program as ``torch.export`` has it; dimensions that sizes follow stay dynamic.
 
     Raises:
-        GraphirError: the program is a training step or draws random numbers; what :func:`to_fx` raises.
+        GraphirError: the program is a training step, draws random numbers, or takes one tensor as two arguments; what
+            :func:`to_fx` raises.
     """
     if program.interface.loss is not None or any(op.phase != "forward" for op in program.step.ops):
         raise GraphirError(f"program {program.name!r} is a training step", fix="capture the model without a loss")
@@ -77,6 +78,12 @@ def to_exported(program: Program) -> torch.export.ExportedProgram:
             f"{random.type} draws random numbers, which an exported program would not draw by step",
             where=where,
             fix="capture the model in evaluation mode",
+        )
+    fed = [feed.blob for feed in program.interface.feeds if feed.blob is not None]
+    if twice := next((name for name in fed if fed.count(name) > 1), None):
+        raise GraphirError(
+            f"{twice!r} is one tensor as two arguments, which an exported program can't ask for",
+            fix="capture the model with a tensor for each",
         )
     module = to_fx(program)
     blobs, prefix, auto = program.step.blobs, program.replicas[0], torch.export.Dim.AUTO

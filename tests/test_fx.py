@@ -181,6 +181,13 @@ def test_training_steps_and_random_forwards_are_not_exported() -> None:
     assert error.value.where == "module 'blocks.0.dropout'"
 
 
+def test_one_tensor_as_two_arguments_is_not_exported() -> None:
+    x = torch.randn(4, 3)
+    program = capture(nn.Bilinear(3, 3, 2), (x, x))
+    with pytest.raises(GraphirError, match="'input1' is one tensor as two arguments"):
+        program.to_exported()
+
+
 def test_an_optimizer_over_an_exported_program_is_refused() -> None:
     exported = torch.export.export(nn.Linear(3, 2), (torch.randn(4, 3),))
     optimizer = torch.optim.SGD(exported.parameters(), lr=0.1)
