@@ -24,7 +24,7 @@ from ..ir.dtype import ITEMSIZE
 from ..ir.names import prefix_of
 from ..ir.net import Net
 from ..ir.operator import Arg, Operator, groups, mentioned
-from ..ir.opset import NAMESPACES, overload, signature
+from ..ir.opset import NAMESPACES, UNWRITTEN, overload, signature
 from ..ir.placement import COPIES
 from ..ir.program import Program
 from ..ir.size import Polynomial, Size, add, multiply, product
@@ -86,10 +86,6 @@ def canonical_type(type: str) -> str:
     ours, theirs = signature(type).params, signature(functional).params
     same = [(p.name, p.type) for p in ours] == [(p.name, p.type) for p in theirs]
     return functional if same else type
-
-
-def _is_empty(type: str) -> bool:
-    return type.startswith(("aten.empty", "aten.new_empty"))
 
 
 class Made(NamedTuple):
@@ -328,7 +324,7 @@ class _Form:
         self.kind = kind = canonical_type(op.type)
         self.copies = kind in COPIES
         self.views = frozenset([output for output, _ in op.effects.views])
-        self.empty = _is_empty(op.type)
+        self.empty = op.type.startswith(UNWRITTEN)
         self.ignores_first = kind in _IGNORES_FIRST
         self.batch_norm = kind in _BATCH_NORM and bool(op.args.get("training", True))
         self.mentioned = mentioned(op.proto) if "op {" in op.proto else ()

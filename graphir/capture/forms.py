@@ -11,7 +11,7 @@ import torch
 
 from ..errors import CaptureError, GraphirError
 from ..ir.operator import Arg
-from ..ir.opset import effects_of, signature, to_symbol
+from ..ir.opset import effects_of, is_random, signature, to_symbol
 
 __all__ = ["Bound", "Form", "form_of", "normal_arg"]
 
@@ -64,7 +64,6 @@ class Form:
     """
 
     __slots__ = (
-        "_own_dropout",
         "_params",
         "_plain",
         "_writes",
@@ -97,7 +96,6 @@ class Form:
         self.default_dtype = "dtype" in kept and (
             func._opname in _RANGES or all(p.kind == "value" for p in signature(self.type).params)
         )
-        self._own_dropout = any(p.name == "dropout_p" for p in params)
         self._params = [
             (p.name, p.kind, not p.required, normal_arg(p.default), p.name in _DROPPED or p.name not in kept)
             for p in params
@@ -110,8 +108,8 @@ class Form:
         return bool(effects_of(self.type, {"training": True}, None, len(tensors), None, 0).writes)
 
     def draws(self, args: Mapping[str, Arg]) -> bool:
-        """Whether it draws random numbers with these arguments: attention kernels do for their own dropout only."""
-        return self.random and not (self._own_dropout and args.get("dropout_p", 0.0) == 0.0)
+        """Whether it draws random numbers with these arguments."""
+        return self.random and is_random(self.type, args)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bound:
         """Arrange the arguments of a call.

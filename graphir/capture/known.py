@@ -18,12 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..ir.opset import arguments_of, overload
+from ..ir.opset import UNWRITTEN, arguments_of, overload
 from .values import Call, Value
 
 __all__ = ["fakes_with_known_values_hidden", "is_known_result", "number_in", "tensor_of"]
 
-_NEVER: Final = ("aten.empty", "aten.new_empty", "graphir.")
+_NEVER: Final = (*UNWRITTEN, "graphir.")
 """Memory that nothing has written yet, and operators that torch alone does not have."""
 
 

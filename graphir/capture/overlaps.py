@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..ir.blob import reach
+
 __all__ = ["described", "extent", "overlaps"]
 
 
@@ -17,10 +19,7 @@ def described(kind: str, name: str) -> str:
 
 def extent(tensor: torch.Tensor) -> int:
     """Elements from the tensor's first to its last, gaps included."""
-    count = tensor.numel()
-    if count == 0 or tensor.is_contiguous():
-        return count
-    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return tensor.numel() if tensor.is_contiguous() else reach(tensor.shape, tensor.stride())
 
 
 def overlaps(tensors: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, str]:

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
 from ..ir.meta import errors_not_logged, fresh_fake_mode
+from ..ir.opset import UNWRITTEN
 from ..ir.program import Scalar
 from ..ir.size import Dims
 from .arguments import Arguments
@@ -41,8 +42,6 @@ from .values import Call, Value
 __all__ = ["Recording", "Step", "record", "same_bits", "same_step"]
 
 _aten: Final = torch.ops.aten
-
-_GEOMETRY_ONLY: Final = ("aten.empty", "aten.new_empty")
 
 
 class Step(NamedTuple):
@@ -396,7 +395,7 @@ def _live(calls: list[Call], kept: list[Value | None]) -> list[Call]:
     live: list[Call] = []
     for call in reversed(calls):
         free = call.outputs and all(v.is_view or v.known for v in call.outputs)
-        idle = free or call.type.startswith(_GEOMETRY_ONLY)
+        idle = free or call.type.startswith(UNWRITTEN)
         if not idle or any(id(v) in read for v in call.outputs):
             live.append(call)
             read.update(id(v) for v in call.inputs)

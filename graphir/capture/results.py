@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from ..ir.blob import reach
 from ..ir.meta import fresh_fake_mode, rule_of
 from .element_types import check_element_types
 from .forms import Bound, Form
@@ -176,8 +177,8 @@ def _describe_leaf(leaf: Any, operands: Sequence[torch.Tensor], owners: Mapping[
         if leaf.dtype != operand.dtype or operand.is_conj() or operand.is_neg():
             return _UNKNOWN
         return _View(source, shape, strides, offset)
-    extent = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if leaf.numel() else 0
-    if storage._cdata in fresh or offset or storage.nbytes() != extent * leaf.itemsize or leaf.constant is not None:
+    nbytes = reach(shape, strides) * leaf.itemsize
+    if storage._cdata in fresh or offset or storage.nbytes() != nbytes or leaf.constant is not None:
         return _UNKNOWN
     fresh.add(storage._cdata)
     return _Fresh(shape, strides, leaf.dtype)

@@ -9,7 +9,17 @@ from .device import Device
 from .dtype import ITEMSIZE
 from .size import Dims, Polynomial, Shape, Size, bind, bind_shape, numel
 
-__all__ = ["ROLES", "STATE_ROLES", "Blob", "Role", "bound_layout", "contiguous_strides", "dense_nbytes", "overlaps"]
+__all__ = [
+    "ROLES",
+    "STATE_ROLES",
+    "Blob",
+    "Role",
+    "bound_layout",
+    "contiguous_strides",
+    "dense_nbytes",
+    "overlaps",
+    "reach",
+]
 
 Role: TypeAlias = Literal[
     "param", "buffer", "state", "input", "constant", "activation", "gradient", "temporary", "output"
@@ -109,6 +119,13 @@ def bound_layout(blob: Blob, dims: Dims) -> tuple[tuple[int, ...], tuple[int, ..
     """
     shape = bind_shape(blob.shape or (), dims)
     return shape, contiguous_strides(shape) if blob.strides is None else bind_shape(blob.strides, dims)
+
+
+def reach(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last in memory, gaps included; 0 where there are none."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:

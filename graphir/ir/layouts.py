@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from .blob import reach
 from .opset import overload
 
 __all__ = ["LAYOUTS", "as_kernel", "is_asked_if_ambiguous"]
@@ -66,8 +67,9 @@ class _Operand(NamedTuple):
     dtype: torch.dtype
 
     def tensor(self) -> Tensor:
-        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-        return torch.ones(last + 1, dtype=self.dtype, device="cpu").as_strided(self.shape, self.strides)
+        return torch.ones(reach(self.shape, self.strides), dtype=self.dtype, device="cpu").as_strided(
+            self.shape, self.strides
+        )
 
 
 def _is_ambiguous(tensor: Tensor) -> bool:

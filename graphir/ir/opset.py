@@ -21,10 +21,12 @@ __all__ = [
     "CHECKS",
     "NAMESPACES",
     "OWN",
+    "UNWRITTEN",
     "Param",
     "Signature",
     "arguments_of",
     "effects_of",
+    "is_random",
     "overload",
     "signature",
     "to_symbol",
@@ -201,6 +203,9 @@ def _only_computes(schema: torch.FunctionSchema, name: str) -> bool:
 CHECKS: Final = frozenset({"_assert_async", "_linalg_check_errors"})
 """Operators that return nothing: they raise where their operand says that something is wrong."""
 
+UNWRITTEN: Final = ("aten.empty", "aten.new_empty")
+"""How the types begin that make memory without writing it."""
+
 _REBINDS: Final = frozenset({"set", "set_", "set_data", "resize", "resize_", "resize_as_", "_resize_output_", "data"})
 """Operators that exchange a tensor's storage or change its size."""
 
@@ -293,7 +298,7 @@ def effects_of(
         if source not in taken:
             writes.append((count, source))
             count += 1
-    return Effects(tuple(writes), tuple(views), _is_random(type, args))
+    return Effects(tuple(writes), tuple(views), is_random(type, args))
 
 
 @cache
@@ -301,7 +306,8 @@ def _may_be_random(type: str) -> bool:
     return type not in OWN and torch.Tag.nondeterministic_seeded in overload(type).tags
 
 
-def _is_random(type: str, args: Mapping[str, Arg]) -> bool:
+def is_random(type: str, args: Mapping[str, Arg]) -> bool:
+    """Whether an operator of *type* draws random numbers with these arguments."""
     if not _may_be_random(type):
         return False
     # Attention kernels draw random numbers for their own dropout only.

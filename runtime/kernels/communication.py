@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphir.errors import PlanError
-from graphir.ir.blob import overlaps
+from graphir.ir.blob import overlaps, reach
 from graphir.ir.operator import Operator
 from graphir.ir.size import Dims
 
@@ -60,8 +60,7 @@ def spanned(tensor: Tensor) -> Tensor:
     """The memory from the first to the last element, without gaps and each address once."""
     if tensor.is_contiguous():
         return tensor
-    span = sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True)) + 1
-    return tensor.as_strided((span,), (1,))
+    return tensor.as_strided((reach(tensor.size(), tensor.stride()),), (1,))
 
 
 def allocate(like: Tensor, size: Sequence[int], stride: Sequence[int], device: torch.device) -> Tensor:
@@ -73,7 +72,7 @@ def allocate(like: Tensor, size: Sequence[int], stride: Sequence[int], device: t
     shift = like.data_ptr() % ALIGNMENT if device.type == "cpu" and like.device.type == "cpu" else 0
     if not shift or not like.numel():
         return torch.empty_strided(size, stride, dtype=like.dtype, device=device)
-    nbytes = (1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))) * like.element_size()
+    nbytes = reach(size, stride) * like.element_size()
     room = numpy.empty(nbytes + ALIGNMENT, numpy.uint8)
     start = (shift - room.ctypes.data) % ALIGNMENT
     return torch.from_numpy(room[start : start + nbytes]).view(like.dtype).as_strided(size, stride)

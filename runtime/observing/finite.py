@@ -21,6 +21,7 @@ from torch import Tensor
 from graphir.errors import RunError
 from graphir.ir.blob import STATE_ROLES
 from graphir.ir.operator import Operator, origin_of
+from graphir.ir.opset import UNWRITTEN
 from graphir.ir.text import operator_text
 from graphir.plan import Instruction, Plan
 
@@ -29,19 +30,6 @@ from ..executor import Feedable
 __all__ = ["FiniteWatch"]
 
 _NAN, _INFINITY = "NaN", "infinity"
-
-_UNINITIALISED: Final = frozenset(
-    f"aten.{name}"
-    for name in (
-        "empty.memory_format",
-        "empty_like.default",
-        "empty_permuted.default",
-        "empty_strided.default",
-        "new_empty.default",
-        "new_empty_strided.default",
-    )
-)
-"""Types whose results are whatever was in memory."""
 
 _SCALER: Final = "aten._amp_update_scale_.default"
 
@@ -192,7 +180,7 @@ def _kind(tensor: Tensor) -> str:
 
 def _meant(op: Operator, kind: str) -> bool:
     """Whether an operator's arguments say that it shall make such values, or its type that nobody knows them."""
-    if op.type in _UNINITIALISED:
+    if op.type.startswith(UNWRITTEN):
         return True
     numbers = [arg for arg in op.args.values() if isinstance(arg, float)]
     return any(arg != arg if kind == _NAN else abs(arg) == float("inf") for arg in numbers)

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 
 from ...errors import GraphirError, nearest
-from ..blob import Blob, contiguous_strides
+from ..blob import Blob, contiguous_strides, reach
 from ..dtype import ITEMSIZE
 from ..meta import META, rule_of
 from ..operator import Arg, Effects, Operator, groups
@@ -343,8 +343,7 @@ def _tensor(g: Geometry) -> torch.Tensor:
     dtype, strides = to_torch(g.dtype), g.strides or contiguous_strides(g.shape)
     if not g.offset:
         return torch.empty_strided(g.shape, strides, dtype=dtype, device="meta")
-    last = sum((size - 1) * stride for size, stride in zip(g.shape, strides, strict=True))
-    storage = torch.empty(g.offset + max(last, 0) + 1, dtype=dtype, device="meta")
+    storage = torch.empty(g.offset + max(reach(g.shape, strides), 1), dtype=dtype, device="meta")
     return storage.as_strided(g.shape, strides, g.offset)
 
 
