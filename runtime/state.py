@@ -283,15 +283,16 @@ def _steps_done(given: Mapping[str, Tensor]) -> int:
 
 
 def _load(op: Operator, init: Net, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A blob's own tensor, with its geometry and the value of ``given[key]``."""
-    key, blob = str(op.args["key"]), init.blob(op.outputs[0])
-    source = given.get(blob.name, given[key])
+    """A blob's own tensor, with its geometry and the value that is given under its name, or else under its key."""
+    blob = init.blob(op.outputs[0])
+    name = blob.name if blob.name in given else str(op.args["key"])
+    source = given[name]
     if blob.shape is None or blob.dtype is None:
         return {blob.name: source.clone()}
     (shape, strides), dtype = bound_layout(blob, {}), getattr(torch, TORCH_NAME[blob.dtype])
-    _check(key, source, shape, dtype)
+    _check(name, source, shape, dtype)
     made = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
-    _check_expanded(key, source, made)
+    _check_expanded(name, source, made)
     _overwrite(made, source)
     return {blob.name: made}
 

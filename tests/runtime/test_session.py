@@ -223,6 +223,8 @@ def test_replicas_keep_their_own_buffers_and_equal_parameters():
         assert not torch.equal(first["bn1.running_mean"], second["bn1.running_mean"])
         with pytest.raises(SessionError, match=r"no replica 2(.|\n)*0 to 1"):
             session.state_dict(2)
+        with pytest.raises(SessionError, match=r"'gpu_1/bn1\.running_mean' in the state has shape \[3\]"):
+            Session(session.plan, {**session.state(), "gpu_1/bn1.running_mean": torch.ones(3)})
 
 
 def test_loaded_state_is_that_of_every_replica():
