@@ -64,6 +64,8 @@ class Compiled:
         most_plans: how many plans are kept; the one that was not used for longest makes room.
         session: arguments of :class:`graphir.runtime.Session` for every plan's, such as ``{"executor": "reference"}``,
             ``{"check_finite": True}`` or ``{"deadline": 60.0}``.
+        state: what to go on from, as :meth:`state` gives it, with the number of steps done; by default the model's and
+            the optimizer's, and no step done.
         options: what else :func:`graphir.capture` takes: ``loss``, ``optimizer``, ….
 
     Raises:
@@ -84,6 +86,7 @@ class Compiled:
         passes: str | Callable[[Program], Program] = "",
         most_plans: int = 8,
         session: Mapping[str, Any] | None = None,
+        state: Mapping[str, torch.Tensor] | None = None,
         **options: Any,
     ) -> None:
         if type(most_plans) is not int or most_plans < 1:
@@ -91,6 +94,8 @@ class Compiled:
                 f"most_plans={most_plans!r}: there is at least one plan", fix="give a whole number from 1 up"
             )
         _check_options(session)
+        if not isinstance(state, Mapping | None):
+            raise SessionError(f"state is a {type(state).__name__}, not a mapping", fix="give what state() returned")
         refuse_model(model, "compile")
         if not isinstance(passes, str) and not callable(passes):
             raise PassError(
@@ -103,6 +108,7 @@ class Compiled:
         if passes:
             self._passes = Pipeline(passes) if isinstance(passes, str) else passes
         self._options, self._session_options = options, dict(session or {})
+        self._state = dict(state or {})  # what no plan has taken over so far
         self._modes = [(module, module.training) for module in model.modules()]
         self._running = threading.Lock()
         self._measuring: contextlib.ExitStack | None = None
@@ -248,7 +254,9 @@ class Compiled:
             plan = emit(program)
         except PlacementError:
             plan = emit(inject_copies(program))
-        return Session(plan, captured.state, beside=beside, **self._session_options)
+        session = Session(plan, {**captured.state, **self._state}, beside=beside, **self._session_options)
+        self._state = {name: tensor for name, tensor in self._state.items() if name not in captured.state}
+        return session
 
     @property
     def plans(self) -> tuple[Plan, ...]:

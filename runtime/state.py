@@ -149,6 +149,9 @@ class State:
         self.check_replica(replica or 0)
         prefix = self.program.replicas[replica or 0]
         found = {key: self.tensors[blob].clone() for blob, key in self.keys.items() if blob == prefix + key}
+        for blob in [blob for own in self.optimizer_state.values() for blob in own.values()]:
+            if blob not in found and prefix + blob in self.common:
+                found[blob] = self.common[prefix + blob].clone()
         for name, tensor in self.untouched.items():
             found.setdefault(self.program.interface.module_state[name], tensor.clone())
         if replica is None:

@@ -175,15 +175,18 @@ def test_the_plan_that_was_not_used_for_longest_makes_room() -> None:
             step.step(*rows(2))
 
 
+class Either(nn.Module):
+    """A layer for many rows, and another one for few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.many, self.few = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.many(x) if x.shape[0] > 5 else self.few(x)
+
+
 def test_an_optimizers_state_outlives_the_plan_that_trained_it() -> None:
-    class Either(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.many, self.few = nn.Linear(4, 3), nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.many(x) if x.shape[0] > 5 else self.few(x)
-
     model = Either()
     with compiled(model, most_plans=1) as step:
         trains_as_eager(step, model, [6, 4, 8])
@@ -231,6 +234,31 @@ def test_what_is_whole_stays_whole_in_later_captures() -> None:
         for count in (6, 4, 8):
             x = torch.randn(count, 4)
             assert torch.equal(step.step(x, scale), x * scale)
+
+
+@pytest.mark.parametrize("make", [Halves, Either])
+@pytest.mark.parametrize("devices", [[0], [0, 1]])
+def test_training_goes_on_from_a_state(make: Callable[[], nn.Module], devices: list[int]) -> None:
+    model, fresh = make(), make()
+    eager = ShareByShare(model, F.mse_loss, sgd, len(devices))
+    batches = [rows(count) for count in (12, 8, 12, 8, 12)]
+    with compiled(model, 12, devices=devices, most_plans=1) as step:
+        for batch in batches[:3]:
+            assert torch.equal(step.step(*batch), eager.step(*batch))
+        state = step.state()
+    with compiled(fresh, 12, devices=devices, state=state) as step:
+        for batch in batches[3:]:
+            assert torch.equal(step.step(*batch), eager.step(*batch))
+        for replica, trained in enumerate(eager.models):
+            assert_same_bits(step.state_dict(replica), trained.state_dict(), f"replica {replica}")
+        assert step.steps_done == 5
+
+
+def test_a_state_is_a_mapping_that_fits() -> None:
+    with pytest.raises(SessionError, match="state is a list, not a mapping"):
+        compiled(Halves(), state=[])
+    with pytest.raises(SessionError, match=r"'fc1\.bias' in the state has shape \[2\]"):
+        compiled(Halves(), state={"fc1.bias": torch.ones(2)})
 
 
 def test_later_captures_are_in_the_mode_of_the_first() -> None:
