@@ -155,23 +155,30 @@ def inject_copies(
             return program
         filled, placed = (sweep.injected() for sweep in step.caffe2(subject))
         return placed._replace(blob_to_device={**filled.blob_to_device, **placed.blob_to_device}, program=program)
-    if subject.proto is None:
-        raise PassError(f"net {subject.name!r} is not from Caffe2", fix="inject the copies into its program")
-    known, copies = _devices(step.blob_to_device), _copies({} if blob_remap is None else blob_remap)
-    for (name, device), copy in copies.items():
+    return _into_net(subject, step, blob_remap, mapped=mapped)
+
+
+def _into_net(
+    net: Net, step: InjectCopies, blob_remap: Mapping[tuple[str, str], str] | None, *, mapped: bool
+) -> Net | InjectedCopies:
+    """One net of Caffe2's with its copies; with the maps for the next net where *mapped*."""
+    if net.proto is None:
+        raise PassError(f"net {net.name!r} is not from Caffe2", fix="inject the copies into its program")
+    known, copies = _devices(step.blob_to_device), None if blob_remap is None else _copies(blob_remap)
+    for (name, device), copy in (copies or {}).items():
         if copy not in known or not same_memory(known[copy], device):
             raise PassError(
                 f"blob_remap has {copy!r} as the copy of {name!r} on {device}; blob_to_device does not have it there",
                 fix="hand on both maps of the call for the net before",
             )
     live: Iterable[str] | None = ()
-    if not subject.external_outputs:
-        live = subject.blobs if mapped else None
+    if not net.external_outputs:
+        live = net.blobs if mapped else None
     done = inject_by_name(
-        subject,
+        net,
         InjectCopies.name,
         blob_to_device=known,
-        blob_remap=None if blob_remap is None else copies,
+        blob_remap=copies,
         placeholder_ops=step.placeholder_ops,
         live=live,
     )
