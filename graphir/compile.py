@@ -173,7 +173,7 @@ class Compiled:
             CaptureError: as :meth:`step`.
             RunError: as :meth:`step`.
         """
-        self._sessions[0].run(())  # what is closed or broken is to refuse before a batch is taken
+        self._sessions[0].run((), progress=False)  # what is closed or broken is to refuse before a batch is taken
         self._results = []
         run_loader(self.step, loader, steps, progress, self._results, f"plan {self.plan.name!r}")
         return self._results

@@ -131,6 +131,14 @@ def _interrupts(results: list[Any]) -> Iterator[Callable[[], Any]]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def _length(loader: Iterable[Any]) -> int | None:
+    """How many batches it says it has. A ``DataLoader`` over an iterable data set has a length, and raises."""
+    try:
+        return len(loader) if isinstance(loader, Sized) else None
+    except (TypeError, NotImplementedError):
+        return None
+
+
 @contextmanager
 def _bar(loader: Iterable[Any], steps: int | None, wanted: bool) -> Iterator[Callable[[Any], None]]:
     """What shows the steps done, and the last loss, on a terminal; nothing elsewhere."""
@@ -147,7 +155,7 @@ def _bar(loader: Iterable[Any], steps: int | None, wanted: bool) -> Iterator[Cal
         TimeRemainingColumn,
     )
 
-    counts = [n for n in (steps, len(loader) if isinstance(loader, Sized) else None) if n is not None]
+    counts = [n for n in (steps, _length(loader)) if n is not None]
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     with Progress(*columns, TextColumn("{task.fields[loss]}"), console=Console(stderr=True)) as bar:
         task = bar.add_task("steps", total=min(counts, default=None), loss="")

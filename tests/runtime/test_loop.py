@@ -11,7 +11,7 @@ import pytest
 import torch
 from graphir.runtime import Session
 from runnable import captured, forward_plan, sgd
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import graphir
 from graphir import passes
@@ -223,18 +223,49 @@ def test_it_runs_in_other_threads(total):
     assert values(found) == [1]
 
 
+@pytest.fixture
+def screen(monkeypatch):
+    """Within it, the error stream is a terminal; what was shown there is in the list afterwards."""
+
+    @contextlib.contextmanager
+    def shown():
+        main, side = pty.openpty()
+        found = [b""]
+        with os.fdopen(side, "w") as stream, monkeypatch.context() as patch:
+            patch.setattr("sys.stderr", stream)
+            yield found
+        with os.fdopen(main, "rb", buffering=0) as terminal, contextlib.suppress(OSError):  # its end is an error
+            while more := terminal.read(1 << 16):
+                found[0] += more
+
+    return shown
+
+
 @pytest.mark.parametrize(("progress", "shown"), [(True, True), (False, False)])
-def test_progress_is_shown_on_a_terminal(total, monkeypatch, progress, shown):
-    main, side = pty.openpty()
-    with os.fdopen(side, "w") as stream:
-        monkeypatch.setattr("sys.stderr", stream)
+def test_progress_is_shown_on_a_terminal(total, screen, progress, shown):
+    with screen() as found:
         total.run([pair(i) for i in range(3)], progress=progress)
-    screen = b""
-    with os.fdopen(main, "rb", buffering=0) as terminal, contextlib.suppress(OSError):  # its end is an error
-        while more := terminal.read(1 << 16):
-            screen += more
-    assert (b"3/3" in screen) is shown
-    assert bool(screen) is shown
+    assert (b"3/3" in found[0]) is shown
+    assert bool(found[0]) is shown
+
+
+class Stream(IterableDataset):
+    """Its loader has ``__len__``, which raises."""
+
+    def __iter__(self):
+        return map(pair, range(3))
+
+
+def test_a_loader_that_does_not_know_its_length_is_run_on_a_terminal(total, screen):
+    with screen() as found:
+        assert len(total.run(DataLoader(Stream(), batch_size=None))) == 3
+    assert b"3/?" in found[0]
+
+
+def test_a_compiled_model_shows_the_bar_of_its_own_steps_alone(screen):
+    with graphir.compile(torch.nn.ReLU(), (torch.ones(2),)) as step, screen() as found:
+        step.run([torch.ones(2)] * 3)
+    assert b"3/3" in found[0] and b"0/0" not in found[0]
 
 
 def test_nothing_is_shown_elsewhere(total, capfd):
