@@ -63,7 +63,7 @@ FAKE_ERRORS: Final = (DataDependentOutputException, DynamicOutputShapeException,
 
 READS_DATA: Final = (
     "compute with the tensor instead of its number: no .item(), float(), bool() or `if` on tensors; "
-    "torch.where chooses by data"
+    "torch.where chooses by data, torch._assert_async(condition) raises by it"
 )
 """The remedy where a step reads a tensor's numbers."""
 
@@ -194,7 +194,7 @@ def _on_functions(func: object) -> tuple[str, str]:
 _UNSUPPORTED: Final[Mapping[str, tuple[str, str]]] = {
     "aten.mkldnn_rnn_layer": (
         "the fused CPU kernel of LSTM is not supported",
-        "switch it off in the forward, around the module, so that eager PyTorch computes the same bits: "
+        "switch it off in the forward, around the LSTM alone, so that eager PyTorch computes the same bits: "
         "with torch.backends.mkldnn.flags(enabled=False): ...",
     ),
     "aten._nested_tensor_from_mask_left_aligned": (

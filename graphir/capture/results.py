@@ -13,10 +13,12 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from ..errors import CaptureError
 from ..ir.blob import reach
 from ..ir.meta import fresh_fake_mode, rule_of
 from .element_types import check_element_types
 from .forms import Bound, Form
+from .refusals import where
 from .values import Geometry
 
 __all__ = ["Results", "forget"]
@@ -93,8 +95,14 @@ class Results:
             args, kwargs: its arguments; a device among them is the host.
 
         Raises:
-            CaptureError: its kernels refuse the element types that it is given.
+            CaptureError: its kernels refuse the element types that it is given, or are others than outside of the step.
         """
+        if form.by_onednn and torch.backends.mkldnn.enabled != self._surroundings[1]:
+            raise CaptureError(
+                f"the step switches oneDNN for {form.type}, which rounds otherwise then; a program would not switch it",
+                where=where(self._here()),
+                fix="switch it off around the LSTM alone, or outside of the step: for the capture and the session",
+            )
         if not form.repeats:
             return self._call(form, bound, args, kwargs)
         # The text of the arguments tells 1, 1.0 and True apart, and 0.0 and -0.0.
