@@ -25,6 +25,7 @@ from .checks import Check, check_read_in
 from .devices import on_host
 from .edges import keep_edges
 from .forms import Bound, Form, form_of
+from .interrupts import Interrupts
 from .known import number_in, tensor_of
 from .mutation import functional_call, functional_view, laid_out, overwritten_base
 from .overlaps import described
@@ -83,13 +84,14 @@ class Recorder(Tape, TorchDispatchMode):
         lines: SourceLines,
         path_of: Callable[[torch.Tensor], str],
         caches: Caches,
+        interrupts: Interrupts,
         named: bool = True,
     ) -> None:
         TorchDispatchMode.__init__(self)
         Tape.__init__(self, fake_mode, scopes, lines, named)
         self.constants: list[tuple[Value, torch.Tensor]] = []
         self.sparse = SparseTensors()
-        self._fake_mode, self._path_of, self._caches = fake_mode, path_of, caches
+        self._fake_mode, self._path_of, self._caches, self._interrupts = fake_mode, path_of, caches, interrupts
         _MODES.add(fake_mode)
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.refusal: CaptureError | None = None
@@ -127,6 +129,8 @@ class Recorder(Tape, TorchDispatchMode):
     ) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
+        if self._interrupts.held:
+            self._interrupts.strike()
         seen, self.extents.seen = self.extents.seen, False
         try:
             return self._dispatch(func, args, kwargs or {})

@@ -25,6 +25,7 @@ from .escapes import escapes_refused
 from .extents import Extents, plain
 from .global_state import global_state_kept
 from .gradients import Finished, fake_scaler, finish_gradients, refuse_sparse, scale_loss
+from .interrupts import Interrupts
 from .known import fakes_with_known_values_hidden
 from .micro_batches import Sums, micro_batch, prefix_of_micro_batch
 from .model_state import ModelState, attributes_kept, fakes_in_place
@@ -138,14 +139,15 @@ def record(step: Step, dims: Dims, *, named: bool = True) -> Recording:
 
 def _record(step: Step, dims: Dims, named: bool) -> Recording:
     """See :func:`record`; the step may read tensors from a cache."""
+    interrupts = Interrupts()
     try:
-        with attributes_kept(step.attributes):
-            recording, changes = _run(step, dims, named)
+        with interrupts.held_back(), attributes_kept(step.attributes):
+            recording, changes = _run(step, dims, named, interrupts)
             if changes:
                 _refuse_made(step)
                 set_up = step._replace(attributes=attributes_of(step.model, step.allowed))
                 try:
-                    again, more = _run(set_up, dims, named)
+                    again, more = _run(set_up, dims, named, interrupts)
                 except CaptureError:  # it read what the first run had left
                     raise changes[0].complaint from None
                 if not settled(changes, more) or not same_step(recording, again):
@@ -156,8 +158,8 @@ def _record(step: Step, dims: Dims, named: bool) -> Recording:
         if not named:
             raise
         watch = Watch(broken.condition)
-        with contextlib.suppress(CaptureError), attributes_kept(step.attributes):
-            _run(step, dims, named, watch)
+        with interrupts.held_back(), contextlib.suppress(CaptureError), attributes_kept(step.attributes):
+            _run(step, dims, named, interrupts, watch)
         place = broken.where or where(watch.scope)
         if watch.line:
             place = f"{place}, at {watch.line}"
@@ -165,11 +167,13 @@ def _record(step: Step, dims: Dims, named: bool) -> Recording:
     return recording
 
 
-def _run(step: Step, dims: Dims, named: bool, watch: Watch | None = None) -> tuple[Recording, list[Change]]:
+def _run(
+    step: Step, dims: Dims, named: bool, interrupts: Interrupts, watch: Watch | None = None
+) -> tuple[Recording, list[Change]]:
     """One run of the step, and what it changed."""
     fake_mode, scopes, checks = fresh_fake_mode(), Scopes(step.model), Checks()
     lines = SourceLines(end=sys._getframe().f_code)
-    recorder = Recorder(fake_mode, scopes, lines, attribute_paths(step.model), step.caches, named)
+    recorder = Recorder(fake_mode, scopes, lines, attribute_paths(step.model), step.caches, interrupts, named)
     checks["memory"] = recorder.end_forward
     with torch.no_grad():
         fakes, state = fake_state(step.state, recorder, step.shared)

@@ -1,0 +1,58 @@
+"""Ctrl-C while a step is recorded.
+
+Torch calls Python from C++ in places where an exception ends the process (``find_torch_dispatch_rule`` is one). So a
+signal that may come anywhere is held back until the recorder is asked for the next operator, which may raise.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+__all__ = ["Interrupts"]
+
+
+class Interrupts:
+    """What came of Ctrl-C during one run of a step.
+
+    Attributes:
+        held: whether it was pressed, so that :meth:`strike` raises.
+    """
+
+    def __init__(self) -> None:
+        self.held = False
+
+    def strike(self) -> None:
+        """Raise what was held back.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C was pressed.
+        """
+        if self.held:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        """Hold Ctrl-C back for as long; a second one strikes at once. A handler that the program has set itself stays.
+
+        Raises:
+            KeyboardInterrupt: it was pressed, and no operator came after it.
+        """
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            self.strike()
+            self.held = True
+
+        in_main = threading.current_thread() is threading.main_thread()
+        if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            yield
+            return
+        signal.signal(signal.SIGINT, handle)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            self.strike()

@@ -1,0 +1,77 @@
+"""Ctrl-C while a step is recorded strikes where an operator is recorded, and leaves all as it was."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphir.capture import capture
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c() -> Iterator[None]:
+    """Python's own handler, whatever the runner of the tests has set."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+class Pressed(nn.Module):
+    """Somebody presses Ctrl-C while it runs."""
+
+    def __init__(self, press: Callable[[], object], last: bool = False) -> None:
+        super().__init__()
+        self.inner, self.press, self.last = nn.Linear(3, 2), press, last
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        self.press()
+        return y if self.last else y.relu()
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["an operator follows", "none follows"])
+def test_ctrl_c_strikes_at_the_next_operator(last: bool) -> None:
+    gone_on: list[int] = []
+
+    def press() -> None:
+        signal.raise_signal(signal.SIGINT)
+        gone_on.append(1)
+
+    model = Pressed(press, last)
+    weight, x = model.inner.weight, torch.randn(4, 3)
+    with pytest.raises(KeyboardInterrupt):
+        capture(model, (x,))
+    assert gone_on == [1]
+    assert model.inner.weight is weight
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    model.press = int
+    assert len(capture(model, (x,)).step.ops) == 3 - last
+
+
+def test_a_second_one_strikes_at_once() -> None:
+    gone_on: list[int] = []
+
+    def press() -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        gone_on.append(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        capture(Pressed(press), (torch.randn(4, 3),))
+    assert gone_on == []
+
+
+def test_a_handler_of_the_programs_own_stays() -> None:
+    told: list[int] = []
+
+    def handle(number: int, frame: object) -> None:
+        told.append(number)
+
+    signal.signal(signal.SIGINT, handle)
+    capture(Pressed(lambda: signal.raise_signal(signal.SIGINT)), (torch.randn(4, 3),))
+    assert told and set(told) == {signal.SIGINT}
+    assert signal.getsignal(signal.SIGINT) is handle
