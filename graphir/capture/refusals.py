@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -73,7 +73,13 @@ DENSE: Final = (
 )
 """The remedy where a step makes, reads or takes tensors that have no strides."""
 
-REFUSED_AT_TIMES: Final = frozenset({torch.ops.aten.index.Tensor, torch.ops.aten.cumprod.default})
+REFUSED_AT_TIMES: Final = frozenset(
+    {
+        torch.ops.aten.index.Tensor,
+        torch.ops.aten.cumprod.default,
+        torch.ops.aten._fused_moving_avg_obs_fq_helper.default,
+    }
+)
 """Operators whose arguments, or what calls them, decide whether they are refused."""
 
 _REMEDIES: Final[Mapping[str, str]] = {
@@ -85,7 +91,7 @@ _REMEDIES: Final[Mapping[str, str]] = {
     "aten._pack_padded_sequence": "run the padded sequences, and mask what is behind their ends",
     "aten.equal": READS_DATA + "; torch.istft asks so, too: write it with torch.fft.irfft and F.fold",
     "aten.linalg_lstsq": "solve the normal equations, torch.linalg.solve(A.mT @ A, A.mT @ b), or use torch.linalg.pinv",
-    "aten.resize_": "make a new tensor instead",
+    "aten.resize_": "make a new tensor instead; if the first step alone does it, run one before the capture",
     "aten.resize_as_": "make a new tensor instead",
     "aten.set_": "make a new tensor instead",
 }
@@ -236,6 +242,11 @@ def _complaint(func: torch._ops.OpOverload, args: tuple[object, ...]) -> tuple[s
             "PyTorch computes the gradient of prod in two ways, by whether there are zeros in the data",
             "multiply one by one, functools.reduce(torch.mul, x.unbind(dim)), or take the last of torch.cumprod",
         )
+    if name == "aten._fused_moving_avg_obs_fq_helper" and _resizes_statistics(*args):
+        return (
+            "the first step of a fake quantization by channel gives its statistics their sizes",
+            "run one step before the capture",
+        )
     if torch.Tag.dynamic_output_shape in func.tags:
         return f"the shape of {func}'s result depends on data", _REMEDIES.get(name, _FIXED_SHAPE)
     if name in ("aten.resize_", "aten.resize_as_", "aten.set_"):
@@ -243,6 +254,12 @@ def _complaint(func: torch._ops.OpOverload, args: tuple[object, ...]) -> tuple[s
     if name.startswith("aten._foreach_") and not func._schema.returns:
         return f"{func} overwrites a list of tensors", "overwrite them one by one, in a loop"
     return None
+
+
+def _resizes_statistics(*args: Any) -> bool:
+    """Whether a fake quantization is one by channel, and has not got a scale for each yet."""
+    x, scale, channels, by_channel = args[0], args[5], args[10], args[11:12]
+    return by_channel == (True,) and scale.numel() != x.shape[channels]
 
 
 def _has_mask(indices: object) -> bool:

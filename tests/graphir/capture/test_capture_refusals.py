@@ -207,6 +207,14 @@ def sparse(m: Any, h: Tensor) -> Tensor:
     return torch.sparse.mm(h.to_sparse(), h.t())[:, :1] + h  # here
 
 
+@refused("the first step of a fake quantization by channel gives its statistics their sizes")
+def fake_quantized(m: Any, h: Tensor) -> Tensor:
+    lowest, highest, scale, zero = torch.empty(0), torch.empty(0), torch.ones(1), torch.zeros(1, dtype=torch.int32)
+    on = torch.ones(1, dtype=torch.int64)
+    observed = (h, on, on, lowest, highest, scale, zero)
+    return torch.fused_moving_avg_obs_fake_quant(*observed, 0.01, -128, 127, 0, True)  # here
+
+
 @refused("the step reads a sparse_coo tensor of shape [6, 6]")
 def sparse_from_elsewhere(m: Any, h: Tensor) -> Tensor:
     return torch.sparse.mm(SPARSE, h)  # here
