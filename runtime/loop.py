@@ -131,6 +131,13 @@ def _interrupts(results: list[Any]) -> Iterator[Callable[[], Any]]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def _on_terminal() -> bool:
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):  # there is none, it is of the program's own making, or closed
+        return False
+
+
 def _length(loader: Iterable[Any]) -> int | None:
     """How many batches it says it has. A ``DataLoader`` over an iterable data set has a length, and raises."""
     try:
@@ -142,7 +149,7 @@ def _length(loader: Iterable[Any]) -> int | None:
 @contextmanager
 def _bar(loader: Iterable[Any], steps: int | None, wanted: bool) -> Iterator[Callable[[Any], None]]:
     """What shows the steps done, and the last loss, on a terminal; nothing elsewhere."""
-    if not wanted or not sys.stderr.isatty():
+    if not wanted or not _on_terminal():
         yield lambda result: None
         return
     from rich.console import Console

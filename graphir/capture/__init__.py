@@ -124,6 +124,7 @@ def capture(
         collector_paused(),
         torch.inference_mode(False),
         torch.compiler.set_stance("force_eager"),
+        torch.autograd.set_detect_anomaly(False),  # it reads every gradient
         composed_as_unwatched(),
     ):
         state = read_state(model)

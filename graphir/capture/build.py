@@ -205,7 +205,7 @@ def _state(
         return {}
     tensors = copies() | update.state_tensors
     tensors |= {named[value.index]: snapshot(tensor) for value, tensor in recording.constants}
-    tensors["step"] = torch.zeros((), dtype=torch.int64)
+    tensors["step"] = torch.zeros((), dtype=torch.int64, device="cpu")
     return tensors
 
 

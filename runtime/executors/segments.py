@@ -61,7 +61,7 @@ _LONGEST: Final = 32
 @cache
 def unavailable() -> str | None:
     """Why segments cannot be executed with this torch; None where they can."""
-    x = torch.tensor([1.0, -2.0])
+    x = torch.tensor([1.0, -2.0], device="cpu")
     try:
         run = _compile(["%v0 : Tensor = aten::relu(%x)", "%v1 : Tensor = aten::neg(%v0)"], {"x": "Tensor"}, ["v1"])
         with _Interpreted():

@@ -268,6 +268,12 @@ def test_a_compiled_model_shows_the_bar_of_its_own_steps_alone(screen):
     assert b"3/3" in found[0] and b"0/0" not in found[0]
 
 
+@pytest.mark.parametrize("stream", [None, object()])
+def test_an_error_stream_may_be_anything(total, monkeypatch, stream):
+    monkeypatch.setattr("sys.stderr", stream)
+    assert len(total.run([pair(1)])) == 1
+
+
 def test_nothing_is_shown_elsewhere(total, capfd):
     total.run([pair(1)])
     assert capfd.readouterr() == ("", "")

@@ -52,6 +52,18 @@ def test_a_callers_context_changes_no_bit(context, change, executor):
         assert all(torch.equal(a, b) for a, b in zip(losses(), expected, strict=True))
 
 
+@pytest.mark.parametrize("context", [torch.autograd.detect_anomaly, CONTEXTS["meta device"]], ids=["anomalies", "meta"])
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_a_callers_context_changes_no_capture(context):
+    example = models.mlp()
+    expected = captured(example, sgd(example.model.parameters()))
+    with context():
+        program = captured(example, sgd(example.model.parameters()))
+        assert torch.is_anomaly_enabled() is (context is torch.autograd.detect_anomaly)
+    assert program == expected
+    Session(passes.emit(program), program.state).close()
+
+
 @pytest.mark.parametrize("executor", ["reference", "threads"])
 def test_a_kernels_threads_are_those_of_the_sessions_making(executor, monkeypatch):
     mine, seen = torch.get_num_threads(), []
