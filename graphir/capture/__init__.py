@@ -119,10 +119,12 @@ def capture(
         backward=loss is not None,
         optimizer=optimizer is not None,
     )
+    with_gradients = torch.is_grad_enabled()  # to leave inference mode is to enable them
     with (
         _alone,
         collector_paused(),
         torch.inference_mode(False),
+        torch.set_grad_enabled(with_gradients),
         torch.compiler.set_stance("force_eager"),
         torch.autograd.set_detect_anomaly(False),  # it reads every gradient
         composed_as_unwatched(),

@@ -177,6 +177,21 @@ def test_a_surrounding_no_grad_does_not_matter() -> None:
         assert program.step == plain.step and program.interface == plain.interface
 
 
+def test_a_forward_is_captured_in_the_gradient_mode_of_the_call() -> None:
+    """Without gradients an encoder's layer is one operator, which rounds otherwise than its parts."""
+    layer, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(), torch.randn(3, 5, 8)
+    types = {}
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode():
+            program = capture(layer, (x,))
+            expected = layer(x)
+            assert torch.is_grad_enabled() is (mode is torch.enable_grad)
+        values = evaluate(program, dict(program.state), {"src": x})
+        assert torch.equal(values[program.step.external_outputs[0]], expected)
+        types[mode] = {op.type for op in program.step.ops}
+    assert types[torch.no_grad] == types[torch.inference_mode] != types[torch.enable_grad]
+
+
 def test_two_captures_are_equal() -> None:
     one, two = (
         capture(e.model, e.inputs, targets=e.targets, loss=e.loss) for e in (models.gpt(layers=1, dropout=0.1),) * 2
