@@ -9,20 +9,33 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from ..errors import CaptureError
 from ..ir.seeds import mix
 from .composites import composed_as_unwatched
 from .conditions import Broken, Checks
 from .forms import Form, form_of
-from .patches import replaced
+from .patches import in_this_thread, replaced
 
-__all__ = ["RandomState", "SeedIds", "refuse_generator", "refuse_seeding", "seedable", "seeded"]
+__all__ = [
+    "RandomState",
+    "SeedIds",
+    "refuse_generator",
+    "refuse_seeding",
+    "rng_state_followed",
+    "seedable",
+    "seeded",
+]
 
 
 class SeedIds:
@@ -41,30 +54,71 @@ class SeedIds:
         self._next += 1
         return self._next - 1
 
-    @contextlib.contextmanager
-    def follow_rng_state(self) -> Iterator[None]:
-        """While this is active, ``torch.get_rng_state`` and ``set_rng_state`` save and restore the next id too."""
-        get, restore = torch.random.get_rng_state, torch.random.set_rng_state
+    def save(self, state: torch.Tensor) -> None:
+        """Save the next id with a random state."""
+        self._saved[id(state)] = state, self._next
 
-        def get_rng_state() -> torch.Tensor:
-            with torch.utils._python_dispatch._disable_current_modes():
-                state = get()
-            self._saved[id(state)] = state, self._next
-            return state
+    def restore(self, state: torch.Tensor) -> None:
+        """Go back to the id that was saved with a random state."""
+        if id(state) not in self._saved:
+            raise CaptureError(
+                "the step restores a random state that it did not save",
+                fix="seed before the step; within it, each random operator has a seed of its own",
+            )
+        _, self._next = self._saved[id(state)]
 
-        def set_rng_state(new_state: torch.Tensor) -> None:
-            if id(new_state) not in self._saved:
-                raise CaptureError(
-                    "the step restores a random state that it did not save",
-                    fix="seed before the step; within it, each random operator has a seed of its own",
-                )
-            _, self._next = self._saved[id(new_state)]
-            with torch.utils._python_dispatch._disable_current_modes():
-                restore(new_state)
 
-        functions = {"get_rng_state": get_rng_state, "set_rng_state": set_rng_state}
-        with replaced(torch, functions), replaced(torch.random, functions):
-            yield
+_lock = threading.Lock()
+_followers: list[contextlib.ExitStack] = []
+
+
+@contextlib.contextmanager
+def rng_state_followed() -> Iterator[None]:
+    """While this is active, ``torch.get_rng_state`` and ``set_rng_state`` save and restore the next id too.
+
+    They do where a mode with seed ids is active, and are torch's own in all other threads. Contexts within each other,
+    or in several threads, share what is in the place of torch's.
+    """
+    with _lock:
+        _followers.append(_followers[0] if _followers else _following())
+    try:
+        yield
+    finally:
+        with _lock:
+            replacement = _followers.pop()
+            if not _followers:
+                replacement.close()
+
+
+def _following() -> contextlib.ExitStack:
+    get, restore = torch.random.get_rng_state, torch.random.set_rng_state
+
+    def get_rng_state() -> torch.Tensor:
+        ids = _active_ids()
+        with _disable_current_modes():
+            state = get()
+        if ids is not None:
+            ids.save(state)
+        return state
+
+    def set_rng_state(new_state: torch.Tensor) -> None:
+        ids = _active_ids()
+        if ids is not None:
+            ids.restore(new_state)
+        with _disable_current_modes():
+            restore(new_state)
+
+    functions = {"get_rng_state": get_rng_state, "set_rng_state": set_rng_state}
+    stack = contextlib.ExitStack()
+    for owner in (torch, torch.random):
+        stack.enter_context(replaced(owner, functions))
+    return stack
+
+
+def _active_ids() -> SeedIds | None:
+    """Those of the innermost dispatch mode that has any; autograd's threads have the modes of whom they work for."""
+    found = (getattr(mode, "seeds", None) for mode in reversed(_get_current_dispatch_mode_stack()))
+    return next((ids for ids in found if isinstance(ids, SeedIds)), None)
 
 
 @contextlib.contextmanager
@@ -88,7 +142,8 @@ def refuse_seeding(here: Callable[[], str]) -> Iterator[None]:
 
         return call
 
-    functions = {name: refused(name) for name in ("manual_seed", "seed", "initial_seed")}
+    names = ("manual_seed", "seed", "initial_seed")
+    functions = {name: in_this_thread(refused(name), getattr(torch.random, name)) for name in names}
     with replaced(torch, functions), replaced(torch.random, functions):
         yield
 
@@ -191,7 +246,7 @@ def _same_numpy_state(now: tuple[Any, ...] | None, before: tuple[Any, ...] | Non
 class _Seeded(TorchDispatchMode):
     def __init__(self, step: int, replica: int, ids: SeedIds) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._step, self._replica, self._ids = step, replica, ids
+        self._step, self._replica, self.seeds = step, replica, ids
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def __torch_dispatch__(
@@ -212,7 +267,7 @@ class _Seeded(TorchDispatchMode):
         generator = self._generators.get(device)
         if generator is None:
             generator = self._generators[device] = torch.Generator(device)
-        return generator.manual_seed(mix(self._step, self._replica, self._ids.take()))
+        return generator.manual_seed(mix(self._step, self._replica, self.seeds.take()))
 
 
 @contextlib.contextmanager
@@ -232,6 +287,5 @@ def seeded(step: int, replica: int = 0) -> Iterator[None]:
     for word, number in (("step", step), ("replica", replica)):
         if type(number) is not int or number < 0:
             raise CaptureError(f"seeded: {word} is {number!r}", fix="give a whole number, counted from 0")
-    ids = SeedIds()
-    with ids.follow_rng_state(), composed_as_unwatched(), _Seeded(step, replica, ids):
+    with rng_state_followed(), composed_as_unwatched(), _Seeded(step, replica, SeedIds()):
         yield

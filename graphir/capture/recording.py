@@ -30,7 +30,7 @@ from .known import fakes_with_known_values_hidden
 from .micro_batches import Sums, micro_batch, prefix_of_micro_batch
 from .model_state import ModelState, attributes_kept, fakes_in_place
 from .options import LossScaler, Options
-from .randomness import RandomState, refuse_seeding
+from .randomness import RandomState, refuse_seeding, rng_state_followed
 from .recorder import Recorder
 from .refusals import failure, where
 from .scopes import Scopes
@@ -189,7 +189,7 @@ def _run(
         step.random.kept(checks),
         errors_not_logged(),
         fakes_in_place(step.model, fakes, checks, step.attributes) as changes,
-        recorder.seeds.follow_rng_state(),
+        rng_state_followed(),
         refuse_seeding(lambda: where(scopes.current)),
         recorder.exchanges_refused(),
         moves_stay(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -232,3 +233,40 @@ def test_numbers_do_not_depend_on_devices_or_threads() -> None:
             x, y = (t.repeat(2, 1) for t in (*given.inputs, *given.targets))
             found.append([session.step(x, y).item() for _ in range(2)])
     assert found[0] == found[1] == found[2]
+
+
+def test_contexts_that_overlap_in_threads_leave_torch_as_it_was() -> None:
+    own = torch.get_rng_state, torch.set_rng_state
+    first, second = seeded(0), seeded(1)
+    entered, left = threading.Event(), threading.Event()
+
+    def in_another_thread() -> None:
+        with second:
+            entered.set()
+            left.wait(20)
+
+    thread = threading.Thread(target=in_another_thread)
+    with first:
+        thread.start()
+        assert entered.wait(20)
+    left.set()
+    thread.join(20)
+    assert (torch.get_rng_state, torch.set_rng_state) == own
+
+
+def test_other_threads_have_torchs_own_random_state_during_a_capture() -> None:
+    state, done = torch.get_rng_state(), []
+
+    class Busy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            thread = threading.Thread(target=others)
+            thread.start()
+            thread.join(20)
+            return x.relu()
+
+    def others() -> None:
+        torch.set_rng_state(state)
+        done.append(torch.initial_seed())
+
+    capture(Busy(), (torch.ones(2),))
+    assert done and set(done) == {torch.initial_seed()}
