@@ -363,7 +363,8 @@ def _returned(output: Any, recorder: Recorder) -> tuple[list[Value | Scalar], py
             raise CaptureError(
                 f"the model returns a {type(leaf).__name__} among its outputs",
                 fix="return tensors, numbers, strings and None in tuples, lists, dicts and classes that "
-                "torch.utils._pytree knows (torch.export.register_dataclass makes a dataclass known)",
+                "torch.utils._pytree knows (torch.export.register_dataclass makes a dataclass known); use_cache=False "
+                "leaves out the cache that models of transformers return",
             )
     return [recorder.read(leaf) if isinstance(leaf, torch.Tensor) else plain(leaf) for leaf in leaves], spec
 
