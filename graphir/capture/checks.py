@@ -33,7 +33,6 @@ _CHECKED: Final[Mapping[CodeType, Check]] = {
     Distribution.__init__.__code__: _PARAMETER,
     Geometric.__init__.__code__: _PARAMETER,
     type(constraints.positive_definite).check.__code__: _PARAMETER,
-    type(constraints.positive_semidefinite).check.__code__: _PARAMETER,
     Distribution._validate_sample.__code__: Check(True, "a value is outside of the support of its distribution"),
 }
 """By the function that reads an outcome; none of these reads another number."""

@@ -160,9 +160,9 @@ def _of_size(operation: Callable[..., int | float], size: Polynomial, by: Size) 
 
 
 def _quotient(size: Polynomial, by: Size) -> Size | None:
-    """The quotient by a positive number, or by a product of dimensions, that divides each term; else None."""
+    """The quotient by a number, or by a product of dimensions, that divides each term; else None."""
     terms = by.terms if isinstance(by, Polynomial) else (((), by),)
-    if len(terms) > 1 or terms[0][1] <= 0:
+    if len(terms) > 1:
         return None
     dims, divisor = Counter(terms[0][0]), terms[0][1]
     if any(k % divisor or not dims <= Counter(monomial) for monomial, k in size.terms):

@@ -329,3 +329,30 @@ def test_a_picture_of_one_pixel_keeps_its_channels_last(change: Callable[[Tensor
         given.model, given.inputs, targets=given.targets, loss=given.loss, optimizer=sgd(given.model.parameters())
     )
     matches_eager(program, given, sgd, batches=(6,))
+
+
+class FakeQuantized(nn.Module):
+    """A weight and features, rounded as a quantized net would round them, the weight by channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 3)
+        for name, channels in (("weight", 3), ("features", 1)):
+            scale, zero = torch.ones(channels), torch.zeros(channels, dtype=torch.int32)
+            for part, start in (("low", -scale), ("high", scale.clone()), ("scale", scale), ("zero", zero)):
+                self.register_buffer(f"{name}_{part}", start)
+        self.register_buffer("on", torch.ones(1, dtype=torch.int64))
+
+    def rounded(self, x: Tensor, name: str, by_channel: bool) -> Tensor:
+        seen = [getattr(self, f"{name}_{part}") for part in ("low", "high", "scale", "zero")]
+        return torch.fused_moving_avg_obs_fake_quant(x, self.on, self.on, *seen, 0.1, -128, 127, 0, by_channel)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.rounded(self.fc.weight, "weight", by_channel=True)
+        return self.rounded(F.linear(x, weight, self.fc.bias), "features", by_channel=False)
+
+
+def test_statistics_of_fake_quantization_are_state() -> None:
+    found = Example(FakeQuantized(), (torch.randn(4, 6),), (torch.randint(3, (4,)),), F.cross_entropy)
+    program = capture(found.model, found.inputs, targets=found.targets, loss=found.loss)
+    matches_eager(program, found, batches=(7,))

@@ -140,6 +140,7 @@ def test_the_quotient_of_a_multiple_of_a_size_is_a_size() -> None:
         (lambda n, m: 2 * n * m // n > 12, ["m<=6"]),
         (lambda n, m: (n * m + n) // n > 8, ["m<=7"]),
         (lambda n, m: 6 * n * m // (2 * n) % 8 == 0, ["3*m%8!=0"]),
+        (lambda n, m: 2 * n * m // -n < -12, ["m<=6"]),
         (lambda n, m: 3 * n % n > 0 or -(-4 * n // n) > 4, []),
     ):
         assert Asked(ask, at, further).texts() == guards
