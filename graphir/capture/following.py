@@ -203,7 +203,7 @@ class _Taken:
         What Python makes of sizes may be one number at all points, as ``n // 64`` is: where the step is the same with
         another number, it only tests it, and otherwise the number has to stay.
         """
-        sizes = self._sizespoint_text(grid)
+        sizes = self._sizes_at(grid)
         here, stay = grid.points[0], list[Steady]()
         for steady in steady_in(sizes.recording.extents, sizes.axis, grid.points):
             if any(known.guards == steady.guards is not None for known in stay):
@@ -216,7 +216,7 @@ class _Taken:
             try:
                 if point is None or len(sizes.grid.points) - len(grid.points) == _MOST_FURTHER:
                     raise NotPolynomial("no point shows it")
-                sizes = self._sizespoint_text(sizes.grid.with_point(point))
+                sizes = self._sizes_at(sizes.grid.with_point(point))
             except NotPolynomial:
                 if steady.guards is None:
                     raise NotPolynomial(
@@ -226,7 +226,7 @@ class _Taken:
         sizes.guards += [guard for steady in stay for guard in steady.guards or ()]
         return sizes
 
-    def _sizespoint_text(self, grid: Grid) -> Sizes:
+    def _sizes_at(self, grid: Grid) -> Sizes:
         recordings: list[Recording] = []
         for point in grid.points:
             try:
