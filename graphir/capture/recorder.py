@@ -27,6 +27,7 @@ from .edges import keep_edges
 from .forms import Bound, Form, form_of
 from .interrupts import Interrupts
 from .known import number_in, tensor_of
+from .model_state import PLAIN
 from .mutation import functional_call, functional_view, laid_out, overwritten_base
 from .overlaps import described
 from .randomness import refuse_generator
@@ -245,7 +246,7 @@ class Recorder(Tape, TorchDispatchMode):
                 fix="pass it where it is read: through kwargs= to the model, through targets= to the loss",
             )
         if id(real) not in self._fakes:
-            if type(real) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor) or real.is_quantized:
+            if type(real) not in PLAIN or real.is_quantized:
                 kind = real.dtype if real.is_quantized else type(real).__name__
                 raise CaptureError(
                     f"a tensor of type {kind} is not supported",
@@ -265,7 +266,7 @@ class Recorder(Tape, TorchDispatchMode):
             if isinstance(real, FakeTensor) and real.fake_mode in _MODES and not cached:
                 raise CaptureError(
                     f"the step reads a tensor of shape {list(real.shape)} that it has kept outside of the model when "
-                    "it was recorded at another size, or in another capture",
+                    "it was recorded before, in this capture or another",
                     where=self._here(),
                     fix="make it in each step, keep it in a buffer or use functools.cache; and delete what was kept",
                 )

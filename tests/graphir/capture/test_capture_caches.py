@@ -58,6 +58,7 @@ def sine(length: int) -> Tensor:
 def nothing_cached() -> Iterator[None]:
     yield
     positions.cache_clear()
+    KEPT.clear()
     waves.cache_clear()
     KEPT.clear()
 
@@ -92,9 +93,18 @@ def test_a_step_that_fails_leaves_nothing_in_a_cache() -> None:
 
 
 def test_what_is_kept_by_hand_is_refused() -> None:
-    """Where the batch alone decides, the next recording is at another size, and does not find it."""
+    for _ in range(2):
+        with pytest.raises(CaptureError, match="kept outside of the model when it was recorded") as error:
+            capture(Placed(kept), (torch.randn(3, 3),), loss=lambda out: out)
+        assert "test_capture_caches.py:" in error.value.where
+
+
+def test_what_is_kept_by_hand_for_others_is_refused() -> None:
+    def first(length: int) -> Tensor:
+        made = torch.arange(length, dtype=torch.float32)
+        KEPT.setdefault(0, made)
+        return made
+
     with pytest.raises(CaptureError, match=r"keeps what aten\.arange\.default makes outside of") as error:
-        capture(Placed(kept), (torch.randn(3, 3),), loss=lambda out: out)
+        capture(Placed(first), (torch.randn(3, 3),), loss=lambda out: out)
     assert error.value.where.startswith("test_capture_caches.py:")
-    with pytest.raises(CaptureError, match="kept outside of the model when it was recorded"):
-        capture(Placed(kept), (torch.randn(3, 3),), loss=lambda out: out)

@@ -62,6 +62,14 @@ def test_a_step_that_fails_when_it_is_run_again() -> None:
         capture(Runs(by_a_list), (torch.randn(4, 3),))
 
 
+def test_a_step_that_reads_data_when_it_is_run_again() -> None:
+    def step(x: Tensor, runs: Any = itertools.count()) -> Tensor:  # noqa: B008
+        return x * x.sum().item() if next(runs) else x * torch.arange(3)
+
+    with pytest.raises(CaptureError, match=r"_local_scalar_dense\.default reads a number out of a tensor"):
+        capture(Runs(step), (torch.randn(4, 3),))
+
+
 def test_what_differs_is_named_and_where() -> None:
     with pytest.raises(CaptureError, match=r"other of aten.mul.Tensor was \d+, then \d+\n  in   the model, at test_"):
         capture(Runs(by_a_global), (torch.randn(4, 3),))
