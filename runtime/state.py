@@ -79,6 +79,7 @@ class State:
             _check_beside(program, beside.program)
         self.keys = {op.outputs[0]: str(op.args["key"]) for op in program.init.ops if op.type == "graphir.load"}
         _check_given(given, program, set(self.keys.values()))
+        steps_done = _steps_done(given)
         self.common: dict[str, Tensor] = {} if beside is None else beside.common
         with torch.inference_mode():
             self.tensors = self._filled(given)
@@ -93,7 +94,6 @@ class State:
             }
         self.optimizer_state: dict[str, Mapping[str, str]] = {} if beside is None else beside.optimizer_state
         self.optimizer_state.update(program.interface.optimizer_state)
-        steps_done = _steps_done(given)
         self.progress: Progress = Progress(steps_done) if beside is None else beside.progress
         self.counted: bool = beside is None or (beside.counted and (_trains(program) or not _trains(beside.program)))
 

@@ -106,3 +106,15 @@ def test_sessions_of_optimizers_of_other_parameters_share_no_state():
         ):
             with pytest.raises(SessionError, match=text):
                 Session(passes.emit(program), program.state, beside=session)
+
+
+def test_a_session_that_is_refused_leaves_those_beside_it_as_they_were():
+    model = torch.nn.Linear(3, 4)
+    forward = graphir.capture(model, (torch.randn(8, 3),))
+    example = models.Example(model, (torch.randn(8, 3),), (torch.randn(8, 4),), torch.nn.functional.mse_loss)
+    program = captured(example, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    with Session(passes.emit(forward), forward.state) as session:
+        before = session.state().keys()
+        with pytest.raises(SessionError, match="'step' in the state is -1"):
+            Session(passes.emit(program), {**program.state, "step": torch.tensor(-1)}, beside=session)
+        assert session.state().keys() == before
