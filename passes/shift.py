@@ -129,7 +129,8 @@ def shift_activations(
 
     Args:
         program: captured, or replicated.
-        activations: names as :func:`find_activations` gives them; a view stands for what it shows. None moves nothing.
+        activations: names as :func:`find_activations` gives them; a view stands for what it shows.
+            Without names nothing moves.
         shifts: source device number to target device number.
         strict: refuse names that are not activations and sources that nothing is on. Otherwise such names are weak
             labels: they move what has no other label, as in Caffe2.

@@ -36,7 +36,7 @@ class Interrupts:
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
-        """Hold Ctrl-C back for as long; a second one strikes at once. A handler that the program has set itself stays.
+        """While this is active, hold Ctrl-C back; a second one strikes at once. A handler of the program's own stays.
 
         Raises:
             KeyboardInterrupt: it was pressed, and no operator came after it.

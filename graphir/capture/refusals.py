@@ -56,7 +56,7 @@ _IN_TORCHS_WORDS: Final = (
 """Of torch's refusals of fake tensors: how they read, what the step did, and a remedy."""
 
 BRANCHES: Final = ("cond", "while_loop")
-"""Operators on functions that run one or another of them, or once more or not."""
+"""Operators that take functions, and choose by data which of them run, or how often."""
 
 FAKE_ERRORS: Final = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 """What torch's fake tensors raise where a result can't be known without the data."""
@@ -208,7 +208,7 @@ _UNSUPPORTED: Final[Mapping[str, tuple[str, str]]] = {
         "make it with enable_nested_tensor=False, or set its attribute use_nested_tensor to False",
     ),
     "aten._efficientzerotensor": (
-        "forward-mode derivatives that are zero have no memory, which programs can't tell",
+        "forward-mode derivatives that are zero have no memory, which no program can express",
         "use reverse mode: torch.func.grad, torch.func.vjp, torch.autograd.grad, and for jvp "
         "torch.autograd.functional.jvp(…, create_graph=True)",
     ),

@@ -77,9 +77,9 @@ class Sizes:
         here = point_text(self.grid.points[0])
         for other, point in zip(self._recordings[1:], self.grid.points[1:], strict=True):
             there = point_text(point)
-            for i, (call, same) in enumerate(zip(first.calls, other.calls, strict=False)):
-                if _shape_of(call) != _shape_of(same):
-                    raise NotPolynomial(f"operator {i} {_difference(call, same, here, there)}")
+            for i, (call, other_call) in enumerate(zip(first.calls, other.calls, strict=False)):
+                if _shape_of(call) != _shape_of(other_call):
+                    raise NotPolynomial(f"operator {i} {_difference(call, other_call, here, there)}")
             if len(first.calls) != len(other.calls) or len(first.values) != len(other.values):
                 raise NotPolynomial(f"{len(first.calls)} operators at {here}, but {len(other.calls)} at {there}")
             for mine, theirs in zip(first.returned, other.returned, strict=True):

@@ -22,7 +22,8 @@ __all__ = ["snapshot", "snapshots"]
 _FEW_BYTES: Final = 2**20
 """They are copied before a thread would have started."""
 _SERIAL: Final = GRAIN_SIZE - 1
-"""Elements that torch copies in the thread that asks: the recording has a core of the others."""
+"""Elements that torch copies in the calling thread. It divides more among threads, one of which would have to wait for
+the core that the recording is on."""
 _PIECES: Final = 512
 """As many such pieces are worth a thread."""
 

@@ -219,7 +219,7 @@ def read_bytes(path: Path) -> bytes:
     """What a file holds.
 
     Raises:
-        FileError: it cannot be read, is a device but no terminal, or has more than :data:`MOST_BYTES`.
+        FileError: it cannot be read, is a device other than a terminal, or has more than :data:`MOST_BYTES`.
     """
     try:
         with path.open("rb") as file:
