@@ -1,4 +1,4 @@
-"""What a program can't tell is refused: with the module, the line and a remedy; and everything is as it was."""
+"""What no program can express is refused: with the module, the line and a remedy; and everything is as it was."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from graphir.errors import CaptureError
 HERE = Path(__file__).name
 SPARSE = torch.eye(6).to_sparse()
 QUANTIZED = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
+ENCODER = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 4, batch_first=True), 1).eval().requires_grad_(False)
 CASES = Cases()
 refused = CASES.refused
 
@@ -233,6 +234,18 @@ def quantized(m: Any, h: Tensor) -> Tensor:
 @refused("torch can't tell the shape of what aten._nested_tensor_from_tensor_list.default makes")
 def nested(m: Any, h: Tensor) -> Tensor:
     return h + torch.nested.nested_tensor([h.detach()]).to_padded_tensor(0.0)[0]  # here
+
+
+@refused("nn.TransformerEncoder makes nested tensors of what a padding mask leaves")
+def nested_by_a_mask(m: Any, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        return h + ENCODER(h[None], src_key_padding_mask=torch.zeros(1, 6, dtype=torch.bool))[0]  # here
+
+
+@refused("forward-mode derivatives that are zero have no memory")
+def zero_tangent(m: Any, h: Tensor) -> Tensor:
+    derivative: Tensor = torch.func.jvp(lambda y: torch.cat([y, m.fc.bias.detach()[None]]), (h,), (h,))[1]  # here
+    return derivative
 
 
 @refused("a tensor of type Subclass is not supported")
