@@ -208,7 +208,14 @@ def _run(
             outcome = _training(step, leaves, scale, scopes, recorder, checks)
     sparse = recorder.sparse.gradients
     recording = Recording(
-        recorder.calls, recorder.values, inputs, state, recorder.constants, *outcome, sparse, recorder.extents
+        calls=recorder.calls,
+        values=recorder.values,
+        inputs=inputs,
+        state=state,
+        constants=recorder.constants,
+        sparse_gradients=sparse,
+        extents=recorder.extents,
+        **outcome._asdict(),
     )
     recorder.release()
     made = [gradient for _, gradient in [*recording.gradients, *recording.finished.gradients]]
