@@ -15,7 +15,17 @@ from ..ir.opset import effects_of, is_random, signature, to_symbol
 
 __all__ = ["Bound", "Form", "form_of", "normal_arg"]
 
-_BY_ONEDNN: Final = frozenset({"convolution", "convolution_backward", "gelu", "gelu_", "gelu_backward"})
+_HALF: Final = frozenset({torch.bfloat16, torch.float16})
+_SINGLE_TOO: Final = ("convolution", "convolution_backward", "gelu", "gelu_", "gelu_backward")
+_HALF_ONLY: Final = (
+    "mm", "addmm", "addmm_", "_addmm_activation", "bmm", "baddbmm", "baddbmm_", "addbmm", "addbmm_",
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward",
+)  # fmt: skip
+_BY_ONEDNN: Final[Mapping[str, frozenset[torch.dtype]]] = {
+    **dict.fromkeys(_SINGLE_TOO, _HALF | {torch.float32}),
+    **dict.fromkeys(_HALF_ONLY, _HALF),
+}
+"""The element types for which oneDNN may compute an operator on the CPU."""
 _DROPPED: Final = frozenset({"device", "layout", "pin_memory", "generator"})
 """Arguments that are not kept: executors know the device and the generator; every layout is strided."""
 
@@ -58,7 +68,7 @@ class Form:
         generator: the position of the generator among its arguments; None where it takes none.
         seedable: the overload that does the same and takes a generator; None where there is none.
         rebinds: it changes a tensor's own geometry (``squeeze_``).
-        by_onednn: oneDNN computes it where that is switched on.
+        by_onednn: the element types for which oneDNN may compute it, where that is switched on.
         repeats: the geometry of its results follows from the arguments' and from nothing else.
         returns_list: its one result is a list of tensors.
         default_dtype: it makes a tensor of torch's default element type where it is given none.
@@ -88,7 +98,7 @@ class Form:
         self.type = _OWN.get(torch_type, torch_type)
         self.random = torch.Tag.nondeterministic_seeded in func.tags
         self.rebinds = torch.Tag.inplace_view in func.tags
-        self.by_onednn = func._opname in _BY_ONEDNN
+        self.by_onednn = _BY_ONEDNN.get(func._opname)
         self.repeats = func.namespace == "aten" and not self.rebinds
         returns = func._schema.returns
         self.returns_list = len(returns) == 1 and "List" in str(returns[0].type)

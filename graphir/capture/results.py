@@ -97,11 +97,16 @@ class Results:
         Raises:
             CaptureError: its kernels refuse the element types that it is given, or are others than outside of the step.
         """
-        if form.by_onednn and torch.backends.mkldnn.enabled != self._surroundings[1]:
+        if (
+            form.by_onednn
+            and bound.tensors[0].dtype in form.by_onednn
+            and torch.backends.mkldnn.enabled != self._surroundings[1]
+        ):
             raise CaptureError(
                 f"the step switches oneDNN for {form.type}, which rounds otherwise then; a program would not switch it",
                 where=where(self._here()),
-                fix="switch it off around the LSTM alone, or outside of the step: for the capture and the session",
+                fix="switch it off outside of the step, for the capture and the session; or around an LSTM in single "
+                "precision alone",
             )
         if not form.repeats:
             return self._call(form, bound, args, kwargs)
