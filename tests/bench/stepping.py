@@ -54,7 +54,7 @@ class Case(NamedTuple):
     make: makes the example.
     limit: at most of eager's time.
     rounds, steps: how many rounds of how many steps.
-    warm: how many steps before them are not timed: caches and the heap are as another side left them.
+    warm: how many steps before them are not timed: another process had the machine.
     alone: whether kernels use one thread. Others of those that a short kernel wakes sleep or don't, as the machine has
         it, for both sides.
     """
@@ -73,13 +73,13 @@ class Case(NamedTuple):
 
 
 CASES: dict[str, Case] = {
-    "dispatch-bound MLP, batch 8": Case(dispatch_bound, 0.45, 40, 50, warm=10),
-    "dispatch-bound MLP, batch 8, one thread": Case(dispatch_bound, 0.45, 40, 50, warm=10, alone=True),
-    "GPT, batch 8": Case(_gpt, 0.97, 30, 2),
+    "dispatch-bound MLP, batch 8": Case(dispatch_bound, 0.45, 40, 50, warm=100),
+    "dispatch-bound MLP, batch 8, one thread": Case(dispatch_bound, 0.45, 40, 50, warm=100, alone=True),
+    "GPT, batch 8": Case(_gpt, 0.97, 30, 2, warm=5),
 }
 
 if importlib.util.find_spec("torchvision"):
-    CASES["ResNet-18, torchvision, batch 8 of 64 x 64"] = Case(lambda: _resnet18(64), 0.97, 20, 2)
+    CASES["ResNet-18, torchvision, batch 8 of 64 x 64"] = Case(lambda: _resnet18(64), 0.97, 20, 2, warm=3)
     CASES["ResNet-18, torchvision, batch 8 of 224 x 224"] = Case(lambda: _resnet18(224), 0.97, 24, 1)
 
 
