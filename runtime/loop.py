@@ -88,8 +88,9 @@ def _batches(loader: Iterable[Any], results: list[Any], where: str) -> Iterator[
 
 def _reason(error: Exception) -> str:
     """Its type, and the ends of its message: a worker process puts the whole traceback of what it raised into one."""
-    first, *rest = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {first}" + (f" … {rest[-1]}" if rest else "")
+    lines = str(error).strip().splitlines()
+    ends = " … ".join([*lines[:1], *lines[1:][-1:]])
+    return f"{type(error).__name__}: {ends}" if ends else type(error).__name__
 
 
 @contextmanager

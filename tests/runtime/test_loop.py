@@ -151,6 +151,15 @@ class NoIterator:
         return 3
 
 
+def test_a_loader_may_fail_without_a_word(total):
+    def silent():
+        raise NotImplementedError
+        yield
+
+    with pytest.raises(SessionError, match=r"the loader failed after 0 steps: NotImplementedError\n"):
+        total.run(silent())
+
+
 def test_a_loader_without_an_iterator_has_failed(total):
     with pytest.raises(SessionError, match="the loader failed after 0 steps: TypeError: iter"):
         total.run(NoIterator())
