@@ -71,7 +71,7 @@ class Compiled:
     Raises:
         CaptureError: the step can't be captured.
         PassError: *devices* or *passes* do not fit the program.
-        SessionError: an argument of the session does not fit.
+        SessionError: *state* is not that of such a model, or an argument of the session does not fit.
     """
 
     def __init__(
@@ -247,6 +247,8 @@ class Compiled:
         captured = capture(
             self._model, inputs, kwargs=kwargs, targets=targets, batch_dims=_dims_tree(arguments), **self._options
         )
+        if beside is None and self._state:
+            _check_state(self._state, captured)
         program = replicate(captured, self._devices)
         if self._passes is not None:
             program = self._passes(program)
@@ -347,6 +349,17 @@ class Compiled:
 
 compile = Compiled
 """The whole way in one call."""
+
+
+def _check_state(state: Mapping[str, torch.Tensor], program: Program) -> None:
+    """Raise where a state lacks parameters or buffers: those of the model would take the place of another's unseen."""
+    for name in program.interface.module_state.values():
+        if name not in state:
+            raise SessionError(
+                f"the state has no {name!r}{nearest(name, state)}",
+                where=f"program {program.name!r}",
+                fix="give what state() returned, of a compiled model like this one",
+            )
 
 
 def _check_options(session: object) -> None:

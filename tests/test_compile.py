@@ -257,8 +257,15 @@ def test_training_goes_on_from_a_state(make: Callable[[], nn.Module], devices: l
 def test_a_state_is_a_mapping_that_fits() -> None:
     with pytest.raises(SessionError, match="state is a list, not a mapping"):
         compiled(Halves(), state=[])
+    state = dict(Halves().state_dict())
     with pytest.raises(SessionError, match=r"'fc1\.bias' in the state has shape \[2\]"):
-        compiled(Halves(), state={"fc1.bias": torch.ones(2)})
+        compiled(Halves(), state={**state, "fc1.bias": torch.ones(2)})
+
+
+def test_a_state_of_another_model_is_refused() -> None:
+    state = {f"module.{name}": tensor for name, tensor in Halves().state_dict().items()}
+    with pytest.raises(SessionError, match=r"the state has no 'fc1\.weight'; did you mean 'module\.fc1\.weight'"):
+        compiled(Halves(), state=state)
 
 
 def test_later_captures_are_in_the_mode_of_the_first() -> None:
