@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 
 import models
 import torch
 from exactness import different, everything
-from stepping import dispatch_bound
+from stepping import dispatch_bound, momentum_sgd
 from timing import alternate
 
 import graphir
@@ -21,6 +22,8 @@ __all__ = ["rows"]
 _PAIRS, _INNER, _STEPS = 20, 10, 20
 
 Step = Callable[[], object]
+
+_SGD = partial(momentum_sgd, fused=True)
 
 
 CASES: tuple[tuple[str, Callable[[], models.Example]], ...] = (
@@ -56,7 +59,7 @@ def _exact_rows() -> Iterator[str]:
     yield "| model | optimizer | tensors | shifted | shifted, again | shifted, as graphs |"
     yield "| --- | --- | ---: | ---: | ---: | ---: |"
     for name, make in EXACT:
-        for label, optimizer in (("SGD momentum", _sgd), ("AdamW, fused", _adamw)):
+        for label, optimizer in (("SGD momentum", _SGD), ("AdamW, fused", _adamw)):
             example, whole = make(4), make(8)
             batch = [tensor.cuda() for tensor in (*whole.inputs, *whole.targets)]
             program = _captured(example, optimizer)
@@ -95,7 +98,7 @@ def _trained(plan: graphir.Plan, program: Program, batch: list[torch.Tensor], gr
 
 
 def _timed_rows(name: str, example: models.Example) -> Iterator[str]:
-    program = _captured(example, _sgd)
+    program = _captured(example, _SGD)
     plan = passes.emit(passes.share_storage(program))
     batch = [tensor.cuda() for tensor in (*example.inputs, *example.targets)]
     eager = _eager(example, batch)
@@ -142,17 +145,13 @@ def _captured(example: models.Example, optimizer: Callable[[torch.nn.Module], to
     )
 
 
-def _sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
-
-
 def _adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
 def _eager(example: models.Example, batch: list[torch.Tensor], compiled: bool = False) -> Callable[[], torch.Tensor]:
     model = copy.deepcopy(example.model).cuda()
-    optimizer, count = _sgd(model), len(example.inputs)
+    optimizer, count = _SGD(model), len(example.inputs)
     forward = torch.compile(model) if compiled else model
 
     def step() -> torch.Tensor:

@@ -8,7 +8,8 @@ import sys
 import torch
 import torch.distributed as dist
 from apart import serve
-from parallel import CASES, WARM, optimizer_of
+from parallel import CASES, WARM
+from stepping import eager_step, momentum_sgd
 from timing import seconds
 
 
@@ -17,15 +18,13 @@ def main(rank: int, store: str, case: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     make, batch = CASES[case]
-    model, inputs, targets, loss = make(batch // 2)
-    wrapped = torch.nn.parallel.DistributedDataParallel(model)
-    optimizer = optimizer_of(model)
+    example = make(batch // 2)
+    wrapped = torch.nn.parallel.DistributedDataParallel(example.model)
+    step = eager_step(example._replace(model=wrapped), momentum_sgd(example.model, fused=True))
 
     def run(steps: int) -> None:
         for _ in range(steps):
-            optimizer.zero_grad()
-            loss(wrapped(*inputs), *targets).backward()
-            optimizer.step()
+            step()
 
     def timed(steps: int) -> float:
         run(WARM)

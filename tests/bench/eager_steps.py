@@ -9,8 +9,8 @@ import sys
 
 import torch
 from apart import serve
-from stepping import CASES, eager_step
-from timing import seconds
+from stepping import CASES, eager_step, momentum_sgd
+from timing import warmed
 
 
 def main(name: str, form: str) -> None:
@@ -19,17 +19,8 @@ def main(name: str, form: str) -> None:
     if case.alone:
         torch.set_num_threads(1)
     example = case.make()
-    step = eager_step(example, case.optimizer(example.model, form))
-
-    def run(steps: int) -> None:
-        for _ in range(steps):
-            step()
-
-    def timed(steps: int) -> float:
-        run(case.warm)
-        return seconds(lambda: run(steps))
-
-    serve(timed)
+    step = eager_step(example, momentum_sgd(example.model, fused=form == "fused"))
+    serve(warmed(step, case.warm))
 
 
 main(*sys.argv[1:])

@@ -12,14 +12,14 @@ from pathlib import Path
 import models
 import torch
 from apart import apart
-from stepping import DispatchBound
-from timing import in_turn, seconds
+from stepping import DispatchBound, momentum_sgd
+from timing import in_turn, warmed
 from torch import Tensor, nn
 
 import graphir
 from graphir import passes, runtime
 
-__all__ = ["CASES", "ROUNDS", "mlp", "optimizer_of", "rows", "session", "small_rows", "timed"]
+__all__ = ["CASES", "ROUNDS", "mlp", "rows", "session", "small_rows", "timed"]
 
 ROUNDS, WARM, STEPS = 12, 2, 8
 """In each round, how many steps are made, and how many before them: caches hold what ran last."""
@@ -47,11 +47,6 @@ SMALL: dict[str, tuple[Callable[[int], models.Example], int]] = {
 }
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """The one of every row."""
-    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
-
-
 def session(
     make: Callable[[int], models.Example], batch: int, replicas: int, executor: str
 ) -> tuple[runtime.Session, tuple[Tensor, ...]]:
@@ -62,7 +57,7 @@ def session(
         inputs=share.inputs,
         targets=share.targets,
         loss=share.loss,
-        optimizer=optimizer_of(share.model),
+        optimizer=momentum_sgd(share.model, fused=True),
     )
     placed = passes.replicate(program, range(replicas)) if replicas > 1 else program
     plan = passes.emit(passes.share_storage(placed))
@@ -74,16 +69,8 @@ def session(
 
 def timed(given: runtime.Session, batch: tuple[Tensor, ...], steps: int) -> Callable[[], float]:
     """Seconds of a step."""
-
-    def run(steps: int) -> None:
-        for _ in range(steps):
-            given.step(*batch)
-
-    def timed() -> float:
-        run(WARM)
-        return seconds(lambda: run(steps)) / steps
-
-    return timed
+    run = warmed(lambda: given.step(*batch), WARM)
+    return lambda: run(steps) / steps
 
 
 def _side_by_side(

@@ -10,14 +10,14 @@ from typing import NamedTuple
 import models
 import torch
 from apart import apart
-from timing import in_turn, seconds
+from timing import in_turn, warmed
 from torch import nn
 from zoo_rows import library
 
 import graphir
 from graphir import passes, runtime
 
-__all__ = ["CASES", "Case", "DispatchBound", "dispatch_bound", "eager_step", "rows"]
+__all__ = ["CASES", "Case", "DispatchBound", "dispatch_bound", "eager_step", "momentum_sgd", "rows"]
 
 
 class DispatchBound(nn.Module):
@@ -66,11 +66,6 @@ class Case(NamedTuple):
     warm: int = 1
     alone: bool = False
 
-    @staticmethod
-    def optimizer(model: nn.Module, form: str) -> torch.optim.Optimizer:
-        """SGD with momentum, ``fused`` or one parameter after the other."""
-        return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=form == "fused", foreach=False)
-
 
 CASES: dict[str, Case] = {
     "dispatch-bound MLP, batch 8": Case(dispatch_bound, 0.45, 40, 50, warm=100),
@@ -81,6 +76,11 @@ CASES: dict[str, Case] = {
 if importlib.util.find_spec("torchvision"):
     CASES["ResNet-18, torchvision, batch 8 of 64 x 64"] = Case(lambda: _resnet18(64), 0.97, 20, 2, warm=3)
     CASES["ResNet-18, torchvision, batch 8 of 224 x 224"] = Case(lambda: _resnet18(224), 0.97, 24, 1)
+
+
+def momentum_sgd(model: nn.Module, *, fused: bool) -> torch.optim.Optimizer:
+    """SGD with momentum, in one call or one parameter after the other."""
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=fused, foreach=False)
 
 
 def eager_step(example: models.Example, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
@@ -121,7 +121,7 @@ def _taken(name: str, form: str) -> dict[str, list[float]]:
     """Seconds of steps by a plan, twice in eager PyTorch in a process of its own, and in eager PyTorch here."""
     case = CASES[name]
     example = case.make()
-    optimizer = case.optimizer(example.model, form)
+    optimizer = momentum_sgd(example.model, fused=form == "fused")
     program = graphir.capture(
         example.model, inputs=example.inputs, targets=example.targets, loss=example.loss, optimizer=optimizer
     )
@@ -141,16 +141,8 @@ def _taken(name: str, form: str) -> dict[str, list[float]]:
 
 def _timed(step: Callable[[], object], case: Case) -> Callable[[], float]:
     """Seconds of a step, the mean of some."""
-
-    def run(steps: int) -> None:
-        for _ in range(steps):
-            step()
-
-    def timed() -> float:
-        run(case.warm)
-        return seconds(lambda: run(case.steps)) / case.steps
-
-    return timed
+    timed = warmed(step, case.warm)
+    return lambda: timed(case.steps) / case.steps
 
 
 def _ratio(ours: list[float], theirs: list[float]) -> str:

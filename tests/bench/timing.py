@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-__all__ = ["Ratio", "alternate", "in_turn", "seconds"]
+__all__ = ["Ratio", "alternate", "in_turn", "seconds", "warmed"]
 
 
 class Ratio(NamedTuple):
@@ -26,6 +26,20 @@ def seconds(run: Callable[[], object]) -> float:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
+
+
+def warmed(step: Callable[[], object], warm: int) -> Callable[[int], float]:
+    """What makes so many steps, after *warm* that are not timed, and returns their seconds."""
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            step()
+
+    def timed(steps: int) -> float:
+        run(warm)
+        return seconds(lambda: run(steps))
+
+    return timed
 
 
 def alternate(ours: Callable[[], object], theirs: Callable[[], object], *, pairs: int, inner: int = 1) -> Ratio:
