@@ -54,9 +54,7 @@ class Followed(NamedTuple):
     def release(self) -> None:
         """Take the recordings apart, which nothing is to read any more."""
         for recording in self.recordings:
-            for value in recording.values:
-                value.release()
-            recording.extents.release()
+            recording.release()
 
 
 def follow_dims(step: Step) -> Followed:

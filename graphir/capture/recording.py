@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -75,8 +76,34 @@ class Step(NamedTuple):
     trained: frozenset[str] | None = None
 
 
-class Recording(NamedTuple):
-    """A recorded step.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Outcome:
+    """What the parts of a step became.
+
+    Attributes:
+        loss: the scalar loss.
+        returned: the leaves of what a forward-only step returns, and ``results``, their structure.
+        gradients: forward values and the values of their gradients, parameters first.
+        parts: parameters, and gradients and sums of some micro-batches.
+        finished: what the updates read, or the caller gets.
+    """
+
+    loss: Value | None = None
+    returned: Sequence[Value | Scalar] = ()
+    results: pytree.TreeSpec | None = None
+    gradients: Sequence[tuple[Value, Value]] = ()
+    parts: Sequence[tuple[Value, Value]] = ()
+    finished: Finished
+
+    @property
+    def outputs(self) -> list[Value]:
+        """The tensors that a forward-only step returns."""
+        return [leaf for leaf in self.returned if isinstance(leaf, Value)]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Recording(_Outcome):
+    """A recorded step: what its parts became, and what it is made of.
 
     Attributes:
         calls: in order, without those that nothing reads.
@@ -84,11 +111,6 @@ class Recording(NamedTuple):
         inputs: the value of each leaf of the arguments; None where it is not a tensor.
         state: the first version of each parameter and buffer, by its blob's name.
         constants: values that the step reads from elsewhere, with the tensors that hold them.
-        loss: the scalar loss.
-        returned: the leaves of what a forward-only step returns, and ``results``, their structure.
-        gradients: forward values and the values of their gradients, parameters first.
-        parts: parameters, and gradients and sums of some micro-batches.
-        finished: what the updates read, or the caller gets.
         sparse_gradients: those of parameters, by the index of the parameter's value.
         extents: the sizes that the step was told, and what it asked about them.
     """
@@ -98,19 +120,14 @@ class Recording(NamedTuple):
     inputs: list[Value | None]
     state: dict[str, Value]
     constants: list[tuple[Value, torch.Tensor]]
-    loss: Value | None
-    returned: list[Value | Scalar]
-    results: pytree.TreeSpec | None
-    gradients: list[tuple[Value, Value]]
-    parts: list[tuple[Value, Value]]
-    finished: Finished
     sparse_gradients: Mapping[int, SparseValue]
     extents: Extents
 
-    @property
-    def outputs(self) -> list[Value]:
-        """The tensors that a forward-only step returns."""
-        return [leaf for leaf in self.returned if isinstance(leaf, Value)]
+    def release(self) -> None:
+        """Take it apart, which nothing is to read any more."""
+        for value in self.values:
+            value.release()
+        self.extents.release()
 
 
 def record(step: Step, dims: Dims, *, named: bool = True) -> Recording:
@@ -152,8 +169,7 @@ def _record(step: Step, dims: Dims, named: bool) -> Recording:
                     raise changes[0].complaint from None
                 if not settled(changes, more) or not same_step(recording, again):
                     raise changes[0].complaint
-                for value in again.values:
-                    value.release()
+                again.release()
     except Broken as broken:
         if not named:
             raise
@@ -207,38 +223,28 @@ def _run(
         else:
             outcome = _training(step, leaves, scale, scopes, recorder, checks)
     sparse = recorder.sparse.gradients
+    made = [gradient for _, gradient in [*outcome.gradients, *outcome.finished.gradients]]
+    kept = [outcome.loss, *outcome.outputs, *made, *(value for pair in sparse.values() for value in pair)]
     recording = Recording(
-        calls=recorder.calls,
+        **vars(outcome),
+        calls=_live(recorder.calls, kept),
         values=recorder.values,
         inputs=inputs,
         state=state,
         constants=recorder.constants,
         sparse_gradients=sparse,
         extents=recorder.extents,
-        **outcome._asdict(),
     )
     recorder.release()
-    made = [gradient for _, gradient in [*recording.gradients, *recording.finished.gradients]]
-    kept = [recording.loss, *recording.outputs, *made, *(value for pair in sparse.values() for value in pair)]
-    return recording._replace(calls=_live(recording.calls, kept)), changes
-
-
-class _Outcome(NamedTuple):
-    """What the parts of a step became, see :class:`Recording`."""
-
-    loss: Value | None
-    returned: list[Value | Scalar]
-    results: pytree.TreeSpec | None
-    gradients: list[tuple[Value, Value]]
-    parts: list[tuple[Value, Value]]
-    finished: Finished
+    return recording, changes
 
 
 def _forward_only(step: Step, leaves: Sequence[Any], recorder: Recorder, checks: Checks) -> _Outcome:
     output, _ = _forward(step, leaves, recorder, checks)
     recorder.end_forward()
     with recorder.unseen():
-        return _Outcome(None, *_returned(output, recorder), [], [], Finished([]))
+        returned, results = _returned(output, recorder)
+    return _Outcome(returned=returned, results=results, finished=Finished([]))
 
 
 def _training(
@@ -267,7 +273,7 @@ def _training(
     of_params = sums.gradients()
     used = [pair for pair in of_params if step.trained is None or pair[0].label in step.trained]
     finished = finish_gradients(used, step.options, scale, recorder)
-    return _Outcome(sums.loss, [], None, [*of_params, *of_activations], sums.parts, finished)
+    return _Outcome(loss=sums.loss, gradients=[*of_params, *of_activations], parts=sums.parts, finished=finished)
 
 
 def _refuse_made(step: Step) -> None:

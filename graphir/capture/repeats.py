@@ -30,9 +30,7 @@ def check_repeats(step: Step, first: Recording, dims: Dims) -> None:
             "closures, classes, iterators or clocks; if only the first steps differ, as with functions that "
             "TorchScript compiled, run three before the capture",
         )
-    for value in again.values:
-        value.release()
-    again.extents.release()
+    again.release()
 
 
 def _difference(first: Recording, again: Recording) -> tuple[Call | None, str]:

@@ -36,6 +36,7 @@ _KEPT_FITS: Final = 256
 
 _HOST: Final = torch.device("cpu")
 _SCALARS: Final = bool, int, float, str, type(None)
+_PLAIN: Final = Tensor, torch.nn.Parameter, torch.nn.Buffer
 
 
 class Share(NamedTuple):
@@ -184,7 +185,7 @@ class Scatter:
         if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
             kind = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else leaf.layout
             raise SessionError(f"{name} is a {kind} tensor", where=where, fix="pass a dense (strided) one")
-        if type(leaf) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        if type(leaf) not in _PLAIN:
             raise SessionError(
                 f"{name} is a {type(leaf).__name__}, a subclass of Tensor",
                 where=where,
