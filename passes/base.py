@@ -44,13 +44,11 @@ class Pass(BaseModel):
 
     Attributes:
         name: as in a pipeline's text; the name of the function and of the file.
-        leaves_placed: whether operands are where their operators need them afterwards if they were before.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: ClassVar[str] = ""
-    leaves_placed: ClassVar[bool] = True
 
     def rewrite(self, program: Program) -> Program:
         """The program with the change made, not yet verified.

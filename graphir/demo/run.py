@@ -66,32 +66,31 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
 
 
-def run_demo(out: Path, *, epochs: int = 6, seed: int = 0, console: Console | None = None) -> bool:
+def run_demo(out: Path, *, epochs: int, seed: int) -> bool:
     """Run the demo and write its plan, its text and the trained state to the folder *out*.
 
     Args:
         out: made if it is not there.
         epochs: how often to go through the training images.
         seed: of the weights, the split and the order of the images.
-        console: where to print.
 
     Returns:
         Whether every check held.
     """
-    console = console or Console(width=WIDTH, highlight=False, soft_wrap=False)
     # Four logical devices share this machine's cores, so each kernel gets one thread, in eager PyTorch too: how many
     # threads a kernel has can change the order of its sums.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _Demo(out, epochs, seed, console).run()
+        return _Demo(out, epochs, seed).run()
     finally:
         torch.set_num_threads(threads)
 
 
 class _Demo:
-    def __init__(self, out: Path, epochs: int, seed: int, console: Console) -> None:
-        self.out, self.epochs, self.console = out, epochs, console
+    def __init__(self, out: Path, epochs: int, seed: int) -> None:
+        self.out, self.epochs = out, epochs
+        self.console = Console(width=WIDTH, highlight=False, soft_wrap=False)
         self.digits = Digits(seed)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

@@ -6,10 +6,11 @@ Sources: ``softmax_op.cc``, ``softmax_with_loss_op.cc``, ``cross_entropy_op.cc``
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 from typing import Final
 
-from ...ir.operator import Symbol
+from ...ir.operator import Arg, Symbol
 from .builder import Value
 from .registry import Call, refuse, translates
 
@@ -32,16 +33,16 @@ def _softmax_gradient(c: Call) -> None:
     c.alike(0, 1), c.floating(0)
     axis = c.integer("axis", 1)
     operands = [c.rows(c[1], axis), c.rows(c[0], axis)]
-    args = {"dim": 1, "input_dtype": Symbol(c[0].dtype)}
+    args: dict[str, Arg] = {"dim": 1, "input_dtype": Symbol(c[0].dtype)}
     _shaped(c, "aten._softmax_backward_data.default", operands, args, c[0])
 
 
-def _shaped(c: Call, type: str, operands: list[Value], args: dict[str, object], like: Value, out: int = 0) -> None:
-    """An operator on matrices whose result has the shape of a tensor."""
+def _shaped(c: Call, type: str, operands: list[Value], args: Mapping[str, Arg], like: Value) -> None:
+    """An operator on matrices whose result, the first output, has the shape of a tensor."""
     if operands[0].shape == like.shape:
-        c.one(type, operands, args, out)  # type: ignore[arg-type]  # the values are arguments
+        c.one(type, operands, args, 0)
     else:
-        c.reshaped(c.one(type, operands, args), like.shape, out)  # type: ignore[arg-type]  # as above
+        c.reshaped(c.one(type, operands, args), like.shape, 0)
 
 
 def _labels(c: Call, rows: int) -> Value:
