@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, TypeAlias
 
@@ -16,10 +16,10 @@ from ..errors import CaptureError
 from .scopes import Scopes
 from .source_lines import SourceLines
 
-__all__ = ["Broken", "Checks", "Watch"]
+__all__ = ["Broken", "Conditions", "Watch"]
 
-Checks: TypeAlias = dict[str, Callable[[], object]]
-"""By the name of a condition, what raises :class:`Broken` once it does not hold."""
+Conditions: TypeAlias = dict[str, Callable[[], object]]
+"""By the name of each condition, what raises :class:`Broken` once it does not hold."""
 
 
 class Broken(CaptureError):
@@ -43,9 +43,9 @@ class Watch:
         self._condition, self._found = condition, False
 
     @contextlib.contextmanager
-    def follow(self, checks: Mapping[str, Callable[[], object]], lines: SourceLines, scopes: Scopes) -> Iterator[None]:
+    def follow(self, conditions: Conditions, lines: SourceLines, scopes: Scopes) -> Iterator[None]:
         """Look after each line of users' code that runs."""
-        check = checks[self._condition]
+        check = conditions[self._condition]
         last = ("", "")
 
         def look() -> None:

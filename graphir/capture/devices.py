@@ -11,6 +11,7 @@ import torch
 from ..errors import CaptureError
 from .patches import in_this_thread, replaced
 from .refusals import where
+from .scopes import Scopes
 
 __all__ = ["modules_stay", "moves_stay", "on_host"]
 
@@ -67,13 +68,10 @@ def moves_stay() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def modules_stay(here: Callable[[], str]) -> Iterator[None]:
+def modules_stay(scopes: Scopes) -> Iterator[None]:
     """While this is active, ``module.to(...)`` of this thread does nothing where it would change no tensor.
 
     Torch would exchange the parameters, which fakes don't allow.
-
-    Args:
-        here: path of the module that runs.
 
     Raises:
         CaptureError: it would change one.
@@ -87,7 +85,7 @@ def modules_stay(here: Callable[[], str]) -> Iterator[None]:
                 raise CaptureError(
                     f"the step converts {name!r} of a {type(module).__name__} (module.to, .half, …), which no operator "
                     "tells",
-                    where=where(here()),
+                    where=where(scopes.current),
                     fix="convert the module before the capture, or the tensor where it is used: weight.to(dtype)",
                 )
         return module

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from .conditions import Broken, Checks
+from .conditions import Broken, Conditions
 
 __all__ = ["global_state_kept"]
 
@@ -39,11 +39,11 @@ _SETTINGS: Final[Mapping[str, _Setting]] = {
 
 
 @contextlib.contextmanager
-def global_state_kept(checks: Checks) -> Iterator[None]:
+def global_state_kept(conditions: Conditions) -> Iterator[None]:
     """Leave torch's settings as they are.
 
     Args:
-        checks: is given the condition that the step leaves them too.
+        conditions: is given the condition that the step leaves them too.
 
     Raises:
         Broken: it does not hold.
@@ -59,7 +59,7 @@ def global_state_kept(checks: Checks) -> Iterator[None]:
                     fix="use the context manager of torch for it, or set it before the step",
                 )
 
-    checks["settings"] = check
+    conditions["settings"] = check
     try:
         yield
         check()

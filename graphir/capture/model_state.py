@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import CaptureError
 from .attributes import Attributes, Change
-from .conditions import Broken, Checks
+from .conditions import Broken, Conditions
 from .naming import RESERVED, Names
 from .overlaps import overlaps
 from .refusals import DENSE, where
@@ -124,14 +124,14 @@ def attributes_kept(attributes: Sequence[Attributes]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fakes_in_place(
-    model: torch.nn.Module, fakes: Mapping[int, torch.Tensor], checks: Checks, attributes: Sequence[Attributes]
+    model: torch.nn.Module, fakes: Mapping[int, torch.Tensor], conditions: Conditions, attributes: Sequence[Attributes]
 ) -> Iterator[list[Change]]:
     """Put a fake in the place of each parameter and buffer; afterwards they are as they were.
 
     Args:
         model: the module.
         fakes: by ``id`` of the tensor that each stands for.
-        checks: is given the condition that each module is left as it was.
+        conditions: is given the condition that each module is left as it was.
         attributes: of each module, as they are now.
 
     Yields:
@@ -153,8 +153,8 @@ def fakes_in_place(
             path: partial(_changed, path, module, kept, tables, fakes)
             for (path, module), kept, tables in zip(modules, attributes, saved, strict=True)
         }
-        checks.update({f"module {path}": check for path, check in mine.items()})
-        checks.update({f"private {path}": partial(_check_private, check) for path, check in mine.items()})
+        conditions.update({f"module {path}": check for path, check in mine.items()})
+        conditions.update({f"private {path}": partial(_check_private, check) for path, check in mine.items()})
         yield changes
         changes += [change for check in mine.values() for change in check()]
     finally:

@@ -38,9 +38,7 @@ _SCATTERS: Final[Mapping[Any, Any]] = {
 }
 
 
-def functional_call(
-    tape: Tape, form: Form, target: Alias, args: tuple[Any, ...], kwargs: Mapping[str, Any], where: str
-) -> Value:
+def functional_call(tape: Tape, form: Form, target: Alias, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Value:
     """Record the functional form of an in-place operator.
 
     The result has the shape and type of *target*, and its strides too where that is no view.
@@ -52,11 +50,11 @@ def functional_call(
     if form.func is _aten.copy_.default:
         new = _source(tape, target, args[1])
     else:
-        functional = _functional(form, where)
+        functional = _functional(tape, form)
         if functional is _aten.bernoulli.p:
-            return _bernoulli(tape, target, seen, args, kwargs, where)
+            return _bernoulli(tape, target, seen, args, kwargs)
         new = tape.emit(functional, args, kwargs)[0]
-    return laid_out(tape, new, target.tensor, seen, where) if target.is_base else new
+    return laid_out(tape, new, target.tensor, seen) if target.is_base else new
 
 
 def _source(tape: Tape, target: Alias, source: torch.Tensor) -> Value:
@@ -73,7 +71,7 @@ def _source(tape: Tape, target: Alias, source: torch.Tensor) -> Value:
     return new
 
 
-def _functional(form: Form, where: str) -> torch._ops.OpOverload:
+def _functional(tape: Tape, form: Form) -> torch._ops.OpOverload:
     name, overload = form.func._opname, form.func._overloadname
     plain = _FUNCTIONAL.get(f"{name}.{overload}", f"{name.removesuffix('_')}.{overload}")
     packet = getattr(_aten, plain.partition(".")[0], None)
@@ -81,7 +79,7 @@ def _functional(form: Form, where: str) -> torch._ops.OpOverload:
     if found is None or not name.endswith("_") or found._schema.is_mutable:
         raise CaptureError(
             f"{form.type} overwrites a tensor and has no functional form",
-            where=where,
+            where=tape.here(),
             fix="use the operator that returns a new tensor",
         )
     return found  # type: ignore[no-any-return]
@@ -99,7 +97,7 @@ def _same_geometry(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
 
 
-def laid_out(tape: Tape, new: Value, like: torch.Tensor, seen: Value, where: str) -> Value:
+def laid_out(tape: Tape, new: Value, like: torch.Tensor, seen: Value) -> Value:
     """*new* in the geometry of *like*, whose value is *seen*."""
     # ``copy`` returns what ``seen.copy_(new)`` leaves, in the strides of ``seen``.
     if _same_geometry(new.tensor, like):
@@ -108,15 +106,13 @@ def laid_out(tape: Tape, new: Value, like: torch.Tensor, seen: Value, where: str
     if not _same_geometry(copied.tensor, like):
         raise CaptureError(
             f"an in-place operator on a tensor with strides {list(like.stride())} has no functional form",
-            where=where,
+            where=tape.here(),
             fix="make the tensor contiguous, or use the operator that returns a new tensor",
         )
     return copied
 
 
-def _bernoulli(
-    tape: Tape, target: Alias, seen: Value, args: tuple[Any, ...], kwargs: Mapping[str, Any], where: str
-) -> Value:
+def _bernoulli(tape: Tape, target: Alias, seen: Value, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Value:
     """``bernoulli.p`` takes its operand's shape only, and returns a contiguous tensor.
 
     ``bernoulli_`` fills memory in its order, so a mask that is laid out otherwise is drawn on a permuted view.
@@ -134,7 +130,7 @@ def _bernoulli(
     if not seen.tensor.is_contiguous():
         raise CaptureError(
             f"random numbers are drawn into a tensor with strides {list(target.tensor.stride())}",
-            where=where,
+            where=tape.here(),
             fix="make the tensor contiguous",
         )
     drawn = tape.apply(_aten.bernoulli.p, seen, *(args[1:] or (0.5,)), **kwargs)
@@ -144,7 +140,7 @@ def _bernoulli(
     return drawn
 
 
-def overwritten_base(tape: Tape, target: Alias, whole: Value, new: Value, where: str) -> Value:
+def overwritten_base(tape: Tape, target: Alias, whole: Value, new: Value) -> Value:
     """What the tensor under the view *target*, which showed *whole*, shows after the view was given the value *new*.
 
     Raises:
@@ -157,7 +153,7 @@ def overwritten_base(tape: Tape, target: Alias, whole: Value, new: Value, where:
         if shows:  # what is in memory is the conjugate, or the negative, of what the view shows
             new = tape.apply(physical, new)
     if view.dtype != base.dtype:
-        return _overwritten_parts(tape, target, whole, new, where)
+        return _overwritten_parts(tape, target, whole, new)
     dense = all(t.is_contiguous() for t in (view, base, new.tensor))
     if dense and view.numel() == base.numel() and new.root is new and not new.kind:
         return tape.apply(_aten.view.default, new, list(base.shape))
@@ -170,21 +166,21 @@ def overwritten_base(tape: Tape, target: Alias, whole: Value, new: Value, where:
     offset = whole.tensor.storage_offset() + view.storage_offset() - base.storage_offset()
     shape, strides = list(view.shape), list(view.stride())
     result = tape.apply(_aten.as_strided_scatter.default, whole, new, shape, strides, offset)
-    return laid_out(tape, result, base, whole, where)
+    return laid_out(tape, result, base, whole)
 
 
-def _overwritten_parts(tape: Tape, target: Alias, whole: Value, new: Value, where: str) -> Value:
+def _overwritten_parts(tape: Tape, target: Alias, whole: Value, new: Value) -> Value:
     """:func:`overwritten_base` where the view shows real or imaginary parts of complex numbers."""
     base, view = target.store.base.tensor, target.tensor
     if not base.is_complex() or view.dtype != base.dtype.to_real():
         raise CaptureError(
             f"the step overwrites a view as {str(view.dtype).removeprefix('torch.')} of a tensor of type "
             f"{str(base.dtype).removeprefix('torch.')}",
-            where=where,
+            where=tape.here(),
             fix="make the new tensor as that type, and view it as the other",
         )
     parts = tape.apply(_aten.view_as_real.default, whole)
     offset = parts.tensor.storage_offset() + view.storage_offset() - 2 * base.storage_offset()
     shape, strides = list(view.shape), list(view.stride())
     written = tape.apply(_aten.as_strided_scatter.default, parts, new, shape, strides, offset)
-    return laid_out(tape, tape.apply(_aten.view_as_complex.default, written), base, whole, where)
+    return laid_out(tape, tape.apply(_aten.view_as_complex.default, written), base, whole)

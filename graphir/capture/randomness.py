@@ -23,18 +23,20 @@ from torch.utils._python_dispatch import (
 from ..errors import CaptureError
 from ..ir.seeds import mix
 from .composites import composed_as_unwatched
-from .conditions import Broken, Checks
+from .conditions import Broken, Conditions
 from .forms import Form, form_of
 from .patches import in_this_thread, replaced
+from .refusals import where
+from .scopes import Scopes
 
 __all__ = [
     "RandomState",
     "SeedIds",
     "refuse_generator",
-    "refuse_seeding",
     "rng_state_followed",
     "seedable",
     "seeded",
+    "seeding_refused",
 ]
 
 
@@ -122,11 +124,8 @@ def _active_ids() -> SeedIds | None:
 
 
 @contextlib.contextmanager
-def refuse_seeding(here: Callable[[], str]) -> Iterator[None]:
+def seeding_refused(scopes: Scopes) -> Iterator[None]:
     """While this is active, seeding torch raises: a program's random numbers follow the step, not a fixed seed.
-
-    Args:
-        here: where the step is.
 
     Raises:
         CaptureError: the step calls ``torch.manual_seed``, ``torch.seed`` or ``torch.initial_seed``.
@@ -136,7 +135,7 @@ def refuse_seeding(here: Callable[[], str]) -> Iterator[None]:
         def call(*args: Any) -> Any:
             raise CaptureError(
                 f"the step calls torch.{name}",
-                where=here(),
+                where=where(scopes.current),
                 fix="seed before the step; for the same numbers in each, draw them once and register a buffer",
             )
 
@@ -195,16 +194,16 @@ class RandomState:
         self._python, self._torch, self._numpy = random.getstate(), torch.get_rng_state(), _numpy_state()
 
     @contextlib.contextmanager
-    def kept(self, checks: Checks) -> Iterator[None]:
+    def kept(self, conditions: Conditions) -> Iterator[None]:
         """Leave the random states as they were.
 
         Args:
-            checks: is given the condition that a step draws from none that programs don't have.
+            conditions: is given the condition that a step draws from none that programs don't have.
 
         Raises:
             Broken: it does not hold.
         """
-        checks["random"] = self._check
+        conditions["random"] = self._check
         try:
             yield
             self._check()

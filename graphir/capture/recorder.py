@@ -235,14 +235,14 @@ class Recorder(Tape, TorchDispatchMode):
             raise CaptureError(
                 f"the step reads a tensor of shape {list(real.shape)} that needs a gradient and is no parameter of "
                 "the modules that run",
-                where=self._here(),
+                where=self.here(),
                 fix="read a parameter through its module, make it one of the model's, or pass tensor.detach()",
             )
         if id(real) in self.arguments:
             raise CaptureError(
                 f"the step reads argument {self.arguments[id(real)]!r} from elsewhere too, where another step would "
                 "still find this tensor",
-                where=self._here(),
+                where=self.here(),
                 fix="pass it where it is read: through kwargs= to the model, through targets= to the loss",
             )
         if id(real) not in self._fakes:
@@ -250,13 +250,13 @@ class Recorder(Tape, TorchDispatchMode):
                 kind = real.dtype if real.is_quantized else type(real).__name__
                 raise CaptureError(
                     f"a tensor of type {kind} is not supported",
-                    where=self._here(),
+                    where=self.here(),
                     fix="use plain tensors",
                 )
             if real.layout != torch.strided:
                 raise CaptureError(
                     f"the step reads a {str(real.layout).removeprefix('torch.')} tensor of shape {list(real.shape)}",
-                    where=self._here(),
+                    where=self.here(),
                     fix=DENSE,
                 )
             fake = self.fake(real.shape, real.stride(), real.dtype)
@@ -267,11 +267,11 @@ class Recorder(Tape, TorchDispatchMode):
                 raise CaptureError(
                     f"the step reads a tensor of shape {list(real.shape)} that it has kept outside of the model when "
                     "it was recorded before, in this capture or another",
-                    where=self._here(),
+                    where=self.here(),
                     fix="make it in each step, keep it in a buffer or use functools.cache; and delete what was kept",
                 )
             value = self.external(fake, path or "constant", "constant")
-            value.scope = "" if path else self._scopes.current
+            value.scope = "" if path else self.scopes.current
             self._alias(fake).store.persistent = not literal
             self.constants.append((value, real))
         return self._fakes[id(real)][0]
@@ -292,7 +292,7 @@ class Recorder(Tape, TorchDispatchMode):
             if target.store.persistent and target.store.base.value.kind == "constant":
                 raise CaptureError(
                     f"{form.type} overwrites {target.store.base.value.label!r}, which is neither parameter nor buffer",
-                    where=self._here(),
+                    where=self.here(),
                     fix="register it with module.register_buffer(name, tensor)",
                 )
         if all(target.store.persistent and target.is_base for target in targets):
@@ -310,11 +310,11 @@ class Recorder(Tape, TorchDispatchMode):
         if len(targets) != 1:
             raise CaptureError(
                 f"{form.type} overwrites {len(targets)} tensors at once, not all of them parameters or buffers",
-                where=self._here(),
+                where=self.here(),
                 fix="make them contiguous, register them as buffers, or overwrite them one by one",
             )
         (target,) = targets
-        new = functional_call(self, form, target, args, kwargs, self._here())
+        new = functional_call(self, form, target, args, kwargs)
         out = self._results.of(form, bound, geometries, args, kwargs)
         self._store_value(target, new)
         return out
@@ -335,7 +335,7 @@ class Recorder(Tape, TorchDispatchMode):
             value.tensor = tensor
             self._memory.add_base(tensor, value, persistent=False)
         for target, old, new in zip(targets, seen, overwritten, strict=True):
-            self._store_value(target, laid_out(self, new, target.tensor, old, self._here()))
+            self._store_value(target, laid_out(self, new, target.tensor, old))
         return out
 
     def _write_state(
@@ -370,7 +370,7 @@ class Recorder(Tape, TorchDispatchMode):
         store = target.store
         self._refuse_shared(store)
         base = store.base
-        whole = new if target.is_base else overwritten_base(self, target, self._current(base), new, self._here())
+        whole = new if target.is_base else overwritten_base(self, target, self._current(base), new)
         if store.persistent:
             form = form_of(_aten.copy_.default)
             args = (base.tensor, whole.tensor)
@@ -388,13 +388,9 @@ class Recorder(Tape, TorchDispatchMode):
             value = store.base.value
             raise CaptureError(
                 f"the step overwrites {described(value.kind, value.label)}, which shares memory with {store.shared}",
-                where=self._here(),
+                where=self.here(),
                 fix="pass a clone of one of them, so that the other keeps its values",
             )
-
-    def _here(self) -> str:
-        """The module whose code runs, as errors say it."""
-        return where(self._scopes.current)
 
     def _rebind(self, form: Form, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Record ``squeeze_`` and the like: the tensor becomes a view of what it was."""

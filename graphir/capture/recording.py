@@ -20,7 +20,7 @@ from .arguments import Arguments
 from .attributes import AllowedChanges, Attributes, Change, attributes_of, settled
 from .backward import backward
 from .caches import Caches
-from .conditions import Broken, Checks, Watch
+from .conditions import Broken, Conditions, Watch
 from .devices import modules_stay, moves_stay
 from .escapes import escapes_refused
 from .extents import Extents, plain
@@ -31,7 +31,7 @@ from .known import fakes_with_known_values_hidden
 from .micro_batches import Sums, micro_batch, prefix_of_micro_batch
 from .model_state import ModelState, attributes_kept, fakes_in_place
 from .options import LossScaler, Options
-from .randomness import RandomState, refuse_seeding, rng_state_followed
+from .randomness import RandomState, rng_state_followed, seeding_refused
 from .recorder import Recorder
 from .refusals import failure, where
 from .scopes import Scopes
@@ -187,10 +187,10 @@ def _run(
     step: Step, dims: Dims, named: bool, interrupts: Interrupts, watch: Watch | None = None
 ) -> tuple[Recording, list[Change]]:
     """One run of the step, and what it changed."""
-    fake_mode, scopes, checks = fresh_fake_mode(), Scopes(step.model), Checks()
+    fake_mode, scopes, conditions = fresh_fake_mode(), Scopes(step.model), Conditions()
     lines = SourceLines(end=sys._getframe().f_code)
     recorder = Recorder(fake_mode, scopes, lines, attribute_paths(step.model), step.caches, interrupts, named)
-    checks["memory"] = recorder.end_forward
+    conditions["memory"] = recorder.end_forward
     with torch.no_grad():
         fakes, state = fake_state(step.state, recorder, step.shared)
         leaves, inputs = fake_leaves(step.arguments.leaves, dims, step.options.accumulate, recorder, step.shared)
@@ -201,27 +201,27 @@ def _run(
     with (
         step.caches.watch(recorder.tensors()),
         grad,
-        global_state_kept(checks),
-        step.random.kept(checks),
+        global_state_kept(conditions),
+        step.random.kept(conditions),
         errors_not_logged(),
-        fakes_in_place(step.model, fakes, checks, step.attributes) as changes,
+        fakes_in_place(step.model, fakes, conditions, step.attributes) as changes,
         rng_state_followed(),
-        refuse_seeding(lambda: where(scopes.current)),
+        seeding_refused(scopes),
         recorder.exchanges_refused(),
         moves_stay(),
-        modules_stay(lambda: scopes.current),
+        modules_stay(scopes),
         fakes_with_known_values_hidden(recorder.is_known),
         escapes_refused(scopes),
-        traces_refused(lambda: where(scopes.current)),
+        traces_refused(scopes),
         fake_mode,
         recorder,
-        watch.follow(checks, lines, scopes) if watch is not None else contextlib.nullcontext(),
-        _failures(recorder, scopes, lines),
+        watch.follow(conditions, lines, scopes) if watch is not None else contextlib.nullcontext(),
+        _failures(recorder, lines),
     ):
         if step.loss is None:
-            outcome = _forward_only(step, leaves, recorder, checks)
+            outcome = _forward_only(step, leaves, recorder, conditions)
         else:
-            outcome = _training(step, leaves, scale, scopes, recorder, checks)
+            outcome = _training(step, leaves, scale, recorder, conditions)
     sparse = recorder.sparse.gradients
     made = [gradient for _, gradient in [*outcome.gradients, *outcome.finished.gradients]]
     kept = [outcome.loss, *outcome.outputs, *made, *(value for pair in sparse.values() for value in pair)]
@@ -239,8 +239,8 @@ def _run(
     return recording, changes
 
 
-def _forward_only(step: Step, leaves: Sequence[Any], recorder: Recorder, checks: Checks) -> _Outcome:
-    output, _ = _forward(step, leaves, recorder, checks)
+def _forward_only(step: Step, leaves: Sequence[Any], recorder: Recorder, conditions: Conditions) -> _Outcome:
+    output, _ = _forward(step, leaves, recorder, conditions)
     recorder.end_forward()
     with recorder.unseen():
         returned, results = _returned(output, recorder)
@@ -251,9 +251,8 @@ def _training(
     step: Step,
     leaves: Sequence[Any],
     scale: float | LossScaler | None,
-    scopes: Scopes,
     recorder: Recorder,
-    checks: Checks,
+    conditions: Conditions,
 ) -> _Outcome:
     """Forward, loss and backward of each micro-batch, and what happens to the gradients before the update."""
     sums = Sums(recorder)
@@ -262,7 +261,7 @@ def _training(
         first = len(recorder.calls)
         recorder.start_micro_batch(prefix_of_micro_batch(i, step.options.accumulate))
         parts = micro_batch(step.arguments.leaves, leaves, i, step.options.accumulate, recorder)
-        loss, start = _forward_loss(step, parts, scale, scopes, recorder, checks)
+        loss, start = _forward_loss(step, parts, scale, recorder, conditions)
         sums.add_loss(loss)
         with recorder.follow_step():
             found = backward(start, recorder, first_batch=i == 0)
@@ -317,12 +316,14 @@ def _described(recording: Recording) -> list[object]:
     return [calls, gradients, returned, recording.loss and recording.loss.index]
 
 
-def _forward(step: Step, leaves: Sequence[Any], recorder: Recorder, checks: Checks) -> tuple[Any, tuple[Any, ...]]:
+def _forward(
+    step: Step, leaves: Sequence[Any], recorder: Recorder, conditions: Conditions
+) -> tuple[Any, tuple[Any, ...]]:
     """What the model returns, and the targets."""
     args, kwargs, targets = step.arguments.split(leaves)
     with recorder.follow_step():
         output = step.model(*args, **kwargs)
-    checks["settings"]()  # before the loss finds that it needs no gradient
+    conditions["settings"]()  # before the loss finds that it needs no gradient
     return output, targets
 
 
@@ -330,14 +331,13 @@ def _forward_loss(
     step: Step,
     leaves: Sequence[Any],
     scale: float | LossScaler | None,
-    scopes: Scopes,
     recorder: Recorder,
-    checks: Checks,
+    conditions: Conditions,
 ) -> tuple[Value, torch.Tensor]:
     """The loss of a micro-batch, and what its backward starts from."""
     assert step.loss is not None
-    output, targets = _forward(step, leaves, recorder, checks)
-    with scopes.inside("loss"), recorder.follow_step():
+    output, targets = _forward(step, leaves, recorder, conditions)
+    with recorder.scopes.inside("loss"), recorder.follow_step():
         total = _scalar(step.loss(output, *targets))
         if step.options.accumulate > 1:
             total = total / step.options.accumulate
@@ -353,8 +353,9 @@ def _forward_loss(
 
 
 @contextlib.contextmanager
-def _failures(recorder: Recorder, scopes: Scopes, lines: SourceLines) -> Iterator[None]:
+def _failures(recorder: Recorder, lines: SourceLines) -> Iterator[None]:
     """Say in which module and line the step failed; a refusal that the model caught is one too."""
+    scopes = recorder.scopes
     try:
         yield
         if recorder.refusal is not None:

@@ -40,6 +40,7 @@ class Tape:
         phase: forward, backward or update.
         seeds: of the operators that draw random numbers.
         extents: the sizes that the step is told.
+        scopes: which module runs.
 
     Args:
         named: whether calls and values get names, modules and lines.
@@ -50,7 +51,7 @@ class Tape:
         self.values: list[Value] = []
         self.phase: Phase = "forward"
         self.seeds = SeedIds()
-        self._scopes, self._lines, self._named = scopes, lines, named
+        self.scopes, self._lines, self._named = scopes, lines, named
         self._memory = Memory()
         self._results = Results(fake_mode, self._scope)
         self.extents = Extents(self._memory.find, self._place)
@@ -75,6 +76,10 @@ class Tape:
         self._memory.release()
         self.calls, self.values, self._owners = [], [], {}
 
+    def here(self) -> str:
+        """The module whose code runs, as errors say it."""
+        return where(self.scopes.current)
+
     # How far the step is.
 
     @contextlib.contextmanager
@@ -82,7 +87,7 @@ class Tape:
         """Note what sizes the step tests; where it is named, know which module runs, and name what that returns."""
         with contextlib.ExitStack() as stack:
             if self._named:
-                stack.enter_context(self._scopes.follow(lambda: len(self.values), self.claim))
+                stack.enter_context(self.scopes.follow(lambda: len(self.values), self.claim))
             stack.enter_context(self.extents.given())
             yield
 
@@ -167,7 +172,7 @@ class Tape:
         return value
 
     def _alias(self, tensor: torch.Tensor) -> Alias:
-        return self._memory.alias(tensor, self._scopes.current)
+        return self._memory.alias(tensor, self.scopes.current)
 
     def _current(self, alias: Alias) -> Value:
         if alias.generation != alias.store.generation:
@@ -309,7 +314,7 @@ class Tape:
         """A call still without outputs, and the forward value whose gradient it helps to compute."""
         type, seed = form.type, None
         if form.draws(bound.args):
-            type, seed = form_of(seedable(form, where(self._scopes.current))).type, self.seeds.take()
+            type, seed = form_of(seedable(form, self.here())).type, self.seeds.take()
         return self._call_of(type, inputs, bound.operands, bound.args, seed)
 
     def _call_of(
@@ -351,7 +356,7 @@ class Tape:
         Autograd has nodes that made no value that the step saw, as those of a view of overwritten memory, and runs some
         operators outside of nodes, as the one that makes the loss's gradient. They belong to what they read.
         """
-        scope = self._scopes.current
+        scope = self.scopes.current
         if self.phase == "forward" or scope:
             return None, scope
         owner = self._owner()

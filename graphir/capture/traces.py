@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Final
 
@@ -12,7 +12,8 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from ..errors import CaptureError
 from .patches import in_this_thread, replaced
-from .refusals import BRANCHES
+from .refusals import BRANCHES, where
+from .scopes import Scopes
 
 __all__ = ["traces_refused"]
 
@@ -20,13 +21,10 @@ _MODULES: Final = tuple([f"torch._higher_order_ops.{operator}" for operator in B
 
 
 @contextlib.contextmanager
-def traces_refused(here: Callable[[], str]) -> Iterator[None]:
+def traces_refused(scopes: Scopes) -> Iterator[None]:
     """While this is active, ``make_fx`` and what uses it, such as ``torch.func.linearize``, raise in this thread.
 
     The trace would be of what the recorder asks torch for, and that is nothing where it remembers a result.
-
-    Args:
-        here: where the step is.
 
     Raises:
         CaptureError: the step traces a function.
@@ -38,7 +36,7 @@ def traces_refused(here: Callable[[], str]) -> Iterator[None]:
             return enter(mode)
         raise CaptureError(
             "the step traces a function, as make_fx, torch.func.linearize and operators such as scan do",
-            where=here(),
+            where=where(scopes.current),
             fix="call the function itself, in a loop where it runs several times",
         )
 
