@@ -89,6 +89,28 @@ class Memory:
         alias.parent, alias.replay, alias.position = parent, replay, position
         return alias
 
+    def set_aside(self, alias: Alias) -> Alias:
+        """Put a new tensor in the place of one that is about to become a view of it::
+
+        tensor ──▶ store             before ──▶ store
+        view ────▶ tensor     ──▶    view ────▶ before
+                                     tensor
+        """
+        tensor = alias.tensor
+        before = _aten.detach.default(tensor)
+        found = self.add_alias(before, alias.value, alias.parent or alias, alias.replay, alias.position)
+        found.parent = alias.parent
+        for other in self:
+            if other.parent is alias:
+                other.parent = found
+                if other.replay is not None:
+                    func, args, kwargs = other.replay
+                    other.replay = func, tuple([before if arg is tensor else arg for arg in args]), kwargs
+        alias.value.tensor = before
+        if alias.store.base is alias:
+            alias.store.base = found
+        return found
+
     def alias(self, tensor: torch.Tensor, scope: str) -> Alias:
         """The alias of a tensor, which need not have been seen before if its memory was.
 

@@ -32,6 +32,7 @@ from .mutation import functional_call, functional_view, laid_out, overwritten_ba
 from .overlaps import described
 from .randomness import refuse_generator
 from .refusals import DENSE, FAKE_ERRORS, REFUSED_AT_TIMES, refuse_operator, refused_by_fake, where
+from .results import in_sequence
 from .scopes import Scopes
 from .selections import masks_in, selected
 from .source_lines import SourceLines
@@ -213,13 +214,8 @@ class Recorder(Tape, TorchDispatchMode):
     def _makes_something(self, out: Any) -> bool:
         if isinstance(out, torch.Tensor):
             return self._memory.find(out) is None
-        leaves = out if isinstance(out, (tuple, list)) else (out,)
-        return any(
-            self._memory.find(leaf) is None
-            for item in leaves
-            for leaf in (item if isinstance(item, (tuple, list)) else (item,))
-            if isinstance(leaf, torch.Tensor)
-        )
+        leaves = [leaf for item in in_sequence(out) for leaf in in_sequence(item)]
+        return any(isinstance(leaf, torch.Tensor) and self._memory.find(leaf) is None for leaf in leaves)
 
     # What the step reads from elsewhere.
 
@@ -231,6 +227,31 @@ class Recorder(Tape, TorchDispatchMode):
         """The fake tensor of a real one that the step reads, or of a *literal* that it makes anew each time."""
         if self._is_ours(real):
             return real
+        self._refuse_foreign(real)
+        if id(real) not in self._fakes:
+            self._fakes[id(real)] = self._declared(real, literal), real
+        return self._fakes[id(real)][0]
+
+    def _declared(self, real: torch.Tensor, literal: bool) -> torch.Tensor:
+        """A fake tensor that the step reads a constant by."""
+        fake = self.fake(real.shape, real.stride(), real.dtype)
+        path = self._path_of(real)
+        cached = not (path or literal) and self._caches.holds(real)
+        if isinstance(real, FakeTensor) and real.fake_mode in _MODES and not cached:
+            raise CaptureError(
+                f"the step reads a tensor of shape {list(real.shape)} that it has kept outside of the model when "
+                "it was recorded before, in this capture or another",
+                where=self.here(),
+                fix="make it in each step, keep it in a buffer or use functools.cache; and delete what was kept",
+            )
+        value = self.external(fake, path or "constant", "constant")
+        value.scope = "" if path else self.scopes.current
+        self._alias(fake).store.persistent = not literal
+        self.constants.append((value, real))
+        return fake
+
+    def _refuse_foreign(self, real: torch.Tensor) -> None:
+        """Refuse to read a tensor that is not of this recording and can't be a constant of it."""
         if real.requires_grad and torch.is_grad_enabled():
             raise CaptureError(
                 f"the step reads a tensor of shape {list(real.shape)} that needs a gradient and is no parameter of "
@@ -245,36 +266,15 @@ class Recorder(Tape, TorchDispatchMode):
                 where=self.here(),
                 fix="pass it where it is read: through kwargs= to the model, through targets= to the loss",
             )
-        if id(real) not in self._fakes:
-            if type(real) not in PLAIN or real.is_quantized:
-                kind = real.dtype if real.is_quantized else type(real).__name__
-                raise CaptureError(
-                    f"a tensor of type {kind} is not supported",
-                    where=self.here(),
-                    fix="use plain tensors",
-                )
-            if real.layout != torch.strided:
-                raise CaptureError(
-                    f"the step reads a {str(real.layout).removeprefix('torch.')} tensor of shape {list(real.shape)}",
-                    where=self.here(),
-                    fix=DENSE,
-                )
-            fake = self.fake(real.shape, real.stride(), real.dtype)
-            self._fakes[id(real)] = fake, real
-            path = self._path_of(real)
-            cached = not (path or literal) and self._caches.holds(real)
-            if isinstance(real, FakeTensor) and real.fake_mode in _MODES and not cached:
-                raise CaptureError(
-                    f"the step reads a tensor of shape {list(real.shape)} that it has kept outside of the model when "
-                    "it was recorded before, in this capture or another",
-                    where=self.here(),
-                    fix="make it in each step, keep it in a buffer or use functools.cache; and delete what was kept",
-                )
-            value = self.external(fake, path or "constant", "constant")
-            value.scope = "" if path else self.scopes.current
-            self._alias(fake).store.persistent = not literal
-            self.constants.append((value, real))
-        return self._fakes[id(real)][0]
+        if type(real) not in PLAIN or real.is_quantized:
+            kind = real.dtype if real.is_quantized else type(real).__name__
+            raise CaptureError(f"a tensor of type {kind} is not supported", where=self.here(), fix="use plain tensors")
+        if real.layout != torch.strided:
+            raise CaptureError(
+                f"the step reads a {str(real.layout).removeprefix('torch.')} tensor of shape {list(real.shape)}",
+                where=self.here(),
+                fix=DENSE,
+            )
 
     def _twin(self, original: Alias, same: torch.Tensor) -> torch.Tensor:
         """Let *same* be another window on what *original* shows."""
@@ -331,7 +331,7 @@ class Recorder(Tape, TorchDispatchMode):
         made = self.emit(_SEVERAL[form.func], args, kwargs)
         out = self._results.of(form, bound, [alias.geometry for alias in aliases], args, kwargs)
         fresh, overwritten = made[: -len(targets)], made[-len(targets) :]
-        for tensor, value in zip(out if isinstance(out, (tuple, list)) else (out,), fresh, strict=False):
+        for tensor, value in zip(in_sequence(out), fresh, strict=False):
             value.tensor = tensor
             self._memory.add_base(tensor, value, persistent=False)
         for target, old, new in zip(targets, seen, overwritten, strict=True):
@@ -354,7 +354,7 @@ class Recorder(Tape, TorchDispatchMode):
             for alias in (base, target):
                 alias.value, alias.generation = new, target.store.generation
             fresh[id(target.tensor)] = new
-        outs = out if isinstance(out, (tuple, list)) else (out,)
+        outs = in_sequence(out)
         returned = [
             fresh.pop(id(t)) if id(t) in fresh else self._result(t, form, call, bound, source, None, i)
             for i, t in enumerate(outs)
@@ -393,7 +393,7 @@ class Recorder(Tape, TorchDispatchMode):
             )
 
     def _rebind(self, form: Form, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Record ``squeeze_`` and the like: the tensor becomes a view of what it was."""
+        """Record ``squeeze_`` and the like, which give a tensor another geometry: it becomes a view of what it was."""
         tensor = args[0]
         alias = self._alias(tensor)
         self._current(alias)
@@ -401,22 +401,11 @@ class Recorder(Tape, TorchDispatchMode):
             keep_edges(alias)
         if form.func is _aten.detach_.default:
             return form.func(*args, **kwargs)
-        before = _aten.detach.default(tensor)
-        old = self._memory.add_alias(before, alias.value, alias.parent or alias, alias.replay, alias.position)
-        old.parent = alias.parent
-        for other in self._memory:  # what was a view of the tensor is one of what it was
-            if other.parent is alias:
-                other.parent = old
-                if other.replay is not None:
-                    func, given, options = other.replay
-                    other.replay = func, tuple([before if arg is tensor else arg for arg in given]), options
-        alias.value.tensor = before
-        if alias.store.base is alias:
-            alias.store.base = old
+        before = self._memory.set_aside(alias)
         view = functional_view(form)
         out = form.func(*args, **kwargs)
-        replay = (view, (before, *args[1:]), dict(kwargs))
+        replay = (view, (before.tensor, *args[1:]), dict(kwargs))
         (alias.value,) = self.emit(*replay)
         alias.value.tensor = tensor
-        alias.parent, alias.replay, alias.position, alias.geometry = old, replay, 0, geometry_of(tensor)
+        alias.parent, alias.replay, alias.position, alias.geometry = before, replay, 0, geometry_of(tensor)
         return out

@@ -21,7 +21,7 @@ from .forms import Bound, Form
 from .refusals import where
 from .values import Geometry
 
-__all__ = ["Results", "forget"]
+__all__ = ["Results", "forget", "in_sequence"]
 
 _CPU: Final = torch.device("cpu")
 _META: Final = torch.device("meta")
@@ -62,6 +62,11 @@ _UNKNOWN: Final = object()
 def forget() -> None:
     """Start anew with nothing remembered."""
     _known.clear()
+
+
+def in_sequence(returned: Any) -> Sequence[Any]:
+    """What an operator returned, as a sequence also where it is one thing."""
+    return returned if isinstance(returned, (tuple, list)) else (returned,)
 
 
 class Results:
@@ -162,11 +167,10 @@ def _attributes_of_a_fake() -> dict[str, Any]:
 
 def _describe(out: Any, operands: Sequence[torch.Tensor]) -> Any:
     """What is to be remembered of *out*; ``_UNKNOWN`` where that would not tell all of it."""
-    leaves = out if isinstance(out, (tuple, list)) else (out,)
     owners = {t.untyped_storage()._cdata: i for i, t in reversed(list(enumerate(operands)))}
     fresh: set[int] = set()
     results: list[_Result] = []
-    for leaf in leaves:
+    for leaf in in_sequence(out):
         result = _describe_leaf(leaf, operands, owners, fresh)
         if result is _UNKNOWN:
             return _UNKNOWN

@@ -23,7 +23,7 @@ from .known import is_known_result
 from .memory import Memory
 from .randomness import SeedIds, seedable
 from .refusals import DENSE, where
-from .results import Results
+from .results import Results, in_sequence
 from .scopes import Scopes
 from .source_lines import SourceLines
 from .values import Alias, Call, Replay, Value, geometry_of
@@ -216,7 +216,7 @@ class Tape:
         geometries = [v.geometry if v.tensor is t else geometry_of(t) for t, v in pairs]
         out = self._results.of(form, bound, geometries, tensors, kwargs)
         call, source = self._call(form, bound, inputs)
-        outs = out if isinstance(out, (tuple, list)) else (out,)
+        outs = in_sequence(out)
         for tensor in outs:
             value = self._value(tensor, form.label, call.scope, any(v.follows_input for v in inputs))
             value.call, value.source, value.known = call, source, is_known_result(call)
