@@ -16,7 +16,7 @@ from graphir.ir.program import ParamGroup, Program
 from graphir.ir.size import bind_shape
 
 from .executor import Feedable
-from .kernels.optimizers import KERNELS
+from .kernels.optimizers import UPDATES
 
 __all__ = ["Group", "Rates"]
 
@@ -269,6 +269,6 @@ def _read_as_tensors(program: Program) -> set[str]:
     """The blobs that some operator reads that is not an optimizer, or that a step hands back."""
     found = set(program.step.external_outputs)
     for op in program.step.ops:
-        if op.type not in KERNELS:
+        if op.type not in UPDATES:
             found.update(op.inputs)
     return found

@@ -32,7 +32,7 @@ from ..kernels.calls import (
 )
 from ..kernels.communication import all_reduce_each, copy, reduction
 from ..kernels.invoke import flatten, invoke
-from ..kernels.optimizers import KERNELS, updater
+from ..kernels.optimizers import UPDATES, updater
 from .handoffs import Handover
 from .values import Values
 from .writer import ThreadCode, Writer
@@ -114,7 +114,7 @@ class Statements:
             return
         if self.reductions:
             self.flush()
-        if op is not None and op.type in KERNELS:
+        if op is not None and op.type in UPDATES:
             if self.updates and not self.joins(op):
                 self.flush()
             self.updates.append((position, op))

@@ -40,7 +40,7 @@ from ..failures.faults import reason_of
 from ..kernels.buffers import Buffer
 from ..kernels.calls import Argument, Bound
 from ..kernels.communication import spanned
-from ..kernels.optimizers import KERNELS
+from ..kernels.optimizers import UPDATES
 from ..kernels.sparse import SPARSE
 from .codegen import StreamStatements, StreamWriter
 from .executor import Cuda, Fence
@@ -209,7 +209,7 @@ def late_instructions(plan: Plan, places: Mapping[Device, torch.device]) -> froz
     """
     net, where = plan.step, f"plan {plan.name!r}"
     fix = "bind all devices to one GPU, or make the session with cuda_graph=False"
-    used = {places[net.blobs[name].device] for op in net.ops for name in op.outputs if op.type not in KERNELS}
+    used = {places[net.blobs[name].device] for op in net.ops for name in op.outputs if op.type not in UPDATES}
     gpus = sorted(str(place) for place in used if place.type == "cuda")
     if len(gpus) != 1:
         raise SessionError(
@@ -227,7 +227,7 @@ def late_instructions(plan: Plan, places: Mapping[Device, torch.device]) -> froz
         writes = {net.blobs[name].storage for i, name in enumerate(op.outputs) if i not in views}
         on_host = any(places[net.blobs[name].device].type == "cpu" for name in (*op.inputs, *op.outputs))
         on_host |= op.type in SPARSE  # the host asks how many rows are there
-        if not (on_host or op.type in KERNELS or reads & written or writes & touched):
+        if not (on_host or op.type in UPDATES or reads & written or writes & touched):
             continue
         if op.phase != "update":
             raise SessionError(

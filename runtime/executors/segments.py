@@ -49,7 +49,6 @@ from ..kernels.calls import (
     depends_on_dims,
     evaluate,
 )
-from ..kernels.optimizers import KERNELS
 from .generated import Located
 from .threads import Threads
 
@@ -190,7 +189,7 @@ class _SegmentStatements(Statements):
     def add(self, position: int, instruction: Instruction) -> None:
         """Take the instruction into the segment, or end it and write the instruction's own line."""
         op = self.net.ops[instruction.op] if instruction.kind == "run" else None
-        if op is not None and op.type not in KERNELS and printable(op):
+        if op is not None and printable(op):
             if self.updates or self.reductions:
                 self.flush()
             if self.take(position, op):

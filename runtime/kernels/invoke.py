@@ -19,7 +19,7 @@ from ..executor import Setting
 from .bindings import OWN_KERNELS, view
 from .calls import Argument, Call, arrange, evaluate, given
 from .communication import copy
-from .optimizers import KERNELS, updater
+from .optimizers import UPDATES, updater
 
 __all__ = ["fill", "flatten", "invoke", "perform"]
 
@@ -45,7 +45,7 @@ def perform(type: str, positional: Sequence[Any], keyword: Mapping[str, Any], de
         return copy(positional[0], device)
     if type == "aten.view.default":
         return view(*positional)
-    if type in KERNELS:
+    if type in UPDATES:
         *tensors, rate, found_inf = positional
         skipped = found_inf is not None and found_inf.item()
         return None if skipped else updater(type, keyword)(*[[tensor] for tensor in tensors], rate)

@@ -22,7 +22,7 @@ from graphir.ir.opset import signature
 from .short import in_one_thread
 from .sparse import SPARSE_UPDATES
 
-__all__ = ["FORMS", "KERNELS", "Update", "as_torch_has_it", "updater"]
+__all__ = ["FORMS", "UPDATES", "Update", "as_torch_has_it", "updater"]
 
 FORMS: Final = ("for_loop", "fused")
 
@@ -43,7 +43,7 @@ class Update(Protocol):
 def updater(type: str, options: Mapping[str, Any]) -> Update:
     """The kernel of an optimizer type with these options; the others are the defaults of its signature."""
     defaults = {p.name: p.default for p in signature(type).params if p.kind == "value"}
-    return KERNELS[type](**defaults | dict(options))
+    return UPDATES[type](**defaults | dict(options))
 
 
 def as_torch_has_it(kept: Mapping[str, Tensor], optimizer: str) -> dict[str, Any]:
@@ -316,7 +316,7 @@ def _rmsprop(*, alpha: float, eps: float, weight_decay: float, momentum: float, 
     return update
 
 
-KERNELS: Final[Mapping[str, Callable[..., Update]]] = {
+UPDATES: Final[Mapping[str, Callable[..., Update]]] = {
     "graphir.sgd": _sgd,
     "graphir.dampened_sgd": _dampened_sgd,
     "graphir.adam": partial(_adam, decoupled=False),

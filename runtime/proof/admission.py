@@ -18,7 +18,7 @@ from graphir.ir.verify import verify
 from graphir.plan import STREAMS, Plan, lane
 
 from ..kernels.communication import reduction
-from ..kernels.optimizers import FORMS, KERNELS
+from ..kernels.optimizers import FORMS, UPDATES
 from .check import require_sound
 
 __all__ = ["admit"]
@@ -79,7 +79,7 @@ def _operators(plan: Plan) -> None:
                     fix="the runtime has kernels for aten, prims and graphir's own types"
                     + ("" if "." in op.type else "; caffe2.lower(program) translates Caffe2's to them"),
                 ) from e
-            wrong = _update(op) if op.type in KERNELS else None
+            wrong = _update(op) if op.type in UPDATES else None
             if op.type == "AllReduce":
                 try:
                     reduction(op, plan.program.dims)
