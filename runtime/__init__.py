@@ -2,8 +2,8 @@
 
 A :class:`Session` takes a plan and the state that it starts from, splits each batch over the replicas, and lets an
 executor run the step. Beside it stand its :mod:`.options`, what it keeps from step to step (:mod:`.state`,
-:mod:`.rates`), its way over a loader (:mod:`.loop`), and what it and every executor agree on (:mod:`.executor`). The
-rest has rooms:
+:mod:`.learning_rates`), its way over a loader (:mod:`.loop`), and what it and every executor agree on
+(:mod:`.executor`). The rest has rooms:
 
 ============= =========================================================================================
 ``proof``     what must hold of a plan before it runs: :func:`check`

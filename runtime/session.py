@@ -22,8 +22,9 @@ from .failures.faults import fault, writes_state
 from .interface.gather import Gather
 from .interface.scatter import Scatter
 from .kernels.repeatable import unrepeatable
+from .learning_rates import Group, LearningRates
 from .loop import run_loader
-from .machine.calibration import measured
+from .machine.calibration import host_rates
 from .machine.places import Binding, generator_on, places_of
 from .machine.surroundings import FORKS
 from .observing.finite import FiniteWatch
@@ -33,7 +34,6 @@ from .observing.report import Report, report
 from .observing.trace import write_trace
 from .options import ExecutorName, Options
 from .proof.admission import admit
-from .rates import Group, Rates
 from .state import State
 
 __all__ = ["Session"]
@@ -118,7 +118,7 @@ class Session:
         self._forks = FORKS[0]
         program = plan.program
         self._state: State = State(program, state, None if beside is None else beside._state, places)
-        self._rates: Rates = Rates(program, state, None if beside is None else beside._rates)
+        self._rates: LearningRates = LearningRates(program, state, None if beside is None else beside._rates)
         self._progress = self._state.progress
         self._scatter, self._gather = Scatter(program, places, threads), Gather(program)
         self._outputs: tuple[Tensor, ...] = ()
@@ -272,7 +272,7 @@ class Session:
         """
         measurement = self._measured_steps()
         on_host = all(place.type == "cpu" for place in self._places.values())
-        rates = measured(self._intraop) if on_host else None
+        rates = host_rates(self._intraop) if on_host else None
         write_trace(path, measurement, *self._choice, rates)
 
     def _measured_steps(self) -> Measurement:

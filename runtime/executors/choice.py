@@ -20,7 +20,7 @@ from graphir.errors import SessionError
 from graphir.ir.device import Device
 from graphir.plan import Plan, lane_device
 
-from ..machine.calibration import measured
+from ..machine.calibration import host_rates
 from .segments import printable, unavailable
 
 __all__ = ["HOST_ONLY", "Choice", "choose", "predict"]
@@ -84,7 +84,7 @@ def choose(plan: Plan, asked: str, places: Mapping[Device, torch.device], thread
     side_by_side = min(devices, cores() // threads)
     if side_by_side < 2:
         return Choice("serial", f"too few cores for two kernels at a time: {cores()}, with threads={threads}")
-    predicted = predict(plan, measured(threads), side_by_side)
+    predicted = predict(plan, host_rates(threads), side_by_side)
     if unavailable():
         del predicted["segments"]
     chosen = "serial"

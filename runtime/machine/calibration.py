@@ -17,7 +17,7 @@ from graphir.analysis.cost import Rates
 
 from .surroundings import neutral
 
-__all__ = ["measured"]
+__all__ = ["host_rates"]
 
 _RUNS: Final = 7
 _SIDE: Final = 256
@@ -30,7 +30,7 @@ _CALLS: Final = 100
 
 
 @cache
-def measured(threads: int) -> Rates:
+def host_rates(threads: int) -> Rates:
     """The rates of kernels that use so many threads."""
     with neutral(threads), torch.inference_mode():
         square, long, short = torch.ones(_SIDE, _SIDE), torch.ones(_ELEMENTS), torch.ones(1)

@@ -40,7 +40,7 @@ def machine(monkeypatch):
     def of(cores, rates, segments=None):
         monkeypatch.setattr(choice, "unavailable", lambda: segments)
         monkeypatch.setattr(choice, "cores", lambda: cores)
-        monkeypatch.setattr(choice, "measured", lambda threads: rates)
+        monkeypatch.setattr(choice, "host_rates", lambda threads: rates)
 
     return of
 
@@ -80,7 +80,7 @@ def test_devices_that_wait_for_each_other_run_in_one_thread(machine):
 
 
 def test_one_device_takes_one_thread_and_no_measurement(monkeypatch):
-    monkeypatch.setattr(choice, "measured", None)
+    monkeypatch.setattr(choice, "host_rates", None)
     plan, state = replicas(1)
     with Session(plan, state) as session:
         assert session.executor == "serial"
@@ -139,7 +139,7 @@ def test_segments_that_torch_cannot_execute_are_refused(machine):
 
 def test_the_machine_is_measured_once_and_left_as_it_was():
     before = torch.get_num_threads()
-    rates = calibration.measured(1)
+    rates = calibration.host_rates(1)
     assert min(rates) > 0
-    assert calibration.measured(1) is rates
+    assert calibration.host_rates(1) is rates
     assert torch.get_num_threads() == before

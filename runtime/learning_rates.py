@@ -18,7 +18,7 @@ from graphir.ir.size import bind_shape
 from .executor import Feedable
 from .kernels.optimizers import UPDATES
 
-__all__ = ["Group", "Rates"]
+__all__ = ["Group", "LearningRates"]
 
 
 class Group(Mapping[str, Any]):
@@ -83,7 +83,7 @@ class Group(Mapping[str, Any]):
         return repr(dict(self))
 
 
-class Rates:
+class LearningRates:
     """The learning rates of a program, and the optimizer that they follow.
 
     Args:
@@ -100,7 +100,7 @@ class Rates:
         SessionError: the program beside has another optimizer, or other options.
     """
 
-    def __init__(self, program: Program, given: Mapping[str, Tensor], beside: Rates | None = None) -> None:
+    def __init__(self, program: Program, given: Mapping[str, Tensor], beside: LearningRates | None = None) -> None:
         self.program = program
         described = program.interface.param_groups
         if beside is None or not described:
@@ -109,7 +109,7 @@ class Rates:
                 if group.lr in given:
                     own["lr"] = given[group.lr]
         else:
-            self.check_equal(beside.program)
+            self._check_beside(beside.program)
             self.groups = beside.groups
         taken = set(program.step.external_inputs)
         used = [(group.lr, i) for i, group in enumerate(described) if group.lr in taken]
@@ -135,41 +135,41 @@ class Rates:
         """
         interface = self.program.interface
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise self.refusal(f"a session follows a torch.optim.Optimizer, not a {type(optimizer).__name__}")
+            raise self._refusal(f"a session follows a torch.optim.Optimizer, not a {type(optimizer).__name__}")
         if not interface.param_groups:
-            raise self.refusal("the program has no optimizer, so its session cannot follow one", "capture it with one")
+            raise self._refusal("the program has no optimizer, so its session cannot follow one", "capture it with one")
         theirs = type(optimizer).__name__
         if theirs != interface.optimizer:
-            raise self.refusal(f"the optimizer is {theirs}, the program's {interface.optimizer}")
-        self.check_count(optimizer)
+            raise self._refusal(f"the optimizer is {theirs}, the program's {interface.optimizer}")
+        self._check_count(optimizer)
         fixed = []
         for i, group in enumerate(interface.param_groups):
-            self.check_params(i, group, optimizer.param_groups[i]["params"])
+            self._check_params(i, group, optimizer.param_groups[i]["params"])
             options = [
                 (name, value) for name, value in group.options.items() if name != "lr" and name in optimizer.defaults
             ]
-            self.check_options(i, options, optimizer.param_groups[i])
+            self._check_options(i, options, optimizer.param_groups[i])
             # Their own objects, so that a step sees by identity that nothing has changed; a list may change unseen.
             kept = [(name, optimizer.param_groups[i][name]) for name, _ in options]
             fixed.append([(name, tuple(value) if isinstance(value, list) else value) for name, value in kept])
         for own, options in zip(self.groups, fixed, strict=True):
             own._followed, own._fixed = optimizer, options
 
-    def check_equal(self, other: Program) -> None:
+    def _check_beside(self, other: Program) -> None:
         ours, theirs = self.program.interface, other.interface
         if ours.optimizer != theirs.optimizer or len(ours.param_groups) != len(theirs.param_groups):
-            raise self.refusal("the program has another optimizer than the one beside it", "capture both with one")
+            raise self._refusal("the program has another optimizer than the one beside it", "capture both with one")
         for i, (mine, its) in enumerate(zip(ours.param_groups, theirs.param_groups, strict=True)):
             for k, (param, beside) in enumerate(zip_longest(mine.params, its.params)):
                 if param != beside:
-                    raise self.refusal(
+                    raise self._refusal(
                         f"parameter {k} in group {i} of the optimizer is {param!r} in this program, {beside!r} in "
                         "the one beside it",
                         "capture both with one, or make a session of its own and give it state by load_state_dict()",
                     )
             for name in sorted((mine.options.keys() | its.options.keys()) - {"lr", "initial_lr"}):
                 if mine.options.get(name) != its.options.get(name):
-                    raise self.refusal(
+                    raise self._refusal(
                         f"group {i} of the optimizer has {name}={mine.options.get(name)!r} in this program, "
                         f"{its.options.get(name)!r} in the one beside it",
                         "keep the options as they were",
@@ -180,14 +180,14 @@ class Rates:
         """The optimizer that gives the rates, if one does."""
         return self.groups[0]._followed if self.groups else None
 
-    def check_count(self, optimizer: torch.optim.Optimizer) -> None:
+    def _check_count(self, optimizer: torch.optim.Optimizer) -> None:
         theirs, ours = len(optimizer.param_groups), len(self.groups)
         if theirs != ours:
-            raise self.refusal(f"the optimizer has {counted(theirs, 'parameter group')}, the program {ours}")
+            raise self._refusal(f"the optimizer has {counted(theirs, 'parameter group')}, the program {ours}")
 
-    def check_params(self, i: int, group: ParamGroup, theirs: list[Tensor]) -> None:
+    def _check_params(self, i: int, group: ParamGroup, theirs: list[Tensor]) -> None:
         if len(theirs) != len(group.params):
-            raise self.refusal(
+            raise self._refusal(
                 f"group {i} of the optimizer and of the program differ in their number of parameters: {len(theirs)} "
                 f"and {len(group.params)}"
             )
@@ -198,25 +198,25 @@ class Rates:
                 continue
             shape = bind_shape(blob.shape, self.program.dims)
             if tuple(param.shape) != shape:
-                raise self.refusal(
+                raise self._refusal(
                     f"group {i} of the optimizer has a parameter of shape {list(param.shape)} in the place of "
                     f"{name!r}, which has {list(shape)}"
                 )
 
-    def check_options(self, i: int, options: list[tuple[str, Any]], theirs: Mapping[str, Any]) -> None:
+    def _check_options(self, i: int, options: list[tuple[str, Any]], theirs: Mapping[str, Any]) -> None:
         for name, value in options:
             if name not in theirs:
-                raise self.refusal(f"group {i} of the optimizer has no {name!r}, the program has {value!r}")
+                raise self._refusal(f"group {i} of the optimizer has no {name!r}, the program has {value!r}")
             if not _equal(theirs[name], value):
                 cycled = name in ("momentum", "betas")
-                raise self.refusal(
+                raise self._refusal(
                     f"group {i} of the optimizer has {name}={theirs[name]!r}, the program has {value!r}",
                     "only learning rates follow an optimizer; "
                     + ("make a scheduler with cycle_momentum=False, or " if cycled else "")
                     + "capture the program again",
                 )
 
-    def refusal(self, what: str, fix: str = "follow the optimizer that was captured") -> SessionError:
+    def _refusal(self, what: str, fix: str = "follow the optimizer that was captured") -> SessionError:
         return SessionError(what, where=f"program {self.program.name!r}", fix=fix)
 
     def now(self) -> list[Feedable]:
@@ -232,11 +232,11 @@ class Rates:
         else:
             theirs = self.followed.param_groups
             if len(theirs) != len(self.groups):
-                self.check_count(self.followed)
+                self._check_count(self.followed)
             for i, (own, group) in enumerate(zip(self.groups, theirs, strict=True)):
                 for name, value in own._fixed:
                     if group.get(name, self) is not value:
-                        self.check_options(i, own._fixed, group)
+                        self._check_options(i, own._fixed, group)
             rates = [_rate(group["lr"], i) for i, group in enumerate(theirs)]
             # What torch's schedulers look at: they warn before the first step of an optimizer.
             self.followed._opt_called = True  # type: ignore[attr-defined]
