@@ -18,7 +18,7 @@ from graphir.plan import Plan
 from .cuda.executor import Collectives, Cuda
 from .executor import Feedable, OnDevices, Setting
 from .executors.choice import choose
-from .failures.faults import fault, writes_state
+from .failures.faults import fault, reason_of, writes_state
 from .interface.gather import Gather
 from .interface.scatter import Scatter
 from .kernels.repeatable import unrepeatable
@@ -134,10 +134,9 @@ class Session:
         self._choice = choose(plan, executor, places, self._intraop)
         self._executor = options.make(setting, self._choice)
         self._watch = FiniteWatch(plan) if check_finite else None
-        self._watched = None
+        self._observed: Observed | None = None
         if self._watch is not None:
-            self._watched = Observed(observable(self._executor, "check_finite"), setting, self._watch)
-        self._observed: Observed | None = self._watched
+            self._observed = Observed(observable(self._executor, "check_finite"), setting, self._watch)
         self._measurement: Measurement | None = None
         self._results: list[Any] = []
 
@@ -158,7 +157,7 @@ class Session:
             RunError: an operator failed; the session is :attr:`usable` where no state had been written.
         """
         if self._running.locked() or self._forks != FORKS[0]:
-            self._check_alone()
+            raise self._busy()
         with self._running:  # where two threads came past the check at once, the second one waits
             progress = self._progress
             progress.thread = threading.get_ident()
@@ -236,7 +235,8 @@ class Session:
                 used any more.
         """
         self._check_usable()
-        if self._observed is not self._watched:
+        before = self._observed
+        if before is not None and before.measurement is not None:
             raise SessionError(
                 "the session's steps are being measured already", where=self._where(), fix="leave that context first"
             )
@@ -246,7 +246,7 @@ class Session:
         try:
             yield
         finally:
-            self._observed = self._watched
+            self._observed = before
 
     def report(self) -> Report:
         """What the steps of the last :meth:`measured` took: seconds by lane and by operator, bytes by device against
@@ -272,8 +272,7 @@ class Session:
         """
         measurement = self._measured_steps()
         on_host = all(place.type == "cpu" for place in self._places.values())
-        rates = host_rates(self._intraop) if on_host else None
-        write_trace(path, measurement, *self._choice, rates)
+        write_trace(path, measurement, *self._choice, host_rates(self._intraop) if on_host else None)
 
     def _measured_steps(self) -> Measurement:
         if self._measurement is None or not self._measurement.steps:
@@ -370,21 +369,14 @@ class Session:
             SessionError: no step was done, or the program hands back nothing else.
         """
         with self._between_steps():
-            return self._gradients(replica)
-
-    def _gradients(self, replica: int) -> dict[str, Tensor]:
-        self._state.check_replica(replica)
-        if not self._gather.others:
-            raise SessionError(
-                "the program hands back no gradients",
-                where=self._where(),
-                fix="capture it with a loss, without an optimizer",
-            )
-        if not self._outputs:
-            raise SessionError(
-                "no step was done yet, so there are no gradients", where=self._where(), fix="call step() first"
-            )
-        return self._gather.gradients(self._outputs, replica)
+            self._state.check_replica(replica)
+            if not self._gather.others:
+                what, fix = "the program hands back no gradients", "capture it with a loss, without an optimizer"
+                raise SessionError(what, where=self._where(), fix=fix)
+            if not self._outputs:
+                what, fix = "no step was done yet, so there are no gradients", "call step() first"
+                raise SessionError(what, where=self._where(), fix=fix)
+            return self._gather.gradients(self._outputs, replica)
 
     def close(self) -> None:
         """End the session's threads. A closed session refuses everything else. A step in another thread is waited for.
@@ -395,7 +387,7 @@ class Session:
         if self._forks == FORKS[0]:  # a forked process has neither the threads nor the one that is in a step
             while not self._running.acquire(timeout=_LOOK_SECONDS):
                 if self._progress.thread == threading.get_ident():
-                    self._check_alone()
+                    raise self._busy()
             try:
                 self._closed = True  # Ctrl-C may strike while threads end
                 self._executor.close()
@@ -454,17 +446,12 @@ class Session:
             self._progress.broken = _broken(step, error)
         return error
 
-    def _check_alone(self) -> None:
-        if self._forks != FORKS[0]:
-            raise SessionError(
-                "the session was made before this process was forked, and its threads are not in it",
-                where=self._where(),
-                fix="make the session in the process that runs it",
-            )
-        raise self._busy()
-
     def _busy(self) -> SessionError:
-        if self._progress.thread == threading.get_ident():
+        """The error for what cannot be done beside a step, or without the threads that make one."""
+        if self._forks != FORKS[0]:
+            what = "the session was made before this process was forked, and its threads are not in it"
+            fix = "make the session in the process that runs it"
+        elif self._progress.thread == threading.get_ident():
             what, fix = "this thread is in a step of this session already", "use the session once the step has returned"
         else:
             what, fix = "another thread is in a step of this session", "make one Session for each thread"
@@ -481,6 +468,5 @@ class Session:
 
 
 def _broken(step: int, error: BaseException) -> str:
-    what = error.what if isinstance(error, RunError) else f"{type(error).__name__} {error}"
-    line, _, _ = what.strip().partition("\n")
-    return f"step {step} failed ({line}), so its state may be half updated"
+    what = error.what.partition("\n")[0] if isinstance(error, RunError) else reason_of(error)
+    return f"step {step} failed ({what}), so its state may be half updated"

@@ -18,6 +18,7 @@ from graphir.ir.operator import Operator
 from graphir.ir.program import Program
 from graphir.ir.text import operator_text
 
+from .failures.faults import reason_of
 from .kernels.communication import copy
 from .kernels.invoke import fill
 from .kernels.optimizers import as_torch_has_it
@@ -326,9 +327,8 @@ def _fill(op: Operator, values: Mapping[str, Tensor], program: Program) -> dict[
     try:
         return fill(op, values, program)
     except (RuntimeError, TypeError, ValueError, OverflowError) as e:
-        reason = str(e).strip().partition("\n")[0]
         raise RunError(
-            f"{op.type} failed: {type(e).__name__}: {reason}",
+            f"{op.type} failed: {reason_of(e)}",
             at=operator_text(op, program.init),
             where=f"init of program {program.name!r}",
         ) from e

@@ -462,8 +462,8 @@ def watched(
     )
     session._executor = Watched(kind(session._setting, machine=machine, places=places, **options), machine)
     session._places = places
-    if session._watch is not None and session._watched is not None:
-        session._watched.executor = session._executor
+    if session._watch is not None and session._observed is not None:
+        session._observed.executor = session._executor
         start = session._watch.start
 
         def watched_start(*given: Any) -> None:

@@ -65,7 +65,3 @@ class Observed:
         if self.measurement is not None:
             self.measurement.finish()
         return outputs
-
-    def close(self) -> None:
-        """End the executor's threads."""
-        self.executor.close()
