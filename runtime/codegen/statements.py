@@ -17,7 +17,7 @@ from graphir.plan import Instruction
 
 from ..executor import Setting
 from ..kernels.bindings import fastest
-from ..kernels.buffers import Buffer, Buffers, on_host
+from ..kernels.buffers import Buffer, Buffers, buffer_on
 from ..kernels.calls import (
     Argument,
     Bound,
@@ -220,8 +220,7 @@ class Statements:
         """The statements of an instruction that is neither event nor collective."""
         if instruction.kind == "free":
             return self.free(instruction.storage)
-        op = self.net.ops[instruction.op]
-        return self.call(op)
+        return self.call(self.net.ops[instruction.op])
 
     def event(self, position: int) -> list[str]:
         if self.handover is None:
@@ -255,10 +254,12 @@ class Statements:
         text = f"{self.writer.bind(all_reduce_each, 'c', meaning=first.type)}(({inputs},), *{self.scaling(first)})"
         makes = [list(op.makes)[part] for op, part in reductions]
         if makes[0][0] in self.setting.state:
-            return self.keep(*makes[0], f"{text}[0]")
+            return [self.store(*makes[0], f"{text}[0]")]
         variables = [self.values.fresh() for _ in makes]
-        kept = [self.assigned(*made, variable) for made, variable in zip(makes, variables, strict=True)]
-        return [f"{', '.join(variables)}, = {text}", *[statement for statements in kept for statement in statements]]
+        statements = [f"{', '.join(variables)}, = {text}"]
+        for made, variable in zip(makes, variables, strict=True):
+            statements += self.define(*made, variable)
+        return statements
 
     def scaling(self, op: Operator) -> str:
         """The divisor and the weights of a reduction."""
@@ -272,32 +273,28 @@ class Statements:
         overwritten = dict(op.effects.writes)
         inputs = [self.read(name, version) for name, version in op.reads]
         makes = list(op.makes)
+        if op.type == "Copy" and makes[0][0] in self.setting.state:
+            return [self.store(*makes[0], inputs[0])]
         statements = self.seed(op) if op.seed is not None else []
         returned = [i for group in call.returned for i in (group if isinstance(group, list) else [group])]
         fresh = [i for i in returned if i is not None and i not in overwritten]
-        if op.type == "Copy" and makes[0][0] in self.setting.state:
-            copy_ = self.writer.bind(Tensor.copy_, "c")
-            statements.append(f"{copy_}({self.state(makes[0][0])}, {inputs[0]})")
-            self.values.define(*makes[0], self.values.variable(makes[0][0], 0), None)
-            return statements
         text = self.text(op, call, inputs)
         self.overwrite(op)
         if not fresh:
             return [*statements, text]
         if len(fresh) == 1 and call.single and not isinstance(call.returned[0], list):
-            return [*statements, *self.keep(*makes[fresh[0]], text)]
+            return [*statements, *self.assign(*makes[fresh[0]], text)]
         return [*statements, *self.unpack(call, {i: makes[i] for i in fresh}, text)]
 
     def needs_no_call(self, op: Operator) -> bool:
         """Whether an operator makes nothing but views that :mod:`.views` leaves out; names them."""
         same, unread = self.values.free
-        for made in op.makes:
-            if made not in unread and made not in same:
-                return False
-        for made in op.makes:
-            if made not in unread:
-                self.values.define(*made, self.values.variable(*same[made]), None)
-        return len(op.outputs) > 0
+        again = [made for made in op.makes if made not in unread]
+        if not op.outputs or any(made not in same for made in again):
+            return False
+        for made in again:
+            self.values.define(*made, self.values.variable(*same[made]), None)
+        return True
 
     def taken_once(self, op: Operator, call: Call) -> bool:
         """Take views of state now, where they are the same in every step; whether they were."""
@@ -317,16 +314,18 @@ class Statements:
             self.values.keep(name, version, views[position])
         return True
 
-    def state(self, name: str) -> str:
-        return self.writer.use(self.values.variable(name, 0))
+    def store(self, name: str, version: int, text: str) -> str:
+        """Write the value of an expression into state, which keeps its tensor."""
+        state = self.values.variable(name, 0)
+        self.values.define(name, version, state, None)
+        return f"{self.writer.bind(Tensor.copy_, 'c')}({self.writer.use(state)}, {text})"
 
-    def keep(self, name: str, version: int, text: str) -> list[str]:
-        """Assign one result; state keeps its tensor and takes the value."""
+    def assign(self, name: str, version: int, text: str) -> list[str]:
+        """Give a name, which may be state, the value of an expression."""
         if name in self.setting.state:
-            self.values.define(name, version, self.values.variable(name, 0), None)
-            return [f"{self.writer.bind(Tensor.copy_, 'c')}({self.state(name)}, {text})"]
+            return [self.store(name, version, text)]
         variable = self.values.fresh()
-        return [f"{variable} = {text}", *self.assigned(name, version, variable)]
+        return [f"{variable} = {text}", *self.define(name, version, variable)]
 
     def unpack(self, call: Call, makes: Mapping[int, tuple[str, int]], text: str) -> list[str]:
         """Assign several results, or the items of a list."""
@@ -342,19 +341,18 @@ class Statements:
             name, version = makes[group]
             variable = self.values.fresh()
             if name in self.setting.state:
-                kept.extend([f"{self.writer.bind(Tensor.copy_, 'c')}({self.state(name)}, {variable})"])
+                kept.append(self.store(name, version, variable))
                 dropped.append(variable)
-                self.values.define(name, version, self.values.variable(name, 0), None)
             else:
-                kept.extend(self.assigned(name, version, variable))
+                kept.extend(self.define(name, version, variable))
             return variable
 
         targets = [target(group) for group in call.returned]
         left = targets[0] if call.single else "".join([t + ", " for t in targets])
         return [f"{left} = {text}", *kept, *([f"del {', '.join(dropped)}"] if dropped else [])]
 
-    def assigned(self, name: str, version: int, variable: str) -> list[str]:
-        """Note that *variable* was made; what hands it to other threads."""
+    def define(self, name: str, version: int, variable: str) -> list[str]:
+        """Note that *variable* holds a value; what hands it to other threads."""
         self.values.define(name, version, variable, self.thread)
         if (name, version) not in self.values.shared:
             return []
@@ -387,10 +385,11 @@ class Statements:
 
     def buffer_of(self, storage: str) -> Buffer | None:
         """The receive buffer that a copy fills, if the plan gives it one."""
-        numbers = self.setting.plan.buffers
-        if storage not in numbers:
+        number = self.setting.plan.buffers.get(storage)
+        if number is None:
             return None
-        return self.buffers.setdefault((self.net.blobs[storage].device, numbers[storage]), on_host())
+        device = self.net.blobs[storage].device
+        return self.buffers.setdefault((device, number), buffer_on(self.setting.binding[device]))
 
     def argument(self, op: Operator, argument: Argument, inputs: Sequence[str]) -> str:
         if isinstance(argument, Operand):

@@ -248,12 +248,10 @@ class StreamStatements(Statements):
         read = self.read(*next(iter(op.reads)))
         before, stream = self.streams_of(at, places)
         if made in self.setting.state:
-            state = self.state(made)
-            statements = [f"{self.writer.bind(Tensor.copy_, 'c')}({state}, {read}, True)"]
-            self.values.define(*next(iter(op.makes)), self.values.variable(made, 0), None)
+            statements = [self.store(*next(iter(op.makes)), f"{read}, True")]
         else:
             received = self.writer.bind(self.buffer(at, made).receive, "c", ("receive", self.number(made)))
-            statements = self.keep(*next(iter(op.makes)), f"{received}({read})")
+            statements = self.assign(*next(iter(op.makes)), f"{received}({read})")
         return [*before, *statements, *self.watched(position, at, op, stream)]
 
     def streams_of(self, at: str, places: Sequence[torch.device]) -> tuple[list[str], Stream]:
@@ -339,7 +337,7 @@ class StreamStatements(Statements):
         part = self.part(at, name, places)
         inputs = ", ".join([self.read(*read) for read in op.reads])
         reduced = f"{self.writer.bind(part.reduce, 'c')}(({inputs},), *{self.scaling(op)})"
-        statements = [*before, *self.settled(op), *self.keep(name, version, reduced)]
+        statements = [*before, *self.settled(op), *self.assign(name, version, reduced)]
         held = [storage for read in op.inputs if self.in_buffer(storage := self.net.blobs[read].storage)]
         if at in self.lanes.streams and held:
             statements += self.leave(position, self.lanes.streams[at], held)
@@ -358,7 +356,7 @@ class StreamStatements(Statements):
         results = self.values.fresh()
         statements = [f"{results} = {self.writer.bind(reduction.reduce, 'c')}(({inputs},), *{self.scaling(op)})"]
         for i, made in enumerate(makes):
-            statements += self.keep(*made, f"{results}[{i}]")
+            statements += self.assign(*made, f"{results}[{i}]")
         self.lines.beside += [self.lanes.streams[at] for at in lanes[1:]]  # they stay current on their devices
         return [*statements, f"del {results}"]
 

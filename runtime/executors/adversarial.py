@@ -32,7 +32,7 @@ from graphir.ir.text import instruction_text
 from graphir.plan import Event
 
 from ..executor import Feedable, Kept, Setting
-from ..kernels.buffers import Buffer, Buffers, bytes_of
+from ..kernels.buffers import Buffer, Buffers, buffer_on, bytes_of
 from ..kernels.communication import copy
 from ..observing.probes import Probe
 from .reference import Interpretation, Reference
@@ -164,10 +164,7 @@ class _Poisoning(Interpretation):
         if before != storage:
             self.refilled[before] = self.position
         self.filled[key] = storage, self.position
-        place = self.setting.binding[device]
-        if key not in self.buffers:
-            self.buffers[key] = Buffer(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=place))
-        return self.buffers[key]
+        return self.buffers.setdefault(key, buffer_on(self.setting.binding[device]))
 
     def read(self, name: str, version: int) -> Feedable:
         """See :class:`.reference.Interpretation`; a value whose receive buffer was filled again is no longer there."""

@@ -244,7 +244,7 @@ class _SegmentStatements(Statements):
             name, version = makes[position]
             made = self.values.fresh()
             segment.made[made] = None
-            segment.after += [(made, statement) for statement in self.assigned(name, version, made)]
+            segment.after += [(made, statement) for statement in self.define(name, version, made)]
             return f"%{made} : Tensor"
 
         def target(group: int | list[int | None] | None) -> str:

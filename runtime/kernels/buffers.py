@@ -12,7 +12,7 @@ from graphir.ir.device import Device
 
 from .communication import ALIGNMENT, is_marked, marked, spanned
 
-__all__ = ["Buffer", "Buffers", "bytes_of", "on_host"]
+__all__ = ["Buffer", "Buffers", "buffer_on", "bytes_of"]
 
 _KEPT_TARGETS: Final = 64
 """For how many geometries the tensors that show a buffer are kept."""
@@ -73,9 +73,9 @@ class Buffer:
         return made.set_(storage, 0, source.size(), source.stride())
 
 
-def on_host() -> Buffer:
-    """A buffer of the host's memory."""
-    return Buffer(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
+def buffer_on(place: torch.device) -> Buffer:
+    """A buffer of a real device's memory."""
+    return Buffer(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=place))
 
 
 def _alignment(source: Tensor) -> int:

@@ -6,7 +6,7 @@ import models
 import pytest
 import torch
 from graphir.runtime import Session
-from graphir.runtime.kernels.buffers import Buffer, on_host
+from graphir.runtime.kernels.buffers import Buffer, buffer_on
 from runnable import batch_of, captured, forward_plan, sgd, spread
 
 from graphir import passes
@@ -24,7 +24,7 @@ SOURCES = {
 
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 def test_a_buffer_takes_any_values_as_they_lie(source):
-    buffer = on_host()
+    buffer = buffer_on(torch.device("cpu"))
     for values in (source, torch.randn(2, 2), source):
         received = buffer.receive(values)
         assert torch.equal(received, values)
@@ -107,7 +107,7 @@ def test_a_step_for_which_a_buffer_has_no_memory_leaves_room_for_a_smaller_one(m
             raise MemoryError
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    monkeypatch.setattr("graphir.runtime.codegen.statements.on_host", lambda: Buffer(take))
+    monkeypatch.setattr("graphir.runtime.codegen.statements.buffer_on", lambda place: Buffer(take))
     plan = forward_plan(BODY, "x", output="d_gpu_0", dims={"batch": 128})
     with Session(plan, {}, executor="serial") as session, Session(plan, {}, executor="reference") as reference:
         for batch in (128, 100):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from graphir.runtime.kernels.buffers import on_host
+from graphir.runtime.kernels.buffers import buffer_on
 from graphir.runtime.kernels.communication import all_reduce, all_reduce_each, copy, reduction
 
 from graphir.errors import PlanError
@@ -105,7 +105,7 @@ def test_an_unknown_reduction_is_refused():
 )
 def test_copies_keep_the_bits_by_which_torch_conjugates_and_negates(mark):
     source = mark(torch.randn(3, 4, dtype=torch.complex64))
-    for copied in (copy(source), on_host().receive(source)):
+    for copied in (copy(source), buffer_on(torch.device("cpu")).receive(source)):
         assert torch.equal(copied, source) and copied.stride() == source.stride()
         assert (copied.is_conj(), copied.is_neg()) == (source.is_conj(), source.is_neg())
         assert copied.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()
