@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict
 
+from graphir.analysis.memory import Memory
 from graphir.errors import counted
 from graphir.ir.device import Device
 from graphir.ir.text import nbytes_text
@@ -163,24 +164,16 @@ class Report(_Entry):
                 for d in self.devices
             ],
         )
-        if self.allocators:
-            rows = []
-            for a in self.allocators:
-                sizes = a.predicted_peak, a.received, a.allocated, a.allocated_peak, a.reserved_peak
-                rows.append((a.place, *map(nbytes_text, sizes), str(a.shortages)))
-            lines += _table(("allocator", "predicted", "buffers", "allocated", "peak", "reserved", "shortages"), rows)
-        if self.copies:
-            rows = [
-                (
-                    f"{c.source} -> {c.destination}",
-                    str(c.copies),
-                    nbytes_text(round(c.nbytes)),
-                    _seconds(c.seconds),
-                    f"{nbytes_text(round(c.bytes_per_second))}/s",
-                )
-                for c in self.copies
-            ]
-            lines += _table(("copies", "number", "bytes", "time", "bandwidth"), rows)
+        allocators = []
+        for a in self.allocators:
+            sizes = a.predicted_peak, a.received, a.allocated, a.allocated_peak, a.reserved_peak
+            allocators.append((a.place, *map(nbytes_text, sizes), str(a.shortages)))
+        lines += _table(("allocator", "predicted", "buffers", "allocated", "peak", "reserved", "shortages"), allocators)
+        copies = []
+        for c in self.copies:
+            nbytes, rate = nbytes_text(round(c.nbytes)), f"{nbytes_text(round(c.bytes_per_second))}/s"
+            copies.append((f"{c.source} -> {c.destination}", str(c.copies), nbytes, _seconds(c.seconds), rate))
+        lines += _table(("copies", "number", "bytes", "time", "bandwidth"), copies)
         shown = self.operators[:_MOST_PRINTED]
         slowest = [(o.module or "-", o.type, str(o.calls), _seconds(o.seconds)) for o in shown]
         lines += _table(("module", "operator", "calls", "time"), slowest, left=2)
@@ -194,7 +187,7 @@ def report(
     binding: Mapping[Device, torch.device],
     executor: str,
     reason: str,
-    held: Mapping[Device, Held] | None = None,
+    held: Mapping[Device, Held],
 ) -> Report:
     """The report of what was measured.
 
@@ -203,9 +196,10 @@ def report(
         binding: the real device of each logical one.
         executor: what executed the steps.
         reason: why this one.
-        held: what the executor says that its devices hold, if it does.
+        held: what the executor says that its devices hold; nothing on the host.
     """
     plan, timed = measurement.setting.plan, measurement.timed
+    predicted = measurement.buffers.predicted(plan, measurement.dims)
     return Report(
         name=plan.name,
         executor=executor,
@@ -213,8 +207,8 @@ def report(
         steps=timed.steps,
         seconds=timed.seconds / timed.steps,
         lanes=tuple(_lanes(plan, timed)),
-        devices=tuple(_devices(measurement, binding)),
-        allocators=tuple(_allocators(measurement, held or {})),
+        devices=tuple(_devices(measurement, predicted, binding)),
+        allocators=tuple(_allocators(predicted, held)),
         copies=tuple(_copies(plan, timed)),
         operators=tuple(_operators(plan, timed)),
     )
@@ -234,10 +228,9 @@ def _lanes(plan: Plan, timed: Timed) -> list[LaneTime]:
     ]
 
 
-def _devices(measurement: Measurement, binding: Mapping[Device, torch.device]) -> list[DeviceBytes]:
+def _devices(measurement: Measurement, predicted: Memory, binding: Mapping[Device, torch.device]) -> list[DeviceBytes]:
     plan, ledger = measurement.setting.plan, measurement.ledger
     assert ledger is not None
-    predicted = measurement.buffers.predicted(plan, measurement.dims)
     return [
         DeviceBytes(
             device=device,
@@ -251,8 +244,7 @@ def _devices(measurement: Measurement, binding: Mapping[Device, torch.device]) -
     ]
 
 
-def _allocators(measurement: Measurement, held: Mapping[Device, Held]) -> Iterator[AllocatorUse]:
-    predicted = measurement.buffers.predicted(measurement.setting.plan, measurement.dims)
+def _allocators(predicted: Memory, held: Mapping[Device, Held]) -> Iterator[AllocatorUse]:
     for place in dict.fromkeys(one.place for one in held.values() if one.allocator):
         there = [device for device, one in held.items() if one.place == place]
         figures = held[there[0]].allocator
@@ -313,7 +305,9 @@ def _seconds(seconds: float) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Lines of columns, the first *left* of them aligned to the left."""
+    """Lines of columns, the first *left* of them aligned to the left; none where there are no rows."""
+    if not rows:
+        return []
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
 
     def line(row: Sequence[str]) -> str:

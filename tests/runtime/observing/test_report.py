@@ -163,7 +163,7 @@ def test_times_come_from_the_executors_clock(plan):
                     timer.clock.mark("")
                 timer.end(position, (), ())
         measurement.finish()
-    found = report(measurement, setting.binding, "threads", "asked")
+    found = report(measurement, setting.binding, "threads", "asked", {})
     kinds = {lane: [i.kind for i in instructions] for lane, instructions in plan.lanes.items()}
     for time in found.lanes:
         assert time.waiting == 2 * kinds[time.lane].count("wait")
