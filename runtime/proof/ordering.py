@@ -205,9 +205,9 @@ class Ordering:
 
     def _read(self, storage: int, name: str, position: int, at: str) -> None:
         """A storage is read by a lane that does not hold it."""
-        uses, clock = self._uses, self._clocks[at]
+        uses = self._uses
         holder = uses.holder[storage]
-        if holder is not None and uses.last[storage] <= clock.get(holder, -1):
+        if holder is not None and uses.last[storage] <= self._clocks[at].get(holder, -1):
             # After all uses, and so after views were made of it: their operators use it.
             uses.holder[storage], uses.last[storage] = at, position
             return
@@ -218,13 +218,12 @@ class Ordering:
             self._find("never written", what, self._names[storage], -1, position, missing)
         elif written == _GONE:
             self._gone(storage, position, at, "read")
-        elif lane != at and written > clock.get(lane, -1):
-            self._unordered("race", storage, (lane, written), (at, position), "written", "read")
+        else:
+            self._require("race", storage, {lane: written}, "written", (at, position), "read")
         if name in self._views:
             made = self._views[name]
             maker = self.plan.instructions[made].lane
-            if maker != at and made > clock.get(maker, -1):
-                self._unordered("race", storage, (maker, made), (at, position), "made as a view", "read")
+            self._require("race", storage, {maker: made}, "made as a view", (at, position), "read")
         uses.reads(storage)[at] = position
 
     def _overwrite(self, storage: int, position: int, at: str, number: int) -> None:
@@ -235,7 +234,8 @@ class Ordering:
             self._gone(storage, position, at, "written")
             return
         if uses.holder[storage] != at:
-            self._order(storage, position, at)
+            self._require("race", storage, uses.reads(storage), "read", (at, position), "written")
+            self._require("race", storage, {uses.lane[storage]: written}, "written", (at, position), "written")
         if number < latest:
             self._disordered(storage, position, self._executed(latest), "written", "read")
         elif number < writer:
@@ -244,16 +244,6 @@ class Ordering:
             name = self._names[storage]
             what = f"{name!r} is written twice by one operator"
             self._find("wrong order", what, name, written, position, "an operator that is issued only once")
-
-    def _order(self, storage: int, position: int, at: str) -> None:
-        """A storage is written by a lane that does not hold it."""
-        uses, clock = self._uses, self._clocks[at]
-        for lane, read in uses.reads(storage).items():
-            if lane != at and read > clock.get(lane, -1):
-                self._unordered("race", storage, (lane, read), (at, position), "read", "written")
-        lane, written = uses.lane[storage], uses.written[storage]
-        if lane != at and written > clock.get(lane, -1):
-            self._unordered("race", storage, (lane, written), (at, position), "written", "written")
 
     def _free(self, position: int, at: str, name: str) -> None:
         uses, storage = self._uses, self._blobs.get(name, -1)
@@ -269,10 +259,7 @@ class Ordering:
         else:
             holder = uses.holder[storage]
             if holder != at:
-                clock = self._clocks[at]
-                for lane, used in uses.final(storage).items():
-                    if lane != at and used > clock.get(lane, -1):
-                        self._unordered("early free", storage, (lane, used), (at, position), "used", "freed")
+                self._require("early free", storage, uses.final(storage), "used", (at, position), "freed")
             if holder is not None:
                 uses.holder[storage], uses.lane[storage] = None, holder
             uses.written[storage], uses.freed[storage] = _GONE, position
@@ -305,11 +292,8 @@ class Ordering:
         before, self._filled[key] = self._filled.get(key, storage), storage
         if before == storage:
             return
-        clock = self._clocks[at]
-        for lane, used in self._uses.final(before).items():
-            if lane != at and used > clock.get(lane, -1):
-                what = f"filled again, for {name!r},"
-                self._unordered("buffer reuse", before, (lane, used), (at, position), "used", what)
+        does = f"filled again, for {name!r},"
+        self._require("buffer reuse", before, self._uses.final(before), "used", (at, position), does)
         self._uses.refill(before, position)
 
     def _buffer(self, storage: str) -> tuple[Device, int]:
@@ -357,16 +341,20 @@ class Ordering:
         what = f"{name!r} is {how} by {at} after its receive buffer is filled again, for {filled!r}"
         self._find("buffer reuse", what, name, position, refilled, "another buffer for one of the two")
 
-    def _unordered(
-        self, kind: FindingKind, storage: int, first: tuple[str, int], second: tuple[str, int], did: str, does: str
+    def _require(
+        self, kind: FindingKind, storage: int, uses: Mapping[str, int], did: str, by: tuple[str, int], does: str
     ) -> None:
-        """Two uses, given as lane and position, that nothing orders; the sweep goes on as if something did."""
-        (lane, before), (at, position) = first, second
-        name = self._names[storage]
-        what = f"{name!r} is {does} by {at}, which does not wait until it is {did} by {lane}"
-        missing = f"a record by {lane} after #{before}, and a wait for it by {at} before #{position}"
-        self._find(kind, what, name, before, position, missing)
-        self._clocks[at][lane] = before
+        """These uses, each by its lane, come before what is done by a lane at a position. Where nothing orders them the
+        sweep goes on as if something did."""
+        at, position = by
+        clock = self._clocks[at]
+        for lane, used in uses.items():
+            if lane != at and used > clock.get(lane, -1):
+                name = self._names[storage]
+                what = f"{name!r} is {does} by {at}, which does not wait until it is {did} by {lane}"
+                missing = f"a record by {lane} after #{used}, and a wait for it by {at} before #{position}"
+                self._find(kind, what, name, used, position, missing)
+                clock[lane] = used
 
     def _executed(self, number: int) -> int:
         """Where an operator is executed first."""
