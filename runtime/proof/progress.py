@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
 
 from graphir.plan import Event, Plan
 
@@ -59,7 +60,7 @@ def collectives_in_order(plan: Plan, parts: Sequence[int]) -> list[Finding]:
 
 
 def _disagreement(plan: Plan, positions: Sequence[int]) -> list[Finding]:
-    """The first ring of collectives each of which some lane has directly before the next one."""
+    """A ring of collectives each of which some lane has directly before another one."""
     lanes: dict[str, dict[int, int]] = {}
     for position in positions:
         instruction = plan.instructions[position]
@@ -68,25 +69,12 @@ def _disagreement(plan: Plan, positions: Sequence[int]) -> list[Finding]:
     for lane, parts in lanes.items():
         for one, other in zip(parts, list(parts)[1:], strict=False):
             before.setdefault(other, {}).setdefault(one, lane)
-    after: dict[int, list[int]] = {}
-    for other, ones in before.items():
-        for one in ones:
-            after.setdefault(one, []).append(other)
-    left = {op: len(ones) for op, ones in before.items()}
-    ready = [op for op in after if op not in left]
-    while ready:
-        for other in after.get(ready.pop(), ()):
-            left[other] -= 1
-            if not left[other]:
-                ready.append(other)
-    ring: dict[int, None] = {}
-    op = next((op for op, count in left.items() if count), -1)
-    while op >= 0 and op not in ring:
-        ring[op] = None
-        op = next(one for one in before[op] if left.get(one))
-    if op < 0:
+    try:
+        TopologicalSorter(before).prepare()
+    except CycleError as e:
+        members = e.args[1][:0:-1]  # each has the next one before it; the last closes the ring
+    else:
         return []
-    members = list(ring)[list(ring).index(op) :]
     names = {member: plan.step.ops[member].outputs[0] for member in members}
     orders = []
     for one, other in zip(members, [*members[1:], members[0]], strict=True):
