@@ -56,6 +56,7 @@ class Options(NamedTuple):
             SessionError: says which option.
         """
         _choose("executor", self.executor, get_args(ExecutorName))
+        _choose("collectives", self.collectives, get_args(Collectives))
         threads, seed, deadline = self.threads, self.seed, self.deadline
         if threads is not None and (type(threads) is not int or not 1 <= threads <= _MOST_THREADS):
             raise SessionError(
@@ -91,7 +92,6 @@ class Options(NamedTuple):
                 where="Session(...)",
                 fix="use binding='cuda', or a dict such as {'gpu:0': 'cuda:0'}",
             )
-        _choose("collectives", self.collectives, get_args(Collectives))
         if self.collectives == "native" and not (on_cuda and executor in ("auto", "cuda")):
             raise SessionError(
                 "collectives='native' are NCCL's, of the executor 'cuda'",

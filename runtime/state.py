@@ -12,9 +12,8 @@ from torch import Tensor
 from graphir.errors import RunError, SessionError, nearest
 from graphir.ir.blob import Blob, bound_layout
 from graphir.ir.device import Device
-from graphir.ir.dtype import TORCH_NAME
-from graphir.ir.net import Net
 from graphir.ir.operator import Operator
+from graphir.ir.opset import to_torch
 from graphir.ir.program import Program
 from graphir.ir.text import operator_text
 
@@ -103,10 +102,11 @@ class State:
         init = self.program.init
         values: dict[str, Tensor] = {}
         for op in init.ops:
-            if op.outputs and op.outputs[0] in self.common:
-                values.update(_taken(init.blob(op.outputs[0]), self.common))
+            name = op.outputs[0] if op.outputs else ""
+            if name in self.common:
+                values[name] = _taken(init.blob(name), self.common[name])
             elif op.type == "graphir.load":
-                values.update(_load(op, init, given))
+                values[name] = _load(init.blob(name), str(op.args["key"]), given)
             else:
                 values.update(_fill(op, values, self.program))
         return values
@@ -286,19 +286,18 @@ def _steps_done(given: Mapping[str, Tensor]) -> int:
     return int(step)
 
 
-def _load(op: Operator, init: Net, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _load(blob: Blob, key: str, given: Mapping[str, Tensor]) -> Tensor:
     """A blob's own tensor, with its geometry and the value that is given under its name, or else under its key."""
-    blob = init.blob(op.outputs[0])
-    name = blob.name if blob.name in given else str(op.args["key"])
+    name = blob.name if blob.name in given else key
     source = given[name]
     if blob.shape is None or blob.dtype is None:
-        return {blob.name: source.clone()}
-    (shape, strides), dtype = bound_layout(blob, {}), getattr(torch, TORCH_NAME[blob.dtype])
+        return source.clone()
+    (shape, strides), dtype = bound_layout(blob, {}), to_torch(blob.dtype)
     _check(name, source, shape, dtype)
     made = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
     _check_expanded(name, source, made)
     _overwrite(made, source)
-    return {blob.name: made}
+    return made
 
 
 def _overwrite(target: Tensor, source: Tensor) -> None:
@@ -312,15 +311,14 @@ def _once(tensor: Tensor) -> tuple[slice, ...]:
     return tuple([slice(1) if stride == 0 else slice(None) for stride in tensor.stride()])
 
 
-def _taken(blob: Blob, common: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A blob's tensor of the states beside this one."""
-    tensor = common[blob.name]
+def _taken(blob: Blob, tensor: Tensor) -> Tensor:
+    """A blob's tensor of the states beside this one, which has to fit it."""
     if blob.shape is not None and blob.dtype is not None:
         shape, strides = bound_layout(blob, {})
-        _check(blob.name, tensor, shape, getattr(torch, TORCH_NAME[blob.dtype]))
+        _check(blob.name, tensor, shape, to_torch(blob.dtype))
         if tensor.stride() != strides:
             raise SessionError(f"{blob.name!r} in the state is laid out otherwise", fix="make a session of its own")
-    return {blob.name: tensor}
+    return tensor
 
 
 def _fill(op: Operator, values: Mapping[str, Tensor], program: Program) -> dict[str, Tensor]:

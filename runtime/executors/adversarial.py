@@ -155,7 +155,7 @@ class _Poisoning(Interpretation):
 
     def fill(self, storage: str) -> Buffer:
         """The receive buffer of a storage, which holds nothing else from now on."""
-        device = self.blob(storage).device
+        device = self.net.blob(storage).device
         key = device, self.setting.plan.buffers[storage]
         before, position = self.filled.get(key, (storage, -1))
         if position > self.position:
@@ -169,7 +169,7 @@ class _Poisoning(Interpretation):
     def read(self, name: str, version: int) -> Feedable:
         """See :class:`.reference.Interpretation`; a value whose receive buffer was filled again is no longer there."""
         value = super().read(name, version)
-        storage = self.blob(name).storage
+        storage = self.net.blob(name).storage
         if storage in self.refilled:
             what = f"{name!r} is read after the receive buffer of its storage {storage!r} was filled again"
             raise self.unsound(what, self.refilled[storage])

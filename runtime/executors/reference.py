@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from graphir.errors import PlanError
-from graphir.ir.blob import Blob
 from graphir.ir.operator import Operator
 from graphir.ir.size import Dims
 from graphir.ir.text import instruction_text
@@ -119,10 +118,6 @@ class Interpretation:
         for name, value in zip(setting.inputs, inputs, strict=True):
             self.define(name, 0, value)
 
-    def blob(self, name: str) -> Blob:
-        """The blob of this name."""
-        return self.net.blob(name)
-
     def unsound(self, what: str, cause: int = -1) -> PlanError:
         """The error for the instruction that is executed, where an earlier one is the *cause*."""
         plan = self.setting.plan
@@ -133,7 +128,7 @@ class Interpretation:
 
     def define(self, name: str, version: int, value: Feedable) -> None:
         """Give a name its value, which is there from now on."""
-        storage = self.blob(name).storage
+        storage = self.net.blob(name).storage
         self.values[name, version] = value
         self.stored.setdefault(storage, {})[name, version] = None
         self.made_at[name, version] = len(self.writes.get(storage, ()))
@@ -144,7 +139,7 @@ class Interpretation:
         Raises:
             PlanError: it was not made yet, or is no longer there.
         """
-        storage = self.blob(name).storage
+        storage = self.net.blob(name).storage
         if storage in self.freed:
             raise self.unsound(f"{name!r} is read after its storage {storage!r} was freed", self.freed[storage])
         if (name, version) not in self.values:
@@ -233,7 +228,7 @@ class Interpretation:
         inputs = [self.read(name, version) for name, version in op.reads]
         divisor, weights = reduction(op, self.dims)
         name, version = list(op.makes)[part]
-        place = self.setting.binding[self.blob(name).device]
+        place = self.setting.binding[self.net.blob(name).device]
         parts = [t.to(place) for t in inputs if isinstance(t, Tensor)]
         self.assign(name, version, all_reduce(parts, divisor, weights))
 
@@ -247,7 +242,7 @@ class Interpretation:
 
     def written(self, name: str) -> None:
         """Note that the instruction has written to the storage of a name."""
-        storage = self.blob(name).storage
+        storage = self.net.blob(name).storage
         if storage in self.freed:
             raise self.unsound(f"{name!r} is written after its storage {storage!r} was freed", self.freed[storage])
         self.writes.setdefault(storage, []).append(self.position)

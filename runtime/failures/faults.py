@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping
+from typing import Final
 
 import torch
 
@@ -17,11 +18,11 @@ from graphir.plan import Instruction, Plan
 
 from .shortage import is_shortage, shortage
 
-__all__ = ["UNUSABLE", "UNWRITTEN", "fault", "reason_of", "writes_state"]
+__all__ = ["UNUSABLE", "fault", "reason_of", "writes_state"]
 
-UNUSABLE = "the session is unusable now: make a new one from a state() taken before, or from program.state"
-UNWRITTEN = "no state was written: the session can go on with other arguments"
-LOST = (
+UNUSABLE: Final = "the session is unusable now: make a new one from a state() taken before, or from program.state"
+_USABLE: Final = "no state was written: the session can go on with other arguments"
+_LOST: Final = (
     "CUDA tells late of a kernel that failed, and refuses everything afterwards: CUDA_LAUNCH_BLOCKING=1 shows which "
     "it was, and a new process has a device again"
 )
@@ -54,7 +55,7 @@ def fault(
     reason = reason_of(cause)
     lost = isinstance(cause, torch.AcceleratorError) and not is_shortage(cause)
     usable = usable and not (lost or isinstance(cause, TimeoutError))
-    place, fix = f"plan {plan.name!r}, step {step}", LOST if lost else UNWRITTEN if usable else UNUSABLE
+    place, fix = f"plan {plan.name!r}, step {step}", _LOST if lost else _USABLE if usable else UNUSABLE
     if isinstance(cause, RunError):  # a probe's, which says what and where
         return RunError(cause.what, at=cause.at, where=cause.where, fix=fix, usable=usable)
     if instruction is None:

@@ -20,21 +20,26 @@ __all__ = ["Gather"]
 
 
 class Gather:
-    """Turns a step's external outputs into its result. Results are tensors of their own, outside inference mode."""
+    """Turns a step's external outputs into its result. Results are tensors of their own, outside inference mode.
+
+    Attributes:
+        results: for each result, the positions of the replicas' among the external outputs.
+        others: name and position of each output that is no result, such as a gradient.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.position = {name: i for i, name in enumerate(program.step.external_outputs)}
         interface = program.interface
         names = [fetch.blob for fetch in interface.fetches] if interface.loss is None else [interface.loss]
-        self.places = [
-            [] if name is None else [self.place(prefix + name) for prefix in program.replicas] for name in names
+        self.results = [
+            [] if name is None else [self.result_at(prefix + name) for prefix in program.replicas] for name in names
         ]
         self.structure = read_structure(interface.results) if interface.results is not None else None
-        handed = {i for places in self.places for i in places}
+        handed = {i for positions in self.results for i in positions}
         self.others = [(name, i) for name, i in self.position.items() if i not in handed]
 
-    def place(self, name: str) -> int:
+    def result_at(self, name: str) -> int:
         try:
             return self.position[name]
         except KeyError:
@@ -47,11 +52,11 @@ class Gather:
     def result(self, outputs: Sequence[Tensor], dims: Dims) -> Any:
         """The loss, or the outputs in the structure in which the module returned them."""
         if self.structure is None and self.program.interface.loss is not None:
-            return self.loss([outputs[i] for i in self.places[0]], dims)
+            return self.loss([outputs[i] for i in self.results[0]], dims)
         with torch.no_grad():
             leaves = [
-                self.leaf(fetch, [outputs[i] for i in places])
-                for fetch, places in zip(self.program.interface.fetches, self.places, strict=True)
+                self.leaf(fetch, [outputs[i] for i in positions])
+                for fetch, positions in zip(self.program.interface.fetches, self.results, strict=True)
             ]
         return unflatten(self.structure, iter(leaves)) if self.structure is not None else tuple(leaves)
 

@@ -17,10 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from graphir.errors import CoverageError, SessionError, counted
 from graphir.ir.blob import Blob, bound_layout, overlaps
 from graphir.ir.device import Device
-from graphir.ir.dtype import TORCH_NAME
 from graphir.ir.guard import Guard
 from graphir.ir.names import base_name
-from graphir.ir.opset import to_symbol
+from graphir.ir.opset import to_symbol, to_torch
 from graphir.ir.program import Program, Scalar
 from graphir.ir.size import Dims, Polynomial, Size, bind, rename_dims, size_dims
 
@@ -194,7 +193,7 @@ class Scatter:
         blob = self.captured(i)
         if blob is None or blob.dtype is None:
             return
-        dtype = getattr(torch, TORCH_NAME[blob.dtype])
+        dtype = to_torch(blob.dtype)
         if leaf.dtype != dtype:
             raise SessionError(
                 f"{name} has dtype {leaf.dtype}, the program takes {dtype}",
