@@ -15,6 +15,7 @@ from graphir.ir.device import Device
 from graphir.ir.operator import Operator
 from graphir.ir.opset import to_torch
 from graphir.ir.program import Program
+from graphir.ir.tensor import not_dense
 from graphir.ir.text import operator_text
 
 from .failures.faults import reason_of
@@ -373,8 +374,7 @@ def _check(name: str, tensor: Tensor, shape: tuple[int, ...] | None, dtype: torc
         raise SessionError(f"{what} is of type {type(tensor).__name__}, not a tensor", fix="give a torch.Tensor")
     if tensor.is_meta:
         raise SessionError(f"{what} is on meta, so it has no data", fix="give a tensor with data")
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-        kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else tensor.layout
+    if kind := not_dense(tensor):
         raise SessionError(f"{what} is a {kind} tensor", fix="give a dense (strided) one")
     if shape is not None and tuple(tensor.shape) != shape:
         raise SessionError(

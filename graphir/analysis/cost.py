@@ -16,11 +16,7 @@ from ..ir.net import Net
 from ..ir.operator import Operator
 from ..ir.size import Dims, bind_shape
 
-__all__ = ["GRAIN_SIZE", "Rates", "Work", "operator_seconds", "work"]
-
-GRAIN_SIZE: Final = 32_768
-"""Elements from which torch gives parts of an elementwise kernel or a copy to other threads, and waits for all of them.
-Source: ``GRAIN_SIZE`` in aten/src/ATen/TensorIterator.h."""
+__all__ = ["Rates", "Work", "operator_seconds", "work"]
 
 
 class Work(NamedTuple):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 
 from ..errors import CaptureError
+from ..ir.tensor import PLAIN
 from .attributes import Attributes, Change
 from .conditions import Broken, Conditions
 from .naming import RESERVED, Names
@@ -19,7 +20,6 @@ from .overlaps import overlaps
 from .refusals import DENSE, where
 
 __all__ = [
-    "PLAIN",
     "ModelState",
     "StateTensor",
     "attributes_kept",
@@ -27,9 +27,6 @@ __all__ = [
     "has_data",
     "read_state",
 ]
-
-PLAIN: Final = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
-"""The classes of tensors whose operators are those that torch dispatches."""
 
 
 class StateTensor(NamedTuple):

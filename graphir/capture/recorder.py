@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporaril
 
 from ..errors import CaptureError, GraphirError
 from ..ir.opset import CHECKS
+from ..ir.tensor import PLAIN
 from .caches import Caches
 from .checks import Check, check_read_in
 from .devices import on_host
@@ -27,7 +28,6 @@ from .edges import keep_edges
 from .forms import Bound, Form, form_of
 from .interrupts import Interrupts
 from .known import number_in, tensor_of
-from .model_state import PLAIN
 from .mutation import functional_call, functional_view, laid_out, overwritten_base
 from .overlaps import described
 from .randomness import refuse_generator

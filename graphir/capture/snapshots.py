@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from ..analysis.cost import GRAIN_SIZE
+from ..ir.tensor import GRAIN_SIZE
 from .model_state import StateTensor, has_data
 from .overlaps import extent
 

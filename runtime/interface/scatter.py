@@ -22,6 +22,7 @@ from graphir.ir.names import base_name
 from graphir.ir.opset import to_symbol, to_torch
 from graphir.ir.program import Program, Scalar
 from graphir.ir.size import Dims, Polynomial, Size, bind, rename_dims, size_dims
+from graphir.ir.tensor import PLAIN, not_dense
 
 from ..kernels.communication import allocate, copy
 from .arguments import Arguments
@@ -35,7 +36,6 @@ _KEPT_FITS: Final = 256
 
 _HOST: Final = torch.device("cpu")
 _SCALARS: Final = bool, int, float, str, type(None)
-_PLAIN: Final = Tensor, torch.nn.Parameter, torch.nn.Buffer
 
 
 class Share(NamedTuple):
@@ -181,10 +181,9 @@ class Scatter:
         if leaf.is_meta or isinstance(leaf, FakeTensor):
             what = "on meta" if leaf.is_meta else "a fake tensor"
             raise SessionError(f"{name} is {what}, so it has no data", where=where, fix="pass a tensor with data")
-        if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
-            kind = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else leaf.layout
+        if kind := not_dense(leaf):
             raise SessionError(f"{name} is a {kind} tensor", where=where, fix="pass a dense (strided) one")
-        if type(leaf) not in _PLAIN:
+        if type(leaf) not in PLAIN:
             raise SessionError(
                 f"{name} is a {type(leaf).__name__}, a subclass of Tensor",
                 where=where,

@@ -16,8 +16,8 @@ from typing import Any, Final, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from graphir.analysis.cost import GRAIN_SIZE
 from graphir.ir.opset import signature
+from graphir.ir.tensor import GRAIN_SIZE
 
 from .short import in_one_thread
 from .sparse import SPARSE_UPDATES

@@ -5,7 +5,7 @@ import torch
 from graphir.runtime.kernels.optimizers import as_torch_has_it, updater
 from graphir.runtime.kernels.short import in_one_thread
 
-from graphir.analysis.cost import GRAIN_SIZE
+from graphir.ir.tensor import GRAIN_SIZE
 
 SHAPES = ((), (3,), (33, 17), (2, 3, 3, 3))
 
