@@ -1,8 +1,9 @@
 """Move the operators that handle chosen activations to other devices, by label propagation.
 
 This is ``ShiftActivationDevices`` of Caffe2's ``data_parallel_model_utils`` over storages instead of names. A label
-says whether a storage goes along. Chosen activations start with "moves", the other activations with "stays". One sweep
-in program order then labels everything else on the source device::
+says whether a storage goes along. Chosen activations start with "moves", the other activations with "stays", and
+gradients of activations with the label of theirs. One sweep in program order then labels everything else on the source
+device::
 
     an operator takes the label of the last activation among its inputs and outputs;
                 if there is none, that of an input of the step, if it has one;
@@ -10,14 +11,16 @@ in program order then labels everything else on the source device::
                 if there is none, it stays;
     and gives it to every storage that it touches and that has no label yet.
 
-The second line is ours. Caffe2's ``FCGradient(data, w, dy)`` finds the label of the data first; torch computes the same
-by ``mm(dy.t, data)``, which would find the gradient's and carry the first layer's weight gradient away from its weight.
+The second line and the labels of gradients are ours. Caffe2's ``FCGradient(data, w, dy)`` finds the label of the data
+first; torch computes the same by ``mm(dy.t, data)`` and ``mm(dy, w.t)``, which would find the gradient's. A gradient
+that comes down a transformer's residual stream meets no activation: it would carry the backward of all layers before
+the chosen ones along.
 
 So parameters follow the first operator that computes with them, and gradients and updates follow both. Views are
 transparent: they live where their storage lives, and do not label it. A fresh value lives where its operator runs,
 state lives where its label says.
 
-One gradient may be that of several activations, as of the operands of an addition; it has one label for all of them.
+One gradient may be that of several activations, as of the operands of an addition; it has the label of the last one.
 The backward of an embedding bag, which reads the gradient and no activation beside it, may so run on another device
 than the bag, and its table's update read a copy.
 """
@@ -182,6 +185,7 @@ class _Sweep:
         for prefix in program.replicas:
             self.label(self.of_replica(chosen, program, prefix), _MOVES)
             self.label(self.of_replica(known, program, prefix), _ACTIVATION)
+        self.label_gradients()
 
     def of_replica(self, names: Mapping[str, None], program: Program, prefix: str) -> Iterable[str]:
         """A replica's blobs for the first replica's."""
@@ -207,6 +211,19 @@ class _Sweep:
             labels[name] = label | bits
             if bits & _MOVES:
                 self.moving.append(name)
+
+    def label_gradients(self) -> None:
+        """A gradient on its activation's device goes along with it; where it is that of several, with the last one."""
+        labels, blobs = self.labels, self.net.blobs
+        found: dict[str, int] = {}
+        for name, gradient in self.net.gradients.items():
+            label, storage = labels[blobs[name].storage], blobs[gradient].storage
+            if isinstance(label, Blob) or not label & _ACTIVATION or isinstance(labels[storage], int):
+                continue
+            if self.sources.get(blobs[storage].device) == label & _SOURCE:
+                found[storage] = label & (_SOURCE | _MOVES)
+        labels.update(found)
+        self.moving += [storage for storage, label in found.items() if label & _MOVES]
 
     def run(self) -> None:
         """Label every storage and find the operators that move, in program order."""

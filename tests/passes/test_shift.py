@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 import nets
 import pytest
+import torch
 from small import program_of, two_layers
+from torch import nn
 
 import graphir
-from graphir import passes
+from graphir import capture, passes
 from graphir.errors import PassError
 from graphir.ir.program import Feed, Interface, Program
 from graphir.ir.verify import verify
@@ -38,12 +40,50 @@ def test_a_gradient_operator_stays_with_the_activation_that_it_reads_last() -> N
     assert at["fc2.weight_grad"] == "gpu:0"
 
 
-def test_the_first_layers_weight_gradient_stays_with_the_data() -> None:
-    program = two_layers()
+def test_the_first_layers_weight_gradient_stays_with_its_weight() -> None:
+    shifted = passes.shift_activations(two_layers(), ["relu", "fc2", "loss"], shifts={0: 1})
+    assert devices(shifted)["fc1.weight_grad"] == "gpu:0"
+
+
+def test_a_tables_gradient_stays_with_the_step_s_input() -> None:
+    # The lookup and the sum share a gradient, which goes along with the sum; the input decides.
+    body = """
+    param table : f32[5,3] @gpu:0
+    param bias : f32[4,3] @gpu:0
+    input x : i64[4] @gpu:0
+    lookup : f32[4,3] @gpu:0 = aten.embedding(table, x)
+    output sum : f32[4,3] @gpu:0 = aten.add.Tensor(lookup, bias)
+    sum_grad : f32[4,3] @gpu:0 = aten.ones_like(sum) {phase=backward}
+    table_grad : f32[5,3] @gpu:0 = aten.embedding_dense_backward(sum_grad, x, num_weights=5, padding_idx=-1, scale_grad_by_freq=false) {phase=backward}
+    output sum
+    output table_grad
+    grad lookup -> sum_grad
+    grad sum -> sum_grad
+    """  # noqa: E501
+    program = program_of(body)
     fed = program.with_(interface=Interface(feeds=(Feed("x"),)))
-    shifts = {0: 1}
-    assert devices(passes.shift_activations(fed, ["relu", "fc2", "loss"], shifts))["fc1.weight_grad"] == "gpu:0"
-    assert devices(passes.shift_activations(program, ["relu", "fc2", "loss"], shifts))["fc1.weight_grad"] == "gpu:1"
+    assert devices(passes.shift_activations(fed, ["sum"], shifts={0: 1}))["table_grad"] == "gpu:0"
+    assert devices(passes.shift_activations(program, ["sum"], shifts={0: 1}))["table_grad"] == "gpu:1"
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.fc = nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.fc(self.norm(x))
+
+
+def test_the_backward_of_earlier_layers_stays_whatever_comes_down_a_residual_stream() -> None:
+    program = capture(nn.Sequential(*[Residual() for _ in range(6)]), (torch.randn(2, 4),), loss=torch.sum)
+    chosen = passes.find_activations(program)
+    shifted = passes.shift_activations(program, chosen[chosen.index("3.fc") :], shifts={0: 1})
+    products = [op for op in shifted.step.ops if op.phase == "backward" and op.type == "aten.mm.default"]
+    assert [op.device for op in products if op.module[0] in "45"] == ["gpu:1"] * 4
+    assert [op.device for op in products if op.module[0] in "012"] == ["gpu:0"] * 6
+    copies = [op.inputs[0] for op in passes.inject_copies(shifted).step.ops if op.type == "Copy"]
+    assert copies == ["3.norm", "2", "3.fc_grad", "3.norm_grad", "3.norm.backward_layer_norm", "2.fc_grad"]
 
 
 def test_a_view_of_a_parameter_does_not_pin_it() -> None:
