@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any, Final, NamedTuple
 
-from ..ir.blob import Blob, contiguous_strides
+from ..ir.blob import Blob, contiguous_strides, dense_strides, same_strides
 from ..ir.dtype import ITEMSIZE
 from ..ir.operator import Operator, groups
 from ..ir.size import Dims, bind, bind_shape
@@ -37,21 +37,15 @@ class Operand(NamedTuple):
     @property
     def contiguous(self) -> bool:
         """Whether its elements lie in row-major order without gaps."""
-        return self.strides is None or self._lies_as(contiguous_strides(self.shape))
+        return self.strides is None or same_strides(self.shape, self.strides, contiguous_strides(self.shape))
 
     @property
     def channels_last(self) -> bool:
         """Whether its elements lie so that those of dimension 1 are neighbours."""
         if self.strides is None or len(self.shape) < 4 or self.shape[1] == 1 or self.contiguous:
             return False
-        wanted, step = [1] * len(self.shape), self.shape[1]
-        for d in (*range(len(self.shape) - 1, 1, -1), 0):
-            wanted[d], step = step, step * self.shape[d]
-        return self._lies_as(tuple(wanted))
-
-    def _lies_as(self, wanted: tuple[int, ...]) -> bool:
-        found = self.strides or wanted
-        return all(n == 1 or a == b for n, a, b in zip(self.shape, found, wanted, strict=True))
+        wanted = dense_strides(self.shape, (1, *range(len(self.shape) - 1, 1, -1), 0))
+        return same_strides(self.shape, self.strides, wanted)
 
 
 class Call(NamedTuple):

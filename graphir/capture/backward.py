@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 
 from ..errors import CaptureError
+from ..ir.blob import dense_strides, same_strides
 from .recorder import Recorder
 from .refusals import in_short
 from .values import Value
@@ -84,16 +85,11 @@ def _own_gradient(param: Value, gradient: Value, shared: bool, recorder: Recorde
 def _dense_order(param: Value) -> list[int] | None:
     """The dimensions from the outermost in memory to the innermost; None where the parameter has gaps."""
     order = sorted(range(len(param.shape)), key=lambda d: (-param.strides[d], d))
-    step = 1
-    for d in reversed(order):
-        if param.shape[d] != 1 and param.strides[d] != step:
-            return None
-        step *= param.shape[d]
-    return order if param.strides != tuple(sorted(param.strides, reverse=True)) else list(range(len(order)))
+    dense = dense_strides(param.shape, reversed(order))
+    return order if same_strides(param.shape, param.strides, dense) else None
 
 
 def _laid_out(gradient: Value, wanted: list[int] | None, param: Value) -> bool:
     if wanted is None:
         return gradient.tensor.is_contiguous()
-    pairs = zip(gradient.shape, gradient.strides, param.strides, strict=True)
-    return all(size == 1 or mine == theirs for size, mine, theirs in pairs)
+    return same_strides(gradient.shape, gradient.strides, param.strides)

@@ -14,11 +14,11 @@ from .guards import guards_of
 from .recording import Recording, same_bits
 from .values import Call, Value
 
-__all__ = ["Geometry", "Sizes", "grown_dims"]
+__all__ = ["Sizes", "SymbolicGeometry", "grown_dims"]
 
 
-class Geometry(NamedTuple):
-    """Sizes of a value: shape, strides (None for contiguous ones), offset in its storage."""
+class SymbolicGeometry(NamedTuple):
+    """The geometry of a value at all sizes: shape, strides (None for contiguous ones), offset in its storage."""
 
     shape: Shape
     strides: Shape | None
@@ -46,7 +46,7 @@ class Sizes:
         self.recording = recordings[0]
         self._recordings, self.grid = recordings, grid
         self._fitted: dict[tuple[int | None, ...], Size] = {}
-        self._alike: dict[tuple[object, ...], Geometry] = {}
+        self._alike: dict[tuple[object, ...], SymbolicGeometry] = {}
         if len(recordings) > 1:
             self._compare()
         self.geometries = [self._geometry(values) for values in zip(*(r.values for r in recordings), strict=True)]
@@ -110,13 +110,13 @@ class Sizes:
         shapes = [self.geometries[leaf.index].shape if isinstance(leaf, Value) else () for leaf in leaves]
         return [_first(BATCH in size_dims(size) for size in shape) for shape in shapes]
 
-    def _geometry(self, values: tuple[Value, ...]) -> Geometry:
+    def _geometry(self, values: tuple[Value, ...]) -> SymbolicGeometry:
         key = tuple([(v.geometry, v.offset) for v in values])  # repeated layers have the same
         if key not in self._alike:
             self._alike[key] = self._fit_geometry(values)
         return self._alike[key]
 
-    def _fit_geometry(self, values: tuple[Value, ...]) -> Geometry:
+    def _fit_geometry(self, values: tuple[Value, ...]) -> SymbolicGeometry:
         first = values[0]
         try:
             shape = self._fit_all([v.shape for v in values])
@@ -126,8 +126,8 @@ class Sizes:
             if len(values) > 1:
                 strides[-1], dense[-1] = (_mattering(values[-1].shape, found[-1]) for found in (strides, dense))
             if strides == dense:
-                return Geometry(shape, None, offset)
-            return Geometry(shape, self._fit_all(strides), offset)
+                return SymbolicGeometry(shape, None, offset)
+            return SymbolicGeometry(shape, self._fit_all(strides), offset)
         except NotPolynomial as e:
             call = first.call
             made = f" made by {call.type}{_in(call)}" if call is not None else f" {first.label!r}"

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..ir.blob import contiguous_strides, dense_strides, same_strides
 from ..ir.size import Dims
 from .arguments import Leaf
 from .model_state import ModelState
@@ -75,9 +76,8 @@ def fake_leaves(
             values.append(None)
             continue
         if id(tensor) not in fakes:
-            shape = list(tensor.shape)
-            for d, name in leaf.dims.items():
-                shape[d] = dims[name] * accumulate if d == leaf.batch_dim else dims[name]
+            sizes = {d: dims[name] * (accumulate if d == leaf.batch_dim else 1) for d, name in leaf.dims.items()}
+            shape = tuple([sizes.get(d, size) for d, size in enumerate(tensor.shape)])
             fake = recorder.fake(shape, _strides(tensor, shape), tensor.dtype)
             fake.requires_grad_(tensor.requires_grad)
             other = shared.get(described("input", leaf.name), "")
@@ -89,19 +89,11 @@ def fake_leaves(
     return made, values
 
 
-def _strides(tensor: torch.Tensor, shape: list[int]) -> list[int]:
-    """Strides for *shape*, laid out as *tensor* is."""
-    order = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), -d))
-    dense = list(tensor.stride())
-    step = 1
-    for d in order:
-        if tensor.shape[d] != 1 and tensor.stride(d) != step:
-            return list(tensor.stride())
-        step *= tensor.shape[d]
+def _strides(tensor: torch.Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides for *shape*, laid out as *tensor* is; one with gaps keeps its own."""
     if tensor.is_contiguous():
-        order = list(reversed(range(tensor.dim())))
-    step = 1
-    for d in order:
-        dense[d] = step
-        step *= max(shape[d], 1)
-    return dense
+        return contiguous_strides(shape)
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda d: (strides[d], -d))
+    dense = same_strides(tensor.shape, strides, dense_strides(tensor.shape, order))
+    return dense_strides(shape, order) if dense else strides

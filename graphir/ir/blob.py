@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 from .device import Device
 from .dtype import ITEMSIZE
-from .size import Dims, Polynomial, Shape, Size, bind, bind_shape, numel
+from .size import Dims, Polynomial, Shape, Size, bind_shape, numel
 
 __all__ = [
     "ROLES",
@@ -17,8 +17,10 @@ __all__ = [
     "bound_layout",
     "contiguous_strides",
     "dense_nbytes",
+    "dense_strides",
     "overlaps",
     "reach",
+    "same_strides",
 ]
 
 Role: TypeAlias = Literal[
@@ -79,13 +81,7 @@ class Blob(NamedTuple):
         itemsize = ITEMSIZE[self.dtype]
         if self.strides is None:
             return numel(self.shape, dims) * itemsize
-        last = 0
-        for size, stride in zip(self.shape, self.strides, strict=True):
-            n = bind(size, dims)
-            if n == 0:
-                return 0
-            last += (n - 1) * bind(stride, dims)
-        return (last + 1) * itemsize
+        return reach(bind_shape(self.shape, dims), bind_shape(self.strides, dims)) * itemsize
 
 
 def _shown(value: object) -> str:
@@ -103,12 +99,27 @@ def dense_nbytes(blob: Blob, dims: Dims) -> int:
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Row-major strides of a bound shape, as torch computes them (an empty dimension counts as one)."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+    """Row-major strides of a bound shape."""
+    return dense_strides(shape, range(len(shape) - 1, -1, -1))
+
+
+def dense_strides(shape: Sequence[int], order: Iterable[int]) -> tuple[int, ...]:
+    """Strides without gaps, as torch computes them: an empty dimension counts as one.
+
+    Args:
+        shape: bound.
+        order: the dimensions from the innermost in memory to the outermost.
+    """
+    strides, step = [1] * len(shape), 1
+    for d in order:
+        strides[d] = step
+        step *= max(shape[d], 1)
+    return tuple(strides)
+
+
+def same_strides(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:
+    """Whether strides put the elements at the same places: that of a dimension of size 1 says nothing."""
+    return all(x == y for size, x, y in zip(shape, a, b, strict=True) if size != 1)
 
 
 def bound_layout(blob: Blob, dims: Dims) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -132,9 +143,9 @@ def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether two elements may lie at one address. Exact for what views of dense tensors can be."""
     if 0 in shape:
         return False
-    reach = 0
+    last = 0
     for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1):
-        if stride <= reach:
+        if stride <= last:
             return True
-        reach += (size - 1) * stride
+        last += (size - 1) * stride
     return False

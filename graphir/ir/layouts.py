@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from .blob import reach
+from .blob import dense_strides, reach
 from .opset import overload
 
 __all__ = ["LAYOUTS", "as_kernel", "is_asked_if_ambiguous"]
@@ -151,11 +151,8 @@ def _order(tensor: Tensor | None) -> Order | None:
 def _in_order(tensor: Tensor | None, order: Order | None) -> Tensor | None:
     if tensor is None or order is None:
         return tensor
-    strides, step = [0] * len(order), 1
-    for d in order:
-        strides[d] = step
-        step *= tensor.shape[d]
-    if tuple(strides) == tensor.stride():
+    strides = dense_strides(tensor.shape, order)
+    if strides == tensor.stride():
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
 

@@ -98,16 +98,19 @@ def required_devices(
             ]
         host, rule = device if device.is_host else CPU, _HOST[op.type]
         if op.type != "Split" or len(inputs) == 2:
-            for i in range(len(inputs)) if rule.inputs is None else rule.inputs:
-                inputs[i : i + 1] = [host] * (i < len(inputs))
-        for i in range(len(outputs)) if rule.outputs is None else rule.outputs:
-            outputs[i : i + 1] = [host] * (i < len(outputs))
+            inputs = _with_host(inputs, rule.inputs, host)
+        outputs = _with_host(outputs, rule.outputs, host)
     elif "." in op.type:
         for names, devices in ((op.inputs, inputs), (op.outputs, outputs)):
             for i, name in enumerate(names):
                 if is_host_scalar(blobs[name]):
                     devices[i] = blobs[name].device
     return inputs, outputs
+
+
+def _with_host(devices: list[Device], positions: tuple[int, ...] | None, host: Device) -> list[Device]:
+    """*devices* with the host at these positions, as far as there are such; None: at all."""
+    return [host if positions is None or i in positions else device for i, device in enumerate(devices)]
 
 
 def blob_devices(

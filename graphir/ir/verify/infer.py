@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 
 from ...errors import GraphirError, nearest
-from ..blob import Blob, contiguous_strides, reach
+from ..blob import Blob, contiguous_strides, reach, same_strides
 from ..dtype import ITEMSIZE
 from ..meta import META, rule_of
 from ..operator import Arg, Effects, Operator, groups
@@ -133,7 +133,7 @@ def same_layout(a: Geometry, b: Geometry) -> bool:
     if a.strides == b.strides or 0 in a.shape:
         return True
     ours, theirs = a.strides or contiguous_strides(a.shape), b.strides or contiguous_strides(b.shape)
-    return all(x == y for size, x, y in zip(a.shape, ours, theirs, strict=True) if size != 1)
+    return same_strides(a.shape, ours, theirs)
 
 
 def infer(op: Operator, inputs: Inputs, dims: Dims) -> Inferred:
