@@ -55,8 +55,8 @@ class InjectCopies(Pass):
                 f"program {program.name!r} is not from Caffe2", fix="leave blob_to_device and placeholder_ops out"
             )
         return program.with_(
-            init=_Injection(program.init, program.dims).run(),
-            step=_Injection(program.step, program.dims).run(),
+            init=_Sweep(program.init, program.dims).run(),
+            step=_Sweep(program.step, program.dims).run(),
         )
 
     def caffe2(self, program: Program) -> tuple[Injection, Injection]:
@@ -198,11 +198,14 @@ def _copies(named: object) -> dict[tuple[str, Device], str]:
     return found
 
 
-class _Injection:
-    """One sweep over a net.
+class _Sweep:
+    """One sweep over a captured net.
 
-    ``local`` remembers, for a (name, version) and a device, the (name, version) of what stands for it there;
-    ``replayed`` those of them that are views of a copy of the whole storage; ``makers`` the operator behind each view.
+    Attributes:
+        local: for a (name, version) and a device, the (name, version) of what stands for it there.
+        replayed: the same for views of a copy of the whole storage.
+        versions: of each copy that is written, the last one.
+        makers: the operator behind each (name, version) that is a view.
     """
 
     def __init__(self, net: Net, dims: Dims) -> None:

@@ -163,10 +163,10 @@ class Attributes:
         """
         changes: list[Change] = []
         before, table = self._before, self._table
-        same = _identical(_contents(before), _contents(table))
-        for name in () if same else dict.fromkeys([*before, *table]):
+        names = () if _is_untouched(table, _contents(before)) else dict.fromkeys([*before, *table])
+        for name in names:
             old, new = before.get(name), table.get(name)
-            if old is not new and not _same(old, new, fakes) and not self._may_change(name):
+            if not (_same(old, new, fakes) or self._may_change(name)):
                 private, left = name.startswith("_"), _has_tensor(new)
                 changes.append(self._change(f"the attribute {name!r}", name, new, private, left))
         for attribute, private, container, contents in self._held:
@@ -176,8 +176,8 @@ class Attributes:
             if not (_same(contents, now, fakes) or self._may_change(attribute)):
                 what = f"what the attribute {attribute!r} holds"
                 if _is_users(container):
-                    open_before, now = _altered(contents, now, fakes)
-                    private = private or open_before
+                    set_up, now = _altered(contents, now, fakes)
+                    private = private or set_up
                 changes.append(self._change(what, attribute, now, private, left=False))
         return changes
 
@@ -280,21 +280,17 @@ def _named(contents: list[Any]) -> dict[str, Any]:
 def _altered(contents: list[Any], others: list[Any], fakes: Mapping[int, torch.Tensor]) -> tuple[bool, list[Any]]:
     """Whether all attributes of an object that changed are private or were None, and what they are now."""
     old, new = _named(contents), _named(others)
-    keys = [k for k in {**old, **new} if not (k in old and k in new and _same(old[k], new[k], fakes))]
-    open_before = all(k.startswith("_") or (k in old and old[k] is None) for k in keys)
-    return open_before, [new[k] for k in keys if k in new]
+    changed = [key for key in {**old, **new} if not (key in old and key in new and _same(old[key], new[key], fakes))]
+    set_up = all(key.startswith("_") or (key in old and old[key] is None) for key in changed)
+    return set_up, [new[key] for key in changed if key in new]
 
 
 def _is_untouched(container: Any, contents: list[Any]) -> bool:
     """Whether a container holds the very objects of *contents*, in that order."""
     if not contents and isinstance(container, _CONTAINERS):
         return not container
-    return _identical(contents, _contents(container))
-
-
-def _identical(contents: list[Any], others: list[Any]) -> bool:
-    """Whether two lists hold the same objects."""
-    return len(contents) == len(others) and all(map(is_, contents, others))
+    now = _contents(container)
+    return len(contents) == len(now) and all(map(is_, contents, now))
 
 
 def _fill(container: Any, contents: list[Any]) -> None:
