@@ -10,6 +10,7 @@ In the order in which a step passes through::
     tape                       the calls that it writes down, on values (with scopes, memory)
     recording                  one run on stand_ins, under patches of torch: forward, loss and backward of each of the
                                micro_batches, and what happens to the gradients before the update
+    told_sizes, extents        what the step's Python is told of sizes, makes of them, and asks about them
     following, sizes, grid, repeats
                                several runs, at several sizes, fitted
     naming, optimizers, update, build     the program

@@ -112,7 +112,7 @@ class Recording(_Outcome):
         state: the first version of each parameter and buffer, by its blob's name.
         constants: values that the step reads from elsewhere, with the tensors that hold them.
         sparse_gradients: those of parameters, by the index of the parameter's value.
-        extents: the sizes that the step was told, and what it asked about them.
+        extents: what the step made of its sizes, and asked about them.
     """
 
     calls: list[Call]

@@ -26,6 +26,7 @@ from .refusals import DENSE, where
 from .results import Results, in_sequence
 from .scopes import Scopes
 from .source_lines import SourceLines
+from .told_sizes import ToldSizes
 from .values import Alias, Call, Replay, Value, geometry_of
 
 __all__ = ["Tape"]
@@ -39,7 +40,7 @@ class Tape:
         values: every value, externals first, at its index.
         phase: forward, backward or update.
         seeds: of the operators that draw random numbers.
-        extents: the sizes that the step is told.
+        extents: what the step makes of its sizes, and asks about them.
         scopes: which module runs.
 
     Args:
@@ -54,7 +55,8 @@ class Tape:
         self.scopes, self._lines, self._named = scopes, lines, named
         self._memory = Memory()
         self._results = Results(fake_mode, self._scope)
-        self.extents = Extents(self._memory.find, self._place)
+        self.extents = Extents(self._place)
+        self._told_sizes = ToldSizes(self.extents, self._memory.find)
         self._owners: dict[int, Value] = {}
         self._prefix, self._first = "", 0
 
@@ -88,7 +90,7 @@ class Tape:
         with contextlib.ExitStack() as stack:
             if self._named:
                 stack.enter_context(self.scopes.follow(lambda: len(self.values), self.claim))
-            stack.enter_context(self.extents.given())
+            stack.enter_context(self._told_sizes.told())
             yield
 
     def start_micro_batch(self, prefix: str) -> None:

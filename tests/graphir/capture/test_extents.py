@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from graphir.capture.extents import Axis, Extents, Range, plain
+from graphir.capture.extents import Axis, Extents, plain
 from graphir.capture.grid import NotPolynomial
 from graphir.capture.guards import guards_of, simplified
+from graphir.capture.told_sizes import Range
 from graphir.capture.values import Value
 from graphir.ir.guard import Guard, parse_guard
 from graphir.ir.size import Size, parse_size
@@ -30,10 +31,10 @@ class Asked:
     """
 
     def __init__(self, ask: Callable[..., Any], at: Mapping[str, int], further: tuple[Mapping[str, int], ...]) -> None:
-        extents = Extents(lambda tensor: None, lambda: "here")
+        extents = Extents(lambda: "here")
         extents.seen = True
         value = Value(0, torch.empty(list(at.values())), "x", "", "forward")
-        arguments = [extents._axis(value, dim, size) for dim, size in enumerate(at.values())]
+        arguments = [extents.axis(value, dim, size) for dim, size in enumerate(at.values())]
         self.outcome = ask(*arguments)
         names = list(at)
 
