@@ -136,17 +136,17 @@ def capture(
         trained = None if optimizer is None else frozenset([param for group in groups for param in group.params])
         allowed = AllowedChanges(model, allow_changes)
         step = Step(
-            model,
-            state,
-            per_micro_batch(arguments, options.accumulate),
-            loss,
-            allowed,
-            attributes_of(model, allowed),
-            RandomState(),
-            _shared(state, arguments),
-            Caches(),
-            options,
-            trained,
+            model=model,
+            state=state,
+            arguments=per_micro_batch(arguments, options.accumulate),
+            loss=loss,
+            allowed=allowed,
+            attributes=attributes_of(model, allowed),
+            random=RandomState(),
+            shared=_shared(state, arguments),
+            caches=Caches(),
+            options=options,
+            trained=trained,
         )
         try:
             with snapshots(state.tensors) as copies:

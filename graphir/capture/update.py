@@ -10,7 +10,7 @@ import torch
 from ..ir.blob import Blob, contiguous_strides
 from ..ir.device import CPU, gpu
 from ..ir.dtype import TORCH_NAME
-from ..ir.operator import Operator
+from ..ir.operator import Operator, stored_versions
 from ..ir.opset import effects_of, signature
 from ..ir.program import ParamGroup
 from .naming import Names
@@ -24,6 +24,24 @@ DTYPES: Final[Mapping[torch.dtype, str]] = {getattr(torch, name): short for shor
 """The short name of each element type that blobs have."""
 
 
+class _Part(NamedTuple):
+    """A parameter that is updated.
+
+    Attributes:
+        param: the index of its value.
+        version: the last that the step has made of it.
+        update: what happens to it.
+        state: the names of its state's blobs.
+        rate: the name of its learning rate.
+    """
+
+    param: int
+    version: int
+    update: ParamUpdate
+    state: Mapping[str, str]
+    rate: str
+
+
 class Update(NamedTuple):
     """The update phase of a step: its operators, and the state and learning rates that they read.
 
@@ -33,8 +51,8 @@ class Update(NamedTuple):
         rate_blobs: the learning rates, one a group.
         state_blobs, state_tensors, state_modules: the optimizer's state: its blobs, and by their names the first values
             and the modules whose parameters they belong to.
-        operators: each parameter's operator, but for the name of its gradient, with the index of the parameter's value.
-        ops: the operators.
+        parts: what makes each operator, but for the name of the gradient.
+        ops: the operators, once :meth:`with_gradients` has these names.
     """
 
     param_groups: tuple[ParamGroup, ...]
@@ -43,22 +61,19 @@ class Update(NamedTuple):
     state_blobs: tuple[Blob, ...]
     state_tensors: dict[str, torch.Tensor]
     state_modules: dict[str, str]
-    operators: tuple[tuple[int, Operator], ...]
+    parts: tuple[_Part, ...]
     ops: tuple[Operator, ...] = ()
 
     def with_gradients(self, gradients: Mapping[int, tuple[str, ...]], found_inf: str | None) -> Update:
-        """This update, its operators complete.
+        """This update with its operators.
 
         Args:
             gradients: name of the gradient of each parameter, by the index of the parameter's value; two names, of its
                 indices and its values, for a sparse one.
             found_inf: name of what says whether to skip the updates; None where they are never skipped.
         """
-        ops = [
-            op._replace(inputs=(op.inputs[0], *gradients[index], *op.inputs[1 + len(gradients[index]) :]))
-            for index, op in self.operators
-        ]
-        return self._replace(ops=tuple(ops if found_inf is None else [_skipped(op, found_inf) for op in ops]))
+        skip = () if found_inf is None else (found_inf,)
+        return self._replace(ops=tuple([_operator(part, gradients[part.param], skip) for part in self.parts]))
 
 
 def build_update(
@@ -78,13 +93,13 @@ def build_update(
     tensors: dict[str, torch.Tensor] = {}
     modules: dict[str, str] = {}
     state: dict[str, dict[str, str]] = {}
-    operators: list[tuple[int, Operator]] = []
+    parts: list[_Part] = []
     for group, rate in zip(groups, rates, strict=True):
         for update in group.updates:
             index = recording.state[update.param].index
             if index in gradients:
                 update = with_layout(update, sparse=index in recording.sparse_gradients)
-            if index not in gradients and not update.started:
+            elif not update.started:
                 continue
             mine = state[update.param] = {}
             module = update.param.rpartition(".")[0]
@@ -97,9 +112,7 @@ def build_update(
                 blobs.append(Blob(name, shape, dtype, device, "state", name, None if dense else strides))
                 tensors[name], modules[name] = entry.tensor, module
             if index in gradients:
-                operators.append(
-                    (index, _operator(update, mine, rate, module, versions[update.param], len(gradients[index])))
-                )
+                parts.append(_Part(index, versions[update.param], update, mine, rate))
     return Update(
         tuple(ParamGroup(rate, g.params, g.options) for g, rate in zip(groups, rates, strict=True)),
         {param: mine for param, mine in state.items() if mine},
@@ -107,18 +120,18 @@ def build_update(
         tuple(blobs),
         tensors,
         modules,
-        tuple(operators),
+        tuple(parts),
     )
 
 
-def _operator(
-    update: ParamUpdate, state: Mapping[str, str], rate: str, module: str, version: int, gradients: int
-) -> Operator:
+def _operator(part: _Part, gradient: tuple[str, ...], skip: tuple[str, ...]) -> Operator:
+    """The operator that updates a parameter by a *gradient*; *skip* names what may tell it not to."""
+    update, state = part.update, part.state
     keys = [p.name for p in signature(update.type).tensors if p.written and p.name != "param"]
     present = [state[key] for key in keys if key in state]
-    inputs = (update.param, *[""] * gradients, *present, rate)
-    pattern = "t" * (1 + gradients) + "".join("t" if key in state else "_" for key in keys) + "t"
-    operands = pattern if "_" in pattern else None
+    inputs = (update.param, *gradient, *present, part.rate, *skip)
+    pattern = ["t"] * (1 + len(gradient)) + ["t" if key in state else "_" for key in keys] + ["t"] * (1 + len(skip))
+    operands = "".join(pattern) if "_" in pattern else None
     return Operator(
         update.type,
         inputs,
@@ -126,18 +139,9 @@ def _operator(
         update.args,
         _HERE,
         "update",
-        module,
+        update.param.rpartition(".")[0],
         operands=operands,
         effects=effects_of(update.type, update.args, operands, len(inputs), None, 0),
-        input_versions=(version, *[0] * (len(inputs) - 1)) if version else None,
-        output_versions=(version + 1, *[1] * len(present)),
-    )
-
-
-def _skipped(op: Operator, found_inf: str) -> Operator:
-    """An optimizer's operator that is told whether to skip."""
-    return op._replace(
-        inputs=(*op.inputs, found_inf),
-        operands=op.operands and f"{op.operands}t",
-        input_versions=op.input_versions and (*op.input_versions, 0),
+        input_versions=stored_versions([part.version, *[0] * (len(inputs) - 1)]),
+        output_versions=(part.version + 1, *[1] * len(present)),
     )
