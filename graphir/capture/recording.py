@@ -72,8 +72,8 @@ class Step(NamedTuple):
     random: RandomState
     shared: Mapping[str, str]
     caches: Caches
-    options: Options = Options()
-    trained: frozenset[str] | None = None
+    options: Options
+    trained: frozenset[str] | None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -308,9 +308,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _described(recording: Recording) -> list[object]:
     calls: list[object] = []
     for call in recording.calls:
-        made = [(v.index, v.shape, v.strides, v.dtype) for v in call.outputs]
-        read = [v.index for v in call.inputs]
-        calls.append((call.type, read, call.operands, repr(call.args), call.seed, made, call.results))
+        made = [(v.shape, v.strides) for v in call.outputs]
+        calls.append((*call.pattern, repr(call.args), made))
     gradients = [(value.index, gradient.index) for value, gradient in recording.gradients]
     returned = [leaf.index if isinstance(leaf, Value) else ("scalar", leaf) for leaf in recording.returned]
     return [calls, gradients, returned, recording.loss and recording.loss.index]

@@ -78,7 +78,7 @@ class Sizes:
         for other, point in zip(self._recordings[1:], self.grid.points[1:], strict=True):
             there = point_text(point)
             for i, (call, other_call) in enumerate(zip(first.calls, other.calls, strict=False)):
-                if _shape_of(call) != _shape_of(other_call):
+                if call.pattern != other_call.pattern:
                     raise NotPolynomial(f"operator {i} {_difference(call, other_call, here, there)}")
             if len(first.calls) != len(other.calls) or len(first.values) != len(other.values):
                 raise NotPolynomial(f"{len(first.calls)} operators at {here}, but {len(other.calls)} at {there}")
@@ -200,19 +200,6 @@ def _mattering(shape: Sequence[int], strides: Sequence[int | None]) -> tuple[int
 
 def _in(call: Call) -> str:
     return f" in {call.scope}" if call.scope else ""
-
-
-def _shape_of(call: Call) -> tuple[object, ...]:
-    """What has to be the same at every size."""
-    return (
-        call.type,
-        call.operands,
-        call.results,
-        call.seed,
-        [v.index for v in call.inputs],
-        [(v.index, v.root.index, v.dtype) for v in call.outputs],
-        list(call.args),
-    )
 
 
 def _difference(mine: Call, theirs: Call, at: str, other: str) -> str:

@@ -170,6 +170,19 @@ class Call:
         self.results: str | None = None
         self.scope, self.phase, self.seed, self.line = scope, phase, seed, line
 
+    @property
+    def pattern(self) -> tuple[object, ...]:
+        """All but its sizes: what has to be the same in every recording of a step."""
+        return (
+            self.type,
+            self.operands,
+            self.results,
+            self.seed,
+            [v.index for v in self.inputs],
+            [(v.index, v.root.index, v.dtype) for v in self.outputs],
+            list(self.args),
+        )
+
 
 class Store:
     """Memory that one or several tensors look at.
