@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 P = TypeVar("P", bound="Pass")
+T = TypeVar("T")
 
 _REGISTRY: Final[dict[str, type[Pass]]] = {}
 
@@ -253,7 +254,7 @@ class _Reader:
 
     def pipeline(self) -> tuple[Pass, ...]:
         passes = [self.one_pass()]
-        while self.take("|"):
+        while self.accept("|"):
             passes.append(self.one_pass())
         self.skip()
         if self.position < len(self.text):
@@ -263,7 +264,7 @@ class _Reader:
     def one_pass(self) -> Pass:
         name = self.match(_BARE, "the name of a pass")
         options: dict[str, Any] = {}
-        if self.take("{"):
+        if self.accept("{"):
             for key, value in self.items("}", self.option):
                 if key in options:
                     raise self.error(f"option {key!r} is given twice")
@@ -279,9 +280,9 @@ class _Reader:
         return key, self.value()
 
     def value(self) -> object:
-        if self.take("["):
+        if self.accept("["):
             return self.items("]", self.value)
-        if self.take("{"):
+        if self.accept("{"):
             pairs = self.items("}", self.pair)
             if len({repr(key) for key, _ in pairs}) < len(pairs):
                 raise self.error("a key is given twice")
@@ -301,14 +302,12 @@ class _Reader:
         self.expect(":")
         return key, self.value()
 
-    T = TypeVar("T")
-
     def items(self, end: str, one: Callable[[], T]) -> list[T]:
-        found: list[Any] = []
+        found: list[T] = []
         self.depth += 1
         if self.depth > _DEEPEST:
             raise self.error(f"options are nested more than {_DEEPEST} deep")
-        while not self.take(end):
+        while not self.accept(end):
             if found:
                 self.expect(",")
             found.append(one())
@@ -319,14 +318,14 @@ class _Reader:
         while self.position < len(self.text) and self.text[self.position].isspace():
             self.position += 1
 
-    def take(self, token: str) -> bool:
+    def accept(self, token: str) -> bool:
         self.skip()
         found = self.text.startswith(token, self.position)
         self.position += len(token) if found else 0
         return found
 
     def expect(self, token: str) -> None:
-        if not self.take(token):
+        if not self.accept(token):
             raise self.error(f"expected {token!r}")
 
     def match(self, pattern: re.Pattern[str], what: str) -> str:

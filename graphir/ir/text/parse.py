@@ -64,7 +64,7 @@ def _program(reader: Lines, line: Line) -> Program:
     line.end()
     while True:
         line = reader.next(f"}} of program {header.name!r}")
-        if line.taken("}"):
+        if line.accept("}"):
             line.end()
             return header.program(line)
         if not header.statement(reader, line):
@@ -211,9 +211,9 @@ def _interface(reader: Lines, line: Line) -> Interface:
 
 def _leaf(line: Line) -> tuple[str | None, int | None, Scalar]:
     """Blob, batch dimension and value of a leaf of the arguments or of the result."""
-    blob = None if line.taken("_") else line.name()
-    batch_dim = line.whole() if line.taken("dim") else None
-    return blob, batch_dim, _scalar(line) if line.taken("=") else None
+    blob = None if line.accept("_") else line.name()
+    batch_dim = line.whole() if line.accept("dim") else None
+    return blob, batch_dim, _scalar(line) if line.accept("=") else None
 
 
 def _scalar(line: Line) -> Scalar:
@@ -248,9 +248,9 @@ def _optimizer_state(line: Line, param: str) -> dict[str, str]:
 def _plan(reader: Lines, line: Line) -> Plan:
     line.expect("plan", "write plan NAME on gpu:0 {")
     header = _Header(line)
-    if line.taken("on"):
+    if line.accept("on"):
         line.device()
-        while line.taken(","):
+        while line.accept(","):
             line.device()
     line.expect("{", "write plan NAME on gpu:0 {")
     line.end()
@@ -267,17 +267,17 @@ def _plan(reader: Lines, line: Line) -> Plan:
             reading = reading or _InstructionReader(header.nets[1])
             instructions.append(reading.instruction(line))
             line.end()
-        elif line.taken("}"):
+        elif line.accept("}"):
             line.end()
             program = header.program(line)
             return Plan(program, program.dims if sizes is None else sizes, tuple(instructions), values, buffers)
-        elif line.taken("sizes"):
+        elif line.accept("sizes"):
             sizes = line.assignments(line.whole)
-        elif line.taken("value"):
+        elif line.accept("value"):
             name = line.name()
             values[name] = _value_number(line)
             line.end()
-        elif line.taken("buffer"):
+        elif line.accept("buffer"):
             name = line.name()
             line.expect("=", "write buffer BLOB = NUMBER")
             buffers[name] = line.whole()
@@ -318,7 +318,7 @@ class _InstructionReader:
 
     def event(self, line: Line, kind: str, lane: str) -> Event:
         name, version = line.versioned()
-        if line.taken("by"):
+        if line.accept("by"):
             lane = self.lane(line)
         elif kind == "wait":
             raise line.error(f"expected 'by', found {line.shown()}", "write wait BLOB by LANE")
@@ -334,13 +334,13 @@ class _InstructionReader:
     def position(self, line: Line) -> int:
         """Where the instruction's operator stands in the step."""
         ops = self.step.ops
-        if not line.taken("of"):
+        if not line.accept("of"):
             op = self.step.operator(line)
             ops.append(op)
             if op.outputs:
                 self.makers[next(op.makes)] = len(ops) - 1
             return len(ops) - 1
-        if line.taken("op"):
+        if line.accept("op"):
             position = line.whole()
             if not 0 <= position < len(ops):
                 raise line.error(f"there is no operator {position}", f"the step has {len(ops)} operators so far")

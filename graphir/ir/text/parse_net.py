@@ -12,6 +12,7 @@ from ..device import Device
 from ..dtype import ITEMSIZE
 from ..net import Net
 from ..operator import PHASES, Arg, Effects, Operator
+from ..opset import NAMESPACES
 from ..size import Shape, Size
 from .printer import default_effects, default_module, default_role, shown_pattern
 from .tokens import Line, Lines
@@ -70,7 +71,7 @@ class NetReader:
         line.end()
 
     def declaration(self, line: Line) -> None:
-        made_here = not line.taken("blob")
+        made_here = not line.accept("blob")
         role = line.take()
         if role not in _ROLES:
             raise line.error(f"{role!r} is not a role{nearest(role, ROLES)}", f"roles: {', '.join(ROLES)}")
@@ -101,7 +102,7 @@ class NetReader:
         while True:
             token = line.take()
             if token[:1] == "@":
-                return shape, dtype, line.try_(Device.parse, token[1:]), storage, strides, offset
+                return shape, dtype, line.read(Device.parse, token[1:]), storage, strides, offset
             if token == "strides":
                 strides = line.sizes()
                 if shape is None or len(strides) != len(shape):
@@ -117,7 +118,7 @@ class NetReader:
     def output(self, line: Line) -> _Output:
         role = line.take() if line.peek() in _ROLES else None
         name, version = line.versioned()
-        return _Output(name, version, role, self.geometry(line, name) if line.taken(":") else None)
+        return _Output(name, version, role, self.geometry(line, name) if line.accept(":") else None)
 
     def operator(self, line: Line) -> Operator:
         """``OUTPUTS = TYPE(inputs, name=value) {attributes}``, or ``OUTPUT <- INPUT {attributes}``."""
@@ -129,7 +130,7 @@ class NetReader:
             type = self.type_name(line)
             line.expect("(", "write OUTPUT : TYPE @DEVICE = OPERATOR(inputs, name=value)")
             inputs, operands = self.arguments(line, args)
-        given = self.attributes(line) if line.taken("{") else {}
+        given = self.attributes(line) if line.accept("{") else {}
 
         phase = given.get("phase", self.phase)
         for output in outputs:
@@ -169,7 +170,7 @@ class NetReader:
         """The outputs up to ``=`` or ``<-``, and the pattern that they show."""
         found: list[_Output] = []
         chars, nested, overwritten = "", False, 0
-        if line.taken("("):
+        if line.accept("("):
             line.expect(")", "write () for an operator without outputs")
             line.expect("=", "write () = OPERATOR(inputs)")
             return found, None
@@ -180,7 +181,7 @@ class NetReader:
                 chars += token
                 nested |= token == "["
                 if token == "[":
-                    if not line.taken("]"):
+                    if not line.accept("]"):
                         continue
                     chars += "]"
                     nested = False
@@ -189,7 +190,7 @@ class NetReader:
                 found.append(output)
                 chars += "t"
                 overwritten = 0 if output.geometry else overwritten + 1
-            if nested and line.taken("]"):
+            if nested and line.accept("]"):
                 chars += "]"
                 nested = False
             token = line.take()
@@ -204,16 +205,15 @@ class NetReader:
     def type_name(self, line: Line) -> str:
         token = line.peek()
         name = line.name()
-        if token[0] != '"' and token.count(".") == 1 and token.startswith(("aten.", "prims.")):
-            return name + ".default"
-        return name
+        namespace, dot, rest = token.partition(".")
+        return f"{name}.default" if namespace in NAMESPACES and dot and "." not in rest else name
 
     def arguments(self, line: Line, args: dict[str, Arg]) -> tuple[list[tuple[str, int | None]], str | None]:
         """The operands and arguments up to ``)``; operands are returned with the pattern that they show."""
         tokens = line.tokens
         inputs: list[tuple[str, int | None]] = []
         chars, nested, first = "", False, True
-        while not (not nested and first and line.taken(")")):
+        while not (not nested and first and line.accept(")")):
             first = False
             token = line.peek()
             if not nested and line.i + 1 < line.n and tokens[line.i + 1] == "=":
@@ -227,7 +227,7 @@ class NetReader:
             elif token == "[" and not nested:
                 line.i += 1
                 chars += "["
-                if not line.taken("]"):
+                if not line.accept("]"):
                     nested = True
                     continue
                 chars += "]"
@@ -237,7 +237,7 @@ class NetReader:
             else:
                 inputs.append(line.versioned())
                 chars += "t"
-            if nested and line.taken("]"):
+            if nested and line.accept("]"):
                 chars += "]"
                 nested = False
             token = line.take()
@@ -261,7 +261,7 @@ class NetReader:
             if key in found:
                 raise line.error(f"attribute {key} is given twice", "give it once")
             found[key] = _ATTRIBUTES[key](line)
-            if line.taken("}"):
+            if line.accept("}"):
                 return found
             line.expect(",", "separate attributes by commas, close them with }")
 
@@ -293,7 +293,7 @@ def _pattern(line: Line) -> str | None:
 def _pairs(line: Line) -> tuple[tuple[int, int], ...]:
     line.expect("[", "write pairs as [0:0, 1:2]")
     found: list[tuple[int, int]] = []
-    while not line.taken("]"):
+    while not line.accept("]"):
         if found:
             line.expect(",", "separate pairs by commas")
         output, colon, source = line.take().partition(":")
@@ -346,7 +346,7 @@ def _type(line: Line, token: str) -> tuple[str | None, Shape | None]:
 
 def read_net(reader: Lines, line: Line) -> NetReader:
     """A net whose first line is *line*, up to its ``}``."""
-    phase = "init" if line.taken("init") else "forward"
+    phase = "init" if line.accept("init") else "forward"
     line.expect("net", "write net NAME { or init net NAME {")
     net = NetReader(line.name(), phase)
     line.expect("{", "write net NAME {")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Final, NamedTuple
@@ -14,7 +13,9 @@ from ..blob import ROLES, Blob
 from ..names import base_name
 from ..net import Net
 from ..operator import PURE, SYMBOLS, Arg, Effects, Operator, Symbol, groups
+from ..opset import NAMESPACES
 from ..size import Dims, Polynomial, Shape
+from .tokens import BARE_NAME
 
 __all__ = [
     "RESERVED",
@@ -39,7 +40,6 @@ __all__ = [
 RESERVED: Final = frozenset(ROLES) | {"_", "blob", "external", "grad", "of", "op"}
 """Words that start something else than a name; a blob so called is quoted."""
 
-_BARE: Final = re.compile(r"[\w.][\w./\-]*")
 _KEYWORD_VALUES: Final = SYMBOLS | {"true", "false", "none", "inf", "nan"}
 
 
@@ -49,7 +49,7 @@ _KEYWORD_VALUES: Final = SYMBOLS | {"true", "false", "none", "inf", "nan"}
 @lru_cache(maxsize=1 << 16)
 def quoted(name: str) -> str:
     """A name as it is printed: bare where that is unambiguous, else a JSON string."""
-    return name if _BARE.fullmatch(name) and name not in RESERVED else json_string(name)
+    return name if BARE_NAME.fullmatch(name) and name not in RESERVED else json_string(name)
 
 
 def json_string(text: str) -> str:
@@ -59,7 +59,7 @@ def json_string(text: str) -> str:
 
 def key_text(name: str) -> str:
     """A name where words that start something else cannot stand."""
-    return name if _BARE.fullmatch(name) else json_string(name)
+    return name if BARE_NAME.fullmatch(name) else json_string(name)
 
 
 def value_text(arg: Arg) -> str:
@@ -111,7 +111,7 @@ def default_role(type: str, phase: str, storage: Blob | None) -> str:
 
 def default_module(type: str, phase: str, outputs: Sequence[str]) -> str:
     """The module that an operator has unless its text says otherwise."""
-    own = phase == "forward" and outputs and type.startswith(("aten.", "prims."))
+    own = phase == "forward" and outputs and type.partition(".")[0] in NAMESPACES
     return base_name(outputs[0]) if own else ""
 
 
@@ -317,13 +317,13 @@ def type_name(type: str) -> str:
     A type that then reads as another is quoted.
     """
     namespace, _, rest = type.partition(".")
-    if namespace in ("aten", "prims"):
+    if namespace in NAMESPACES:
         name, _, variant = rest.partition(".")
-        if variant == "default" and name and _BARE.fullmatch(type):
+        if variant == "default" and name and BARE_NAME.fullmatch(type):
             return f"{namespace}.{name}"
         if not variant:
             return json_string(type)
-    return type if _BARE.fullmatch(type) else json_string(type)
+    return type if BARE_NAME.fullmatch(type) else json_string(type)
 
 
 def _arranged(pattern: str, items: Sequence[str]) -> tuple[str, str]:

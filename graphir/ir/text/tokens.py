@@ -13,7 +13,7 @@ from ..device import KINDS, Device
 from ..operator import SYMBOLS, Arg, Symbol
 from ..size import LONGEST_TEXT, Shape, Size, parse_size
 
-__all__ = ["Line", "Lines"]
+__all__ = ["BARE_NAME", "Line", "Lines"]
 
 T = TypeVar("T")
 
@@ -31,7 +31,8 @@ _TOKEN: Final = re.compile(
     """,
     re.VERBOSE,
 )
-_NAME: Final = re.compile(r"[\w.][\w./\-]*")
+BARE_NAME: Final = re.compile(r"[\w.][\w./\-]*")
+"""Names that are written as they are; others stand in quotes."""
 _COMMENT: Final = re.compile(r'((?:"(?:[^"\\]|\\.)*"|[^"#])*)#.*')
 _INT: Final = re.compile(rf"-?\d{{1,{LONGEST_TEXT - 1}}}")
 _FLOAT: Final = re.compile(r"-?(?:\d+\.?\d*(?:e[+-]?\d+)?|inf|nan)")
@@ -92,7 +93,7 @@ class Line:
         self.i += 1
         return token
 
-    def taken(self, token: str) -> bool:
+    def accept(self, token: str) -> bool:
         """Read the next token if it is this one."""
         if self.i < self.n and self.tokens[self.i] == token:
             self.i += 1
@@ -100,7 +101,7 @@ class Line:
         return False
 
     def expect(self, token: str, fix: str) -> None:
-        if not self.taken(token):
+        if not self.accept(token):
             raise self.error(f"expected {token!r}, found {self.shown()}", fix)
 
     def end(self) -> None:
@@ -115,7 +116,7 @@ class Line:
         number = self.reader.number
         return ParseError(what, at=_shortened(self.reader.lines[number - 1]), where=f"line {number}", fix=fix)
 
-    def try_(self, read: Callable[[str], T], token: str) -> T:
+    def read(self, read: Callable[[str], T], token: str) -> T:
         """``read(token)``, with its error placed in this line."""
         if len(token) > LONGEST_TEXT:
             raise self.error(
@@ -160,10 +161,10 @@ class Line:
     def versioned(self) -> tuple[str, int | None]:
         """A name, and its version where one is written."""
         token = self.take()
-        if _NAME.fullmatch(token):
+        if BARE_NAME.fullmatch(token):
             return token, None
         head, semicolon, version = token.rpartition(";")
-        if semicolon and version.isdecimal() and (_NAME.fullmatch(head) or head[:1] == '"'):
+        if semicolon and version.isdecimal() and (BARE_NAME.fullmatch(head) or head[:1] == '"'):
             return self.string(head) if head[0] == '"' else head, self.integer(version)
         if token[:1] == '"':
             return self.string(token), None
@@ -176,12 +177,12 @@ class Line:
         return int(token)
 
     def size(self, token: str) -> Size:
-        return int(token) if _INT.fullmatch(token) else self.try_(parse_size, token)
+        return int(token) if _INT.fullmatch(token) else self.read(parse_size, token)
 
     def sizes(self) -> Shape:
         self.expect("[", "write sizes as [1,64]")
         found: list[Size] = []
-        while not self.taken("]"):
+        while not self.accept("]"):
             if found:
                 self.expect(",", "separate sizes by commas")
             found.append(self.size(self.take()))
@@ -196,7 +197,7 @@ class Line:
             if depth == _DEEPEST:
                 raise self.error(f"lists in lists more than {_DEEPEST} deep", "use fewer levels")
             items: list[Arg] = []
-            while not self.taken("]"):
+            while not self.accept("]"):
                 if items:
                     self.expect(",", "separate items by commas, close lists with ]")
                 items.append(self.value(depth + 1))
@@ -210,7 +211,7 @@ class Line:
         if len(token) <= LONGEST_TEXT and _FLOAT.fullmatch(token):
             return math.nan if token.endswith("nan") else float(token)
         if token and (token[0].isalnum() or token[0] in "-_"):
-            return self.try_(parse_size, token)
+            return self.read(parse_size, token)
         self.i -= 1
         raise self.error(
             f"expected a value, found {self.shown()}", "write a number, true, false, none, a string or a [list]"
@@ -219,7 +220,7 @@ class Line:
     def assignments(self, read: Callable[[], T], close: str = "") -> dict[str, T]:
         """``name=value, …`` up to *close* or the end of the line."""
         found: dict[str, T] = {}
-        while not self.taken(close) if close else self.i < self.n:
+        while not self.accept(close) if close else self.i < self.n:
             if found:
                 self.expect(",", "separate assignments by commas")
             name = self.name()
@@ -244,11 +245,11 @@ class Line:
     def renamed(self, default: Callable[[str], str]) -> tuple[str, str]:
         """``name -> blob``, or ``name`` alone."""
         name = self.name()
-        return name, self.name() if self.taken("->") else default(name)
+        return name, self.name() if self.accept("->") else default(name)
 
     def device(self) -> Device:
         token = self.take()
-        return self.try_(Device.parse, token)
+        return self.read(Device.parse, token)
 
 
 def _shortened(line: str) -> str:
