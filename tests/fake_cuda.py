@@ -43,11 +43,14 @@ class FakeStream:
     def __init__(self, machine: FakeMachine, device: torch.device, name: str) -> None:
         self.machine, self.device, self.name = machine, device, name
         self.clock: dict[str, int] = {name: 0}
+        self.graph: FakeGraph | None = None
 
     def query(self) -> bool:
+        self.machine.only_outside(f"a query of {self.name}")
         return self.name != self.machine.hangs
 
     def synchronize(self) -> None:
+        self.machine.only_outside(f"a wait of the host for {self.name}")
         self.machine.calls.append(("synchronize", self.name))
         self.machine.merge(self.machine.host, self.clock)
 
@@ -62,8 +65,9 @@ class FakeStream:
 class FakeEvent:
     """An event; ``number`` is the order in which events were made."""
 
-    def __init__(self, machine: FakeMachine, number: int) -> None:
-        self.machine, self.number = machine, number
+    def __init__(self, machine: FakeMachine, number: int, timed: bool) -> None:
+        self.machine, self.number, self.timed = machine, number, timed
+        self.graph: FakeGraph | None = None
         self.clock: dict[str, int] | None = None
         self.device: torch.device | None = None
         self.hung = "none"
@@ -71,7 +75,7 @@ class FakeEvent:
     def record(self, stream: FakeStream) -> None:
         if self.device not in (None, stream.device):
             self.machine.races.append(f"event {self.number} of {self.device} is recorded on {stream.name}")
-        self.device, self.hung = stream.device, stream.name
+        self.device, self.hung, self.graph = stream.device, stream.name, stream.graph
         self.machine.merge(stream, self.machine.host.clock)
         self.clock = dict(stream.clock)
         self.machine.calls.append(("record", self.number, stream.name))
@@ -80,15 +84,22 @@ class FakeEvent:
         if self.clock is None:
             self.machine.races.append(f"{stream.name} waits for event {self.number} before it is recorded")
             return
+        if self.graph is not None and self.graph is self.machine.capturing:
+            stream.graph = self.graph
+            self.graph.streams.append(stream)
+        elif self.graph is not stream.graph:
+            self.machine.races.append(f"{stream.name} waits for event {self.number} across the border of a capture")
         self.machine.calls.append(("wait", self.number, stream.name))
         self.machine.waits += 1
         if self.machine.waits != self.machine.dropped:
             self.machine.merge(stream, self.clock)
 
     def query(self) -> bool:
+        self.machine.only_outside(f"a query of event {self.number}")
         return self.hung != self.machine.hangs
 
     def synchronize(self) -> None:
+        self.machine.only_outside(f"a wait of the host for event {self.number}")
         self.machine.calls.append(("stop", self.number))
         if self.clock is None:
             self.machine.races.append(f"the host waits for event {self.number} before it is recorded")
@@ -96,6 +107,11 @@ class FakeEvent:
             self.machine.merge(self.machine.host, self.clock)
 
     def elapsed_time(self, end_event: FakeEvent) -> float:
+        for event in (self, end_event):
+            known = self.machine.host.clock
+            done = event.clock is not None and all(known.get(name, -1) >= time for name, time in event.clock.items())
+            if not (event.timed and done and event.device == self.device):
+                self.machine.races.append(f"event {event.number} has no time yet, or none at all")
         return float(end_event.number - self.number)
 
 
@@ -142,7 +158,7 @@ class FakeMachine:
 
     def event(self, timed: bool = False) -> FakeEvent:
         self.events += 1
-        return FakeEvent(self, self.events)
+        return FakeEvent(self, self.events, timed)
 
     def use(self, stream: FakeStream) -> None:
         self.calls.append(("use", stream.name))
@@ -197,10 +213,19 @@ class FakeMachine:
         self.calls.append(("capture", stream.name, len(generators)))
         self.free.clear()  # torch waits for the devices, and a graph takes memory of its own
         self.current[stream.device], self.device = stream, stream.device
-        graph = self.capturing = FakeGraph(self)
         before = [(tensor, tensor.clone()) for tensor in self.state]
-        yield graph
-        self.capturing = None
+        graph = stream.graph = self.capturing = FakeGraph(self, stream, generators)
+        try:
+            yield graph
+        finally:
+            self.capturing = None
+            self.races += [
+                f"{one.name} does not come back to {stream.name} within the capture"
+                for one in graph.streams
+                if stream.clock.get(one.name, -1) < one.clock[one.name]
+            ]
+            for one in graph.streams:
+                one.graph = None
         self.free.clear()
         with _disable_current_modes():  # a capture executes nothing
             for tensor, value in before:
@@ -208,6 +233,11 @@ class FakeMachine:
         if self.current[stream.device] is not stream or self.device != stream.device:
             self.races.append("the capture ends on another stream than it began on")
         self.calls.append(("captured", stream.name))
+
+    def only_outside(self, what: str) -> None:
+        """Note what CUDA refuses while a graph is captured."""
+        if self.capturing is not None:
+            self.races.append(f"{what} within a capture")
 
     def statistics(self, place: torch.device) -> Mapping[str, int]:
         return {name: 1000 * i for i, name in enumerate(FIGURES)}
@@ -285,10 +315,20 @@ class FakeMachine:
 
 
 class FakeGraph:
-    """A graph, whose replay does what was captured by doing it again."""
+    """A graph, whose replay does what was captured by doing it again.
 
-    def __init__(self, machine: FakeMachine) -> None:
-        self.machine = machine
+    Args:
+        machine: whose.
+        stream: that the capture begins on.
+        generators: that it may draw from.
+
+    Attributes:
+        streams: that have come into the capture.
+    """
+
+    def __init__(self, machine: FakeMachine, stream: FakeStream, generators: Sequence[torch.Generator]) -> None:
+        self.machine, self.streams = machine, [stream]
+        self.generators = {generator._cdata for generator in generators}
         self.kernels: list[tuple[Any, Any, Any, list[Tensor]]] = []
         self.before = set(machine.blocks.values())
         self.taken: set[Block] = set()
@@ -354,6 +394,9 @@ class Watch(TorchDispatchMode):
         name = func.name()
         if machine.capturing is not None:
             machine.capturing.add(func, args, kwargs, made)
+            drawn: Any = kwargs.get("generator")
+            if drawn is not None and drawn._cdata not in machine.capturing.generators:
+                machine.only_outside(f"{name} by a generator that the graph does not know")
         if name == "aten::copy_":
             ahead = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
             self.copy(given, ahead)
@@ -367,6 +410,8 @@ class Watch(TorchDispatchMode):
         if self.strict and place not in (HOST, machine.device):
             machine.races.append(f"{name} on {place} while {machine.device} is current")
         stream = machine.taker(place)
+        if stream.graph is not machine.capturing:
+            machine.only_outside(f"{name} on {stream.name}, which does not belong to it,")
         machine.calls.append(("run", name, stream.name))
         self.uses(stream, [(tensor, write) for tensor, write, at in operands if at != HOST], name)
         self.uses(machine.host, [(tensor, write) for tensor, write, at in operands if at == HOST], name)
@@ -387,6 +432,8 @@ class Watch(TorchDispatchMode):
         """On the source's current stream, between it and the destination's where that is another device."""
         machine, name = self.machine, "aten::copy_"
         to, source = [self.place(tensor) for tensor, _ in given]
+        if machine.capturing is not None and HOST in (to, source):
+            machine.only_outside("a copy from or to the host")
         if to == source == HOST:
             machine.calls.append(("run", name, "host"))
             self.uses(machine.host, given, name)

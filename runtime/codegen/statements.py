@@ -332,9 +332,7 @@ class Statements:
         kept: list[str] = []
         dropped: list[str] = []
 
-        def target(group: int | list[int | None] | None) -> str:
-            if isinstance(group, list):
-                return f"({''.join([target(item) + ', ' for item in group])})" if group else "[]"
+        def single(group: int | None) -> str:
             if group is None or group not in makes:
                 dropped.append(self.values.fresh())
                 return dropped[-1]
@@ -346,6 +344,11 @@ class Statements:
             else:
                 kept.extend(self.define(name, version, variable))
             return variable
+
+        def target(group: int | list[int | None] | None) -> str:
+            if isinstance(group, list):
+                return f"({''.join([single(item) + ', ' for item in group])})" if group else "[]"
+            return single(group)
 
         targets = [target(group) for group in call.returned]
         left = targets[0] if call.single else "".join([t + ", " for t in targets])

@@ -79,6 +79,11 @@ class Lanes:
             self.companions[key] = self.streams[f"{name} from {place}"] = self.machine.stream(place)
         return self.companions[key]
 
+    def rest(self, deadline: float | None) -> None:
+        """Wait for all streams."""
+        for stream in self.streams.values():
+            wait_for(stream, deadline)
+
     def owner(self, name: str, device: Device) -> Owner:
         """Who takes memory on *device* for a lane."""
         return Owner(
@@ -291,11 +296,6 @@ class StreamStatements(Statements):
     def stop(self, event: Event) -> str:
         return self.lines.called(partial(self.arrived, event), ("stop", id(event)))
 
-    def rest(self) -> None:
-        """Wait for all streams."""
-        for stream in self.lanes.streams.values():
-            wait_for(stream, self.setting.deadline)
-
     def arrived(self, event: Event) -> None:
         """Wait for an event; the error names the lanes that have work to do."""
         try:
@@ -320,7 +320,8 @@ class StreamStatements(Statements):
         number = self.number(made)
         if number not in self.buffers:
             on_host = self.place(made).type == "cpu"
-            owner = PageLocked(self.lanes.machine, self.rest) if on_host else self.lanes.owner(at, number[0])
+            rest = partial(self.lanes.rest, self.setting.deadline)
+            owner = PageLocked(self.lanes.machine, rest) if on_host else self.lanes.owner(at, number[0])
             self.buffers[number] = Buffer(owner.room)
         return self.buffers[number]
 

@@ -236,15 +236,16 @@ class Cuda:
         for stream in (*self.lanes.streams.values(), self.gate):
             try:
                 wait_for(stream, self.setting.deadline)
-            except TimeoutError:  # a kernel hangs: the device does nothing any more
-                return
-            except RuntimeError:  # one has failed
+            except (
+                TimeoutError,
+                RuntimeError,
+            ):  # a kernel hangs, so that the device does nothing any more; or one failed
                 self.forsake()
                 return
 
     def forsake(self) -> None:
-        """Keep page-locked buffers for as long as the process lasts. Their device is lost, and torch ends the process
-        where it cannot record an event when it frees such memory."""
+        """Keep page-locked buffers for as long as the process lasts. A device that hangs may fill them yet, when others
+        have the memory; and where it is lost, torch ends the process: it cannot record an event when it frees them."""
         for (device, _), buffer in self.buffers.items():
             if self.places[device].type == "cpu" and buffer.room is not None:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(buffer.room))
@@ -281,8 +282,7 @@ class Cuda:
     def close(self) -> None:
         """Let the devices come to rest, and give back what was kept."""
         self.settle()
-        self.plain.bound.clear()
-        self.buffers.clear()
+        self.start_anew()
 
 
 def _check_distinct(setting: Setting, places: Mapping[Device, torch.device]) -> None:

@@ -10,11 +10,12 @@ single precision.) The rest of the plan runs on its lanes' streams, which the ca
                                                        gpu:1.copy_in: wait … copy  ┘
 
 The first step of a size is issued without a graph, which warms libraries up and takes the buffers; the second one is
-captured.
+captured, if it comes from the same thread: libraries keep what they have for each.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
@@ -97,16 +98,16 @@ class CudaGraphs(Cuda):
         self.late = late_instructions(setting.plan, places or setting.binding)
         apart = replace(setting, plan=_with_buffers_apart(setting.plan, self.late))
         super().__init__(apart, threads, machine=machine, places=places)
-        self.warm: set[tuple[int, ...]] = set()
+        self.warm: set[tuple[int, tuple[int, ...]]] = set()
         self.graphs: dict[tuple[int, ...], _Captured] = {}
 
     def run(self, dims: Dims, inputs: Sequence[Feedable], step: int) -> Sequence[Tensor]:
         """One step; see :class:`.executor.Executor`."""
         key = tuple(dims.values())
-        if key not in self.warm:
-            self.warm.add(key)
-            return super().run(dims, inputs, step)
         if key not in self.graphs:
+            if (here := (threading.get_ident(), key)) not in self.warm:
+                self.warm.add(here)
+                return super().run(dims, inputs, step)
             if len(self.graphs) >= _KEPT_GRAPHS:
                 self.forget(next(iter(self.graphs)))
             self.graphs[key] = self.between(dims, step, lambda: self.capture(dims, inputs, step))
@@ -114,9 +115,9 @@ class CudaGraphs(Cuda):
         return self.between(dims, step, lambda: self.replay(captured, dims, inputs, step))
 
     def start_anew(self) -> None:
-        """Give receive buffers back, but for what graphs have of them; other sizes take theirs before a capture."""
+        """Give receive buffers back, but for what graphs have of them; sizes take theirs before a capture."""
         super().start_anew()
-        self.warm &= self.graphs.keys()
+        self.warm.clear()
 
     def replay(self, captured: _Captured, dims: Dims, inputs: Sequence[Feedable], step: int) -> Sequence[Tensor]:
         """Issue a captured step behind the gate."""

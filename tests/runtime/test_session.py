@@ -1,6 +1,8 @@
 """What a session gives and takes, and what it refuses."""
 
 import copy
+import gc
+import weakref
 
 import models
 import pytest
@@ -438,3 +440,18 @@ def test_an_expanded_buffer_stays_one_row_in_memory():
             assert torch.equal(other.step(x), model(x))
     with pytest.raises(SessionError, match="captured expanded"):
         Session(session.plan, {**program.state, "running_mean": torch.arange(3.0)})
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+def test_state_goes_with_its_session_and_needs_no_collector(executor):
+    example = models.mlp()
+    program = captured(example, sgd(example.model.parameters()))
+    gc.disable()
+    try:
+        with Session(passes.emit(spread(program)), program.state, executor=executor) as session:
+            session.step(*batch_of(example))
+            held = weakref.ref(next(iter(session._setting.state.values())))
+        del session
+        assert held() is None
+    finally:
+        gc.enable()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from functools import cache
 from typing import Any
@@ -13,6 +15,8 @@ import torch
 from fake_cuda import FakeEvent, watched
 from graphir.runtime import Session
 from graphir.runtime.codegen.handoffs import handoffs
+from graphir.runtime.cuda.executor import Cuda
+from graphir.runtime.cuda.graphs import CudaGraphs
 from graphir.runtime.failures.faults import fault
 from runnable import captured, forward_plan, sgd, spread
 
@@ -423,3 +427,38 @@ def test_a_device_that_hangs_is_waited_for_until_the_deadline() -> None:
         session.step(x)
     assert not session.usable
     session.close()
+    del session, executor, lanes
+    gc.collect()
+    assert not machine.races  # nobody gets page-locked memory that it may fill yet
+
+
+@pytest.mark.parametrize("kind", [Cuda, CudaGraphs])
+def test_a_session_gives_its_memory_back_without_the_collector(kind: type[Cuda]) -> None:
+    """Which knows nothing of devices' memory: buffers when it is closed, the rest when nobody has it any more."""
+    program, plan, batch = resnet()
+    session, machine = watched(plan, program.state, TOGETHER, kind)
+    executor: Any = session._executor
+    gc.disable()
+    try:
+        for _ in range(3):
+            session.step(*batch)
+        setting, rooms = weakref.ref(session._setting), [block.name for block in machine.blocks.values()]
+        session.close()
+        assert "buffer on cuda:0" in rooms
+        assert "buffer on cuda:0" not in [block.name for block in machine.blocks.values()]
+        del session, executor
+        assert setting() is None
+    finally:
+        gc.enable()
+
+
+def test_a_session_that_parks_on_the_host_goes_without_the_collector() -> None:
+    session, _ = watched(forward_plan(PARKED, "x", output="b"), {}, APART)
+    gc.disable()
+    try:
+        session.step(torch.ones(3))
+        setting = weakref.ref(session._setting)
+        del session
+        assert setting() is None
+    finally:
+        gc.enable()

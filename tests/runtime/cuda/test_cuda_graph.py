@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import Mock
@@ -9,7 +11,7 @@ from unittest.mock import Mock
 import models
 import pytest
 import torch
-from fake_cuda import watched
+from fake_cuda import FakeMachine, FakeStream, Watch, watched
 from graphir.runtime import Session
 from graphir.runtime.cuda.graphs import CudaGraphs
 from graphir.runtime.cuda.streams import TorchCuda
@@ -75,6 +77,26 @@ def test_receive_buffers_that_a_failed_step_gave_back_are_taken_before_a_capture
     assert not machine.races
     calls = [call[0] for call in machine.calls if call[0] in ("capture", "replay")]
     assert calls == ["capture", "replay", "replay", "capture", "replay", "replay"]
+
+
+def test_a_thread_that_captures_has_made_a_step_before() -> None:
+    """Libraries keep what they have for each thread, and cannot take it within a capture."""
+    example = models.mlp()
+    program = captured(example, sgd(example.model.parameters()))
+    batch = (*example.inputs, *example.targets)
+    session, machine = watched(passes.emit(program), program.state, TOGETHER, CudaGraphs)
+    session.step(*batch)
+    seen = []
+
+    def steps() -> None:
+        for _ in range(3):
+            session.step(*batch)
+            seen.append([call[0] for call in machine.calls if call[0] in ("capture", "replay")])
+
+    thread = threading.Thread(target=steps)
+    thread.start()
+    thread.join()
+    assert seen == [[], ["capture", "replay"], ["capture", "replay", "replay"]] and not machine.races
 
 
 def test_graphs_are_of_one_gpu() -> None:
@@ -263,3 +285,37 @@ def test_torch_is_told_of_generators_where_it_has_to_be(
     with TorchCuda().capture(Mock(), [torch.Generator(), torch.Generator()]) as found:
         assert found is graph and torch.is_inference_mode_enabled()
     assert graph.register_generator_state.call_count == told
+
+
+def joined(machine: FakeMachine, gate: FakeStream, lane: FakeStream) -> None:
+    event = machine.event()
+    event.record(gate)
+    event.wait(lane)
+
+
+def run_on(machine: FakeMachine, stream: FakeStream) -> None:
+    machine.use(stream)
+    made = machine.like(torch.ones(3), stream.device)
+    with Watch(machine):
+        made.mul_(2)
+
+
+REFUSED: dict[str, Callable[[FakeMachine, FakeStream, FakeStream, Any], object]] = {
+    "a wait of the host": lambda machine, gate, lane, before: before.synchronize(),
+    "a query": lambda machine, gate, lane, before: lane.query(),
+    "across the border": lambda machine, gate, lane, before: before.wait(gate),
+    "does not come back": lambda machine, gate, lane, before: joined(machine, gate, lane),
+    "does not belong to it": lambda machine, gate, lane, before: run_on(machine, lane),
+}
+
+
+@pytest.mark.parametrize("what", ["", *REFUSED])
+def test_what_cuda_refuses_within_a_capture_is_a_race_here(what: str) -> None:
+    machine, place = FakeMachine(), torch.device("cuda:0")
+    gate, lane, before = machine.stream(place), machine.stream(place), machine.event()
+    before.record(lane)
+    with machine.capture(gate, []):
+        if what:
+            REFUSED[what](machine, gate, lane, before)
+        run_on(machine, gate)
+    assert all(what in race for race in machine.races) and bool(machine.races) == bool(what)

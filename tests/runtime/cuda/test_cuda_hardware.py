@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import subprocess
 import sys
 
@@ -118,6 +119,7 @@ def test_the_ledger_beside_the_allocator() -> None:
     example = models.resnet(batch=8, blocks=2)
     program = captured(example, sgd(example.model.parameters()))
     batch = [tensor.cuda() for tensor in (*example.inputs, *example.targets)]
+    gc.collect()  # what other tests have left would go in between
     torch.cuda.reset_peak_memory_stats(0)
     torch.cuda.reset_accumulated_memory_stats(0)
     before = torch.cuda.memory_allocated(0)
@@ -248,6 +250,7 @@ def test_memory_that_runs_out() -> None:
         session.step(*example.inputs, *example.targets)
         (x,), (y,) = example.inputs, example.targets
         whole = torch.cuda.get_device_properties(0).total_memory
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(0) + (256 << 20)) / whole)
         try:
