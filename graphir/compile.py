@@ -174,9 +174,9 @@ class Compiled:
             RunError: as :meth:`step`.
         """
         self._sessions[0].run((), progress=False)  # what is closed or broken is to refuse before a batch is taken
-        self._results = []
-        run_loader(self.step, loader, steps, progress, self._results, f"plan {self.plan.name!r}")
-        return self._results
+        results = self._results = []
+        run_loader(self.step, loader, steps, progress, results, f"plan {self.plan.name!r}")
+        return results
 
     @property
     def results(self) -> list[Any]:

@@ -6,8 +6,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from itertools import chain
 from types import FrameType
 from typing import Any, Final
 
@@ -52,7 +53,7 @@ def run_loader(
         what = f"the loader is a {type(loader).__name__}, which has no batches"
         raise SessionError(what, where=where, fix="give a DataLoader, or any iterable of batches")
     batches = _batches(loader, results, where)
-    with _interrupts(results) as held, _bar(loader, steps, progress) as show:
+    with _interrupts(results) as held, _bar(loader, steps, progress, results) as show:
         while steps is None or len(results) < steps:
             try:
                 batch = next(batches)
@@ -60,7 +61,7 @@ def run_loader(
                 return
             with held():
                 results.append(_call(step, batch, where))
-            show(results[-1])
+            show()
 
 
 def _call(step: Callable[..., Any], batch: Any, where: str) -> Any:
@@ -77,7 +78,7 @@ def _call(step: Callable[..., Any], batch: Any, where: str) -> Any:
 
 def _batches(loader: Iterable[Any], results: list[Any], where: str) -> Iterator[Any]:
     try:
-        yield from loader
+        yield from chain(loader)  # which has no close(): a generator may be handed over again, so it stays open
     except Exception as e:
         raise SessionError(
             f"the loader failed after {counted(len(results), 'step')}: {_reason(e)}",
@@ -148,10 +149,12 @@ def _length(loader: Iterable[Any]) -> int | None:
 
 
 @contextmanager
-def _bar(loader: Iterable[Any], steps: int | None, wanted: bool) -> Iterator[Callable[[Any], None]]:
+def _bar(
+    loader: Iterable[Any], steps: int | None, wanted: bool, results: Sequence[Any]
+) -> Iterator[Callable[[], None]]:
     """What shows the steps done, and the last loss, on a terminal; nothing elsewhere."""
     if not wanted or not _on_terminal():
-        yield lambda result: None
+        yield lambda: None
         return
     from rich.console import Console
     from rich.progress import (
@@ -169,12 +172,18 @@ def _bar(loader: Iterable[Any], steps: int | None, wanted: bool) -> Iterator[Cal
         task = bar.add_task("steps", total=min(counts, default=None), loss="")
         due = 0.0
 
-        def show(result: Any) -> None:
+        def tell_loss() -> None:
+            result = results[-1] if results else None
+            if isinstance(result, Tensor) and result.numel() == 1:
+                bar.update(task, loss=f"loss {result.item():.4g}")
+
+        def show() -> None:
             nonlocal due
             bar.update(task, advance=1)
-            # Reading a loss waits for its device, so only as often as people look.
-            if isinstance(result, Tensor) and result.numel() == 1 and time.monotonic() >= due:
-                bar.update(task, loss=f"loss {result.item():.4g}")
+            # Reading a loss waits for its device, so only as often as people look, and at the end.
+            if time.monotonic() >= due:
+                tell_loss()
                 due = time.monotonic() + _LOOK_SECONDS
 
         yield show
+        tell_loss()

@@ -214,9 +214,9 @@ class Session:
             RunError: as :meth:`step`.
         """
         self._check_usable()
-        self._results = []
-        run_loader(self.step, loader, steps, progress, self._results, self._where())
-        return self._results
+        results = self._results = []
+        run_loader(self.step, loader, steps, progress, results, self._where())
+        return results
 
     @property
     def results(self) -> list[Any]:

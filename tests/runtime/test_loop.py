@@ -93,6 +93,23 @@ def test_a_loader_that_ends_before_the_steps_ends_the_run(total):
     assert values(total.run([pair(1)], steps=9)) == [1]
 
 
+def test_a_generator_goes_on_in_the_next_run(total):
+    batches = (pair(i) for i in range(6))
+    assert values(total.run(batches, steps=2)) == [0, 1]
+    with pytest.raises(SessionError, match="argument"):
+        total.run(batch[:1] for batch in batches)
+    assert values(total.run(batches)) == [3, 4, 5]
+
+
+def test_a_run_within_a_run_has_results_of_its_own(total):
+    def batches():
+        yield pair(1)
+        assert values(total.run([pair(2)])) == [2]
+        yield pair(3)
+
+    assert values(total.run(batches())) == [1, 3]
+
+
 def failing():
     yield pair(1)
     yield pair(2)
@@ -256,6 +273,13 @@ def test_progress_is_shown_on_a_terminal(total, screen, progress, shown):
         total.run([pair(i) for i in range(3)], progress=progress)
     assert (b"3/3" in found[0]) is shown
     assert bool(found[0]) is shown
+
+
+def test_the_loss_that_stays_on_a_terminal_is_the_last(screen):
+    step = Session(forward_plan("input x : f32[] @gpu:0\nc : f32[] @gpu:0 = aten.neg(x)", "x", output="c"), {})
+    with step, screen() as found:
+        step.run([torch.tensor(float(i)) for i in range(9)])
+    assert b"loss -8" in found[0]
 
 
 class Stream(IterableDataset):
