@@ -15,7 +15,7 @@ from ..errors import CaptureError
 from ..ir.guard import Guard
 from ..ir.size import Dims, dimension
 from .grid import BATCH, Grid, NotPolynomial, point_text
-from .guards import Steady, guards_of, simplified, steady_in
+from .guards import guards_of, simplified, steady_in
 from .recording import Recording, Step, record
 from .repeats import check_repeats
 from .sizes import Sizes, grown_dims
@@ -179,7 +179,7 @@ class _Taken:
         extents = self.recording(self.step.arguments.dims).extents
         named = {size: dimension(dim) for dim, size in dims.items()}
         try:
-            guards = list(guards_of(extents, lambda axis: named.get(size := axis.size, size), [dims]))
+            guards = list(guards_of(extents, lambda axis: named.get(axis.size, axis.size), [dims]))
         except NotPolynomial:
             return None
         chosen = slice(None if check is None else -1)  # of the points, those that the grid has chosen
@@ -202,27 +202,29 @@ class _Taken:
         another number, it only tests it, and otherwise the number has to stay.
         """
         sizes = self._sizes_at(grid)
-        here, stay = grid.points[0], list[Steady]()
+        here, stay = grid.points[0], list[tuple[Guard, ...]]()
         for steady in steady_in(sizes.recording.extents, sizes.axis, grid.points):
-            if any(known.guards == steady.guards is not None for known in stay):
-                continue
-            if not all(steady.stays(here, point) for point in sizes.grid.points):
+            if steady.guards in stay or not all(steady.stays(here, point) for point in sizes.grid.points):
                 continue
             point = steady.elsewhere(here, sizes.guards)
             if point is None and steady.guards is None:
                 continue
-            try:
-                if point is None or len(sizes.grid.points) - len(grid.points) == _MOST_FURTHER:
-                    raise NotPolynomial("no point shows it")
-                sizes = self._sizes_at(sizes.grid.with_point(point))
-            except NotPolynomial:
-                if steady.guards is None:
-                    raise NotPolynomial(
-                        f"Python makes a number of it in {steady.place}, which no guard can say"
-                    ) from None
-                stay.append(steady)
-        sizes.guards += [guard for steady in stay for guard in steady.guards or ()]
+            few = len(sizes.grid.points) - len(grid.points) < _MOST_FURTHER
+            further = self._sizes_if_alike(sizes.grid.with_point(point)) if point is not None and few else None
+            if further is not None:
+                sizes = further
+            elif steady.guards is not None:
+                stay.append(steady.guards)
+            else:
+                raise NotPolynomial(f"Python makes a number of it in {steady.place}, which no guard can say")
+        sizes.guards += [guard for guards in stay for guard in guards]
         return sizes
+
+    def _sizes_if_alike(self, grid: Grid) -> Sizes | None:
+        """The step's sizes from recordings at the points of a grid; None where it is another one at some of them."""
+        with contextlib.suppress(NotPolynomial):
+            return self._sizes_at(grid)
+        return None
 
     def _sizes_at(self, grid: Grid) -> Sizes:
         recordings: list[Recording] = []
