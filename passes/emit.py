@@ -149,7 +149,7 @@ class _Emission:
         if kind == "collective":
             lanes = [issued_on(op, blobs, part) for part in range(len(makes))]
             return [_Part(Instruction(kind, at, i, n), reads, makes[n : n + 1], []) for n, at in enumerate(lanes)]
-        views = {output for output, _ in op.effects.views}
+        views = op.effects.viewing
         written = [made for position, made in enumerate(makes) if position not in views]
         return [_Part(Instruction(kind, issued_on(op, blobs), i), reads, written, [makes[n] for n in sorted(views)])]
 

@@ -78,10 +78,10 @@ def hazards(net: Net) -> list[list[int]]:
             if (name, version) in views:
                 earlier[views[name, version]] = None
             readers.setdefault(at, []).append(i)
-        viewed = {output for output, _ in op.effects.views}
+        viewing = op.effects.viewing
         for position, made in enumerate(op.makes):
             at = storage[made[0]]
-            if position in viewed:
+            if position in viewing:
                 views[made] = i
                 continue
             if at in writer:

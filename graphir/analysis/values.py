@@ -323,7 +323,7 @@ class _Form:
     def __init__(self, op: Operator, table: Numbering) -> None:
         self.kind = kind = canonical_type(op.type)
         self.copies = kind in COPIES
-        self.views = frozenset([output for output, _ in op.effects.views])
+        self.views = op.effects.viewing
         self.empty = op.type.startswith(UNWRITTEN)
         self.ignores_first = kind in _IGNORES_FIRST
         self.batch_norm = kind in _BATCH_NORM and bool(op.args.get("training", True))

@@ -67,6 +67,11 @@ class Effects(NamedTuple):
     views: tuple[tuple[int, int], ...] = ()
     random: bool = False
 
+    @property
+    def viewing(self) -> frozenset[int]:
+        """The positions of the outputs that are views."""
+        return frozenset([output for output, _ in self.views])
+
 
 PURE: Final = Effects()
 

@@ -224,7 +224,7 @@ def late_instructions(plan: Plan, places: Mapping[Device, torch.device]) -> froz
             continue
         op = net.ops[instruction.op]
         reads = {net.blobs[name].storage for name in op.inputs}
-        views = {output for output, _ in op.effects.views}
+        views = op.effects.viewing
         writes = {net.blobs[name].storage for i, name in enumerate(op.outputs) if i not in views}
         on_host = any(places[net.blobs[name].device].type == "cpu" for name in (*op.inputs, *op.outputs))
         on_host |= op.type in SPARSE  # the host asks how many rows are there

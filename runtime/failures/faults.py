@@ -90,6 +90,6 @@ def writes_state(plan: Plan, instruction: Instruction) -> bool:
     if instruction.op < 0:
         return False
     op, blobs = plan.step.ops[instruction.op], plan.step.blobs
-    views = {op.outputs[output] for output, _ in op.effects.views}
+    views = {op.outputs[output] for output in op.effects.viewing}
     written = (name for name in instruction.makes(op.outputs) if name not in views)
     return any(blobs[blobs[name].storage].role in STATE_ROLES for name in written)

@@ -85,7 +85,7 @@ class FiniteWatch:
 
     def _made_by(self, instruction: Instruction, results: set[str]) -> list[_Made]:
         op, blobs = self.net.ops[instruction.op], self.net.blobs
-        views = {output for output, _ in op.effects.views}
+        views = op.effects.viewing
         found = []
         for position, name in enumerate(instruction.makes(op.outputs)):
             if position not in views:

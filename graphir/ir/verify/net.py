@@ -202,7 +202,7 @@ class _Walk:
         return bool(missing)
 
     def operator(self, position: int, op: Operator) -> None:
-        """Steps 3 to 8 and 10 to 14 for one operator."""
+        """Invariants 3 to 8 and 10 to 14, for one operator."""
         blobs, latest, state, geometries = self.net.blobs, self.latest, self.state, self.geometries
         inputs, outputs, device = op.inputs, op.outputs, op.device
         reads, makes = op.input_versions, op.output_versions
@@ -256,7 +256,7 @@ class _Walk:
         self.latest[name] = max(version, last + 1)
 
     def aliases(self, position: int, op: Operator) -> bool:
-        """Rule 8, and the states that outputs are made in; whether an output is on another device."""
+        """Invariant 8, and the states that outputs are made in; whether an output is on another device."""
         blobs, state, effects = self.net.blobs, self.state, op.effects
         shared = dict(effects.views) | dict(effects.writes)
         written = {output for output, _ in effects.writes}

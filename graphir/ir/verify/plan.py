@@ -174,7 +174,7 @@ def _views(op: Operator) -> frozenset[tuple[str, int]]:
     if not op.effects.views:
         return frozenset()
     makes = list(op.makes)
-    return frozenset([makes[output] for output, _ in op.effects.views])
+    return frozenset([makes[output] for output in op.effects.viewing])
 
 
 def _writes_before(net: Net) -> list[dict[str, int]]:
