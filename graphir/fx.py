@@ -128,7 +128,17 @@ class _Graph(fx.GraphModule):
 
 
 class _Writer:
-    """Writes one program's step as a graph."""
+    """Writes one program's step as a graph.
+
+    Attributes:
+        attributes: what the module holds, by path.
+        taken: first words of those paths.
+        values: the node of each (name, version) so far.
+        held: the node of each blob that the module holds.
+        dims: the node of each dimension that an argument shows.
+        sizes: the node of each size that was computed.
+        step: the node that counts steps, where numbers are drawn.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program, self.blobs = program, program.step.blobs
@@ -272,7 +282,7 @@ class _Writer:
         inputs = [self.values[read] for read in op.reads]
 
         def drawn() -> fx.Node:
-            return self.graph.call_function(generator, (self.step, 0, op.seed))
+            return self.graph.call_function(generator, (self.step, op.seed))
 
         def value(argument: Argument) -> Any:
             return given(argument, inputs, self.constant, torch.device("cpu"), drawn)
@@ -416,9 +426,9 @@ def own_operator(type: str, *positional: Any, **named: Any) -> Any:
     return perform(type, positional, named, torch.device("cpu"))
 
 
-def generator(step: Tensor, replica: int, seed_id: int) -> torch.Generator:
-    """A generator that is seeded as the operator with this seed id is."""
-    return torch.Generator().manual_seed(mix(int(step), replica, seed_id))
+def generator(step: Tensor, seed_id: int) -> torch.Generator:
+    """A generator that is seeded as the operator with this seed id is, on the one replica that there is."""
+    return torch.Generator().manual_seed(mix(int(step), 0, seed_id))
 
 
 def checked_constant(value: Any, captured: Any, name: str) -> None:

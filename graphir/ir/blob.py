@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 from .device import Device
@@ -11,6 +11,7 @@ from .size import Dims, Polynomial, Shape, Size, bind_shape, numel
 
 __all__ = [
     "ROLES",
+    "ROLE_OF_PHASE",
     "STATE_ROLES",
     "Blob",
     "Role",
@@ -31,6 +32,9 @@ holds as a plain attribute (*constant*), a forward value that depends on an inpu
 parameter or activation, a result handed back (*output*), or none of these (*temporary*)."""
 
 ROLES: Final[tuple[str, ...]] = get_args(Role)
+
+ROLE_OF_PHASE: Final[Mapping[str, Role]] = {"forward": "activation", "backward": "gradient", "reduce": "gradient"}
+"""The role of what operators of a phase make, where nothing else is known of it; that of others is temporary."""
 
 STATE_ROLES: Final = frozenset({"param", "buffer", "state", "constant"})
 """Roles of blobs that live from step to step; ``init`` fills them."""

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 
 from ...errors import GraphirError
-from ...ir.blob import Blob, Role
+from ...ir.blob import ROLE_OF_PHASE, Blob, Role
 from ...ir.device import Device
 from ...ir.net import Net
 from ...ir.operator import Arg, Operator, Symbol, stored_versions
@@ -274,11 +274,9 @@ FLOATING: Final = ("bf16", "f16", "f32", "f64")
 
 _CONTIGUOUS: Final = Symbol("contiguous_format")
 
-_ROLES: Final[Mapping[str, Role]] = {"forward": "activation", "backward": "gradient", "reduce": "gradient"}
-
 
 def _role(op: Operator) -> Role:
-    return _ROLES.get(op.phase, "temporary")
+    return ROLE_OF_PHASE.get(op.phase, "temporary")
 
 
 def op_name(op: Operator) -> str:

@@ -7,8 +7,7 @@ builds values and nothing else: no text is evaluated, and whether a net makes se
 from __future__ import annotations
 
 import re
-from dataclasses import replace
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from ...errors import ParseError, nearest
 from ...plan import KINDS, STREAMS, Event, Instruction, Kind, Plan
@@ -161,30 +160,27 @@ def _interface(reader: Lines, line: Line) -> Interface:
     gradients: dict[str, str] = {}
     module_state: dict[str, str] = {}
     optimizer_state: dict[str, dict[str, str]] = {}
-    found = Interface()
+    others: dict[str, Any] = {}
     while True:
         line = reader.next("} of the interface")
         word = line.take()
         if word == "}":
             line.end()
-            return replace(
-                found,
+            return Interface(
                 feeds=tuple(feeds),
                 fetches=tuple(fetches),
                 gradients=gradients,
                 module_state=module_state,
                 optimizer_state=optimizer_state,
                 param_groups=tuple(groups),
+                **others,
             )
         if word in ("arguments", "results"):
-            text = line.raw()
-            found = replace(found, arguments=text) if word == "arguments" else replace(found, results=text)
+            others[word] = line.raw()
+        elif word in ("loss", "optimizer"):
+            others[word] = line.name()
         elif word == "one_replica":
-            found = replace(found, one_replica=True)
-        elif word == "loss":
-            found = replace(found, loss=line.name())
-        elif word == "optimizer":
-            found = replace(found, optimizer=line.name())
+            others[word] = True
         elif word == "feed":
             feeds.append(Feed(*_leaf(line)))
         elif word == "output":

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from ...errors import GraphirError
-from ..blob import ROLES, Blob
+from ..blob import ROLE_OF_PHASE, ROLES, Blob
 from ..names import base_name
 from ..net import Net
 from ..operator import PURE, SYMBOLS, Arg, Effects, Operator, Symbol, groups
@@ -99,14 +99,12 @@ def nbytes_text(nbytes: int) -> str:
 
 # Defaults, which the parser shares
 
-_ROLE_OF_PHASE: Final = {"forward": "activation", "backward": "gradient", "reduce": "gradient"}
-
 
 def default_role(type: str, phase: str, storage: Blob | None) -> str:
     """The role that an output has unless its text says otherwise."""
     if storage is not None:
         return storage.role
-    return "temporary" if type == "Copy" else _ROLE_OF_PHASE.get(phase, "temporary")
+    return "temporary" if type == "Copy" else ROLE_OF_PHASE.get(phase, "temporary")
 
 
 def default_module(type: str, phase: str, outputs: Sequence[str]) -> str:
