@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..ir.blob import reach
 
-__all__ = ["described", "extent", "overlaps"]
+__all__ = ["described", "overlaps", "reach_of"]
 
 
 def described(kind: str, name: str) -> str:
@@ -17,9 +17,9 @@ def described(kind: str, name: str) -> str:
     return f"{'argument' if kind == 'input' else kind} {name!r}"
 
 
-def extent(tensor: torch.Tensor) -> int:
+def reach_of(tensor: torch.Tensor) -> int:
     """Elements from the tensor's first to its last, gaps included."""
-    return tensor.numel() if tensor.is_contiguous() else reach(tensor.shape, tensor.stride())
+    return reach(tensor.shape, tensor.stride())
 
 
 def overlaps(tensors: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, str]:
@@ -32,7 +32,7 @@ def overlaps(tensors: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, str]:
     for name, tensor in tensors:
         if tensor.numel() and not tensor.is_meta:
             memory, first = _place(tensor)
-            spans.setdefault(memory, []).append((first, first + extent(tensor) * tensor.itemsize, name))
+            spans.setdefault(memory, []).append((first, first + reach_of(tensor) * tensor.itemsize, name))
     found: dict[str, str] = {}
     for of_memory in spans.values():
         furthest, *others = sorted(of_memory)

@@ -15,7 +15,7 @@ import torch
 
 from ..ir.tensor import GRAIN_SIZE
 from .model_state import StateTensor, has_data
-from .overlaps import extent
+from .overlaps import reach_of
 
 __all__ = ["snapshot", "snapshots"]
 
@@ -73,10 +73,10 @@ def snapshots(state: Iterable[StateTensor]) -> Iterator[Callable[[], dict[str, t
 
 def _blank(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """An uninitialised tensor like *tensor*, and all of its memory as one row."""
-    span = torch.empty(extent(tensor), dtype=tensor.dtype, device="cpu")
+    span = torch.empty(reach_of(tensor), dtype=tensor.dtype, device="cpu")
     return span.as_strided(tensor.shape, tensor.stride()), span
 
 
 def _span(tensor: torch.Tensor) -> torch.Tensor:
     """The memory from the tensor's first element to its last, gaps included, as one row."""
-    return tensor.detach().as_strided((extent(tensor),), (1,))
+    return tensor.detach().as_strided((reach_of(tensor),), (1,))
