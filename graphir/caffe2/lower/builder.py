@@ -19,7 +19,7 @@ from ...ir.device import Device
 from ...ir.net import Net
 from ...ir.operator import Arg, Operator, Symbol, stored_versions
 from ...ir.opset import effects_of, signature, to_symbol
-from ...ir.verify.infer import Geometry, infer, same_layout
+from ...ir.verify.infer import Geometry, Inferred, infer, same_layout
 
 __all__ = ["ABSENT", "FLOATING", "Absent", "Builder", "Known", "Operand", "Static", "Temporary", "Value"]
 
@@ -213,25 +213,7 @@ class Builder:
         inferred = infer(op, [value.geometry for value in flat], {})
         if inferred.complaint:
             raise GraphirError(inferred.complaint)
-        geometries = inferred.outputs or ()
-        writes, views = dict(effects.writes), dict(effects.views)
-        values: list[Value] = []
-        scattered: list[tuple[int, str]] = []
-        for position in range(len(op.outputs)):
-            if position in writes:
-                source = flat[writes[position]]
-                values.append(self._next(source.name, source.geometry))
-                continue
-            geometry = geometries[position] if position < len(geometries) else None
-            if geometry is None:
-                raise GraphirError(f"the shape of what {type} returns is not known")
-            target = targets[position] if position < len(targets) else None
-            dense = inferred.loose or same_layout(geometry, geometry._replace(strides=None))
-            if isinstance(target, str) and not dense:  # Caffe2's tensors are contiguous, and views count on it
-                scattered.append((position, target))
-                target = None
-            viewed = flat[views[position]] if position in views else None
-            values.append(self._returned(op, like, geometry, target, viewed))
+        values, scattered = self._results(op, like, flat, inferred, targets)
         self.ops.append(
             op._replace(
                 outputs=tuple([value.name for value in values]),
@@ -239,11 +221,40 @@ class Builder:
                 seed=(len(self.ops) if like.seed is None else like.seed) if effects.random else None,
             )
         )
-        for position, name in scattered:
+        for position, name in scattered.items():
             (values[position],) = self.emit(
                 "aten.clone.default", [values[position]], {"memory_format": _CONTIGUOUS}, like, [name], device=device
             )
         return values
+
+    def _results(
+        self, op: Operator, like: Operator, flat: Sequence[Value], inferred: Inferred, targets: Sequence[Target]
+    ) -> tuple[list[Value], dict[int, str]]:
+        """The value of each output of *op*, which reads *flat*.
+
+        Caffe2's tensors are contiguous, and views count on it: the second result says which outputs are not, by
+        position, and of which Caffe2 blob they are to become the next value.
+        """
+        geometries = inferred.outputs or ()
+        writes, views = dict(op.effects.writes), dict(op.effects.views)
+        values: list[Value] = []
+        scattered: dict[int, str] = {}
+        for position in range(len(op.outputs)):
+            if position in writes:
+                source = flat[writes[position]]
+                values.append(self._next(source.name, source.geometry))
+                continue
+            geometry = geometries[position] if position < len(geometries) else None
+            if geometry is None:
+                raise GraphirError(f"the shape of what {op.type} returns is not known")
+            target = targets[position] if position < len(targets) else None
+            dense = inferred.loose or same_layout(geometry, geometry._replace(strides=None))
+            if isinstance(target, str) and not dense:
+                scattered[position] = target
+                target = None
+            viewed = flat[views[position]] if position in views else None
+            values.append(self._returned(op, like, geometry, target, viewed))
+        return values, scattered
 
     def _returned(
         self, op: Operator, like: Operator, geometry: Geometry, target: Target, viewed: Value | None
