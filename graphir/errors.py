@@ -10,8 +10,9 @@ A message says what is wrong on its first line, then where (``at``, ``in``) and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from typing import Final
 
 __all__ = [
     "CaptureError",
@@ -27,9 +28,14 @@ __all__ = [
     "RunError",
     "SessionError",
     "VerifyError",
+    "after_last",
     "counted",
     "nearest",
 ]
+
+
+_LONGEST_PASS: Final = 120
+"""Characters of a pass that an error prints; a real shift names a hundred activations."""
 
 
 class GraphirError(Exception):
@@ -116,6 +122,14 @@ class RecaptureWarning(UserWarning):
 
 def _message(what: str, *labelled: tuple[str, str]) -> str:
     return "\n".join([what, *(f"  {label:<4} {text}" for label, text in labelled if text)])
+
+
+def after_last(history: Sequence[str]) -> str:
+    """``, after shift_activations{activations=[relu], shifts={0: 1}}``: the last pass, without long options, if any."""
+    if not history:
+        return ""
+    last = history[-1] if len(history[-1]) <= _LONGEST_PASS else history[-1].partition("{")[0] + "{…}"
+    return f", after {last}"
 
 
 def counted(number: int, thing: str) -> str:

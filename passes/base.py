@@ -74,7 +74,13 @@ class Pass(BaseModel):
     def recorded(self, program: Program) -> Program:
         """Run the pass and add its text to the history, without verifying."""
         with collector_paused(), blamed(program):
-            return self.rewrite(program).with_(history=(*program.history, str(self)))
+            result = self.rewrite(program)
+        if not isinstance(result, Program):
+            raise PassError(
+                f"pass {self.name!r} returned {type(result).__name__}, not a Program",
+                fix="return program.with_(step=…) from rewrite",
+            )
+        return result.with_(history=(*program.history, str(self)))
 
     def __str__(self) -> str:
         given = [

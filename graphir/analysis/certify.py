@@ -13,7 +13,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, NoReturn
 
-from ..errors import EquivalenceError, counted
+from ..errors import EquivalenceError, after_last, counted
 from ..ir.names import prefix_of
 from ..ir.net import Net
 from ..ir.operator import Operator
@@ -238,7 +238,7 @@ class _Derivations:
 
 def _explain(before: Program, after: Program, difference: _Difference) -> NoReturn:
     """Raise the error that shows where two programs part."""
-    where = f"program {after.name!r}" + (f", after {after.history[-1]}" if after.history else "")
+    where = f"program {after.name!r}" + after_last(after.history)
     wanted = _outputs(before)
     names: list[Collection[str]] = []
     for program in (before, after):
@@ -249,7 +249,9 @@ def _explain(before: Program, after: Program, difference: _Difference) -> NoRetu
         raise EquivalenceError(
             f"{difference.kind} {difference.name!r} is missing from the {which} program",
             where=where,
-            fix="keep its name",
+            fix="keep its name"
+            if before.replicas == after.replicas
+            else "certify programs with the same replicas: replicate averages gradients, which changes values",
         )
     table = Numbering()
     ours, theirs = _Derivations(before, table), _Derivations(after, table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from small import two_layers
 
 from graphir import passes
 from graphir.errors import ParseError, PassError
+from graphir.ir.program import Program
 
 TEXT = "replicate{devices=[0, 1]} | shift_activations{activations=[fc2, loss], shifts={0: 2, 1: 3}} | inject_copies"
 
@@ -65,6 +67,17 @@ def test_a_run_times_each_pass() -> None:
 def test_bad_text_says_where(text: str, message: str) -> None:
     with pytest.raises(ParseError, match=re.escape(message)):
         passes.Pipeline(text)
+
+
+def test_a_pass_that_returns_no_program_is_refused() -> None:
+    class Forgets(passes.Pass):
+        name: ClassVar[str] = "forgets"
+
+        def rewrite(self, program: Program) -> Program:
+            program.with_()  # type: ignore[return]
+
+    with pytest.raises(PassError, match=r"pass 'forgets' returned NoneType, not a Program\n  fix  return program"):
+        Forgets()(two_layers())
 
 
 def test_unknown_pass_names_the_nearest() -> None:

@@ -10,6 +10,7 @@ Of every net, *well-formed*:
  6. An operator reads the last version made before it.
  7. Nobody has written to a blob's storage, by whatever name, between its version and a read of it.
  8. An output shares the storage of the input that the operator's effects name; every other output owns its storage.
+    A view is made on the device of its storage.
  9. External outputs are made, not written over later; gradients and what they are of are declared.
 10. Effects are those of the type's schema; random operators have a seed id, and only they.
 11. The type is torch's or graphir's own, or an imported one, without a dot; arguments, inputs and outputs fit its
@@ -33,13 +34,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeAlias
 
-from ...errors import GraphirError, VerifyError
+from ...errors import GraphirError, VerifyError, after_last
 from ...plan import Plan, program_of, sizes_of
 from ..blob import Blob
 from ..net import Net
 from ..operator import PURE, Operator, leaves
 from ..opset import OWN
-from ..placement import required_devices, same_memory
+from ..placement import is_host_scalar, required_devices, same_memory
 from ..program import Program
 from ..size import Dims, Polynomial, Size, size_dims
 from .infer import Geometry, Inferred, absurdity, geometry, infer, same_layout
@@ -70,8 +71,8 @@ def verify(subject: Subject, *, dims: Dims | None = None, placed: bool = True) -
     require(subject, (Program, Plan, Net), "verify")
     kind = type(subject).__name__.lower()
     where = f"{kind} {subject.name!r}"
-    if not isinstance(subject, Net) and subject.history:
-        where += f", after {subject.history[-1]}"
+    if not isinstance(subject, Net):
+        where += after_last(subject.history)
     try:
         problems = _problems(subject, dims or {}, placed)
     except RAW as e:
@@ -272,6 +273,10 @@ class _Walk:
                 if storage != source.storage:
                     verb = "overwrites" if k in written else "is a view of"
                     self.report(f"output {name!r} {verb} {source.name!r} but its storage is {storage!r}", op)
+                elif k not in written and blobs[name].device != op.device and not is_host_scalar(blobs[name]):
+                    self.report(
+                        f"view {name!r} is on {blobs[name].device}, where its storage is, but made on {op.device}", op
+                    )
             elif storage != name:
                 self.report(f"output {name!r} is new but declared as a view of {storage!r}", op)
             if k in written or k not in shared:

@@ -15,6 +15,9 @@ RAW: Final = (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError,
 """What torch and Python raise at values of other types and sizes than they take: what breaks an invariant may."""
 
 _MOST_PRINTED: Final = 20
+_MOST_MISPLACED: Final = 5
+"""Where nothing but copies is missing, there are many operands, and one fix for all."""
+
 _PLACE: Final = "run inject_copies before emit"
 _BLAME: Final = "verify before and after each pass or edit to see which one broke it"
 _ORIGIN: Final = "no pass is to blame, but what built or edited it; a program fresh from capture: report it as a bug"
@@ -69,10 +72,11 @@ def raise_all(problems: Sequence[Problem], where: str, *, passes: bool = True) -
     fixes = [_BLAME if passes else _ORIGIN] * (not placement) + [_PLACE] * any(p.placement for p in problems)
     if len(problems) == 1:
         raise error(problems[0].what, at=problems[0].at, where=where, fix="; ".join(fixes))
+    most = _MOST_MISPLACED if placement else _MOST_PRINTED
     lines = [f"{len(problems)} invariants are broken"]
-    for number, problem in enumerate(problems[:_MOST_PRINTED], 1):
+    for number, problem in enumerate(problems[:most], 1):
         lines.append(f"  {number:<4} {problem.what}")
         lines += [f"       at {problem.at}"] * bool(problem.at)
-    if len(problems) > _MOST_PRINTED:
-        lines.append(f"  … and {len(problems) - _MOST_PRINTED} more")
+    if len(problems) > most:
+        lines.append(f"  … and {len(problems) - most} more")
     raise error("\n".join(lines), where=where, fix="; ".join(fixes))

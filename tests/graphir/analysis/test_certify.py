@@ -8,9 +8,11 @@ import nets
 import pytest
 import tiny
 import torch
+from small import two_layers
 from tiny import BATCH, GPU0, GPU1, dropped, edited, inserted, op, position, reblobbed
 
 import graphir
+from graphir import passes
 from graphir.analysis.certify import certify
 from graphir.analysis.values import Numbering
 from graphir.errors import EquivalenceError, VerifyError
@@ -368,6 +370,11 @@ def test_missing_output() -> None:
         certify(with_output(TINY, "d"), fewer)
     with pytest.raises(EquivalenceError, match="output 'd' is missing from the first program"):
         certify(fewer, with_output(TINY, "d"))
+
+
+def test_a_replicated_program_is_not_held_against_the_captured_one() -> None:
+    with pytest.raises(EquivalenceError, match="fix  certify programs with the same replicas"):
+        certify(two_layers(), passes.replicate(two_layers(), devices=[0, 1]))
 
 
 def test_a_view_that_lies_about_its_operator_is_refused() -> None:

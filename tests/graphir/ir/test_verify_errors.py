@@ -11,7 +11,7 @@ from graphir.ir.net import Net
 from graphir.ir.verify import verify
 
 TINY = tiny.program()
-RELU, MASK, SGD = 1, 2, 13
+RELU, MASK, TRANSPOSE, SGD = 1, 2, 4, 13
 
 
 def test_placement_error_names_blob_devices_operator_pass_and_fix() -> None:
@@ -44,18 +44,39 @@ def test_output_on_another_device_is_misplaced() -> None:
 
 
 def test_all_errors_are_collected_and_the_text_is_bounded() -> None:
-    ops = tuple(o._replace(device=GPU1) for o in TINY.step.ops)
+    ops = tuple(o._replace(seed=3) for o in TINY.step.ops * 2)
+    with pytest.raises(VerifyError) as e:
+        verify(TINY.with_(step=TINY.step.with_(ops=ops)))
+    lines = str(e.value).splitlines()
+    total = int(lines[0].removesuffix(" invariants are broken"))
+    assert sum(line.startswith("       at ") for line in lines) == 20
+    assert lines[-3] == f"  … and {total - 20} more"
+
+
+def test_where_copies_alone_are_missing_few_are_named() -> None:
+    ops = tuple(o if o.effects.views else o._replace(device=GPU1) for o in TINY.step.ops)
     with pytest.raises(PlacementError) as e:
         verify(TINY.with_(step=TINY.step.with_(ops=ops)))
     lines = str(e.value).splitlines()
-    assert lines[0] == "36 invariants are broken"
+    assert lines[0] == "30 invariants are broken"
     assert lines[1] == "  1    blob 'x' is on gpu:0 but read on gpu:1"
-    assert sum(line.startswith("       at ") for line in lines) == 20
+    assert sum(line.startswith("       at ") for line in lines) == 5
     assert lines[-3:] == [
-        "  … and 16 more",
+        "  … and 25 more",
         "  in   program 'tiny'",
         "  fix  run inject_copies before emit",
     ]
+
+
+def test_a_view_is_made_where_its_storage_is_also_before_copies() -> None:
+    with pytest.raises(VerifyError, match=r"view 'd\.t' is on gpu:0, where its storage is, but made on gpu:1"):
+        verify(edited(TINY, TRANSPOSE, device=GPU1), placed=False)
+
+
+def test_of_a_pass_with_long_options_the_name_is_told() -> None:
+    long = f"shift_activations{{activations=[{', '.join(['r'] * 50)}], shifts={{0: 1}}}}"
+    with pytest.raises(VerifyError, match=r"  in   program 'tiny', after shift_activations\{…\}\n"):
+        verify(edited(TINY, RELU, seed=3).with_(history=(long,)))
 
 
 def test_other_errors_beside_placement_make_it_a_verify_error() -> None:
