@@ -18,6 +18,7 @@ In the order in which a step passes through::
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -32,7 +33,7 @@ from .arguments import Arguments, read_arguments
 from .attributes import AllowedChanges, attributes_of
 from .build import build_program
 from .caches import Caches
-from .composites import composed_as_unwatched
+from .composites import register
 from .following import follow_dims
 from .micro_batches import per_micro_batch
 from .model_state import ModelState, read_state
@@ -46,8 +47,13 @@ from .snapshots import snapshots
 
 __all__ = ["capture", "seeded"]
 
+_COMPOSITES: Final = register()
+"""Keeps its kernels registered."""
+
 _alone: Final = threading.RLock()
 """Held during a capture, while functions of torch are replaced and fake tensors stand in the model."""
+if hasattr(os, "register_at_fork"):  # a forked process would have them for ever
+    os.register_at_fork(before=_alone.acquire, after_in_parent=_alone.release, after_in_child=_alone.release)
 
 
 def capture(
@@ -70,7 +76,8 @@ def capture(
 
     The step is run on fake tensors: nothing is computed, and the model, its gradients, hooks and the random state are
     left as they are. Parameters, buffers and optimizer state are copied into ``program.state``. Gradients are those
-    of this step alone, as after ``optimizer.zero_grad()``. A capture in another thread is waited for.
+    of this step alone, as after ``optimizer.zero_grad()``. A capture in another thread is waited for, also by
+    ``os.fork``.
 
     Args:
         model: as it is: in training or evaluation mode; or an exported program, of which ``torch.export.unflatten``
@@ -128,7 +135,6 @@ def capture(
         torch.set_grad_enabled(with_gradients),
         torch.compiler.set_stance("force_eager"),
         torch.autograd.set_detect_anomaly(False),  # it reads every gradient
-        composed_as_unwatched(),
     ):
         state = read_state(model)
         arguments = read_arguments(model, inputs, kwargs, targets, loss, batch_dims)

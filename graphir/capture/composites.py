@@ -1,49 +1,34 @@
 """Operators that torch runs as other ones where a gradient may be needed.
 
 Singular values and eigenvalues are then computed together with their vectors, else alone, and the two round
-differently. While a dispatch mode is active, torch takes every tensor for one that may need a gradient.
+differently. While a dispatch mode is active, torch takes every tensor for one that may need a gradient. So graphir's
+modes are shown such operators whole where the tensor itself needs none, by kernels that do what torch's do for
+everybody else.
+
+They are registered once, when graphir is imported, and stay. Torch's dispatcher reads an operator's kernels without a
+lock: a thread that computes singular values while kernels come or go may call one that is no more, which ends the
+process.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-__all__ = ["composed_as_unwatched"]
+__all__ = ["register"]
 
 _aten: Final = torch.ops.aten
 _VALUES: Final = (_aten.linalg_svdvals.default, _aten.linalg_eigvalsh.default, _aten.linalg_eigvals.default)
 """Norms, ranks and condition numbers call them."""
 _KEYS: Final = ("AutogradCPU", "AutogradCUDA")
 
-_lock = threading.Lock()
-_users: list[torch.library.Library] = []
 
-
-@contextlib.contextmanager
-def composed_as_unwatched() -> Iterator[None]:
-    """While this is active, dispatch modes see such operators whole where the tensor itself needs no gradient.
-
-    So their bits are those of eager PyTorch without a mode. Contexts within each other, or in several threads, share
-    what is registered with torch.
-    """
-    with _lock:
-        _users.append(_registered() if not _users else _users[0])
-    try:
-        yield
-    finally:
-        with _lock:
-            library = _users.pop()
-            if not _users:
-                library._destroy()
-
-
-def _registered() -> torch.library.Library:
+def register() -> torch.library.Library:
+    """Register the kernels with torch, for as long as what is returned lives."""
     library = torch.library.Library("aten", "IMPL")
     for func in _VALUES:
         for key in _KEYS:
@@ -53,12 +38,17 @@ def _registered() -> torch.library.Library:
 
 def _kernel(func: torch._ops.OpOverload) -> Callable[..., torch.Tensor]:
     def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if _may_need_gradient(tensor):
+        if not _is_seen() or _may_need_gradient(tensor):
             return func.decompose(tensor, *args, **kwargs)  # type: ignore[no-any-return]
         with torch._C._AutoDispatchBelowAutograd():
             return func(tensor, *args, **kwargs)  # type: ignore[no-any-return]
 
     return call
+
+
+def _is_seen() -> bool:
+    """Whether one of graphir's modes is active: those have seed ids."""
+    return any(hasattr(mode, "seeds") for mode in _get_current_dispatch_mode_stack())
 
 
 def _may_need_gradient(tensor: torch.Tensor) -> bool:

@@ -7,6 +7,7 @@ that what it draws depends on neither device, lane nor order. :func:`seeded` doe
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import sys
 import threading
@@ -22,7 +23,6 @@ from torch.utils._python_dispatch import (
 
 from ..errors import CaptureError
 from ..ir.seeds import mix
-from .composites import composed_as_unwatched
 from .conditions import Broken, Conditions
 from .forms import Form, form_of
 from .patches import in_this_thread, replaced
@@ -70,7 +70,9 @@ class SeedIds:
         _, self._next = self._saved[id(state)]
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()
+if hasattr(os, "register_at_fork"):  # in a forked process nobody releases what another thread held
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 _followers: list[contextlib.ExitStack] = []
 
 
@@ -286,5 +288,5 @@ def seeded(step: int, replica: int = 0) -> Iterator[None]:
     for word, number in (("step", step), ("replica", replica)):
         if type(number) is not int or number < 0:
             raise CaptureError(f"seeded: {word} is {number!r}", fix="give a whole number, counted from 0")
-    with rng_state_followed(), composed_as_unwatched(), _Seeded(step, replica, SeedIds()):
+    with rng_state_followed(), _Seeded(step, replica, SeedIds()):
         yield

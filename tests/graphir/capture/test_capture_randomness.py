@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -270,3 +273,31 @@ def test_other_threads_have_torchs_own_random_state_during_a_capture() -> None:
 
     capture(Busy(), (torch.ones(2),))
     assert done and set(done) == {torch.initial_seed()}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_process_forked_during_a_capture_has_torchs_own_functions_and_captures() -> None:
+    own, inside = torch.manual_seed, threading.Event()
+
+    class Slow(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            inside.set()
+            time.sleep(0.05)
+            return x.relu()
+
+    thread = threading.Thread(target=capture, args=(Slow(), (torch.ones(2),)))
+    thread.start()
+    assert inside.wait(20)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        try:
+            with seeded(0):
+                same = torch.manual_seed is own
+            capture(nn.ReLU(), (torch.ones(2),))
+            os._exit(0 if same else 1)
+        finally:
+            os._exit(2)
+    thread.join(20)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
