@@ -16,7 +16,7 @@ from ...errors import GraphirError, nearest
 from ..blob import Blob, contiguous_strides, reach, same_strides
 from ..dtype import ITEMSIZE
 from ..meta import META, rule_of
-from ..operator import Arg, Effects, Operator, groups
+from ..operator import Arg, Effects, Operator, Symbol, groups
 from ..opset import NAMESPACES, OWN, Signature, arguments_of, effects_of, signature, to_symbol, to_torch
 from ..size import LARGEST, Dims, Polynomial, bind, bind_shape
 
@@ -207,10 +207,13 @@ def _infer(op: Operator, inputs: Inputs, args: Mapping[str, Arg]) -> Inferred:
 
 def _complaint(op: Operator, sig: Signature, effects: Effects) -> str:
     """What the signature has against the call: unknown or missing arguments, wrong numbers of inputs or outputs."""
-    names = {p.name for p in sig.params}
-    unknown = [name for name in op.args if name not in names]
-    if unknown:
-        return f"{op.type} has no argument {unknown[0]!r}"
+    types = {p.name: p.type for p in sig.params}
+    for name, arg in op.args.items():
+        if name not in types:
+            return f"{op.type} has no argument {name!r}"
+        kind = next((kind for word, kind in _CONSTANTS.items() if word in types[name]), None)
+        if kind and arg is not None and not (isinstance(arg, Symbol) and isinstance(to_torch(arg), kind)):
+            return f"{op.type} takes a torch.{kind.__name__} as {name}, not {arg!r}"
     arranged = groups(op.operands, len(op.inputs))
     tensors, count = sig.tensors, len(op.inputs)
     used = sum(len(g) - g.count(None) if isinstance(g, list) else g is not None for g in arranged)
@@ -221,7 +224,7 @@ def _complaint(op: Operator, sig: Signature, effects: Effects) -> str:
         return f"{op.type} has {len(arranged)} inputs where its signature takes {len(tensors)} ({taken})"
     given = {p.name for p, g in zip(sig.tensors, arranged, strict=False) if g is not None} | set(op.args)
     optional = {p.name for p in sig.params if not p.required or p.type.startswith("Optional")}
-    missing = names - given - optional - {"generator", "device"}
+    missing = types.keys() - given - optional - {"generator", "device"}
     if missing:
         return f"{op.type} needs an argument {min(missing)!r}"
     count = len(sig.results) if op.results is None else op.results.count("t")
@@ -229,6 +232,10 @@ def _complaint(op: Operator, sig: Signature, effects: Effects) -> str:
     if count != len(op.outputs):
         return f"{op.type} makes {count} outputs but {len(op.outputs)} are named"
     return ""
+
+
+_CONSTANTS: Final = {"ScalarType": torch.dtype, "Layout": torch.layout, "MemoryFormat": torch.memory_format}
+"""By the type of a parameter, what torch takes for it. It would take any number, too, and read beyond its tables."""
 
 
 class _Refused(Exception):
@@ -311,9 +318,10 @@ def _on_meta(op: Operator, sig: Signature, inputs: Sequence[Geometry], args: Map
     try:
         with torch.no_grad():
             returned = rule_of(op.type)(*positional, **keywords)
-    except (NotImplementedError, ArithmeticError, AssertionError):  # no kernel, or one that fails on odd sizes
+    except (NotImplementedError, ArithmeticError, AssertionError, AttributeError):
+        # No kernel, one that fails on odd sizes, or one for fake tensors alone.
         return None
-    except (RuntimeError, IndexError, TypeError, ValueError) as e:
+    except Exception as e:  # those in Python look element types up in tables, for one
         text = str(e).strip().partition("\n")[0] or type(e).__name__
         if "meta" in text.lower():  # the value of a tensor is needed, and a meta tensor has none
             return None

@@ -51,6 +51,17 @@ def test_arguments_are_bound() -> None:
         call("aten.view.default", [four], args=args)
 
 
+def test_what_a_rule_of_torch_raises_is_a_complaint() -> None:
+    complaint = call("aten.linalg_eigvals.default", [Geometry((2, 2), "i64")]).complaint
+    assert complaint == "aten.linalg_eigvals.default refuses its operands: torch.int64"
+
+
+def test_a_rule_that_is_for_fake_tensors_alone_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "rule_of", lambda type: lambda tensor: tensor.fake_device)
+    found = call("aten.neg.default", [Geometry((2, 5, 7), "f64")])
+    assert (found.outputs, found.complaint) == (None, "")
+
+
 def test_factories_symbols_and_patterns() -> None:
     made = call("aten.full.default", [], args={"size": (2,), "fill_value": 1.0, "dtype": Symbol("f64")})
     assert made.outputs == (Geometry((2,), "f64"),)

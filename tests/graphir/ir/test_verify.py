@@ -19,7 +19,7 @@ from graphir.errors import PlacementError, VerifyError
 from graphir.ir.blob import Blob
 from graphir.ir.device import CPU
 from graphir.ir.net import Net
-from graphir.ir.operator import PURE, Effects
+from graphir.ir.operator import PURE, Effects, Symbol
 from graphir.ir.program import ParamGroup, Program
 from graphir.ir.size import dimension
 from graphir.ir.verify import verify
@@ -124,6 +124,18 @@ BROKEN: dict[str, tuple[Program, str]] = {
         "neither torch nor graphir has an operator 'graphir.lod'; did you mean 'graphir.load' or",
     ),
     "11 argument": (edited(TINY, MASK, args={"q": 0.5}), "aten.bernoulli.p has no argument 'q'"),
+    "11 element type as a number": (
+        edited(TINY, 0, type="aten._to_copy.default", inputs=("x",), args={"dtype": -1}),
+        "aten._to_copy.default takes a torch.dtype as dtype, not -1",
+    ),
+    "11 memory format as a number": (
+        edited(TINY, RELU, type="aten.clone.default", args={"memory_format": 255}),
+        "aten.clone.default takes a torch.memory_format as memory_format, not 255",
+    ),
+    "11 element type as memory format": (
+        edited(TINY, RELU, type="aten.clone.default", args={"memory_format": Symbol("f32")}),
+        "aten.clone.default takes a torch.memory_format as memory_format, not f32",
+    ),
     "11 missing": (edited(TINY, MASK, args={}), "aten.bernoulli.p needs an argument 'p'"),
     "11 inputs": (edited(TINY, RELU, inputs=("h", "x")), "aten.relu.default has 2 inputs where its signature takes"),
     "11 inputs of mm": (
