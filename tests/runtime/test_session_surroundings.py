@@ -138,7 +138,8 @@ def test_a_step_in_a_forked_child_is_refused():
                 session.step(*example.inputs, *example.targets)
             except SessionError as e:
                 os._exit(7 if "before this process was forked" in str(e) else 8)
-            os._exit(9)
+            finally:
+                os._exit(9)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         session.step(*example.inputs, *example.targets)
 
@@ -338,8 +339,11 @@ def test_a_session_can_be_closed_in_a_child_forked_during_a_step(during):
         child = os.fork()
         if child == 0:
             signal.alarm(20)
-            session.close()
-            os._exit(7 if not session.usable else 8)
+            try:
+                session.close()
+                os._exit(7 if not session.usable else 8)
+            finally:
+                os._exit(9)
         leave.set()
         other.join(20)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7

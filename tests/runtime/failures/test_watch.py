@@ -133,8 +133,8 @@ def test_an_operator_that_hangs_is_given_up_at_the_deadline(blocked):
 def test_ctrl_c_does_not_wait_for_an_operator_that_hangs(blocked):
     with session_of() as session:
         timer = threading.Timer(0.2, _thread.interrupt_main)
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):  # outside it would end the run of the tests
+            timer.start()
             session.step(X)
         timer.join()
         assert unusable(session)
