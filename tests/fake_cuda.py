@@ -86,6 +86,7 @@ class FakeEvent:
             return
         if self.graph is not None and self.graph is self.machine.capturing:
             stream.graph = self.graph
+            stream.tick()
             self.graph.streams.append(stream)
         elif self.graph is not stream.graph:
             self.machine.races.append(f"{stream.name} waits for event {self.number} across the border of a capture")

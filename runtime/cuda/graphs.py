@@ -158,11 +158,11 @@ class CudaGraphs(Cuda):
                 try:
                     fence.fork()
                     outputs = early.bind(dims)(step, *[static[i] for i in early.inputs])
-                    fence.join()
                 except Exception as e:
                     failure = e
                 finally:
                     self.machine.use(self.gate)
+                    fence.join()  # otherwise torch's allocator would not learn that the capture is over
         except Exception as e:
             failure = failure or e
         if failure is not None:

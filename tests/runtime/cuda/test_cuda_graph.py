@@ -99,6 +99,19 @@ def test_a_thread_that_captures_has_made_a_step_before() -> None:
     assert seen == [[], ["capture", "replay"], ["capture", "replay", "replay"]] and not machine.races
 
 
+def test_a_capture_that_fails_comes_to_its_end() -> None:
+    """Lanes that do not come back would let torch's allocator take every later step for a part of it."""
+    example = models.mlp()
+    program = captured(example, sgd(example.model.parameters()))
+    batch = (*example.inputs, *example.targets)
+    session, machine = watched(passes.emit(spread(program)), program.state, TOGETHER, CudaGraphs)
+    session.step(*batch)
+    machine.fails["aten::addmm", torch.device("cuda:0")] = torch.OutOfMemoryError("CUDA out of memory.")
+    with pytest.raises(RunError, match=r"cannot be captured as a CUDA graph: OutOfMemoryError(.|\n)*at   .*aten.addmm"):
+        session.step(*batch)
+    assert not machine.races
+
+
 def test_graphs_are_of_one_gpu() -> None:
     example = models.mlp()
     program = captured(example, sgd(example.model.parameters()))

@@ -303,11 +303,12 @@ def test_a_kernel_that_fails_is_told_late_and_ends_the_session() -> None:
 def test_a_report_has_the_allocators_figures() -> None:
     example = models.resnet(batch=4, blocks=2)
     program, _, shifted = both(example)
+    batch = doubled(example)
     torch.cuda.reset_accumulated_memory_stats(0)  # of tests whose memory runs out
     with Session(shifted, program.state, binding=ONE) as session:
         with session.measured():
             for _ in range(3):
-                session.step(*doubled(example))
+                session.step(*batch)
         report = session.report()
     (use,) = report.allocators
     assert use.devices == tuple(shifted.devices)[:4] and use.shortages == 0
