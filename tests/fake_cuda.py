@@ -411,7 +411,7 @@ class Watch(TorchDispatchMode):
         if self.strict and place not in (HOST, machine.device):
             machine.races.append(f"{name} on {place} while {machine.device} is current")
         stream = machine.taker(place)
-        if stream.graph is not machine.capturing:
+        if stream.graph is not machine.capturing and (given or any(t.untyped_storage().nbytes() for t in made)):
             machine.only_outside(f"{name} on {stream.name}, which does not belong to it,")
         machine.calls.append(("run", name, stream.name))
         self.uses(stream, [(tensor, write) for tensor, write, at in operands if at != HOST], name)
