@@ -62,7 +62,7 @@ class PassError(GraphirError):
 
 
 class VerifyError(GraphirError):
-    """A program or plan breaks the invariants of the IR; lists every one it breaks."""
+    """A program or plan breaks invariants of the IR; counts all that it breaks and lists the first."""
 
 
 class PlacementError(VerifyError):
