@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from graphir import passes, runtime
-from graphir.capture import capture, seeded
+from graphir.capture import capture, randomness, seeded
 from graphir.errors import CaptureError
 from graphir.ir.program import Program
 
@@ -299,5 +299,25 @@ def test_a_process_forked_during_a_capture_has_torchs_own_functions_and_captures
             os._exit(0 if same else 1)
         finally:
             os._exit(2)
+    thread.join(20)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_process_forked_while_a_thread_enters_seeded_has_its_lock_free() -> None:
+    inside = threading.Event()
+
+    def entering() -> None:
+        with randomness._lock:
+            inside.set()
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=entering)
+    thread.start()
+    assert inside.wait(20)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if randomness._lock.acquire(timeout=5) else 1)
     thread.join(20)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
