@@ -13,19 +13,20 @@ from graphir.ir.device import Device
 
 from .cuda.executor import Collectives, Cuda
 from .cuda.graphs import CudaGraphs
-from .executor import Executor, Setting
+from .executor import Setting
 from .executors.adversarial import Adversarial
 from .executors.choice import HOST_ONLY, Choice
 from .executors.reference import Reference
 from .executors.segments import Segments
 from .executors.serial import Serial
 from .executors.threads import Threads
+from .observing.probes import Observable
 
 __all__ = ["ExecutorName", "Options"]
 
 ExecutorName: TypeAlias = Literal["auto", "reference", "serial", "threads", "segments", "cuda", "adversarial"]
 
-_KINDS: Final[Mapping[str, Callable[[Setting, int | None], Executor]]] = {
+_KINDS: Final[Mapping[str, Callable[[Setting, int | None], Observable]]] = {
     "reference": Reference,
     "serial": Serial,
     "threads": Threads,
@@ -105,7 +106,7 @@ class Options(NamedTuple):
                 fix="leave it out, or bind all devices to one GPU",
             )
 
-    def make(self, setting: Setting, choice: Choice) -> Executor:
+    def make(self, setting: Setting, choice: Choice) -> Observable:
         """The executor that was chosen."""
         if choice.executor == "adversarial":
             return Adversarial(setting, self.threads, self.seed or 0)

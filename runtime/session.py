@@ -29,7 +29,7 @@ from .machine.places import Binding, generator_on, places_of
 from .machine.surroundings import FORKS
 from .observing.finite import FiniteWatch
 from .observing.measurement import Measurement
-from .observing.observed import Observed, observable
+from .observing.observed import Observed
 from .observing.report import Report, report
 from .observing.trace import write_trace
 from .options import ExecutorName, Options
@@ -68,14 +68,14 @@ class Session:
             ``adversarial``, for tests, interleaves the lanes as badly as the plan allows.
         threads: how many threads one kernel may use; by default as many as in the thread that makes the session, so
             that results equal those of eager PyTorch there bit for bit. Steps called from other threads use as many.
-        deadline: seconds. A step of several threads is given up where no lane has come to its next instruction for as
-            long; None: never. Lanes that wait for each other, and threads that have died, are noticed at once.
         beside: a session of another plan of the same model and optimizer, whose parameters, buffers, optimizer state,
             learning rates and number of steps this one shares: a step of either is a step of both. The steps of a
             program without optimizer beside one with, such as an evaluation's, are not counted.
         seed: of the adversarial executor's interleavings, 0 by default.
         check_finite: whether to stop a step at the first operator that makes NaN or infinities of finite values, with
             a RunError that names it. Every value of a step costs one reduction more.
+        deadline: seconds. A step of several threads is given up where no lane has come to its next instruction for as
+            long; None: never. Lanes that wait for each other, and threads that have died, are noticed at once.
         collectives: ``ordered`` sums in participant order, so that bits are the same everywhere; ``native``, of the
             executor ``cuda`` and among distinct GPUs, in NCCL's, see :attr:`caveats`.
         cuda_graph: whether the executor ``cuda`` captures its steps as CUDA graphs, on one GPU; with the same bits.
@@ -136,7 +136,7 @@ class Session:
         self._watch = FiniteWatch(plan) if check_finite else None
         self._observed: Observed | None = None
         if self._watch is not None:
-            self._observed = Observed(observable(self._executor, "check_finite"), setting, self._watch)
+            self._observed = Observed(self._executor, setting, self._watch)
         self._measurement: Measurement | None = None
         self._results: list[Any] = []
 
@@ -231,8 +231,7 @@ class Session:
         after it are timed; where there is only one, it does both.
 
         Raises:
-            SessionError: the executor cannot be observed, steps are being measured already, or the session cannot be
-                used any more.
+            SessionError: steps are being measured already, or the session cannot be used any more.
         """
         self._check_usable()
         before = self._observed
@@ -240,9 +239,8 @@ class Session:
             raise SessionError(
                 "the session's steps are being measured already", where=self._where(), fix="leave that context first"
             )
-        executor = observable(self._executor, "measured()")
-        self._measurement = Measurement(self._setting, executor.clock, executor.kept)
-        self._observed = Observed(executor, self._setting, self._watch, self._measurement)
+        self._measurement = Measurement(self._setting, self._executor.clock, self._executor.kept)
+        self._observed = Observed(self._executor, self._setting, self._watch, self._measurement)
         try:
             yield
         finally:

@@ -7,29 +7,14 @@ from contextlib import nullcontext
 
 from torch import Tensor
 
-from graphir.errors import SessionError
 from graphir.ir.size import Dims
 
-from ..executor import Executor, Feedable, OnDevices, Setting
+from ..executor import Feedable, OnDevices, Setting
 from .finite import FiniteWatch
 from .measurement import Measurement
 from .probes import Observable, Probe, Probes
 
-__all__ = ["Observed", "observable"]
-
-
-def observable(executor: Executor, what: str) -> Observable:
-    """The executor, if it can be observed.
-
-    Raises:
-        SessionError: it can't; *what* asked for it.
-    """
-    if not isinstance(executor, Observable):
-        raise SessionError(
-            f"{what} needs an executor whose steps can be observed, which {type(executor).__name__} is not",
-            fix="use executor='reference' or 'threads'",
-        )
-    return executor
+__all__ = ["Observed"]
 
 
 class Observed:

@@ -1,7 +1,7 @@
 """Probes: what an executor calls at the boundaries of instructions, where a step is observed.
 
-An executor that can be observed runs a second form of its step then, made when it is first asked for, so that a step
-that nobody observes pays nothing::
+An executor runs a second form of its step then, made when it is first asked for, so that a step that nobody observes
+pays nothing::
 
     begin(7); v3 = c1(v2); end(7, (v2, ), (v3, ))          # run fc1 = aten.relu(fc0)
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -70,15 +70,12 @@ class HostClock:
         return list(marks)
 
 
-@runtime_checkable
 class Observable(Executor, Protocol):
-    """An executor whose steps can be observed; they give the same bits.
+    """An executor whose steps can be observed; they give the same bits."""
 
-    Attributes:
-        clock: of its lanes.
-    """
-
-    clock: Clock
+    @property
+    def clock(self) -> Clock:
+        """Of its lanes."""
 
     def kept(self) -> Kept:
         """The receive buffers that it keeps from step to step; none where every copy takes memory of its own."""

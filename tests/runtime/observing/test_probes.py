@@ -7,7 +7,7 @@ from graphir.runtime import Session
 from graphir.runtime.executors.reference import Reference
 from graphir.runtime.executors.serial import Serial
 from graphir.runtime.executors.threads import Threads
-from graphir.runtime.observing.probes import Observable, Probes
+from graphir.runtime.observing.probes import Probes
 from runnable import captured, forward_plan, setting_of, sgd, spread
 
 from graphir import passes
@@ -175,9 +175,3 @@ def test_several_probes_enclose_each_other(executor):
 
     executor(plan, "x").run_observed({}, [torch.ones(2)], 0, Probes([Named("outer"), Named("inner")]))
     assert calls[:4] == [("outer", "begin"), ("inner", "begin"), ("inner", "end"), ("outer", "end")]
-
-
-@pytest.mark.parametrize("kind", EXECUTORS)
-def test_executors_say_that_they_can_be_observed(kind):
-    plan = forward_plan("input x : f32[2] @gpu:0\ny : f32[2] @gpu:0 = aten.neg(x)", "x", output="y")
-    assert isinstance(kind(setting_of(plan, "x")), Observable)
