@@ -56,7 +56,9 @@ class State:
         places: the real device of each logical one; the host where it is not given.
 
     Attributes:
+        keys: the own name of each blob that ``init`` loads.
         tensors: by blob.
+        untouched: what the module has and no step touches, by its own names, to be handed back as it was given.
         common: those of them that states beside this one have too.
         optimizer_state: as in the interface, common as well: a parameter may have a gradient in some programs only.
         progress: common to them as well.
@@ -87,11 +89,10 @@ class State:
             self._place(places or {})
             lasting = (name for name in self.tensors if program.init.blob(name).role in _COMMON_ROLES)
             self.common.update({name: self.tensors[name] for name in lasting})
-            # What the module has and no step touches is handed back as it was given.
             self.untouched = {
                 name: given[blob].clone()
                 for name, blob in program.interface.module_state.items()
-                if self.blob(blob, 0) not in self.tensors and blob in given
+                if program.replicas[0] + blob not in self.tensors and blob in given
             }
         self.optimizer_state: dict[str, Mapping[str, str]] = {} if beside is None else beside.optimizer_state
         self.optimizer_state.update(program.interface.optimizer_state)
@@ -130,8 +131,10 @@ class State:
         """The tensors that a step takes."""
         return {name: self.tensors[name] for name in self.program.step.external_inputs if name in self.tensors}
 
-    def blob(self, name: str, replica: int) -> str:
-        return self.program.replicas[replica] + name
+    def of_module(self, name: str, replica: int) -> Tensor | None:
+        """A replica's tensor under its name in ``module.state_dict()``, where it was given one."""
+        blob = self.program.replicas[replica] + self.program.interface.module_state[name]
+        return self.tensors.get(blob, self.untouched.get(name))
 
     def check_replica(self, replica: int) -> None:
         """Raise a SessionError unless there is such a replica."""
@@ -151,6 +154,7 @@ class State:
         self.check_replica(replica or 0)
         prefix = self.program.replicas[replica or 0]
         found = {key: self.tensors[blob].clone() for blob, key in self.keys.items() if blob == prefix + key}
+        # Of a state beside, too: a parameter that has no gradient here may have one there.
         for blob in [blob for own in self.optimizer_state.values() for blob in own.values()]:
             if blob not in found and prefix + blob in self.common:
                 found[blob] = self.common[prefix + blob].clone()
@@ -180,7 +184,7 @@ class State:
         copies: dict[str, Tensor] = {}
         found = {}
         for name, blob in self.program.interface.module_state.items():
-            source = self.tensors.get(self.blob(blob, replica), self.untouched.get(name))
+            source = self.of_module(name, replica)
             if source is None:
                 raise SessionError(
                     f"the state has no {name!r}",
@@ -202,24 +206,26 @@ class State:
         for name in given:
             if name not in known:
                 raise SessionError(f"the module has no {name!r}{nearest(name, known)}", where=where, fix=fix)
-        for name, blob in known.items():
+        for name in known:
             if name not in given:
                 raise SessionError(f"the state has no {name!r}{nearest(name, given)}", where=where, fix=fix)
-            ours = self.tensors.get(self.blob(blob, 0), self.untouched.get(name))
-            shape = None if ours is None else tuple(ours.shape)
-            _check(name, given[name], shape, None if ours is None else ours.dtype)
-            if ours is not None:
+            ours = self.of_module(name, 0)
+            if ours is None:
+                _check(name, given[name])
+            else:
+                _check(name, given[name], tuple(ours.shape), ours.dtype)
                 _check_expanded(name, given[name], ours)
         with torch.inference_mode():
-            for name, blob in known.items():
+            for name in known:
                 for replica in range(len(self.program.replicas)):
-                    target = self.tensors.get(self.blob(blob, replica), self.untouched.get(name))
+                    target = self.of_module(name, replica)
                     if target is not None:
                         _overwrite(target, given[name])
 
     def optimizer(self, groups: Sequence[Mapping[str, Any]], replica: int) -> dict[str, Any]:
         """Copies in the format of ``torch.optim.Optimizer.state_dict()``."""
         self.check_replica(replica)
+        prefix = self.program.replicas[replica]
         state: dict[int, dict[str, Any]] = {}
         packed = []
         count = 0
@@ -228,8 +234,7 @@ class State:
             count += len(indices)
             for index, param in zip(indices, group["params"], strict=True):
                 own = self.optimizer_state.get(param, {})
-                entries = {name: self.common.get(self.blob(blob, replica)) for name, blob in own.items()}
-                found = {name: tensor for name, tensor in entries.items() if tensor is not None}
+                found = {name: self.common[prefix + blob] for name, blob in own.items() if prefix + blob in self.common}
                 kept = as_torch_has_it(found, self.program.interface.optimizer)
                 if kept:
                     state[index] = kept
@@ -260,7 +265,7 @@ def _check_given(given: Mapping[str, Tensor], program: Program, loaded: Abstract
     _check_mapping(given, program)
     for name in given:
         if name in loaded or name == "step" or name in program.init.blobs:
-            _check(name, given[name], None, None)
+            _check(name, given[name])
     where = f"program {program.name!r}"
     if not given and loaded:
         raise SessionError(
@@ -367,7 +372,7 @@ def _check_mapping(given: object, program: Program) -> None:
         )
 
 
-def _check(name: str, tensor: Tensor, shape: tuple[int, ...] | None, dtype: torch.dtype | None) -> None:
+def _check(name: str, tensor: Tensor, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> None:
     """Raise a SessionError unless it is a dense tensor with data, of this shape and dtype where they are given."""
     what = f"{name!r} in the state"
     if not isinstance(tensor, Tensor):

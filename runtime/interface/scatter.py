@@ -66,13 +66,18 @@ class Fit(NamedTuple):
 class Scatter:
     """Splits a step's arguments over the replicas of a program.
 
-    Attributes:
-        names: the input blobs, in the order in which :meth:`shares` gives them.
-
     Args:
         program: whose steps they are.
         places: the real device of each logical one; the host where one is missing.
         threads: how many threads one kernel may use; None: as many as in this thread.
+
+    Attributes:
+        names: the input blobs, in the order in which :meth:`split` gives their tensors.
+        targets: for each of them the leaf that it is cut out of, its replica, and its name.
+        tensors: the leaves that are tensors.
+        constants: those that are not, and their captured values.
+        again: pairs of leaves that were one tensor.
+        overwritten: the storages that a step writes to.
     """
 
     def __init__(
@@ -151,20 +156,18 @@ class Scatter:
         """How these leaves are split; see :meth:`split`."""
         for i in self.tensors:
             self.check_leaf(i, leaves[i])
-        replicas = len(self.program.replicas)
         self.check_rows(leaves)
         rows: dict[int, list[tuple[int, int]]] = {}
-        for i in dict.fromkeys(leaf for leaf, _, _ in self.targets):
-            if (dim := self.program.interface.feeds[i].batch_dim) is not None:
-                rows[i] = self.chunks(i, leaves[i], dim, replicas)
         cut: list[tuple[Share, Blob, tuple[int, ...]]] = []
         for i, replica, name in self.targets:
             dim, shape = self.program.interface.feeds[i].batch_dim, list(leaves[i].shape)
             start = length = 0
             if dim is not None:
+                if i not in rows:
+                    rows[i] = self.chunks(i, leaves[i], dim)
                 start, length = rows[i][replica]
                 shape[dim] = length
-            whole = dim is None or replicas == 1
+            whole = dim is None or len(self.program.replicas) == 1
             share = Share(i, None if whole else dim, start, length, None)
             cut.append((share, self.program.step.blobs[name], tuple(shape)))
         dims = self.solve([(share.leaf, blob, shape) for share, blob, shape in cut], leaves)
@@ -233,9 +236,9 @@ class Scatter:
         feed = self.program.interface.feeds[i]
         return self.program.step.blobs.get(f"{self.program.replicas[0]}{feed.blob}")
 
-    def chunks(self, i: int, leaf: Tensor, dim: int, replicas: int) -> list[tuple[int, int]]:
+    def chunks(self, i: int, leaf: Tensor, dim: int) -> list[tuple[int, int]]:
         """Start and length of each replica's rows, by torch.chunk's rule; micro-batches are equally long."""
-        size = leaf.shape[dim]
+        size, replicas = leaf.shape[dim], len(self.program.replicas)
         _, parts = self.rows(i) or ("", 1)
         if size % parts:
             raise SessionError(
@@ -262,17 +265,17 @@ class Scatter:
         """The value of each dimension; the captured one where no input depends on it."""
         found: dict[str, int] = {}
         first: dict[str, int] = {}
+        sizes = [
+            (size, actual, share) for share in cut for size, actual in zip(share[1].shape or (), share[2], strict=False)
+        ]
         # Sizes of one dimension first: they give the values by which those of several are checked.
-        for several in (False, True):
-            for i, blob, shape in cut:
-                for size, actual in zip(blob.shape or (), shape, strict=False):
-                    if (len(size_dims(size)) > 1) is several:
-                        _meet(size, actual, found)
-                        if bind(size, {**self.program.dims, **found}) != actual:
-                            at = [(dim, found[dim], first[dim]) for dim in size_dims(size) if dim in first]
-                            raise self.misshapen(i, blob.shape or (), leaves[i], shape, at)
-                        for dim in found.keys() - first.keys():
-                            first[dim] = i
+        for size, actual, (i, blob, shape) in sorted(sizes, key=lambda entry: len(size_dims(entry[0])) > 1):
+            _meet(size, actual, found)
+            if bind(size, {**self.program.dims, **found}) != actual:
+                known = [(dim, found[dim], first[dim]) for dim in size_dims(size) if dim in first]
+                raise self.misshapen(i, blob.shape or (), leaves[i], shape, known)
+            for dim in found.keys() - first.keys():
+                first[dim] = i
         dims = {**self.program.dims, **found}
         for guard in self.program.guards:
             if not guard.holds(dims):
