@@ -31,7 +31,7 @@ import torch
 
 from graphir.ir.operator import Operator
 from graphir.ir.opset import Param, overload, signature
-from graphir.ir.text.printer import value_text
+from graphir.ir.size import Polynomial
 from graphir.plan import Instruction
 
 from ..codegen.statements import LARGEST_LITERAL, Statements
@@ -273,17 +273,13 @@ class _SegmentStatements(Statements):
             items = [None if i is None else self.tensor(segment, inputs[i]) for i in argument.positions]
             return self.listed(segment, items, param)
         if isinstance(argument, Constant) and depends_on_dims(argument.arg):
-            arg = argument.arg
-            sized = self.writer.bind_sized(lambda dims: evaluate(arg, dims), repr(arg), value_text(arg))
             return segment.outside(
-                sized, "int[]" if isinstance(evaluate(arg, self.setting.plan.dims), tuple) else "int"
+                self.constant(argument.arg), "int" if isinstance(argument.arg, Polynomial) else "int[]"
             )
-        if argument is Bound.DEVICE:
-            return segment.outside(self.bound_device(op.device), "Device")
-        if argument is Bound.GENERATOR:
-            raise _Unfit
         if isinstance(argument, Constant):
             return self.value(segment, evaluate(argument.arg, {}), param)
+        if argument is Bound.DEVICE:
+            return segment.outside(self.bound_device(op.device), "Device")
         return self.value(segment, argument.value if isinstance(argument, Default) else param.default, param)
 
     def tensor(self, segment: _Segment, expression: str) -> _Term:
