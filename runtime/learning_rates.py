@@ -95,6 +95,9 @@ class LearningRates:
     Attributes:
         groups: one for each parameter group.
         names: the learning-rate blobs that a step takes, in order.
+        group_of: the group of each of them.
+        as_tensor: for each of them, whether it has to be a tensor, since others than optimizers read it.
+        plain: whether none has to.
 
     Raises:
         SessionError: the program beside has another optimizer, or other options.

@@ -81,7 +81,15 @@ def generate(
 
 
 class Statements:
-    """The statements of each of one thread's instructions."""
+    """The statements of each of one thread's instructions.
+
+    Attributes:
+        updates: those held back, to be made in one call, and their positions.
+        updated: the storages that they write.
+        freed: the frees held back until after them, and their positions.
+        reductions: those held back, as their positions, operators and parts.
+        reduced: what they make.
+    """
 
     def __init__(
         self,
@@ -288,7 +296,7 @@ class Statements:
 
     def needs_no_call(self, op: Operator) -> bool:
         """Whether an operator makes nothing but views that :mod:`.views` leaves out; names them."""
-        same, unread = self.values.free
+        same, unread = self.values.uncalled
         again = [made for made in op.makes if made not in unread]
         if not op.outputs or any(made not in same for made in again):
             return False

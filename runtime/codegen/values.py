@@ -9,7 +9,7 @@ from torch import Tensor
 from graphir.errors import PlanError
 
 from ..executor import Setting
-from .views import Free, free_views
+from .views import Uncalled, uncalled_views
 
 __all__ = ["Values"]
 
@@ -23,7 +23,8 @@ class Values:
         slots: the position in ``x`` of each variable that another thread reads.
         of_storage: the variables to drop with a storage.
         kept: the tensors of the variables ``s0, s1, …``: state, and views of it.
-        free: the views that need no call; where each instruction is observed, all are made.
+        shared: the values that another thread reads than makes them.
+        uncalled: the views that need no call; where each instruction is observed, all are made.
     """
 
     def __init__(self, setting: Setting, thread: Mapping[str, int], observed: bool = False) -> None:
@@ -38,7 +39,7 @@ class Values:
         for i, name in enumerate(setting.inputs):
             self.define(name, 0, f"i{i}", None)
         self.shared = self._shared(setting, thread)
-        self.free = Free({}, ()) if observed else free_views(setting.plan, thread, self.shared)
+        self.uncalled = Uncalled({}, ()) if observed else uncalled_views(setting.plan, thread, self.shared)
         self.slots: dict[str, int] = {}
         self.count = 0
 

@@ -16,7 +16,7 @@ from graphir.ir.blob import Blob
 from graphir.ir.operator import Operator
 from graphir.plan import Plan
 
-__all__ = ["Free", "free_views"]
+__all__ = ["Uncalled", "uncalled_views"]
 
 Value: TypeAlias = "tuple[str, int]"
 
@@ -26,7 +26,7 @@ _PERMUTING: Final = frozenset(
 """Types whose results have the strides of their operand, in another order at most: so at every size."""
 
 
-class Free(NamedTuple):
+class Uncalled(NamedTuple):
     """The values that views of a plan make without a call, as names and versions.
 
     Attributes:
@@ -38,7 +38,7 @@ class Free(NamedTuple):
     unread: Collection[Value]
 
 
-def free_views(plan: Plan, thread: Mapping[str, int], shared: Collection[Value]) -> Free:
+def uncalled_views(plan: Plan, thread: Mapping[str, int], shared: Collection[Value]) -> Uncalled:
     """Find them.
 
     Args:
@@ -60,8 +60,8 @@ def free_views(plan: Plan, thread: Mapping[str, int], shared: Collection[Value])
         (made,), (read,) = op.makes, op.reads
         before[made] = [*before.get(read, ()), read]
         geometry = _geometry(blobs[made[0]])
-        here_too = [value for value in before[made] if maker.get(value, here) == here]
-        earlier = next((value for value in here_too if _geometry(blobs[value[0]]) == geometry), None)
+        made_here = (value for value in before[made] if maker.get(value, here) == here)
+        earlier = next((value for value in made_here if _geometry(blobs[value[0]]) == geometry), None)
         if earlier is not None and made not in shared and made[0] not in kept:
             same[made] = same.get(earlier, earlier)
     read_later = set(shared)
@@ -75,7 +75,7 @@ def free_views(plan: Plan, thread: Mapping[str, int], shared: Collection[Value])
             read_later.update(same[made] for made in makes)
         else:
             read_later.update(op.reads)
-    return Free(same, unread)
+    return Uncalled(same, unread)
 
 
 def _geometry(blob: Blob) -> tuple[object, ...]:

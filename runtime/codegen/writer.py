@@ -49,7 +49,18 @@ class ThreadCode(NamedTuple):
 
 
 class Writer:
-    """The lines and bound parameters of one thread's function."""
+    """The lines and bound parameters of one thread's function.
+
+    Attributes:
+        lines: below its head.
+        instructions: for the head and each of them, the position of the instruction; -1 for none.
+        bound: what its parameters are bound to; those that depend on dimensions to None.
+        names: the parameter of each key.
+        sized: what computes the values of those that depend on dimensions.
+        meanings: as in :class:`ThreadCode`.
+        inputs: the variables of those inputs that it takes.
+        outputs: the variables of those external outputs that it returns, by number.
+    """
 
     def __init__(self, kept: Sequence[Tensor], observed: bool = False) -> None:
         self.kept, self.observed = kept, observed

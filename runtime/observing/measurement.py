@@ -110,12 +110,11 @@ class Ledger:
     def end(self, position: int, reads: Sequence[Feedable], makes: Sequence[Tensor]) -> None:
         """See :class:`.probes.Probe`."""
         instruction = self.plan.instructions[position]
-        if instruction.kind == "free":
-            with self.lock:
-                self.drop(instruction.storage)
         names = () if instruction.op < 0 else instruction.makes(self.plan.step.ops[instruction.op].outputs)
         in_buffer = instruction.kind == "copy" and names[0] in self.received
         with self.lock:
+            if instruction.kind == "free":
+                self.drop(instruction.storage)
             for name, tensor in zip(names, makes, strict=True):
                 key, nbytes = self.note(tensor)
                 if nbytes and not in_buffer:

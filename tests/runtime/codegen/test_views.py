@@ -3,7 +3,7 @@
 import pytest
 import torch
 from graphir.runtime import Session
-from graphir.runtime.codegen.views import free_views
+from graphir.runtime.codegen.views import uncalled_views
 from runnable import forward_plan
 
 CHAIN = """
@@ -16,37 +16,37 @@ CHAIN = """
 """
 
 
-def free(body, *, thread=0, shared=(), output="b"):
-    """What is free where the last two operators run in a thread of their own."""
+def uncalled(body, *, thread=0, shared=(), output="b"):
+    """What needs no call where the last two operators run in a thread of their own."""
     plan = forward_plan(body, "x", output=output)
     last = len(plan.step.ops) - 2
     moved = [i._replace(lane="late") if i.op >= last else i for i in plan.instructions]
-    found = free_views(plan.with_(instructions=tuple(moved)), {"gpu:0.compute": 0, "late": thread}, shared)
+    found = uncalled_views(plan.with_(instructions=tuple(moved)), {"gpu:0.compute": 0, "late": thread}, shared)
     return {name: earlier for (name, _), (earlier, _) in found.same.items()}, {name for name, _ in found.unread}
 
 
 def test_a_matrix_transposed_twice_is_itself():
-    assert free(CHAIN) == ({"a.t.t": "a"}, {"a.t", "a.flat"})
+    assert uncalled(CHAIN) == ({"a.t.t": "a"}, {"a.t", "a.flat"})
 
 
 def test_what_the_caller_gets_is_a_view():
-    assert free(CHAIN, output="a.t.t") == ({}, {"a.flat"})
+    assert uncalled(CHAIN, output="a.t.t") == ({}, {"a.flat"})
 
 
 def test_what_other_threads_read_is_made():
-    assert free(CHAIN, shared={("a.t.t", 0)}) == ({}, {"a.flat"})
+    assert uncalled(CHAIN, shared={("a.t.t", 0)}) == ({}, {"a.flat"})
 
 
 def test_another_threads_value_is_not_taken():
     body = CHAIN.replace("    a.flat : f32[12] in a @gpu:0 = aten.view(a, size=[12])\n", "")
-    assert free(body) == ({"a.t.t": "a"}, {"a.t"})
-    assert free(body, thread=1) == ({}, set())
+    assert uncalled(body) == ({"a.t.t": "a"}, {"a.t"})
+    assert uncalled(body, thread=1) == ({}, set())
 
 
 def test_a_view_of_sizes_is_made():
     """Its strides at other sizes are for torch to say."""
     body = CHAIN.replace("aten.t(a.t)", "aten.view(a, size=[4, 3])")
-    assert free(body) == ({}, {"a.t", "a.flat"})
+    assert uncalled(body) == ({}, {"a.t", "a.flat"})
 
 
 @pytest.mark.parametrize("executor", ["serial", "segments"])
