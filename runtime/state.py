@@ -29,7 +29,7 @@ _COMMON_ROLES: Final = frozenset({"param", "buffer", "state"})
 """Roles of what two programs of one model have in common; constants are each program's own."""
 
 
-class Progress:
+class _Progress:
     """How far steps have brought a state.
 
     Attributes:
@@ -96,7 +96,7 @@ class State:
             }
         self.optimizer_state: dict[str, Mapping[str, str]] = {} if beside is None else beside.optimizer_state
         self.optimizer_state.update(program.interface.optimizer_state)
-        self.progress: Progress = Progress(steps_done) if beside is None else beside.progress
+        self.progress: _Progress = _Progress(steps_done) if beside is None else beside.progress
         self.counted: bool = beside is None or (beside.counted and (_trains(program) or not _trains(beside.program)))
 
     def _filled(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:

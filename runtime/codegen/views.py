@@ -18,7 +18,7 @@ from graphir.plan import Plan
 
 __all__ = ["Uncalled", "uncalled_views"]
 
-Value: TypeAlias = "tuple[str, int]"
+_Value: TypeAlias = "tuple[str, int]"
 
 _PERMUTING: Final = frozenset(
     f"aten.{name}" for name in ("alias.default", "detach.default", "permute.default", "t.default", "transpose.int")
@@ -34,11 +34,11 @@ class Uncalled(NamedTuple):
         unread: those that only such views read, or nobody.
     """
 
-    same: Mapping[Value, Value]
-    unread: Collection[Value]
+    same: Mapping[_Value, _Value]
+    unread: Collection[_Value]
 
 
-def uncalled_views(plan: Plan, thread: Mapping[str, int], shared: Collection[Value]) -> Uncalled:
+def uncalled_views(plan: Plan, thread: Mapping[str, int], shared: Collection[_Value]) -> Uncalled:
     """Find them.
 
     Args:
@@ -48,10 +48,10 @@ def uncalled_views(plan: Plan, thread: Mapping[str, int], shared: Collection[Val
     """
     net, blobs = plan.step, plan.step.blobs
     instructions = [instruction for instruction in plan.instructions if instruction.op >= 0]
-    maker: dict[Value, int] = {}
+    maker: dict[_Value, int] = {}
     kept = set(net.external_outputs)
-    same: dict[Value, Value] = {}
-    before: dict[Value, list[Value]] = {}
+    same: dict[_Value, _Value] = {}
+    before: dict[_Value, list[_Value]] = {}
     for instruction in instructions:
         op, here = net.ops[instruction.op], thread[instruction.lane]
         maker.update(dict.fromkeys(op.makes, here))
@@ -65,7 +65,7 @@ def uncalled_views(plan: Plan, thread: Mapping[str, int], shared: Collection[Val
         if earlier is not None and made not in shared and made[0] not in kept:
             same[made] = same.get(earlier, earlier)
     read_later = set(shared)
-    unread: set[Value] = set()
+    unread: set[_Value] = set()
     for instruction in reversed(instructions):
         op = net.ops[instruction.op]
         makes = set(op.makes)

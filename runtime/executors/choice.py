@@ -81,9 +81,9 @@ def choose(plan: Plan, asked: str, places: Mapping[Device, torch.device], thread
         return Choice("reference", "the plan is not bound to the host")
     if devices < 2:
         return Choice("serial", "the plan has one device")
-    side_by_side = min(devices, cores() // threads)
+    side_by_side = min(devices, _cores() // threads)
     if side_by_side < 2:
-        return Choice("serial", f"too few cores for two kernels at a time: {cores()}, with threads={threads}")
+        return Choice("serial", f"too few cores for two kernels at a time: {_cores()}, with threads={threads}")
     predicted = predict(plan, host_rates(threads), side_by_side)
     if unavailable():
         del predicted["segments"]
@@ -95,7 +95,7 @@ def choose(plan: Plan, asked: str, places: Mapping[Device, torch.device], thread
     return Choice(chosen, f"predicted for a step: {figures}")
 
 
-def cores() -> int:
+def _cores() -> int:
     """How many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

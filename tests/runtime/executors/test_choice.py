@@ -39,7 +39,7 @@ CHAIN = """
 def machine(monkeypatch):
     def of(cores, rates, segments=None):
         monkeypatch.setattr(choice, "unavailable", lambda: segments)
-        monkeypatch.setattr(choice, "cores", lambda: cores)
+        monkeypatch.setattr(choice, "_cores", lambda: cores)
         monkeypatch.setattr(choice, "host_rates", lambda threads: rates)
 
     return of
