@@ -95,6 +95,11 @@ def _dense(*positions: int) -> Callable[[Call], int]:
     return lambda call: copied(call, *positions)
 
 
+def _row_major(*positions: int) -> Callable[[Call], int]:
+    """A kernel that reads these operands in row-major order."""
+    return lambda call: sum(operand.nbytes for operand in call.strided(*positions) if not operand.contiguous)
+
+
 def _products(*positions: int) -> Callable[[Call], int]:
     """Matrix products copy operands that BLAS cannot read: rows and columns both with gaps, or repeated."""
 
@@ -184,6 +189,10 @@ SCRATCH: Final[Mapping[str, Callable[[Call], int]]] = {
     "aten.upsample_bilinear2d_backward.default": _dense(0),
     "aten.native_dropout.default": _result,
     "aten.logsumexp.default": _logsumexp,
+    "aten._softmax.default": _row_major(0),
+    "aten._softmax_backward_data.default": _row_major(0, 1),
+    "aten._log_softmax.default": _row_major(0),
+    "aten._log_softmax_backward_data.default": _row_major(0, 1),
     "aten.binary_cross_entropy.default": _loss(1),
     "aten.huber_loss.default": _loss(1),
     "aten.mse_loss.default": _loss(2),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import models
 import pytest
 import torch
@@ -178,6 +180,32 @@ def test_attention_and_layer_norm() -> None:
     measured, predicted = peaks(plan, (*example.inputs, *example.targets), dict(program.state))
     assert predicted == pytest.approx(measured, rel=0.002)
     assert graphir.memory(plan, threads=64).peak["gpu:0"] > graphir.memory(plan, threads=1).peak["gpu:0"]
+
+
+class Softmax(nn.Module):
+    """The sum of a softmax, or of what its backward makes of a gradient and a result."""
+
+    def __init__(self, log: bool) -> None:
+        super().__init__()
+        self.log = "log_" if log else ""
+
+    def forward(self, *operands: Tensor) -> Tensor:
+        if len(operands) == 1:
+            made = getattr(torch.ops.aten, f"_{self.log}softmax")(*operands, 1, False)
+        else:
+            made = getattr(torch.ops.aten, f"_{self.log}softmax_backward_data")(*operands, 1, torch.float32)
+        return cast(Tensor, made.sum())
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("operands", [1, 2])
+def test_softmax_reads_in_row_major_order(log: bool, operands: int) -> None:
+    x = torch.randn(8, 16, 12, 16)
+    for layout in (x, x.transpose(1, 3), x.contiguous(memory_format=torch.channels_last)):
+        given = (layout, x.transpose(1, 3))[:operands]
+        program = graphir.capture(Softmax(log), inputs=given)
+        measured, predicted = peaks(passes.emit(program), given, {})
+        assert predicted == pytest.approx(measured, abs=64)
 
 
 UNEVEN = """
