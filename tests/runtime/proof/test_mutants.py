@@ -16,7 +16,7 @@ from graphir import passes
 
 @pytest.fixture(scope="module")
 def plan():
-    return passes.emit(spread(nets.random_program(1, ops=12)))
+    return passes.emit(spread(nets.random_program(4, ops=12)))
 
 
 def test_no_mutant_is_missed_and_none_that_is_as_good_accused(plan):
