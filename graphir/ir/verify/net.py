@@ -10,7 +10,7 @@ Of every net, *well-formed*:
  6. An operator reads the last version made before it.
  7. Nobody has written to a blob's storage, by whatever name, between its version and a read of it.
  8. An output shares the storage of the input that the operator's effects name; every other output owns its storage.
-    A view is made on the device of its storage.
+    A view is made where its storage is.
  9. External outputs are made, not written over later; gradients and what they are of are declared.
 10. Effects are those of the type's schema; random operators have a seed id, and only they.
 11. The type is torch's or graphir's own, or an imported one, without a dot; arguments, inputs and outputs fit its
@@ -267,16 +267,14 @@ class _Walk:
             return False
         for k, name in enumerate(op.outputs):
             self.make(name, 0 if op.output_versions is None else op.output_versions[k], op)
-            storage = blobs[name].storage
+            blob, storage = blobs[name], blobs[name].storage
             if k in shared:
                 source = blobs[op.inputs[shared[k]]]
                 if storage != source.storage:
                     verb = "overwrites" if k in written else "is a view of"
                     self.report(f"output {name!r} {verb} {source.name!r} but its storage is {storage!r}", op)
-                elif k not in written and blobs[name].device != op.device and not is_host_scalar(blobs[name]):
-                    self.report(
-                        f"view {name!r} is on {blobs[name].device}, where its storage is, but made on {op.device}", op
-                    )
+                elif k not in written and not same_memory(blob.device, op.device) and not is_host_scalar(blob):
+                    self.report(f"view {name!r} is on {blob.device}, where its storage is, but made on {op.device}", op)
             elif storage != name:
                 self.report(f"output {name!r} is new but declared as a view of {storage!r}", op)
             if k in written or k not in shared:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import tiny
+from small import program_of
 from tiny import GPU1, edited, reblobbed
 
 from graphir.errors import PlacementError, VerifyError
@@ -71,6 +72,16 @@ def test_where_copies_alone_are_missing_few_are_named() -> None:
 def test_a_view_is_made_where_its_storage_is_also_before_copies() -> None:
     with pytest.raises(VerifyError, match=r"view 'd\.t' is on gpu:0, where its storage is, but made on gpu:1"):
         verify(edited(TINY, TRANSPOSE, device=GPU1), placed=False)
+
+
+def test_a_view_may_be_made_on_another_number_of_the_host() -> None:
+    verify(
+        program_of("""
+            input x : f32[2,3] @cpu:0
+            x.t : f32[3,2] strides [1,3] in x @cpu:0 = aten.t(x) {device=cpu:1}
+            output y : f32[3,2] strides [1,3] @cpu:0 = aten.relu(x.t)
+        """)
+    )
 
 
 def test_of_a_pass_with_long_options_the_name_is_told() -> None:
