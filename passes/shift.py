@@ -214,16 +214,21 @@ class _Sweep:
 
     def label_gradients(self) -> None:
         """A gradient on its activation's device goes along with it; where it is that of several, with the last one."""
-        labels, blobs = self.labels, self.net.blobs
-        found: dict[str, int] = {}
-        for name, gradient in self.net.gradients.items():
-            label, storage = labels[blobs[name].storage], blobs[gradient].storage
-            if isinstance(label, Blob) or not label & _ACTIVATION or isinstance(labels[storage], int):
+        labels, sources = self.labels, self.sources
+        for name, gradient in reversed([*self.net.gradients.items()]):
+            label = labels[name]
+            if isinstance(label, Blob):
+                label = labels[label.storage]
+            if isinstance(label, Blob) or not label & _ACTIVATION:
                 continue
-            if self.sources.get(blobs[storage].device) == label & _SOURCE:
-                found[storage] = label & (_SOURCE | _MOVES)
-        labels.update(found)
-        self.moving += [storage for storage, label in found.items() if label & _MOVES]
+            own = labels[gradient]
+            if isinstance(own, Blob) and own.storage != gradient:
+                gradient = own.storage
+                own = labels[gradient]
+            if isinstance(own, Blob) and sources.get(own.device) == label & _SOURCE:
+                labels[gradient] = label & (_SOURCE | _MOVES)
+                if label & _MOVES:
+                    self.moving.append(gradient)
 
     def run(self) -> None:
         """Label every storage and find the operators that move, in program order."""
