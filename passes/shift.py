@@ -215,7 +215,7 @@ class _Sweep:
     def label_gradients(self) -> None:
         """A gradient on its activation's device goes along with it; where it is that of several, with the last one."""
         labels, sources = self.labels, self.sources
-        for name, gradient in reversed([*self.net.gradients.items()]):
+        for name, gradient in reversed([*self.net.gradients.items()]):  # who comes first here labels it
             label = labels[name]
             if isinstance(label, Blob):
                 label = labels[label.storage]

@@ -17,7 +17,8 @@ from typing import Any, Final
 
 import torch
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from .randomness import active_ids
 
 __all__ = ["register"]
 
@@ -38,17 +39,12 @@ def register() -> torch.library.Library:
 
 def _kernel(func: torch._ops.OpOverload) -> Callable[..., torch.Tensor]:
     def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not _is_seen() or _may_need_gradient(tensor):
+        if active_ids() is None or _may_need_gradient(tensor):  # graphir's modes have seed ids
             return func.decompose(tensor, *args, **kwargs)  # type: ignore[no-any-return]
         with torch._C._AutoDispatchBelowAutograd():
             return func(tensor, *args, **kwargs)  # type: ignore[no-any-return]
 
     return call
-
-
-def _is_seen() -> bool:
-    """Whether one of graphir's modes is active: those have seed ids."""
-    return any(hasattr(mode, "seeds") for mode in _get_current_dispatch_mode_stack())
 
 
 def _may_need_gradient(tensor: torch.Tensor) -> bool:

@@ -32,6 +32,7 @@ from .scopes import Scopes
 __all__ = [
     "RandomState",
     "SeedIds",
+    "active_ids",
     "refuse_generator",
     "rng_state_followed",
     "seedable",
@@ -98,7 +99,7 @@ def _following() -> contextlib.ExitStack:
     get, restore = torch.random.get_rng_state, torch.random.set_rng_state
 
     def get_rng_state() -> torch.Tensor:
-        ids = _active_ids()
+        ids = active_ids()
         with _disable_current_modes():
             state = get()
         if ids is not None:
@@ -106,7 +107,7 @@ def _following() -> contextlib.ExitStack:
         return state
 
     def set_rng_state(new_state: torch.Tensor) -> None:
-        ids = _active_ids()
+        ids = active_ids()
         if ids is not None:
             ids.restore(new_state)
         with _disable_current_modes():
@@ -119,7 +120,7 @@ def _following() -> contextlib.ExitStack:
     return stack
 
 
-def _active_ids() -> SeedIds | None:
+def active_ids() -> SeedIds | None:
     """Those of the innermost dispatch mode that has any; autograd's threads have the modes of whom they work for."""
     found = (getattr(mode, "seeds", None) for mode in reversed(_get_current_dispatch_mode_stack()))
     return next((ids for ids in found if isinstance(ids, SeedIds)), None)

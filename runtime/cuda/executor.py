@@ -236,11 +236,8 @@ class Cuda:
         for stream in (*self.lanes.streams.values(), self.gate):
             try:
                 wait_for(stream, self.setting.deadline)
-            except (
-                TimeoutError,
-                RuntimeError,
-            ):  # a kernel hangs, so that the device does nothing any more; or one failed
-                self.forsake()
+            except (TimeoutError, RuntimeError):
+                self.forsake()  # a kernel hangs, so that the device does nothing any more; or one has failed
                 return
 
     def forsake(self) -> None:
