@@ -58,7 +58,6 @@ def sine(length: int) -> Tensor:
 def nothing_cached() -> Iterator[None]:
     yield
     positions.cache_clear()
-    KEPT.clear()
     waves.cache_clear()
     KEPT.clear()
 
