@@ -6,20 +6,17 @@ takes longer than the work itself, and finds nothing.
 
 from __future__ import annotations
 
-import contextlib
 import gc
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Final
+
+from .process import Setting, held
 
 __all__ = ["collector_paused"]
 
+_COLLECTOR: Final = Setting("the collector", gc.isenabled, lambda on: gc.enable() if on else gc.disable())
 
-@contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
-    """Switch the collector off, and afterwards on again if it was on."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+
+def collector_paused() -> AbstractContextManager[None]:
+    """Switch the collector off; at the end of the last such context in any thread on again, if it was on."""
+    return held({_COLLECTOR: False})

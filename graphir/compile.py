@@ -31,6 +31,7 @@ from graphir.runtime.loop import run_loader
 
 from .capture import capture
 from .capture.arguments import Arguments, read_arguments
+from .capture.modes import Modes
 from .capture.refusals import refuse_model
 from .errors import CoverageError, PassError, PlacementError, RecaptureWarning, SessionError, counted, nearest
 from .ir.program import Program
@@ -39,7 +40,7 @@ from .plan import Plan
 __all__ = ["Compiled", "compile"]
 
 _OPTIONS: Final = tuple(
-    [name for name in inspect.signature(Session).parameters if name not in ("plan", "state", "beside")]
+    [name for name in inspect.signature(Session).parameters if name not in ("plan", "state", "beside", "witness")]
 )
 """Arguments of a session that are for its user to choose."""
 
@@ -66,6 +67,8 @@ class Compiled:
             ``{"check_finite": True}`` or ``{"deadline": 60.0}``.
         state: what to go on from, as :meth:`state` gives it, with the number of steps done; by default the model's and
             the optimizer's, and no step done.
+        witness: whether the step is recorded once more before the first step at sizes that were not recorded, and
+            captured anew where it is not the plan's there.
         options: what else :func:`graphir.capture` takes: ``loss``, ``optimizer``, ….
 
     Raises:
@@ -87,6 +90,7 @@ class Compiled:
         most_plans: int = 8,
         session: Mapping[str, Any] | None = None,
         state: Mapping[str, torch.Tensor] | None = None,
+        witness: bool = True,
         **options: Any,
     ) -> None:
         if type(most_plans) is not int or most_plans < 1:
@@ -109,7 +113,7 @@ class Compiled:
             self._passes = Pipeline(passes) if isinstance(passes, str) else passes
         self._options, self._session_options = options, dict(session or {})
         self._state = dict(state or {})  # what no plan has taken over so far
-        self._modes = [(module, module.training) for module in model.modules()]
+        self._modes, self._witness = Modes(model), witness
         self._running = threading.Lock()
         self._measuring: contextlib.ExitStack | None = None
         self._results: list[Any] = []
@@ -146,7 +150,7 @@ class Compiled:
                 self._sessions.insert(0, self._sessions.pop(i))
                 return result
         arguments = self._read(args[: self._count], dict(kwargs), args[self._count :], self._batch_dims)
-        with _in_modes(self._modes):
+        with self._modes.held():
             session = self._made(arguments, self._sessions[0])
         try:
             if self._measuring is not None:
@@ -256,7 +260,9 @@ class Compiled:
             plan = emit(program)
         except PlacementError:
             plan = emit(inject_copies(program))
-        session = Session(plan, {**captured.state, **self._state}, beside=beside, **self._session_options)
+        witness = captured if self._witness else None
+        state = {**captured.state, **self._state}
+        session = Session(plan, state, beside=beside, witness=witness, **self._session_options)
         self._state = {name: tensor for name, tensor in self._state.items() if name not in captured.state}
         return session
 
@@ -402,16 +408,3 @@ def _first_share(arguments: Arguments, replicas: int, accumulate: int) -> list[A
             cut[id(tensor)] = share.requires_grad_(tensor.requires_grad)
         shares.append(cut[id(tensor)])
     return shares
-
-
-@contextlib.contextmanager
-def _in_modes(modes: Sequence[tuple[torch.nn.Module, bool]]) -> Iterator[None]:
-    """Every module in the given mode, training or evaluation, for as long."""
-    now = [(module, module.training) for module, _ in modes]
-    try:
-        for module, training in modes:
-            module.training = training
-        yield
-    finally:
-        for module, training in now:
-            module.training = training

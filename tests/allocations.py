@@ -24,13 +24,13 @@ def measured_peak(run: Callable[[], object]) -> int:
     return max(accumulate(nbytes for _, nbytes in sorted(events, key=lambda event: event[0])), default=0)
 
 
-def predicted_peak(plan: Plan, *, scratch: bool = True) -> int:
+def predicted_peak(plan: Plan, *, scratch: bool = True, profile: graphir.Profile | None = None) -> int:
     """The same of a session's step: what its devices hold together, beside state, and inputs, which are the caller's.
 
     One thread has to execute all lanes, so that what they hold at once is what the plan's order says; and each copy has
     to take memory of its own, as in the reference executor.
     """
-    found = graphir.memory(plan.with_(buffers={}))
+    found = graphir.memory(plan.with_(buffers={}), profile=profile)
     held = np.zeros(found.positions, np.int64)
     for device in found.peak:
         held += found.timeline(device) - found.timeline(device, "inputs") - found.state[device]

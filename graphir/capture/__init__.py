@@ -7,6 +7,7 @@ In the order in which a step passes through::
     snapshots                  copies of that, made meanwhile
     recorder                   every operator that the dispatcher sees (with mutation, forms, randomness, sparse,
                                refusals)
+    gate, tables, patches      what other threads see meanwhile: a module that waits, their tensors, their torch
     tape                       the calls that it writes down, on values (with scopes, memory)
     recording                  one run on stand_ins, under patches of torch: forward, loss and backward of each of the
                                micro_batches, and what happens to the gradients before the update
@@ -14,13 +15,14 @@ In the order in which a step passes through::
     following, sizes, grid, repeats
                                several runs, at several sizes, fitted
     naming, optimizers, update, build     the program
+    witness                    the step once more at a further size, beside the program (with modes)
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -28,32 +30,35 @@ import torch
 from ..collector import collector_paused
 from ..errors import CaptureError
 from ..ir.program import Program
+from ..ir.size import Dims
 from ..ir.verify import verify
+from ..process import fork_waits_for
 from .arguments import Arguments, read_arguments
 from .attributes import AllowedChanges, attributes_of
 from .build import build_program
 from .caches import Caches
-from .composites import register
+from .comparison import outcome
+from .compilers import compiled_run_as_written
+from .eager_seeds import seeded
 from .following import follow_dims
+from .gate import shut
 from .micro_batches import per_micro_batch
 from .model_state import ModelState, read_state
 from .optimizers import Group, read_optimizer
 from .options import read_options
 from .overlaps import described, overlaps
-from .randomness import RandomState, seeded
+from .patches import LOCK
+from .randomness import RandomState
+from .recorded import is_recorded
 from .recording import Step
 from .refusals import refuse_loss, refuse_model
 from .snapshots import snapshots
+from .witness import Outline, Witness
 
 __all__ = ["capture", "seeded"]
 
-_COMPOSITES: Final = register()
-"""Keeps its kernels registered."""
-
 _alone: Final = threading.RLock()
-"""Held during a capture, while functions of torch are replaced and fake tensors stand in the model."""
-if hasattr(os, "register_at_fork"):  # a forked process would have them for ever
-    os.register_at_fork(before=_alone.acquire, after_in_parent=_alone.release, after_in_child=_alone.release)
+"""Held during a capture: there is one at a time."""
 
 
 def capture(
@@ -127,15 +132,8 @@ def capture(
         backward=loss is not None,
         optimizer=optimizer is not None,
     )
-    with_gradients = torch.is_grad_enabled()  # to leave inference mode is to enable them
-    with (
-        _alone,
-        collector_paused(),
-        torch.inference_mode(False),
-        torch.set_grad_enabled(with_gradients),
-        torch.compiler.set_stance("force_eager"),
-        torch.autograd.set_detect_anomaly(False),  # it reads every gradient
-    ):
+    allow_changes = allow_changes if isinstance(allow_changes, str) else tuple(allow_changes)
+    with _capturing(model):
         state = read_state(model)
         arguments = read_arguments(model, inputs, kwargs, targets, loss, batch_dims)
         groups = read_optimizer(optimizer, state.by_id) if optimizer is not None else ()
@@ -156,11 +154,29 @@ def capture(
         )
         try:
             with snapshots(state.tensors) as copies:
-                program = _program_of(step, copies, name or type(model).__name__.lower(), optimizer, groups)
+                program, outline, recorded = _program_of(
+                    step, copies, name or type(model).__name__.lower(), optimizer, groups
+                )
         finally:
             step.caches.leave()
         step.caches.check()
-        return program
+        return program.with_(witness=Witness(step, allow_changes, program, outline, recorded, _capturing))
+
+
+@contextlib.contextmanager
+def _capturing(model: torch.nn.Module) -> Iterator[None]:
+    """What recordings of *model* run in: no others beside, and nothing that records or compiles on its own."""
+    with_gradients = torch.is_grad_enabled()  # to leave inference mode is to enable them
+    fork_waits_for(LOCK, _alone)  # a forked process would be in the capture for ever
+    with (
+        _alone,
+        shut(model, is_recorded),
+        collector_paused(),
+        torch.inference_mode(False),
+        torch.set_grad_enabled(with_gradients),
+        compiled_run_as_written(),
+    ):
+        yield
 
 
 def _shared(state: ModelState, arguments: Arguments) -> Mapping[str, str]:
@@ -176,10 +192,11 @@ def _program_of(
     name: str,
     optimizer: torch.optim.Optimizer | None,
     groups: Sequence[Group],
-) -> Program:
+) -> tuple[Program, Outline, list[Dims]]:
+    """The program, its recording's outline, and the sizes at which it was recorded."""
     followed = follow_dims(step)
     step.allowed.check()
-    program = build_program(
+    program, named = build_program(
         step,
         followed,
         copies,
@@ -187,6 +204,9 @@ def _program_of(
         optimizer=type(optimizer).__name__ if optimizer is not None else "",
         groups=groups,
     )
+    recording = followed.sizes.recording
+    outline = Outline(tuple(named), outcome(recording), len(recording.calls))
+    recorded: list[Dims] = [{**step.arguments.dims, **point} for point in followed.sizes.grid.points]
     followed.release()
     verify(program)
-    return program
+    return program, outline, recorded

@@ -18,10 +18,10 @@ from .conditions import Broken
 from .refusals import where
 from .values import geometry_of
 
-__all__ = ["AllowedChanges", "Attributes", "Change", "attributes_of", "settled"]
+__all__ = ["TABLES", "AllowedChanges", "Attributes", "Change", "attributes_of", "settled"]
 
 _CONTAINERS: Final = (list, dict, set, deque)
-_TABLES: Final = frozenset({"_parameters", "_buffers"})
+TABLES: Final = ("_parameters", "_buffers")
 """Attributes of every module that hold its tensors, not attributes of its author's."""
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
 _KNOWN: Final = (*_PLAIN, *_CONTAINERS, tuple, torch.Tensor)
@@ -144,7 +144,7 @@ class Attributes:
         seen: set[int] = set()
         self._held: list[_Held] = []
         for name, value in self._before.items():
-            if isinstance(value, _PLAIN) or name in _TABLES:
+            if isinstance(value, _PLAIN) or name in TABLES:
                 continue
             if isinstance(value, dict) and not value:  # as most are: the tables of hooks
                 self._held.append(_Held(name, name.startswith("_"), value, []))
@@ -162,7 +162,8 @@ class Attributes:
             Broken: another attribute is, or holds, another value than before.
         """
         changes: list[Change] = []
-        before, table = self._before, self._table
+        table = self._table
+        before = {name: table.get(name) if name in TABLES else old for name, old in self._before.items()}
         names = () if _is_untouched(table, _contents(before)) else dict.fromkeys([*before, *table])
         for name in names:
             old, new = before.get(name), table.get(name)
@@ -303,11 +304,23 @@ def _fill(container: Any, contents: list[Any]) -> None:
         container.bit_generator.state = contents[0]
     else:
         table = container if isinstance(container, _CONTAINERS) else vars(container)
-        table.clear()
         if isinstance(table, dict):
-            table.update(_named(contents))
+            _fill_table(table, _named(contents))
+        elif isinstance(table, list):
+            table[:] = contents
         else:
+            table.clear()
             (table.update if isinstance(table, set) else table.extend)(contents)
+
+
+def _fill_table(table: dict[str, Any], before: dict[str, Any]) -> None:
+    """Give a dict its items back; another thread finds those that had stayed there all the time."""
+    table.update(before)
+    for key in [key for key in table if key not in before]:
+        del table[key]
+    if list(table) != list(before):
+        table.clear()
+        table.update(before)
 
 
 def _same(old: Any, new: Any, fakes: Mapping[int, torch.Tensor]) -> bool:

@@ -39,8 +39,8 @@ def build_program(
     name: str,
     optimizer: str = "",
     groups: Sequence[Group] = (),
-) -> Program:
-    """The program of a recorded step.
+) -> tuple[Program, Sequence[str]]:
+    """The program of a recorded step, and the blob of each value of its recording.
 
     Args:
         step: what was recorded.
@@ -90,7 +90,7 @@ def build_program(
             if not v.kind and v.root is v and v.follows_input
         },
     )
-    return Program(
+    program = Program(
         name,
         _init(name, state, recording, named, update),
         net,
@@ -101,6 +101,7 @@ def build_program(
         state=_state(step, recording, copies, named, update),
         module=step.model,
     )
+    return program, named
 
 
 def _blob(named: Sequence[str], value: Value, role: Role, sizes: Sizes) -> Blob:

@@ -1,8 +1,9 @@
 """What a step keeps past its end: tensors in a ``functools.cache`` or ``lru_cache``, such as positions by length.
 
 What such a cache holds from before would be a constant of the program, where the step that fills it computes it by
-operators; and what a recording leaves there is a fake tensor, which the next eager step would find. So a step is
-recorded with caches that hold no tensors, and they hold none afterwards: they are filled again.
+operators; and what a recording leaves there is a fake tensor, which the next eager step would find. So entries that a
+step reads are set aside while it is recorded, and those that it makes are taken out. All others stay: a cache may hold
+what took its owner hours. One with a limit, which orders them by use, is cleared if the step uses it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ..errors import CaptureError
+from .recorded import is_recorded
 from .values import Alias
 
 __all__ = ["Caches"]
@@ -35,6 +37,36 @@ class _Made(NamedTuple):
     known: bool
 
 
+class _Entry(NamedTuple):
+    """What a cache holds under one key, or all that one with a limit holds, of which no entry can be taken out alone.
+
+    Attributes:
+        cache: the cache.
+        table: its own, of one without a limit.
+        key: in the table.
+        value: there.
+        tensors: in the value.
+    """
+
+    cache: Any
+    table: dict[Any, Any] | None
+    key: Any
+    value: Any
+    tensors: Sequence[torch.Tensor]
+
+    def remove(self) -> None:
+        """Take it out of the cache."""
+        if self.table is None:
+            self.cache.cache_clear()
+        else:
+            self.table.pop(self.key, None)
+
+    def put_back(self) -> None:
+        """Let the cache hold it again, unless it holds another value by now."""
+        if self.table is not None:
+            self.table.setdefault(self.key, self.value)
+
+
 class Caches:
     """The caches that a step may read and fill.
 
@@ -43,23 +75,31 @@ class Caches:
 
     def __init__(self) -> None:
         self._held: frozenset[int] | None = None
-        self._read = False
+        self._read: dict[int, torch.Tensor] = {}
+        self._aside: list[_Entry] = []
         self._made: list[_Made] = []
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor that the step reads from elsewhere is in one of them."""
         if self._held is None:
-            self._held = frozenset([id(t) for _, tensors in _caches() for t in tensors])
+            self._held = frozenset([id(t) for entry in _entries() for t in entry.tensors])
         found = id(tensor) in self._held
-        self._read = self._read or found
+        if found:
+            self._read[id(tensor)] = tensor
         return found
 
     def cleared_if_read(self) -> bool:
-        """Clear them if :meth:`holds` has said yes since the last call; whether it has."""
-        read, self._read = self._read, False
+        """Set aside what :meth:`holds` has said yes to since the last call; whether there is anything."""
+        read, self._read = self._read, {}
         if read:
-            self._clear()
-        return read
+            for entry in list(_entries()):
+                if any(map(is_recorded, entry.tensors)):
+                    entry.remove()
+                elif any(id(tensor) in read for tensor in entry.tensors):
+                    self._aside.append(entry)
+                    entry.remove()
+            self._held = None
+        return bool(read)
 
     @contextlib.contextmanager
     def watch(self, tensors: Iterable[Alias]) -> Iterator[None]:
@@ -68,15 +108,21 @@ class Caches:
             yield
         except BaseException:
             if any(alias.value.known for alias in tensors):
-                self._clear()
+                self._take_out()
             raise
         made = ((alias.tensor, alias.value, alias.value.call) for alias in tensors)
         self._made += [_Made(weakref.ref(t), c.type, c.line, v.known) for t, v, c in made if c is not None]
 
     def leave(self) -> None:
-        """Clear them if they were filled, once nothing of the capture refers to a tensor of the step any more."""
+        """Take out what the step has left, and put back what was set aside.
+
+        To be called once nothing of the capture refers to a tensor of the step any more.
+        """
         if self._remaining():
-            self._clear()
+            self._take_out()
+        for entry in self._aside:
+            entry.put_back()
+        self._aside.clear()
 
     def check(self) -> None:
         """Raise where the step has kept elsewhere what it would find again; forget what it made.
@@ -99,18 +145,30 @@ class Caches:
     def _remaining(self) -> list[_Made]:
         return [made for made in self._made if made.tensor() is not None]
 
-    def _clear(self) -> None:
-        for cache, tensors in _caches():
-            if tensors:
-                cache.cache_clear()
+    def _take_out(self) -> None:
+        """Remove the entries that hold fake tensors of a step."""
+        for entry in list(_entries()):
+            if any(map(is_recorded, entry.tensors)):
+                entry.remove()
         self._held = None
 
 
-def _caches() -> Iterator[tuple[Any, Sequence[torch.Tensor]]]:
-    """Every cache, with the tensors in it."""
+def _entries() -> Iterator[_Entry]:
+    """What every cache holds that has tensors in it."""
     for cache in gc.get_objects():
-        if type(cache) is _CACHE:
-            yield cache, list(_tensors(gc.get_referents(cache), _DEPTH))
+        if type(cache) is not _CACHE:
+            continue
+        parts = gc.get_referents(cache)
+        table = next((part for part in parts if type(part) is dict and part is not vars(cache)), None)
+        if table is None or cache.cache_parameters()["maxsize"] is not None:
+            tensors = list(_tensors(parts, _DEPTH))
+            if tensors:
+                yield _Entry(cache, None, None, None, tensors)
+            continue
+        for key, value in list(table.items()):
+            tensors = list(_tensors([value], _DEPTH))
+            if tensors:
+                yield _Entry(cache, table, key, value, tensors)
 
 
 def _tensors(items: Iterable[Any], depth: int) -> Iterator[torch.Tensor]:

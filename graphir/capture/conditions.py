@@ -7,14 +7,13 @@ the line that made it. The step is then run once more, and looked at after each 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, TypeAlias
 
 from ..errors import CaptureError
 from .scopes import Scopes
-from .source_lines import SourceLines
+from .source_lines import SourceLines, traced_by
 
 __all__ = ["Broken", "Conditions", "Watch"]
 
@@ -65,9 +64,5 @@ class Watch:
                 last = lines.of_frame(frame if event == "line" else frame.f_back), scopes.current
             return trace
 
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
+        with traced_by(trace):
             yield
-        finally:
-            sys.settrace(before)

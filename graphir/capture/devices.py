@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from ..errors import CaptureError
-from .patches import in_this_thread, replaced
+from .patches import replaced
 from .refusals import where
 from .scopes import Scopes
 
@@ -58,12 +58,7 @@ def moves_stay() -> Iterator[None]:
     def stay(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return tensor
 
-    moves = {
-        "to": in_this_thread(to, move),
-        "cuda": in_this_thread(stay, torch.Tensor.cuda),
-        "pin_memory": in_this_thread(stay, torch.Tensor.pin_memory),
-    }
-    with replaced(torch.Tensor, moves):
+    with replaced(torch.Tensor, {"to": to, "cuda": stay, "pin_memory": stay}):
         yield
 
 
@@ -90,7 +85,7 @@ def modules_stay(scopes: Scopes) -> Iterator[None]:
                 )
         return module
 
-    with replaced(torch.nn.Module, {"_apply": in_this_thread(unchanged, torch.nn.Module._apply)}):
+    with replaced(torch.nn.Module, {"_apply": unchanged}):
         yield
 
 

@@ -23,6 +23,9 @@ from .thresholds import threshold_in
 
 __all__ = ["Followed", "follow_dims"]
 
+_IN_A_ROW: Final = 3
+"""As many recordings in a row are of one step: one that alternates in so many turns, or fewer, is seen."""
+
 _MOST_FURTHER: Final = 4
 """How many further recordings are taken."""
 
@@ -65,7 +68,7 @@ def follow_dims(step: Step) -> Followed:
     """
     taken = _Taken(step)
     followed = _follow(taken, dict(step.arguments.dims))
-    if followed.fixed:
+    for _ in range(taken.missing_in_a_row(followed.sizes)):
         check_repeats(step, followed.sizes.recording, step.arguments.dims)
     batch_dims: Sequence[int | None] | None
     if BATCH in followed.dims or BATCH not in step.arguments.dims or not followed.sizes.recording.returned:
@@ -105,11 +108,18 @@ def _follow(taken: _Taken, dims: dict[str, int]) -> Followed:
 
 
 class _Taken:
-    """The recordings of a step, each taken once."""
+    """The recordings of a step, each taken once; the first is compared with another one at the same sizes.
+
+    Attributes:
+        step: what is recorded.
+        at: the recordings, by the sizes of all dimensions.
+        order: the sizes of all that were taken, in time, those that failed and the second one of the first included.
+    """
 
     def __init__(self, step: Step) -> None:
         self.step = step
         self.at: dict[tuple[int, ...], Recording] = {}
+        self.order: list[tuple[int, ...]] = []
 
     def guarded(self, dims: Mapping[str, int]) -> tuple[Sizes, tuple[Guard, ...]]:
         """The step's sizes as polynomials in *dims*, and what these must satisfy.
@@ -227,17 +237,28 @@ class _Taken:
         return None
 
     def _sizes_at(self, grid: Grid) -> Sizes:
-        recordings: list[Recording] = []
-        for point in grid.points:
+        captured, *others = grid.points
+        recordings = [self.recording({**self.step.arguments.dims, **captured})]
+        for point in others:
             try:
                 recordings.append(self.recording({**self.step.arguments.dims, **point}))
             except CaptureError as e:
-                if not recordings:
-                    raise
                 raise NotPolynomial(f"at {point_text(point)}: {e.what}") from None
         if threshold := threshold_in(recordings):
             raise _Threshold(threshold)
         return Sizes(recordings, grid)
+
+    def missing_in_a_row(self, sizes: Sizes) -> int:
+        """How many more recordings at the captured sizes there have to be until enough in a row were of one step.
+
+        Those at the points of *sizes* were. Others may have been another step, which was put down to their sizes.
+        """
+        dims = self.step.arguments.dims
+        alike = {tuple({**dims, **point}.values()) for point in sizes.grid.points}
+        runs = [0]
+        for key in self.order:
+            runs.append(runs[-1] + 1 if key in alike else 0)
+        return 0 if max(runs) >= _IN_A_ROW else _IN_A_ROW - runs[-1]
 
     def at_other_batches(self) -> Iterator[Recording]:
         """Recordings at other batches, all else as captured, as far as there are any; larger ones first."""
@@ -251,5 +272,9 @@ class _Taken:
     def recording(self, dims: Dims) -> Recording:
         key = tuple(dims.values())
         if key not in self.at:
-            self.at[key] = record(self.step, dims, named=not self.at)
+            first = not self.at
+            self.order += [key, key] if first else [key]
+            self.at[key] = record(self.step, dims, named=first)
+            if first:
+                check_repeats(self.step, self.at[key], dims)
         return self.at[key]

@@ -1,4 +1,4 @@
-"""Settings of torch that hold for the whole process: a step that changes one is noticed, and all of them put back."""
+"""Settings of torch that outlast a step: one that changes them is noticed, and they are put back."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from .conditions import Broken, Conditions
+from .patches import replaced
 
-__all__ = ["global_state_kept"]
+__all__ = ["SETTINGS", "global_state_kept"]
 
 
 class _Setting(NamedTuple):
@@ -29,8 +30,11 @@ def _autocast(device: str) -> _Setting:
     return _Setting(get, restore)
 
 
-_SETTINGS: Final[Mapping[str, _Setting]] = {
-    "the default dtype": _Setting(torch.get_default_dtype, torch.set_default_dtype),
+_DTYPE: Final = "the default dtype"
+"""The only one that all threads have together: another one may set it meanwhile."""
+_SET_DTYPE: Final = ("set_default_dtype", "set_default_tensor_type")
+SETTINGS: Final[Mapping[str, _Setting]] = {
+    _DTYPE: _Setting(torch.get_default_dtype, torch.set_default_dtype),
     "whether gradients are computed": _Setting(torch.is_grad_enabled, torch.set_grad_enabled),
     "autocast": _autocast("cpu"),
     "autocast on CUDA": _autocast("cuda"),
@@ -48,11 +52,19 @@ def global_state_kept(conditions: Conditions) -> Iterator[None]:
     Raises:
         Broken: it does not hold.
     """
-    before = {name: setting.get() for name, setting in _SETTINGS.items()}
+    before = {name: setting.get() for name, setting in SETTINGS.items()}
+    mine = dict.fromkeys(name for name in SETTINGS if name != _DTYPE)
+
+    def noting(set_dtype: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            mine[_DTYPE] = None
+            set_dtype(*args, **kwargs)
+
+        return call
 
     def check() -> None:
-        for name, setting in _SETTINGS.items():
-            if setting.get() != before[name]:
+        for name in mine:
+            if SETTINGS[name].get() != before[name]:
                 raise Broken(
                     "settings",
                     f"the step changes {name} for everything that comes after it",
@@ -61,8 +73,9 @@ def global_state_kept(conditions: Conditions) -> Iterator[None]:
 
     conditions["settings"] = check
     try:
-        yield
+        with replaced(torch, {name: noting(getattr(torch, name)) for name in _SET_DTYPE}):
+            yield
         check()
     finally:
-        for name, setting in _SETTINGS.items():
-            setting.set(before[name])
+        for name in mine:
+            SETTINGS[name].set(before[name])

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..ir.opset import UNWRITTEN, arguments_of, overload
+from .patches import replaced
 from .values import Call, Value
 
 __all__ = ["fakes_with_known_values_hidden", "is_known_result", "number_in", "tensor_of"]
@@ -71,17 +72,15 @@ def _run(call: Call, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 def fakes_with_known_values_hidden(is_known: Callable[[torch.Tensor], bool]) -> Iterator[None]:
     """While this is active, ``isinstance(x, torch._subclasses.FakeTensor)`` is false where the value of ``x`` is known.
 
-    Torch's own code asks ``torch._subclasses.fake_tensor.FakeTensor``, which stays as it is. Modules that are imported
-    meanwhile, as torch's compiler is where it is first used, get the class itself afterwards.
+    It is in this thread. Torch's own code asks ``torch._subclasses.fake_tensor.FakeTensor``, which stays as it is.
+    Modules that are imported meanwhile, as torch's compiler is where it is first used, get the class itself afterwards.
     """
-
-    module, imported = vars(torch._subclasses), len(sys.modules)
-    before = module["FakeTensor"]
-    module["FakeTensor"], _UNKNOWN_FAKE.is_known = _UNKNOWN_FAKE, is_known
+    before, imported = torch._subclasses.FakeTensor, len(sys.modules)
+    _UNKNOWN_FAKE.is_known = is_known
     try:
-        yield
+        with replaced(torch._subclasses, {"FakeTensor": _UNKNOWN_FAKE}):
+            yield
     finally:
-        module["FakeTensor"] = before
         del _UNKNOWN_FAKE.is_known  # what still holds the class finds that nothing is known
         for late in [*sys.modules.values()][imported:] if len(sys.modules) > imported else ():
             for name in [name for name, held in getattr(late, "__dict__", {}).items() if held is _UNKNOWN_FAKE]:

@@ -13,11 +13,12 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import CaptureError
 from ..ir.tensor import PLAIN
-from .attributes import Attributes, Change
+from .attributes import TABLES, Attributes, Change
 from .conditions import Broken, Conditions
 from .naming import RESERVED, Names
 from .overlaps import overlaps
 from .refusals import DENSE, where
+from .tables import Table
 
 __all__ = [
     "ModelState",
@@ -123,7 +124,7 @@ def attributes_kept(attributes: Sequence[Attributes]) -> Iterator[None]:
 def fakes_in_place(
     model: torch.nn.Module, fakes: Mapping[int, torch.Tensor], conditions: Conditions, attributes: Sequence[Attributes]
 ) -> Iterator[list[Change]]:
-    """Put a fake in the place of each parameter and buffer; afterwards they are as they were.
+    """Put a fake in the place of each parameter and buffer, for this thread; afterwards they are as they were.
 
     Args:
         model: the module.
@@ -140,25 +141,34 @@ def fakes_in_place(
     modules = list(model.named_modules())
     saved = [(dict(m._parameters), dict(m._buffers)) for _, m in modules]
     changes: list[Change] = []
+    own = [(module.__dict__, name, module.__dict__[name]) for _, module in modules for name in TABLES]
+    tables: list[Table] = []
     try:
-        for _, module in modules:
-            for table in (module._parameters, module._buffers):
-                for key, tensor in table.items():
-                    if tensor is not None:
-                        table[key] = fakes[id(tensor)]
-        mine = {
-            path: partial(_changed, path, module, kept, tables, fakes)
-            for (path, module), kept, tables in zip(modules, attributes, saved, strict=True)
+        for attributes_of_module, name, table in own:
+            tables.append(Table(table, {key: _fake_of(tensor, key, fakes) for key, tensor in table.items()}))
+            attributes_of_module[name] = tables[-1]
+        checks = {
+            path: partial(_changed, path, module, kept, before, fakes)
+            for (path, module), kept, before in zip(modules, attributes, saved, strict=True)
         }
-        conditions.update({f"module {path}": check for path, check in mine.items()})
-        conditions.update({f"private {path}": partial(_check_private, check) for path, check in mine.items()})
+        conditions.update({f"module {path}": check for path, check in checks.items()})
+        conditions.update({f"private {path}": partial(_check_private, check) for path, check in checks.items()})
         yield changes
-        changes += [change for check in mine.values() for change in check()]
+        changes += [change for check in checks.values() for change in check()]
     finally:
-        for (_, module), (parameters, buffers) in zip(modules, saved, strict=True):
-            for table, before in ((module._parameters, parameters), (module._buffers, buffers)):
-                table.clear()
-                table.update(before)
+        for attributes_of_module, name, table in own:
+            attributes_of_module[name] = table
+        for stand_in in tables:
+            stand_in.release()
+
+
+def _fake_of(tensor: torch.Tensor | None, key: str, fakes: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+    if tensor is not None and id(tensor) not in fakes:
+        raise CaptureError(
+            f"another tensor has taken the place of {key!r} since the capture began",
+            fix="let no other thread exchange parameters or buffers meanwhile; it may write into them",
+        )
+    return None if tensor is None else fakes[id(tensor)]
 
 
 def _check_gradient(path: str, kind: str, key: str, tensor: torch.Tensor, fake: torch.Tensor) -> None:

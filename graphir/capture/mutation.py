@@ -149,7 +149,7 @@ def overwritten_base(tape: Tape, target: Alias, whole: Value, new: Value) -> Val
     base, view = target.store.base.tensor, target.tensor
     if new.dtype != view.dtype:
         new = tape.apply(_aten._to_copy.default, new, dtype=view.dtype)
-    for shows, physical in ((view.is_conj(), _aten.conj_physical.default), (view.is_neg(), _aten.neg.default)):
+    for shows, physical in ((view.is_conj(), _aten._conj_physical.default), (view.is_neg(), _aten.neg.default)):
         if shows:  # what is in memory is the conjugate, or the negative, of what the view shows
             new = tape.apply(physical, new)
     if view.dtype != base.dtype:

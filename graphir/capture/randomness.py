@@ -7,25 +7,21 @@ that what it draws depends on neither device, lane nor order. :func:`seeded` doe
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import (
-    TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
 )
 
 from ..errors import CaptureError
-from ..ir.seeds import mix
 from .conditions import Broken, Conditions
-from .forms import Form, form_of
-from .patches import in_this_thread, replaced
+from .forms import Form
+from .patches import replaced
 from .refusals import where
 from .scopes import Scopes
 
@@ -33,10 +29,12 @@ __all__ = [
     "RandomState",
     "SeedIds",
     "active_ids",
+    "changed_from",
+    "drawn_from",
+    "random_states",
     "refuse_generator",
     "rng_state_followed",
     "seedable",
-    "seeded",
     "seeding_refused",
 ]
 
@@ -46,9 +44,13 @@ class SeedIds:
 
     Activation checkpointing saves the random state before a forward and restores it before it computes that forward
     again; the ids follow, so that the recomputation draws the same numbers.
+
+    Attributes:
+        draws: whether numbers are drawn, and not only recorded.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, draws: bool) -> None:
+        self.draws = draws
         self._next = 0
         self._saved: dict[int, tuple[torch.Tensor, int]] = {}
 
@@ -71,37 +73,18 @@ class SeedIds:
         _, self._next = self._saved[id(state)]
 
 
-_lock = threading.RLock()
-if hasattr(os, "register_at_fork"):  # in a forked process nobody releases what another thread held
-    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
-_followers: list[contextlib.ExitStack] = []
-
-
 @contextlib.contextmanager
 def rng_state_followed() -> Iterator[None]:
     """While this is active, ``torch.get_rng_state`` and ``set_rng_state`` save and restore the next id too.
 
-    They do where a mode with seed ids is active, and are torch's own in all other threads. Contexts within each other,
-    or in several threads, share what is in the place of torch's.
+    They do where a mode with seed ids is active. While a step is recorded, they leave torch's random state alone.
     """
-    with _lock:
-        _followers.append(_followers[0] if _followers else _following())
-    try:
-        yield
-    finally:
-        with _lock:
-            replacement = _followers.pop()
-            if not _followers:
-                replacement.close()
-
-
-def _following() -> contextlib.ExitStack:
     get, restore = torch.random.get_rng_state, torch.random.set_rng_state
 
     def get_rng_state() -> torch.Tensor:
-        ids = active_ids()
         with _disable_current_modes():
             state = get()
+        ids = active_ids()
         if ids is not None:
             ids.save(state)
         return state
@@ -110,14 +93,17 @@ def _following() -> contextlib.ExitStack:
         ids = active_ids()
         if ids is not None:
             ids.restore(new_state)
+            if not ids.draws:
+                return
         with _disable_current_modes():
             restore(new_state)
 
+    def applies(instance: object) -> bool:
+        return active_ids() is not None
+
     functions = {"get_rng_state": get_rng_state, "set_rng_state": set_rng_state}
-    stack = contextlib.ExitStack()
-    for owner in (torch, torch.random):
-        stack.enter_context(replaced(owner, functions))
-    return stack
+    with replaced(torch, functions, applies), replaced(torch.random, functions, applies):
+        yield
 
 
 def active_ids() -> SeedIds | None:
@@ -145,12 +131,12 @@ def seeding_refused(scopes: Scopes) -> Iterator[None]:
         return call
 
     names = ("manual_seed", "seed", "initial_seed")
-    functions = {name: in_this_thread(refused(name), getattr(torch.random, name)) for name in names}
+    functions = {name: refused(name) for name in names}
     with replaced(torch, functions), replaced(torch.random, functions):
         yield
 
 
-def _own_generator(form: Form, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator | None:
+def own_generator(form: Form, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator | None:
     """The generator that a call is given, unless it is torch's default one."""
     position = form.generator
     if position is None:
@@ -167,7 +153,7 @@ def refuse_generator(form: Form, args: Sequence[Any], kwargs: Mapping[str, Any],
     Raises:
         CaptureError: it is.
     """
-    if _own_generator(form, args, kwargs) is not None:
+    if own_generator(form, args, kwargs) is not None:
         raise CaptureError(
             f"{form.type} draws from a generator of its own",
             where=where,
@@ -191,44 +177,86 @@ def seedable(form: Form, where: str) -> torch._ops.OpOverload:
 
 
 class RandomState:
-    """The global random states, as they are when it is made."""
+    """The random states that all threads have together, as they are when it is made.
+
+    Attributes:
+        suspected: whether one of Python's or numpy's has changed while a step was recorded and other threads ran, any
+            of which may have drawn from it.
+    """
 
     def __init__(self) -> None:
         self._python, self._torch, self._numpy = random.getstate(), torch.get_rng_state(), _numpy_state()
+        self.suspected = self._cleared = False
 
     @contextlib.contextmanager
     def kept(self, conditions: Conditions) -> Iterator[None]:
-        """Leave the random states as they were.
+        """Leave the random states as they were; where other threads run, those that torch has are left to these.
 
         Args:
             conditions: is given the condition that a step draws from none that programs don't have.
 
         Raises:
-            Broken: it does not hold.
+            Broken: it does not hold, and no other thread can have drawn.
         """
         conditions["random"] = self._check
+        alone = _is_alone()
         try:
             yield
-            self._check()
+            if alone and _is_alone():
+                self._check()
+            elif not self._cleared:
+                self.suspected = self._changed() is not None
         except BaseException:
-            random.setstate(self._python)
-            if self._numpy is not None:
-                sys.modules["numpy"].random.set_state(self._numpy)
+            if alone and _is_alone():
+                self.restore()
             raise
         finally:
-            torch.set_rng_state(self._torch)
+            if alone and _is_alone():
+                torch.set_rng_state(self._torch)
+
+    def clear(self) -> None:
+        """Note that the step does not draw: other threads do."""
+        self._cleared, self.suspected = True, False
+
+    def restore(self) -> None:
+        """Bring back Python's and numpy's states."""
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
 
     def _check(self) -> None:
-        for module, unchanged in (
-            ("Python's random", random.getstate() == self._python),
-            ("numpy.random", _same_numpy_state(_numpy_state(), self._numpy)),
-        ):
-            if not unchanged:
-                raise Broken(
-                    "random",
-                    f"the step draws from {module}, whose numbers a program would repeat for ever",
-                    fix="draw with torch (torch.rand), and choose with torch.where",
-                )
+        changed = self._changed()
+        if changed is not None:
+            raise drawn_from(changed)
+
+    def _changed(self) -> str | None:
+        return changed_from((self._python, self._numpy))
+
+
+def drawn_from(module: str) -> Broken:
+    """The error to raise where a step draws from a *module* of which programs know nothing."""
+    return Broken(
+        "random",
+        f"the step draws from {module}, whose numbers a program would repeat for ever",
+        fix="draw with torch (torch.rand), and choose with torch.where",
+    )
+
+
+def random_states() -> tuple[Any, Any]:
+    """Python's global random state and numpy's."""
+    return random.getstate(), _numpy_state()
+
+
+def changed_from(before: tuple[Any, Any]) -> str | None:
+    """Which of :func:`random_states` is another one now."""
+    if random.getstate() != before[0]:
+        return "Python's random"
+    return None if _same_numpy_state(_numpy_state(), before[1]) else "numpy.random"
+
+
+def _is_alone() -> bool:
+    """Whether no other thread runs Python."""
+    return len(sys._current_frames()) == 1
 
 
 def _numpy_state() -> tuple[Any, ...] | None:
@@ -243,51 +271,3 @@ def _same_numpy_state(now: tuple[Any, ...] | None, before: tuple[Any, ...] | Non
     return all(
         a.tobytes() == b.tobytes() if hasattr(a, "tobytes") else a == b for a, b in zip(now, before, strict=True)
     )
-
-
-class _Seeded(TorchDispatchMode):
-    def __init__(self, step: int, replica: int, ids: SeedIds) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._step, self._replica, self.seeds = step, replica, ids
-        self._generators: dict[torch.device, torch.Generator] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if isinstance(func, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in func.tags:
-            form = form_of(func)
-            if form.draws(form.bind(args, kwargs).args) and _own_generator(form, args, kwargs) is None:
-                func = seedable(form, "graphir.seeded")
-                args = args[: form.generator]
-                kwargs["generator"] = self._generator(args, kwargs)
-        return func(*args, **kwargs)
-
-    def _generator(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Generator:
-        device = kwargs.get("device") or next((a.device for a in args if isinstance(a, torch.Tensor)), "cpu")
-        device = torch.device(device)
-        generator = self._generators.get(device)
-        if generator is None:
-            generator = self._generators[device] = torch.Generator(device)
-        return generator.manual_seed(mix(self._step, self._replica, self.seeds.take()))
-
-
-@contextlib.contextmanager
-def seeded(step: int, replica: int = 0) -> Iterator[None]:
-    """Let eager PyTorch draw the random numbers that the captured step draws.
-
-    Run the forward, the loss and the backward of one step inside it. The global random state stays as it is. Generators
-    that a call is given are used as they are.
-
-    Args:
-        step: steps done before this one, from 0.
-        replica: the position of the replica in ``devices``, from 0.
-
-    Raises:
-        CaptureError: an operator draws random numbers but takes no generator; *step* or *replica* is no whole number.
-    """
-    for word, number in (("step", step), ("replica", replica)):
-        if type(number) is not int or number < 0:
-            raise CaptureError(f"seeded: {word} is {number!r}", fix="give a whole number, counted from 0")
-    with rng_state_followed(), _Seeded(step, replica, SeedIds()):
-        yield

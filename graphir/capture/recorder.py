@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -19,10 +18,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 
 from ..errors import CaptureError, GraphirError
-from ..ir.opset import CHECKS
+from ..ir.opset import CHECKS, is_composite
 from ..ir.tensor import PLAIN
 from .caches import Caches
 from .checks import Check, check_read_in
+from .composites import VALUES_AND_VECTORS, ValuesAlone, is_ambiguous, values_alone_of
 from .devices import on_host
 from .edges import keep_edges
 from .forms import Bound, Form, form_of
@@ -31,6 +31,7 @@ from .known import number_in, tensor_of
 from .mutation import functional_call, functional_view, laid_out, overwritten_base
 from .overlaps import described
 from .randomness import refuse_generator
+from .recorded import MODES, is_recorded
 from .refusals import DENSE, FAKE_ERRORS, REFUSED_AT_TIMES, refuse_operator, refused_by_fake, where
 from .results import in_sequence
 from .scopes import Scopes
@@ -38,7 +39,7 @@ from .selections import masks_in, selected
 from .source_lines import SourceLines
 from .sparse import SparseTensors
 from .tape import Tape
-from .values import Alias, Store, Value, geometry_of
+from .values import Alias, Call, Store, Value, geometry_of
 
 __all__ = ["Recorder"]
 
@@ -59,9 +60,9 @@ _SEVERAL: Final[Mapping[Any, Any]] = {
 }
 """Functional forms of what overwrites several tensors: they return the new values of these last."""
 _NUMBER: Final = _aten._local_scalar_dense.default
+_IS_NAN: Final = _aten.isnan.default
+_ANY_TRUE: Final = _aten._is_any_true.default
 _LITERAL: Final = frozenset({_aten.lift_fresh.default, _aten.lift.default})
-_MODES: Final[weakref.WeakSet[FakeTensorMode]] = weakref.WeakSet()
-"""Those of all recordings."""
 _accepted: Final[dict[object, Form]] = {}
 """Operators that are recorded whatever they are given."""
 
@@ -74,6 +75,7 @@ class Recorder(Tape, TorchDispatchMode):
         sparse: the sparse gradients.
         refusal: the first one. A model may catch it and go on, but it would go on otherwise than with data.
         failed_line: the source line of what it refused.
+        ambiguous: calls that make vectors which torch may not have been asked for.
         arguments: names of the tensors that the step is given, by their ``id``; fake ones stand for them.
     """
 
@@ -94,10 +96,13 @@ class Recorder(Tape, TorchDispatchMode):
         self.constants: list[tuple[Value, torch.Tensor]] = []
         self.sparse = SparseTensors()
         self._fake_mode, self._path_of, self._caches, self._interrupts = fake_mode, path_of, caches, interrupts
-        _MODES.add(fake_mode)
+        MODES.add(fake_mode)
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.refusal: CaptureError | None = None
         self.failed_line = ""
+        self._dispatched = 0
+        self.ambiguous: list[Call] = []
+        self._unread: torch.Tensor | None = None
         self.arguments: dict[int, str] = {}
 
     def stand_in(self, tensor: torch.Tensor, fake: torch.Tensor) -> None:
@@ -119,6 +124,10 @@ class Recorder(Tape, TorchDispatchMode):
         finally:
             self.extents.seen = seen
 
+    def between_operators(self) -> int | None:
+        """How many operators have run, where the step's own lines run and not one of them."""
+        return self._dispatched if self.extents.seen else None
+
     # What the dispatcher calls.
 
     @classmethod
@@ -133,6 +142,7 @@ class Recorder(Tape, TorchDispatchMode):
             return args[0].fake_device
         if self._interrupts.held:
             self._interrupts.strike()
+        self._dispatched += 1
         seen, self.extents.seen = self.extents.seen, False
         try:
             return self._dispatch(func, args, kwargs or {})
@@ -146,9 +156,21 @@ class Recorder(Tape, TorchDispatchMode):
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         kwargs = on_host(kwargs, self._scope)
         form = _accepted.get(func)
+        ambiguous = False
         if form is None:
+            alone = values_alone_of(func)
+            if alone is not None:
+                return self._values_alone(alone, args)
+            ambiguous = is_ambiguous(func, args)
             if getattr(func, "namespace", "") in _NOTHING_COMPUTED or func in _GEOMETRY:
                 return func(*args, **kwargs)
+            if torch.is_inference_mode_enabled() and is_composite(func):
+                with self:  # in inference mode torch shows composite operators whole; recorded is what they do
+                    return func.decompose(*args, **kwargs)
+            if func is _ANY_TRUE and torch.is_anomaly_enabled():
+                return self._unread_check(args[0])
+            if func is _NUMBER and args[0] is self._unread:
+                return False
             if func is _NUMBER and self.is_known(args[0]):
                 return number_in(self._known(args[0]))
             if func is _NUMBER and (check := check_read_in(sys._getframe(2))) is not None:
@@ -157,8 +179,10 @@ class Recorder(Tape, TorchDispatchMode):
                 return self._select(form_of(func), args)
             refuse_operator(func, self._scope(), args)
             form = form_of(func)
-            if func not in REFUSED_AT_TIMES:
+            if func not in REFUSED_AT_TIMES and func not in VALUES_AND_VECTORS:
                 _accepted[func] = form
+        if func is _IS_NAN and args[0].is_sparse and torch.is_anomaly_enabled():
+            return self.fake((), (), torch.bool)
         if self.sparse.concern(func, args):
             return self.sparse.call(self, func, args, kwargs, self._scope())
         if form.generator is not None:
@@ -190,7 +214,26 @@ class Recorder(Tape, TorchDispatchMode):
             raise refused_by_fake(e, form, self._scope()) from e
         if form.func._opname in CHECKS or self._makes_something(out):
             self._record(form, bound, inputs, out, (func, args, dict(kwargs)))
+            if ambiguous:
+                self.ambiguous.append(self.calls[-1])
         return out
+
+    def _values_alone(self, alone: ValuesAlone, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+        """Record what computes the values of a matrix alone, where torch asks for vectors that it does not read."""
+        values = self._dispatch(alone.func, args[: alone.taken], {})
+        unread = self.fake((0,), (1,), values.dtype)
+        return tuple([values if i == alone.position else unread for i in range(alone.results)])
+
+    def _unread_check(self, is_nan: torch.Tensor) -> torch.Tensor:
+        """What says whether a gradient has a NaN in it, which anomaly detection looks for after each node.
+
+        It is set for the whole process, where other threads may look. A program has nothing of it.
+        """
+        alias = self._memory.find(is_nan)
+        if alias is not None and self.calls and alias.value.call is self.calls[-1]:
+            self.calls.pop()
+        self._unread = self.fake((), (), torch.bool)
+        return self._unread
 
     def _checked(self, check: Check, outcome: torch.Tensor) -> bool:
         """Record that the *outcome* of a check is the one that it has where it holds."""
@@ -206,6 +249,10 @@ class Recorder(Tape, TorchDispatchMode):
         out = selected(form.func, args, self._known)
         self._record(form, bound, inputs, out, (form.func, args, {}))
         return out
+
+    def held_by(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What a tensor holds, if that is known."""
+        return self._known(tensor) if self.is_known(tensor) else None
 
     def _known(self, tensor: torch.Tensor) -> torch.Tensor:
         """What a tensor whose value is known holds."""
@@ -237,7 +284,7 @@ class Recorder(Tape, TorchDispatchMode):
         fake = self.fake(real.shape, real.stride(), real.dtype)
         path = self._path_of(real)
         cached = not (path or literal) and self._caches.holds(real)
-        if isinstance(real, FakeTensor) and real.fake_mode in _MODES and not cached:
+        if is_recorded(real) and not cached:
             raise CaptureError(
                 f"the step reads a tensor of shape {list(real.shape)} that it has kept outside of the model when "
                 "it was recorded before, in this capture or another",

@@ -20,8 +20,11 @@ from .arguments import Arguments
 from .attributes import AllowedChanges, Attributes, Change, attributes_of, settled
 from .backward import backward
 from .caches import Caches
+from .comparison import same_step
+from .composites import refuse_unread_vectors, values_alone_asked
 from .conditions import Broken, Conditions, Watch
 from .devices import modules_stay, moves_stay
+from .draws import RUNS, Draw, Draws
 from .escapes import escapes_refused
 from .extents import Extents, plain
 from .global_state import global_state_kept
@@ -31,7 +34,7 @@ from .known import fakes_with_known_values_hidden
 from .micro_batches import Sums, micro_batch, prefix_of_micro_batch
 from .model_state import ModelState, attributes_kept, fakes_in_place
 from .options import LossScaler, Options
-from .randomness import RandomState, rng_state_followed, seeding_refused
+from .randomness import RandomState, drawn_from, rng_state_followed, seeding_refused
 from .recorder import Recorder
 from .refusals import failure, where
 from .scopes import Scopes
@@ -41,7 +44,7 @@ from .stand_ins import attribute_paths, fake_leaves, fake_state
 from .traces import traces_refused
 from .values import Call, Value
 
-__all__ = ["Recording", "Step", "record", "same_bits", "same_step"]
+__all__ = ["Recording", "Step", "record"]
 
 _aten: Final = torch.ops.aten
 
@@ -180,11 +183,43 @@ def _record(step: Step, dims: Dims, named: bool) -> Recording:
         if watch.line:
             place = f"{place}, at {watch.line}"
         raise CaptureError(broken.what, where=place, fix=broken.fix) from None
+    if step.random.suspected:
+        _refuse_draws(step, dims, named, interrupts)
     return recording
 
 
+def _refuse_draws(step: Step, dims: Dims, named: bool, interrupts: Interrupts) -> None:
+    """Raise where it was the step, and not another thread, that drew from Python's or numpy's random numbers.
+
+    Raises:
+        CaptureError: names the line.
+    """
+    once: dict[Any, Draw] = {}
+    twice: list[Draw] = []
+    for run in range(RUNS):
+        draws = Draws()
+        with interrupts.held_back(), contextlib.suppress(CaptureError), attributes_kept(step.attributes):
+            _run(step, dims, named, interrupts, draws=draws)
+        twice += [draw for place, draw in draws.found.items() if place in once]
+        once |= draws.found
+        if twice or (run and not once):
+            break
+    if not twice:
+        step.random.clear()
+        return
+    step.random.restore()
+    draw = twice[0]
+    error = drawn_from(draw.module)
+    raise CaptureError(error.what, where=where(draw.scope, draw.line), fix=error.fix)
+
+
 def _run(
-    step: Step, dims: Dims, named: bool, interrupts: Interrupts, watch: Watch | None = None
+    step: Step,
+    dims: Dims,
+    named: bool,
+    interrupts: Interrupts,
+    watch: Watch | None = None,
+    draws: Draws | None = None,
 ) -> tuple[Recording, list[Change]]:
     """One run of the step, and what it changed."""
     fake_mode, scopes, conditions = fresh_fake_mode(), Scopes(step.model), Conditions()
@@ -206,16 +241,18 @@ def _run(
         errors_not_logged(),
         fakes_in_place(step.model, fakes, conditions, step.attributes) as changes,
         rng_state_followed(),
+        values_alone_asked(),
         seeding_refused(scopes),
         recorder.exchanges_refused(),
         moves_stay(),
         modules_stay(scopes),
         fakes_with_known_values_hidden(recorder.is_known),
-        escapes_refused(scopes),
+        escapes_refused(scopes, recorder.held_by),
         traces_refused(scopes),
         fake_mode,
         recorder,
         watch.follow(conditions, lines, scopes) if watch is not None else contextlib.nullcontext(),
+        draws.follow(lines, scopes, recorder.between_operators) if draws is not None else contextlib.nullcontext(),
         _failures(recorder, lines),
     ):
         if step.loss is None:
@@ -225,9 +262,12 @@ def _run(
     sparse = recorder.sparse.gradients
     made = [gradient for _, gradient in [*outcome.gradients, *outcome.finished.gradients]]
     kept = [outcome.loss, *outcome.outputs, *made, *(value for pair in sparse.values() for value in pair)]
+    calls = _live(recorder.calls, kept)
+    read = frozenset(id(v) for v in (*kept, *(v for call in calls for v in call.inputs)) if v is not None)
+    refuse_unread_vectors(recorder.ambiguous, read)
     recording = Recording(
         **vars(outcome),
-        calls=_live(recorder.calls, kept),
+        calls=calls,
         values=recorder.values,
         inputs=inputs,
         state=state,
@@ -285,34 +325,6 @@ def _refuse_made(step: Step) -> None:
                 where=where(path.rpartition(".")[0]),
                 fix="run one step before the capture, and make the optimizer after that",
             )
-
-
-def same_step(a: Recording, b: Recording) -> bool:
-    """Whether two recordings at the same sizes are of the same step."""
-    literals = zip(a.constants, b.constants, strict=False)
-    return (
-        _described(a) == _described(b)
-        and len(a.constants) == len(b.constants)
-        and all(x is y or same_bits(x, y) for (_, x), (_, y) in literals)
-    )
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors with data have one shape, one type and the same bits: a NaN is equal to itself."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    mine, theirs = (t.detach().cpu().reshape(-1).contiguous().view(torch.uint8) for t in (a, b))
-    return torch.equal(mine, theirs)
-
-
-def _described(recording: Recording) -> list[object]:
-    calls: list[object] = []
-    for call in recording.calls:
-        made = [(v.shape, v.strides) for v in call.outputs]
-        calls.append((*call.pattern, repr(call.args), made))
-    gradients = [(value.index, gradient.index) for value, gradient in recording.gradients]
-    returned = [leaf.index if isinstance(leaf, Value) else ("scalar", leaf) for leaf in recording.returned]
-    return [calls, gradients, returned, recording.loss and recording.loss.index]
 
 
 def _forward(

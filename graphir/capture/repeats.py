@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ..errors import CaptureError
 from ..ir.size import Dims
-from .recording import Recording, Step, record, same_step
+from .comparison import differing_part, same_step
+from .recording import Recording, Step, record
 from .refusals import where
 from .values import Call
 
@@ -41,4 +42,5 @@ def _difference(first: Recording, again: Recording) -> tuple[Call | None, str]:
         for name, value in mine.args.items():
             if repr(value) != repr(its.args.get(name)):
                 return mine, f": {name} of {mine.type} was {value}, then {its.args.get(name)}"
-    return None, ""
+    part = differing_part(first, again)
+    return None, f", in {part}" if part else ""

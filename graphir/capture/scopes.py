@@ -1,15 +1,14 @@
-"""Which module is running: a stack of module paths, kept by global forward hooks."""
+"""Which module is running: a stack of module paths, kept where modules are called in the thread that records them."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.nn.modules import module as hooks
 
+from .patches import replaced
 from .refusals import refuse_module
 from .structures import named_leaves
 
@@ -26,7 +25,6 @@ class Scopes:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._paths = {id(m): path for path, m in model.named_modules()}
-        self._stack: list[tuple[str, int, BaseException | None]] = []
         self.current = ""
         self.failed: str | None = None
         self._error: BaseException | None = None
@@ -40,32 +38,31 @@ class Scopes:
             claim: called at the end of each module with a tensor that it returns, the name of that output, and the
                 number of values that had been made before it started.
         """
+        run: Callable[..., Any] = torch.nn.Module.__call__
 
-        def enter(module: torch.nn.Module, args: Any) -> None:
-            self._stack.append((self.current, count(), sys.exc_info()[1]))
-            self.current = self._paths.get(id(module), self.current)
-            refuse_module(module, self.current)
-
-        def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
-            path, (self.current, before, handled) = self.current, self._stack.pop()
-            error = sys.exc_info()[1]
-            if error is not handled:  # a module may run where its caller handles another exception
+        def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            outer, before = self.current, count()
+            path = self.current = self._paths.get(id(module), outer)
+            try:
+                refuse_module(module, path)
+                output = run(module, *args, **kwargs)
+            except BaseException as error:
                 if error is not self._error:
                     self.failed, self._error = path, error
-            elif path and id(module) in self._paths:
+                raise
+            finally:
+                self.current = outer
+            if path and id(module) in self._paths:
                 for name, leaf in named_leaves(path, output):
                     if isinstance(leaf, torch.Tensor):
                         claim(leaf, name, before)
+            return output
 
-        handles = [
-            hooks.register_module_forward_pre_hook(enter),
-            hooks.register_module_forward_hook(leave, always_call=True),
-        ]
         try:
-            yield
+            with replaced(torch.nn.Module, {"__call__": call}):
+                yield
         finally:
-            for handle in handles:
-                handle.remove()
+            self._error = None  # its frames hold tensors in cycles with torch's graph, where no collector looks
 
     @contextlib.contextmanager
     def inside(self, path: str) -> Iterator[None]:

@@ -8,13 +8,15 @@ from typing import NamedTuple
 from ..ir.blob import contiguous_strides
 from ..ir.operator import Arg
 from ..ir.size import Shape, Size, product, size_dims
+from ..ir.tensor import same_bits
+from .comparison import differing_part
 from .extents import Axis, Extents
 from .grid import BATCH, Grid, NotPolynomial, point_text
 from .guards import guards_of
-from .recording import Recording, same_bits
+from .recording import Recording
 from .values import Call, Value
 
-__all__ = ["Sizes", "SymbolicGeometry", "grown_dims"]
+__all__ = ["Sizes", "SymbolicGeometry", "grown_dims", "is_floating_anyway"]
 
 
 class SymbolicGeometry(NamedTuple):
@@ -82,11 +84,14 @@ class Sizes:
                     raise NotPolynomial(f"operator {i} {_difference(call, other_call, here, there)}")
             if len(first.calls) != len(other.calls) or len(first.values) != len(other.values):
                 raise NotPolynomial(f"{len(first.calls)} operators at {here}, but {len(other.calls)} at {there}")
-            for mine, theirs in zip(first.returned, other.returned, strict=True):
-                if not isinstance(mine, Value) and repr(mine) != repr(theirs):  # NaN is the same as NaN
+            for mine, theirs in zip(first.returned, other.returned, strict=False):
+                found = [leaf for leaf in (mine, theirs) if not isinstance(leaf, Value)]
+                if len(found) == 2 and repr(mine) != repr(theirs):  # NaN is the same as NaN
                     raise NotPolynomial(f"the model returns {mine!r} at {here}, but {theirs!r} at {there}")
+            if part := differing_part(first, other):
+                raise NotPolynomial(f"{here} and {there} differ in {part}")
             for (value, ours), (_, its) in zip(first.constants, other.constants, strict=True):
-                if ours is not its and not same_bits(ours, its):
+                if not same_bits(ours, its):
                     made = f"a constant made in {value.scope or 'the model'}"
                     raise NotPolynomial(f"{made} depends on the {', '.join(point)} size")
 
@@ -158,7 +163,7 @@ class Sizes:
         if all(isinstance(a, tuple) for a in args) and len({len(a) for a in args if isinstance(a, tuple)}) == 1:
             return tuple([self._arg(items, call) for items in zip(*args, strict=True)])
         whole = [a for a in args if type(a) is int]
-        if len(whole) < len(args) and _is_floating_anyway(call):
+        if len(whole) < len(args) and is_floating_anyway(call):
             # There a size as a float means the same as an integer.
             whole = [int(a) for a in args if type(a) is float and a.is_integer()]
         if len(whole) == len(args):
@@ -186,7 +191,7 @@ def _first(conditions: Iterable[bool]) -> int | None:
     return next((i for i, holds in enumerate(conditions) if holds), None)
 
 
-def _is_floating_anyway(call: Call) -> bool:
+def is_floating_anyway(call: Call) -> bool:
     """Whether the result is floating-point whatever the type of the numbers among the arguments."""
     operands = any(v.dtype.is_floating_point for v in call.inputs)
     named = "dtype" in call.args or call.type.startswith(("aten.div.", "aten.linspace.", "aten.logspace."))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Final
+from typing import Any, Final
 
 import torch
 
-__all__ = ["SourceLines"]
+__all__ = ["SourceLines", "traced_by"]
 
 _TORCH: Final = f"{Path(torch.__file__).parent}{os.sep}"
 _NN: Final = f"{Path(torch.nn.__file__).parent}{os.sep}"
@@ -113,3 +114,14 @@ def _shown(path: str, search: Sequence[str]) -> str:
     folders = [Path(folder).absolute() for folder in search]
     folder = max((f for f in folders if f in file.parents), key=lambda f: len(f.parts), default=file.parent)
     return file.relative_to(folder).as_posix()
+
+
+@contextlib.contextmanager
+def traced_by(trace: Callable[[FrameType, str, Any], Any]) -> Iterator[None]:
+    """While this is active, Python calls *trace* for what runs in this thread, as ``sys.settrace`` says."""
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)

@@ -51,7 +51,7 @@ class Tape:
         self.calls: list[Call] = []
         self.values: list[Value] = []
         self.phase: Phase = "forward"
-        self.seeds = SeedIds()
+        self.seeds = SeedIds(draws=False)
         self.scopes, self._lines, self._named = scopes, lines, named
         self._memory = Memory()
         self._results = Results(fake_mode, self._scope)

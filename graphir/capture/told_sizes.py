@@ -1,15 +1,14 @@
-"""What tells a step its sizes: methods of fake tensors, ``len`` and ``range``, which give extents while it is recorded.
+"""What tells a step its sizes: methods of fake tensors, which give extents in the thread that records it.
 
-Some tests of sizes Python makes by itself: where a slice ends, and how many numbers a ``range``, or tensors a split,
-has. They are noted here.
+Some tests of sizes torch makes by itself: where a slice ends, and how many tensors a split has. They are noted here.
+What Python makes of an integer without asking it is not: ``len``, and how many numbers a ``range`` has.
 """
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from functools import reduce
 from typing import Any, Final
 
@@ -20,7 +19,7 @@ from .extents import Extent, Extents, plain
 from .patches import replaced
 from .values import Alias, Value
 
-__all__ = ["Range", "ToldSizes"]
+__all__ = ["ToldSizes"]
 
 
 class ToldSizes:
@@ -49,11 +48,6 @@ class ToldSizes:
         def numel(tensor: torch.Tensor) -> int:
             return reduce(operator.mul, self._shape(tensor), 1)
 
-        def length(sized: Sized) -> int:
-            if self._extents.seen and isinstance(sized, FakeTensor) and (shape := self._shape(sized)):
-                return shape[0]
-            return _length_of(sized)
-
         def split(tensor: torch.Tensor, split_size: Any, dim: int = 0) -> Any:
             parts = _split_of(tensor, split_size, dim)  # type: ignore[no-untyped-call]
             size = self._shape(tensor)[dim]
@@ -81,14 +75,11 @@ class ToldSizes:
             "__getitem__": getitem,
             "__setitem__": setitem,
         }
-        # Python makes a plain integer of what a tensor's __len__ returns.
-        own = {"len": length, "range": Range}
         before, self._extents.seen = self._extents.seen, True
         try:
             with (
                 replaced(FakeTensor, methods),
                 replaced(torch, {"numel": lambda input: input.numel()}),
-                replaced(builtins, own),
             ):
                 yield
         finally:
@@ -139,27 +130,6 @@ class ToldSizes:
         self._extents.compared(holds, bound, size)
 
 
-class _Ranges(type):
-    """The type of what stands for ``range``, of which every range is an instance."""
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, _range)
-
-
-class Range(metaclass=_Ranges):
-    """``range``, which notes of extents how many numbers there are."""
-
-    def __new__(cls, *bounds: Any) -> Any:
-        made = _range(*bounds)
-        for bound in bounds:
-            if isinstance(bound, Extent):
-                start, stop, step = (0, *bounds, 1) if len(bounds) == 1 else (*bounds, 1)[:3]
-                length = stop - start if plain(step) > 0 else start - stop
-                bound.origin[0].counted(len(made), length, abs(step))
-                break
-        return made
-
-
 def _dims_of(item: Any) -> int:
     """How many dimensions of a tensor an item of an index is about; an ellipsis: those that are left."""
     if item is None or item is Ellipsis or isinstance(item, bool):
@@ -169,10 +139,8 @@ def _dims_of(item: Any) -> int:
 
 _shape_of: Final[Callable[[torch.Tensor], torch.Size]] = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _size_of: Final = torch.Tensor.size
-_length_of: Final = builtins.len
 _stride_of: Final = torch.Tensor.stride
 _offset_of: Final = torch.Tensor.storage_offset
 _split_of: Final = torch.Tensor.split
 _item_of: Final = torch.Tensor.__getitem__
 _set_item_of: Final = torch.Tensor.__setitem__
-_range: Final = range

@@ -11,7 +11,7 @@ from typing import Any, Final
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from ..errors import CaptureError
-from .patches import in_this_thread, replaced
+from .patches import replaced
 from .refusals import BRANCHES, where
 from .scopes import Scopes
 
@@ -40,7 +40,7 @@ def traces_refused(scopes: Scopes) -> Iterator[None]:
             fix="call the function itself, in a loop where it runs several times",
         )
 
-    with replaced(ProxyTorchDispatchMode, {"__enter__": in_this_thread(refuse, enter)}):
+    with replaced(ProxyTorchDispatchMode, {"__enter__": refuse}):
         yield
 
 

@@ -82,6 +82,18 @@ def test_what_a_cache_holds_is_computed_by_the_program(place: Callable[[int], Te
             assert_same_bits({"loss": session.step(x)}, {"loss": model(x).detach()}, f"{rows} rows")
 
 
+def test_entries_of_others_stay() -> None:
+    """Also in the caches that the step reads and fills, and the very tensors that it reads."""
+    mine, own, other = positions(3), positions(4), positions(50)
+    table, recent = functools.cache(torch.ones), functools.lru_cache(maxsize=2)(torch.zeros)
+    elsewhere, lately = table(5), recent(5)
+    for place in (positions, sine):
+        capture(Placed(place), (torch.randn(3, 3),), loss=lambda out: out)
+        assert positions(50) is other and positions(3) is mine and positions(4) is own
+        assert table(5) is elsewhere and recent(5) is lately
+    assert all(type(tensor) is Tensor for length in range(1, 12) for tensor in (positions(length), waves(length, 4)[0]))
+
+
 def test_a_step_that_fails_leaves_nothing_in_a_cache() -> None:
     def failing(length: int) -> Tensor:
         return positions(length) * positions(length).add(torch.rand(length)).sum().item()

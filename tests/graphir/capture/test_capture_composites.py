@@ -19,18 +19,18 @@ import graphir
 linalg = torch.linalg
 
 CASES: dict[str, Callable[[Tensor], Tensor]] = {
-    "svdvals": linalg.svdvals,
+    "svdvals": lambda x: linalg.svdvals(x),
     "svd": lambda x: linalg.svd(x).S,
     "svd_without_vectors": lambda x: torch.svd(x, compute_uv=False).S,
-    "eigvalsh": linalg.eigvalsh,
+    "eigvalsh": lambda x: linalg.eigvalsh(x),
     "eigvalsh_upper": lambda x: linalg.eigvalsh(x, UPLO="U"),
     "eigh": lambda x: linalg.eigh(x).eigenvalues,
     "eigvals": lambda x: linalg.eigvals(x).abs(),
     "spectral_norm": lambda x: linalg.matrix_norm(x, 2),
     "smallest": lambda x: linalg.matrix_norm(x, -2),
     "nuclear_norm": lambda x: torch.norm(x, "nuc", dim=(-2, -1)),
-    "cond": linalg.cond,
-    "pinv": linalg.pinv,
+    "cond": lambda x: linalg.cond(x),
+    "pinv": lambda x: linalg.pinv(x),
     "pinv_hermitian": lambda x: linalg.pinv(x + x.mT, hermitian=True),
     "rank": lambda x: linalg.matrix_rank(x, hermitian=True).float(),
     "slogdet": lambda x: linalg.slogdet(x).logabsdet,

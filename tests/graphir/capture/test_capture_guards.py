@@ -151,7 +151,7 @@ def test_tests_in_backward_hooks_and_losses_are_seen() -> None:
     [
         (lambda x: x.shape[0] > 8, 10, ["batch<=8"]),
         (lambda x: x.shape[1] > 3, 3, ["length<=3"]),
-        (lambda x: max(len(x[0]), 4) > 12, 10, ["length<=12"]),
+        (lambda x: max(x[0].shape[0], 4) > 12, 10, ["length<=12"]),
         (lambda x: x.exp().shape[1] % 8 != 0, 9, ["length%8!=0"]),
         (lambda x: x.shape[1] % 8 != 0, 16, ["length%8==0"]),
         (lambda x: x.numel() > 400, 10, ["batch*length<=133"]),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from graphir import passes, runtime
-from graphir.capture import capture, randomness, seeded
+from graphir.capture import capture, patches, seeded
 from graphir.errors import CaptureError
 from graphir.ir.program import Program
 
@@ -309,7 +309,8 @@ def test_a_process_forked_while_a_thread_enters_seeded_has_its_lock_free() -> No
     inside = threading.Event()
 
     def entering() -> None:
-        with randomness._lock:
+        patches.fork_waits_for(patches.LOCK)
+        with patches.LOCK:
             inside.set()
             time.sleep(0.05)
 
@@ -318,6 +319,6 @@ def test_a_process_forked_while_a_thread_enters_seeded_has_its_lock_free() -> No
     assert inside.wait(20)
     child = os.fork()
     if child == 0:
-        os._exit(0 if randomness._lock.acquire(timeout=5) else 1)
+        os._exit(0 if patches.LOCK.acquire(timeout=5) else 1)
     thread.join(20)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import models
 import pytest
@@ -205,3 +206,18 @@ def test_distances_whose_way_depends_on_the_rows_fix_them(rows: int) -> None:
     assert "torch.cdist takes another way from 26 rows on" in program.fixed and program.dims == {}
     for mode in ("use_mm_for_euclid_dist", "donot_use_mm_for_euclid_dist"):
         assert not capture(Distances(compute_mode=mode), (torch.randn(rows, 4),)).fixed
+
+
+RESULTS: dict[str, Callable[[Tensor], Any]] = {
+    "how many": lambda x: [x.sin()] * x.shape[0],
+    "which first": lambda x: (x.sin(), x.cos())[:: 1 if int(x.shape[0]) > 6 else -1],
+    "names": lambda x: {f"of {x.shape[0]} rows": x.sin()},
+}
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("name", list(RESULTS))
+def test_results_whose_structure_follows_the_batch(name: str, batch: int) -> None:
+    program = capture(models.Applied(RESULTS[name]), (torch.randn(batch, 3),))
+    if not (name == "which first" and batch == 1):  # which is one at 1 and at 6, where it is recorded
+        assert not program.dims and program.fixed.endswith("differ in what the model returns")

@@ -21,9 +21,9 @@ def test_a_broken_program_is_reported_not_returned(monkeypatch: pytest.MonkeyPat
     module = sys.modules[capture.__module__]
     build = vars(module)["build_program"]
 
-    def reversed_step(*args: Any, **kwargs: Any) -> Program:
-        program: Program = build(*args, **kwargs)
-        return program.with_(step=program.step.with_(ops=program.step.ops[::-1]))
+    def reversed_step(*args: Any, **kwargs: Any) -> tuple[Program, Any]:
+        program, outline = build(*args, **kwargs)
+        return program.with_(step=program.step.with_(ops=program.step.ops[::-1])), outline
 
     monkeypatch.setattr(module, "build_program", reversed_step)
     example = models.mlp()

@@ -16,7 +16,6 @@ import torch
 from graphir.capture.extents import Axis, Extents, plain
 from graphir.capture.grid import NotPolynomial
 from graphir.capture.guards import guards_of, simplified
-from graphir.capture.told_sizes import Range
 from graphir.capture.values import Value
 from graphir.ir.guard import Guard, parse_guard
 from graphir.ir.size import Size, parse_size
@@ -108,25 +107,6 @@ def test_a_test_becomes_the_guard_that_says_the_same(name: str) -> None:
     for n in range(1, 500):
         if asked.covers(n=n):
             assert bool(ask(n)) == bool(asked.outcome)
-
-
-def test_a_range_tests_how_many_numbers_it_has() -> None:
-    several: list[Callable[[Any], tuple[Any, ...]]] = [
-        lambda n: (n,),
-        lambda n: (0, n, 16),
-        lambda n: (8, n),
-        lambda n: (n, 8),
-        lambda n: (n, 3),
-        lambda n: (n, 0, -4),
-        lambda n: (n, 9, 4),
-        lambda n: (0, 99, n),
-    ]
-    for bounds in several:
-        asked = Asked(lambda n: list(Range(*bounds(n))), {"n": 6}, ())  # noqa: B023
-        assert asked.outcome == list(range(*bounds(6)))
-        for n in range(1, 40):
-            assert asked.covers(n=n) == (len(range(*bounds(n))) == len(asked.outcome)), asked.texts()
-    assert isinstance(range(3), Range) and not isinstance([], Range)
 
 
 def test_two_sizes() -> None:

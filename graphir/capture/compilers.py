@@ -1,0 +1,54 @@
+"""Functions that ``torch.compile`` has wrapped: the step's own lines run in their place, in the thread that records it.
+
+``torch.compiler.set_stance`` says so for the whole process. What it sets is one object, which is asked at each call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["compiled_run_as_written"]
+
+
+@contextlib.contextmanager
+def compiled_run_as_written() -> Iterator[None]:
+    """While this is active, compiled functions and modules run in this thread as if they were not compiled."""
+    import torch._dynamo.eval_frame as compiler  # takes seconds, and the step may compile
+
+    if not hasattr(compiler, "_stance"):  # a torch that keeps it elsewhere
+        with torch.compiler.set_stance("force_eager"):
+            yield
+        return
+    place: Any = compiler
+    stance = _Stance(place._stance)
+    place._stance = stance
+    try:
+        yield
+    finally:
+        if place._stance is stance:
+            place._stance = stance.before
+        stance.thread = None
+
+
+class _Stance:
+    """A stance that is ``force_eager`` in the thread that makes it, and *before* in all others.
+
+    Another thread that sets its own meanwhile puts this one back, maybe after the capture.
+    """
+
+    def __init__(self, before: Any) -> None:
+        self.before = before
+        self.thread: int | None = threading.get_ident()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.before, name)
+
+    @property
+    def stance(self) -> str:
+        own: str = self.before.stance
+        return "force_eager" if threading.get_ident() == self.thread else own

@@ -1,0 +1,240 @@
+"""A witness of a program: the captured step, recorded once more at sizes that no recording had.
+
+Recordings at a few sizes, and what the step asks of the sizes that it is told, show most of what Python makes of them,
+but not what it makes of plain integers: ``int(n) > 100``, a table by sizes, ``len(x)``. At one size all of that shows:
+the step is recorded there, and is, or is not, what the program says at that size. ::
+
+    recordings at 8, 19, 1 ──▶ program ──at batch 128──▶ operators, arguments, sizes ─┐
+    the step ──────────────recorded at batch 128──────▶ operators, arguments, sizes ──┴─▶ equal, or a CoverageError
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Final, NamedTuple
+
+import torch
+
+from ..errors import CaptureError, CoverageError
+from ..ir.blob import Blob, bound_layout
+from ..ir.operator import Arg, Operator, stored_versions
+from ..ir.program import Program
+from ..ir.size import Dims, Polynomial, bind
+from ..ir.tensor import same_bits
+from ..ir.text import operator_text
+from .arguments import Arguments
+from .attributes import AllowedChanges, attributes_of
+from .caches import Caches
+from .comparison import outcome
+from .grid import point_text
+from .model_state import ModelState, has_data, read_state
+from .modes import Modes
+from .overlaps import described
+from .randomness import RandomState
+from .recording import Recording, Step, record
+from .refusals import where
+from .sizes import is_floating_anyway
+from .update import DTYPES
+from .values import Call, Value
+
+__all__ = ["Outline", "Witness"]
+
+_NO_STATE: Final = ModelState((), {}, {})
+
+
+class Outline(NamedTuple):
+    """What a program's recording was, as far as the program does not say it.
+
+    Attributes:
+        names: the blob of each value, at its index.
+        parts: what the parts of the step became; see :func:`.comparison.outcome`.
+        calls: how many operators of the program's step are recorded ones; updates are behind them.
+    """
+
+    names: Sequence[str]
+    parts: Mapping[str, object]
+    calls: int
+
+
+class _Difference(NamedTuple):
+    """Where a recording is not the program: at which sizes, how, in which module, and the program's operator."""
+
+    point: str
+    how: str
+    where: str = ""
+    at: str = ""
+
+
+class Witness:
+    """Compares a program with the step that it was captured from, at any size, each once.
+
+    Args:
+        step: what was captured.
+        allowed: names of the attributes that it may change.
+        program: what became of it.
+        outline: of its recording.
+        recorded: sizes of the dimensions at which it was recorded and was the same step.
+        alone: what a recording runs in.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        allowed: Iterable[str],
+        program: Program,
+        outline: Outline,
+        recorded: Iterable[Dims],
+        alone: Callable[[torch.nn.Module], AbstractContextManager[None]],
+    ) -> None:
+        self._step = step._replace(state=_NO_STATE, arguments=_without_data(step.arguments), attributes=())
+        self._allowed, self._alone = tuple(allowed), alone
+        self._program, self._outline = program, outline
+        self._modes = Modes(step.model)
+        self._found: dict[tuple[int, ...], _Difference | None] = {self._point(dims): None for dims in recorded}
+
+    def __call__(self, dims: Dims) -> None:
+        """Raise where the step at these sizes is not the program's.
+
+        Args:
+            dims: of one replica: the value of each dimension, without prefix; the captured ones of those left out.
+
+        Raises:
+            CoverageError: says which operator is another one.
+        """
+        point = self._point(dims)
+        if point not in self._found:
+            at = dict(zip(self._step.arguments.dims, point, strict=True))
+            self._found[point] = self._compared(at)
+        found = self._found[point]
+        if found is not None:
+            raise CoverageError(
+                f"the step is not the program's at {found.point}: {found.how}",
+                at=found.at,
+                where=found.where or f"program {self._program.name!r}",
+                fix="capture the model at these sizes, or give others; a session without witness would run it as it is",
+            )
+
+    def _point(self, dims: Dims) -> tuple[int, ...]:
+        return tuple([dims.get(dim, captured) for dim, captured in self._step.arguments.dims.items()])
+
+    def _compared(self, dims: Dims) -> _Difference | None:
+        """Record the step at these sizes; why it is not the program's, if it is not."""
+        model = self._step.model
+        try:
+            with self._alone(model), self._modes.held():
+                allowed, caches = AllowedChanges(model, self._allowed), Caches()
+                step = self._step._replace(
+                    state=read_state(model),
+                    allowed=allowed,
+                    attributes=attributes_of(model, allowed),
+                    random=RandomState(),
+                    caches=caches,
+                )
+                try:
+                    found = self._recorded(step, dims)
+                finally:
+                    caches.leave()
+                caches.check()
+                return found
+        except CaptureError as e:
+            return _Difference(point_text(dims), f"it can't be recorded there: {e.what}", e.where)
+
+    def _recorded(self, step: Step, dims: Dims) -> _Difference | None:
+        recording = record(step, dims, named=False)
+        try:
+            return self._compare(recording, dims)
+        finally:
+            recording.release()
+
+    def _compare(self, recording: Recording, dims: Dims) -> _Difference | None:
+        ops = self._program.step.ops[: self._outline.calls]
+        given = [*recording.state.values(), *(v for v in recording.inputs if v is not None)]
+        for value in [*given, *(value for value, _ in recording.constants)]:
+            if not self._is_laid_out(value, dims):
+                return _Difference(
+                    point_text(dims), f"{described(value.kind, value.label)} has another shape or type there"
+                )
+        for op, call in zip(ops, recording.calls, strict=False):
+            if how := self._difference(op, call, dims):
+                at = operator_text(op, self._program.step)
+                return _Difference(point_text(dims), how, where(op.module, op.source), at)
+        if len(ops) != len(recording.calls):
+            how = f"it calls {len(recording.calls)} operators there, in the program {len(ops)}"
+            return _Difference(point_text(dims), how)
+        parts = outcome(recording)
+        for part, became in self._outline.parts.items():
+            if parts[part] != became:
+                return _Difference(point_text(dims), f"it differs in {part}")
+        for value, tensor in recording.constants:
+            ours = self._program.state.get(self._outline.names[value.index])
+            if ours is not None and has_data(tensor) and not same_bits(ours, tensor):
+                return _Difference(
+                    point_text(dims), f"the constant {self._outline.names[value.index]!r} has other values there"
+                )
+        return None
+
+    def _difference(self, op: Operator, call: Call, dims: Dims) -> str:
+        """How a recorded call differs from the program's operator at the same place; empty where it does not."""
+        if call.type != op.type:
+            return f"it calls {call.type} there"
+        for verb, values, names, versions in (
+            ("reads", call.inputs, op.inputs, op.input_versions),
+            ("makes", call.outputs, op.outputs, op.output_versions),
+        ):
+            if self._of(values) != names or stored_versions([v.version for v in values]) != versions:
+                return f"it {verb} other values there"
+        if (call.operands, call.results, call.seed) != (op.operands, op.results, op.seed):
+            return "it arranges what it reads and makes otherwise there"
+        for name in dict.fromkeys([*op.args, *call.args]):
+            ours, its = _bound(op.args.get(name), dims), call.args.get(name)
+            if not _same_arg(ours, its, call):
+                return f"{name} is {its} there, in the program {ours}"
+        for value in call.outputs:
+            if not self._is_laid_out(value, dims):
+                return f"it makes {tuple(value.shape)} {value.dtype} with strides {tuple(value.strides)} there"
+        return ""
+
+    def _of(self, values: Sequence[Value]) -> tuple[str, ...]:
+        names = self._outline.names
+        return tuple([names[v.index] if v.index < len(names) else "" for v in values])
+
+    def _is_laid_out(self, value: Value, dims: Dims) -> bool:
+        """Whether a value has the shape, the strides, the offset and the type of its blob."""
+        (name,) = self._of((value,))
+        blob: Blob | None = self._program.step.blobs.get(name)
+        if blob is None or blob.dtype != DTYPES.get(value.dtype) or self._of((value.root,)) != (blob.storage,):
+            return False
+        shape, strides = bound_layout(blob, dims)
+        return (
+            shape == value.shape
+            and bind(blob.offset, dims) == value.offset
+            and (0 in shape or all(n == 1 or a == b for n, a, b in zip(shape, strides, value.strides, strict=True)))
+        )
+
+
+def _without_data(arguments: Arguments) -> Arguments:
+    """The arguments, their tensors without data: one for each, as they stand in for one another by identity."""
+    made: dict[int, torch.Tensor] = {}
+    leaves = []
+    for leaf in arguments.leaves:
+        tensor = leaf.tensor
+        if tensor is not None and id(tensor) not in made:
+            bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            made[id(tensor)] = bare.requires_grad_(tensor.requires_grad)
+        leaves.append(leaf if tensor is None else leaf._replace(value=made[id(tensor)]))
+    return arguments._replace(leaves=tuple(leaves))
+
+
+def _bound(arg: Arg | None, dims: Dims) -> Arg | None:
+    if isinstance(arg, Polynomial):  # which is a tuple, too
+        return bind(arg, dims)
+    return tuple([_bound(item, dims) for item in arg]) if isinstance(arg, tuple) else arg
+
+
+def _same_arg(ours: Arg | None, its: Arg | None, call: Call) -> bool:
+    if repr(ours) == repr(its):  # NaN is the same as NaN
+        return True
+    # There a size as a float means the same as an integer.
+    numbers = isinstance(ours, int | float) and isinstance(its, int | float)
+    return numbers and ours == its and is_floating_anyway(call)
