@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from graphir.collector import collector_paused
 from graphir.errors import ParseError, PassError, nearest
 from graphir.ir.program import Program
+from graphir.ir.size import LONGEST_TEXT
 from graphir.ir.verify import blamed, verify
 
 __all__ = [
@@ -298,6 +299,8 @@ class _Reader:
             self.position = match.end()
             return re.sub(r"\\(.)", r"\1", match[0][1:-1], flags=re.DOTALL)
         if match := _NUMBER.match(self.text, self.position):
+            if len(match[0]) > LONGEST_TEXT:
+                raise self.error(f"a number of more than {LONGEST_TEXT} characters")
             self.position = match.end()
             return float(match[0]) if match[1] or match[2] else int(match[0])
         word = self.match(_BARE, "a value")
@@ -305,6 +308,8 @@ class _Reader:
 
     def pair(self) -> tuple[object, object]:
         key = self.value()
+        if isinstance(key, (list, dict)):
+            raise self.error("a key is a number or a word")
         self.expect(":")
         return key, self.value()
 

@@ -105,6 +105,8 @@ class Injection:
             alone.
         last: of each blob in ``present``, the last version that was made; -1 before the first.
         unread: names whose present value was not made at home, and nobody has read.
+        away: names whose present value was not made at home, and the phase of what brings it there: before the update
+            if anything since it was last at home was made before, since sessions ask that of a state.
         copies: by name and memory, the blob that copies of it are made to.
         remap: the copies that earlier nets made of what this one does not write.
         inherited: the same by name and memory.
@@ -133,6 +135,7 @@ class Injection:
         self.present: dict[str, dict[Device, str]] = {}
         self.last: dict[str, int] = {}
         self.unread: dict[str, None] = {}
+        self.away: dict[str, Phase] = {}
         self.copies: dict[tuple[str, Device], str] = {}
         # What this net writes may have another value from step to step than when it was copied.
         written = {name for op in net.ops for name in op.outputs} if remap else set()
@@ -200,7 +203,7 @@ class Injection:
             version = written[i] if written else 0
             if made is None and settled.get(name) == op.device and name not in self.present:
                 continue
-            new = self.make(name, version, op.device if made is None else made[i])
+            new = self.make(name, version, op.device if made is None else made[i], op.phase)
             if new != (name, version):
                 outputs, written = _replaced(outputs, written, i, *new)
         if inputs is op.inputs and outputs is op.outputs and read is op.input_versions:
@@ -259,24 +262,27 @@ class Injection:
         if found is None:
             source = holders.get(_memory(self.blobs[name].device)) or next(iter(holders.values()))
             found = self.blob_at(name, device)
-            self.copy(source, found, phase)
+            self.copy(source, found, self.away.get(name, phase) if found == name else phase)
             holders[memory] = found
         return found, self.last[found]
 
-    def make(self, name: str, version: int, device: Device) -> tuple[str, int]:
-        """The (name, version) that an operator makes which writes a name on *device*."""
+    def make(self, name: str, version: int, device: Device, phase: Phase) -> tuple[str, int]:
+        """The (name, version) that an operator of *phase* makes which writes a name on *device*."""
         home = self.blobs[name].device
         settled = self.settled.get(name, home)
         if settled is not None:
             if home is device or _memory(home) == _memory(device):
                 self.settled[name] = home
                 self.present.pop(name, None)
+                self.away.pop(name, None)
                 return name, version
             self.settled[name] = None
             self.last[name] = version - 1
         found = self.blob_at(name, device)
         self.present[name] = {_memory(device): found}
         self.unread[name] = None
+        if self.away.get(name, "update") == "update":
+            self.away[name] = phase
         self.last[found] = self.last.get(found, -1) + 1
         return found, self.last[found]
 
@@ -331,10 +337,9 @@ class Injection:
 
     def bring_home(self, names: Iterable[str]) -> None:
         """Copy back the values of *names* that are not at home."""
-        phase: Phase = "init" if self.net.ops and self.net.ops[-1].phase == "init" else "update"
         for name in names:
             if name in self.present:
-                self.bring(name, self.present[name], self.blobs[name].device, phase)
+                self.bring(name, self.present[name], self.blobs[name].device, self.away.get(name, "update"))
 
     @cached_property
     def result(self) -> Net:

@@ -10,19 +10,22 @@ It follows Caffe2's ``core.InjectCrossDeviceCopies`` (names, positions), but key
 and writes an update that was made to a copy back to where the blob lives.
 
 Where a view is needed elsewhere, the smaller of view and storage crosses: either the view itself, its strides kept, or
-the storage, on whose copy the view operators are replayed.
+the storage, on whose copy the view operators are replayed. The storage crosses, too, where the operator may read beyond
+the elements of the view (:mod:`graphir.ir.elements`), and where the view is a conjugate, which a copy would write out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import ClassVar, TypeVar, overload
 
 from pydantic import Field
 
 from graphir.errors import PassError
-from graphir.ir.blob import Blob, dense_nbytes, overlaps
+from graphir.ir.blob import Blob, dense_nbytes, is_dense, overlaps
 from graphir.ir.device import Device
+from graphir.ir.elements import CONJUGATING, reads_only_elements
 from graphir.ir.names import copy_name, fresh
 from graphir.ir.net import Net
 from graphir.ir.operator import PURE, Operator, Phase, stored_versions
@@ -206,6 +209,7 @@ class _Sweep:
         replayed: the same for views of a copy of the whole storage.
         versions: of each copy that is written, the last one.
         makers: the operator behind each (name, version) that is a view.
+        conjugate: of these, those that a conjugation or negation leads to.
     """
 
     def __init__(self, net: Net, dims: Dims) -> None:
@@ -216,6 +220,7 @@ class _Sweep:
         self.replayed: dict[tuple[str, int, Device], tuple[str, int]] = {}
         self.versions: dict[str, int] = {}
         self.makers: dict[tuple[str, int], Operator] = {}
+        self.conjugate: set[tuple[str, int]] = set()
 
     def run(self) -> Net:
         blobs, append = self.blobs, self.ops.append
@@ -229,6 +234,8 @@ class _Sweep:
                 append(op)
             if op.effects.views:
                 self.makers.update((made, op) for made in op.makes)
+                if op.type in CONJUGATING or not self.conjugate.isdisjoint(op.reads):
+                    self.conjugate.update(op.makes)
         if len(self.ops) == len(self.net.ops):
             return self.net
         return self.net.with_(ops=tuple(self.ops), blobs=self.blobs)
@@ -238,18 +245,20 @@ class _Sweep:
         if op.effects is PURE and op.input_versions is None and op.type not in ELSEWHERE:
             # What nearly every operator is, in half the time.
             device, blobs = op.device, self.blobs
+            bring = self.bring if reads_only_elements(op.type) else partial(self.bring_storage, op)
             brought = tuple([
                 name if blobs[name].device == device or is_host_scalar(blobs[name])
-                else self.bring(name, 0, device, op.phase)[0]
+                else bring(name, 0, device, op.phase)[0]
                 for name in op.inputs
             ])  # fmt: skip
             self.ops.append(op if brought == op.inputs else Operator(op[0], brought, *op[2:]))
             return
         needed, _ = required_devices(op, self.blobs)
+        bring = self.bring if reads_only_elements(op.type) else partial(self.bring_storage, op)
         inputs, versions = list(op.inputs), list(op.input_versions or (0,) * len(op.inputs))
         for i, (name, version) in enumerate(op.reads):
             if self.blobs[name].device != needed[i]:
-                inputs[i], versions[i] = self.bring(name, version, needed[i], op.phase)
+                inputs[i], versions[i] = bring(name, version, needed[i], op.phase)
         if inputs == list(op.inputs):
             self.ops.append(op)
             return
@@ -285,11 +294,25 @@ class _Sweep:
         found = self.local.get(key) or self.replayed.get(key)
         if found is None:
             blob = self.blobs[name]
-            if (name, version) in self.makers and not self.crosses_as_itself(blob):
+            if (name, version) in self.makers and not self.crosses_as_itself(blob, version):
                 return self.replay(name, version, device, phase)
             found = self.local[key] = self.declare(blob, device)
             self.copy((name, version), found, phase)
         return found
+
+    def bring_storage(self, op: Operator, name: str, version: int, device: Device, phase: Phase) -> tuple[str, int]:
+        """What stands for a (name, version) on *device* in a copy of its whole storage, as *op* needs it."""
+        blob = self.blobs[name]
+        storage = self.blobs[blob.storage]
+        if (name, version) in self.makers and is_dense(storage):
+            return self.replay(name, version, device, phase)
+        if not is_dense(blob) or blob[1:3] != storage[1:3]:
+            raise PassError(
+                f"{op.type} may read beyond the elements of {name!r}, and a copy of it on {device} holds nothing else",
+                at=operator_text(op, self.net),
+                fix=f"leave {op.type} on {storage.device}, where {storage.name!r} is",
+            )
+        return self.bring(name, version, device, phase)
 
     def declare(self, blob: Blob, device: Device) -> tuple[str, int]:
         """A new blob on *device* that a copy of *blob* will fill."""
@@ -334,9 +357,11 @@ class _Sweep:
             )
         return self.replayed[name, version, device]
 
-    def crosses_as_itself(self, view: Blob) -> bool:
+    def crosses_as_itself(self, view: Blob, version: int) -> bool:
         """Whether a view has fewer bytes than its storage, and can be laid out alone with its own strides."""
         storage = self.blobs[view.storage]
+        if (view.name, version) in self.conjugate:
+            return False
         if dense_nbytes(view, self.dims) >= dense_nbytes(storage, self.dims):
             return False
         if view.shape is None or view.strides is None:

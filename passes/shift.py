@@ -298,10 +298,12 @@ class _Sweep:
                     self.moving.append(name)
 
     def label_participants(self, op: Operator) -> None:
-        """Results of a collective go where their participants go."""
+        """Results of a collective go where their participants go, or were made."""
         for participant, result in zip(op.inputs, op.outputs, strict=True):
-            label = self.labels[self.net.blobs[participant].storage]
-            storage = self.net.blobs[result].storage
+            given = self.net.blobs[participant].storage
+            label, storage = self.labels[given], self.net.blobs[result].storage
+            if given in self.made:
+                self.made[storage] = self.made[given]
             if isinstance(label, int) and not isinstance(self.labels[storage], int):
                 self.labels[storage] = label & (_SOURCE | _MOVES)
                 if label & _MOVES:

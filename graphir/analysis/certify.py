@@ -1,8 +1,8 @@
-"""Proofs that two programs compute the same values, bit for bit.
+"""Proofs that two programs compute the same values, bit for bit, in every step and at every size.
 
-Both are executed on symbolic values (:mod:`.values`): ``init``, then the step twice, so that an update that never
-reaches the next step shows. On one kind of device, with equal threads per kernel, the same operators on the same
-values and layouts give the same bits, so equal numbers mean equal bits.
+Both are executed on symbolic values (:mod:`.values`): ``init`` once, then one step for all, from whatever states are
+equal for ever (:mod:`.induction`). What a session reads of a program beside its nets is compared as it stands
+(:mod:`.interfaces`). docs/design/certificates.md has the statement that is proved, what it assumes, and the argument.
 """
 
 from __future__ import annotations
@@ -11,23 +11,22 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, NoReturn
+from typing import Final
 
-from ..errors import EquivalenceError, after_last, counted
-from ..ir.names import prefix_of
-from ..ir.net import Net
-from ..ir.operator import Operator
+from ..collector import collector_paused
+from ..errors import EquivalenceError, counted
+from ..ir.opset import UNWRITTEN
 from ..ir.program import Program
 from ..ir.verify import require, verify
 from ..plan import Plan, program_of
 from .diff import words
-from .values import Made, Numbering, Trace, canonical_type
+from .induction import Induction, by_induction
+from .interfaces import InterfaceDifference, interface_difference, phase_difference
+from .meaning import BATCH_NORM, canonical_type
+from .parting import place_of, refuse
+from .values import lasting
 
 __all__ = ["NONDETERMINISTIC", "Certificate", "certify"]
-
-_STEPS: Final = 2
-_WINDOW: Final = 5
-"""Operators of a derivation that are printed."""
 
 NONDETERMINISTIC: Final[Mapping[str, str]] = {
     "aten.index_put.default": "adds in no fixed order on CUDA where accumulate is set",
@@ -68,16 +67,16 @@ NONDETERMINISTIC: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class Certificate:
-    """Two programs compute the same values.
+    """Two programs compute the same values, whatever the inputs, in every step and at every size that both admit.
 
     Attributes:
         before: name of the first program.
         after: name of the second one.
-        values: the value number of each external output after the last step, and of each parameter, buffer and
-            optimizer state. Numbers mean something within one certificate only.
+        values: the value number of each external output of a step, and of each parameter, buffer, constant and
+            optimizer state after it. Numbers mean something within one certificate only.
         compared: how many values of each kind were compared.
-        caveats: operators whose bits differ from run to run by nature, or that leave memory unwritten which is then
-            read, and why.
+        caveats: operators whose bits differ from run to run by nature, or that read memory which nobody wrote, and why.
+        assumptions: what the proof takes for granted of kernels, as far as it made use of it.
     """
 
     before: str
@@ -85,6 +84,7 @@ class Certificate:
     values: Mapping[str, int] = field(repr=False)
     compared: Mapping[str, int]
     caveats: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
 
     @property
     def holds(self) -> bool:
@@ -93,22 +93,24 @@ class Certificate:
 
     def __str__(self) -> str:
         counts = ", ".join(counted(count, kind.removesuffix("s")) for kind, count in self.compared.items())
-        lines = [f"{self.after!r} computes what {self.before!r} computes, bit for bit: {counts} over {_STEPS} steps"]
+        lines = [f"{self.after!r} computes what {self.before!r} computes, bit for bit: {counts}, in every step"]
+        lines += [f"  given that {assumption}" for assumption in self.assumptions]
         return "\n".join(lines + [f"  but {caveat}" for caveat in self.caveats])
 
 
 def certify(before: Program | Plan, after: Program | Plan, *, verified: bool = False) -> Certificate:
     """Prove that two programs compute the same values.
 
-    External outputs are compared after each step, parameters, buffers and optimizer states after the last one, by
-    name. Where a Caffe2 step names no external outputs, what it leaves unread are its outputs. Meant for passes that
-    move things; replication changes values.
+    External outputs, parameters, buffers, constants and optimizer states are compared by name, and so is everything
+    that a session reads of a program. Where a Caffe2 step names no external outputs, what it leaves unread are its
+    outputs. Meant for passes that move things; replication changes values. A refusal says that there is no proof: two
+    programs that compute the same by other operators, or in another order of operands, are refused too.
 
     Args:
         before: a program, or a plan, which stands for its program.
         after: the same.
-        verified: both are known to be well-formed. Proofs are about well-formed programs only, since the value of a
-            view is had from its geometry; so without this they are verified first (not where operands are).
+        verified: both are known to be well-formed. Proofs are about well-formed programs only, so without this they are
+            verified first (not where operands are).
 
     Raises:
         GraphirError: one of them is neither.
@@ -117,42 +119,82 @@ def certify(before: Program | Plan, after: Program | Plan, *, verified: bool = F
     """
     for subject in (before, after):
         require(subject, (Program, Plan), "certify")
-    a, b = program_of(before), program_of(after)
+    with collector_paused():
+        return _certificate(program_of(before), program_of(after), verified)
+
+
+def _certificate(a: Program, b: Program, verified: bool) -> Certificate:
     if not verified:
         verify(a, placed=False)
         verify(b, placed=False)
-    table, outputs = Numbering(), _outputs(a)
-    ours, theirs = (table.trace(program, _STEPS, outputs=outputs) for program in (a, b))
-    difference = _first_difference(ours, theirs)
-    if difference:
-        _explain(a, b, difference)
-    values = {**ours.final, **ours.outputs[-1]}
-    compared = {"outputs": len(ours.outputs[-1]), "states": len(ours.final)}
-    return Certificate(a.name, b.name, values, compared, _caveats(a, b, theirs.unwritten))
+    outputs = _outputs(a)
+    _refuse_missing(a, b, outputs)
+    _refuse_difference(interface_difference(a, b), b)
+    proof = by_induction((a, b), (outputs, outputs))
+    if not proof.holds:
+        refuse(a, b, outputs, proof)
+    _refuse_difference(phase_difference(a, b), b)
+    _refuse_other_calls(a, b, proof)
+    values = {**proof.states[0], **proof.outputs[0]}
+    compared = {"outputs": len(proof.outputs[0]), "states": len(proof.states[0])}
+    return Certificate(a.name, b.name, values, compared, _caveats(a, b, proof.unwritten[1]), _assumptions(a, b))
 
 
-def _outputs(program: Program) -> tuple[str, ...] | None:
-    """The blobs that a step is compared by: None for its external outputs."""
+def _outputs(program: Program) -> tuple[str, ...]:
+    """The blobs that a step is compared by."""
     step = program.step
-    return step.unread if step.proto is not None and not step.external_outputs else None
+    return step.unread if step.proto is not None and not step.external_outputs else step.external_outputs
 
 
-class _Difference(NamedTuple):
-    """A compared value that differs: of an output after a step, or of a state after the last one."""
+def _refuse_difference(different: InterfaceDifference | None, after: Program) -> None:
+    if different is not None:
+        raise EquivalenceError(
+            f"{different.what} differ: {words(different.before)} before, {words(different.after)} after",
+            where=place_of(after),
+            fix="keep what a session reads of a program; passes that move operators leave it as it is",
+        )
 
-    kind: str
-    name: str
-    step: int
+
+def _refuse_other_calls(before: Program, after: Program, proof: Induction) -> None:
+    """Raise an error where the second program computes anything that the first does not, though nobody reads it, or
+    leaves out an operator without a result: by either, a step of one of them may fail that the other takes."""
+    old, new = proof.calls
+    added = next((op for call, op in new.items() if call not in old), None)
+    dropped = next((op for call, op in old.items() if not op.outputs and call not in new), None)
+    op, program = (added, after) if added is not None else (dropped, before)
+    if op is not None:
+        from ..ir.text import operator_text  # text prints nets, and is not needed for a proof that holds
+
+        nothing, which = (
+            ("no operator of the first program", "second") if op is added else ("nothing any more", "first")
+        )
+        raise EquivalenceError(
+            f"{nothing} computes what this operator of the {which} does, which may be where a step fails",
+            at=operator_text(op, program.step),
+            where=place_of(after),
+            fix="leave it as it is; what is moved, copied or repeated computes nothing new",
+        )
 
 
-def _first_difference(ours: Trace, theirs: Trace) -> _Difference | None:
-    pairs = [("output", step, a, b) for step, (a, b) in enumerate(zip(ours.outputs, theirs.outputs, strict=True))]
-    for kind, step, a, b in [*pairs, ("state", len(pairs) - 1, ours.final, theirs.final)]:
-        # A state that only the second program has is a copy that a pass made: it is compared through what reads it.
-        for name in {**a, **b} if kind == "output" else a:
-            if a.get(name) != b.get(name):
-                return _Difference(kind, name, step)
-    return None
+def _refuse_missing(before: Program, after: Program, outputs: Collection[str]) -> None:
+    """Raise an error where something that is compared is in one of the programs only."""
+    fix = "keep its name"
+    if before.replicas != after.replicas:
+        fix = "certify programs with the same replicas: replicate averages gradients, which changes values"
+    if before.step.proto is not None and not before.step.external_outputs:
+        theirs: Collection[str] = [name for name in outputs if name in after.step.blobs]
+    else:
+        theirs = after.step.external_outputs
+    states = lasting(before.step)
+    for kind, mine, its in (("output", outputs, theirs), ("state", states, lasting(after.step))):
+        old, new = set(mine), set(its)
+        missing = [(name, "second") for name in mine if name not in new]
+        if kind == "output":  # a state that only the second one has is a copy, compared by what reads it
+            missing += [(name, "first") for name in its if name not in old]
+        for name, which in missing[:1]:
+            raise EquivalenceError(
+                f"{kind} {name!r} is missing from the {which} program", where=place_of(after), fix=fix
+            )
 
 
 def _caveats(before: Program, after: Program, unwritten: AbstractSet[str]) -> tuple[str, ...]:
@@ -164,6 +206,8 @@ def _caveats(before: Program, after: Program, unwritten: AbstractSet[str]) -> tu
     caveats = [f"{type} ({count} operators) {NONDETERMINISTIC[type]}" for type, count in found.items()]
     for type, count in Counter(op.type for op in after.step.ops if not unwritten.isdisjoint(op.outputs)).items():
         why = "leaves memory unwritten, of which a part may be read before it is written"
+        if not type.startswith(UNWRITTEN):
+            why = "makes what is read beyond its elements, where nobody writes"
         caveats.append(f"{type} ({count} operators) {why}")
     kinds = {op.outputs[0]: op.device.kind for op in before.step.ops if op.outputs}
     moved = [op for op in after.step.ops if op.outputs and kinds.get(op.outputs[0], op.device.kind) != op.device.kind]
@@ -173,121 +217,17 @@ def _caveats(before: Program, after: Program, unwritten: AbstractSet[str]) -> tu
     return tuple(caveats)
 
 
-class _Derivations:
-    """Every value that one program made, and the values that it was made from."""
-
-    def __init__(self, program: Program, table: Numbering) -> None:
-        self.program = program
-        self.made = table.trace(program, _STEPS, record=True).made
-        self.sources: list[tuple[int, ...]] = []
-        self.by_key: dict[tuple[int, str, int], int] = {}
-        last: dict[str, int] = {}
-        position = (-2, -1)
-        reads: tuple[int, ...] = ()
-        for index, made in enumerate(self.made):
-            if (made.step, made.position) != position:
-                position = (made.step, made.position)
-                reads = tuple(last[name] for name in self.op(made).inputs if name in last)
-            self.sources.append(reads)
-            self.by_key[made.step, made.name, made.version] = last[made.name] = index
-
-    def net(self, step: int) -> Net:
-        return self.program.init if step < 0 else self.program.step
-
-    def op(self, made: Made) -> Operator:
-        return self.net(made.step).ops[made.position]
-
-    def operator(self, index: int | None) -> Operator | None:
-        return None if index is None else self.op(self.made[index])
-
-    def last(self, difference: _Difference) -> int | None:
-        """The last value given to the blob by the end of the step."""
-        found = [i for i, m in enumerate(self.made) if m.name == difference.name and m.step <= difference.step]
-        return found[-1] if found else None
-
-    def ancestors(self, index: int) -> set[int]:
-        seen, open_ = {index}, [index]
-        while open_:
-            fresh = [source for source in self.sources[open_.pop()] if source not in seen]
-            seen.update(fresh)
-            open_ += fresh
-        return seen
-
-    def window(self, index: int | None) -> list[str]:
-        """The operator that made a value, after the nearest ones that it follows from."""
-        from ..ir.text import operator_text  # text prints nets, and is not needed for a proof that holds
-
-        if index is None:
-            return ["(nothing makes it)"]
-        near, open_ = {index}, [index]
-        shown = {(self.made[index].step, self.made[index].position)}
-        while open_ and len(shown) < _WINDOW:
-            for source in self.sources[open_.pop(0)]:
-                operator = (self.made[source].step, self.made[source].position)
-                if source not in near and len(shown) < _WINDOW:
-                    near.add(source)
-                    open_.append(source)
-                    shown.add(operator)
-        lines = []
-        for step, position in sorted(shown):
-            net = self.net(step)
-            when = "init  " if step < 0 else f"step {step}"
-            lines.append(f"{when}  {operator_text(net.ops[position], net)}")
-        return lines
-
-
-def _explain(before: Program, after: Program, difference: _Difference) -> NoReturn:
-    """Raise the error that shows where two programs part."""
-    where = f"program {after.name!r}" + after_last(after.history)
-    wanted = _outputs(before)
-    names: list[Collection[str]] = []
-    for program in (before, after):
-        outputs = program.step.external_outputs if wanted is None else program.step.blobs
-        names.append(outputs if difference.kind == "output" else program.step.external_inputs)
-    if not (difference.name in names[0] and difference.name in names[1]):
-        which = "second" if difference.name in names[0] else "first"
-        raise EquivalenceError(
-            f"{difference.kind} {difference.name!r} is missing from the {which} program",
-            where=where,
-            fix="keep its name"
-            if before.replicas == after.replicas
-            else "certify programs with the same replicas: replicate averages gradients, which changes values",
-        )
-    table = Numbering()
-    ours, theirs = _Derivations(before, table), _Derivations(after, table)
-    index, other = ours.last(difference), theirs.last(difference)
-    if index is not None:
-        for candidate in sorted(ours.ancestors(index)):
-            made = ours.made[candidate]
-            match = theirs.by_key.get((made.step, made.name, made.version))
-            if match is not None and theirs.made[match].value != made.value:
-                index, other = candidate, match
-                break
-    name = ours.made[index].name if index is not None else difference.name
-    result = f"{difference.kind} {difference.name!r} differs after step {difference.step}"
-    what = f"blob {name!r} has another value" + (f", so that {result}" if name != difference.name else f": {result}")
-    near, far = ours.window(index), theirs.window(other)
-    if near == far:
-        mine, its = _unshown(before, after, name, ours.operator(index), theirs.operator(other))
-        near, far = [*near, mine], [*far, its]
-    lines = ["before:", *(f"  {line}" for line in near), "after:", *(f"  {line}" for line in far)]
-    raise EquivalenceError(what, at="\n       ".join(lines), where=where, fix="compare the two derivations above")
-
-
-def _unshown(before: Program, after: Program, name: str, a: Operator | None, b: Operator | None) -> tuple[str, str]:
-    """What differs between two derivations whose operators read the same: a declaration, or whose numbers are drawn."""
-    blobs, others = before.step.blobs, after.step.blobs
-    names = [name, *(a.inputs + a.outputs if a is not None else ())]
-    names += [blobs[n].storage for n in names if n in blobs]
-    for shared in (n for n in dict.fromkeys(names) if n in blobs and n in others):
-        for aspect in ("shape", "dtype", "strides", "offset", "storage", "role"):
-            x, y = getattr(blobs[shared], aspect), getattr(others[shared], aspect)
-            if x != y:
-                where = f"where the {aspect} of {shared!r} is"
-                return f"{where} {words(x)}", f"{where} {words(y)}"
-    if a is not None and a.seed is not None and b is not None and before.replicas != after.replicas:
-        prefix = prefix_of(a.outputs[0])
-        x, y = (list(r).index(prefix) if prefix in r else "-" for r in (before.replicas, after.replicas))
-        if x != y:
-            return f"with the random numbers of replica {x}", f"with the random numbers of replica {y}"
-    return "from a storage in one state", "from a storage in another state: one that was written over in between"
+def _assumptions(before: Program, after: Program) -> tuple[str, ...]:
+    """What is taken for granted of the kernels of these programs, as far as the proof made use of it."""
+    found = ["operators of one type give the same bits from the same operands in the same layout, with equal threads"]
+    types = {op.type for op in before.step.ops}, {op.type for op in after.step.ops}
+    in_place = sorted(type for type in types[0] ^ types[1] if canonical_type(type) != type)
+    if in_place:
+        found.append(f"in-place forms give the bits of their functional operators: {', '.join(in_place)}")
+    norms = sorted(type for type in types[0] ^ types[1] if type in BATCH_NORM)
+    if norms:
+        found.append(f"a batch norm gives the same bits whether it updates statistics or not: {', '.join(norms)}")
+    own = sorted(type for type in types[1] if "." in type and type.partition(".")[0] not in ("aten", "graphir"))
+    if own:
+        found.append(f"registered operators do what their schemas say, and nothing else: {', '.join(own)}")
+    return tuple(found)

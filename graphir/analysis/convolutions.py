@@ -1,7 +1,8 @@
 """The scratch of convolutions and of their gradients: that of oneDNN on x86 with AVX-512, and of ATen's own kernels.
 
 OneDNN's blocked layouts have 16 channels a block. AVX2's have 8, which matters only where channels are no multiple of
-16; other processors convolve without blocks.
+16; other processors convolve without blocks. So the formulas hold where torch finds AVX-512; elsewhere the bytes of
+convolutions by oneDNN are unknown until they are measured.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 from typing import Any, Final, NamedTuple
+
+import torch
 
 from ..ir.dtype import ITEMSIZE
 from .operands import Call, Operand, copied
@@ -83,6 +86,28 @@ class _Convolution(NamedTuple):
         worth = self.strided or dilated or prod(self.kernel) > 1 or self.x.shape[0] >= 16 or self.threads > 1
         many = self.x.shape[0] > 1 or prod(self.x.shape) > _SMALL
         return worth and (many or self.groups > 1 or min((0, 0, *self.kernel)[-2:]) > 3)
+
+    @property
+    def covered(self) -> bool:
+        """Whether these formulas are those of the kernels that run, as far as they were held against measurements.
+
+        They were for kernels of at most 3 elements a side, for patches, which do not overlap, and for a net's first
+        convolution; with one group, or one for each channel; without dilation, and with channels first.
+        """
+        if not self.by_onednn:
+            return self.x.dtype in ("f32", "f64")
+        sides = max((1, *self.kernel))
+        patches = tuple(self.args.get("stride", ())) == tuple(self.kernel)
+        plain = self.x.dtype == "f32" and not self.channels_last and len(self.kernel) < 3
+        grouped = self.groups > 1 and not self.depthwise
+        dilated = any(step != 1 for step in self.args.get("dilation", (1,)))
+        shaped = patches or (not self.args.get("transposed") and (sides <= 3 or self.of_images))
+        return plain and shaped and not grouped and not dilated and _are_blocked_by_16()
+
+    @property
+    def of_images(self) -> bool:
+        """Whether it is a net's first convolution, of images in colours."""
+        return self.groups == 1 and self.x.shape[1] <= _FEW
 
     @property
     def channels_last(self) -> bool:
@@ -185,23 +210,35 @@ class _Convolution(NamedTuple):
         return max(self.blocked(self.y) + x + w + sums, w + self.w.nbytes)
 
 
-def convolution(call: Call) -> int:
-    """The scratch of ``aten.convolution.default``, in bytes."""
+def _are_blocked_by_16() -> bool:
+    """Whether oneDNN convolves on this machine, and by its kernels for AVX-512."""
+    mkldnn = torch.backends.mkldnn
+    mkldnn = torch.backends.mkldnn
+    return bool(mkldnn.is_available() and mkldnn.enabled) and torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def convolution(call: Call) -> int | None:
+    """The scratch of ``aten.convolution.default``, in bytes; None where the formulas do not cover it."""
     x, w, y = call.operand(0), call.operand(1), call.result()
     copies = copied(call, 0, 1)
     if not call.args.get("transposed"):
-        return copies + _Convolution(x, w, y, call.args, call.threads).forward() - y.nbytes
+        plain = _Convolution(x, w, y, call.args, call.threads)
+        return copies + plain.forward() - y.nbytes if plain.covered else None
     turned = _Convolution(y, w, x, call.args, call.threads)
+    if not turned.covered:
+        return None
     return copies + turned.of_input() - y.nbytes if turned.by_onednn else copies
 
 
-def convolution_backward(call: Call) -> int:
-    """The scratch of ``aten.convolution_backward.default``, in bytes."""
+def convolution_backward(call: Call) -> int | None:
+    """The scratch of ``aten.convolution_backward.default``, in bytes; None where the formulas do not cover it."""
     grad, x, w = [call.operand(i) for i in range(3)]
     copies = copied(call, 0, 1, 2)
     wanted = call.args.get("output_mask", (True, True, True))
     transposed = bool(call.args.get("transposed"))
     run = _Convolution(*((grad, w, x) if transposed else (x, w, grad)), call.args, call.threads)
+    if not run.covered:
+        return None
     if not run.by_onednn:
         return copies + (0 if transposed else run.without_onednn())
     most, results = 0, 0

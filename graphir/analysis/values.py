@@ -1,91 +1,46 @@
 """Symbolic values: numbers that are equal only if what they stand for is, bit for bit.
 
-The value of an operator's output is its canonical functional operator, its arguments, its seed, and the values and
-layouts of its inputs. Devices and copies are no part of it. A storage holds a *root*: the value last written to all of
-it; reading a blob gives the root itself, or a view (root, geometry) of it::
+The value of an operator's output is its canonical functional operator, its arguments, its seed, and the values of its
+inputs; of each of them the declared layout is a part. Devices and copies are no part of it. A storage holds a *root*,
+the value last written to all of it. A view has a *path*: the view operators that lead to it from its storage, each with
+its arguments, so that sizes stay symbols and a conjugate is none of its operand. Reading a view applies its path to the
+root that its storage holds by then::
 
-    x      root 7                   read x            7
-    x_t    a view of x              read x_t          (view 7, shape, strides, offset) = 9
-    x_t_1  Copy(x_t)                root 7 seen from x_t's offset, so that
-                                    read x_t_1        (view 7, shape, strides, offset) = 9
+    x      root 7                  read x            7
+    x_t    path (t)                read x_t          t(7) = 9
+    p      path (t, slice 1:)      read p            slice 1:(9) = 12
+    x_t_1  Copy(x_t): root 9       read x_t_1        9
+    p_1    path (slice 1:)         read p_1          slice 1:(9) = 12
+
+What reads beyond the elements of its operand (:mod:`graphir.ir.elements`) takes the root and the path instead of the
+value, and of the copy of a part of a storage, beyond which nothing is defined, a value that equals no other.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from ..errors import GraphirError
-from ..ir.blob import STATE_ROLES, Blob
+from ..ir.blob import STATE_ROLES, Blob, is_dense
 from ..ir.dtype import ITEMSIZE
+from ..ir.elements import CONJUGATING, reads_only_elements
 from ..ir.names import prefix_of
 from ..ir.net import Net
 from ..ir.operator import Arg, Operator, groups, mentioned
-from ..ir.opset import NAMESPACES, UNWRITTEN, overload, signature
+from ..ir.opset import UNWRITTEN, signature
 from ..ir.placement import COPIES
 from ..ir.program import Program
-from ..ir.size import Polynomial, Size, add, multiply, product
+from ..ir.size import Size, add, multiply, product
 from ..plan import parts_of
+from .meaning import BATCH_NORM, IGNORES_FIRST, canonical_type, frozen, kernel_family, meaning_of_text
 
-__all__ = ["Numbering", "Trace", "canonical_type", "value_numbers"]
+__all__ = ["Made", "Numbering", "Run", "lasting", "value_numbers"]
 
 _Key: TypeAlias = tuple[Any, ...]
-_Root: TypeAlias = "tuple[int, int, Size]"
-"""A storage's content: a value, the layout in which it was computed, and at which byte of that value's own storage this
-storage begins."""
 
-_IGNORES_FIRST: Final = frozenset(
-    {
-        "aten.copy.default",
-        "aten.fill.Scalar",
-        "aten.fill.Tensor",
-        "aten.zero.default",
-        "aten.zeros_like.default",
-        "aten.ones_like.default",
-        "aten.full_like.default",
-        "aten.rand_like.default",
-        "aten.randn_like.default",
-        "aten.new_zeros.default",
-        "aten.new_ones.default",
-        "aten.new_full.default",
-        "aten.bernoulli.p",
-        "aten.bernoulli.float",
-        "aten.uniform.default",
-        "aten.normal_functional.default",
-    }
-)
-"""Types that take only the geometry of their first operand, not its value."""
-
-_BATCH_NORM: Final = frozenset(
-    {
-        "aten.native_batch_norm.default",
-        "aten._native_batch_norm_legit.default",
-        "aten._native_batch_norm_legit.no_stats",
-        "aten._native_batch_norm_legit_functional.default",
-        "aten.cudnn_batch_norm.default",
-        "aten.miopen_batch_norm.default",
-    }
-)
-
-
-@cache
-def canonical_type(type: str) -> str:
-    """The functional operator that computes what *type* does: ``aten.relu.default`` for ``aten.relu_.default``."""
-    namespace, _, rest = type.partition(".")
-    name, _, variant = rest.partition(".")
-    if namespace not in NAMESPACES or not name.endswith("_") or name.endswith("__"):
-        return type
-    functional = f"{namespace}.{name[:-1]}.{variant}"
-    try:
-        overload(functional)
-    except GraphirError:
-        return type
-    ours, theirs = signature(type).params, signature(functional).params
-    same = [(p.name, p.type) for p in ours] == [(p.name, p.type) for p in theirs]
-    return functional if same else type
+_BASE: Final = -1
+"""The path of what is its storage, or lies in all of it."""
 
 
 class Made(NamedTuple):
@@ -98,58 +53,77 @@ class Made(NamedTuple):
     value: int
 
 
-class Trace(NamedTuple):
-    """What one program computes.
-
-    Attributes:
-        outputs: the value of each external output after each step.
-        final: the value of each parameter, buffer and optimizer state after the last step.
-        made: every value, in the order of execution; empty unless it was asked for.
-        unwritten: blobs that were made without writing them, and of which something is read that may still not be
-            written.
-    """
-
-    outputs: tuple[dict[str, int], ...]
-    final: dict[str, int]
-    made: list[Made]
-    unwritten: frozenset[str] = frozenset()
-
-
 class Numbering:
     """One table of values, so that the numbers of several programs can be compared.
 
     Attributes:
         numbers: of each key.
         unwritten: values that hold memory that may not have been written, and the blob that was made without writing.
+        paths: of each path the one of the operand, and the number of the view operator.
+        beyond: paths with an operator that reads beyond the elements of its operand.
+        conjugate: paths with an odd number of conjugations or of negations.
     """
 
     def __init__(self) -> None:
         self.numbers: dict[_Key, int] = {}
         self.unwritten: dict[int, str] = {}
+        self.paths: dict[int, tuple[int, int]] = {}
+        self.beyond: set[int] = set()
+        self.conjugate: dict[int, frozenset[str]] = {}
+        self._seen: dict[tuple[int, int], int] = {}
+        self._forms: dict[_Key, _Form] = {}
+        self._texts: dict[int, tuple[Mapping[str, Arg], str]] = {}
 
     def number(self, key: _Key) -> int:
         """The number of *key*."""
         return self.numbers.setdefault(key, len(self.numbers))
 
-    def trace(
-        self, program: Program, steps: int = 2, *, record: bool = False, outputs: Sequence[str] | None = None
-    ) -> Trace:
-        """Number everything that ``init`` and *steps* steps of the program compute.
+    def form(self, op: Operator) -> _Form:
+        """What an operator does. Arguments are told apart by their text: 1 from 1.0, 0.0 from -0.0."""
+        args = ""
+        if op.args:
+            known = self._texts.get(id(op.args))  # operators that were only moved share their arguments
+            if known is None:
+                known = self._texts[id(op.args)] = op.args, repr(op.args)
+            args = known[1]
+        call = op.type, args, op.operands, op.results, op.effects, op.proto, len(op.outputs)
+        form = self._forms.get(call)
+        if form is None:
+            form = self._forms[call] = _Form(op, self)
+        return form
 
-        *outputs* are the blobs whose values are wanted after each step: the external outputs by default.
+    def path(self, parent: int, view: int, type: str, *, beyond: bool = False) -> int:
+        """The path that goes on from *parent* by a view operator of *type*, whose number *view* is.
+
+        Where the operator reads *beyond* the elements of its operand, the path begins anew at the storage.
         """
-        run = _Run(self, program, record)
-        wanted = [n for n in (program.step.external_outputs if outputs is None else outputs) if n in program.step.blobs]
-        run.net(program.init, -1)
-        values = []
-        for step in range(steps):
-            run.net(program.step, step)
-            values.append(run.values(wanted))
-            run.use(wanted)
-        lasting = [
-            n for n in program.step.external_inputs if program.step.blobs[n].role in ("param", "buffer", "state")
-        ]
-        return Trace(tuple(values), run.values(lasting), run.made, frozenset(run.unwritten))
+        start = _BASE if beyond else parent
+        path = self.number(("path", start, view))
+        if path not in self.paths:
+            self.paths[path] = start, view
+            if beyond or parent in self.beyond:
+                self.beyond.add(path)
+            bits = self.conjugate.get(parent, frozenset())
+            if type in CONJUGATING:
+                bits ^= {type}
+            if bits:
+                self.conjugate[path] = bits
+        return path
+
+    def seen(self, root: int, path: int) -> int:
+        """The value of what *path* leads to in a storage that holds *root*."""
+        known, steps = self._seen, []
+        while path != _BASE and (root, path) not in known:
+            steps.append(path)
+            path = self.paths[path][0]
+        value = root if path == _BASE else known[root, path]
+        for path in reversed(steps):
+            value = known[root, path] = self.number(("view", self.paths[path][1], value))
+        return value
+
+    def written(self, root: int, path: int, value: int) -> None:
+        """In a storage that holds *root*, *path* leads to *value*, which was just written there."""
+        self._seen[root, path] = value
 
 
 class _Digests(Numbering):
@@ -165,6 +139,11 @@ class _Digests(Numbering):
         return int.from_bytes(digest.digest(), "big")
 
 
+def lasting(step: Net) -> tuple[str, ...]:
+    """The blobs that a step hands to the next one: what it is given from outside, and is no input of its own."""
+    return tuple([name for name in step.external_inputs if step.blobs[name].role != "input"])
+
+
 def value_numbers(program: Program, issue: Iterable[tuple[int, int]] | None = None) -> dict[str, str]:
     """What one step makes of each external output and of each state blob that it changes, as 16 hex digits.
 
@@ -176,8 +155,7 @@ def value_numbers(program: Program, issue: Iterable[tuple[int, int]] | None = No
         issue: the operators to execute, as position in ``step.ops`` and part of a collective, in this order; by default
             all of them in program order.
     """
-    table = _Digests()
-    run = _Run(table, program, record=False)
+    run = Run(_Digests(), program)
     run.declare(program.init)
     for op in program.init.ops:
         if op.type in COPIES:
@@ -196,64 +174,60 @@ def value_numbers(program: Program, issue: Iterable[tuple[int, int]] | None = No
     return {name: f"{value:016x}" for name, value in run.values((*step.external_outputs, *changed)).items()}
 
 
-class _Run:
-    """The storages of one program while it is executed on values."""
+class Run:
+    """The storages of one program while it is executed on values.
 
-    def __init__(self, table: Numbering, program: Program, record: bool) -> None:
+    Attributes:
+        roots: of each storage its root, and whether it holds all that was computed there: of a strided copy, what lies
+            between the elements is nothing.
+        paths: of views.
+        gapped: storages whose declared layout leaves bytes between the elements.
+        made: every value, in the order of execution; empty unless it was asked for.
+        calls: of what operators were made to compute, the number, and the last operator that did.
+        unwritten: blobs that were made without writing them, and of which something is read that may still not be
+            written; and those that read beyond the elements of a copy.
+    """
+
+    def __init__(self, table: Numbering, program: Program, record: bool = False) -> None:
         self.table, self.program, self.record = table, program, record
-        self.roots: dict[str, _Root] = {}
+        self.roots: dict[str, tuple[int, bool]] = {}
+        self.paths: dict[str, int] = {}
         self.made: list[Made] = []
+        self.calls: dict[int, Operator] = {}
         self.unwritten: set[str] = set()
         self.replicas = {prefix: r for r, prefix in enumerate(program.replicas)}
         self.blobs: Mapping[str, Blob] = {}
         self.geometries: dict[str, int] = {}
-        self.declared: dict[int, tuple[Mapping[str, Blob], dict[str, int]]] = {}
+        self.gapped: frozenset[str] = frozenset()
+        self.declared: dict[int, tuple[Mapping[str, Blob], dict[str, int], frozenset[str]]] = {}
         self.layouts: dict[_Key, int] = {}
-        self.forms: dict[_Key, _Form] = {}
 
     def declare(self, net: Net) -> None:
         """The blobs from now on are those of *net*."""
         if id(net) not in self.declared:
             blobs = _blobs(net)
-            self.declared[id(net)] = blobs, {name: self.geometry(blob) for name, blob in blobs.items()}
-        self.blobs, self.geometries = self.declared[id(net)]
+            gapped = frozenset(
+                [n for n, b in blobs.items() if b.strides is not None and not b.is_view and not is_dense(b)]
+            )
+            self.declared[id(net)] = blobs, {name: self.geometry(blob) for name, blob in blobs.items()}, gapped
+        self.blobs, self.geometries, self.gapped = self.declared[id(net)]
 
     def geometry(self, blob: Blob) -> int:
         """The number of a blob's layout."""
         layout = blob.shape, blob.dtype, blob.strides, blob.offset
         number = self.layouts.get(layout)
         if number is None:
-            number = self.layouts[layout] = self.table.number(_geometry(blob))
+            number = self.layouts[layout] = self.table.number(("geometry", *layout))
         return number
 
-    def execute(self, op: Operator, step: int, part: int | None = None) -> None:
-        """Give an operator's outputs their values; of a collective only that of *part*, unless it is None."""
-        views = op.effects.views
-        if views and len(dict(views)) == len(op.outputs) and op.type not in COPIES:
-            self.view(op, step)
-        else:
-            self.form(op).execute(self, op, step, part)
-
-    def view(self, op: Operator, step: int) -> None:
-        """A view is its storage's value and its own geometry, so there is nothing to note: unless it reaches beyond
-        its operand, into what a copy of a part of a storage does not have."""
-        if not op.type.startswith("aten.as_strided"):
-            return
-        storage = self.blobs[op.inputs[0]].storage
-        root, layout, start = self.roots[storage]
-        geometry = self.geometries[storage]
-        if start != 0 or geometry != layout:
-            beyond = self.table.number(("beyond", root, start, op.outputs[0], step, geometry))
-            self.table.unwritten[beyond] = op.outputs[0]
-            self.roots[storage] = beyond, geometry, 0
-
-    def form(self, op: Operator) -> _Form:
-        """What an operator does. Arguments are told apart by their text: 1 from 1.0, 0.0 from -0.0."""
-        call = op.type, repr(op.args) if op.args else "", op.operands, op.results, op.effects, op.proto
-        form = self.forms.get(call)
-        if form is None:
-            form = self.forms[call] = _Form(op, self.table)
-        return form
+    def net(self, net: Net, step: int) -> None:
+        """Execute all of a net."""
+        self.declare(net)
+        self.begin(net.external_inputs, step)
+        for position, op in enumerate(net.ops):
+            self.execute(op, step)
+            if self.record:
+                self.made += [Made(step, position, name, v, self.read(name)) for name, v in op.makes]
 
     def begin(self, names: Iterable[str], step: int) -> None:
         """Give inputs a value of this step, and state that has no value yet one of its own."""
@@ -262,16 +236,20 @@ class _Run:
             storage = blobs[name].storage
             if blobs[name].role == "input" or storage not in roots:
                 when = step if blobs[name].role == "input" else -1
-                geometry = self.geometries[storage]
-                roots[storage] = self.table.number(("external", storage, when, geometry)), geometry, 0
+                self.start(storage, ("external", storage, when))
 
-    def net(self, net: Net, step: int) -> None:
-        self.declare(net)
-        self.begin(net.external_inputs, step)
-        for position, op in enumerate(net.ops):
-            self.execute(op, step)
-            if self.record:
-                self.made += [Made(step, position, name, v, self.read(name)) for name, v in op.makes]
+    def start(self, storage: str, what: _Key) -> None:
+        """Let a storage hold *what*, in its declared layout."""
+        geometry = self.geometries[storage]
+        self.roots[storage] = self.table.number((*what, geometry)), storage not in self.gapped
+
+    def execute(self, op: Operator, step: int, part: int | None = None) -> None:
+        """Give an operator's outputs their values; of a collective only that of *part*, unless it is None."""
+        form = self.table.form(op)
+        if form.aliases:
+            form.alias(self, op)
+        if not form.only_views:
+            form.execute(self, op, step, part)
 
     def values(self, names: Iterable[str]) -> dict[str, int]:
         return {name: self.read(name) for name in names}
@@ -283,25 +261,59 @@ class _Run:
             roots = (self.roots[self.blobs[name].storage][0] for name in names)
             self.unwritten.update(unwritten[root] for root in roots if root in unwritten)
 
-    def read(self, name: str) -> int:
-        """The value of a blob, layout included."""
+    def path(self, name: str) -> int:
+        """How a blob lies in its storage."""
         blob = self.blobs[name]
-        root, layout, start = self.roots[blob.storage]
-        geometry = self.table.number(_geometry(blob, start)) if start else self.geometries[name]
-        return root if geometry == layout else self.table.number(("view", root, geometry))
+        if blob.storage == name:
+            return _BASE
+        path = self.paths.get(name)
+        if path is None:  # given from outside as a view of what is given too
+            view = self.table.number(("given", self.geometries[name]))
+            path = self.paths[name] = self.table.path(_BASE, view, "")
+        return path
+
+    def read(self, name: str) -> int:
+        """The value of a blob's elements, layout included."""
+        storage = self.blobs[name].storage
+        root, complete = self.roots[storage]
+        if storage == name:
+            return root
+        path = self.path(name)
+        if not complete and path in self.table.beyond:
+            return self.stray(name, root, path)
+        return self.table.seen(root, path)
+
+    def read_storage(self, name: str) -> int:
+        """What an operator may find that reads beyond the elements of its operand."""
+        storage = self.blobs[name].storage
+        (root, complete), path = self.roots[storage], self.path(name)
+        if not complete:
+            return self.stray(name, root, path)
+        if path == _BASE:
+            return root
+        return self.table.number(("within", root, self.geometries[storage], path, self.geometries[name]))
+
+    def stray(self, name: str, root: int, path: int) -> int:
+        """The value of what reads where nothing was written. It is known by its name, which passes keep."""
+        self.unwritten.add(name)
+        return self.table.number(("beyond", root, path, name))
 
     def write(self, name: str, value: int) -> None:
         """Give a blob a value of its own geometry; where it is only a part of its storage, the rest stays."""
-        storage, geometry = self.blobs[name].storage, self.geometries[name]
-        if storage == name or _covers(self.blobs[name], self.blobs[storage]):
-            self.roots[storage] = value, geometry, 0
+        blob = self.blobs[name]
+        storage, path, table = blob.storage, self.path(name), self.table
+        if path == _BASE:
+            self.roots[storage] = value, storage not in self.gapped
             return
-        old, _, start = self.roots[storage]
-        layout = self.geometries[storage]
-        written = self.table.number(("write", old, start, layout, geometry, value))
-        self.roots[storage] = written, layout, 0
-        if old in self.table.unwritten:
-            self.table.unwritten[written] = self.table.unwritten[old]
+        old, complete = self.roots[storage]
+        if _covers(blob, self.blobs[storage]):
+            root = table.number(("written", path, value))
+        else:
+            root = table.number(("write", old, path, value))
+            if old in table.unwritten:
+                table.unwritten[root] = table.unwritten[old]
+        self.roots[storage] = root, complete
+        table.written(root, path, value)
 
 
 class _Form:
@@ -312,27 +324,74 @@ class _Form:
         static: what they do, as one number.
         copies: they give their output the value of their input.
         views: which of their outputs are views.
+        only_views: they make nothing else.
+        aliases: some of their outputs lie in the storage of an input.
+        reaches: they may read beyond the elements of their operands.
         empty: they make memory without writing it.
-        ignores_first: only the geometry of their first operand matters.
+        ignores_first: of their first operand only the layout matters. What it holds may be unwritten; the layout is
+            what the operators that made the operand give it, so that its number counts all the same.
         batch_norm: they are a batch norm in training.
         mentioned: blobs that they read beside their operands.
     """
 
-    __slots__ = ("batch_norm", "copies", "empty", "ignores_first", "kind", "mentioned", "static", "views")
+    __slots__ = (
+        "aliases",
+        "batch_norm",
+        "copies",
+        "empty",
+        "ignores_first",
+        "kind",
+        "mentioned",
+        "only_views",
+        "reaches",
+        "static",
+        "views",
+    )
 
     def __init__(self, op: Operator, table: Numbering) -> None:
         self.kind = kind = canonical_type(op.type)
-        self.copies = kind in COPIES
+        self.copies = kind in COPIES and len(op.inputs) == len(op.outputs) == 1
         self.views = op.effects.viewing
+        self.only_views = not self.copies and len(self.views) == len(op.outputs) > 0
+        self.aliases = bool(op.effects.views or op.effects.writes)
+        self.reaches = not reads_only_elements(op.type)
         self.empty = op.type.startswith(UNWRITTEN)
-        self.ignores_first = kind in _IGNORES_FIRST
-        self.batch_norm = kind in _BATCH_NORM and bool(op.args.get("training", True))
+        self.ignores_first = kind in IGNORES_FIRST
+        self.batch_norm = kind in BATCH_NORM and bool(op.args.get("training", True))
         self.mentioned = mentioned(op.proto) if "op {" in op.proto else ()
-        args = tuple(sorted((name, _freeze(arg)) for name, arg in op.args.items()))
-        self.static = table.number(("operator", kind, op.operands, op.results, args, _meaning(op.proto)))
+        args = tuple(sorted((name, frozen(arg)) for name, arg in op.args.items()))
+        self.static = table.number(("operator", kind, op.operands, op.results, args, meaning_of_text(op.proto)))
 
-    def execute(self, run: _Run, op: Operator, step: int, part: int | None = None) -> None:
-        if self.copies and len(op.inputs) == len(op.outputs) == 1:
+    def alias(self, run: Run, op: Operator) -> None:
+        """Note how outputs lie in the storages of inputs, where they do."""
+        for output, source in op.effects.writes:
+            name = op.outputs[output]
+            if name != op.inputs[source] and run.blobs[name].storage != name:
+                run.paths[name] = run.path(op.inputs[source])
+        for output, source in op.effects.views:
+            self.view(run, op, output, op.inputs[source])
+
+    def view(self, run: Run, op: Operator, output: int, source: str) -> None:
+        """The path of a view: that of its operand, and this operator.
+
+        An operator that reads beyond its operand's elements sees all of the storage, by what the operand's layout in
+        it says.
+        """
+        table, name, parent = run.table, op.outputs[output], run.path(source)
+        made, taken = run.blobs[name], run.blobs[source]
+        others = tuple([run.read(other) for other in op.inputs if other != source]) if op.inputs[1:] else ()
+        if self.reaches:
+            layouts = run.geometries[name], run.geometries[source], run.geometries[taken.storage]
+            view = table.number(("beyond", self.static, output, parent, *layouts, *others))
+        else:
+            start = _bytes_between(taken, made)
+            geometry = run.geometry(made._replace(offset=0)) if made.offset else run.geometries[name]
+            view = table.number(("step", self.static, output, geometry, start, *others))
+        run.paths[name] = table.path(parent, view, op.type, beyond=self.reaches)
+        run.calls[run.read(name)] = op
+
+    def execute(self, run: Run, op: Operator, step: int, part: int | None = None) -> None:
+        if self.copies:
             self.copy(run, op)
         elif self.empty:
             self.leave(run, op, step)
@@ -341,16 +400,11 @@ class _Form:
         else:
             self.compute(run, op, step, part)
 
-    def inputs(self, run: _Run, op: Operator) -> list[int]:
-        inputs = [run.read(name) for name in op.inputs]
-        if self.ignores_first and inputs:
-            inputs[0] = -1 - run.geometry(run.blobs[op.inputs[0]]._replace(offset=0))
-            run.use(op.inputs[1:])
-        else:
-            run.use(op.inputs)
-        return inputs
+    def inputs(self, run: Run, op: Operator) -> list[int]:
+        run.use(op.inputs[1:] if self.ignores_first else op.inputs)
+        return [run.read_storage(name) if self.reaches else run.read(name) for name in op.inputs]
 
-    def compute(self, run: _Run, op: Operator, step: int, part: int | None) -> None:
+    def compute(self, run: Run, op: Operator, step: int, part: int | None) -> None:
         """A value is what the operator does, and its inputs: of random numbers also where and when they are drawn."""
         number, inputs = run.table.number, self.inputs(run, op)
         if self.mentioned:
@@ -359,46 +413,50 @@ class _Form:
         if op.seed is not None:
             replica = run.replicas.get(prefix_of(op.outputs[0]) if op.outputs else "", -1)
             key = (number(("draws", self.static, op.seed, replica)), step, *inputs)
+        call = number(key)
+        if self.kind != "Free":  # Caffe2's, which gives memory back and computes nothing
+            run.calls[call] = op
         if self.kind == "AllReduce":
             for name in op.outputs if part is None else op.outputs[part : part + 1]:
                 run.write(name, number((*key, run.geometries[name])))
             return
-        call = number(key)
         for output, name in enumerate(op.outputs):
             if output not in self.views:
                 run.write(name, number((call, output, run.geometries[name])))
 
-    def leave(self, run: _Run, op: Operator, step: int) -> None:
+    def leave(self, run: Run, op: Operator, step: int) -> None:
         """What is not written is known by its name, which passes keep, so that a program equals itself."""
         for name, version in op.makes:
-            content = run.table.number(("empty", self.kind, name, version, step, run.geometries[name]))
+            content = run.table.number(("empty", self.static, name, version, step, run.geometries[name]))
+            run.calls[content] = op
             if 0 not in (run.blobs[name].shape or ()):
                 run.table.unwritten[content] = name
             run.write(name, content)
 
-    def copy(self, run: _Run, op: Operator) -> None:
-        """The copy's storage is the source's storage, seen from where the source begins."""
+    def copy(self, run: Run, op: Operator) -> None:
+        """A copy of the same layout has the value of its source; conjugate and negative elements are written out."""
         (source,), (target,) = op.inputs, op.outputs
         blob, kept = run.blobs[source], run.blobs[target]
-        root, layout, start = run.roots[blob.storage]
-        same = (kept.shape, kept.strides, kept.dtype, kept.offset) == (blob.shape, blob.strides, blob.dtype, 0)
-        if same and not kept.is_view:
-            run.roots[target] = root, layout, add(_byte_offset(blob), start)
-        else:
-            run.use(op.inputs)
-            key = ("laid out", run.read(source), run.geometries[target])
-            run.write(target, run.table.number(key))
+        table, root, value = run.table, run.roots[blob.storage][0], run.read(source)
+        if table.conjugate and blob.storage != source and run.path(source) in table.conjugate:
+            value = table.number(("written out", value))
+        if (kept.shape, kept.strides, kept.dtype) != (blob.shape, blob.strides, blob.dtype):
+            value = table.number(("laid out", value, run.geometries[target]))
+        if root in table.unwritten:
+            table.unwritten[value] = table.unwritten[root]
+        run.write(target, value)
 
-    def normalize(self, run: _Run, op: Operator, inputs: list[int]) -> None:
+    def normalize(self, run: Run, op: Operator, inputs: list[int]) -> None:
         """Batch norm in training: its results don't depend on the running statistics, which follow the results."""
         table = run.table
         operands = zip(signature(op.type).tensors, groups(op.operands, len(inputs)), strict=False)
         given = {param.name: inputs[group] for param, group in operands if isinstance(group, int)}
         running = {n: given.pop(n) for n in ("running_mean", "running_var") if n in given}
         eps = op.args.get("eps", op.args.get("epsilon"))
-        call = table.number(("batch norm", _family(op.type), _freeze(eps), tuple(given.items())))
+        call = table.number(("batch norm", kernel_family(op.type), frozen(eps), tuple(given.items())))
+        run.calls[call] = op
         statistics = min((output for output, _ in op.effects.writes), default=3)
-        momentum = _freeze(op.args.get("momentum", op.args.get("exponential_average_factor")))
+        momentum = frozen(op.args.get("momentum", op.args.get("exponential_average_factor")))
         for position, name in enumerate(op.outputs):
             geometry = run.geometries[name]
             key: _Key = (call, position, geometry)
@@ -406,23 +464,6 @@ class _Form:
                 old = running["running_mean" if position == statistics else "running_var"]
                 key = (call, "running", position - statistics, momentum, old, geometry)
             run.write(name, table.number(key))
-
-
-_PLACE: Final = re.compile(r'\b(?:device_type|device_id): \w+ ?|\bcontrol_input: "(?:[^"\\]|\\.)*" ?|^name: "" ?')
-
-_NOWHERE: Final = re.compile(r"\bdevice_option \{ *\}")
-
-
-@cache
-def _meaning(proto: str) -> str:
-    """What an imported operator's text says of what it computes: not where, nor after what."""
-    return " ".join(_NOWHERE.sub("", _PLACE.sub("", proto)).split())
-
-
-def _family(type: str) -> str:
-    """Kernels that give the same bits."""
-    name = type.split(".")[1]
-    return name.partition("_")[0] if name.startswith(("cudnn", "miopen")) else "native"
 
 
 def _blobs(net: Net) -> Mapping[str, Blob]:
@@ -433,16 +474,15 @@ def _blobs(net: Net) -> Mapping[str, Blob]:
     return {name: blob._replace(shape=None, dtype=None) for name, blob in net.blobs.items()}
 
 
-def _geometry(blob: Blob, start: Size = 0) -> _Key:
-    """The layout of a blob whose storage begins at the byte *start* of another one."""
-    offset = _byte_offset(blob) if blob.offset else 0
-    return ("geometry", blob.shape, blob.dtype, blob.strides, add(offset, start) if start else offset)
+def _bytes_between(taken: Blob, made: Blob) -> Size:
+    """How many bytes after its operand a view begins. Views of one storage may count in elements of different sizes."""
+    if made.offset == taken.offset and (made.dtype == taken.dtype or not made.offset):
+        return 0
+    return add(_byte_offset(made), multiply(-1, _byte_offset(taken)))
 
 
 def _byte_offset(blob: Blob) -> Size:
-    """Views of one storage may count in elements of different sizes."""
-    itemsize = ITEMSIZE[blob.dtype] if blob.dtype else 1
-    return multiply(blob.offset, itemsize)
+    return multiply(blob.offset, ITEMSIZE[blob.dtype] if blob.dtype else 1)
 
 
 def _covers(blob: Blob, base: Blob) -> bool:
@@ -453,12 +493,3 @@ def _covers(blob: Blob, base: Blob) -> bool:
         return True  # an imported net overwrites whole blobs
     dense = blob.strides is None and base.strides is None and blob.offset == 0 and blob.dtype == base.dtype
     return dense and product(blob.shape) == product(base.shape)
-
-
-def _freeze(arg: Arg) -> Any:
-    """An argument as a key that tells apart whatever gives other bits: 1 from 1.0, 0.0 from -0.0."""
-    if isinstance(arg, Polynomial):
-        return ("size", arg)
-    if isinstance(arg, tuple):
-        return tuple([_freeze(item) for item in arg])
-    return (type(arg).__name__, repr(arg) if isinstance(arg, float) else arg)

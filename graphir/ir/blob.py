@@ -7,7 +7,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 from .device import Device
 from .dtype import ITEMSIZE
-from .size import Dims, Polynomial, Shape, Size, bind_shape, numel
+from .size import Dims, Polynomial, Shape, Size, bind_shape, multiply, numel
 
 __all__ = [
     "ROLES",
@@ -19,6 +19,7 @@ __all__ = [
     "contiguous_strides",
     "dense_nbytes",
     "dense_strides",
+    "is_dense",
     "overlaps",
     "reach",
     "same_strides",
@@ -119,6 +120,21 @@ def dense_strides(shape: Sequence[int], order: Iterable[int]) -> tuple[int, ...]
         strides[d] = step
         step *= max(shape[d], 1)
     return tuple(strides)
+
+
+def is_dense(blob: Blob) -> bool:
+    """Whether the blob's elements fill their storage from its first byte on without gaps, in whatever order, at every
+    size. Not known of a blob without a shape, which then counts as dense."""
+    if blob.shape is None or blob.strides is None:
+        return blob.offset == 0
+    left = [(stride, size) for stride, size in zip(blob.strides, blob.shape, strict=True) if size != 1]
+    step: Size = 1
+    while left:
+        inner = next((d for d, (stride, _) in enumerate(left) if stride == step), None)
+        if inner is None:
+            return False
+        step = multiply(step, left.pop(inner)[1])
+    return blob.offset == 0
 
 
 def same_strides(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:

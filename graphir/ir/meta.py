@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
+from types import FunctionType, SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -28,8 +29,8 @@ def fresh_fake_mode() -> FakeTensorMode:
     What torch keeps of former calls does not know the number of threads nor whether oneDNN was on, by which a
     convolution chooses its backend and with that its layout.
     """
-    with _no_traceback():
-        mode = FakeTensorMode()
+    mode = FakeTensorMode.__new__(FakeTensorMode)
+    _made_without_stack()(mode)
     mode.cache_enabled = False
     return mode
 
@@ -37,26 +38,38 @@ def fresh_fake_mode() -> FakeTensorMode:
 @contextlib.contextmanager
 def errors_not_logged() -> Iterator[None]:
     """Keep torch from logging a traceback of an error on fake tensors that is raised as another one, or expected."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
+    logging.getLogger("torch._subclasses.fake_tensor").addFilter(_QUIET)  # which it has once, however often it is added
+    depth = _QUIET.depth
     try:
+        _QUIET.depth = depth + 1
         yield
     finally:
-        logger.disabled = before
+        _QUIET.depth = depth
 
 
-@contextlib.contextmanager
-def _no_traceback() -> Iterator[None]:
-    """A mode keeps the stack that made it, for an error of torch's own; to read that takes longer than all the rest."""
-    limit = getattr(sys, "tracebacklimit", None)
-    sys.tracebacklimit = 0
-    try:
-        yield
-    finally:
-        if limit is None:
-            del sys.tracebacklimit
-        else:
-            sys.tracebacklimit = limit
+class _Quiet(threading.local, logging.Filter):
+    """Drops what is logged in threads that are within :func:`errors_not_logged`; to disable a logger is for all."""
+
+    depth = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not self.depth
+
+
+_QUIET: Final = _Quiet()
+
+
+@cache
+def _made_without_stack() -> Callable[[FakeTensorMode], None]:
+    """What makes a mode as its class does, but for the stack.
+
+    A mode keeps the stack that made it, for an error of torch's own; to read that takes longer than all the rest.
+    """
+    make: Any = FakeTensorMode.__init__
+    none = SimpleNamespace(extract_stack=list, format_stack=list)
+    made = FunctionType(make.__code__, {**make.__globals__, "traceback": none}, closure=make.__closure__)
+    made.__kwdefaults__ = make.__kwdefaults__
+    return made
 
 
 def _grouped_mm(

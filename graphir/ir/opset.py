@@ -26,6 +26,7 @@ __all__ = [
     "Signature",
     "arguments_of",
     "effects_of",
+    "is_composite",
     "is_random",
     "overload",
     "signature",
@@ -167,8 +168,8 @@ def overload(type: str) -> torch._ops.OpOverload:
     """The torch operator of a type such as ``aten.addmm.default``.
 
     Raises:
-        GraphirError: the type is not of an allowed namespace, this torch does not have it, or it does something else
-            than compute tensors from tensors.
+        GraphirError: the type is not of an allowed namespace, this torch does not have it, it does something else than
+            compute tensors from tensors, or torch decides only when it runs what it consists of.
     """
     namespace, _, rest = type.partition(".")
     name, _, variant = rest.partition(".")
@@ -186,7 +187,44 @@ def overload(type: str) -> torch._ops.OpOverload:
             f"operator {type!r} is not allowed in a program",
             fix="programs compute tensors from tensors: no files, storages, streams or Python values",
         )
+    if is_composite(found):
+        raise GraphirError(
+            f"operator {type!r} is not allowed in a program: torch decides what it consists of when it runs, "
+            "and whether its result is a view",
+            fix="write the operators that it consists of, as a capture records them",
+        )
     return found
+
+
+_COMPOSITES: Final = frozenset(
+    {
+        "linalg_eigvals",
+        "linalg_eigvalsh",
+        "linalg_svdvals",
+        "linear",
+        "matmul",
+        "outer",
+        "unsafe_chunk",
+    }
+)
+"""Composite operators that a program may name. All but the last make new memory, whatever they consist of."""
+
+_has_kernel: Final = torch._C._dispatch_has_kernel_for_dispatch_key
+
+
+def is_composite(overload: torch._ops.OpOverload) -> bool:
+    """Whether torch makes an operator of others, and has no kernel for it.
+
+    What it consists of depends on layouts: ``contiguous`` makes a copy or nothing at all, ``reshape`` a copy or a view,
+    and neither a schema nor a program could say which. So a program holds what they did.
+    """
+    name = overload.name()
+    if (
+        not _has_kernel(name, "CompositeImplicitAutograd")
+        or overload._schema.name.removeprefix("aten::") in _COMPOSITES
+    ):
+        return False
+    return not any(_has_kernel(name, key) for key in ("CPU", "CUDA", "CompositeExplicitAutograd"))
 
 
 def _only_computes(schema: torch.FunctionSchema, name: str) -> bool:

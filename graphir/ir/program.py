@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -114,6 +114,9 @@ class Program:
         state: the module's and the optimizer's own (unprefixed) names, and ``step``, to tensors; empty where the
             model was captured on the meta device. Not part of equality.
         module: the captured module. Not saved, pickled or copied, not part of equality.
+        witness: records the step of the captured module once more, with other sizes of its dimensions (those of one
+            replica, without prefix), and raises a CoverageError where it is not the program's; None where there is
+            none. Not saved, pickled or copied, not part of equality.
     """
 
     name: str
@@ -127,6 +130,7 @@ class Program:
     guards: tuple[Guard, ...] = ()
     state: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
     module: torch.nn.Module | None = field(default=None, compare=False)
+    witness: Callable[[Mapping[str, int]], None] | None = field(default=None, compare=False)
 
     def with_(self, **changes: Any) -> Program:  # dataclasses.replace has this signature
         """This program with some attributes replaced."""
@@ -147,7 +151,7 @@ class Program:
         return hash((self.name, self.init, self.step))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "module": None}
+        return {**self.__dict__, "module": None, "witness": None}
 
     def __repr__(self) -> str:
         on = ", ".join(self.devices)

@@ -1,4 +1,4 @@
-"""Torch's tensors: of which classes and layouts they may be, and from which size on kernels divide them."""
+"""Torch's tensors: of which classes and layouts they may be, from which size on kernels divide them, and their bits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["GRAIN_SIZE", "PLAIN", "not_dense"]
+__all__ = ["GRAIN_SIZE", "PLAIN", "byte_view", "not_dense", "same_bits"]
 
 PLAIN: Final = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
 """The classes of tensors whose operators are those that torch dispatches."""
@@ -22,3 +22,14 @@ def not_dense(tensor: torch.Tensor) -> str:
     if tensor.is_nested or tensor.is_quantized:
         return "nested" if tensor.is_nested else "quantized"
     return "" if tensor.layout is torch.strided else str(tensor.layout)
+
+
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor's elements in row-major order, on the host: ``u8[n]``."""
+    dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # one element may have any stride before
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors with data have one shape, one type and the same bits: a NaN is equal to itself."""
+    return a is b or (a.shape == b.shape and a.dtype == b.dtype and torch.equal(byte_view(a), byte_view(b)))

@@ -269,6 +269,22 @@ def test_an_update_that_nobody_reads_at_home_stays_where_it_is():
     assert [op.type for op in passes.inject_copies(net(text)).ops] == ["GaussianFill", "Copy", "Relu", "Tanh"]
 
 
+@pytest.mark.parametrize("last", ["forward", "update"])
+def test_a_state_comes_home_as_written_before_the_update_if_it_was(last):
+    """By that a session tells which states replicas have of their own."""
+    text = """
+      activation x : ? @gpu:0
+      x;1 = Relu(x) {device=gpu:1}
+      x;2 = Tanh(x;1) {device=gpu:1}
+    """
+    step = net(text)
+    step = step.with_(ops=tuple(op._replace(phase=p) for op, p in zip(step.ops, ("forward", last), strict=True)))
+    home = passes.inject_copies(step).ops[-1]
+    assert (home.type, home.outputs, home.phase) == ("Copy", ("x",), "forward")
+    late = step.with_(ops=tuple(op._replace(phase="update") for op in step.ops))
+    assert passes.inject_copies(late).ops[-1].phase == "update"
+
+
 def test_the_host_is_one_memory():
     text = "  x : ? @cpu:3 = GaussianFill() {seed=0}\n  y : ? @cpu:1 = Relu(x)\n  z : ? @cpu:3 = Relu(y)"
     before = net(text)

@@ -155,6 +155,31 @@ def test_collectives_follow_their_participants() -> None:
             assert op.device == at[op.inputs[0]]
 
 
+class Tokens(nn.Module):
+    """A parameter is one of the rows that a layer reads, so that its gradient is a view of theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.out = nn.Parameter(torch.randn(2, 4)), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.cat([x.mean(0, keepdim=True), self.token], 0).tanh())  # type: ignore[no-any-return]
+
+
+def test_a_parameters_gradient_that_is_a_view_of_what_was_made_elsewhere() -> None:
+    model = Tokens()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    program = passes.replicate(
+        capture(model, (torch.randn(4, 4),), loss=lambda out: out.sum(), optimizer=optimizer), devices=[0, 1]
+    )
+    acts = passes.find_activations(program)
+    for i in range(len(acts)):
+        for chosen in (acts[i:], acts[: i + 1], acts[i : i + 1]):
+            shifted = passes.inject_copies(passes.shift_activations(program, chosen, shifts={0: 2, 1: 3}))
+            passes.emit(shifted)
+            assert graphir.certify(program, shifted).holds
+
+
 def test_moved_operators_say_so() -> None:
     program = two_layers()
     shifted = passes.shift_activations(program, ["fc2"], shifts={0: 1})

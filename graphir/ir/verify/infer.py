@@ -155,19 +155,31 @@ def infer(op: Operator, inputs: Inputs, dims: Dims) -> Inferred:
 
 
 def _args_key(args: Mapping[str, Arg], dims: Dims) -> tuple[Any, ...]:
-    """The arguments as a hashable value that tells 1, 1.0 and True apart, as a type promotion does."""
+    """The arguments as a hashable value that tells apart what torch does, and Python's ``==`` does not."""
     key: list[Any] = []
     for name, arg in args.items():
-        kind: type = arg.__class__
-        if kind is tuple:
-            for item in arg:  # type: ignore[union-attr]  # it is a tuple
-                if item.__class__ is Polynomial or item.__class__ is tuple:
-                    arg = _bind(arg, dims)
+        if arg.__class__ is tuple:
+            for item in arg:
+                if item.__class__ is not int:
+                    key += (name, _identity(arg, dims))
                     break
-        elif kind is Polynomial:
-            kind, arg = int, _bind(arg, dims)
-        key += (name, kind, arg)
+            else:
+                key += (name, arg)
+        else:
+            key += (name, arg if arg.__class__ is int else _identity(arg, dims))
     return tuple(key)
+
+
+def _identity(arg: Arg, dims: Dims) -> Any:
+    """1, 1.0 and True are three, as a type promotion has them; so are 0.0 and -0.0, and a text and a symbol."""
+    kind = arg.__class__
+    if kind is tuple:
+        return tuple([_identity(item, dims) for item in arg])  # type: ignore[union-attr]  # it is a tuple
+    if kind is float:
+        return arg.hex()  # type: ignore[union-attr]  # no text is equal to it: those stand beside their type
+    if kind is Polynomial:
+        return bind(arg, dims)  # type: ignore[arg-type]
+    return arg if kind is int or arg is None else (kind, arg)
 
 
 def _bind(arg: Arg, dims: Dims) -> Arg:

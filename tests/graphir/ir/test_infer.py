@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -40,6 +42,21 @@ def test_an_argument_s_python_type_counts() -> None:
     whole = Geometry((2,), "i64")
     for other, dtype in ((2, "i64"), (2.0, "f32"), (True, "i64")):
         assert call("aten.mul.Tensor", [whole], args={"other": other}).outputs == (Geometry((2,), dtype),)
+
+
+@pytest.mark.parametrize("held", [lambda arg: arg, lambda arg: (arg,), lambda arg: ((2, arg), 3)], ids=["1", "2", "3"])
+def test_arguments_that_python_takes_for_each_other_are_kept_apart(held: Callable[[Any], Any]) -> None:
+    values: tuple[Any, ...] = (0, 0.0, -0.0, False, 1, 1.0, True, "f32", Symbol("f32"), None, math.inf, -math.inf)
+    keys = {module._args_key({"a": held(value)}, {}) for value in values}
+    assert len(keys) == len(values)
+    assert module._args_key({"a": held(BATCH)}, {"batch": 1}) in keys
+    assert len({module._args_key({"a": held(value)}, {}) for value in (math.nan, -math.nan)}) == 1
+
+
+def test_a_size_that_is_no_whole_number_is_refused_after_one_that_is() -> None:
+    for size in ((6,), (6.0,), (True,), (6,)):
+        outputs = call("aten.view.default", [X], args={"size": size}).outputs
+        assert (outputs is not None) is (size == (6,) and type(size[0]) is int), size
 
 
 def test_arguments_are_bound() -> None:

@@ -211,3 +211,24 @@ def test_constants_without_a_name_are_refused():
 def test_operators_that_reach_beyond_tensors_are_refused(type):
     with pytest.raises(GraphirError, match=r"is not allowed in a program|has no operator"):
         overload(type)
+
+
+def test_composite_operators_that_a_program_may_name_make_new_memory():
+    x = torch.randn(3, 3)
+    calls = {
+        "linalg_eigvals": (x,),
+        "linalg_eigvalsh": (x,),
+        "linalg_svdvals": (x,),
+        "linear": (x, x),
+        "matmul": (x, x),
+        "outer": (x[0], x[0]),
+    }
+    for name, args in calls.items():
+        result = overload(f"aten.{name}.default")(*args)
+        assert result.untyped_storage().data_ptr() != x.untyped_storage().data_ptr(), name
+
+
+@pytest.mark.parametrize("type", ["aten.reshape.default", "aten.contiguous.default", "aten.conj_physical.default"])
+def test_composite_operators_are_refused(type):
+    with pytest.raises(GraphirError, match="torch decides what it consists of when it runs"):
+        overload(type)

@@ -1,0 +1,131 @@
+"""Proofs of what our own passes make of the zoo, and how long they take beside another checkout's."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+
+import models
+import torch
+from apart import apart
+from mutations.subjects import zoo_names, zoo_program
+from nets import random_program
+from timing import in_turn
+
+import graphir
+from graphir import passes
+from graphir.errors import GraphirError
+from graphir.ir.program import Program
+
+__all__ = ["CASES", "pass_rows", "ratio_rows", "results"]
+
+CUTS = (0.25, 0.5, 0.75)
+ROUNDS = 9
+
+
+def results(program: Program) -> Iterator[tuple[str, Program, Program]]:
+    """What our passes make of a program that has to compute the same: their name, and before and after."""
+    activations = passes.find_activations(program)
+    for cut in CUTS:
+        moved = activations[int(len(activations) * cut) :]
+        if moved:
+            shifted = passes.shift_activations(program, moved, shifts={0: 1})
+            yield f"shift at {cut}", program, shifted
+            copied = passes.inject_copies(shifted)
+            yield f"shift at {cut}, copies", program, copied
+            yield f"shift at {cut}, copies, storage", program, passes.share_storage(copied)
+    yield "storage", program, passes.share_storage(program)
+    yield "printed and parsed", program, graphir.parse(str(program))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "program.json"
+        program.save(path, state=True)
+        loaded = graphir.load(path)
+        assert isinstance(loaded, Program)
+        yield "saved and loaded", program, loaded
+    if "batch" in program.dims or not program.fixed:
+        replicated = passes.replicate(program, [0, 1])
+        chosen = passes.find_activations(replicated)
+        pipeline = passes.Pipeline([
+            passes.ShiftActivations(activations=tuple(chosen[len(chosen) // 2 :]), shifts={0: 2, 1: 3}),
+            passes.InjectCopies(),
+            passes.ShareStorage(),
+        ])  # fmt: skip
+        yield "pipeline on replicas", replicated, pipeline.run(replicated).program
+
+
+def pass_rows() -> Iterator[str]:
+    """The table: proofs of each sort of result over the zoo, those that are refused, and seconds of this process."""
+    taken: dict[str, list[float]] = {}
+    refused: dict[str, list[str]] = {}
+    names = zoo_names()
+    for name in names:
+        try:
+            program = zoo_program(name)
+        except GraphirError as e:
+            yield f"{name} is not captured: {e.what}"
+            continue
+        for what, before, after in results(program):
+            start = time.process_time()
+            try:
+                graphir.certify(before, after)
+            except GraphirError as e:
+                refused.setdefault(what, []).append(f"{name}: {e.what}")
+            taken.setdefault(what, []).append(time.process_time() - start)
+    yield f"{len(names)} programs"
+    yield ""
+    yield "| result | proofs | refused | median seconds | longest |"
+    yield "| --- | ---: | ---: | ---: | ---: |"
+    for what, times in taken.items():
+        yield f"| {what} | {len(times)} | {len(refused.get(what, ()))} | {median(times):.3f} | {max(times):.3f} |"
+    for what, why in refused.items():
+        for line in why[:5]:
+            yield f"\n{what} of {line}"
+
+
+def _shifted(program: Program, replicas: int) -> tuple[Program, Program]:
+    program = passes.replicate(program, devices=list(range(replicas)))
+    chosen = passes.find_activations(program)
+    shifts = {replica: replicas + replica for replica in range(replicas)}
+    shifted = passes.shift_activations(program, chosen[len(chosen) // 2 :], shifts=shifts)
+    return program, passes.inject_copies(shifted)
+
+
+def _captured(example: models.Example) -> Program:
+    optimizer = torch.optim.SGD(example.model.parameters(), lr=0.1, momentum=0.9)
+    return graphir.capture(
+        example.model, example.inputs, targets=example.targets, loss=example.loss, optimizer=optimizer
+    )
+
+
+CASES: Mapping[str, Callable[[], tuple[Program, Program]]] = {
+    "ResNet-50, 8 replicas, shifted": lambda: _shifted(_captured(models.resnet50(batch=2, image=64)), 8),
+    "GPT, 12 layers, 4 replicas, shifted": lambda: _shifted(_captured(models.gpt(layers=12)), 4),
+    "small residual net, shifted": lambda: _shifted(_captured(models.resnet()), 1),
+    "random programs": lambda: (random_program(1, ops=400), passes.share_storage(random_program(1, ops=400))),
+}
+"""What is certified in turn by two checkouts."""
+
+
+def ratio_rows() -> Iterator[str]:
+    """The table of seconds beside those of the checkout that the environment names as ``OTHER``: a worktree of the
+    commit before, for example."""
+    other = os.environ.get("OTHER", "")
+    if not other:
+        yield "`OTHER` names no other checkout to compare with."
+        return
+    yield "| proof | operators | ms | ms, other checkout | ratio |"
+    yield "| --- | ---: | ---: | ---: | ---: |"
+    for name in CASES:
+        with ExitStack() as stack:
+            ours = stack.enter_context(apart("certify_steps.py", [[name]]))
+            theirs = stack.enter_context(apart("certify_steps.py", [[name]], checkout=Path(other)))
+            taken = in_turn({"ours": lambda ours=ours: ours(1), "theirs": lambda theirs=theirs: theirs(1)}, ROUNDS)
+        mine, its = median(taken["ours"]), median(taken["theirs"])
+        ratio = median(a / b for a, b in zip(taken["ours"], taken["theirs"], strict=True))
+        count = len(CASES[name]()[1].step.ops)
+        yield f"| {name} | {count:,} | {mine * 1e3:.1f} | {its * 1e3:.1f} | {ratio:.2f} |"

@@ -1,0 +1,200 @@
+"""Every mutant against ``certify`` on one side, and what running it shows on the other."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from math import ceil
+from random import Random
+from typing import Any, NamedTuple
+
+import graphir
+from graphir.errors import EquivalenceError, GraphirError, VerifyError
+from graphir.ir.program import Program
+from mutations.arguments import ARGUMENTS
+from mutations.imported import IMPORTED
+from mutations.judging import ImportedTrial, Trial
+from mutations.nested import NESTED
+from mutations.nets_of_caffe2 import Imported
+from mutations.operands import OPERANDS, ORDER
+from mutations.placing import PLACING
+from mutations.state import INTERFACE, STATE
+from mutations.subjects import Sort, Subject
+from mutations.viewing import VIEWING
+
+__all__ = ["KINDS", "KINDS_OF_NETS", "VERDICTS", "Verdict", "imported_trials", "trials"]
+
+KINDS = {**OPERANDS, **ORDER, **ARGUMENTS, **VIEWING, **PLACING, **STATE, **INTERFACE}
+"""Every kind of mutation of programs, by its name in the table."""
+
+KINDS_OF_NETS = {**IMPORTED, **NESTED}
+"""Every kind of mutation of Caffe2's nets."""
+
+VERDICTS = (
+    "refused by verify",
+    "differs, refused",
+    "differs, accepted",
+    "equal, accepted",
+    "equal, refused",
+)
+"""What becomes of a mutant; the third is a fault of certify."""
+
+_TRIES = 4
+"""How many mutants are made for each that is judged, at most: others are refused by verify, or equal the original."""
+
+_MORE_TRIES = 12
+"""The same of kinds of which verify lets few through."""
+
+
+class Verdict(NamedTuple):
+    """What became of one mutant; *error* is certify's, where it is none of those that it may raise."""
+
+    kind: str
+    subject: str
+    what: str
+    verdict: str
+    error: str = ""
+
+
+def quota(kind: str, sort: Sort) -> int:
+    """How many mutants of a kind are judged of one subject, at most."""
+    return _QUOTAS.get(kind, _QUOTA).get(sort, 0)
+
+
+_QUOTA: Mapping[str, int] = {"training": 6, "spread": 5, "forward": 11}
+_TRAINED: Mapping[str, int] = {"training": 14, "spread": 9, "forward": 4}
+_PLACED: Mapping[str, int] = {"training": 6, "spread": 50}
+_RARE: Mapping[str, int] = {"training": 24, "spread": 16, "forward": 24}
+_REFUSED: Mapping[str, int] = {"training": 10, "spread": 8, "forward": 16}
+_OFTEN_REFUSED = (
+    "operand: of another shape",
+    "operator moved",
+    "update before or after a use",
+    "integer: by one",
+    "argument left out",
+)
+_QUOTAS: Mapping[str, Mapping[str, int]] = {
+    **dict.fromkeys(_OFTEN_REFUSED, _REFUSED),
+    **dict.fromkeys(("gradient of another parameter", "update dropped", "update before or after a use"), _TRAINED),
+    **dict.fromkeys(("functional for in place", "optimizer's state", "learning rate's group"), _TRAINED),
+    "chain of states": _TRAINED,
+    **dict.fromkeys(("copy before the update", "copy home dropped", "copy of another blob", "copy dropped"), _PLACED),
+    **dict.fromkeys(("collective", "replicas"), _PLACED),
+    **dict.fromkeys(("seed ids", "switch turned", "copy as a view", "guards", "index from the other end"), _RARE),
+    **dict.fromkeys(("size that agrees when captured", "as_strided and its like"), _RARE),
+}
+"""Where a kind is rare in some sort of subjects, more are taken of the others."""
+
+
+def quota_of_nets(kind: str) -> int:
+    """How many mutants of a kind are judged of one Caffe2 net, at most: of kinds that need nets that run, more."""
+    return 20 if kind in _SAID else 36
+
+
+def trials(
+    subject: Subject, share: float = 1.0, seed: int = 0, start: int = 0, kinds: Collection[str] = KINDS
+) -> Iterator[Verdict | None]:
+    """Verdicts on mutants of a subject: of each kind so many that verify lets through, or a share of that. None is
+    yielded before each one that is run, for whoever watches a process that may die of it; those before *start* are
+    passed over."""
+    own, number = Trial(subject), 0
+    kept: tuple[Program, Trial] = subject.program, own
+    for kind, make in KINDS.items():
+        draw = Random(f"{seed} {subject.name} {kind}")
+        most = ceil(share * quota(kind, subject.sort)) if kind in kinds else 0
+        tries = _MORE_TRIES if kind in _OFTEN_REFUSED else _TRIES
+        judged = made = 0
+        for what, program, *before in make(subject.program, draw):
+            if judged >= most or made >= tries * most:
+                break
+            original = before[0] if before else subject.program
+            made += 1
+            if not _well_formed(program):
+                yield Verdict(kind, subject.name, what, VERDICTS[0])
+                continue
+            judged += 1
+            number += 1
+            if number <= start:
+                continue
+            yield None
+            if original is subject.program:
+                trial = own
+            else:
+                if kept[0] is not original:
+                    kept = original, Trial(subject, original)
+                trial = kept[1]
+            yield judge(trial, kind, what, program)
+
+
+def imported_trials(net: Imported, share: float = 1.0, seed: int = 0, start: int = 0) -> Iterator[Verdict | None]:
+    """The same for a Caffe2 net."""
+    number = 0
+    kept: tuple[Any, ImportedTrial | None] = None, None
+    for kind, make in KINDS_OF_NETS.items():
+        read = kind in _READ
+        if net.fed is None and kind not in _SAID:
+            continue
+        draw = Random(f"{seed} {net.name} {kind}")
+        most, judged, made = ceil(share * quota_of_nets(kind)), 0, 0
+        for what, step, init, before in make(net, draw):
+            if judged >= most or made >= _TRIES * most:
+                break
+            made += 1
+            program = _loaded(net, step, init)
+            if program is None or not _well_formed(program):
+                yield Verdict(kind, net.name, what, VERDICTS[0])
+                continue
+            judged += 1
+            number += 1
+            if number <= start:
+                continue
+            yield None
+            original = before or net.step
+            if kept[1] is None or kept[0] is not original or kept[1].read != (read or net.fed is None):
+                kept = original, ImportedTrial(net, original, net.init, read=read)
+            trial = kept[1]
+            assert trial is not None
+            accepted, error = certified(trial.program, program)
+            yield Verdict(kind, net.name, what, verdict_of(accepted, trial.differs(step, init)), error)
+
+
+_READ = ("Caffe2: text of an argument", *NESTED)
+"""Kinds that are told from the original by reading them: no translation takes such arguments."""
+
+_SAID = (*_READ, "Caffe2: argument", "Caffe2: argument named", "Caffe2: device", "Caffe2: control input, name")
+"""Kinds of nets that cannot be run: what such a mutant says is what it computes."""
+
+
+def _loaded(net: Imported, step: Any, init: Any) -> Program | None:
+    try:
+        return net.program(step, init)
+    except GraphirError:
+        return None
+
+
+def _well_formed(program: Program) -> bool:
+    try:
+        graphir.verify(program, placed=False)
+    except VerifyError:
+        return False
+    return True
+
+
+def judge(trial: Trial, kind: str, what: str, program: Program) -> Verdict:
+    """The verdict on a well-formed mutant."""
+    accepted, error = certified(trial.original, program)
+    return Verdict(kind, trial.subject.name, what, verdict_of(accepted, trial.differs(program)), error)
+
+
+def certified(before: Program, after: Program) -> tuple[bool, str]:
+    """Whether certify holds two programs for equal; and what it raised, if that is nothing that it says it may."""
+    try:
+        return graphir.certify(before, after, verified=True).holds, ""  # both were, by us
+    except EquivalenceError:
+        return False, ""
+    except Exception as e:
+        return False, f"{type(e).__name__}: {e}".partition("\n")[0]
+
+
+def verdict_of(accepted: bool, differs: bool) -> str:
+    """The verdict in words."""
+    return VERDICTS[(2 if accepted else 1) if differs else (3 if accepted else 4)]
