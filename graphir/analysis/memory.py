@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..errors import GraphirError, nearest
+from ..errors import GraphirError, counted, nearest
 from ..ir.blob import STATE_ROLES, Blob
 from ..ir.device import Device
 from ..ir.net import Net
@@ -19,11 +20,13 @@ from ..ir.program import Program
 from ..ir.size import LARGEST, Dims, size_dims
 from ..ir.text import nbytes_text
 from ..ir.verify import require
-from ..plan import Plan, parts_of, program_of, sizes_of
+from ..plan import Plan, program_of, sizes_of
 from .liveness import Lifetime, liveness, stays
-from .scratch import scratch
+from .profile_files import cached
+from .profiles import Measured, Profile
+from .sources import OperatorScratch, Source, measured_of, scratch_of
 
-__all__ = ["CATEGORIES", "Frees", "Memory", "StorageUse", "memory"]
+__all__ = ["CATEGORIES", "Frees", "Memory", "StorageUse", "check_dims", "check_threads", "memory"]
 
 CATEGORIES: Final = (
     "parameters",
@@ -61,6 +64,7 @@ _MOST_BYTES: Final = LARGEST * 16
 """Of one storage: as many elements as any has, of the largest type."""
 _MOST_COUNTED: Final = (1 << 63) - 1
 """Of all together: what a column of 64-bit integers holds."""
+_MOST_TYPES: Final = 4
 _COLUMNS: Final = 7
 """Devices side by side in the table, so that it stays within 100 columns."""
 
@@ -114,6 +118,8 @@ class Memory:
         positions: how many positions there are.
         unknown: storages whose size is not known, as those of a Caffe2 net without shapes. They count as nothing.
         uses: every storage and receive buffer, in the order in which they begin, and then all scratch.
+        scratch: what each operator that is called allocates inside, and whence that is known. Where some of it is
+            unknown, the peak of its device may be higher.
     """
 
     name: str
@@ -126,6 +132,18 @@ class Memory:
     positions: int
     unknown: tuple[str, ...] = field(repr=False)
     uses: tuple[StorageUse, ...] = field(repr=False)
+    scratch: tuple[OperatorScratch, ...] = field(repr=False, default=())
+
+    def sources(self, device: str | None = None) -> dict[Source, int]:
+        """Of how many operators scratch was measured, bounded, computed, or is unknown; on one device or on all.
+
+        Raises:
+            GraphirError: there is no such device.
+        """
+        if device is not None:
+            self._check("device", device, self.peak)
+        counts = Counter(call.source for call in self.scratch if device in (None, call.device))
+        return {source: counts[source] for source in get_args(Source)}
 
     def timeline(self, device: str, category: str | None = None) -> NDArray[np.int64]:
         """The live bytes on *device* at each position, of one category or of all.
@@ -133,13 +151,16 @@ class Memory:
         Raises:
             GraphirError: there is no such device or category.
         """
-        for what, name, known in (("device", device, self.peak), ("category", category, (None, *CATEGORIES))):
-            if name not in known:
-                names = ", ".join(map(str, filter(None, known)))
-                raise GraphirError(f"no {what} {name!r}", where=f"memory of {self.name!r}", fix=f"there are: {names}")
+        self._check("device", device, self.peak)
+        self._check("category", category, (None, *CATEGORIES))
         return _timeline(
             [u for u in self.uses if u.device == device and category in (None, u.category)], self.positions
         )
+
+    def _check(self, what: str, name: str | None, known: Iterable[str | None]) -> None:
+        if name not in known:
+            names = ", ".join(map(str, filter(None, known)))
+            raise GraphirError(f"no {what} {name!r}", where=f"memory of {self.name!r}", fix=f"there are: {names}")
 
     def peak_of_storages(self, device: str) -> int:
         """The most bytes that storages alone take on *device* at once: the peak without scratch."""
@@ -148,6 +169,13 @@ class Memory:
     def peak_position(self, device: str) -> int:
         """The first position at which *device* holds the most."""
         return int(self.timeline(device).argmax())
+
+    def _peak_text(self, device: str) -> str:
+        return nbytes_text(self.peak[device]) + "+" * bool(self.sources(device)["unknown"])
+
+    def _unknown_at_peak(self, device: str) -> bool:
+        at = self.peak_position(device)
+        return any(c.position == at and c.device == device for c in self.scratch if c.nbytes is None)
 
     def largest(self, device: str, n: int = 10) -> list[StorageUse]:
         """The *n* largest storages that *device* holds at its peak, largest first, of those whose size is known.
@@ -164,12 +192,13 @@ class Memory:
     def largest_text(self, device: str, n: int = 10) -> str:
         """A table of the *n* largest storages that *device* holds at its peak, with the modules that made them."""
         at = self.peak_position(device)
-        head = f"the largest of {nbytes_text(self.peak[device])} on {device} at its peak, position {at}"
+        head = f"the largest of {self._peak_text(device)} on {device} at its peak, position {at}"
         uses = self.largest(device, n)
         wide = max((len(use.blob) for use in uses), default=0)
         return "\n".join([
             head,
             *(f"  {nbytes_text(u.nbytes):>10}  {u.category:<15}  {u.blob:<{wide}}  {u.module}".rstrip() for u in uses),
+            *self._whence(device),
             *self._not_counted(),
         ])  # fmt: skip
 
@@ -180,7 +209,23 @@ class Memory:
         head = f"memory of {self.name!r}" + (f" at {sizes}" if sizes else "") + ": bytes at each device's peak"
         devices = list(self.peak)
         blocks = [devices[i : i + _COLUMNS] for i in range(0, len(devices), _COLUMNS)]
-        return "\n".join([head, *("\n".join(self._table(block)) for block in blocks), *self._not_counted()])
+        tables = ("\n".join(self._table(block)) for block in blocks)
+        return "\n".join([head, *tables, *self._whence(), *self._not_counted()])
+
+    def _whence(self, device: str | None = None) -> list[str]:
+        """What the text says of where scratch is known from."""
+        said = {"measured": "measured", "bound": "an upper bound", "computed": "computed", "unknown": "unknown"}
+        counts = self.sources(device)
+        parts = [f"{count} {said[source]}" for source, count in counts.items() if count]
+        total = counted(sum(counts.values()), "operator")
+        lines = [f"  scratch of {total}: {', '.join(parts)}"] if parts else []
+        if counts["unknown"]:
+            types = Counter(c.type for c in self.scratch if c.nbytes is None and device in (None, c.device))
+            shown = [f"{type} ({count})" for type, count in types.most_common(_MOST_TYPES)]
+            others = f" and {len(types) - len(shown)} more types" if len(types) > len(shown) else ""
+            hint = "; graphir.profile measures it" if any("." in type for type in types) else ""  # not Caffe2's
+            lines += [f"  +: without what is unknown, of {', '.join(shown)}{others}{hint}"]
+        return lines
 
     def _not_counted(self) -> list[str]:
         if not self.unknown:
@@ -195,9 +240,11 @@ class Memory:
         lines = [row("", devices)]
         for category in CATEGORIES:
             values = [self.at_peak[device].get(category, 0) for device in devices]
-            if any(values):
-                lines.append(row(category, [nbytes_text(v) if v else "-" for v in values]))
-        lines.append(row("peak", [nbytes_text(self.peak[device]) for device in devices]))
+            marks = [category == "scratch" and self._unknown_at_peak(device) for device in devices]
+            if any(values) or any(marks):
+                texts = [nbytes_text(v) if v else "" for v in values]
+                lines.append(row(category, [text + "+" * mark or "-" for text, mark in zip(texts, marks, strict=True)]))
+        lines.append(row("peak", [self._peak_text(device) for device in devices]))
         lines.append(row("of which state", [nbytes_text(self.state[device]) for device in devices]))
         return lines
 
@@ -209,6 +256,7 @@ def memory(
     frees: Frees = "last use",
     threads: int | None = None,
     earlier: Iterable[Dims] = (),
+    profile: Profile | Literal["cached"] | None = "cached",
 ) -> Memory:
     """Predict the bytes that a step holds on each device.
 
@@ -222,41 +270,58 @@ def memory(
             as in a session.
         earlier: the values of dimensions in earlier steps of a session: a receive buffer is as large as the largest of
             all its steps takes.
+        profile: what :func:`graphir.profile` measured, which goes before what formulas say; by default what this
+            machine's file has, if there is one. None: formulas alone.
 
     Raises:
         GraphirError: *subject* is neither, *frees* is something else, or does not go with a plan, *threads* is no
-            positive whole number, *dims* or one of *earlier* is no mapping to whole numbers or names what is no
-            dimension, a dimension has no value, or a size is negative or absurd.
+            positive whole number, *profile* is no profile, *dims* or one of *earlier* is no mapping to whole numbers or
+            names what is no dimension, a dimension has no value, or a size is negative or absurd.
+
+    Warns:
+        ProfileWarning: this machine's file cannot be used; it says so once.
     """
-    _check_arguments(subject, frees, threads)
+    _check_arguments(subject, frees, threads, profile)
     others = tuple(earlier) if isinstance(earlier, Iterable) else (earlier,)
-    _check_dims("dims", {} if dims is None else dims, subject)
+    check_dims("dims", {} if dims is None else dims, subject)
     for other in others:
-        _check_dims("one of earlier", other, subject)
+        check_dims("one of earlier", other, subject)
     sizes = {**sizes_of(subject), **(dims or {})}
     net = subject.step
     positions = max(len(subject.instructions if isinstance(subject, Plan) else net.ops), 1)
+    count = threads or torch.get_num_threads()
+    figures = cached() if profile == "cached" else profile
     try:
+        taken = measured_of(net, sizes, count, figures)
         if isinstance(subject, Program) and frees == "operators":
-            uses = _uses(subject, sizes, stays(subject))
+            uses = _uses(subject, sizes, stays(subject), taken)
         else:
-            uses = _uses(subject, sizes, _with_inputs_kept(net, liveness(subject), positions))
+            uses = _uses(subject, sizes, _with_inputs_kept(net, liveness(subject), positions), taken)
         totals = _total(net, uses)
         if isinstance(subject, Plan):
             uses = _received(subject, uses, [{**sizes, **other} for other in others], positions)
-        uses += _scratch(subject, sizes, threads or torch.get_num_threads())
+        calls = scratch_of(subject, sizes, count, taken)
+        uses += _inside(subject, calls)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as e:
         what = f"the memory of {subject.name!r} cannot be computed: {type(e).__name__}: {e}"
         raise GraphirError(what, fix="verify it: it is not well-formed") from None
-    return _summed(subject, sizes, uses, totals, positions)
+    return _summed(subject, sizes, uses, totals, positions, calls)
 
 
-def _check_arguments(subject: Program | Plan, frees: str, threads: int | None) -> None:
+def _check_arguments(subject: Program | Plan, frees: str, threads: int | None, profile: object) -> None:
     require(subject, (Program, Plan), "memory")
+    if not (profile is None or profile == "cached" or isinstance(profile, Profile)):
+        fix = "give what graphir.profile returned, 'cached', or None"
+        raise GraphirError(f"profile is a {type(profile).__name__}, not a Profile", fix=fix)
     if frees not in get_args(Frees):
         raise GraphirError(f"frees is {frees!r}", fix="give 'last use' or 'operators'")
     if isinstance(subject, Plan) and frees != "last use":
         raise GraphirError("a plan frees its storages itself", fix="leave frees out, or give the plan's program")
+    check_threads(threads)
+
+
+def check_threads(threads: int | None) -> None:
+    """Refuse what is no number of threads."""
     if threads is not None and (type(threads) is not int or threads < 1):
         raise GraphirError(
             f"threads={threads!r}: a kernel needs at least one thread", fix="give a whole number from 1 up"
@@ -264,7 +329,12 @@ def _check_arguments(subject: Program | Plan, frees: str, threads: int | None) -
 
 
 def _summed(
-    subject: Program | Plan, sizes: Dims, uses: list[StorageUse], totals: Mapping[str, int], positions: int
+    subject: Program | Plan,
+    sizes: Dims,
+    uses: list[StorageUse],
+    totals: Mapping[str, int],
+    positions: int,
+    calls: list[OperatorScratch],
 ) -> Memory:
     """The figures of each device, from what takes bytes on it."""
     blobs = subject.step.blobs
@@ -291,11 +361,18 @@ def _summed(
         at_peak[device] = {category: nbytes for category, nbytes in found.items() if nbytes}
     high_water = {device: int(_timeline(made, positions).max()) for device, made in by_maker.items()}
     unknown = dict.fromkeys(use.blob for use in uses if (b := blobs[use.blob]).shape is None or b.dtype is None)
-    return Memory(subject.name, sizes, peak, state, totals, high_water, at_peak, positions, tuple(unknown), tuple(uses))
+    figures = peak, state, totals, high_water, at_peak
+    return Memory(subject.name, sizes, *figures, positions, tuple(unknown), tuple(uses), tuple(calls))
 
 
-def _uses(subject: Program | Plan, dims: Dims, lifetimes: Iterable[tuple[str, Lifetime]]) -> list[StorageUse]:
+def _uses(
+    subject: Program | Plan,
+    dims: Dims,
+    lifetimes: Iterable[tuple[str, Lifetime]],
+    taken: Mapping[int, Measured],
+) -> list[StorageUse]:
     net = subject.step
+    kept = {net.blobs[net.ops[i].outputs[0]].storage: measured.kept for i, measured in taken.items() if measured.kept}
     copies = {op.outputs[0] for op in net.ops if op.type in COPIES} - set(net.external_inputs)
     makers: dict[str, Device] = {}
     modules: dict[str, str] = {}
@@ -310,7 +387,7 @@ def _uses(subject: Program | Plan, dims: Dims, lifetimes: Iterable[tuple[str, Li
     for storage, (start, end) in lifetimes:
         blob: Blob = net.blobs[storage]
         category = "copies" if storage in copies else _CATEGORY[blob.role]
-        nbytes = _nbytes(net, blob, dims)
+        nbytes = _nbytes(net, blob, dims) + kept.get(storage, 0)
         maker = makers.get(storage)
         module = modules.get(storage, "")
         uses.append(StorageUse(storage, category, nbytes, blob.device, start, max(end, start + 1), maker, module))
@@ -328,7 +405,8 @@ def _nbytes(net: Net, blob: Blob, dims: Dims) -> int:
     return nbytes
 
 
-def _check_dims(name: str, given: object, subject: Program | Plan) -> None:
+def check_dims(name: str, given: object, subject: Program | Plan) -> None:
+    """Refuse what are no values of the dimensions that *subject* has; errors call them *name*."""
     if not isinstance(given, Mapping):
         what = f"{name} is a {type(given).__name__}, not a mapping"
         raise GraphirError(what, fix="give a dict from names of dimensions to their sizes")
@@ -370,20 +448,13 @@ def _received(plan: Plan, uses: list[StorageUse], others: Iterable[Dims], positi
     return sorted([*found, *buffers.values()], key=lambda use: use.start)
 
 
-def _scratch(subject: Program | Plan, dims: Dims, threads: int) -> list[StorageUse]:
-    """What each operator allocates inside, at its position; of a collective each participant for itself."""
-    net = subject.step
-    takes = {i: nbytes for i, op in enumerate(net.ops) if (nbytes := scratch(op, net.blobs, dims, threads))}
-    if isinstance(subject, Plan):
-        calls = [(at, i.op, i.part) for at, i in enumerate(subject.instructions) if i.op in takes]
-    else:
-        calls = [(i, i, part) for i in takes for part in range(parts_of(net.ops[i]))]
-    found = []
-    for at, position, part in calls:
-        op = net.ops[position]
-        blob = net.blobs[op.outputs[part]]
-        found.append(StorageUse(blob.name, "scratch", takes[position], blob.device, at, at + 1, None, op.module))
-    return found
+def _inside(subject: Program | Plan, calls: Iterable[OperatorScratch]) -> Iterator[StorageUse]:
+    """The bytes of scratch that are known, as what a device holds while the operator runs."""
+    modules = {name: op.module for op in subject.step.ops for name in op.outputs}
+    for call in calls:
+        if call.nbytes:
+            where = call.device, call.position, call.position + 1, None, modules[call.blob]
+            yield StorageUse(call.blob, "scratch", call.nbytes, *where)
 
 
 def _total(net: Net, uses: list[StorageUse]) -> dict[str, int]:

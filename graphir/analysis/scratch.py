@@ -9,45 +9,86 @@ Not in the table: scalars, and some kilobytes that oneDNN takes for barriers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from math import prod
-from typing import Final
+from math import ceil, prod
+from typing import Final, TypeAlias
 
-from ..ir.blob import Blob, contiguous_strides
+from ..ir.blob import Blob, contiguous_strides, same_strides
 from ..ir.dtype import ITEMSIZE
 from ..ir.operator import Operator, groups
 from ..ir.size import Dims, bind
 from .convolutions import convolution, convolution_backward
 from .operands import Call, Operand, UnknownShape, copied
+from .plain_kernels import PLAIN
 
-__all__ = ["SCRATCH", "scratch"]
+__all__ = ["SCRATCH", "is_called", "scratch"]
 
 
-def scratch(op: Operator, blobs: Mapping[str, Blob], dims: Dims, threads: int) -> int:
+_REAL: Final = ("f32", "f64")
+
+
+def is_called(op: Operator) -> bool:
+    """Whether a kernel runs for *op* that makes something: not for views, nor for what only frees or checks."""
+    return op.type not in _UNCALLED and len(op.effects.views) < len(op.outputs)
+
+
+_UNCALLED: Final = frozenset({"Free", "graphir.load"})
+
+
+def scratch(op: Operator, blobs: Mapping[str, Blob], dims: Dims, threads: int) -> int | None:
     """The bytes that *op* holds at most at once, beside its operands and results, where kernels use so many threads.
 
-    0 where its type is not in :data:`SCRATCH`, or the shape of an operand is not known.
+    None where that is not known: no formula covers its type or its operands, or a shape is not known.
     """
     formula = SCRATCH.get(op.type)
     if formula is None:
-        return 0
+        return None
     try:
-        return max(formula(Call(op, blobs, dims, threads)), 0)
+        found = formula(Call(op, blobs, dims, threads))
     except UnknownShape:
-        return 0
+        return None
+    return None if found is None else max(found, 0)
 
 
-def _batch_norm(call: Call) -> int:
-    """A sum and a sum of squares, or two factors, for each channel."""
+def _batch_norm(call: Call) -> int | None:
+    """Two sums, or two factors, for each channel; with channels last also a sum for each thread."""
     x = call.operand(0)
-    return 2 * x.shape[1] * ITEMSIZE[x.dtype]
+    if x.dtype not in _REAL:
+        return None
+    each = x.shape[1] * ITEMSIZE[x.dtype]
+    if not _channels_first(x) and not _channels_last(x):
+        return 0 if call.args.get("training") else 3 * each
+    by_thread = call.args.get("training") and _channels_last(x)
+    return (2 + bool(by_thread) * call.threads) * each
 
 
-def _batch_norm_backward(call: Call) -> int:
-    """Another tensor like the gradient of the input, or the output's gradient in the input's layout."""
-    if not call.args.get("output_mask", (True,))[0]:
-        return 0
+def _batch_norm_backward(call: Call) -> int | None:
+    """Another tensor like the gradient of the input, where both are laid out alike; else a number for each channel."""
     grad, x = call.operand(0), call.operand(1)
-    return grad.nbytes if grad.contiguous == x.contiguous else copied(call, 0) or grad.nbytes
+    if x.dtype not in _REAL or not call.args.get("train"):
+        return None
+    each = x.shape[1] * ITEMSIZE[x.dtype]
+    if not call.args.get("output_mask", (True,))[0]:
+        return each
+    if _channels_last(grad) and _channels_last(x):
+        return max(grad.nbytes, 2 * call.threads * each)
+    return grad.nbytes if _channels_first(grad) and _channels_first(x) else each
+
+
+def _channels_last(x: Operand) -> bool:
+    """As batch norms see it: each channel's elements lie apart, also where it has one of each sample."""
+    return x.channels_last or (x.contiguous and prod(x.shape[2:]) == 1)
+
+
+def _channels_first(x: Operand) -> bool:
+    return x.contiguous and not _channels_last(x)
+
+
+def _group_norm(call: Call) -> int | None:
+    """With channels last, two sums for each sample and channel."""
+    x = call.operand(0)
+    if x.channels_last:
+        return 2 * prod(x.shape[:2]) * ITEMSIZE[x.dtype]
+    return copied(call, 0)
 
 
 def _group_norm_backward(call: Call) -> int:
@@ -68,26 +109,61 @@ def _split(query: Operand, key: Operand) -> tuple[int, int]:
     return min(rows, queries), min(512, keys)
 
 
-def _attention(call: Call) -> int:
+def _attention(call: Call) -> int | None:
     """For each thread scores, their largest and their sum, and a part of the result."""
     query, key = call.operand(0), call.operand(1)
     rows, columns = _split(query, key)
-    return 4 * call.threads * rows * (columns + 2 + query.shape[3])
+    return _each(call, call.threads * rows * (columns + 2 + query.shape[3]))
 
 
-def _attention_backward(call: Call) -> int:
-    """For each thread scores and their gradient; for each query a sum."""
-    query, key = call.operand(1), call.operand(2)
+def _attention_backward(call: Call) -> int | None:
+    """For each thread scores and their gradient; for each query a sum. The output's gradient is copied if it does not
+    lie in the order batch, sequence, heads, size."""
+    grad, query, key = call.operand(0), call.operand(1), call.operand(2)
     rows, columns = _split(query, key)
-    return 4 * (2 * call.threads * rows * columns + rows)
+    batch, heads, queries, size = grad.shape
+    wanted = queries * heads * size, size, heads * size, 1
+    copies = not same_strides(grad.shape, grad.strides or contiguous_strides(grad.shape), wanted)
+    return _each(call, 2 * call.threads * rows * columns + rows + copies * batch * heads * queries * size)
 
 
-def _upsample(call: Call) -> int:
-    """Small images are turned to channels last, so that the kernel for these runs, and the result turned back."""
-    x, y = call.operand(0), call.result()
-    if x.channels_last:
-        return 0
-    return x.nbytes + y.nbytes if sum(y.shape[-2:]) <= 128 else copied(call, 0)
+def _each(call: Call, elements: int) -> int | None:
+    """The bytes of so many elements, where all operands are of one type that is computed in as it is."""
+    types = {call.blobs[name].dtype for name in call.op.inputs}
+    return elements * ITEMSIZE[types.pop() or "f32"] if len(types) == 1 and types <= set(_REAL) else None
+
+
+def _upsample(sources: int) -> Callable[[Call], int | None]:
+    """Small images are turned to channels last, so that the kernel for these runs, and the result turned back; others
+    have a table for each row and column that is made, of an index and a weight for each of its *sources*."""
+
+    def formula(call: Call) -> int | None:
+        x, y = call.operand(0), call.result()
+        if x.dtype != "f32" or not (x.contiguous or x.channels_last):
+            return None
+        if x.channels_last:
+            return 0
+        if prod(x.shape[2:]) == 1:  # it is in both layouts, and taken to have channels last
+            return y.nbytes
+        if sum(y.shape[-2:]) > 128:
+            return sum(y.shape[-2:]) * sources * (8 + ITEMSIZE[x.dtype])
+        return x.nbytes + y.nbytes
+
+    return formula
+
+
+def _upsample_backward(call: Call) -> int | None:
+    grad = call.operand(0)
+    plain = (grad.contiguous or grad.channels_last) and prod(grad.shape[2:]) > 1
+    return 0 if grad.dtype in _REAL and plain else None
+
+
+def _safe_softmax(call: Call) -> int | None:
+    """Which elements are not infinite, which rows have such, and the number that the others get."""
+    x = call.operand(0)
+    rows = prod(x.shape) // max(x.shape[-1], 1)
+    last = call.args.get("dim") in (-1, len(x.shape) - 1)
+    return prod(x.shape) + rows + ITEMSIZE[x.dtype] if x.dtype in _REAL and x.contiguous and last else None
 
 
 def _dense(*positions: int) -> Callable[[Call], int]:
@@ -100,10 +176,12 @@ def _row_major(*positions: int) -> Callable[[Call], int]:
     return lambda call: sum(operand.nbytes for operand in call.strided(*positions) if not operand.contiguous)
 
 
-def _products(*positions: int) -> Callable[[Call], int]:
+def _products(*positions: int) -> Callable[[Call], int | None]:
     """Matrix products copy operands that BLAS cannot read: rows and columns both with gaps, or repeated."""
 
-    def formula(call: Call) -> int:
+    def formula(call: Call) -> int | None:
+        if call.blobs[call.op.inputs[positions[0]]].dtype not in _REAL:
+            return None  # in bf16 and f16 it is oneDNN that multiplies, on some processors
         return sum(matrix.nbytes for matrix in call.strided(*positions) if not _blas_reads(matrix))
 
     return formula
@@ -141,13 +219,39 @@ def _cross_entropy_with_logits(call: Call) -> int:
     return (1 + _reduced(call)) * call.operand(0).nbytes + less_one
 
 
-def _promoted(call: Call) -> int:
-    """Operands of other types are converted as a whole; what is one number is not."""
-    dtype = call.blobs[call.op.outputs[0]].dtype
-    if all(call.blobs[name].dtype == dtype for name in call.op.inputs):
-        return 0
-    operands = [call.operand(i) for i in range(len(call.op.inputs))]
-    return sum(prod(x.shape) * ITEMSIZE[call.result().dtype] for x in operands if x.dtype != dtype and x.shape)
+def _antialiased(reach: int) -> Callable[[Call], int | None]:
+    """An image is resized along its rows first, then along its columns; weights reach so far to both sides.
+
+    Source: ``separable_upsample_generic_Nd_kernel_impl`` in UpSampleKernel.cpp: for each row or column that is made,
+    four indices and as many weights as there are in reach.
+    """
+
+    def formula(call: Call) -> int | None:
+        x, y = call.operand(0), call.result()
+        if x.dtype not in _REAL or not (x.contiguous or x.channels_last):
+            return None
+        each = ITEMSIZE[x.dtype]
+
+        def table(made: int, of: int) -> int:
+            return made * (4 * 8 + each * (2 * ceil(reach * max(of / max(made, 1), 1)) + 1))
+
+        tables = [table(made, of) for made, of in zip(y.shape[-2:], x.shape[-2:], strict=True)]
+        return x.nbytes // max(x.shape[-1], 1) * y.shape[-1] + max(tables)
+
+    return formula
+
+
+def _of_rows(call: Call) -> int | None:
+    """A kernel that allocates nothing for an operand in row-major order."""
+    x = call.operand(0)
+    return 0 if x.dtype in _REAL and x.contiguous else None
+
+
+def _affine_grid(call: Call) -> int:
+    """The grid of positions before they are transformed, one more number each than there are dimensions."""
+    size = call.args["size"]
+    batch, _, *extents = size if isinstance(size, tuple) else ()
+    return int(batch) * prod(map(int, extents)) * (len(extents) + 1) * ITEMSIZE[call.operand(0).dtype]
 
 
 def _all_reduce(call: Call) -> int:
@@ -174,19 +278,23 @@ def _update(fixed: int, coupled: bool = True) -> Callable[[Call], int]:
     return formula
 
 
-SCRATCH: Final[Mapping[str, Callable[[Call], int]]] = {
+Formula: TypeAlias = "Callable[[Call], int | None]"
+
+SCRATCH: Final[Mapping[str, Formula]] = {
+    **PLAIN,
     "aten.convolution.default": convolution,
     "aten.convolution_backward.default": convolution_backward,
     "aten.native_batch_norm.default": _batch_norm,
     "aten.native_batch_norm_backward.default": _batch_norm_backward,
     "aten.native_layer_norm.default": _dense(0),
     "aten.native_layer_norm_backward.default": _layer_norm_backward,
-    "aten.native_group_norm.default": _dense(0),
+    "aten.native_group_norm.default": _group_norm,
     "aten.native_group_norm_backward.default": _group_norm_backward,
-    "aten.upsample_nearest2d.default": _upsample,
-    "aten.upsample_bilinear2d.default": _upsample,
-    "aten.upsample_nearest2d_backward.default": _dense(0),
-    "aten.upsample_bilinear2d_backward.default": _dense(0),
+    "aten.upsample_nearest2d.default": _upsample(1),
+    "aten.upsample_bilinear2d.default": _upsample(2),
+    "aten.upsample_nearest2d_backward.default": _upsample_backward,
+    "aten.upsample_bilinear2d_backward.default": _upsample_backward,
+    "aten._safe_softmax.default": _safe_softmax,
     "aten.native_dropout.default": _result,
     "aten.logsumexp.default": _logsumexp,
     "aten._softmax.default": _row_major(0),
@@ -201,10 +309,11 @@ SCRATCH: Final[Mapping[str, Callable[[Call], int]]] = {
     "aten.binary_cross_entropy_with_logits.default": _cross_entropy_with_logits,
     "aten.mm.default": _products(0, 1),
     "aten.addmm.default": _products(1, 2),
-    "aten.add.Tensor": _promoted,
-    "aten.sub.Tensor": _promoted,
-    "aten.mul.Tensor": _promoted,
-    "aten.div.Tensor": _promoted,
+    "aten._upsample_bilinear2d_aa.default": _antialiased(1),
+    "aten._upsample_bicubic2d_aa.default": _antialiased(2),
+    "aten._upsample_bilinear2d_aa_backward.default": _of_rows,
+    "aten._upsample_bicubic2d_aa_backward.default": _of_rows,
+    "aten.affine_grid_generator.default": _affine_grid,
     "graphir.attention": _attention,
     "graphir.attention_backward": _attention_backward,
     "AllReduce": _all_reduce,

@@ -1,0 +1,225 @@
+"""The file of a profile: JSON, written whole or not at all, to which several processes can add at once.
+
+Processes take turns: each reads what is there, adds its own and replaces the file, while it holds a lock on the file of
+the same name with ``.lock`` at its end, which stays.
+
+By default a machine's file is ``profile-<digest of machine and versions>.json`` in the folder ``graphir`` of
+``$XDG_CACHE_HOME`` (``~/.cache``). The variable ``GRAPHIR_PROFILE`` names another file; where it is empty, there is
+none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Final, Literal, NamedTuple, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ..errors import FileError, ProfileWarning
+from ..ir.files.disk import damaged, path_of, read_bytes, whole
+from ..ir.files.records import Header
+from ..ir.size import LARGEST
+from .profiles import Machine, Measured, Profile, machine
+
+try:
+    import fcntl
+except ImportError:  # not a Unix
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["MOST_BYTES", "add", "cached", "default_path", "read_profile"]
+
+_FORMAT: Final = "graphir.profile"
+_VERSION: Final = 1
+
+MOST_BYTES: Final = 1 << 26
+"""The size above which a profile is not read (64 MiB)."""
+
+_PATIENCE: Final = 30.0
+"""Seconds that a process waits for others to write a file."""
+
+Bytes: TypeAlias = Annotated[int, Field(ge=0, le=LARGEST)]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class _MachineRecord(_Record):
+    device: str
+    torch: str
+    graphir: str
+
+
+class _CallRecord(_Record):
+    scratch: Bytes
+    kept: Annotated[int, Field(ge=-LARGEST, le=LARGEST)] = 0
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    bound: bool = False
+
+
+class _ProfileFile(_Record):
+    format: Literal["graphir.profile"]
+    version: Literal[1]
+    machine: _MachineRecord
+    calls: dict[str, _CallRecord]
+
+
+def default_path() -> Path | None:
+    """The file of this machine's profile, whether it is there or not; None where the environment wants none."""
+    named = os.environ.get("GRAPHIR_PROFILE")
+    if named is not None:
+        return path_of(named) if named else None
+    digest = hashlib.sha256(str(machine()).encode()).hexdigest()[:16]
+    folder = os.environ.get("XDG_CACHE_HOME", "")
+    # Relative ones are to be ignored, says the XDG Base Directory Specification.
+    root = Path(folder) if Path(folder).is_absolute() else Path("~/.cache").expanduser()
+    return root / "graphir" / f"profile-{digest}.json"
+
+
+def read_profile(path: str | Path) -> Profile:
+    """See :meth:`Profile.load`."""
+    path = path_of(path)
+    text = read_bytes(path, MOST_BYTES)
+    fix = "remove it, and profile again"
+    try:
+        header = Header.model_validate_json(text)
+        if header.format != _FORMAT:
+            raise FileError(f"the file holds a {header.format!r}, not a profile", where=str(path), fix="name another")
+        if header.version != _VERSION:
+            raise FileError(
+                f"the file has version {header.version} of its format, this graphir reads version {_VERSION}",
+                where=str(path),
+                fix=fix,
+            )
+        found = _ProfileFile.model_validate_json(text)
+    except ValidationError as e:
+        raise damaged(e, str(path), fix) from None
+    of = Machine(found.machine.device, found.machine.torch, found.machine.graphir)
+    calls = {key: Measured(c.scratch, c.kept, c.seconds, c.bound) for key, c in found.calls.items()}
+    return Profile(of, MappingProxyType(calls))
+
+
+def add(path: Path, profile: Profile) -> Profile:
+    """Add what was measured to a file, which is made where there is none; what the file has then.
+
+    Raises:
+        FileError: the file cannot be read or written, is damaged, or is of another machine; it is as it was.
+    """
+    with _alone(path):
+        before = of_machine(path, profile.machine) if path.exists() else None
+        calls = {**(before.calls if before else {}), **profile.calls}
+        if profile.calls:
+            _write(path, profile.machine, calls)
+    return Profile(profile.machine, MappingProxyType(calls), profile.failed)
+
+
+def of_machine(path: Path, wanted: Machine) -> Profile:
+    """The profile in a file.
+
+    Raises:
+        FileError: as :func:`read_profile`, or it is of another machine or version.
+    """
+    found = read_profile(path)
+    if found.machine != wanted:
+        raise FileError(
+            f"the profile is of another machine or version: {found.machine}; this is {wanted}",
+            where=str(path),
+            fix="name another file, or remove this one",
+        )
+    return found
+
+
+def _write(path: Path, of: Machine, calls: Mapping[str, Measured]) -> None:
+    records = {key: _CallRecord(**call._asdict()) for key, call in sorted(calls.items())}
+    file = _ProfileFile(format="graphir.profile", version=1, machine=_MachineRecord(**of._asdict()), calls=records)
+    text = file.model_dump_json(exclude_defaults=True, indent=1).encode()
+    if len(text) > MOST_BYTES:
+        raise FileError(
+            f"the profile would have {len(text)} bytes; more than {MOST_BYTES} are not read",
+            where=str(path),
+            fix="remove the file, and profile again",
+        )
+    with whole(path) as temporary:
+        temporary.write_bytes(text)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Until its end no other process adds to the file. Where the system has no ``flock``, nothing keeps them apart."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.with_name(path.name + ".lock").open("ab")
+    except OSError as e:
+        raise FileError(
+            f"the file cannot be written: {e.strerror or e}", where=str(path), fix="check the path, or name another"
+        ) from None
+    with lock:
+        if fcntl is not None:
+            _take(lock.fileno(), path)
+        yield
+
+
+def _take(lock: int, path: Path) -> None:
+    """Lock a file; closing it, or the end of the process, unlocks it."""
+    until = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise FileError(
+                    f"another process has been writing the file for {_PATIENCE:.0f} s",
+                    where=str(path),
+                    fix="end it, or name another file",
+                ) from None
+            time.sleep(0.01)
+        except OSError:  # a file system without locks
+            return
+
+
+class _Kept(NamedTuple):
+    """A profile that was read, and what its file was then."""
+
+    stamp: tuple[int, int, int]
+    profile: Profile | None
+
+
+_kept: dict[Path, _Kept] = {}
+
+
+def cached() -> Profile | None:
+    """This machine's profile, if there is one. What cannot be used is told of by a :class:`ProfileWarning`, once.
+
+    It is read anew when its file has changed.
+    """
+    path = default_path()
+    if path is None:
+        return None
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    stamp = found.st_mtime_ns, found.st_size, found.st_ino
+    here = machine()
+    kept = _kept.get(path)
+    if kept is None or kept.stamp != stamp:
+        kept = _kept[path] = _Kept(stamp, _usable(path))
+    return kept.profile if kept.profile is not None and kept.profile.machine == here else None
+
+
+def _usable(path: Path) -> Profile | None:
+    """The profile in the file, None where it is not this machine's, or cannot be read."""
+    try:
+        return of_machine(path, machine())
+    except FileError as e:
+        text = f"{path} is left out of predictions: {e.what} (fix: {e.fix})"
+        warnings.warn(text, ProfileWarning, stacklevel=5)
+        return None

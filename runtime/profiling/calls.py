@@ -1,0 +1,148 @@
+"""Single calls of operators, as generated code makes them: their time, and what they allocate."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphir.analysis.profiles import Measured
+from graphir.errors import GraphirError
+from graphir.ir.blob import Blob
+from graphir.ir.operator import Operator
+from graphir.ir.size import Dims
+
+from ..kernels.bindings import fastest
+from ..kernels.calls import Argument, arrange, evaluate, given
+from ..kernels.communication import copy
+from ..kernels.invoke import flatten
+from ..kernels.optimizers import UPDATES, updater
+from ..machine.free_memory import free_memory
+from ..machine.surroundings import neutral
+from .allocations import Allocated, recorded
+from .operands import geometries, variants
+
+__all__ = ["Subject", "measured"]
+
+_HOST: Final = torch.device("cpu")
+_RUNS: Final = 5
+_ENOUGH: Final = 0.1
+"""Seconds after which a call is not repeated."""
+
+_RATE: Final = 1e-4
+"""A learning rate: the smaller, the less repeated updates change."""
+
+
+class Subject(NamedTuple):
+    """An operator of a net, to be called at these sizes."""
+
+    op: Operator
+    blobs: Mapping[str, Blob]
+    dims: Dims
+
+
+def measured(subjects: Mapping[str, Subject], threads: int) -> tuple[dict[str, Measured], dict[str, str]]:
+    """What the call of each subject takes where kernels use so many threads; and of those that fail, why.
+
+    Args:
+        subjects: by any name.
+        threads: of a kernel.
+
+    Raises:
+        GraphirError: a profiler of PyTorch's is running.
+    """
+    seconds: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    with neutral(threads), torch.inference_mode():
+        for name, subject in subjects.items():
+            try:
+                _check_room(subject)
+                seconds[name] = _seconds(_call(subject, next(iter(variants(*subject)))))
+            except Exception as e:  # whatever a kernel may raise about values that are made up
+                failed[name] = f"{type(e).__name__}: {e}".partition("\n")[0]
+        numbers: list[tuple[str, int]] = []
+        with recorded() as (watch, figures):
+            for name in seconds:
+                for inputs in variants(*subjects[name]):
+                    with suppress(Exception):  # not all values fit, and those of before did
+                        numbers.append((name, watch(_call(subjects[name], inputs))))
+    found: dict[str, list[Allocated]] = {}
+    for name, number in numbers:
+        found.setdefault(name, []).append(figures[number])
+    return {name: _summed(subjects[name], found[name], seconds[name]) for name in found}, failed
+
+
+def _check_room(subject: Subject) -> None:
+    """Refuse a call that this machine may not survive.
+
+    Raises:
+        GraphirError: operands and results, and as much again inside, do not fit into the memory that is left.
+    """
+    op, blobs, dims = subject
+    names = {*op.inputs, *op.outputs}
+    taken = 2 * sum(blobs[name].nbytes(dims) for name in names)
+    free = free_memory()
+    if free is not None and taken > free:
+        raise GraphirError(f"it may take {taken} bytes, and {free} are left")
+
+
+def _summed(subject: Subject, figures: Sequence[Allocated], seconds: float) -> Measured:
+    own = _own_results(subject)
+    expected = sum(
+        g.elements * g.dtype.itemsize for g in geometries([subject.op.outputs[i] for i in own], *subject[1:])
+    )
+    scratch = [figure.peak - figure.left for figure in figures]
+    kept = [figure.left - expected for figure in figures]
+    bound = len(set(zip(scratch, kept, strict=True))) > 1
+    return Measured(max(scratch), max(kept), seconds, bound)
+
+
+def _own_results(subject: Subject) -> list[int]:
+    """The results that have memory of their own."""
+    effects = subject.op.effects
+    shared = {output for output, _ in (*effects.writes, *effects.views)}
+    return [i for i in range(len(subject.op.outputs)) if i not in shared]
+
+
+def _call(subject: Subject, inputs: Sequence[Tensor]) -> Callable[[], Any]:
+    """The call on these operands. It returns the results that the operator names, and lets go of all others.
+
+    Raises:
+        GraphirError: nothing executes the operator's type.
+    """
+    op, _, dims = subject
+    call = arrange(op)
+    generator = torch.Generator()
+
+    def value(argument: Argument) -> Any:
+        return given(argument, inputs, lambda arg: evaluate(arg, dims), _HOST, lambda: generator)
+
+    positional = [value(argument) for argument in call.positional]
+    keyword = {name: value(argument) for name, argument in call.keyword}
+    if op.type in UPDATES:
+        *tensors, _, _ = positional
+        update = updater(op.type, keyword)
+        lists = [[tensor] for tensor in tensors]
+        return lambda: update(*lists, _RATE)
+    function = copy if op.type == "Copy" else fastest(op.type)
+
+    def run() -> Any:
+        return flatten(call, function(*positional, **keyword))
+
+    return run
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    """The median time of some calls after a first one, which pays for what is made on demand."""
+    call()
+    times: list[float] = []
+    while len(times) < _RUNS and sum(times) < _ENOUGH:
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)

@@ -1,0 +1,205 @@
+"""Operands for a call that nobody has made yet: tensors of the right geometry, with values that every kernel takes.
+
+What a kernel allocates follows from sizes, and its time hardly depends on values, so any will do that it does not
+refuse: numbers between 0 and 1 where it wants numbers, 0 where it may want an index. Where more depends on values, as
+for sparse gradients, whose rows may coincide, a call is made on several kinds of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from graphir.ir.blob import Blob, bound_layout, reach
+from graphir.ir.operator import Operator, groups
+from graphir.ir.opset import signature, to_torch
+from graphir.ir.size import Dims, bind
+
+__all__ = ["Geometry", "geometries", "names_of", "variants"]
+
+
+class Geometry(NamedTuple):
+    """An operand, its sizes bound."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def elements(self) -> int:
+        """How many it has, each address once, gaps included."""
+        return reach(self.shape, self.strides)
+
+
+def geometries(names: Sequence[str], blobs: Mapping[str, Blob], dims: Dims) -> list[Geometry]:
+    """Those of blobs whose shape and type are known."""
+    return [Geometry(*bound_layout(blobs[name], dims), to_torch(str(blobs[name].dtype))) for name in names]
+
+
+def names_of(op: Operator) -> list[str]:
+    """For each input of *op*, the parameter of its type that it is passed for."""
+    found = [""] * len(op.inputs)
+    for param, group in zip(signature(op.type).tensors, groups(op.operands, len(op.inputs)), strict=False):
+        for position in group if isinstance(group, list) else [group]:
+            if position is not None:
+                found[position] = param.name
+    return found
+
+
+Values: TypeAlias = Callable[["Request"], Tensor]
+
+
+class Request(NamedTuple):
+    """What integers are made for: one operand among all of a call."""
+
+    op: Operator
+    given: Mapping[str, Geometry]
+    made: Sequence[Geometry]
+    dims: Dims
+    shape: tuple[int, ...]
+
+    def argument(self, name: str) -> int:
+        """A whole number among the operator's arguments."""
+        found: Any = self.op.args[name]
+        return int(bind(found, self.dims))
+
+
+def variants(op: Operator, blobs: Mapping[str, Blob], dims: Dims) -> Iterator[list[Tensor]]:
+    """The operands of *op*, once for each kind of values on which what it allocates may depend; most types have one."""
+    names = names_of(op)
+    given = geometries(op.inputs, blobs, dims)
+    made = geometries(op.outputs, blobs, dims)
+    by_name = dict(zip(names, given, strict=True))
+
+    def values(name: str, geometry: Geometry, special: Mapping[str, Values]) -> Tensor:
+        if name in special:
+            return special[name](Request(op, by_name, made, dims, geometry.shape))
+        return _usual(name, geometry)
+
+    masked = op.type in _MASKED and any(geometry.dtype == torch.bool for geometry in given)
+    for special in _MASKS if masked else _SPECIAL.get(op.type, ({},)):
+        yield [
+            _laid_out(values(name, geometry, special), geometry) for name, geometry in zip(names, given, strict=True)
+        ]
+
+
+def _usual(name: str, geometry: Geometry) -> Tensor:
+    """Values that fit most parameters, as one dimension that is repeated."""
+    dtype = geometry.dtype
+    if dtype == torch.bool:
+        return torch.ones(1, dtype=dtype)
+    if name == "found_inf" or not (dtype.is_floating_point or dtype.is_complex):
+        return torch.zeros(1, dtype=dtype)
+    return torch.linspace(0.25, 0.75, _PERIOD, dtype=torch.float32).to(dtype)
+
+
+_PERIOD: Final = 997
+"""After so many elements numbers repeat: a prime, so that rows differ."""
+
+
+def _laid_out(values: Tensor, geometry: Geometry) -> Tensor:
+    """A tensor of this geometry, in memory of its own, that holds the values, repeated as often as it takes."""
+    storage = torch.empty(geometry.elements, dtype=geometry.dtype)
+    if values.numel() == prod(geometry.shape) and values.numel() != 1:
+        return storage.as_strided(geometry.shape, geometry.strides).copy_(values.view(geometry.shape))
+    flat = values.flatten().to(geometry.dtype)
+    whole = geometry.elements // flat.numel() * flat.numel()
+    storage[:whole].view(-1, flat.numel()).copy_(flat)
+    storage[whole:] = flat[: geometry.elements - whole]
+    return storage.as_strided(geometry.shape, geometry.strides)
+
+
+def _rows(request: Request) -> int:
+    """How many rows a sparse gradient's tensor has."""
+    return request.argument("rows") if "rows" in request.op.args else request.given["param"].shape[0]
+
+
+def _distinct(request: Request) -> Tensor:
+    """As many rows as there can be, none of them twice if possible."""
+    return torch.arange(prod(request.shape)) % max(_rows(request), 1)
+
+
+def _same(request: Request) -> Tensor:
+    return torch.zeros(prod(request.shape), dtype=torch.int64)
+
+
+def _with_an_empty_slot(request: Request) -> Tensor:
+    found = _distinct(request)
+    found[-1:] = -1
+    return found
+
+
+def _offsets(request: Request) -> Tensor:
+    """Where bags begin that are about as long as each other; the last offset may be the end of the indices."""
+    (count,) = request.shape
+    lookups = request.given["indices"].shape[0]
+    bags = count - bool(request.op.args.get("include_last_offset", False))
+    return torch.arange(count) * lookups // max(bags, 1)
+
+
+def _bag_of_each(request: Request) -> Tensor:
+    count = prod(request.shape)
+    bags = request.given["bag_size"].shape[0]
+    return torch.arange(count) * bags // max(count, 1)
+
+
+def _bag_sizes(request: Request) -> Tensor:
+    bags = prod(request.shape)
+    return torch.full((bags,), max(request.given["indices"].shape[0] // max(bags, 1), 1))
+
+
+def _group_ends(request: Request) -> Tensor:
+    """Where groups of rows end, for products of the rows of each group."""
+    (count,) = request.shape
+    shapes = [geometry.shape for geometry in request.given.values()]
+    return torch.arange(1, count + 1) * shapes[0][-2] // count
+
+
+def _selected(request: Request) -> Tensor:
+    """A mask that selects as many elements as the results have, or the operand that is written."""
+    size = prod(request.shape)
+    whole = max(request.given["self"].elements // max(size, 1), 1)
+    values = request.given.get("values")
+    wanted = prod(values.shape if values is not None else request.made[0].shape) // whole
+    return torch.arange(size) < (size if values is not None and wanted <= 1 else wanted)
+
+
+def _nothing_selected(request: Request) -> Tensor:
+    return torch.zeros(prod(request.shape), dtype=torch.bool)
+
+
+_MASKED: Final = frozenset(
+    f"aten.{name}"
+    for name in (
+        "_unsafe_index.Tensor",
+        "_unsafe_index_put.default",
+        "index.Tensor",
+        "index_put.default",
+        "index_put_.default",
+    )
+)
+"""Types that take a mask for indices."""
+
+_MASKS: Final[Sequence[Mapping[str, Values]]] = ({"indices": _selected}, {"indices": _nothing_selected})
+
+_SPARSE: Final[Sequence[Mapping[str, Values]]] = (
+    {"indices": _distinct},
+    {"indices": _same},
+    {"indices": _with_an_empty_slot},
+)
+
+_SPECIAL: Final[Mapping[str, Sequence[Mapping[str, Values]]]] = {
+    "graphir.sparse_sum": _SPARSE,
+    "graphir.sparse_sgd": _SPARSE,
+    "graphir.sparse_adagrad": _SPARSE,
+    "graphir.sparse_adam": _SPARSE,
+    "graphir.embedding_bag_backward": ({"offsets": _offsets, "offset2bag": _bag_of_each, "bag_size": _bag_sizes},),
+    "aten._embedding_bag.default": ({"offsets": _offsets},),
+    "aten._embedding_bag_forward_only.default": ({"offsets": _offsets},),
+    "aten._grouped_mm.default": ({"offs": _group_ends},),
+}
+"""Types that do not take the usual values, or whose scratch depends on them: for each kind, what makes operands."""

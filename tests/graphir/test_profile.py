@@ -1,0 +1,218 @@
+"""What operators are measured to take, and predictions with it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import models
+import numpy as np
+import profiled_models
+import pytest
+import torch
+from allocations import measured_peak, predicted_peak
+from graphir.runtime.profiling import calls as calls_of_runtime
+from profiled_models import Case
+from runnable import captured, forward_plan, sgd
+from small import program_of
+from torch.profiler import ProfilerActivity
+
+import graphir
+from graphir import passes, runtime
+from graphir.errors import GraphirError, VerifyError
+from graphir.plan import Plan
+
+
+def plan_of(case: Case) -> tuple[Plan, dict[str, torch.Tensor]]:
+    optimizer = case.optimizer(case.model.parameters(), **case.options)
+    program = graphir.capture(case.model, inputs=case.inputs, targets=case.targets, loss=case.loss, optimizer=optimizer)
+    return passes.emit(passes.share_storage(program)), dict(program.state)
+
+
+def peaks(plan: Plan, state: dict[str, torch.Tensor], *batch: torch.Tensor) -> tuple[int, int, graphir.Memory]:
+    """Measured, predicted with a profile, and that prediction."""
+    profile = graphir.profile(plan)
+    assert not profile.failed
+    with runtime.Session(plan, state, executor="serial") as session:
+        session.step(*batch)
+        measured = measured_peak(lambda: session.step(*batch))
+    found = graphir.memory(plan.with_(buffers={}), profile=profile)
+    assert found.sources()["unknown"] == 0
+    return measured, predicted_peak(plan, profile=profile), found
+
+
+KINDS = (
+    "windows as columns (im2col)",
+    "pools, channels last",
+    "linear layers in bf16",
+    "positions of a mask (cumsum of bool)",
+    "grouped convolutions",
+    "attention in f64",
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_a_profile_the_peak_is_that_which_is_measured(kind: str) -> None:
+    case = profiled_models.MISSED[kind]()
+    plan, state = plan_of(case)
+    measured, predicted, found = peaks(plan, state, *case.inputs, *case.targets)
+    assert predicted == pytest.approx(measured, rel=0.001)
+    assert found.sources()["bound"] == 0
+
+
+@pytest.mark.parametrize("kind", ["sparse SGD", "sparse Adam", "sparse Adagrad"])
+def test_what_depends_on_data_is_a_bound_and_is_marked(kind: str) -> None:
+    case = profiled_models.MISSED[kind]()
+    plan, state = plan_of(case)
+    (x,), (y,) = case.inputs, case.targets
+    worst = 0
+    for batch in (x, torch.zeros_like(x), torch.arange(x.numel()).view_as(x) % 2000):
+        measured, predicted, found = peaks(plan, state, batch, y)
+        worst = max(worst, measured)
+        assert measured <= predicted
+    assert worst > 0.45 * predicted, "and no idle one"
+    (bound,) = [call for call in found.scratch if call.source == "bound"]
+    assert bound.type.startswith("graphir.sparse_") and bound.nbytes
+    assert " 1 an upper bound" in str(found)
+
+
+def test_gradients_with_empty_slots_stay_below_the_bound() -> None:
+    """Where replicas look up the same rows their sum has fewer; the rest of its slots is empty."""
+    case = profiled_models.MISSED["sparse Adam"]()
+    optimizer = case.optimizer(case.model.parameters(), **case.options)
+    program = graphir.capture(case.model, inputs=case.inputs, targets=case.targets, loss=case.loss, optimizer=optimizer)
+    program = passes.replicate(program, devices=[0, 1])
+    plan = passes.emit(program)
+    profile = graphir.profile(plan)
+    assert not profile.failed
+    batch = [tensor.repeat(2, *[1] * (tensor.dim() - 1)) for tensor in (*case.inputs, *case.targets)]
+    with runtime.Session(plan, program.state, executor="reference") as session:
+        session.step(*batch)
+        assert measured_peak(lambda: session.step(*batch)) <= predicted_peak(plan, profile=profile)
+
+
+def mlp() -> graphir.Program:
+    example = models.mlp(batch=8, features=32, hidden=64)
+    return captured(example, sgd(example.model.parameters()))
+
+
+def test_each_signature_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, path = mlp(), tmp_path / "p.json"
+    asked: list[str] = []
+    original = calls_of_runtime.measured
+
+    def counted(subjects: Any, threads: int) -> Any:
+        asked.extend(subjects)
+        return original(subjects, threads)
+
+    monkeypatch.setattr(sys.modules["graphir.profile"], "measured", counted)
+    first = graphir.profile(program, path=path)
+    assert len(asked) == len(set(asked)) == len(first.calls) < len(program.step.ops)
+    asked.clear()
+    plan = passes.emit(passes.replicate(program, devices=[0, 1]))
+    assert graphir.profile(plan, path=path).calls == first.calls and not asked, "replicas make the same calls"
+    assert graphir.profile(program, {"batch": 4}, path=path).calls.keys() > first.calls.keys() and asked
+    threads = graphir.profile(program, threads=3, path=path).calls.keys() - first.calls.keys()
+    assert {key.partition(":")[0] for key in threads} > {"3 threads"}
+
+
+def test_nothing_is_read_or_written_where_there_is_to_be_no_file(tmp_path: Path) -> None:
+    """As in these tests: ``GRAPHIR_PROFILE`` is empty."""
+    found = graphir.profile(mlp())
+    assert found.calls and found.machine.torch == torch.__version__
+    assert all(call.seconds > 0 for call in found.calls.values())
+
+
+def test_state_is_neither_read_nor_written() -> None:
+    program = mlp()
+    before = {name: tensor.clone() for name, tensor in program.state.items()}
+    random = torch.get_rng_state()
+    graphir.profile(program)
+    assert all(torch.equal(tensor, program.state[name]) for name, tensor in before.items())
+    assert torch.equal(random, torch.get_rng_state())
+    graphir.profile(program.with_(state={}))
+
+
+def test_what_cannot_be_called_is_said_and_stays_unknown() -> None:
+    program = program_of("""
+        input x : f32[4,8] @gpu:0
+        a : f32[4,8] @gpu:0 = aten.relu(x)
+        b : f32[2,8] @gpu:0 = FC(a)
+        c : ? @gpu:0 = Strange(b)
+        d : f32[4] @gpu:0 = aten.relu(c)
+        output d
+    """)
+    found = graphir.profile(program)
+    assert len(found.failed) == 2
+    for key, why in found.failed.items():
+        assert key.endswith((" FC(f32[4,8])", " Strange(f32[2,8])")) and "unknown operator type" in why
+        assert f"not measured: {key}: {why}" in str(found)
+    memory = graphir.memory(program, profile=found)
+    assert memory.sources() == {"measured": 1, "bound": 0, "computed": 0, "unknown": 3}
+    assert [(call.blob, call.source, call.nbytes) for call in memory.scratch] == [
+        ("a", "measured", 0), ("b", "unknown", None), ("c", "unknown", None), ("d", "unknown", None),
+    ]  # fmt: skip
+    assert str(memory).endswith("not counted, their sizes not known: c")
+
+
+def test_results_that_keep_more_than_they_show_take_it_as_long_as_they_live() -> None:
+    """``col2im`` hands back a part of the memory that it took."""
+    body = """
+        input x : f32[2,36,64] @gpu:0
+        y : f32[2,4,8,8] @gpu:0 = aten.col2im(x, output_size=[8, 8], kernel_size=[3, 3], dilation=[1, 1],
+            padding=[1, 1], stride=[1, 1])
+        output z : f32[2,4,8,8] @gpu:0 = aten.relu(y)
+    """.replace(",\n            padding", ", padding")
+    plan = forward_plan(body, "x", output="z")
+    x = torch.randn(2, 36, 64)
+    measured, predicted, found = peaks(plan, {}, x)
+    assert measured == predicted
+    assert {use.blob: use.nbytes for use in found.uses if use.category != "scratch"}["y"] > 2 * 4 * 8 * 8 * 4
+
+
+def test_a_running_profiler_is_named(tmp_path: Path) -> None:
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU]), pytest.raises(GraphirError) as e:
+        graphir.profile(mlp(), path=tmp_path / "p")
+    assert "a profiler of PyTorch's is running" in e.value.what and e.value.fix
+    assert not (tmp_path / "p").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ({"subject": "plan"}, "profile takes"),
+        ({"threads": 0}, "threads=0"),
+        ({"dims": {"x": 3}}, "dims has 'x'"),
+        ({"path": 7}, "a path was expected"),
+    ],
+)
+def test_what_cannot_be_profiled_is_refused(arguments: dict[str, Any], what: str) -> None:
+    with pytest.raises(GraphirError, match=what):
+        graphir.profile(**{"subject": mlp(), **arguments})
+
+
+def test_memory_refuses_what_is_no_profile() -> None:
+    with pytest.raises(GraphirError, match="profile is a str, not a Profile"):
+        graphir.memory(mlp(), profile="p.json")  # type: ignore[arg-type]
+
+
+def test_timelines_have_what_was_measured() -> None:
+    plan, _ = plan_of(profiled_models.MISSED["attention in f64"]())
+    found = graphir.memory(plan, profile=graphir.profile(plan))
+    assert np.array_equal(found.timeline("gpu:0", "scratch") > 0, [
+        any(call.position == at and call.nbytes for call in found.scratch) for at in range(found.positions)
+    ])  # fmt: skip
+
+
+def test_a_call_that_does_not_fit_into_memory_is_left_out() -> None:
+    huge = program_of("input x : f32[900000000000] @gpu:0\n a : f32[900000000000] @gpu:0 = aten.relu(x)\n output a")
+    ((_, why),) = graphir.profile(huge).failed.items()
+    assert re.fullmatch(r"GraphirError: it may take 14400000000000 bytes, and \d+ are left", why)
+
+
+def test_what_is_not_well_formed_is_not_called() -> None:
+    lying = program_of("input x : f32[4] @gpu:0\n a : f32[5] @gpu:0 = aten.relu(x)\n output a")
+    with pytest.raises(VerifyError, match="relu"):
+        graphir.profile(lying)
