@@ -20,7 +20,8 @@ from torch import Tensor, fx
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.utils import _pytree as pytree
 
-from graphir.runtime.interface.structure import read_structure
+from graphir.runtime.interface.arguments import Arguments
+from graphir.runtime.interface.structure import read_structure, tree_spec
 from graphir.runtime.kernels.calls import Argument, arrange, given
 from graphir.runtime.kernels.invoke import perform
 from graphir.runtime.state import State
@@ -109,8 +110,7 @@ def _example(blob: Blob, program: Program) -> Tensor:
 
 
 def _structure(text: str) -> pytree.TreeSpec:
-    read_structure(text)  # refuses what torch would import a module for
-    return pytree.treespec_loads(text)
+    return tree_spec(read_structure(text))
 
 
 class _Graph(fx.GraphModule):
@@ -155,7 +155,9 @@ class _Writer:
         self.from_offset_0 = any(op.type.startswith("aten.as_strided") for op in program.step.ops)
 
     def module(self) -> fx.GraphModule:
-        structure = _structure(self.program.interface.arguments)
+        interface = self.program.interface
+        Arguments(interface.arguments, interface.feeds)  # refuses what is no structure of arguments
+        structure = _structure(interface.arguments)
         self.refuse_names()
         self.arguments()
         self.state()
@@ -178,10 +180,14 @@ class _Writer:
         own = fx.GraphModule({}, fx.Graph())
         for path in self.program.interface.module_state:
             words = path.split(".")
-            if hasattr(own, words[0]) or any(map(keyword.iskeyword, words)):
+            reasons = {
+                f"{words[0]!r} is its own": hasattr(own, words[0]),
+                "it holds a word of Python's": any(map(keyword.iskeyword, words)),
+                "it holds what torch would write into the graph's code as it stands": not _is_inert(path),
+            }
+            if reason := next((reason for reason, holds in reasons.items() if holds), None):
                 raise GraphirError(
-                    f"a torch.fx.GraphModule can't have {path!r}: "
-                    + (f"{words[0]!r} is its own" if hasattr(own, words[0]) else "it holds a word of Python's"),
+                    f"a torch.fx.GraphModule can't have {path!r}: {reason}",
                     where=f"program {self.program.name!r}",
                     fix="rename it in the module",
                 )
@@ -372,8 +378,15 @@ def _tie(module: fx.GraphModule, path: str, other: Any) -> None:
         setattr(owner, last, attrgetter(other)(module))
 
 
+def _is_inert(path: str) -> bool:
+    """Whether a path can stand between double quotes in Python's code: fx writes it there, without escaping it."""
+    return path.isprintable() and not {'"', "\\"} & set(path)
+
+
 def _identifier(name: str) -> str:
     word = re.sub(r"\W", "_", name)
+    if not f"_{word}".isidentifier():  # \w has digits that Python's names have not, such as superscripts
+        word = re.sub(r"\W", "_", name, flags=re.ASCII)
     return word if word.isidentifier() and word != "self" and not keyword.iskeyword(word) else f"_{word}"
 
 

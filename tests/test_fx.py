@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
+import json
 import pickle
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import models
@@ -286,6 +290,68 @@ def test_a_name_that_a_graph_module_cannot_have_is_refused(name: str) -> None:
     program = capture(_counting(name), (torch.randn(4, 2),))
     with pytest.raises(GraphirError, match=f"a torch.fx.GraphModule can't have '{name}'"):
         program.to_fx()
+
+
+ENUMERATION = json.dumps({"__enum__": True, "fqn": "this:s", "name": "x"})
+
+
+@pytest.mark.parametrize("place", ["arguments", "results"])
+@pytest.mark.parametrize("kind", ["builtins.tuple", "builtins.dict", "collections.deque"])
+def test_a_file_makes_no_graph_import_a_module(kind: str, place: str, tmp_path: Path) -> None:
+    def edit(interface: dict[str, Any]) -> None:
+        protocol, root = json.loads(interface[place])
+        holder = root["children_spec"][0] if place == "arguments" else root
+        interface[place] = json.dumps([protocol, _replaced(holder, root, kind)])
+
+    program = _edited(tmp_path, edit)
+    sys.modules.pop("this", None)
+    with contextlib.suppress(GraphirError):
+        program.to_fx()
+    assert "this" not in sys.modules
+
+
+def _replaced(holder: Any, root: Any, kind: str) -> Any:
+    """The structure *root* with a container of this kind, whose context names an enumeration, in its *holder*."""
+    context = f"[{ENUMERATION}]" if kind == "builtins.dict" else ENUMERATION
+    hostile = {
+        "type": kind,
+        "context": context,
+        "children_spec": [{"type": None, "context": None, "children_spec": []}],
+    }
+    if holder is root:
+        return hostile
+    holder["children_spec"] = [hostile]
+    return root
+
+
+@pytest.mark.parametrize("path", ['a.b", print("ran")) or (self."', "a.b\\", "a.b\nprint(1)", "a.b\r", "a.\u2028b"])
+def test_a_file_puts_no_code_into_a_graph(path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def edit(interface: dict[str, Any]) -> None:
+        interface["module_state"] = {path: next(iter(interface["module_state"].values()))}
+
+    with pytest.raises(GraphirError, match="holds what torch would write into the graph's code as it stands"):
+        _edited(tmp_path, edit).to_fx()
+    assert "ran" not in capsys.readouterr().out
+
+
+def _edited(folder: Path, edit: Callable[[dict[str, Any]], None]) -> graphir.Program:
+    """A program from a file whose interface was edited."""
+    made = models.mlp()
+    path = folder / "p.json"
+    capture(made.model, made.inputs).save(path, state=True)
+    document = json.loads(path.read_text())
+    edit(document["program"]["interface"])
+    path.write_text(json.dumps(document))
+    program = graphir.load(path)
+    assert isinstance(program, graphir.Program)
+    return program
+
+
+def test_odd_names_of_children_stay(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"a-b c": nn.Linear(2, 2), "größe²": nn.Linear(2, 2)})
+    model.forward = lambda x: model["größe²"](model["a-b c"](x))  # type: ignore[method-assign]
+    graph = capture(model, (torch.ones(3, 2),)).to_fx()
+    assert torch.equal(graph(torch.ones(3, 2)), model(torch.ones(3, 2)))
 
 
 def _counting(name: str) -> nn.Module:

@@ -56,7 +56,8 @@ def value_of(file: AnyFile) -> Net | Program | Plan:
             instructions.append(_instruction(record, len(program.step.ops)))
     except GraphirError as e:
         raise _placed(f"instructions[{len(instructions)}]", e) from None
-    return Plan(program, _dims(file.dims, "dims"), tuple(instructions), file.values, file.buffers)
+    values = {} if file.version == 1 else file.values
+    return Plan(program, _dims(file.dims, "dims"), tuple(instructions), values, file.buffers)
 
 
 def _size(text: SizeText) -> Size:

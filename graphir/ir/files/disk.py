@@ -28,6 +28,7 @@ from .records import VERSION, AnyFile, Header, NetFile, PlanFile, ProgramFile, T
 
 __all__ = [
     "MOST_BYTES",
+    "damaged",
     "load",
     "load_net",
     "load_plan",
@@ -144,7 +145,7 @@ def _read(text: bytes, where: str) -> tuple[AnyFile, Net | Program | Plan]:
         if text.startswith(_TEXTS):
             fix = "graphir.parse(text) reads it; save() writes files"
             raise FileError("the file holds graphir's text, not its JSON", where=where, fix=fix) from None
-        raise _damaged(e, where, "this is no file of graphir's, or it was cut short") from None
+        raise damaged(e, where, "this is no file of graphir's, or it was cut short") from None
     model = _FORMATS.get(header.format)
     if model is None:
         raise FileError(
@@ -152,9 +153,9 @@ def _read(text: bytes, where: str) -> tuple[AnyFile, Net | Program | Plan]:
             where=where,
             fix=f"formats: {', '.join(_FORMATS)}",
         )
-    if header.version != VERSION:
+    if not 1 <= header.version <= VERSION:
         raise FileError(
-            f"the file has version {header.version} of its format, this graphir reads version {VERSION}",
+            f"the file has version {header.version} of its format, this graphir reads versions 1 to {VERSION}",
             where=where,
             fix="install a graphir that reads it, or write the file again with this one",
         )
@@ -162,7 +163,7 @@ def _read(text: bytes, where: str) -> tuple[AnyFile, Net | Program | Plan]:
         found = model.model_validate_json(text)
         value = value_of(found)
     except ValidationError as e:
-        raise _damaged(e, where, "the file was damaged or edited; write it again") from None
+        raise damaged(e, where, "the file was damaged or edited; write it again") from None
     except GraphirError as e:
         raise FileError(e.what, where=f"{where}, at {e.where}", fix=e.fix) from None
     return found, value
@@ -215,11 +216,11 @@ def _tensors_path(path: Path) -> Path:
     return path.with_name(path.name + ".safetensors")
 
 
-def read_bytes(path: Path) -> bytes:
+def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
     """What a file holds.
 
     Raises:
-        FileError: it cannot be read, is a device other than a terminal, or has more than :data:`MOST_BYTES`.
+        FileError: it cannot be read, is a device other than a terminal, or has more than *most* bytes.
     """
     try:
         with path.open("rb") as file:
@@ -227,13 +228,11 @@ def read_bytes(path: Path) -> bytes:
             if stat.S_ISBLK(found.st_mode) or (stat.S_ISCHR(found.st_mode) and not file.isatty()):
                 raise FileError("the path is that of a device", where=str(path), fix="give the path of a file")
             nbytes = found.st_size
-            text = read_stream(file, MOST_BYTES) if nbytes <= MOST_BYTES else b""
+            text = read_stream(file, most) if nbytes <= most else b""
     except OSError as e:
         raise FileError(f"the file cannot be read: {e.strerror}", where=str(path), fix="check the path") from None
-    if max(nbytes, len(text)) > MOST_BYTES:
-        raise FileError(
-            f"the file has {max(nbytes, len(text))} bytes; more than {MOST_BYTES} are not read", where=str(path)
-        )
+    if max(nbytes, len(text)) > most:
+        raise FileError(f"the file has {max(nbytes, len(text))} bytes; more than {most} are not read", where=str(path))
     return text
 
 
@@ -247,7 +246,8 @@ def read_stream(stream: BinaryIO | BufferedIOBase, most: int) -> bytes:
     return b"".join(chunks)
 
 
-def _damaged(e: ValidationError, where: str, fix: str) -> FileError:
+def damaged(e: ValidationError, where: str, fix: str) -> FileError:
+    """The error for a file that is not what its models say: the first thing that is wrong."""
     first = e.errors(include_url=False, include_input=False)[0]
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
     return FileError(f"the file is damaged: {first['msg']}", where=f"{where}, at {place}" if place else where, fix=fix)

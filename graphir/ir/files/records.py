@@ -35,8 +35,9 @@ __all__ = [
     "TensorRecord",
 ]
 
-VERSION: Final = 1
-"""The version of the file format that is written and read."""
+VERSION: Final = 2
+"""The version of the file format that is written. Version 1 is read, too: there, value numbers meant something else, so
+that a plan's are left out."""
 
 SizeText: TypeAlias = "int | str"
 Pairs: TypeAlias = tuple[tuple[NonNegativeInt, NonNegativeInt], ...]
@@ -204,7 +205,7 @@ class NetFile(_Record):
     """A file that holds a net."""
 
     format: Literal["graphir.net"]
-    version: Literal[1]
+    version: Literal[1, 2]
     net: NetRecord
 
 
@@ -212,7 +213,7 @@ class ProgramFile(_Record):
     """A file that holds a program."""
 
     format: Literal["graphir.program"]
-    version: Literal[1]
+    version: Literal[1, 2]
     program: ProgramRecord
 
 
@@ -220,7 +221,7 @@ class PlanFile(_Record):
     """A file that holds a plan."""
 
     format: Literal["graphir.plan"]
-    version: Literal[1]
+    version: Literal[1, 2]
     program: ProgramRecord
     dims: dict[str, int]
     instructions: tuple[InstructionRecord, ...]

@@ -15,6 +15,7 @@ from ...errors import FileError, GraphirError
 from ..blob import overlaps
 from ..opset import to_symbol
 from ..program import Program
+from ..tensor import byte_view
 from .records import TensorRecord
 
 __all__ = ["StoredTensors", "describe", "stored_layouts", "write_tensors"]
@@ -33,9 +34,7 @@ def describe(state: Mapping[str, torch.Tensor]) -> dict[str, TensorRecord]:
         GraphirError: a tensor has an element type that graphir has no name for.
     """
     return {
-        name: TensorRecord(
-            dtype=str(to_symbol(tensor.dtype)), shape=tuple(tensor.shape), crc32=_checksum(tensor.detach())
-        )
+        name: TensorRecord(dtype=str(to_symbol(tensor.dtype)), shape=tuple(tensor.shape), crc32=_checksum(tensor))
         for name, tensor in state.items()
     }
 
@@ -44,8 +43,7 @@ def _checksum(tensor: torch.Tensor) -> int | None:
     """The CRC-32 of the tensor's elements in row-major order; of none where it has no bytes."""
     if tensor.is_meta:
         return None
-    dense = tensor.cpu().contiguous().as_strided((tensor.numel(),), (1,))  # one element may have any stride before
-    return zlib.crc32(dense.view(torch.uint8).numpy().data)
+    return zlib.crc32(byte_view(tensor).numpy().data)
 
 
 def write_tensors(state: Mapping[str, torch.Tensor], path: Path) -> None:

@@ -20,7 +20,7 @@ from .tokens import Line, Lines
 __all__ = ["parse"]
 
 _VALUE_NUMBER: Final = re.compile(r"[0-9a-f]{16}")
-_PASS: Final = re.compile(r'\s*(?=[^\s|])((?:"(?:[^"\\\n]|\\.)*"|[^|"#\n])+?)\s*(?:\||$)')
+_PASS: Final = re.compile(r'((?:"(?:[^"\\]|\\.)*"|[^|"#])*)(?:\||$)')
 
 
 def parse(text: str) -> Net | Program | Plan:
@@ -144,9 +144,10 @@ def _passes(line: Line) -> tuple[str, ...]:
     found: list[str] = []
     while position < len(text):
         match = _PASS.match(text, position)
-        if not match:
+        step = match[1].strip() if match else ""
+        if not match or not step:
             raise line.error("the passes cannot be read", "separate passes by |, put odd ones in quotes")
-        found.append(line.string(match[1]) if match[1][0] == '"' else match[1])
+        found.append(line.string(step) if step[0] == '"' else step)
         position = match.end()
     return tuple(found)
 

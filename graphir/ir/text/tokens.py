@@ -17,15 +17,17 @@ __all__ = ["BARE_NAME", "Line", "Lines"]
 
 T = TypeVar("T")
 
+# What an alternative looks through in vain, no later one looks through again, so that a line takes time in proportion
+# to its length: a string without an end is the rest of its line, and a bracket ends the search for another one's end.
 _TOKEN: Final = re.compile(
     rf"""
-      "(?:[^"\\]|\\.)*"(?:;\d+)?        # a string, or a quoted name and its version
+      "(?:[^"\\]|\\.)*(?:"(?:;\d+)?|\\?$)  # a string, or a quoted name and its version
     | \#.*                              # a comment
     | -> | <-
     | @[\w:]+                         # where a blob lives
     | (?:{"|".join(KINDS)}):\d+(?:\.\w+)?  # a device or a lane
     | \d+:\d+                           # a pair of positions
-    | [\w?]+\[[^\]"]*\]                 # a type
+    | (?:\w+|\?)\[[^\]["]*\]            # a type
     | [\w./*+\-]+(?:;\d+)?              # a name and its version, a number, a size
     | \S
     """,
@@ -33,9 +35,10 @@ _TOKEN: Final = re.compile(
 )
 BARE_NAME: Final = re.compile(r"[\w.][\w./\-]*")
 """Names that are written as they are; others stand in quotes."""
+_STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
 _COMMENT: Final = re.compile(r'((?:"(?:[^"\\]|\\.)*"|[^"#])*)#.*')
 _INT: Final = re.compile(rf"-?\d{{1,{LONGEST_TEXT - 1}}}")
-_FLOAT: Final = re.compile(r"-?(?:\d+\.?\d*(?:e[+-]?\d+)?|inf|nan)")
+_FLOAT: Final = re.compile(r"-?(?:\d+(?:\.\d*)?(?:e[+-]?\d+)?|inf|nan)")
 _CONSTANTS: Final[Mapping[str, Arg]] = {"true": True, "false": False, "none": None}
 _DEEPEST: Final = 64
 
@@ -142,13 +145,19 @@ class Line:
         return self.string(text) if text.startswith('"') else text
 
     def string(self, token: str) -> str:
-        if token == '"':
-            raise self.error("a string that does not end in its line", 'close it with "; write a line break as \\n')
         try:
-            found = json.loads(token)
+            found = json.loads(token) if token[:1] == '"' else None
         except ValueError:
-            raise self.error(f"{token} is not a string", 'write strings as in JSON: "a \\"quoted\\" word"') from None
-        assert isinstance(found, str)
+            if not _STRING.match(token):
+                raise self.error(
+                    "a string that does not end in its line", 'close it with "; write a line break as \\n'
+                ) from None
+            found = None
+        if not isinstance(found, str):
+            raise self.error(
+                f"{_shortened(token) or 'the end of the line'} is not a string",
+                'write strings as in JSON: "a \\"quoted\\" word"',
+            )
         return found
 
     def name(self) -> str:

@@ -288,7 +288,7 @@ def test_a_folder_is_refused(tmp_path):
 def test_a_newer_version_is_refused(net_file):
     with pytest.raises(FileError) as caught:
         load(changed(net_file, "version", to=7))
-    assert caught.value.what == "the file has version 7 of its format, this graphir reads version 1"
+    assert caught.value.what == "the file has version 7 of its format, this graphir reads versions 1 to 2"
     assert caught.value.where == str(net_file)
     assert "install a graphir that reads it" in caught.value.fix
 

@@ -182,17 +182,43 @@ def test_a_small_file_takes_little_memory(path):
         tracemalloc.stop()
 
 
-def test_what_unpacks_to_much_is_refused_before_it_is_whole(tmp_path, monkeypatch):
+def test_what_unpacks_to_much_is_refused_before_it_is_whole(tmp_path):
     path = tmp_path / "x.pb.gz"
     path.write_bytes(gzip.compress(bytes(64 << 20)))
-    monkeypatch.setattr("graphir.caffe2.files.MOST_BYTES", 1 << 20)
     tracemalloc.start()
     try:
-        with pytest.raises(FileError, match="the file unpacks to more than 1048576 bytes"):
+        with pytest.raises(
+            FileError, match=r"the file of 65\d\d\d bytes unpacks to more than 2097152, which are not read"
+        ):
             caffe2.load_net(path)
         assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("suffix", [".pb.gz", ".pbtxt.gz"])
+def test_a_small_file_holds_no_million_of_operators(tmp_path, suffix):
+    path = tmp_path / f"x{suffix}"
+    op = b"\x12\x0c\x0a\x01a\x12\x01b\x22\x04Relu" if suffix == ".pb.gz" else b'op{type:"Relu"}'
+    path.write_bytes(gzip.compress(op * 200_000))
+    assert path.stat().st_size < 50_000
+    with pytest.raises(FileError, match="unpacks to more than 2097152") as caught:
+        caffe2.load_net(path)
+    assert caught.value.fix == "unpack it if you trust it, and give the unpacked file"
+
+
+def test_a_net_that_would_not_be_read_again_is_not_written(tmp_path):
+    path = tmp_path / "x.pb.gz"
+    name = "a" * 100_000
+    ops = tuple(Operator("Relu", (name,), (name,), {}, gpu(0)) for _ in range(11))
+    long = Net("n", ops, {name: Blob(name, None, None, gpu(0), "input", name)}, (name,))
+    with pytest.raises(
+        FileError, match=r"the file would have \d+ bytes and unpack to \d+; more than 2097152 are not read"
+    ):
+        caffe2.save_net(long, path)
+    assert not path.exists()
+    caffe2.save_net(long, tmp_path / "x.pb")
+    assert len(caffe2.load_net(tmp_path / "x.pb").ops) == 11
 
 
 def strided(strides, path):

@@ -1,13 +1,17 @@
 """Structures of arguments and results, read from text that may be hostile."""
 
+import ast
 import collections
+import contextlib
 import json
 import sys
+from pathlib import Path
 
 import pytest
-from graphir.runtime.interface.structure import flatten, paths, read_structure, unflatten
+from graphir.runtime.interface.structure import flatten, paths, read_structure, tree_spec, unflatten
 from torch.utils import _pytree
 
+import graphir
 from graphir.errors import SessionError
 
 Point = collections.namedtuple("Point", ["a", "b"])
@@ -24,6 +28,8 @@ VALUES = [
     {"x": {}, "y": []},
     collections.OrderedDict([("z", 1), ("a", 2)]),
     {"p": Point(1, (2, 3)), "q": 4},
+    Point(Point(1, 2), {"a": [Point(3, 4)]}),
+    collections.deque([1, (2,)], maxlen=3),
 ]
 
 
@@ -61,6 +67,10 @@ def test_another_structure_is_refused(captured, given, message):
     assert caught.value.fix
 
 
+def inside_point(n):
+    return node("test_structure.Point", "test_structure.Point", n, LEAF)
+
+
 LEAF = {"type": None, "context": None, "children_spec": []}
 
 
@@ -81,23 +91,80 @@ def test_a_damaged_text_is_refused(text):
         read_structure(text)
 
 
-HOSTILE = [
-    {
-        "type": "collections.defaultdict",
-        "context": json.dumps({"default_factory_module": "this", "default_factory_name": "s", "dict_context": "[]"}),
-        "children_spec": [],
-    },
-    {
-        "type": "test_structure.Point",
-        "context": json.dumps({"__enum__": True, "fqn": "this:s", "name": "x"}),
-        "children_spec": [LEAF, LEAF],
-    },
-]
+def node(type, context, *children):
+    return {"type": type, "context": context, "children_spec": list(children)}
 
 
-@pytest.mark.parametrize("node", HOSTILE, ids=["factory", "enumeration"])
-def test_a_text_that_would_import_a_module_is_refused(node):
+ENUMERATION = {"__enum__": True, "fqn": "this:s", "name": "x"}
+FACTORY = {"default_factory_module": "this", "default_factory_name": "s", "dict_context": "[]"}
+CODE = {
+    "factory": node("collections.defaultdict", FACTORY),
+    "factory of another": node("collections.namedtuple", "collections.defaultdict", LEAF),
+    "maker of classes": node("collections.namedtuple", "collections.namedtuple", LEAF, LEAF),
+    "enumeration of a type": node("test_structure.Point", json.dumps(ENUMERATION), LEAF, LEAF),
+    "enumeration of a key": node("builtins.dict", json.dumps([ENUMERATION]), LEAF),
+    "enumeration in a tuple": node("builtins.tuple", json.dumps([ENUMERATION])),
+    "enumeration of a length": node("collections.deque", json.dumps(ENUMERATION)),
+    "enumeration within text": node("collections.deque", json.dumps([json.dumps({"a": [json.dumps(ENUMERATION)]})])),
+}
+
+
+def imported(run):
+    """Whether *run* imports a module that the texts above name, or is not refused by one of graphir's errors."""
     sys.modules.pop("this", None)
-    with pytest.raises(SessionError, match=r"cannot be read: containers of type .* are not supported"):
-        read_structure(json.dumps([1, node]))
-    assert "this" not in sys.modules
+    with contextlib.suppress(SessionError):
+        run()
+    return "this" in sys.modules
+
+
+@pytest.mark.parametrize("hostile", CODE.values(), ids=CODE)
+@pytest.mark.parametrize(
+    "at",
+    [lambda n: n, lambda n: node("builtins.list", "null", n), inside_point],
+    ids=["bare", "in a list", "in a tuple"],
+)
+def test_no_text_makes_torch_import_a_module(hostile, at, capsys):
+    text = json.dumps([1, at(hostile)])
+    assert not imported(lambda: tree_spec(read_structure(text)))
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("hostile", "message"),
+    [
+        (CODE["factory"], "containers of type 'collections.defaultdict' are not supported"),
+        (CODE["factory of another"], "'collections.defaultdict' is no named tuple that was registered"),
+        (CODE["enumeration of a type"], "containers of type 'test_structure.Point' are not supported"),
+        (CODE["enumeration of a key"], "keys of dictionaries are strings, numbers, true, false and null"),
+        (node("builtins.dict", '["a", "a"]', LEAF, LEAF), "a dictionary has a key twice"),
+        (node("collections.namedtuple", "builtins.dict", LEAF), "'builtins.dict' is no named tuple"),
+        (node(["builtins.dict"], "[]"), "a container has a name and a list of children"),
+        (node("builtins.list", "null") | {"children_spec": {}}, "a container has a name and a list of children"),
+    ],
+)
+def test_what_only_code_could_rebuild_is_refused(hostile, message):
+    with pytest.raises(SessionError, match=message):
+        read_structure(json.dumps([1, hostile]))
+
+
+@pytest.mark.parametrize("value", VALUES, ids=str)
+def test_torch_has_the_same_structure(value):
+    assert tree_spec(read_structure(written(value))) == _pytree.tree_structure(value)
+
+
+def test_a_container_that_its_type_cannot_be_made_of_is_refused():
+    text = json.dumps([1, node("collections.deque", "-1", LEAF)])
+    with pytest.raises(SessionError, match="cannot be rebuilt: maxlen must be non-negative"):
+        unflatten(read_structure(text), iter([1]))
+
+
+def test_no_module_asks_torch_to_read_a_structure():
+    """The reader above is the one reader: torch's imports what a text names."""
+    root = Path(graphir.__file__).parents[1]
+    files = [file for folder in ("graphir", "passes", "runtime") for file in (root / folder).rglob("*.py")]
+    assert len(files) > 100
+    asked = {"treespec_loads", "str_to_pytree", "enum_object_hook"}
+    for file in files:
+        names = {n.attr for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Attribute)}
+        names |= {n.name for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.alias)}
+        assert not names & asked, file
