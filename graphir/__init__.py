@@ -16,6 +16,7 @@ from . import caffe2 as caffe2
 from .analysis.certify import Certificate, certify
 from .analysis.diff import Diff, diff
 from .analysis.memory import Memory, memory
+from .analysis.profiles import Profile
 from .capture import capture, seeded
 from .errors import (
     CaptureError,
@@ -27,6 +28,7 @@ from .errors import (
     PassError,
     PlacementError,
     PlanError,
+    ProfileWarning,
     RecaptureWarning,
     RunError,
     SessionError,
@@ -42,7 +44,9 @@ from .ir.text import parse, show
 from .ir.verify import verify
 from .plan import Plan
 
-from .compile import Compiled, compile  # isort: skip  # it stands on passes and runtime, which import all of the above
+# These stand on passes and runtime, which import all of the above.
+from .compile import Compiled, compile  # isort: skip
+from .profile import profile  # isort: skip
 
 __version__ = "0.1.0"
 
@@ -65,6 +69,8 @@ __all__ = [
     "PlacementError",
     "Plan",
     "PlanError",
+    "Profile",
+    "ProfileWarning",
     "Program",
     "RecaptureWarning",
     "RunError",
@@ -77,6 +83,7 @@ __all__ = [
     "load",
     "memory",
     "parse",
+    "profile",
     "seeded",
     "show",
     "verify",

@@ -103,6 +103,37 @@ def check(
         raise typer.Exit(1)
 
 
+@app.command(short_help="Measure what the operators of a step take on this machine.")
+def profile(
+    file: Annotated[str, typer.Argument(help="The file of a program or a plan; - is standard input.")],
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="How many threads one kernel uses; as many as torch does by default.")
+    ] = None,
+    path: Annotated[
+        Path | None, typer.Option(help="The file that keeps what is measured; this machine's by default.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print figures as JSON.")] = False,
+) -> None:
+    """Measure what the operators of a program or plan take on this machine, and predict its memory with that."""
+    from json import dumps
+
+    from .analysis.memory import memory
+    from .profile import profile as measure
+
+    loaded = _load(file)
+    if isinstance(loaded, Net):
+        raise GraphirError("profile takes a program or a plan, not a net", where=file, fix="save the program")
+    found = measure(loaded, threads=threads, path=path)
+    predicted = memory(loaded, threads=threads, profile=found)
+    if json:
+        failed, sources = dict(found.failed), predicted.sources()
+        print(
+            dumps({"calls": len(found.calls), "failed": failed, "sources": sources, "peak": predicted.peak}, indent=2)
+        )
+    else:
+        print(found, predicted, sep="\n")
+
+
 def _load(file: str) -> Net | Program | Plan:
     from .ir.files import load, load_stream
 

@@ -24,6 +24,7 @@ __all__ = [
     "PassError",
     "PlacementError",
     "PlanError",
+    "ProfileWarning",
     "RecaptureWarning",
     "RunError",
     "SessionError",
@@ -114,6 +115,10 @@ class RunError(GraphirError):
         super().__init__(what, at=at, where=where, fix=fix)
         self.live, self.usable = live, usable
         self.args = (_message(what, ("at", at), ("in", where), ("live", live), ("fix", fix)),)
+
+
+class ProfileWarning(UserWarning):
+    """A file of measurements cannot be used, so that predictions are made without it."""
 
 
 class RecaptureWarning(UserWarning):

@@ -126,11 +126,12 @@ def _interrupts(results: list[Any]) -> Iterator[Callable[[], Any]]:
     if not own or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield step
         return
-    signal.signal(signal.SIGINT, handle)
     try:
+        signal.signal(signal.SIGINT, handle)
         yield step
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if signal.getsignal(signal.SIGINT) is handle:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _on_terminal() -> bool:

@@ -44,6 +44,7 @@ class Options(NamedTuple):
     deadline: float | None
     collectives: Collectives
     cuda_graph: bool
+    keep_heap: bool
 
     @property
     def host_only(self) -> bool:
@@ -70,6 +71,9 @@ class Options(NamedTuple):
                 where="Session(...)",
                 fix="leave it out, or use executor='adversarial'",
             )
+        for name, value in (("cuda_graph", self.cuda_graph), ("keep_heap", self.keep_heap)):
+            if type(value) is not bool:
+                raise SessionError(f"{name}={value!r}: it is on or off", where="Session(...)", fix="give True or False")
         if deadline is not None and not (type(deadline) in (int, float) and 0 < deadline < math.inf):
             raise SessionError(
                 f"deadline={deadline!r}: seconds, more than 0", fix="give a number, or None for no limit"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NoReturn
@@ -13,20 +16,25 @@ import torch
 from torch import Tensor
 
 from graphir.errors import RunError, SessionError, counted
+from graphir.ir.program import Program
 from graphir.plan import Plan
 
 from .cuda.executor import Collectives, Cuda
 from .executor import Feedable, OnDevices, Setting
 from .executors.choice import choose
+from .executors.threads import end_threads_at_exit
 from .failures.faults import fault, reason_of, writes_state
 from .interface.gather import Gather
 from .interface.scatter import Scatter
+from .interface.witness import witness_of
 from .kernels.repeatable import unrepeatable
 from .learning_rates import Group, LearningRates
 from .loop import run_loader
 from .machine.calibration import host_rates
+from .machine.heap import kept_heap
 from .machine.places import Binding, generator_on, places_of
-from .machine.surroundings import FORKS
+from .machine.stopwatch import Stopwatch
+from .machine.surroundings import FORKS, follow_forks
 from .observing.finite import FiniteWatch
 from .observing.measurement import Measurement
 from .observing.observed import Observed
@@ -34,9 +42,12 @@ from .observing.report import Report, report
 from .observing.trace import write_trace
 from .options import ExecutorName, Options
 from .proof.admission import admit
-from .state import State
+from .state import State, Use
 
 __all__ = ["Session"]
+
+_EXIT_SECONDS: Final = 10.0
+"""How long all steps of other threads together are waited for at the interpreter's exit."""
 
 _LOOK_SECONDS: Final = 0.05
 """How often a session that is being closed looks whether it is its own step that it waits for."""
@@ -79,6 +90,10 @@ class Session:
         collectives: ``ordered`` sums in participant order, so that bits are the same everywhere; ``native``, of the
             executor ``cuda`` and among distinct GPUs, in NCCL's, see :attr:`caveats`.
         cuda_graph: whether the executor ``cuda`` captures its steps as CUDA graphs, on one GPU; with the same bits.
+        keep_heap: whether the process keeps what steps on the host free, instead of giving it back to the operating
+            system, as long as the session is open; faster, and for the whole process.
+        witness: the program that ``graphir.capture`` returned for the plan. Before the first step at sizes that were
+            not recorded, the module's step is recorded at them and compared with the program.
 
     Raises:
         VerifyError: the plan is not sound.
@@ -101,8 +116,10 @@ class Session:
         deadline: float | None = 600.0,
         collectives: Collectives = "ordered",
         cuda_graph: bool = False,
+        keep_heap: bool = False,
+        witness: Program | None = None,
     ) -> None:
-        options = Options(executor, threads, seed, deadline, collectives, cuda_graph)
+        options = Options(executor, threads, seed, deadline, collectives, cuda_graph, keep_heap)
         options.check()
         if not isinstance(beside, (Session, type(None))):
             raise SessionError(
@@ -115,12 +132,14 @@ class Session:
         options.check_places(places)
         self.plan, self._closed = plan, False
         self._running: threading.Lock = threading.Lock() if beside is None else beside._running
+        follow_forks()
         self._forks = FORKS[0]
         program = plan.program
         self._state: State = State(program, state, None if beside is None else beside._state, places)
         self._rates: LearningRates = LearningRates(program, state, None if beside is None else beside._rates)
         self._progress = self._state.progress
-        self._scatter, self._gather = Scatter(program, places, threads), Gather(program)
+        self._scatter = Scatter(program, places, threads, None if witness is None else witness_of(witness, program))
+        self._gather = Gather(program)
         self._outputs: tuple[Tensor, ...] = ()
         setting = Setting(
             plan,
@@ -139,6 +158,11 @@ class Session:
             self._observed = Observed(self._executor, setting, self._watch)
         self._measurement: Measurement | None = None
         self._results: list[Any] = []
+        self._held = ExitStack()
+        if keep_heap:
+            self._held.enter_context(kept_heap())
+        _end_at_exit()
+        _open.add(self)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """One step on a batch: inputs, then targets, then keyword arguments, as they were captured.
@@ -151,16 +175,16 @@ class Session:
             the module's outputs, gathered; those without a batch dimension are the first replica's.
 
         Raises:
-            CoverageError: the program does not cover the arguments; nothing has changed.
+            CoverageError: the program does not cover the arguments, or at their sizes is not what its witness says;
+                nothing has changed.
             SessionError: the arguments do not fit, or another thread is in a step; nothing has changed. Or the session
                 cannot be used any more.
             RunError: an operator failed; the session is :attr:`usable` where no state had been written.
         """
         if self._running.locked() or self._forks != FORKS[0]:
             raise self._busy()
-        with self._running:  # where two threads came past the check at once, the second one waits
-            progress = self._progress
-            progress.thread = threading.get_ident()
+        progress = self._progress
+        with self._running, Use(progress, "is in a step of"):  # of two that came past the check at once, one waits
             if self._closed or progress.broken:
                 self._check_usable()
             step = progress.steps_done
@@ -384,14 +408,27 @@ class Session:
         """
         if self._forks == FORKS[0]:  # a forked process has neither the threads nor the one that is in a step
             while not self._running.acquire(timeout=_LOOK_SECONDS):
-                if self._progress.thread == threading.get_ident():
+                if self._progress.user[0] == threading.get_ident():
                     raise self._busy()
-            try:
+            self._end()
+        self._closed, self._outputs = True, ()
+
+    def _end(self) -> None:
+        """End what this thread has the use of."""
+        try:
+            with Use(self._progress, "is closing"):
                 self._closed = True  # Ctrl-C may strike while threads end
                 self._executor.close()
-            finally:
-                self._running.release()
-        self._closed, self._outputs = True, ()
+                self._held.close()
+        finally:
+            self._running.release()
+
+    def _end_at_exit(self, waited: Stopwatch) -> None:
+        """Close it once the step that another thread is in has ended, or after a while not."""
+        while self._forks == FORKS[0] and waited.look() <= _EXIT_SECONDS:
+            if self._running.acquire(timeout=_LOOK_SECONDS):
+                self._end()
+                return
 
     def __reduce__(self) -> NoReturn:
         raise SessionError(
@@ -429,8 +466,9 @@ class Session:
         if not self._running.acquire(blocking=False):
             raise self._busy()
         try:
-            self._check_usable()
-            with self._executor.aside() if isinstance(self._executor, OnDevices) else nullcontext():
+            aside = self._executor.aside() if isinstance(self._executor, OnDevices) else nullcontext()
+            with Use(self._progress, "is reading or overwriting the state of"), aside:
+                self._check_usable()
                 yield
         except torch.AcceleratorError as e:  # of a kernel of a step
             raise self._failed(self._progress.steps_done, e) from e
@@ -446,13 +484,15 @@ class Session:
 
     def _busy(self) -> SessionError:
         """The error for what cannot be done beside a step, or without the threads that make one."""
+        thread, what = self._progress.user
+        what = f"{what or 'is using'} this session"
         if self._forks != FORKS[0]:
             what = "the session was made before this process was forked, and its threads are not in it"
             fix = "make the session in the process that runs it"
-        elif self._progress.thread == threading.get_ident():
-            what, fix = "this thread is in a step of this session already", "use the session once the step has returned"
+        elif thread == threading.get_ident():
+            what, fix = f"this thread {what} already", "use the session once that has returned"
         else:
-            what, fix = "another thread is in a step of this session", "make one Session for each thread"
+            what, fix = f"another thread {what}", "wait for it to end, or make one Session for each thread"
         return SessionError(what, where=self._where(), fix=fix)
 
     def _check_usable(self) -> None:
@@ -463,6 +503,23 @@ class Session:
                 where=self._where(),
                 fix="make a new Session from a state() taken before, or from program.state",
             )
+
+
+_open: Final[weakref.WeakSet[Session]] = weakref.WeakSet()
+
+
+@cache
+def _end_at_exit() -> None:
+    """Close sessions that nobody closed before the interpreter ends. It ends threads wherever they take its lock next;
+    within an operator of torch C++ aborts the process then."""
+    end_threads_at_exit()  # registered first, and so called last: for steps that were not waited for
+
+    def end() -> None:
+        waited = Stopwatch()
+        for session in list(_open):
+            session._end_at_exit(waited)
+
+    atexit.register(end)
 
 
 def _broken(step: int, error: BaseException) -> str:

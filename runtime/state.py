@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Final
@@ -9,6 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from graphir.analysis.interfaces import written_before_update
 from graphir.errors import RunError, SessionError, nearest
 from graphir.ir.blob import Blob, bound_layout
 from graphir.ir.device import Device
@@ -23,7 +25,7 @@ from .kernels.communication import copy
 from .kernels.invoke import fill
 from .kernels.optimizers import as_torch_has_it
 
-__all__ = ["State"]
+__all__ = ["State", "Use"]
 
 _COMMON_ROLES: Final = frozenset({"param", "buffer", "state"})
 """Roles of what two programs of one model have in common; constants are each program's own."""
@@ -35,11 +37,33 @@ class _Progress:
     Attributes:
         steps_done: how many steps were done.
         broken: why the state cannot be trusted any more; empty while it can.
-        thread: that of the last step.
+        user: the thread that uses the state now, and what it does; 0 while none does.
     """
 
     def __init__(self, steps_done: int) -> None:
-        self.steps_done, self.broken, self.thread = steps_done, "", 0
+        self.steps_done, self.broken = steps_done, ""
+        self.user = _NOBODY
+
+
+_NOBODY: Final = 0, ""
+
+
+class Use:
+    """While this is active, the calling thread uses a state, which one thread at a time may.
+
+    Args:
+        progress: of the state.
+        what: it does, such as ``is in a step of``.
+    """
+
+    def __init__(self, progress: _Progress, what: str) -> None:
+        self.progress, self.what = progress, what
+
+    def __enter__(self) -> None:
+        self.progress.user = threading.get_ident(), self.what
+
+    def __exit__(self, *raised: object) -> None:
+        self.progress.user = _NOBODY
 
 
 class State:
@@ -170,12 +194,7 @@ class State:
     def _roles_of_their_own(self) -> frozenset[str]:
         """Roles of what replicas may differ in: more than buffers where a forward overwrites parameters."""
         step = self.program.step
-        written = (
-            step.blobs[step.blobs[op.inputs[source]].storage].role
-            for op in step.ops
-            if op.phase != "update"
-            for _, source in op.effects.writes
-        )
+        written = {step.blobs[storage].role for storage in written_before_update(step)}
         return _COMMON_ROLES if "param" in written else frozenset({"buffer"})
 
     def module(self, replica: int) -> dict[str, Tensor]:

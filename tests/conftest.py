@@ -39,6 +39,12 @@ def _host_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
 
+@pytest.fixture(autouse=True)
+def _without_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predictions are those of formulas, whatever this machine's profile has."""
+    monkeypatch.setenv("GRAPHIR_PROFILE", "")
+
+
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """Compare a text with ``tests/golden/<name>.txt``: ``golden("mlp.shifted", str(program))``."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from sources import FOLDERS, ROOT, Import, Source, sources
 
-ON_TOP = ("graphir/cli.py", "graphir/compile.py", "graphir/fx.py", "graphir/demo/")
+ON_TOP = ("graphir/cli.py", "graphir/compile.py", "graphir/fx.py", "graphir/profile.py", "graphir/demo/")
 """The part of graphir/ that stands on passes and runtime."""
 
 REACHES_UP = {("graphir/plan.py", "graphir", "runtime")}
@@ -23,12 +23,13 @@ MAY_USE = {"graphir": set(), "passes": {"graphir"}, "runtime": {"graphir"}}
 
 ROOMS = {
     "machine": set(),
-    "kernels": set(),
+    "kernels": {"machine"},
     "observing": set(),
     "proof": {"kernels"},
-    "interface": {"kernels", "machine"},
+    "profiling": {"machine", "kernels"},
+    "interface": {"machine", "kernels"},
     "codegen": {"kernels", "proof"},
-    "failures": {"codegen"},
+    "failures": {"machine", "codegen"},
     "executors": {"kernels", "machine", "observing", "codegen", "failures"},
     "cuda": {"kernels", "machine", "observing", "codegen", "failures", "executors"},
 }

@@ -11,10 +11,10 @@ from sources import FOLDERS, Source, sources
 
 PUBLIC = {
     "graphir": """
-        Blob Certificate Compiled Device Diff Memory Net Operator Plan Program
+        Blob Certificate Compiled Device Diff Memory Net Operator Plan Profile Program
         CaptureError CoverageError EquivalenceError FileError GraphirError ParseError PassError PlacementError PlanError
-        RecaptureWarning RunError SessionError VerifyError
-        capture certify compile diff load memory parse seeded show verify
+        ProfileWarning RecaptureWarning RunError SessionError VerifyError
+        capture certify compile diff load memory parse profile seeded show verify
     """,
     "graphir.passes": """
         InjectCopies Pass Pipeline Replicate Run ShareStorage ShiftActivations Timing

@@ -160,7 +160,7 @@ class _Demo:
         self.say(f"shift_activations: the second half, {dict(SHIFTS)}: {moved} operators moved, {copies} copies put in")
         compared = certify(replicated, placed).compared
         proved = ", ".join(f"{count} {what}" for what, count in compared.items())
-        self.say(f"certify: every value is the same before and after, over two steps: {proved}")
+        self.say(f"certify: every value is the same before and after, in every step: {proved}")
         return passes.share_storage(replicated), placed
 
     def compare_memory(self, before: Memory, after: Memory) -> None:

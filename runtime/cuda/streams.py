@@ -13,6 +13,8 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
+from ..machine.stopwatch import Stopwatch
+
 __all__ = ["Event", "Graph", "Machine", "Queue", "Stream", "TorchCuda", "wait_for"]
 
 _LOOK_SECONDS: Final = 20e-6
@@ -103,15 +105,15 @@ def wait_for(queue: Queue, deadline: float | None) -> None:
 
     Args:
         queue: what is waited for.
-        deadline: seconds; None: for ever.
+        deadline: seconds, without those in which this process was suspended; None: for ever.
 
     Raises:
         TimeoutError: it was not done by then.
     """
     if deadline is not None:
-        end = time.monotonic() + deadline
+        waited = Stopwatch(deadline)
         while not queue.query():
-            if time.monotonic() > end:
+            if waited.look() > deadline:
                 raise TimeoutError(f"the device did not get there in {deadline:g} s")
             time.sleep(_LOOK_SECONDS)
     queue.synchronize()

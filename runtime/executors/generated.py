@@ -5,7 +5,6 @@ from __future__ import annotations
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any, Final
 
 from torch import Tensor
@@ -17,7 +16,6 @@ from ..codegen.writer import ThreadCode
 from ..executor import Feedable, Kept, Setting
 from ..failures.faults import fault, writes_state
 from ..kernels.buffers import Buffers, bytes_of
-from ..machine.heap import kept_heap
 from ..observing.probes import Clock, HostClock, Probe
 
 __all__ = ["Generated", "Located", "OnHost", "Stopped", "sizes_of", "start_anew"]
@@ -125,7 +123,6 @@ class OnHost(ABC):
         generate: writes the code of each thread.
         plain: the code without a probe.
         buffers: what copies receive into, whether with a probe or without.
-        held: what is let go when the executor is closed.
     """
 
     setting: Setting
@@ -136,8 +133,6 @@ class OnHost(ABC):
         self.clock: Clock = HostClock()
         self.observed: Generated | None = None
         self.buffers: Buffers = {}
-        self.held = ExitStack()
-        self.held.enter_context(kept_heap())
 
     def run(self, dims: Dims, inputs: Sequence[Feedable], step: int) -> Sequence[Tensor]:
         """One step; see :class:`.executor.Executor`."""
@@ -169,9 +164,9 @@ class OnHost(ABC):
     ) -> Sequence[Tensor]:
         """One step of this code, whose functions take *first* before their inputs: the number of steps done, …"""
 
+    @abstractmethod
     def close(self) -> None:
-        """Let go of what it holds."""
-        self.held.close()
+        """End what it has started."""
 
 
 def start_anew(buffers: Buffers, *variants: Generated | None) -> None:

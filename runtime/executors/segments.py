@@ -364,7 +364,7 @@ def _function(type: str) -> str:
 def _resolves(type: str, arguments: tuple[str, ...]) -> bool:
     """Whether TorchScript takes arguments of these types to the overload that is meant."""
     name = _function(type)
-    meant = overload("aten.reshape.default" if type == "aten.view.default" else type)._schema
+    meant = (torch.ops.aten.reshape.default if type == "aten.view.default" else overload(type))._schema
     results = [f"%r{i} : {'Tensor[]' if 'List' in str(r.real_type) else 'Tensor'}" for i, r in enumerate(meant.returns)]
     given = {f"a{i}": "Tensor" if kind == "NoneType" else kind for i, kind in enumerate(arguments)}
     operands = ["%none" if kind == "NoneType" else f"%a{i}" for i, kind in enumerate(arguments)]

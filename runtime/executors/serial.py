@@ -53,3 +53,6 @@ class Serial(OnHost):
         except Exception as e:
             error = generated.blame([e], dims, first[0])
             raise error from error.__cause__
+
+    def close(self) -> None:
+        """Nothing to end."""

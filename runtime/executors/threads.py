@@ -14,6 +14,7 @@ them all (:mod:`graphir.runtime.failures.watch`), and does the same where they c
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -22,7 +23,7 @@ from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from operator import methodcaller
 from typing import Any, ClassVar, Final
 
@@ -37,9 +38,12 @@ from ..codegen.handoffs import Handover, handoffs
 from ..codegen.statements import Statements, generate
 from ..executor import Feedable, Setting
 from ..failures.watch import Watch
+from ..machine.interrupts import held_back
+from ..machine.openmp import set_threads
+from ..machine.stopwatch import Stopwatch
 from .generated import Generated, OnHost, Stopped
 
-__all__ = ["Threads"]
+__all__ = ["Threads", "end_threads_at_exit"]
 
 _SPINS: Final = 40
 """How often a wait looks before it blocks: some 30 µs, which is what waking a blocked thread costs."""
@@ -76,7 +80,6 @@ class Threads(OnHost):
         of_lane = {lane: devices[lane_device(lane)] for lane in plan.lanes}
         self.handoffs, self.of_lane = handoffs(plan, of_lane), of_lane
         self.team = _Team(len(devices), self.handoffs.total, threads or torch.get_num_threads(), self.surroundings)
-        self.held.callback(self.team.close)
         try:
             handover = Handover(self.handoffs, *self.team.events(), self.team.values)
             self.generate = partial(generate, setting, of_lane, handover, buffers=self.buffers)
@@ -97,6 +100,10 @@ class Threads(OnHost):
         for code, values in zip(generated.threads, returned, strict=True):
             outputs.update(zip(code.outputs, values, strict=True))
         return [outputs[i] for i in range(len(outputs))]
+
+    def close(self) -> None:
+        """End the threads."""
+        self.team.close()
 
     def watch(self, generated: Generated, step: int) -> Watch:
         """What looks at the threads of a step."""
@@ -129,10 +136,12 @@ class _Brake:
     Attributes:
         pulled: not empty once it was.
         ended: whether threads are to end after the call that they are in.
+        dropped: what ends them when nobody has the team any more.
     """
 
     def __init__(self, locks: Sequence[Any]) -> None:
         self.locks, self.pulled, self.ended = locks, list[bool](), False
+        self.dropped: weakref.ref[_Team] | None = None
 
     def pull(self) -> bool:
         """Stop all; whether nobody had before."""
@@ -165,14 +174,19 @@ class _Team:
             )
             for i, worker in enumerate(self.workers)
         ]
-        self.close = weakref.finalize(self, _end, self.workers, self.threads, self.brake)
-        own = torch.get_num_threads()
+        # C code from end to end, so that Ctrl-C does not strike within: nothing that the collector of garbage calls may
+        # raise it. A thread that is woken without a call ends.
+        gos = [worker.go for worker in self.workers]
+        self.brake.dropped = weakref.ref(self, partial(dict.fromkeys, map(methodcaller("release"), gos)))
+        end_threads_at_exit()
+        _teams.add(self)
         try:
-            for thread, worker in zip(self.threads, self.workers, strict=True):
-                thread.start()
-                worker.done.acquire()
-                if worker.error is not None:
-                    raise worker.error
+            with held_back():
+                for thread, worker in zip(self.threads, self.workers, strict=True):
+                    thread.start()
+                    worker.done.acquire()
+                    if worker.error is not None:
+                        raise worker.error
         except BaseException as e:
             self.close()
             if not isinstance(e, Exception):
@@ -181,8 +195,12 @@ class _Team:
                 f"the session's threads cannot be started: {type(e).__name__}: {e}",
                 fix="use fewer threads, or executor='reference'",
             ) from e
-        finally:
-            torch.set_num_threads(own)  # a worker's setting is also the one for threads to come
+
+    def close(self) -> None:
+        """Have all threads end that were started; one that is in an operator for long is left to itself."""
+        with held_back():
+            self.brake.dropped = None
+            _end(self.workers, self.threads, self.brake)
 
     def events(self) -> tuple[list[Callable[[], object]], list[Callable[[], object]]]:
         """What gives and what takes each hand-off."""
@@ -203,6 +221,7 @@ class _Team:
 
         Raises:
             RunError: a thread died, or they cannot go on; they were stopped.
+        KeyboardInterrupt: on Ctrl-C, while they ran or while they were stopped.
 
         Ctrl-C may strike between any two lines here, so that what was started and what has finished is read from the
         locks and flags that C code and the workers set, never from how far these lines came.
@@ -242,25 +261,32 @@ class _Team:
 
         A thread that does not end the operator that it is in is left to itself. All stay stopped then: it must not come
         upon the next step.
+
+        Raises:
+            KeyboardInterrupt: on Ctrl-C, or what another signal's handler raises. No thread is waited for then.
         """
+        grace = Stopwatch()
+        struck: BaseException | None = None
         while True:
             try:
                 if not self.begun.locked():
                     self.brake.pull()
-                    until = time.monotonic() + _GRACE_SECONDS
                     for worker in self.workers:
                         while not worker.finished and worker.died is None:
-                            if time.monotonic() > until:
-                                return
+                            if struck is not None or grace.look() > _GRACE_SECONDS:
+                                break
                             worker.done.acquire(timeout=_LOOK_SECONDS)
-                for worker in self.workers:
-                    worker.done.acquire(False)
-                    worker.returned = worker.error = worker.call = None
-                self.begun.acquire(False)
-                self.reset()
-                return
-            except KeyboardInterrupt:
-                continue
+                if self.begun.locked() or all(worker.finished or worker.died is not None for worker in self.workers):
+                    for worker in self.workers:
+                        worker.done.acquire(False)
+                        worker.returned = worker.error = worker.call = None
+                    self.begun.acquire(False)
+                    self.reset()
+                break
+            except BaseException as e:  # a signal's: nothing here raises
+                struck = e
+        if struck is not None:
+            raise struck
 
     def reset(self) -> None:
         """Make ready for the next step after a failure."""
@@ -300,8 +326,7 @@ def _release(lock: Any) -> None:
 def _serve(worker: _Worker, brake: _Brake, intraop: int, surroundings: type[AbstractContextManager[None]]) -> None:
     """What a thread does until it is given nothing."""
     try:
-        torch.set_num_threads(intraop)
-        torch.get_num_threads()  # settles it: a thread's first look would take over what another thread set since
+        set_threads(intraop)
     except BaseException as e:
         worker.error = e
         worker.done.release()
@@ -333,8 +358,21 @@ def _called(worker: _Worker, brake: _Brake) -> bool:
     return True
 
 
+_teams: Final[weakref.WeakSet[_Team]] = weakref.WeakSet()
+
+
+@cache
+def end_threads_at_exit() -> None:
+    """End the threads of sessions that nobody closed before the interpreter ends."""
+
+    def end() -> None:
+        for team in list(_teams):
+            team.close()
+
+    atexit.register(end)
+
+
 def _end(workers: Sequence[_Worker], threads: Sequence[threading.Thread], brake: _Brake) -> None:
-    """Have all threads end that were started; one that is in an operator for long is left to itself."""
     try:
         brake.ended = True  # for a thread that was told to start a call just now, and is not told twice
         brake.pull()
@@ -343,7 +381,7 @@ def _end(workers: Sequence[_Worker], threads: Sequence[threading.Thread], brake:
     except KeyboardInterrupt:
         _end(workers, threads, brake)
         raise
-    until = time.monotonic() + _GRACE_SECONDS
+    grace = Stopwatch()
     for thread in threads:
-        if thread.is_alive() and thread is not threading.current_thread():
-            thread.join(max(0.0, until - time.monotonic()))
+        while thread.is_alive() and thread is not threading.current_thread() and grace.look() <= _GRACE_SECONDS:
+            thread.join(_LOOK_SECONDS)

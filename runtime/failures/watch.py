@@ -14,9 +14,9 @@ goes on only after that one does. An operator that takes long is no circle.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Final, NamedTuple
@@ -27,6 +27,7 @@ from graphir.plan import Plan
 
 from ..codegen.handoffs import Handoffs
 from ..codegen.writer import ThreadCode
+from ..machine.stopwatch import Stopwatch
 from .faults import UNUSABLE, reason_of
 
 __all__ = ["Watch"]
@@ -52,7 +53,8 @@ class Watch:
         thread: which thread each lane of the plan belongs to.
         codes: the function of each.
         threads: the threads.
-        deadline: after how many seconds without any thread's moving the step is given up; None: never.
+        deadline: after how many seconds without any thread's moving the step is given up; None: never. Those in which
+            the process was suspended don't count.
         step: how many steps were done before.
     """
 
@@ -70,7 +72,7 @@ class Watch:
         self.records = {handoff: record for record, given in handoffs.given.items() for handoff in given}
         self.deadline, self.step = deadline, step
         self.seen: dict[int, int] = {}
-        self.since = time.monotonic()
+        self.still = Stopwatch(deadline)
 
     def look(self, unfinished: Sequence[int]) -> None:
         """Look where the *unfinished* threads are.
@@ -83,8 +85,9 @@ class Watch:
         if circle and lines == self.lines(unfinished):
             raise self.error("a deadlock: lanes wait for each other", "emit the plan again", lines, circle)
         if lines != self.seen:
-            self.seen, self.since = lines, time.monotonic()
-        elif self.deadline is not None and time.monotonic() - self.since >= self.deadline:
+            self.seen = lines
+            self.still.restart()
+        elif self.still.look() >= (self.deadline or math.inf):
             raise self.error(
                 f"no lane has moved for {self.deadline:g} s",
                 "give a larger deadline, or None, if an operator may take that long",

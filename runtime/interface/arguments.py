@@ -22,9 +22,11 @@ class Arguments:
 
     def __init__(self, structure: str, feeds: Sequence[Feed]) -> None:
         root = read_structure(structure)
-        if len(root.children) != 2:
+        if root.type is not tuple or [child.type for child in root.children] != [tuple, dict]:
             raise SessionError("a step's argument structure is not (args, kwargs)", fix="capture the program again")
         self.positional = root.children[0].children
+        if not all(isinstance(name, str) for name in root.children[1].keys):
+            raise SessionError("a keyword argument's name is no text", fix="capture the program again")
         self.keyword = dict(zip(root.children[1].keys, root.children[1].children, strict=True))
         found = [path for i, node in enumerate(self.positional) for path in paths(node, f"argument {i}")]
         found += [path for name, node in self.keyword.items() for path in paths(node, f"argument {name!r}")]

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphir.errors import SessionError
+from graphir.errors import SessionError, counted
 from graphir.ir.names import base_name, prefix_of
 from graphir.ir.program import Fetch, Program, Scalar
 from graphir.ir.size import Dims
 
 from ..kernels.communication import all_reduce, mean_weights
-from .structure import read_structure, unflatten
+from .structure import paths, read_structure, unflatten
 
 __all__ = ["Gather"]
 
@@ -36,6 +36,12 @@ class Gather:
             [] if name is None else [self.result_at(prefix + name) for prefix in program.replicas] for name in names
         ]
         self.structure = read_structure(interface.results) if interface.results is not None else None
+        if self.structure is not None and len(list(paths(self.structure, ""))) != len(names):
+            raise SessionError(
+                f"a step's results have another structure than {counted(len(names), 'result')}",
+                where=f"program {program.name!r}",
+                fix="capture the program again",
+            )
         handed = {i for positions in self.results for i in positions}
         self.others = [(name, i) for name, i in self.position.items() if i not in handed]
 

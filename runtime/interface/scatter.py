@@ -7,7 +7,7 @@ each; later steps look it up and slice.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -70,6 +70,7 @@ class Scatter:
         program: whose steps they are.
         places: the real device of each logical one; the host where one is missing.
         threads: how many threads one kernel may use; None: as many as in this thread.
+        witness: raises where the program is not to be trusted with dimensions; None: it is with all.
 
     Attributes:
         names: the input blobs, in the order in which :meth:`split` gives their tensors.
@@ -81,9 +82,13 @@ class Scatter:
     """
 
     def __init__(
-        self, program: Program, places: Mapping[Device, torch.device] | None = None, threads: int | None = None
+        self,
+        program: Program,
+        places: Mapping[Device, torch.device] | None = None,
+        threads: int | None = None,
+        witness: Callable[[Dims], None] | None = None,
     ) -> None:
-        self.program, self.places = program, places or {}
+        self.program, self.places, self.witness = program, places or {}, witness
         self.threads = threads or torch.get_num_threads()
         self.arguments = Arguments(program.interface.arguments, program.interface.feeds)
         blobs, external = program.step.blobs, set(program.step.external_inputs)
@@ -172,6 +177,8 @@ class Scatter:
             cut.append((share, self.program.step.blobs[name], tuple(shape)))
         dims = self.solve([(share.leaf, blob, shape) for share, blob, shape in cut], leaves)
         check_layouts(self.program, dims, self.places, self.threads)
+        if self.witness is not None:
+            self.witness(dims)
         return Fit(dims, tuple(self.laid_out(share, blob, leaves[share.leaf], dims) for share, blob, _ in cut))
 
     def check_leaf(self, i: int, leaf: Any) -> None:

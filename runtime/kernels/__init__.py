@@ -4,6 +4,6 @@
 kernels are called by way of :mod:`.kernels.bindings`; graphir's are attention, the optimizers, sparse gradients, and
 what moves and sums between devices.
 
-Knows operators, not the order in which a plan has them: nothing here sees an instruction or a lane. Imports no other
-room.
+Knows operators, not the order in which a plan has them: nothing here sees an instruction or a lane. Of the other
+rooms it imports ``machine``, for kernels that compute in one thread.
 """

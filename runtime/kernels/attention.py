@@ -11,6 +11,11 @@ scores (0 where a mask leaves it no key). From these any backward kernel finds t
     efficient   f16, bf16, f32 on CUDA, also with a mask
     math        the rest: f64, odd head sizes, other devices; it keeps all scores in memory at once
 
+A backward on CUDA adds in one order. The efficient kernel is told so by an argument. Flash's asks whether the process
+refuses what has no fixed order (``torch.use_deterministic_algorithms(True)``); setting that for its sake would make
+operators of other threads raise. So flash's backward is taken where the program itself has set it, and else the
+efficient one.
+
 Source: ``scaled_dot_product_attention`` in aten/src/ATen/native/transformers/attention.cpp, which arranges operands for
 the same kernels: heads padded to multiples of 8, masks to rows of 16 elements.
 """
@@ -18,7 +23,7 @@ the same kernels: heads padded to multiples of 8, masks to rows of 16 elements.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
@@ -26,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 
-from .repeatable import repeatable
+from .repeatable import refuses_others
 
 __all__ = ["ATTENTION", "KERNELS", "Kernel", "attention", "attention_backward", "choose"]
 
@@ -152,15 +157,18 @@ def _flash_backward(
     out: Tensor,
     logsumexp: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # What seeds its dropout, of which there is none, has to be there nevertheless.
-    seed = torch.empty(2, dtype=torch.uint64, device=query.device)
-    offset = torch.empty((), dtype=torch.uint64, device=query.device)
     padded = [_padded(tensor) for tensor in (grad_out, query, key, value, out)]
-    lengths = None, None, query.size(2), key.size(2)
-    with repeatable(strict=True):
+    if refuses_others():
+        # What seeds its dropout, of which there is none, has to be there nevertheless.
+        seed = torch.empty(2, dtype=torch.uint64, device=query.device)
+        offset = torch.empty((), dtype=torch.uint64, device=query.device)
+        lengths = None, None, query.size(2), key.size(2)
         grads = _aten._scaled_dot_product_flash_attention_backward(
             *padded, logsumexp.contiguous(), *lengths, 0.0, is_causal, seed, offset, scale=scale
         )
+    else:
+        grad, query_, key_, value_, out_ = padded
+        grads = _efficient_backward(grad, query_, key_, value_, mask, is_causal, scale, out_, logsumexp)
     return _by_sequence(*[grad[..., : query.size(-1)] for grad in grads])
 
 
@@ -199,14 +207,45 @@ def _efficient_backward(
     bias = _aligned(mask, query, keys)
     # The forward kernel fills the rest of a row with infinity, so that weights there are 0.
     rows = F.pad(logsumexp, (0, -query.size(2) % _LSE_ROW), value=math.inf).contiguous()
-    seed = torch.empty((), dtype=torch.int64, device=query.device)
     grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
-    wanted = [True, True, True, False]
-    with repeatable(strict=True):
-        grad_query, grad_keys, grad_values, _ = _aten._scaled_dot_product_efficient_attention_backward(
-            grad_out, query, keys, values, bias, out, rows, seed, seed, 0.0, wanted, is_causal, scale=scale
-        )
-    return _by_sequence(grad_query, _gathered(grad_keys, key), _gathered(grad_values, value))
+    given = grad_out, query, keys, values, out, rows, bias
+    launches = zip(*[_launches(tensor, query.size(0)) for tensor in given], strict=True)
+    found = [_in_one_order(*tensors, is_causal=is_causal, scale=scale) for tensors in launches]
+    grads = found[0] if len(found) == 1 else [torch.cat(parts) for parts in zip(*found, strict=True)]
+    return _by_sequence(grads[0], _gathered(grads[1], key), _gathered(grads[2], value))
+
+
+_MOST_BATCH: Final = 2**16 - 1
+"""The largest batch of one launch."""
+
+
+def _launches(tensor: Tensor | None, batch: int) -> Sequence[Any]:
+    return [None] * max(1, math.ceil(batch / _MOST_BATCH)) if tensor is None else tensor.split(_MOST_BATCH)
+
+
+def _in_one_order(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    rows: Tensor,
+    bias: Tensor | None,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> Sequence[Tensor]:
+    """The gradients of query, key and value. Blocks of keys are not split, whose parts would be added as they come; the
+    operator that torch has on top of this one cannot be told so."""
+    grad_out, query, key, value, out = (tensor.transpose(1, 2) for tensor in (grad_out, query, key, value, out))
+    seed = torch.empty((), dtype=torch.int64, device=query.device)
+    lengths = None, None, query.size(1), key.size(1)
+    *grads, _ = _aten._efficient_attention_backward(
+        *(grad_out, query, key, value, bias, out, *lengths, rows, 0.0, seed, seed, int(is_causal), False),
+        scale=scale,
+        num_splits_key=1,
+    )
+    return [grad.transpose(1, 2) for grad in grads]
 
 
 def _spread(query: Tensor, *tensors: Tensor) -> list[Tensor]:

@@ -1,17 +1,16 @@
 """Kernels that add in one order, where torch's default ones add as their threads happen to come.
 
-Torch chooses them under ``torch.use_deterministic_algorithms``. That holds for the whole process, warns of every matrix
-product unless the environment configures cuBLAS, and fills all new memory; so it is on during these calls alone. Other
-matrix products and cuDNN need no more than :func:`~..machine.surroundings.neutral`: torch gives cuBLAS a workspace of
-its own for each stream.
+On the host they do where they compute in one thread, and on CUDA an accumulating ``index_put`` does whatever is set.
+The rest torch chooses under ``torch.use_deterministic_algorithms``. That holds for the whole process, warns of every
+matrix product unless the environment configures cuBLAS, and fills all new memory; so it is held during these calls
+alone, and never so that it refuses operators: other threads call theirs meanwhile. Other matrix products and cuDNN need
+no more than :func:`~..machine.surroundings.neutral`: torch gives cuBLAS a workspace of its own for each stream.
 """
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Final
 
@@ -23,40 +22,52 @@ from graphir.analysis.certify import NONDETERMINISTIC
 from graphir.ir.device import Device
 from graphir.ir.net import Net
 from graphir.ir.opset import overload
+from graphir.process import Setting, held
 
-__all__ = ["REPEATABLE", "repeatable", "unrepeatable"]
+from .short import in_one_thread
+
+__all__ = ["REPEATABLE", "refuses_others", "repeatable", "unrepeatable"]
 
 _MEMORY: Final[Any] = deterministic
-_lock = threading.RLock()  # what one thread restores shall not be what another one has set
-if hasattr(os, "register_at_fork"):  # nor shall a forked process begin with what a thread has set that is not in it
-    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+_MODE: Final = Setting(
+    "the deterministic debug mode", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
+)
+_FILLS: Final = Setting(
+    "fill_uninitialized_memory",
+    lambda: _MEMORY.fill_uninitialized_memory,
+    lambda fills: setattr(_MEMORY, "fill_uninitialized_memory", fills),
+)
 _WARN, _ERROR = 1, 2
-"""Debug modes. Attention's kernels add in one order in the second one only, whose name is for operators that can't."""
+"""Debug modes: operators that have no such kernel warn, or raise."""
 
 
-@contextmanager
-def repeatable(strict: bool = False) -> Iterator[None]:
-    """Choose kernels that add in one order, where there are any.
+def refuses_others() -> bool:
+    """Whether the program has torch refuse operators that have no such kernel."""
+    return torch.get_deterministic_debug_mode() == _ERROR
 
-    Args:
-        strict: refuse operators that have none; else torch warns of them.
-    """
-    with _lock:
-        mode, fills = torch.get_deterministic_debug_mode(), _MEMORY.fill_uninitialized_memory
-        torch.set_deterministic_debug_mode(max(mode, _ERROR if strict else _WARN))
-        _MEMORY.fill_uninitialized_memory = False
-        try:
-            yield
-        finally:
-            torch.set_deterministic_debug_mode(mode)
-            _MEMORY.fill_uninitialized_memory = fills
+
+def repeatable() -> AbstractContextManager[None]:
+    """Choose kernels that add in one order, where there are any; torch warns of operators that have none, unless the
+    program has it refuse them."""
+    return held({_FILLS: False} if refuses_others() else {_FILLS: False, _MODE: _WARN})
 
 
 def _called(type: str, first: Tensor, *rest: Any, **named: Any) -> Any:
-    if not (first.is_cuda or type in _ANYWHERE):
+    if not first.is_cuda:
         return overload(type)(first, *rest, **named)
     with repeatable():
         return overload(type)(first, *rest, **named)
+
+
+def _put(type: str, first: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Any:
+    """``index_put``: on the host its kernel adds in no fixed order either, from 32,768 elements on and in several
+    threads; on CUDA it sorts, if it is to add."""
+    if first.is_cuda:
+        put = overload(type) if accumulate else partial(_called, type)
+        return put(first, indices, values, accumulate)
+    if not type.endswith("put_.default"):  # as torch does, and in all threads
+        first, type = first.clone(), "aten.index_put_.default"
+    return in_one_thread(overload(type), first, indices, values, accumulate)
 
 
 _NAMES: Final = """
@@ -65,11 +76,10 @@ _NAMES: Final = """
     scatter_reduce.two scatter_reduce_.two
 """
 
-_ANYWHERE: Final = frozenset({"aten._unsafe_index_put.default", "aten.index_put.default", "aten.index_put_.default"})
-"""Types whose kernels on the host add in no fixed order either, from 32,768 elements on and in several threads."""
+_PUT: Final = frozenset({"aten._unsafe_index_put.default", "aten.index_put.default", "aten.index_put_.default"})
 
 REPEATABLE: Final[Mapping[str, Callable[..., Any]]] = {
-    type: partial(_called, type) for type in (f"aten.{name}" for name in _NAMES.split())
+    type: partial(_put if type in _PUT else _called, type) for type in (f"aten.{name}" for name in _NAMES.split())
 }
 """Torch's types that have such a kernel, and what calls it (the documentation of
 ``torch.use_deterministic_algorithms``)."""

@@ -4,23 +4,40 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Final
 
 import torch
 
-__all__ = ["FORKS", "is_neutral", "neutral"]
+from graphir.process import Setting, held
+
+from .openmp import in_threads
+
+__all__ = ["FORKS", "follow_forks", "is_neutral", "neutral"]
 
 FORKS: Final = [0]
-"""How many forks lie between the first process and this one. Comparing it is cheaper than asking for the process id."""
+"""How many forks lie between the first session's process and this one. Comparing it is cheaper than asking for the
+process id."""
 
 
 def _count_fork() -> None:
     FORKS[0] += 1
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_count_fork)
+@cache
+def follow_forks() -> None:
+    """Count them from now on."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_count_fork)
+
+
+_SAME_CONVOLUTIONS: Final = {
+    Setting("cudnn.deterministic", torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic): True,
+    Setting("cudnn.benchmark", torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark): False,
+}
+"""cuDNN takes algorithms that give the same bits in each run, not those that were fastest in this one. A convolution's
+forward could be told so by arguments, its backward can't."""
 
 
 def is_neutral(threads: int) -> bool:
@@ -30,31 +47,23 @@ def is_neutral(threads: int) -> bool:
 
 @contextmanager
 def neutral(threads: int, kinds: Collection[str] = ("cpu",)) -> Iterator[None]:
-    """Make it so, for these kinds of devices, and restore the thread's own settings afterwards."""
-    before = torch.get_num_threads()
-    if before != threads:
-        torch.set_num_threads(threads)
-    try:
-        with ExitStack() as stack:
-            for kind in kinds:
-                if torch.amp.is_autocast_available(kind):
-                    stack.enter_context(torch.autocast(kind, enabled=False))
-            if "cuda" in kinds:
-                stack.enter_context(_same_convolutions())
-            yield
-    finally:
-        if before != threads:
-            torch.set_num_threads(before)
+    """Make it so, for these kinds of devices, and restore the thread's own settings afterwards.
+
+    Only CUDA takes settings of the whole process: steps there overlap, since all hold the same.
+    """
+    same = held(_SAME_CONVOLUTIONS) if "cuda" in kinds else nullcontext()
+    with in_threads(threads), _without_autocast(kinds), same:
+        yield
 
 
 @contextmanager
-def _same_convolutions() -> Iterator[None]:
-    """Let cuDNN take algorithms that give the same bits in each run, and not those that were fastest in this one."""
-    before = torch._C._get_cudnn_deterministic(), torch._C._get_cudnn_benchmark()
-    torch._C._set_cudnn_deterministic(True)
-    torch._C._set_cudnn_benchmark(False)
+def _without_autocast(kinds: Collection[str]) -> Iterator[None]:
+    """As ``torch.autocast(…, enabled=False)``, which empties at its end what all threads have cast."""
+    cast = [kind for kind in kinds if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)]
     try:
+        for kind in cast:
+            torch.set_autocast_enabled(kind, False)
         yield
     finally:
-        torch._C._set_cudnn_deterministic(before[0])
-        torch._C._set_cudnn_benchmark(before[1])
+        for kind in cast:
+            torch.set_autocast_enabled(kind, True)

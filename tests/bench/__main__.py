@@ -1,7 +1,8 @@
 """Run the benchmarks and print their tables; with --write, put them into docs/benchmarks.md.
 
 python tests/bench [capture] [scale] [passes] [synthetic] [caffe2] [step] [check] [parallel] [lock] [small] [memory]
-                   [start] [bits] [whole] [cuda] [mutants] [--write]
+                   [profile] [profiling] [start] [bits] [whole] [cuda] [mutants] [certificates] [proofs]
+                   [certify] [elements] [--write]
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "zoo"), str(ROOT / "tests" / "bench")]
+sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("", "zoo", "bench", "caffe2"))]
 
 import accelerating
 import allocating
 import capturing
+import certifying
 import checking
 import exactness
 import importing
@@ -28,6 +30,9 @@ import locking
 import mutating
 import parallel
 import placing
+import profiling
+import proving
+import reaching
 import scaling
 import starting
 import stepping
@@ -46,11 +51,17 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "lock": locking.rows,
     "small": parallel.small_rows,
     "memory": allocating.rows,
+    "profile": profiling.rows,
+    "profiling": profiling.cost_rows,
     "start": starting.rows,
     "bits": exactness.bit_rows,
     "whole": exactness.whole_batch_rows,
     "cuda": accelerating.rows,
     "mutants": mutating.rows,
+    "certificates": certifying.rows,
+    "proofs": proving.pass_rows,
+    "certify": proving.ratio_rows,
+    "elements": reaching.rows,
 }
 
 

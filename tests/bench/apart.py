@@ -22,15 +22,19 @@ def serve(timed: Callable[[int], float]) -> None:
 
 
 @contextmanager
-def apart(script: str, processes: Sequence[Sequence[str]]) -> Iterator[Callable[[int], float]]:
-    """Start *script*, a file beside this one, in a process for each of these arguments.
+def apart(
+    script: str, processes: Sequence[Sequence[str]], checkout: Path | None = None
+) -> Iterator[Callable[[int], float]]:
+    """Start *script*, a file beside this one, in a process for each of these arguments; with graphir of another
+    *checkout*, if one is given.
 
     Yields:
         what makes so many steps in all of the processes at once, and says how many seconds the slowest took.
     """
     folder = Path(__file__).resolve().parent
     tests = folder.parent
-    path = os.pathsep.join([str(tests.parent), str(tests), str(tests / "zoo"), str(folder)])
+    own = [tests, tests / "zoo", tests / "caffe2", folder]
+    path = os.pathsep.join(map(str, [checkout or tests.parent, *own]))
     started = [
         subprocess.Popen(
             [sys.executable, str(folder / script), *arguments],

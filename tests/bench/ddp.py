@@ -1,21 +1,25 @@
-"""One of two processes under DistributedDataParallel: ``python tests/bench/ddp.py RANK STORE CASE``."""
+"""One of two processes under DistributedDataParallel: ``python tests/bench/ddp.py RANK STORE CASE HEAP``."""
 
 from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 from apart import serve
+from graphir.runtime.machine.heap import kept_heap
 from parallel import CASES, WARM
 from stepping import eager_step, momentum_sgd
 from timing import seconds
 
 
-def main(rank: int, store: str, case: str) -> None:
-    """Serve steps on this process's half of the batch, each kernel in one thread."""
+def main(rank: int, store: str, case: str, heap: str) -> None:
+    """Serve steps on this process's half of the batch, each kernel in one thread; the heap is ``kept`` or not."""
     torch.set_num_threads(1)
+    keeping = kept_heap() if heap == "kept" else nullcontext()
+    keeping.__enter__()  # until the process ends
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     make, batch = CASES[case]
     example = make(batch // 2)
@@ -36,4 +40,4 @@ def main(rank: int, store: str, case: str) -> None:
     os._exit(0)  # gloo now and then aborts in its own clean-up
 
 
-main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+main(int(sys.argv[1]), *sys.argv[2:])

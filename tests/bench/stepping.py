@@ -5,17 +5,16 @@ from __future__ import annotations
 import importlib.util
 import statistics
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
 from typing import NamedTuple
 
 import models
 import torch
 from apart import apart
-from timing import in_turn, warmed
+from timing import in_turn
 from torch import nn
 from zoo_rows import library
-
-import graphir
-from graphir import passes, runtime
 
 __all__ = ["CASES", "Case", "DispatchBound", "dispatch_bound", "eager_step", "momentum_sgd", "rows"]
 
@@ -95,54 +94,43 @@ def eager_step(example: models.Example, optimizer: torch.optim.Optimizer) -> Cal
 
 
 def rows() -> Iterator[str]:
-    """The table of a whole training step, zero_grad to optimizer.step, against eager; and of eager against itself."""
+    """The table of a whole training step, zero_grad to optimizer.step, against eager; and of eager against itself. Each
+    side is a process of its own, once as glibc has the heap and once where it keeps it."""
     yield (
         "| model | SGD momentum | eager, ms | plan, ms | plan / eager | quartiles | at most | eager / eager "
-        "| quartiles | plan / eager beside it | quartiles |"
+        "| quartiles | heap kept: eager, ms | plan, ms | plan / eager | quartiles | plan, kept / not |"
     )
-    yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+    yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
     for name, case in CASES.items():
         for form in ("for-loop", "fused"):
-            threads = torch.get_num_threads()
-            if case.alone:
-                torch.set_num_threads(1)
-            try:
-                taken = _taken(name, form)
-            finally:
-                torch.set_num_threads(threads)
-            plan, eager, again, beside = taken.values()
+            eager, plan, again, kept_eager, kept_plan = _taken(name, form).values()
+            kept = _ratio(kept_plan, plan).partition(" |")[0]
             yield (
-                f"| {name} | {form} | {statistics.median(eager) * 1e3:.3f} | {statistics.median(plan) * 1e3:.3f} "
-                f"| {_ratio(plan, eager)} | {case.limit} | {_ratio(again, eager)} | {_ratio(plan, beside)} |"
+                f"| {name} | {form} | {_milliseconds(eager)} | {_milliseconds(plan)} | {_ratio(plan, eager)} "
+                f"| {case.limit} | {_ratio(again, eager)} | {_milliseconds(kept_eager)} | {_milliseconds(kept_plan)} "
+                f"| {_ratio(kept_plan, kept_eager)} | {kept} |"
             )
 
 
 def _taken(name: str, form: str) -> dict[str, list[float]]:
-    """Seconds of steps by a plan, twice in eager PyTorch in a process of its own, and in eager PyTorch here."""
+    """Seconds of steps in eager PyTorch, by a plan, and in eager PyTorch once more; and where the heap is kept."""
     case = CASES[name]
-    example = case.make()
-    optimizer = momentum_sgd(example.model, fused=form == "fused")
-    program = graphir.capture(
-        example.model, inputs=example.inputs, targets=example.targets, loss=example.loss, optimizer=optimizer
-    )
-    plan = passes.emit(passes.share_storage(program))
-    with (
-        runtime.Session(plan, program.state, binding="cpu") as session,
-        apart("eager_steps.py", [(name, form)]) as eager,
-    ):
-        sides = {
-            "plan": _timed(lambda: session.step(*example.inputs, *example.targets), case),
-            "eager": lambda: eager(case.steps) / case.steps,
-            "eager again": lambda: eager(case.steps) / case.steps,
-            "eager beside the plan": _timed(eager_step(example, optimizer), case),
-        }
-        return in_turn(sides, case.rounds)
+    sides = [(side, name, form, heap) for heap in ("as it is", "kept") for side in ("eager", "plan")]
+    with ExitStack() as stack:
+        eager, plan, *kept = [stack.enter_context(apart("one_side.py", [side])) for side in sides]
+        runs = dict(
+            zip(("eager", "plan", "eager again", "eager, kept", "plan, kept"), (eager, plan, eager, *kept), strict=True)
+        )
+        return in_turn({side: partial(_step_seconds, run, case.steps) for side, run in runs.items()}, case.rounds)
 
 
-def _timed(step: Callable[[], object], case: Case) -> Callable[[], float]:
-    """Seconds of a step, the mean of some."""
-    timed = warmed(step, case.warm)
-    return lambda: timed(case.steps) / case.steps
+def _step_seconds(run: Callable[[int], float], steps: int) -> float:
+    """The mean of some."""
+    return run(steps) / steps
+
+
+def _milliseconds(taken: list[float]) -> str:
+    return f"{statistics.median(taken) * 1e3:.3f}"
 
 
 def _ratio(ours: list[float], theirs: list[float]) -> str:

@@ -17,6 +17,7 @@ import pytest
 import graphir
 from graphir import passes, runtime
 from graphir.cli import main
+from graphir.ir.files import save_net
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -91,7 +92,8 @@ def test_help_is_plain(run: Run) -> None:
     status, text, _ = run("--help")
     assert status == 0
     assert "  --version  Print the version.\n" in text and text.isascii()
-    assert "  check  Prove that a plan runs right, or print what can go wrong.\n" in text
+    assert "  check    Prove that a plan runs right, or print what can go wrong.\n" in text
+    assert "  profile  Measure what the operators of a step take on this machine.\n" in text
 
 
 @pytest.mark.parametrize(
@@ -132,3 +134,25 @@ def test_it_checks_plans_only(run: Run, folder: Path) -> None:
     status, text, errors = run("check", folder / "program.json")
     assert (status, text) == (1, "")
     assert errors.startswith("graphir: check takes a plan, not a program\n")
+
+
+def test_profile_measures_and_predicts(run: Run, tmp_path: Path) -> None:
+    example = models.mlp(batch=2, features=4, hidden=4)
+    program = graphir.capture(example.model, inputs=example.inputs)
+    program.save(tmp_path / "mlp.json")
+    path = tmp_path / "profile.json"
+    status, text, _ = run("profile", tmp_path / "mlp.json", "--path", path, "--threads", "1")
+    calls = len(graphir.Profile.load(path).calls)
+    assert status == 0 and text.startswith(f"profile of {calls} calls on ")
+    assert "memory of 'mlp'" in text and f"scratch of {calls} operators: {calls} measured" in text
+    status, text, _ = run("profile", tmp_path / "mlp.json", "--path", path, "--threads", "1", "--json")
+    found = json.loads(text)
+    assert (found["calls"], found["failed"], found["sources"]["measured"]) == (calls, {}, calls)
+    assert found["peak"] == graphir.memory(program, threads=1).peak
+
+
+def test_profile_wants_a_program_or_a_plan(run: Run, tmp_path: Path) -> None:
+    example = models.mlp(batch=2, features=4, hidden=4)
+    save_net(graphir.capture(example.model, inputs=example.inputs).step, tmp_path / "net.json")
+    status, _, error = run("profile", tmp_path / "net.json")
+    assert status == 1 and error.startswith("graphir: profile takes a program or a plan, not a net")

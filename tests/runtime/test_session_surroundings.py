@@ -153,7 +153,7 @@ def test_a_thread_that_cannot_start_is_reported(monkeypatch):
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("no more")
 
-    monkeypatch.setattr(torch, "set_num_threads", failing)
+    monkeypatch.setattr(threads, "set_threads", failing)
     with pytest.raises(SessionError, match="threads cannot be started: RuntimeError: no more"):
         Session(plan, program.state, executor="threads")
     assert threading.active_count() == before
@@ -271,6 +271,53 @@ def test_a_session_is_not_used_from_within_its_own_step(use, during):
         session.step(torch.ones(2))
 
 
+class Slow(dict):
+    """A state whose reading takes as long as somebody else says."""
+
+    def __init__(self, state):
+        super().__init__(state)
+        self.reading, self.leave = threading.Event(), threading.Event()
+
+    def __getitem__(self, name):
+        self.reading.set()
+        self.leave.wait(20)
+        return super().__getitem__(name)
+
+
+def test_a_step_while_another_thread_uses_the_state_says_so():
+    """The thread that stepped last was told that it was in a step."""
+    with adding(executor="serial") as session:
+        session.step(torch.ones(2))
+        given = Slow({"s": torch.ones(2)})
+        other = threading.Thread(target=session.load_state_dict, args=(given,))
+        other.start()
+        assert given.reading.wait(20)
+        try:
+            with pytest.raises(
+                SessionError, match=r"another thread is reading or overwriting the state of this session"
+            ):
+                session.step(torch.ones(2))
+        finally:
+            given.leave.set()
+            other.join(20)
+        assert session.step(torch.ones(2)).tolist() == [1, 1]
+        assert session.state()["s"].tolist() == [2, 2]
+
+
+def test_a_step_within_a_use_of_the_state_says_so():
+    class Stepping(Slow):
+        def __getitem__(self, name):
+            with pytest.raises(
+                SessionError, match=r"this thread is reading or overwriting the state of this session al"
+            ):
+                session.step(torch.ones(2))
+            return dict.__getitem__(self, name)
+
+    with adding(executor="serial") as session:
+        session.load_state_dict(Stepping({"s": torch.ones(2)}))
+        assert session.step(torch.ones(2)).tolist() == [1, 1]
+
+
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 def test_closing_waits_for_the_step_of_another_thread(executor, during):
     inside, results = threading.Event(), []
@@ -354,7 +401,7 @@ PROCESS = """
 import os, signal, sys, threading, time
 sys.path[:0] = {paths}
 import torch
-from graphir.runtime import Session
+from graphir.runtime import Session, session
 from graphir.runtime.codegen import statements
 from graphir.runtime.executors import threads
 from runnable import forward_plan
@@ -374,16 +421,16 @@ def interrupting(source, device):
 
 for executor in ("serial", "threads"):
     statements.copy = interrupting
-    with Session(plan, state, executor=executor) as session:
+    with Session(plan, state, executor=executor) as made:
         try:
-            session.step(torch.ones(2))
+            made.step(torch.ones(2))
         except KeyboardInterrupt:
-            print(executor, session.usable, session.steps_done)
+            print(executor, made.usable, made.steps_done)
 
 # At the exit: threads that nobody ended, and a step that nobody waits for.
 inside = threading.Event()
 statements.copy = lambda source, device: (inside.set(), time.sleep(60))
-threads._GRACE_SECONDS = 0.2
+threads._GRACE_SECONDS = session._EXIT_SECONDS = 0.2
 idle, busy = (Session(plan, state, executor="threads") for _ in range(2))
 threading.Thread(target=busy.step, args=(torch.ones(2),), daemon=True).start()
 print(inside.wait(20))

@@ -1,18 +1,19 @@
-"""The memory of a step stays in the process between steps."""
+"""The memory of a step stays in the process between steps, where a session is asked for that."""
 
+import gc
 import os
 import resource
-import threading
 
 import models
 import pytest
 import torch
 from graphir.runtime import Session
 from graphir.runtime.machine import heap
-from runnable import captured, sgd
+from runnable import captured, forward_plan, sgd
 
 import graphir
 from graphir import passes
+from graphir.errors import SessionError
 
 
 class Recorded:
@@ -32,7 +33,6 @@ class Recorded:
 def libc(monkeypatch):
     recorded = Recorded()
     monkeypatch.setattr(heap, "_glibc", lambda: recorded)
-    monkeypatch.setattr(heap, "_contexts", 0)
     return recorded
 
 
@@ -47,23 +47,37 @@ def test_the_last_context_gives_back(libc):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_process_forked_while_memory_is_given_back_can_keep_it(libc, monkeypatch):
-    begun, leave = threading.Event(), threading.Event()
-    monkeypatch.setattr(libc, "malloc_trim", lambda pad: begun.set() or leave.wait(60))
+def test_a_forked_process_gives_back_and_can_keep_again(libc):
+    kept, left = [*heap._KEEP.items()], [*heap._LEAVE.items(), "trim"]
+    with heap.kept_heap():
+        child = os.fork()
+        if child == 0:
+            with heap.kept_heap():
+                os._exit(0 if libc.calls == kept + left + kept else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert libc.calls == kept
 
-    def use():
-        with heap.kept_heap():
-            pass
 
-    thread = threading.Thread(target=use)
-    thread.start()
-    begun.wait(60)
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if heap._lock.acquire(timeout=5) else 1)
-    leave.set()
-    thread.join()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+@pytest.mark.parametrize("executor", ["reference", "serial", "threads"])
+def test_a_session_keeps_memory_where_it_is_asked_to(executor, libc):
+    plan = forward_plan("input x : f32[2] @gpu:0\ny : f32[2] @gpu:1 = Copy(x)", "x", output="y")
+    with Session(plan, {}, executor=executor) as session:
+        session.step(torch.ones(2))
+    assert libc.calls == []
+    with Session(plan, {}, executor=executor, keep_heap=True):
+        assert libc.calls == [*heap._KEEP.items()]
+    assert libc.calls[-1] == "trim"
+    session = Session(plan, {}, executor=executor, keep_heap=True)
+    del session
+    gc.collect()
+    assert libc.calls[-1] == "trim"
+
+
+@pytest.mark.parametrize("given", [1, None, "yes"])
+def test_what_is_neither_on_nor_off_is_refused(given):
+    plan = forward_plan("input x : f32[2] @gpu:0\ny : f32[2] @gpu:0 = aten.neg(x)", "x", output="y")
+    with pytest.raises(SessionError, match=r"keep_heap=.*: it is on or off"):
+        Session(plan, {}, keep_heap=given)
 
 
 def test_what_the_environment_sets_stays(monkeypatch):
@@ -85,7 +99,7 @@ def test_a_warm_step_maps_few_pages(executor):
     predicted = graphir.memory(plan)
     needed = sum(predicted.peak[device] - predicted.state[device] for device in predicted.peak)
     batch = [torch.cat([tensor, tensor]) for tensor in (*example.inputs, *example.targets)]
-    with Session(plan, program.state, executor=executor) as session:
+    with Session(plan, program.state, executor=executor, keep_heap=True) as session:
         for _ in range(8):
             session.step(*batch)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -337,7 +337,7 @@ def test_programs_that_make_no_sense_are_refused() -> None:
     less = {name: blob for name, blob in step.blobs.items() if name != "a"}
     with pytest.raises(PlanError, match="the plan names a blob 'a', which is not declared"):
         check(SOUND.with_(program=SOUND.program.with_(step=step.with_(blobs=less))))
-    odd = {**step.blobs, "a": step.blobs["a"]._replace(dtype="f31", offset=1)}
+    odd = {**step.blobs, "a": step.blobs["a"]._replace(strides=3)}
     with pytest.raises(PlanError, match="the values that the plan computes cannot be followed"):
         check(SOUND.with_(program=SOUND.program.with_(step=step.with_(blobs=odd))))
     with pytest.raises(GraphirError, match="check takes a Plan, not Program"):
