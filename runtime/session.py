@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -31,6 +32,7 @@ from .kernels.repeatable import unrepeatable
 from .learning_rates import Group, LearningRates
 from .loop import run_loader
 from .machine.calibration import host_rates
+from .machine.ending import ENDS_IN, stay
 from .machine.heap import kept_heap
 from .machine.places import Binding, generator_on, places_of
 from .machine.stopwatch import Stopwatch
@@ -410,25 +412,28 @@ class Session:
             while not self._running.acquire(timeout=_LOOK_SECONDS):
                 if self._progress.user[0] == threading.get_ident():
                     raise self._busy()
-            self._end()
+                if ENDS_IN:
+                    break  # who holds it stays where it is
+            else:
+                try:
+                    self._end()
+                finally:
+                    self._running.release()
         self._closed, self._outputs = True, ()
 
     def _end(self) -> None:
         """End what this thread has the use of."""
-        try:
-            with Use(self._progress, "is closing"):
-                self._closed = True  # Ctrl-C may strike while threads end
-                self._executor.close()
-                self._held.close()
-        finally:
-            self._running.release()
+        with Use(self._progress, "is closing"):
+            self._closed = True  # Ctrl-C may strike while threads end
+            self._executor.close()
+            self._held.close()
 
     def _end_at_exit(self, waited: Stopwatch) -> None:
         """Close it once the step that another thread is in has ended, or after a while not."""
-        while self._forks == FORKS[0] and waited.look() <= _EXIT_SECONDS:
-            if self._running.acquire(timeout=_LOOK_SECONDS):
-                self._end()
-                return
+        while self._forks == FORKS[0] and self._progress.user[0] and waited.look() <= _EXIT_SECONDS:
+            time.sleep(_LOOK_SECONDS)
+        if self._forks == FORKS[0] and not self._progress.user[0]:
+            self._end()
 
     def __reduce__(self) -> NoReturn:
         raise SessionError(
@@ -452,6 +457,7 @@ class Session:
 
     def _check_open(self) -> None:
         if self._closed:
+            stay()
             raise SessionError(
                 "the session is closed", where=self._where(), fix="make a new Session; take state_dict() before closing"
             )
@@ -510,11 +516,11 @@ _open: Final[weakref.WeakSet[Session]] = weakref.WeakSet()
 
 @cache
 def _end_at_exit() -> None:
-    """Close sessions that nobody closed before the interpreter ends. It ends threads wherever they take its lock next;
-    within an operator of torch C++ aborts the process then."""
+    """Close sessions that nobody closed before the interpreter ends, once no thread is in a step any more."""
     end_threads_at_exit()  # registered first, and so called last: for steps that were not waited for
 
     def end() -> None:
+        ENDS_IN.append(threading.get_ident())
         waited = Stopwatch()
         for session in list(_open):
             session._end_at_exit(waited)

@@ -24,6 +24,7 @@ from .failures.faults import reason_of
 from .kernels.communication import copy
 from .kernels.invoke import fill
 from .kernels.optimizers import as_torch_has_it
+from .machine.ending import ENDS_IN, stay
 
 __all__ = ["State", "Use"]
 
@@ -51,6 +52,8 @@ _NOBODY: Final = 0, ""
 class Use:
     """While this is active, the calling thread uses a state, which one thread at a time may.
 
+    A thread that enters or leaves while the interpreter ends stays there, and the state is not in use.
+
     Args:
         progress: of the state.
         what: it does, such as ``is in a step of``.
@@ -61,9 +64,18 @@ class Use:
 
     def __enter__(self) -> None:
         self.progress.user = threading.get_ident(), self.what
+        if ENDS_IN:  # asked once the state is in use: the thread that ends the interpreter asks in the other order
+            self._stay()
 
     def __exit__(self, *raised: object) -> None:
+        if ENDS_IN:
+            self._stay()
         self.progress.user = _NOBODY
+
+    def _stay(self) -> None:
+        user, self.progress.user = self.progress.user, _NOBODY
+        stay()
+        self.progress.user = user
 
 
 class State:

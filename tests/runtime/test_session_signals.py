@@ -135,30 +135,30 @@ def test_ctrl_c_while_threads_are_stopped_after_an_error_is_not_lost():
 
 
 AT_EXIT = """
-from graphir.errors import SessionError
+import atexit
+sessions = []
+atexit.register(lambda: [session.close() for session in sessions])  # called after what sessions register themselves
 
 def work(executor, begun):
     with session_of(executor=executor) as session:
-        begun.set()
-        try:
-            while True:
-                session.step(X)
-        except SessionError:
-            os.write(1, b"refused ")
+        sessions.append(session)
+        while True:
+            session.step(X)
+            begun.set()
 
 for executor in ("serial", "threads"):
     begun = threading.Event()
     threading.Thread(target=work, args=(executor, begun), daemon=True).start()
     begun.wait()
-time.sleep(0.1)
 """
 
 
 def test_the_exit_waits_for_steps_of_threads_that_nobody_waits_for():
-    """It ended them within operators, whereupon C++ aborted the process."""
-    with process(AT_EXIT) as running:
+    """It ended them within operators, whereupon C++ aborted the process in a quarter of the runs."""
+    at_once = [process(AT_EXIT) for _ in range(4)]
+    for running in at_once:
         output, errors = running.communicate(timeout=120)
-    assert (set(output.split()) <= {"refused"}, errors, running.returncode) == (True, "", 0)
+        assert (output, errors, running.returncode) == ("", "", 0)
 
 
 AT_ANY_MOMENT = """
