@@ -72,15 +72,16 @@ class _ProfileFile(_Record):
 
 
 def default_path() -> Path | None:
-    """The file of this machine's profile, whether it is there or not; None where the environment wants none."""
+    """The file of this machine's profile, whether it is there or not; None where the environment wants none, or the
+    user has no home."""
     named = os.environ.get("GRAPHIR_PROFILE")
     if named is not None:
         return path_of(named) if named else None
     digest = hashlib.sha256(str(machine()).encode()).hexdigest()[:16]
     folder = os.environ.get("XDG_CACHE_HOME", "")
     # Relative ones are to be ignored, says the XDG Base Directory Specification.
-    root = Path(folder) if Path(folder).is_absolute() else Path("~/.cache").expanduser()
-    return root / "graphir" / f"profile-{digest}.json"
+    root = Path(folder) if Path(folder).is_absolute() else Path(os.path.expanduser("~/.cache"))  # noqa: PTH111  # no error
+    return root / "graphir" / f"profile-{digest}.json" if root.is_absolute() else None
 
 
 def read_profile(path: str | Path) -> Profile:

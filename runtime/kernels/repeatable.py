@@ -24,7 +24,7 @@ from graphir.ir.net import Net
 from graphir.ir.opset import overload
 from graphir.process import Setting, held
 
-from .short import in_one_thread
+from ..machine.openmp import in_threads
 
 __all__ = ["REPEATABLE", "refuses_others", "repeatable", "unrepeatable"]
 
@@ -67,7 +67,8 @@ def _put(type: str, first: Tensor, indices: Any, values: Tensor, accumulate: boo
         return put(first, indices, values, accumulate)
     if not type.endswith("put_.default"):  # as torch does, and in all threads
         first, type = first.clone(), "aten.index_put_.default"
-    return in_one_thread(overload(type), first, indices, values, accumulate)
+    with in_threads(1):
+        return overload(type)(first, indices, values, accumulate)
 
 
 _NAMES: Final = """

@@ -38,6 +38,8 @@ import starting
 import stepping
 import torch
 
+from graphir.errors import counted
+
 PAGE = ROOT / "docs" / "benchmarks.md"
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "capture": capturing.rows,
@@ -73,7 +75,8 @@ def machine() -> str:
         model = found[1]
     return (
         f"Measured on {datetime.date.today().isoformat()}: {os.cpu_count()} cores of {model}, "
-        f"Python {platform.python_version()}, torch {torch.__version__}, {torch.get_num_threads()} threads a kernel."
+        f"Python {platform.python_version()}, torch {torch.__version__}, "
+        f"{counted(torch.get_num_threads(), 'thread')} a kernel."
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import warnings
 from pathlib import Path
 
@@ -151,6 +152,8 @@ def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     found = default_path()
     assert found is not None and found.parent == tmp_path / "home" / ".cache" / "graphir"
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user without a home
+    assert default_path() is None and cached() is None
     monkeypatch.setenv("GRAPHIR_PROFILE", str(tmp_path / "mine.json"))
     assert default_path() == tmp_path / "mine.json"
     monkeypatch.setenv("GRAPHIR_PROFILE", "")
