@@ -21,15 +21,25 @@ __all__ = ["SPARSE", "SPARSE_UPDATES"]
 
 
 _UNCHECKED: Final[Callable[..., Tensor]] = torch.ops.aten._sparse_coo_tensor_unsafe.default
-"""Makes a sparse tensor, and trusts the indices: the embedding's forward has checked them."""
+"""Makes a sparse tensor, and trusts the indices."""
 
 
 def _tensor(indices: Tensor, values: Tensor, rows: int) -> Tensor:
-    """The sparse tensor of what is not empty."""
-    present = indices[0] >= 0
-    if not present.all():
+    """The sparse tensor of what is not empty.
+
+    Torch's kernels for sparse tensors add to whatever address an index leads to, and a plan may make indices up.
+
+    Raises:
+        IndexError: an index is neither that of a row nor -1.
+    """
+    lowest, highest = (int(bound) for bound in indices.aminmax()) if indices.numel() else (0, -1)
+    if lowest < -1 or highest >= rows:
+        wrong = highest if highest >= rows else lowest
+        raise IndexError(f"the sparse index {wrong} is out of bounds for {rows} rows")
+    if lowest < 0:
+        present = indices[0] >= 0
         indices, values = indices[:, present], values[present]
-    return _UNCHECKED(indices, values, (rows, values.shape[1]))
+    return _UNCHECKED(indices, values, (rows, *values.shape[1:]))
 
 
 def _slots(gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -110,8 +120,8 @@ def _adagrad(
 ) -> None:
     """``torch.optim.Adagrad``."""
     for param, index, value, total, step in zip(params, indices, values, sums, steps, strict=True):
-        step.add_(1)
         gradient = _tensor(index, value, param.shape[0])
+        step.add_(1)
         gradient = (-gradient if maximize else gradient).coalesce()
         step_size = float(lr) / (1 + (step.item() - 1) * lr_decay)
         rows, summands = gradient._indices(), gradient._values()
@@ -138,8 +148,8 @@ def _adam(
     for param, index, value, exp_avg, exp_avg_sq, step in zip(
         params, indices, values, exp_avgs, exp_avg_sqs, steps, strict=True
     ):
-        t = int(step.add_(1).item())
         gradient = _tensor(index, value, param.shape[0])
+        t = int(step.add_(1).item())
         gradient = (-gradient if maximize else gradient).coalesce()
         rows, new = gradient._indices(), gradient._values()
         before = exp_avg.sparse_mask(gradient)._values()
