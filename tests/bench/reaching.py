@@ -31,7 +31,6 @@ def rows() -> Iterator[str]:
         others = len(gaps.reaching) - len(wrong)
         shown = f"{len(wrong)} {' '.join(wrong)}".strip()
         yield f"| {name} | {len({*free, *gaps.reaching})} | {listed} | {others} | {shown} |"
-    return
 
 
 def _step(row: Row) -> Callable[[], Any]:
