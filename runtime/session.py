@@ -37,6 +37,7 @@ from .machine.heap import kept_heap
 from .machine.places import Binding, generator_on, places_of
 from .machine.stopwatch import Stopwatch
 from .machine.surroundings import FORKS, follow_forks
+from .memory_limit import MemoryLimit, Most
 from .observing.finite import FiniteWatch
 from .observing.measurement import Measurement
 from .observing.observed import Observed
@@ -96,12 +97,15 @@ class Session:
             system, as long as the session is open; faster, and for the whole process.
         witness: the program that ``graphir.capture`` returned for the plan. Before the first step at sizes that were
             not recorded, the module's step is recorded at them and compared with the program.
+        memory_limit: bytes that a step may take on each real device, as :func:`graphir.memory` predicts them; by
+            default as many as the machine has. A plan that takes more is refused, at its own sizes when the session is
+            made, and at others before the first step of that size. None: no plan is.
 
     Raises:
         VerifyError: the plan is not sound.
         PlanError: the plan has what no executor can run.
         SessionError: it is no plan; the state does not fit it; an unknown binding or executor; devices that are not
-            there; the session beside is closed, or cannot be used.
+            there; the session beside is closed, or cannot be used; the plan takes more than *memory_limit*.
         RunError: an operator that fills the state failed.
     """
 
@@ -120,8 +124,9 @@ class Session:
         cuda_graph: bool = False,
         keep_heap: bool = False,
         witness: Program | None = None,
+        memory_limit: Most = "machine",
     ) -> None:
-        options = Options(executor, threads, seed, deadline, collectives, cuda_graph, keep_heap)
+        options = Options(executor, threads, seed, deadline, collectives, cuda_graph, keep_heap, memory_limit)
         options.check()
         if not isinstance(beside, (Session, type(None))):
             raise SessionError(
@@ -132,6 +137,8 @@ class Session:
         admit(plan)
         places = places_of(binding, plan.devices, host_only=options.host_only)
         options.check_places(places)
+        self._intraop = threads or torch.get_num_threads()
+        limit = MemoryLimit(plan, places, self._intraop, memory_limit)
         self.plan, self._closed = plan, False
         self._running: threading.Lock = threading.Lock() if beside is None else beside._running
         follow_forks()
@@ -140,7 +147,8 @@ class Session:
         self._state: State = State(program, state, None if beside is None else beside._state, places)
         self._rates: LearningRates = LearningRates(program, state, None if beside is None else beside._rates)
         self._progress = self._state.progress
-        self._scatter = Scatter(program, places, threads, None if witness is None else witness_of(witness, program))
+        checks = [limit.check] if witness is None else [limit.check, witness_of(witness, program)]
+        self._scatter = Scatter(program, places, threads, checks)
         self._gather = Gather(program)
         self._outputs: tuple[Tensor, ...] = ()
         setting = Setting(
@@ -151,7 +159,7 @@ class Session:
             {device: generator_on(place) for device, place in places.items()},
             deadline,
         )
-        self._setting, self._places, self._intraop = setting, places, threads or torch.get_num_threads()
+        self._setting, self._places = setting, places
         self._choice = choose(plan, executor, places, self._intraop)
         self._executor = options.make(setting, self._choice)
         self._watch = FiniteWatch(plan) if check_finite else None
@@ -179,8 +187,8 @@ class Session:
         Raises:
             CoverageError: the program does not cover the arguments, or at their sizes is not what its witness says;
                 nothing has changed.
-            SessionError: the arguments do not fit, or another thread is in a step; nothing has changed. Or the session
-                cannot be used any more.
+            SessionError: the arguments do not fit, the step takes more memory than it may at their sizes, or another
+                thread is in a step; nothing has changed. Or the session cannot be used any more.
             RunError: an operator failed; the session is :attr:`usable` where no state had been written.
         """
         if self._running.locked() or self._forks != FORKS[0]:

@@ -70,7 +70,7 @@ class Scatter:
         program: whose steps they are.
         places: the real device of each logical one; the host where one is missing.
         threads: how many threads one kernel may use; None: as many as in this thread.
-        witness: raises where the program is not to be trusted with dimensions; None: it is with all.
+        checks: each raises where the program is not to be run with dimensions.
 
     Attributes:
         names: the input blobs, in the order in which :meth:`split` gives their tensors.
@@ -86,9 +86,9 @@ class Scatter:
         program: Program,
         places: Mapping[Device, torch.device] | None = None,
         threads: int | None = None,
-        witness: Callable[[Dims], None] | None = None,
+        checks: Sequence[Callable[[Dims], None]] = (),
     ) -> None:
-        self.program, self.places, self.witness = program, places or {}, witness
+        self.program, self.places, self.checks = program, places or {}, checks
         self.threads = threads or torch.get_num_threads()
         self.arguments = Arguments(program.interface.arguments, program.interface.feeds)
         blobs, external = program.step.blobs, set(program.step.external_inputs)
@@ -177,8 +177,8 @@ class Scatter:
             cut.append((share, self.program.step.blobs[name], tuple(shape)))
         dims = self.solve([(share.leaf, blob, shape) for share, blob, shape in cut], leaves)
         check_layouts(self.program, dims, self.places, self.threads)
-        if self.witness is not None:
-            self.witness(dims)
+        for check in self.checks:
+            check(dims)
         return Fit(dims, tuple(self.laid_out(share, blob, leaves[share.leaf], dims) for share, blob, _ in cut))
 
     def check_leaf(self, i: int, leaf: Any) -> None:

@@ -22,7 +22,7 @@ from ..kernels.calls import Argument, arrange, evaluate, given
 from ..kernels.communication import copy
 from ..kernels.invoke import flatten
 from ..kernels.optimizers import UPDATES, updater
-from ..machine.free_memory import free_memory
+from ..machine.capacity import free_memory
 from ..machine.surroundings import neutral
 from .allocations import Allocated, recorded
 from .operands import geometries, variants

@@ -247,7 +247,8 @@ TOO_LARGE = """
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_what_is_live_is_said_where_memory_runs_out(executor):
     state = {"w": torch.ones(1000)}
-    with Session(forward_plan(TOO_LARGE, "x", output="fc", state=state), state, executor=executor) as session:
+    plan = forward_plan(TOO_LARGE, "x", output="fc", state=state)
+    with Session(plan, state, executor=executor, memory_limit=None) as session:
         with pytest.raises(RunError) as caught:
             session.step(torch.ones(1000))
         assert session.usable
