@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+# Read as torch is loaded. Several processes share the cores here: a thread of one that waits in a loop for the end of a
+# kernel takes a core from the others, and tests of whole steps then take ten times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 
 TESTS = Path(__file__).resolve().parent

@@ -1,4 +1,4 @@
-"""What ``import graphir`` leaves in the process: modules, and nothing else."""
+"""What ``import graphir`` leaves in the process: modules, and nothing else; and what the first capture adds."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def state():
         "random": (random.getstate(), torch.get_rng_state().tolist()),
         "settings": (torch.get_num_threads(), torch.get_default_dtype(), gc.isenabled(), sys.getswitchinterval()),
         "signals": signal.getsignal(signal.SIGINT),
-        "library": len(torch.library._impls) if hasattr(torch.library, "_impls") else None,
+        "library": len(torch.library._impls),
         "dispatcher": dumped(),
     }
 
@@ -58,36 +58,21 @@ import graphir.passes, graphir.runtime, graphir.cli
 after = state()
 for name, value in before.items():
     new = after[name]
-    if name == "dispatcher":
-        value, new = set(value), {text for text in new if not text.startswith("graphir::")}
-    assert new == value, (name, [x for x in zip(value, new) if x[0] != x[1]][:3])
-{then}
-"""
+    assert new == value, (name, [x for x in zip(value, new) if x[0] != x[1]][:3] if isinstance(value, list) else new)
+print("imported")
 
-
-def run(then: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", SCRIPT.replace("{then}", then)], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-
-
-def test_an_import_changes_nothing_in_the_process() -> None:
-    done = run()
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_capture_registers_no_operator_and_leaves_every_attribute() -> None:
-    done = run(
-        """
 model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5))
 before["random"] = state()["random"]
 graphir.capture(model, (torch.ones(2, 3),), loss=lambda out: torch.linalg.svdvals(out).sum() + out.mean())
 torch.get_rng_state()
 final = state()
-for name in set(before) - {"fork hooks", "dispatcher"}:
+for name in set(before) - {"fork hooks"}:
     assert final[name] == before[name], name
 assert len(hooks) > before["fork hooks"]
-assert {text for text in final["dispatcher"] if not text.startswith("graphir::")} == set(before["dispatcher"])
+print("captured")
 """
-    )
-    assert done.returncode == 0, done.stderr
+
+
+def test_an_import_changes_nothing_in_the_process_and_a_capture_installs_a_fork_hook_alone() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (done.stdout.split(), done.stderr, done.returncode) == (["imported", "captured"], "", 0)

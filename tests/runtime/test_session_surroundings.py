@@ -4,11 +4,8 @@ import copy
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import models
 import nets
@@ -16,6 +13,7 @@ import pytest
 import torch
 from graphir.runtime import Session
 from graphir.runtime.executors import threads
+from processes import output_of
 from runnable import captured, copy_by, forward_plan, sgd, spread
 from torch.overrides import TorchFunctionMode
 
@@ -397,23 +395,7 @@ def test_a_session_can_be_closed_in_a_child_forked_during_a_step(during):
         assert session.usable
 
 
-PROCESS = """
-import os, signal, sys, threading, time
-sys.path[:0] = {paths}
-import torch
-from graphir.runtime import Session, session
-from graphir.runtime.codegen import statements
-from graphir.runtime.executors import threads
-from runnable import forward_plan
-
-BODY = '''
-    buffer s : f32[2] @gpu:0
-    input x : f32[2] @gpu:1
-    y : f32[2] @gpu:0 = Copy(x)
-    s;1 = aten.add_.Tensor(s, y) {{writes=[0:0]}}
-'''
-plan, state = forward_plan(BODY, "x", output="y", state={{"s": torch.zeros(2)}}), {{"s": torch.zeros(2)}}
-
+EXIT = """
 def interrupting(source, device):
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(0.1)
@@ -421,9 +403,9 @@ def interrupting(source, device):
 
 for executor in ("serial", "threads"):
     statements.copy = interrupting
-    with Session(plan, state, executor=executor) as made:
+    with session_of(executor=executor) as made:
         try:
-            made.step(torch.ones(2))
+            made.step(X)
         except KeyboardInterrupt:
             print(executor, made.usable, made.steps_done)
 
@@ -431,15 +413,11 @@ for executor in ("serial", "threads"):
 inside = threading.Event()
 statements.copy = lambda source, device: (inside.set(), time.sleep(60))
 threads._GRACE_SECONDS = session._EXIT_SECONDS = 0.2
-idle, busy = (Session(plan, state, executor="threads") for _ in range(2))
-threading.Thread(target=busy.step, args=(torch.ones(2),), daemon=True).start()
+idle, busy = session_of(), session_of()
+threading.Thread(target=busy.step, args=(X,), daemon=True).start()
 print(inside.wait(20))
 """
 
 
 def test_ctrl_c_stops_every_thread_and_sessions_that_nobody_closed_do_not_keep_a_process():
-    tests = Path(__file__).parents[1]
-    code = PROCESS.format(paths=[str(path) for path in (tests.parent, tests)])
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.stdout, done.stderr) == ("serial False 0\nthreads False 0\nTrue\n", "")
-    assert done.returncode == 0
+    assert output_of(EXIT) == ["serial False 0", "threads False 0", "True"]

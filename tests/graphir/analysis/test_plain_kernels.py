@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any, Final
 
-import pytest
 import torch
 from graphir.runtime.profiling.calls import Subject, measured
 from single_calls import subject_of
@@ -15,7 +14,6 @@ from torch.utils import _pytree as pytree
 
 from graphir.analysis.plain_kernels import PLAIN
 from graphir.analysis.scratch import scratch
-from graphir.errors import GraphirError
 from graphir.ir.opset import signature
 
 SHAPE: Final = (4, 8, 6, 10)
@@ -113,7 +111,12 @@ def versions(given: list[Any]) -> Iterator[list[Any]]:
 
 def subjects(type: str) -> Iterator[tuple[str, Subject]]:
     given, args = operands_of(type)
+    seen = set()
     for number, version in enumerate(versions(given)):
+        kind = tuple((x.dtype, x.stride()) for x in pytree.tree_leaves(version) if isinstance(x, Tensor))
+        if kind in seen:
+            continue
+        seen.add(kind)
         subject = subject_of(type, version, args)
         if subject is not None:
             yield f"{type} {number}", subject
@@ -142,7 +145,4 @@ def test_each_type_allocates_what_its_rule_says() -> None:
 
 def test_every_type_is_one_of_torchs() -> None:
     for type in PLAIN:
-        try:
-            assert signature(type)
-        except GraphirError as e:
-            pytest.fail(str(e))
+        assert signature(type)
