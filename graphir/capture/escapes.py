@@ -37,6 +37,8 @@ _OF_STORAGES: Final = ("is_shared", "data_ptr")
 _ON_THE_WAY: Final = frozenset({"torch._tensor", "torch.nn.parameter", "torch.storage"})
 """Torch's modules that ask for somebody else."""
 _LOGS: Final = "logging"
+_COPIES: Final = "copy"
+"""Python's module, which copies a tensor's data behind torch's back."""
 
 
 @contextlib.contextmanager
@@ -99,6 +101,9 @@ def escapes_refused(scopes: Scopes, known: Callable[[torch.Tensor], torch.Tensor
         return property(refuse) if name == "_version" else refuse
 
     def _refused(what: str, fix: str) -> CaptureError:
+        if _asker().f_globals.get("__name__") == _COPIES:
+            what = "Python's copy module copies a tensor of the step, which no program repeats"
+            fix = "write tensor.clone() instead, or tensor.detach().clone() for a copy without a gradient"
         return CaptureError(what, where=where(scopes.current), fix=fix)
 
     methods = {name: numbers(name) for name in _NUMBERS}

@@ -25,6 +25,7 @@ from graphir.errors import CaptureError
 ELSEWHERE = torch.ones(3)
 TEXT = "the text of a tensor reads numbers out of a tensor, so the step depends on data"
 DATA = "reads numbers out of a tensor, so the step depends on data"
+COPY = "Python's copy module copies a tensor of the step, which no program repeats"
 Way = Callable[[Tensor], Any]
 
 WAYS: dict[str, tuple[Way, str]] = {
@@ -50,6 +51,9 @@ WAYS: dict[str, tuple[Way, str]] = {
     "numpy's from_dlpack": (lambda t: numpy.from_dlpack(t.detach()).sum(), rf"\.__dlpack__\(\) {DATA}"),
     "pickle": (lambda t: len(pickle.dumps(t.detach())), rf"\.__reduce_ex__\(\) {DATA}"),
     "torch.save": (lambda t: torch.save(t.detach(), io.BytesIO()) or 1, DATA),
+    "a copy": (copy.copy, COPY),
+    "a deep copy": (lambda t: copy.deepcopy(t.detach()), COPY),
+    "a copy of what holds it": (lambda t: copy.deepcopy([t.detach()])[0], COPY),
     "the version": (lambda t: t._version, "the step asks how often a tensor was overwritten"),
     "shared memory": (lambda t: t.is_shared(), "the step asks whether a tensor is in shared memory"),
     "a storage's shared memory": (lambda t: t.untyped_storage().is_shared(), "asks whether a tensor is in shared mem"),
@@ -132,6 +136,14 @@ def test_printing_and_logging_are_harmless(
     assert "size=(4, 3)" in out and "tensor([0., 1., 2.])" in out and "size=(4, 3)" in caplog.text
 
 
-def test_a_copy_is_no_text() -> None:
+@pytest.mark.parametrize("chosen", ["activation", "buffer", "tensor elsewhere"])
+def test_what_a_refused_copy_is_to_be_instead(chosen: str) -> None:
+    with pytest.raises(CaptureError) as error:
+        capture(Net(chosen, WAYS["a copy"][0]), (torch.randn(4, 3),))
+    assert error.value.fix.startswith("write tensor.clone() instead")
+    assert not capture(Net(chosen, torch.clone), (torch.randn(4, 3),)).fixed
+
+
+def test_a_size_may_be_copied() -> None:
     model = Net("activation", lambda t: copy.copy(t.shape)[1])
     assert not capture(model, (torch.randn(4, 3),)).fixed

@@ -331,7 +331,7 @@ def failed(m: Any, h: Tensor) -> Tensor:
     raise KeyError("missing")  # here
 
 
-@refused("the step asks where the data of a tensor lies")
+@refused("Python's copy module copies a tensor of the step, which no program repeats")
 def copied_deeply(m: Any, h: Tensor) -> Tensor:
     return copy.deepcopy(m.fc)(h)  # here
 
