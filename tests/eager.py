@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import graphir
+from graphir.ir.tensor import same_bits
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -95,5 +96,4 @@ def assert_same_bits(ours: dict[str, Tensor], theirs: dict[str, Tensor], what: s
     for name, tensor in ours.items():
         other = theirs[name]
         assert tensor.dtype == other.dtype and tensor.shape == other.shape, f"{what}: {name}"
-        same = tensor.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
-        assert torch.equal(*same), f"{what}: {name} differs by {furthest(tensor.double(), other.double()):.2e}"
+        assert same_bits(tensor, other), f"{what}: {name} differs by {furthest(tensor.double(), other.double()):.2e}"

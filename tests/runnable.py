@@ -12,6 +12,7 @@ import pytest
 import torch
 from graphir.runtime.executor import Setting
 from graphir.runtime.kernels.buffers import Buffer
+from profiled_models import Case
 from small import program_of
 from torch.utils import _pytree
 
@@ -28,11 +29,21 @@ def sgd(params: Iterable[torch.nn.Parameter], **options: Any) -> torch.optim.Opt
     return torch.optim.SGD(params, **{"lr": 0.1, "momentum": 0.9, **options})
 
 
-def captured(example: models.Example, optimizer: torch.optim.Optimizer | None = None) -> Program:
-    """The training step of an example."""
+def captured(example: models.Example | Case, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> Program:
+    """The training step of an example, captured with these options."""
     return graphir.capture(
-        example.model, inputs=example.inputs, targets=example.targets, loss=example.loss, optimizer=optimizer
+        example.model,
+        inputs=example.inputs,
+        targets=example.targets,
+        loss=example.loss,
+        optimizer=optimizer,
+        **options,
     )
+
+
+def captured_case(case: Case) -> Program:
+    """The training step of a case, with its own optimizer."""
+    return captured(case, case.optimizer(case.model.parameters(), **case.options))
 
 
 def batch_of(example: models.Example) -> tuple[torch.Tensor, ...]:

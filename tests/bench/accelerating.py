@@ -10,6 +10,7 @@ from functools import partial
 import models
 import torch
 from exactness import different, everything
+from runnable import captured
 from stepping import dispatch_bound, momentum_sgd
 from timing import alternate
 
@@ -139,10 +140,7 @@ def _finished(step: Step) -> Callable[[], None]:
 
 
 def _captured(example: models.Example, optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer]) -> Program:
-    model = example.model
-    return graphir.capture(
-        model, inputs=example.inputs, targets=example.targets, loss=example.loss, optimizer=optimizer(model)
-    )
+    return captured(example, optimizer(example.model))
 
 
 def _adamw(model: torch.nn.Module) -> torch.optim.Optimizer:

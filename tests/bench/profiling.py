@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,8 @@ import profiled_models
 import torch
 from allocations import measured_peak, predicted_peak
 from profiled_models import Case
+from runnable import captured_case
+from timing import seconds
 
 import graphir
 from graphir import passes, runtime
@@ -23,8 +24,7 @@ ALLOWED_WITH, ALLOWED_WITHOUT = 0.1, 0.5
 
 
 def _plan(case: Case) -> tuple[graphir.Program, graphir.Plan]:
-    optimizer = case.optimizer(case.model.parameters(), **case.options)
-    program = graphir.capture(case.model, inputs=case.inputs, targets=case.targets, loss=case.loss, optimizer=optimizer)
+    program = captured_case(case)
     return program, passes.emit(passes.share_storage(program))
 
 
@@ -75,22 +75,16 @@ def cost_rows() -> Iterator[str]:
     program, plan = _plan(case)
     with runtime.Session(plan, program.state, binding="cpu", executor="serial") as session:
         batch = [*case.inputs, *case.targets]
-        step = sorted(_seconds(lambda: session.step(*batch)) for _ in range(5))[2]
+        step = sorted(seconds(lambda: session.step(*batch)) for _ in range(5))[2]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "profile.json"
-        first = _seconds(lambda: graphir.profile(plan, path=path))
-        again = _seconds(lambda: graphir.profile(plan, path=path))
+        first = seconds(lambda: graphir.profile(plan, path=path))
+        again = seconds(lambda: graphir.profile(plan, path=path))
         calls = len(graphir.Profile.load(path).calls)
     yield (
         f"| ResNet-50, batch 8, 96 x 96 | {step:.2f} | {calls} | {first:.1f} | {first / step:.1f} | {STEPS_ALLOWED} "
         f"| {again:.2f} |"
     )
-
-
-def _seconds(run: object) -> float:
-    start = time.perf_counter()
-    run()  # type: ignore[operator]
-    return time.perf_counter() - start
 
 
 def _off(predicted: int, measured: int) -> float:

@@ -11,10 +11,10 @@ from pathlib import Path
 from statistics import median
 
 import models
-import torch
 from apart import apart
 from mutations.subjects import zoo_names, zoo_program
 from nets import random_program
+from runnable import captured, sgd
 from timing import in_turn
 
 import graphir
@@ -96,10 +96,7 @@ def _shifted(program: Program, replicas: int) -> tuple[Program, Program]:
 
 
 def _captured(example: models.Example) -> Program:
-    optimizer = torch.optim.SGD(example.model.parameters(), lr=0.1, momentum=0.9)
-    return graphir.capture(
-        example.model, example.inputs, targets=example.targets, loss=example.loss, optimizer=optimizer
-    )
+    return captured(example, sgd(example.model.parameters()))
 
 
 CASES: Mapping[str, Callable[[], tuple[Program, Program]]] = {

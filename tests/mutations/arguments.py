@@ -8,10 +8,10 @@ from random import Random
 from typing import Any
 
 from graphir.errors import GraphirError
-from graphir.ir.operator import Operator, Symbol
+from graphir.ir.operator import Symbol
 from graphir.ir.program import Program
 from graphir.ir.size import Polynomial, bind
-from mutations.edits import declared, exchanged, replaced, shuffled
+from mutations.edits import declared, exchanged, named, replaced, shuffled
 
 __all__ = ["ARGUMENTS"]
 
@@ -31,7 +31,7 @@ def _each(program: Program, draw: Random, change: Change) -> Found:
                 found += [(position, name, new) for new in change(arg, program, draw)]
     for position, name, new in shuffled(found, draw):
         op = program.step.ops[position]
-        yield f"{name}={new!r} in {op.type} -> {op.outputs[0]}", _with(program, position, {**op.args, name: new})
+        yield f"{name}={new!r} in {named(op)}", _with(program, position, {**op.args, name: new})
 
 
 def _with(program: Program, position: int, args: Mapping[str, Any]) -> Program:
@@ -149,11 +149,7 @@ def default(program: Program, draw: Random) -> Found:
         op = program.step.ops[position]
         for name in op.args:
             args = {other: arg for other, arg in op.args.items() if other != name}
-            yield f"no {name} in {_named(op)}", _with(program, position, args)
-
-
-def _named(op: Operator) -> str:
-    return f"{op.type} -> {op.outputs[0]}"
+            yield f"no {name} in {named(op)}", _with(program, position, args)
 
 
 ARGUMENTS: Mapping[str, Callable[[Program, Random], Found]] = {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import islice
 from math import ceil
 from random import Random
 from typing import Any, NamedTuple
@@ -96,65 +97,85 @@ def trials(
     """Verdicts on mutants of a subject: of each kind so many that verify lets through, or a share of that. None is
     yielded before each one that is run, for whoever watches a process that may die of it; those before *start* are
     passed over."""
-    own, number = Trial(subject), 0
+    own = Trial(subject)
     kept: tuple[Program, Trial] = subject.program, own
-    for kind, make in KINDS.items():
-        draw = Random(f"{seed} {subject.name} {kind}")
-        most = ceil(share * quota(kind, subject.sort)) if kind in kinds else 0
-        tries = _MORE_TRIES if kind in _OFTEN_REFUSED else _TRIES
-        judged = made = 0
-        for what, program, *before in make(subject.program, draw):
-            if judged >= most or made >= tries * most:
-                break
+
+    def mutants(kind: str) -> Iterator[_Mutant]:
+        for what, program, *before in KINDS[kind](subject.program, Random(f"{seed} {subject.name} {kind}")):
             original = before[0] if before else subject.program
-            made += 1
-            if not _well_formed(program):
-                yield Verdict(kind, subject.name, what, VERDICTS[0])
-                continue
-            judged += 1
-            number += 1
-            if number <= start:
-                continue
-            yield None
-            if original is subject.program:
-                trial = own
-            else:
-                if kept[0] is not original:
+
+            def differs(program: Program = program, original: Program = original) -> tuple[Program, bool]:
+                nonlocal kept
+                if original is not subject.program and kept[0] is not original:
                     kept = original, Trial(subject, original)
-                trial = kept[1]
-            yield judge(trial, kind, what, program)
+                trial = own if original is subject.program else kept[1]
+                return trial.original, trial.differs(program)
+
+            yield what, program, differs
+
+    yield from _verdicts(subject.name, start, (
+        _Share(kind, ceil(share * quota(kind, subject.sort)), _MORE_TRIES if kind in _OFTEN_REFUSED else _TRIES,
+               mutants(kind))
+        for kind in KINDS if kind in kinds
+    ))  # fmt: skip
 
 
 def imported_trials(net: Imported, share: float = 1.0, seed: int = 0, start: int = 0) -> Iterator[Verdict | None]:
     """The same for a Caffe2 net."""
-    number = 0
     kept: tuple[Any, ImportedTrial | None] = None, None
-    for kind, make in KINDS_OF_NETS.items():
+
+    def mutants(kind: str) -> Iterator[_Mutant]:
         read = kind in _READ
-        if net.fed is None and kind not in _SAID:
-            continue
-        draw = Random(f"{seed} {net.name} {kind}")
-        most, judged, made = ceil(share * quota_of_nets(kind)), 0, 0
-        for what, step, init, before in make(net, draw):
-            if judged >= most or made >= _TRIES * most:
+        for what, step, init, before in KINDS_OF_NETS[kind](net, Random(f"{seed} {net.name} {kind}")):
+            original = before or net.step
+
+            def differs(step: Any = step, init: Any = init, original: Any = original) -> tuple[Program, bool]:
+                nonlocal kept
+                trial = kept[1]
+                if trial is None or kept[0] is not original or trial.read != (read or net.fed is None):
+                    trial = ImportedTrial(net, original, net.init, read=read)
+                    kept = original, trial
+                return trial.program, trial.differs(step, init)
+
+            yield what, _loaded(net, step, init), differs
+
+    yield from _verdicts(net.name, start, (
+        _Share(kind, ceil(share * quota_of_nets(kind)), _TRIES, mutants(kind))
+        for kind in KINDS_OF_NETS if net.fed is not None or kind in _SAID
+    ))  # fmt: skip
+
+
+_Mutant = tuple[str, Program | None, Callable[[], tuple[Program, bool]]]
+"""What was changed; the mutant, if it can be loaded; and what tells its original, and whether it differs from that."""
+
+
+class _Share(NamedTuple):
+    """The mutants of one kind: at most so many are judged, and at most *tries* times as many made."""
+
+    kind: str
+    most: int
+    tries: int
+    mutants: Iterator[_Mutant]
+
+
+def _verdicts(name: str, start: int, shares: Iterable[_Share]) -> Iterator[Verdict | None]:
+    """Verdicts on the mutants of the subject of this name, as :func:`trials` has them."""
+    number = 0
+    for kind, most, tries, mutants in shares:
+        judged = 0
+        for what, program, differs in islice(mutants, tries * most):
+            if judged >= most:
                 break
-            made += 1
-            program = _loaded(net, step, init)
             if program is None or not _well_formed(program):
-                yield Verdict(kind, net.name, what, VERDICTS[0])
+                yield Verdict(kind, name, what, VERDICTS[0])
                 continue
             judged += 1
             number += 1
-            if number <= start:
-                continue
-            yield None
-            original = before or net.step
-            if kept[1] is None or kept[0] is not original or kept[1].read != (read or net.fed is None):
-                kept = original, ImportedTrial(net, original, net.init, read=read)
-            trial = kept[1]
-            assert trial is not None
-            accepted, error = certified(trial.program, program)
-            yield Verdict(kind, net.name, what, verdict_of(accepted, trial.differs(step, init)), error)
+            if number > start:
+                yield None
+                original, different = differs()
+                accepted, error = certified(original, program)
+                yield Verdict(kind, name, what, verdict_of(accepted, different), error)
 
 
 _READ = ("Caffe2: text of an argument", *NESTED)
@@ -177,12 +198,6 @@ def _well_formed(program: Program) -> bool:
     except VerifyError:
         return False
     return True
-
-
-def judge(trial: Trial, kind: str, what: str, program: Program) -> Verdict:
-    """The verdict on a well-formed mutant."""
-    accepted, error = certified(trial.original, program)
-    return Verdict(kind, trial.subject.name, what, verdict_of(accepted, trial.differs(program)), error)
 
 
 def certified(before: Program, after: Program) -> tuple[bool, str]:

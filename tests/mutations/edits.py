@@ -24,6 +24,7 @@ __all__ = [
     "exchanged",
     "fitted",
     "inserted",
+    "named",
     "renumbered",
     "replaced",
     "shuffled",
@@ -39,6 +40,11 @@ def shuffled(items: Sequence[T] | Iterator[T], draw: Random) -> list[T]:
     found = list(items)
     draw.shuffle(found)
     return found
+
+
+def named(op: Operator) -> str:
+    """An operator in the description of a mutant."""
+    return f"{op.type} -> {', '.join(op.outputs)}"
 
 
 def renumbered(net: Net) -> Net:

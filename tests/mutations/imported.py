@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from random import Random
 from typing import Any
 
@@ -148,16 +148,7 @@ def operands(net: Imported, draw: Random) -> Found:
     """An operand is another blob, or two change places."""
 
     def change(op: Any, message: Any) -> Iterator[str]:
-        names = [*message.external_input, *[n for other in message.op for n in other.output]]
-        for k, old in enumerate(list(op.input)):
-            other = draw.choice(names)
-            if other != old and old not in op.output:
-                op.input[k] = other
-                yield f"{other!r} for {old!r}"
-                op.input[k] = old
-        if len(op.input) > 1:
-            op.input[0], op.input[1] = op.input[1], op.input[0]
-            yield "operands 0 and 1 swapped"
+        yield from _renamed("operand", op.input, op.output, lambda old: [draw.choice(_names(message))])
 
     yield from each_operator(net, False, draw, change)
 
@@ -166,18 +157,27 @@ def results(net: Imported, draw: Random) -> Found:
     """A result has another name, that of another blob, or two change places."""
 
     def change(op: Any, message: Any) -> Iterator[str]:
-        names = [*message.external_input, *[n for other in message.op for n in other.output]]
-        for k, old in enumerate(list(op.output)):
-            for other in (old + "_", draw.choice(names)):
-                if other != old and old not in op.input:
-                    op.output[k] = other
-                    yield f"{old!r} is {other!r}"
-                    op.output[k] = old
-        if len(op.output) > 1:
-            op.output[0], op.output[1] = op.output[1], op.output[0]
-            yield "results 0 and 1 swapped"
+        yield from _renamed("result", op.output, op.input, lambda old: [old + "_", draw.choice(_names(message))])
 
     yield from each_operator(net, False, draw, change)
+
+
+def _names(message: Any) -> list[str]:
+    return [*message.external_input, *[name for op in message.op for name in op.output]]
+
+
+def _renamed(what: str, names: Any, opposite: Any, instead: Callable[[str], Iterable[str]]) -> Iterator[str]:
+    """Each of an operator's operands, or of its results, that is not among the *opposite* ones too has each other name
+    that *instead* gives; then the first two change places."""
+    for k, old in enumerate(list(names)):
+        for new in instead(old):
+            if new != old and old not in opposite:
+                names[k] = new
+                yield f"{what} {new!r} for {old!r}"
+                names[k] = old
+    if len(names) > 1:
+        names[0], names[1] = names[1], names[0]
+        yield f"{what}s 0 and 1 swapped"
 
 
 _LIKE = (

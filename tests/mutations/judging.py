@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from graphir.runtime import Session
 from graphir.runtime.interface.scatter import Scatter
 from graphir.runtime.learning_rates import LearningRates
@@ -15,13 +14,14 @@ from torch.utils import _pytree as pytree
 from graphir import caffe2, passes
 from graphir.errors import CoverageError, GraphirError, PlacementError
 from graphir.ir.program import Program
+from graphir.ir.tensor import byte_view
 from graphir.plan import Plan
 from mutations.imported import meaning
 from mutations.nets_of_caffe2 import Imported
 from mutations.running import Running
 from mutations.subjects import Subject
 
-__all__ = ["STEPS", "ImportedTrial", "Trial", "same_bits"]
+__all__ = ["STEPS", "ImportedTrial", "Trial", "change_rates"]
 
 STEPS = 5
 _MOST_ROWS = 40
@@ -60,7 +60,7 @@ class Trial:
         for step in range(STEPS):
             dims, shares = scatter.split(*self.subject.batch(size, step))
             yield dims, dict(zip((*scatter.names, *rates.names), (*shares, *rates.now()), strict=True))
-            _change(rates.groups)
+            change_rates(rates.groups)
 
     def differs(self, other: Program) -> bool:
         """Whether anything is different, bit for bit; an error is a difference, too."""
@@ -106,7 +106,7 @@ class Trial:
                 for step in range(STEPS):
                     args, kwargs = self.subject.batch(size, step)
                     yield [*_leaves("result", session.step(*args, **kwargs)), *_state(session, program)]
-                    _change(session.param_groups)
+                    change_rates(session.param_groups)
         except CoverageError:
             yield [("not covered", "")]
         except (GraphirError, RuntimeError, IndexError, TypeError, ValueError) as e:
@@ -163,7 +163,8 @@ class ImportedTrial:
             yield [("failed", type(e).__name__)]
 
 
-def _change(groups: Any) -> None:
+def change_rates(groups: Any) -> None:
+    """Each group's learning rate, in its own way, as between two steps of a trial."""
     for number, group in enumerate(groups):
         group["lr"] = group["lr"] * (0.9 - 0.2 * number)
 
@@ -204,8 +205,7 @@ def _kept(value: Any) -> Any:
     """A tensor as its shape, element type and bytes, so that it can be compared later; the rest as it is."""
     if not isinstance(value, Tensor):
         return value
-    plain = value.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1)
-    return tuple(value.shape), str(value.dtype), plain.view(torch.uint8).numpy().tobytes()
+    return tuple(value.shape), str(value.dtype), byte_view(value).numpy().tobytes()
 
 
 def _same(ours: Seen, theirs: Seen) -> bool:
@@ -213,8 +213,3 @@ def _same(ours: Seen, theirs: Seen) -> bool:
         name == other and type(a) is type(b) and bool(a == b)
         for (name, a), (other, b) in zip(ours, theirs, strict=True)
     )
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have one shape, one element type, and the same bits."""
-    return bool(_kept(a) == _kept(b))

@@ -11,7 +11,7 @@ from graphir.ir.blob import STATE_ROLES
 from graphir.ir.operator import PURE, Operator
 from graphir.ir.opset import OWN, is_random, overload, signature
 from graphir.ir.program import Program
-from mutations.edits import alike, declared, effects, exchanged, replaced, shuffled, with_ops
+from mutations.edits import alike, declared, effects, exchanged, named, replaced, shuffled, with_ops
 
 __all__ = ["OPERANDS", "ORDER"]
 
@@ -31,7 +31,7 @@ def swapped(program: Program, draw: Random) -> Found:
             i, j = draw.choice(pairs)
             order = list(range(len(op.inputs)))
             order[i], order[j] = j, i
-            yield f"operands {i} and {j} of {_named(op)}", _reading(program, position, [op.inputs[k] for k in order])
+            yield f"operands {i} and {j} of {named(op)}", _reading(program, position, [op.inputs[k] for k in order])
 
 
 def alike_blob(program: Program, draw: Random) -> Found:
@@ -54,7 +54,7 @@ def _redirected(program: Program, draw: Random, *, shaped: bool) -> Found:
         others = alike(program, position, k, shaped=shaped)
         for other in shuffled(others, draw)[: 1 if shaped else 3]:
             inputs = [*op.inputs[:k], other, *op.inputs[k + 1 :]]
-            yield f"{other!r} for {op.inputs[k]!r} in {_named(op)}", _reading(program, position, inputs)
+            yield f"{other!r} for {op.inputs[k]!r} in {named(op)}", _reading(program, position, inputs)
 
 
 def _reading(program: Program, position: int, inputs: list[str]) -> Program:
@@ -109,7 +109,7 @@ def dropped(program: Program, draw: Random) -> Found:
             for place, other in enumerate(program.step.ops)
             if place != position
         ]
-        yield f"{_named(op)}: {instead!r} instead", _restored(program, ops)
+        yield f"{named(op)}: {instead!r} instead", _restored(program, ops)
 
 
 def _restored(program: Program, ops: list[Operator]) -> Program:
@@ -131,7 +131,7 @@ def update_dropped(program: Program, draw: Random) -> Found:
         op = program.step.ops[position]
         if op.effects.writes and len(op.effects.writes) == len(op.outputs):
             ops = [*program.step.ops[:position], *program.step.ops[position + 1 :]]
-            yield _named(op), with_ops(program, ops)
+            yield named(op), with_ops(program, ops)
 
 
 def duplicated(program: Program, draw: Random) -> Found:
@@ -140,7 +140,7 @@ def duplicated(program: Program, draw: Random) -> Found:
     for position in _positions(program, draw):
         op, ops = program.step.ops[position], list(program.step.ops)
         if op.effects.writes and len(op.effects.writes) == len(op.outputs):
-            yield f"{_named(op)} twice", with_ops(program, [*ops[: position + 1], op, *ops[position + 1 :]])
+            yield f"{named(op)} twice", with_ops(program, [*ops[: position + 1], op, *ops[position + 1 :]])
         elif not op.effects.writes and op.type not in ("AllReduce",):
             again = {name: f"{name}.again" for name in op.outputs}
             blobs = program.step.blobs
@@ -158,7 +158,7 @@ def duplicated(program: Program, draw: Random) -> Found:
                 for other in ops[position + 1 :]
             ]
             second = op._replace(outputs=tuple(again.values()))
-            yield f"{_named(op)} again", with_ops(program, [*ops[: position + 1], second, *later], {**made, **views})
+            yield f"{named(op)} again", with_ops(program, [*ops[: position + 1], second, *later], {**made, **views})
 
 
 def moved(program: Program, draw: Random) -> Found:
@@ -168,7 +168,7 @@ def moved(program: Program, draw: Random) -> Found:
         rest = [*program.step.ops[:position], *program.step.ops[position + 1 :]]
         place = min(max(position + draw.choice((-12, -5, -2, -1, 1, 2, 5, 12)), 0), len(rest))
         if place != position:
-            yield f"{_named(op)} to {place}", with_ops(program, [*rest[:place], op, *rest[place:]])
+            yield f"{named(op)} to {place}", with_ops(program, [*rest[:place], op, *rest[place:]])
 
 
 def update_moved(program: Program, draw: Random) -> Found:
@@ -187,7 +187,7 @@ def update_moved(program: Program, draw: Random) -> Found:
         ]
         rest = [*ops[:position], *ops[position + 1 :]]
         for user in shuffled(users, draw)[:3]:
-            yield f"{_named(op)} to {user}", with_ops(program, [*rest[:user], op, *rest[user:]])
+            yield f"{named(op)} to {user}", with_ops(program, [*rest[:user], op, *rest[user:]])
 
 
 _FAMILIES = (
@@ -214,7 +214,7 @@ def other_type(program: Program, draw: Random) -> Found:
         op = program.step.ops[position]
         family = next((f for f in _FAMILIES if op.type in f), ())
         for other in shuffled([t for t in family if t != op.type], draw)[:2]:
-            yield f"{other} for {_named(op)}", exchanged(program, position, type=other)
+            yield f"{other} for {named(op)}", exchanged(program, position, type=other)
 
 
 def in_place(program: Program, draw: Random) -> Found:
@@ -241,7 +241,7 @@ def in_place(program: Program, draw: Random) -> Found:
             for name, blob in blobs.items()
             if blob.storage == made.name
         }
-        yield _named(op), with_ops(program, ops, moved_)
+        yield named(op), with_ops(program, ops, moved_)
 
 
 def out_of_place(program: Program, draw: Random) -> Found:
@@ -259,11 +259,11 @@ def out_of_place(program: Program, draw: Random) -> Found:
         made = old._replace(name=new, storage=new, role="activation", offset=0, device=op.device)
         ops = list(program.step.ops)
         ops[position] = op._replace(type=type_, outputs=(new,), effects=PURE)
-        yield f"{_named(op)}, and nobody reads it", with_ops(program, ops, {new: made})
+        yield f"{named(op)}, and nobody reads it", with_ops(program, ops, {new: made})
         following = [
             other._replace(inputs=tuple(new if n == name else n for n in other.inputs)) for other in ops[position + 1 :]
         ]
-        yield f"{_named(op)}, and it is read", with_ops(program, [*ops[: position + 1], *following], {new: made})
+        yield f"{named(op)}, and it is read", with_ops(program, [*ops[: position + 1], *following], {new: made})
 
 
 def _in_place(type_: str) -> str:
@@ -288,7 +288,7 @@ def seeds(program: Program, draw: Random) -> Found:
     for position in drawing:
         op = program.step.ops[position]
         for seed in {*(op.seed + k for k in (1, 2, 7, 1000)), *ids} - {op.seed}:  # type: ignore[operator]
-            yield f"seed {seed} for {_named(op)}", exchanged(program, position, seed=seed)
+            yield f"seed {seed} for {named(op)}", exchanged(program, position, seed=seed)
 
 
 def versions(program: Program, draw: Random) -> Found:
@@ -302,25 +302,21 @@ def versions(program: Program, draw: Random) -> Found:
         if reads:
             k = draw.randrange(len(reads))
             reads[k] += draw.choice((-1, 1)) if reads[k] else 1
-            yield f"version read by {_named(op)}", exchanged(program, position, input_versions=tuple(reads))
+            yield f"version read by {named(op)}", exchanged(program, position, input_versions=tuple(reads))
         if makes:
             k = draw.randrange(len(makes))
             makes[k] += 1
-            yield f"version made by {_named(op)}", exchanged(program, position, output_versions=tuple(makes))
+            yield f"version made by {named(op)}", exchanged(program, position, output_versions=tuple(makes))
         if op.effects != PURE:
-            yield f"no effects of {_named(op)}", exchanged(program, position, effects=PURE)
+            yield f"no effects of {named(op)}", exchanged(program, position, effects=PURE)
 
 
 def labels(program: Program, draw: Random) -> Found:
     """What says nothing of values is changed: module, pass, source line, and the phase between forward and backward."""
     for position in _positions(program, draw):
         op = program.step.ops[position]
-        yield f"module of {_named(op)}", exchanged(program, position, module="elsewhere")
-        yield f"pass of {_named(op)}", exchanged(program, position, by="somebody", source="x.py:1")
-
-
-def _named(op: Operator) -> str:
-    return f"{op.type} -> {', '.join(op.outputs)}"
+        yield f"module of {named(op)}", exchanged(program, position, module="elsewhere")
+        yield f"pass of {named(op)}", exchanged(program, position, by="somebody", source="x.py:1")
 
 
 Kind = Callable[[Program, Random], Found]

@@ -161,25 +161,30 @@ def _at(found: Any, position: int, /, **changes: Any) -> Any:
     return tuple(group._replace(**changes) if k == position else group for k, group in enumerate(found))
 
 
-def feeds(program: Program, draw: Random) -> Found:
-    """Arguments stand for each other's blobs, are split along another dimension, or in another structure."""
-    found = program.interface.feeds
+def _handed(what: str, found: Any) -> Iterator[tuple[str, Any]]:
+    """Other feeds, or other fetches: two change places, or one stands for two; one is split or gathered along another
+    dimension, is a number, or is left out."""
     for i in range(len(found)):
         for j in range(i):
             order = list(found)
             order[i], order[j] = found[j], found[i]
-            yield f"arguments {j} and {i}", _with(program, feeds=tuple(order))
-            order = list(found)
-            order[i] = found[i]._replace(blob=found[j].blob)
-            yield f"argument {i} is {found[j].blob!r}", _with(program, feeds=tuple(order))
+            yield f"{what}s {j} and {i}", tuple(order)
+            yield f"{what} {i} is {found[j].blob!r}", (*found[:i], found[j], *found[i + 1 :])
+    for i, handed in enumerate(found):
+        for dim in (None, 0, 1):
+            if dim != handed.batch_dim:
+                yield f"{what} {i} along {dim}", _at(found, i, batch_dim=dim)
+        yield f"{what} {i} is a number", _at(found, i, blob=None, value=3)
+        yield f"{what} {i} is left out", found[:i] + found[i + 1 :]
+
+
+def feeds(program: Program, draw: Random) -> Found:
+    """Arguments stand for each other's blobs, are split along another dimension, or in another structure."""
+    found = program.interface.feeds
+    for what, changed in _handed("argument", found):
+        yield what, _with(program, feeds=changed)
     if len(found) > 1:
         yield "arguments reversed", _with(program, feeds=found[::-1])
-    for i, feed in enumerate(found):
-        for dim in (None, 0, 1):
-            if dim != feed.batch_dim:
-                yield f"argument {i} along {dim}", _with(program, feeds=_at(found, i, batch_dim=dim))
-        yield f"argument {i} is a number", _with(program, feeds=_at(found, i, blob=None, value=3))
-        yield f"argument {i} is left out", _with(program, feeds=found[:i] + found[i + 1 :])
     yield "another structure", _with(program, arguments=_restructured(program.interface.arguments))
     inputs = [n for n in program.step.external_inputs if program.step.blobs[n].role == "input"]
     for a, b in shuffled([(a, b) for a in inputs for b in inputs if a < b], draw):
@@ -208,20 +213,8 @@ def fetches(program: Program, draw: Random) -> Found:
     """Results stand for each other, are other blobs, are gathered along another dimension, or in another order."""
     interface, step = program.interface, program.step
     found = interface.fetches
-    for i in range(len(found)):
-        for j in range(i):
-            order = list(found)
-            order[i], order[j] = found[j], found[i]
-            yield f"results {j} and {i}", _with(program, fetches=tuple(order))
-            order = list(found)
-            order[i] = found[j]
-            yield f"result {i} is {found[j].blob!r}", _with(program, fetches=tuple(order))
-    for i, fetch in enumerate(found):
-        for dim in (None, 0, 1):
-            if dim != fetch.batch_dim:
-                yield f"result {i} along {dim}", _with(program, fetches=_at(found, i, batch_dim=dim))
-        yield f"result {i} left out", _with(program, fetches=found[:i] + found[i + 1 :])
-        yield f"result {i} a number", _with(program, fetches=_at(found, i, blob=None, value=1))
+    for what, changed in _handed("result", found):
+        yield what, _with(program, fetches=changed)
     if interface.results:
         yield "another structure", _with(program, results=_restructured(interface.results))
     outputs = step.external_outputs

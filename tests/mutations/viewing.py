@@ -12,7 +12,7 @@ from graphir.ir.device import gpu
 from graphir.ir.operator import PURE, Operator, Symbol
 from graphir.ir.program import Program
 from graphir.ir.size import bind, bind_shape
-from mutations.edits import declared, effects, inserted, replaced, shuffled, with_ops
+from mutations.edits import declared, effects, inserted, named, replaced, shuffled, with_ops
 
 __all__ = ["VIEWING"]
 
@@ -57,7 +57,7 @@ def end_for_start(program: Program, draw: Random) -> Found:
         for args in changes:
             found = _tried(program, position, op._replace(args=args))
             if found is not None:
-                yield f"{args} in {_named(op)} of {size}", found
+                yield f"{args} in {named(op)} of {size}", found
 
 
 def other_view(program: Program, draw: Random) -> Found:
@@ -86,7 +86,7 @@ def other_view(program: Program, draw: Random) -> Found:
         for type_, args in shuffled([c for c in candidates if c != (op.type, dict(op.args))], draw):
             found = _tried(program, position, op._replace(type=type_, args=args, operands=None))
             if found is not None and found.step.blobs[op.outputs[0]].shape == made.shape:
-                yield f"{type_} {args} for {_named(op)} {dict(op.args)}", found
+                yield f"{type_} {args} for {named(op)} {dict(op.args)}", found
                 break
 
 
@@ -106,7 +106,7 @@ def conjugate(program: Program, draw: Random) -> Found:
             for other in others:
                 found = _tried(program, position, op._replace(type=other, args={}))
                 if found is not None:
-                    yield f"{other} for {_named(op)}", found
+                    yield f"{other} for {named(op)}", found
     # A plain view of what is read is put in between.
     for position, op in shuffled(list(enumerate(program.step.ops)), draw):
         if not op.inputs or op.effects.writes or op.type in ("Copy", "AllReduce"):
@@ -125,7 +125,7 @@ def conjugate(program: Program, draw: Random) -> Found:
             made = {blob.name: blob for blob in declared(program, between)}
             if op.effects.views:
                 continue
-            yield f"{bit} before {_named(op)}", with_ops(program, [*ops[:position], between, *ops[position:]], made)
+            yield f"{bit} before {named(op)}", with_ops(program, [*ops[:position], between, *ops[position:]], made)
         except GraphirError:
             continue
 
@@ -147,7 +147,7 @@ def copy_as_view(program: Program, draw: Random) -> Found:
             found = _tried(program, position, op._replace(type=type_, args=args))
             found = found and _moved_storages(found, op.outputs[0], made)
             if found is not None:
-                yield f"{type_} for {_named(op)}", found
+                yield f"{type_} for {named(op)}", found
 
 
 def _moved_storages(program: Program, name: str, before: Blob) -> Program:
@@ -196,7 +196,7 @@ def view_as_copy(program: Program, draw: Random) -> Found:
         changed = with_ops(program, ops, {**moved, name: made._replace(role="activation")})
         changed = _redeclared(changed, position + 1, views)
         if changed is not None:
-            yield f"{type_} for {_named(op)}", changed
+            yield f"{type_} for {named(op)}", changed
 
 
 def _reached(program: Program, name: str) -> Iterator[tuple[str, int]]:
@@ -246,7 +246,7 @@ def sometimes(program: Program, draw: Random) -> Found:
             found = _tried(program, position, op._replace(type=type_, args=args))
             found = found and _moved_storages(found, op.outputs[0], made)
             if found is not None and found.step.blobs[op.outputs[0]].shape == made.shape:
-                yield f"{type_} for {_named(op)}", found
+                yield f"{type_} for {named(op)}", found
 
 
 def _strides(program: Program, blob: Blob) -> Any:
@@ -271,7 +271,7 @@ def strided(program: Program, draw: Random) -> Found:
                     new = arg + step if isinstance(arg, int) else _bumped(arg, step)
                     found = _tried(program, position, op._replace(args={**op.args, name: new}))
                     if found is not None:
-                        yield f"{name}={new} in {_named(op)}", found
+                        yield f"{name}={new} in {named(op)}", found
         elif op.effects.views and len(op.outputs) == 1 and op.inputs:
             made = program.step.blobs[op.outputs[0]]
             offset = made.offset
@@ -281,7 +281,7 @@ def strided(program: Program, draw: Random) -> Found:
                 args = {"size": made.shape, "stride": _strides(program, made), "storage_offset": offset + shift}
                 found = _tried(program, position, op._replace(type="aten.as_strided.default", args=args))
                 if found is not None:
-                    yield f"as_strided {args} for {_named(op)}", found
+                    yield f"as_strided {args} for {named(op)}", found
 
 
 def _bumped(arg: Any, step: int) -> Any:
@@ -322,11 +322,7 @@ def behind_a_copy(program: Program, draw: Random) -> Found:
             if redeclared is None:
                 continue
             changed = redeclared
-        yield f"{source!r} copied before {_named(op)}", changed
-
-
-def _named(op: Operator) -> str:
-    return f"{op.type} -> {op.outputs[0]}"
+        yield f"{source!r} copied before {named(op)}", changed
 
 
 VIEWING: Mapping[str, Callable[[Program, Random], Found]] = {

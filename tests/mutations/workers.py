@@ -1,5 +1,6 @@
-"""Processes that judge the mutants of one subject after the other. One of them may die of a mutant: kernels do not
-check everything. That mutant then counts as different, and another process goes on behind it."""
+"""Processes that judge the mutants of one subject after the other. A signal may end one of them for a mutant: kernels
+do not check everything. That mutant then counts as different, and another process goes on behind it. Where a process
+ends by an exception, what judges is at fault, or the subject: that is a verdict with the error."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from queue import Queue
@@ -33,11 +35,17 @@ def names() -> list[str]:
 def verdicts(chosen: Iterable[str], share: float = 1.0, seed: int = 0, processes: int = 2) -> Iterator[Verdict]:
     """The verdicts on all mutants of these subjects, as they come."""
     waiting = list(chosen)
-    found: Queue[Verdict | None] = Queue()
-    threads = [
-        Thread(target=_attended, args=(waiting[k::processes], share, seed, found), daemon=True)
-        for k in range(processes)
-    ]
+    found: Queue[Verdict | Exception | None] = Queue()
+
+    def attend(mine: list[str]) -> None:
+        try:
+            for verdict in _attended(mine, share, seed):
+                found.put(verdict)
+        except Exception as e:
+            found.put(e)
+        found.put(None)
+
+    threads = [Thread(target=attend, args=(waiting[k::processes],), daemon=True) for k in range(processes)]
     for thread in threads:
         thread.start()
     ended = 0
@@ -45,34 +53,41 @@ def verdicts(chosen: Iterable[str], share: float = 1.0, seed: int = 0, processes
         verdict = found.get()
         if verdict is None:
             ended += 1
+        elif isinstance(verdict, Exception):
+            raise verdict
         else:
             yield verdict
 
 
-def _attended(chosen: list[str], share: float, seed: int, found: Queue[Verdict | None]) -> None:
-    """Put the verdicts of one process after the other into *found*, then None: of one process, if none dies."""
+def _attended(chosen: list[str], share: float, seed: int) -> Iterator[Verdict]:
+    """The verdicts of one process after the other: of one process, if none dies."""
     start = 0
     while chosen:
         folders = [_TESTS.parent, _TESTS, _TESTS / "zoo", _TESTS / "caffe2"]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), "MALLOC_PERTURB_": _PERTURB}
         command = [sys.executable, "-m", "mutations.workers", str(share), str(seed), str(start), *chosen]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env)
-        assert process.stdout is not None
-        begun = start
-        for line in process.stdout:
-            said = json.loads(line)
-            if said is None:
-                begun += 1
-            elif said == "done":
-                chosen, start, begun = chosen[1:], 0, 0
-            else:
-                found.put(Verdict(*said))
-        code = process.wait()
+        with (
+            tempfile.TemporaryFile("w+", errors="replace") as noise,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=noise, text=True, env=env) as process,
+        ):
+            assert process.stdout is not None
+            begun = start
+            for line in process.stdout:
+                said = json.loads(line)
+                if said is None:
+                    begun += 1
+                elif said == "done":
+                    chosen, start, begun = chosen[1:], 0, 0
+                else:
+                    yield Verdict(*said)
+            code = process.wait()
+            noise.seek(0)
+            last = noise.read().strip().rpartition("\n")[2]
         if chosen:
-            why = f"the process ended with {code}"
-            found.put(Verdict("no kind", chosen[0], f"mutant {begun}", VERDICTS[1] if begun > start else "", why))
+            died = code < 0 and begun > start
+            why = f"the process ended with {code}: {last}".rstrip(": ")
+            yield Verdict("no kind", chosen[0], f"mutant {begun}", VERDICTS[1] if died else "no verdict", why)
             chosen, start = (chosen, begun) if begun > start else (chosen[1:], 0)
-    found.put(None)
 
 
 def _work(name: str, share: float, seed: int, start: int) -> Iterator[Verdict | None]:

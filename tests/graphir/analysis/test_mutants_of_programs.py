@@ -9,8 +9,9 @@ from dataclasses import replace
 import mutations.campaign as campaign
 import pytest
 from graphir.runtime import Session
+from graphir.runtime.interface.gather import Gather
 from mutations.campaign import KINDS, VERDICTS, imported_trials, trials
-from mutations.judging import Trial, same_bits
+from mutations.judging import Trial, change_rates
 from mutations.nets_of_caffe2 import Imported, imported
 from mutations.placing import PLACING
 from mutations.running import Running
@@ -18,6 +19,7 @@ from mutations.state import INTERFACE, STATE
 from mutations.subjects import subjects
 
 from graphir import passes
+from graphir.ir.tensor import same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -57,14 +59,15 @@ def test_what_runs_mutants_has_the_bits_of_a_session() -> None:
     subject = SUBJECTS["diffusion, spread"]
     program, size = subject.program, subject.sizes[1]
     given = Trial(subject).given[size]
-    running = Running(program, program.state)
+    running, gather = Running(program, program.state), Gather(program)
     with Session(passes.emit(program), program.state, executor="reference") as session:
         for step in range(2):
             args, kwargs = subject.batch(size, step)
-            session.step(*args, **kwargs)
-            for number, group in enumerate(session.param_groups):
-                group["lr"] = group["lr"] * (0.9 - 0.2 * number)  # as the trial has them
+            result = session.step(*args, **kwargs)
+            change_rates(session.param_groups)
             found = running.step(*given[step], step)
+            handed = gather.result([found[name] for name in program.step.external_outputs], given[step][0])
+            assert same_bits(handed, result), step
             for replica, prefix in enumerate(program.replicas):
                 for name, tensor in session.state_dict(replica).items():
                     blob = prefix + program.interface.module_state[name]

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from eager import assert_same_bits
 from graphir.passes import emit, inject_copies, replicate, shift_activations
 from graphir.runtime import Session
+from runnable import captured
 from torch import Tensor, nn
 
 import graphir
@@ -119,27 +120,19 @@ def test_each_size_is_recorded_once_and_recorded_ones_never() -> None:
     model = Layer(torch.sin)
     count = recordings_of(model)
     program = capture(model, (torch.randn(8, 3),))
-    captured = count[0]
+    recorded = count[0]
     with session_of(program, [0, 1], witness=program) as session:
         for rows, further in ((16, 0), (38, 0), (16, 0), (20, 1), (20, 0), (19, 1), (21, 1)):
             before = count[0]
             session.step(torch.randn(rows, 3))
             assert count[0] - before == further, rows  # 19 rows are 10 and 9, 21 are 11 and 10
-    assert captured == 4
+    assert recorded == 4
 
 
 @pytest.mark.parametrize("make", [models.mlp, models.resnet, models.gpt])
 def test_steps_that_are_the_program_s_at_any_size(make: Callable[[], models.Example]) -> None:
     example = make()
-    optimizer = torch.optim.AdamW(example.model.parameters())
-    program = capture(
-        example.model,
-        example.inputs,
-        targets=example.targets,
-        loss=example.loss,
-        optimizer=optimizer,
-        clip_grad_norm=1.0,
-    )
+    program = captured(example, torch.optim.AdamW(example.model.parameters()), clip_grad_norm=1.0)
     assert program.witness is not None
     for batch in (2, 3, 7, 64):
         program.witness({"batch": batch})

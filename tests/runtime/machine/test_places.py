@@ -11,6 +11,7 @@ from typing import Any
 
 import models
 import pytest
+import runnable
 import torch
 from eager import assert_same_bits
 from graphir.runtime import Session
@@ -18,7 +19,7 @@ from graphir.runtime.machine.places import places_of
 from runnable import spread
 
 import graphir
-from graphir import SessionError, capture, passes
+from graphir import SessionError, passes
 from graphir.ir.device import CPU, gpu
 from graphir.ir.program import Program
 
@@ -31,14 +32,7 @@ EXAMPLES = {
 
 def captured(example: models.Example, fused: bool = False) -> Program:
     optimizer = torch.optim.AdamW(example.model.parameters(), lr=0.01, fused=fused)
-    return capture(
-        example.model,
-        example.inputs,
-        targets=example.targets,
-        loss=example.loss,
-        optimizer=optimizer,
-        clip_grad_norm=1.0,
-    )
+    return runnable.captured(example, optimizer, clip_grad_norm=1.0)
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
