@@ -30,6 +30,7 @@ class Gaps(TorchDispatchMode):
         free: how often each type gave the same results whatever the gaps hold.
         reaching: types that read gaps.
         refused: how often each type did not take such operands.
+        failed: how many of the calls that :func:`observe` made failed, by the type of error.
     """
 
     def __init__(self, most: int = 3) -> None:
@@ -38,6 +39,7 @@ class Gaps(TorchDispatchMode):
         self.free: Counter[str] = Counter()
         self.reaching: set[str] = set()
         self.refused: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -153,5 +155,5 @@ def observe(calls: Iterable[Callable[[], Any]], gaps: Gaps) -> None:
             try:
                 with gaps:
                     call()
-            except Exception:  # samples that want another build of torch
-                continue
+            except Exception as e:  # samples that want another build of torch
+                gaps.failed[type(e).__name__] += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +13,15 @@ import nets
 import pytest
 import tiny
 from graphir.passes import Pipeline
+from hostile import HOSTILE, mutated, refused
 
 import graphir
 from graphir import caffe2, cli
+from graphir.analysis.profile_files import add
+from graphir.analysis.profiles import Measured, Profile, machine
 from graphir.errors import GraphirError, ParseError
 from graphir.ir.files import disk
 
-HOSTILE = (
-    "6", "-", "9" * 5000, "-" + "9" * 5000, "1e999", "1.", "nan", "inf", '"', '"a"', '"a', '"\\', '"\\ud800"',
-    '"\\x"', "true", "none", "[", "]", "[]", "[[", "{", "}", "(", ")", "=", ":", ";", ";1", "a;1", ",", "|", "#",
-    "->", "<-", "@", "@gpu:0", "gpu:0", "gpu:99999999", "cpu:0.compute", "gpu:0.nowhere", "0:0", "99:99", "f32[2]",
-    "f32[?]", "?[3]", "f99[]", "f32[-1]", "f32[a*]", "a*b*c*d*e*f*g*h*i", "2*a+1", "a-", "\u2028", "\x00", "\u00b2",
-    "", " ", "\n", "op 999", "of", "op", "-1", "0",
-)  # fmt: skip
 TEXTS = [
     str(x)
     for x in (
@@ -68,13 +64,6 @@ def _words(text: str) -> Sequence[str]:
         else:
             found.append(char)
     return found
-
-
-def refused(read: Callable[[str], object], text: str) -> None:
-    try:
-        read(text)
-    except GraphirError as e:
-        assert str(e).strip(), text
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -133,17 +122,6 @@ def test_odd_options_are_refused(text: str, message: str) -> None:
         Pipeline(text)
 
 
-def mutated(content: bytes, draw: random.Random) -> bytes:
-    for _ in range(draw.choice((1, 2, 4))):
-        at = draw.randrange(len(content) + 1)
-        end = min(len(content), at + draw.choice((0, 1, 2, 8)))
-        new = draw.choice(
-            (b"", draw.randbytes(1), draw.randbytes(4), content[at:end] * 3, b"\xff" * 9, b"\x00", b"9" * 5000)
-        )
-        content = content[:at] + new + content[end:]
-    return content
-
-
 @pytest.mark.parametrize("suffix", [".pb", ".pbtxt", ".pb.gz", ".pbtxt.gz"])
 def test_caffe2_files(suffix: str, tmp_path: Path) -> None:
     draw = random.Random(suffix)
@@ -161,7 +139,25 @@ def test_caffe2_files(suffix: str, tmp_path: Path) -> None:
             refused(lambda _, read=read: graphir.show(read(path)), repr(damaged[:60]))  # type: ignore[misc]
 
 
-COMMANDS = ("show", "check")
+@pytest.mark.parametrize("seed", range(2))
+def test_files_of_profiles(seed: int, tmp_path: Path) -> None:
+    draw, path = random.Random(seed), tmp_path / "p.json"
+    add(path, PROFILE)
+    whole = path.read_bytes()
+    document = json.loads(whole)
+    for way in _ways(document):
+        for value in draw.sample((None, True, 10**400, -1, 1.5, "", [], {}, "\ud800", *HOSTILE), 6):
+            path.write_text(json.dumps(_with(document, way, value)))
+            refused(lambda _: str(graphir.Profile.load(path)), str(way))
+    for _ in range(200):
+        path.write_bytes(mutated(whole, draw))
+        before = path.read_bytes()
+        refused(lambda _: str(graphir.Profile.load(path)), repr(before[:60]))
+        refused(lambda _: add(path, PROFILE), repr(before[:60]))
+
+
+PROFILE = Profile(machine(), {"1 thread: aten.relu.default(f32[4])": Measured(4096, -8, 1e-6, True)})
+COMMANDS = ("show", "check", "profile")
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -175,7 +171,11 @@ def test_the_command_line(
         text = mutated(draw.choice(documents).encode(), draw)
         path.write_bytes(text)
         command = draw.choice(COMMANDS)
-        code = run(monkeypatch, command, [str(path)])
+        kept = tmp_path / "p.json"
+        add(kept, PROFILE)
+        kept.write_bytes(mutated(kept.read_bytes(), draw))
+        code = run(monkeypatch, command, [str(path), *(["--path", str(kept)] if command == "profile" else [])])
+        kept.unlink()
         said = capsys.readouterr()
         assert "Traceback" not in said.err, (command, said.err)
         assert code in (0, 1, 2), (command, code)

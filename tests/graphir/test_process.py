@@ -50,6 +50,14 @@ def joined(threads):
         assert not thread.is_alive()
 
 
+def until(holds):
+    """Wait until something holds, which it soon does."""
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
 def test_a_value_is_set_within_and_put_back_after_an_error(x):
     with pytest.raises(KeyError), x.at(1):
         assert x.values == [0, 1]
@@ -88,8 +96,8 @@ def test_other_values_take_turns_in_the_order_of_asking(x):
     assert entered.wait(20)
     for value in (2, 1, 2):  # the second 1 would fit the first, and comes after the 2 that waits
         threads += started(use(value))
-        while len(process._owner.claims) + len(seen) < len(threads) + 1 and threads[-1].is_alive():
-            time.sleep(0.001)
+        claimed = len(threads) + 1
+        until(lambda claimed=claimed: len(process._owner.claims) + len(seen) >= claimed)
     joined(threads)
     assert seen == [1, 2, 1, 2]
     assert x.values == [0, 1, 0, 2, 0, 1, 0, 2, 0]
@@ -109,18 +117,13 @@ def test_what_the_program_sets_meanwhile_stays(x):
 
 
 def test_a_holder_does_not_queue_behind_those_that_wait_for_it(x):
-    other = threading.Event()
-
     def waiting():
-        other.set()
         with x.at(2):
             pass
 
     with x.at(1):
         threads = started(waiting)
-        other.wait(20)
-        while len(process._owner.claims) < 2:
-            time.sleep(0.001)
+        until(lambda: len(process._owner.claims) > 1)
         with x.at(1):
             assert x.values == [0, 1]
     joined(threads)

@@ -15,19 +15,19 @@ import torch
 from allocations import measured_peak, predicted_peak
 from graphir.runtime.profiling import calls as calls_of_runtime
 from profiled_models import Case
-from runnable import captured, forward_plan, sgd
+from runnable import captured, captured_case, forward_plan, sgd
 from small import program_of
 from torch.profiler import ProfilerActivity
 
 import graphir
 from graphir import passes, runtime
+from graphir.analysis.profile_files import default_path
 from graphir.errors import GraphirError, VerifyError
 from graphir.plan import Plan
 
 
 def plan_of(case: Case) -> tuple[Plan, dict[str, torch.Tensor]]:
-    optimizer = case.optimizer(case.model.parameters(), **case.options)
-    program = graphir.capture(case.model, inputs=case.inputs, targets=case.targets, loss=case.loss, optimizer=optimizer)
+    program = captured_case(case)
     return passes.emit(passes.share_storage(program)), dict(program.state)
 
 
@@ -81,9 +81,7 @@ def test_what_depends_on_data_is_a_bound_and_is_marked(kind: str) -> None:
 def test_gradients_with_empty_slots_stay_below_the_bound() -> None:
     """Where replicas look up the same rows their sum has fewer; the rest of its slots is empty."""
     case = profiled_models.MISSED["sparse Adam"]()
-    optimizer = case.optimizer(case.model.parameters(), **case.options)
-    program = graphir.capture(case.model, inputs=case.inputs, targets=case.targets, loss=case.loss, optimizer=optimizer)
-    program = passes.replicate(program, devices=[0, 1])
+    program = passes.replicate(captured_case(case), devices=[0, 1])
     plan = passes.emit(program)
     profile = graphir.profile(plan)
     assert not profile.failed
@@ -96,6 +94,9 @@ def test_gradients_with_empty_slots_stay_below_the_bound() -> None:
 def mlp() -> graphir.Program:
     example = models.mlp(batch=8, features=32, hidden=64)
     return captured(example, sgd(example.model.parameters()))
+
+
+ONE_CALL = program_of("input x : f32[4] @gpu:0\n a : f32[4] @gpu:0 = aten.relu(x)\n output a")
 
 
 def test_each_signature_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,11 +119,24 @@ def test_each_signature_is_measured_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert {key.partition(":")[0] for key in threads} > {"3 threads"}
 
 
-def test_nothing_is_read_or_written_where_there_is_to_be_no_file(tmp_path: Path) -> None:
-    """As in these tests: ``GRAPHIR_PROFILE`` is empty."""
-    found = graphir.profile(mlp())
+def test_nothing_is_read_or_written_where_there_is_to_be_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in these tests: ``GRAPHIR_PROFILE`` is empty. What is damaged would be refused if it were read."""
+    for variable in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.setenv(variable, str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as usual:
+        usual.delenv("GRAPHIR_PROFILE")
+        file = default_path()
+    assert file is not None and file.is_relative_to(tmp_path)
+    file.parent.mkdir(parents=True)
+    file.write_text("damaged")
+    found = graphir.profile(ONE_CALL)
     assert found.calls and found.machine.torch == torch.__version__
     assert all(call.seconds > 0 for call in found.calls.values())
+    graphir.memory(ONE_CALL)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [file] and file.read_text() == "damaged"
 
 
 def test_state_is_neither_read_nor_written() -> None:

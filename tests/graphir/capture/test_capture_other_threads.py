@@ -159,8 +159,14 @@ class Others:
 
     def __exit__(self, *error: object) -> None:
         self._over.set()
-        for thread in self._threads:
-            thread.join(60)
+        ended(*self._threads)
+
+
+def ended(*threads: threading.Thread) -> None:
+    """Wait for threads, which end."""
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def captured(model: nn.Module, x: Tensor) -> str:
@@ -200,7 +206,8 @@ def test_random_numbers_of_other_threads_neither_refuse_a_step_nor_come_again() 
             captured(model, x)
     finally:
         over.set()
-        thread.join(60)
+        ended(thread)
+    assert drawn
     torch.manual_seed(5)
     expected = [number for _ in range(len(drawn) // 2) for number in torch.rand(2).tolist()]
     assert drawn == expected
@@ -225,7 +232,7 @@ def test_a_step_that_draws_is_refused_beside_other_threads_too(others_draw: bool
             capture(Draws(), (torch.randn(3),))
     finally:
         over.set()
-        thread.join(60)
+        ended(thread)
     assert "test_capture_other_threads.py:" in error.value.where
 
 
@@ -279,7 +286,7 @@ def test_what_other_threads_write_into_the_module_stays() -> None:
     thread.start()
     with pytest.raises(CaptureError, match="another tensor has taken the place of 'weight'"):
         capture(Waits(), (torch.randn(3, 8),))
-    thread.join(60)
+    ended(thread)
     assert model.weight is new and type(model.late) is Tensor and type(model._parameters) is dict
     capture(Waits(), (torch.randn(3, 8),))
 
@@ -302,7 +309,7 @@ def test_a_capture_waits_for_a_call_that_has_begun() -> None:
     threading.Timer(0.2, go_on.set).start()
     capture(model, (torch.ones(2),))
     order.append("captured")
-    thread.join(60)
+    ended(thread)
     assert order == ["call ends", "captured"]
 
 
@@ -323,7 +330,7 @@ def test_a_call_that_does_not_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(CaptureError, match="another thread has been running the module Waits for"):
         capture(model, (torch.ones(2),))
     go_on.set()
-    thread.join(60)
+    ended(thread)
 
 
 class Spread(nn.Module):
@@ -344,7 +351,7 @@ class Spread(nn.Module):
 
         thread = threading.Thread(target=run)
         thread.start()
-        thread.join()
+        ended(thread)
         if isinstance(found[0], CaptureError):
             raise found[0]
         return found[0]
@@ -382,7 +389,7 @@ def test_another_thread_finds_every_attribute_as_it_was() -> None:
         def forward(self, x: Tensor) -> Tensor:
             thread = threading.Thread(target=look)
             thread.start()
-            thread.join()
+            ended(thread)
             return torch.utils.checkpoint.checkpoint(torch.tanh, x * 2, use_reentrant=False)
 
     capture(Looked(), (torch.ones(3, requires_grad=True),), targets=(), loss=lambda out: out.sum())

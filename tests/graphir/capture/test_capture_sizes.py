@@ -219,5 +219,9 @@ RESULTS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("name", list(RESULTS))
 def test_results_whose_structure_follows_the_batch(name: str, batch: int) -> None:
     program = capture(models.Applied(RESULTS[name]), (torch.randn(batch, 3),))
-    if not (name == "which first" and batch == 1):  # which is one at 1 and at 6, where it is recorded
+    if name == "which first" and batch == 1:  # it is one at 1 and at 6, where it is recorded: the witness tells it
+        assert program.dims == {"batch": 1} and program.witness is not None
+        with pytest.raises(CoverageError, match="differs in what the model returns"):
+            program.witness({"batch": 7})
+    else:
         assert not program.dims and program.fixed.endswith("differ in what the model returns")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import time
@@ -11,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from graphir.passes import Pipeline
+from hostile import refused
 
 import graphir
 from graphir import caffe2
-from graphir.errors import GraphirError
 from graphir.ir.operator import mentioned
 
 PIECES = (
@@ -37,11 +36,6 @@ HEADS = {
     "first word": "",
 }
 SIZES = 1 << 12, 1 << 15
-
-
-def refused(read: Callable[[str], object], text: str) -> None:
-    with contextlib.suppress(GraphirError):
-        read(text)
 
 
 def is_linear(read: Callable[[str], object], text_of: Callable[[int], str]) -> bool:

@@ -1,5 +1,6 @@
 """The number of threads that kernels use is the calling thread's, and nobody else's."""
 
+import sys
 import threading
 
 import pytest
@@ -17,8 +18,15 @@ def in_a_new_thread(run):
 
 
 needs_openmp = pytest.mark.skipif(
-    not torch.backends.openmp.is_available() or openmp.openmp_setter() is None, reason="torch's OpenMP is out of reach"
+    sys.platform != "linux" or not torch.backends.openmp.is_available(),
+    reason="torch's OpenMP is found through the process on Linux only",
 )
+
+
+@needs_openmp
+def test_both_libraries_are_within_reach():
+    assert openmp.openmp_setter() is not None
+    assert openmp._mkl_setter() is not None
 
 
 def test_it_holds_within_and_ends_with_an_error():
@@ -56,9 +64,10 @@ def test_mkl_is_told_too():
             assert most() == torch.get_num_threads() == threads
 
 
-def test_where_libraries_are_out_of_reach_torch_sets_it(monkeypatch):
+@pytest.mark.parametrize("library", ["openmp_setter", "_mkl_setter"])
+def test_where_a_library_is_out_of_reach_torch_sets_it(library, monkeypatch):
     asked = []
-    monkeypatch.setattr(openmp, "openmp_setter", lambda: None)
+    monkeypatch.setattr(openmp, library, lambda: None)
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     before = torch.get_num_threads()
     with in_threads(before + 1):
