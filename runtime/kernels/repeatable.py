@@ -29,9 +29,20 @@ from ..machine.openmp import in_threads
 __all__ = ["REPEATABLE", "refuses_others", "repeatable", "unrepeatable"]
 
 _MEMORY: Final[Any] = deterministic
-_MODE: Final = Setting(
-    "the deterministic debug mode", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
-)
+
+
+def _set_mode(mode: int) -> None:
+    """Torch keeps the mode as two flags, deterministic and to be warned of only, and a kernel of another thread asks
+    for one after the other. So the second is set before the first, and stays: with the first alone it would refuse."""
+    if mode == _ERROR:
+        torch.set_deterministic_debug_mode(mode)
+        return
+    torch._C._set_deterministic_algorithms(False, warn_only=True)
+    if mode == _WARN:
+        torch._C._set_deterministic_algorithms(True, warn_only=True)
+
+
+_MODE: Final = Setting("the deterministic debug mode", torch.get_deterministic_debug_mode, _set_mode)
 _FILLS: Final = Setting(
     "fill_uninitialized_memory",
     lambda: _MEMORY.fill_uninitialized_memory,
