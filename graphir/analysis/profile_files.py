@@ -154,6 +154,13 @@ def _write(path: Path, of: Machine, calls: Mapping[str, Measured]) -> None:
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
     """Until its end no other process adds to the file. Where the system has no ``flock``, nothing keeps them apart."""
+    first = path.parts[0]
+    if first.startswith("~") and not Path(first).exists():
+        raise FileError(
+            f"there is no folder {first!r} here, and only a shell takes ~ for a home",
+            where=str(path),
+            fix="write the path out: Path(...).expanduser()",
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.with_name(path.name + ".lock").open("ab")

@@ -116,6 +116,23 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     assert e.value.fix == "check the path, or name another"
 
 
+@pytest.mark.parametrize("path", ["~/p.json", "~nosuchuser/deeper/p.json"])
+def test_no_folder_is_made_that_is_called_like_a_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """As ``torch.save``, which takes ``~`` for a folder's name, and makes none."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileError, match=r"there is no folder '~.*' here, and only a shell takes ~ for a home") as e:
+        graphir.profile(PROGRAM, path=path)
+    assert e.value.where == path and e.value.fix == "write the path out: Path(...).expanduser()"
+    monkeypatch.setenv("GRAPHIR_PROFILE", path)
+    with pytest.raises(FileError, match="there is no folder"):
+        graphir.profile(PROGRAM)
+    assert predicted() == 32 and not any(tmp_path.iterdir())
+    Path(path).parent.mkdir(parents=True)
+    assert graphir.profile(PROGRAM, path=path).calls and Path(path).is_file()
+
+
 def adding(path: str, number: int) -> None:
     for i in range(10):
         add(Path(path), here({f"1 thread: {number}.{i}()": Measured(number, 0, 0.0)}))
