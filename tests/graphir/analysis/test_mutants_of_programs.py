@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
@@ -17,6 +19,7 @@ from mutations.placing import PLACING
 from mutations.running import Running
 from mutations.state import INTERFACE, STATE
 from mutations.subjects import subjects
+from mutations.workers import verdicts
 
 from graphir import passes
 from graphir.ir.tensor import same_bits
@@ -83,6 +86,15 @@ def test_a_trial_sees_a_difference_in_the_interface_alone() -> None:
     trial = Trial(subject)
     assert trial.differs(program.with_(interface=replace(program.interface, module_state=swapped)))
     assert not trial.differs(program.with_(name="another"))
+
+
+def test_what_fails_while_it_judges_is_a_fault_that_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = verdicts(["joined, imported"], share=math.nan, processes=1)
+    assert found.verdict not in VERDICTS
+    assert found.error == "the process ended with 1: ValueError: cannot convert float NaN to integer"
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(FileNotFoundError, match="/nowhere/python"):
+        list(verdicts(["joined, imported"]))
 
 
 def test_every_kind_is_documented() -> None:
