@@ -115,8 +115,9 @@ def test_steps_that_take_turns(place: str) -> None:
         capture(Runs(lambda x: x.sin() if turn() % 2 else x.cos()), (torch.randn(4, 3),))
 
 
-@pytest.mark.parametrize("batch_dims", [0, ((None,), {}, ())], ids=["batch", "no batch"])
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(
+    ("batch", "batch_dims"), [(1, 0), (4, 0), (4, ((None,), {}, ()))], ids=["batch of one", "batch", "no batch"]
+)
 @pytest.mark.parametrize(("period", "first"), [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
 def test_whichever_turn_it_is(period: int, first: int, batch: int, batch_dims: Any) -> None:
     turn = Turns(first).in_a_global

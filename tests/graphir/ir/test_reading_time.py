@@ -35,7 +35,7 @@ HEADS = {
     "group": "program p {\n  interface {\n    group lr {a=",
     "first word": "",
 }
-SIZES = 1 << 12, 1 << 15
+SIZES = 1 << 11, 1 << 14
 
 
 def is_linear(read: Callable[[str], object], text_of: Callable[[int], str]) -> bool:
