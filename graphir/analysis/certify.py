@@ -157,7 +157,7 @@ def _refuse_difference(different: InterfaceDifference | None, after: Program) ->
 
 def _refuse_other_calls(before: Program, after: Program, proof: Induction) -> None:
     """Raise an error where the second program computes anything that the first does not, though nobody reads it, or
-    leaves out an operator without a result: by either, a step of one of them may fail that the other takes."""
+    leaves out an operator without a result: by either, a session of one of them may fail where the other's does not."""
     old, new = proof.calls
     added = next((op for call, op in new.items() if call not in old), None)
     dropped = next((op for call, op in old.items() if not op.outputs and call not in new), None)
@@ -169,8 +169,8 @@ def _refuse_other_calls(before: Program, after: Program, proof: Induction) -> No
             ("no operator of the first program", "second") if op is added else ("nothing any more", "first")
         )
         raise EquivalenceError(
-            f"{nothing} computes what this operator of the {which} does, which may be where a step fails",
-            at=operator_text(op, program.step),
+            f"{nothing} computes what this operator of the {which} does, which may be where it fails",
+            at=operator_text(op, program.init if any(op is other for other in program.init.ops) else program.step),
             where=place_of(after),
             fix="leave it as it is; what is moved, copied or repeated computes nothing new",
         )

@@ -45,7 +45,7 @@ class Induction(NamedTuple):
         rounds: how many steps it took.
         settled: the last of them parted no block.
         unwritten: of each program, the blobs that are read where they may not have been written.
-        calls: of each program what its operators are made to compute, and the last one that is.
+        calls: of each program what its operators are made to compute, init's included, and the last one that is.
     """
 
     outputs: tuple[dict[str, int], ...]
@@ -102,7 +102,7 @@ def _refined(sides: Sequence[_Side], keys: Sequence[Mapping[str, Any]], most: in
                 rounds,
                 settled,
                 tuple([frozenset(side.run.unwritten) for side in sides]),
-                tuple([dict(side.run.calls) for side in sides]),
+                tuple([{**side.filling, **side.run.calls} for side in sides]),
             )
         blocks = finer
 
@@ -114,6 +114,7 @@ class _Side:
         run: its storages, after ``init`` or after a step.
         lasting: the blobs that hold its state.
         starts: for each of their storages the value that ``init`` gives it, and its layout.
+        filling: what operators of ``init`` compute.
     """
 
     def __init__(self, table: Numbering, program: Program, outputs: Sequence[str]) -> None:
@@ -121,6 +122,7 @@ class _Side:
         self.run = Run(table, program)
         self.lasting = lasting(program.step)
         self.run.net(program.init, -1)
+        self.filling = dict(self.run.calls)
         self.run.declare(program.step)
         self.run.begin(program.step.external_inputs, 0)
         storages = dict.fromkeys(map(self.storage, self.lasting))

@@ -77,8 +77,12 @@ def _interface(a: Program, b: Program) -> _Pairs:
 
 def _given(a: Program, b: Program) -> _Pairs:
     """Blobs that a session fills, keeps or hands back."""
-    inputs = [{n for n in p.step.external_inputs if p.step.blobs[n].role == "input"} for p in (a, b)]
-    yield "inputs of the step", sorted(inputs[0]), sorted(inputs[1])
+    inputs = [[n for n in p.step.external_inputs if p.step.blobs[n].role == "input"] for p in (a, b)]
+    if a.step.proto is None:  # the interface has their order, and that of the outputs
+        inputs = [sorted(names) for names in inputs]
+    else:
+        yield "outputs of the step", a.step.external_outputs, b.step.external_outputs
+    yield "inputs of the step", *inputs
     kept = [{n for n, blob in p.step.blobs.items() if blob.role in STATE_ROLES} for p in (a, b)]
     shared = a.step.blobs.keys() & b.step.blobs.keys()
     yield "blobs that hold state", sorted(kept[0] & shared), sorted(kept[1] & shared)

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from graphir.runtime.kernels.calls import Bound, Call, Constant, Default, Operand, OperandList, arrange, evaluate
-from graphir.runtime.kernels.communication import all_reduce, reduction
+from graphir.runtime.kernels.communication import all_reduce, copy, is_marked, reduction
 from graphir.runtime.kernels.invoke import flatten, perform
 from torch import Tensor
 
-from graphir.ir.blob import STATE_ROLES, bound_layout
+from graphir.ir.blob import STATE_ROLES, bound_layout, overlaps
 from graphir.ir.names import prefix_of
 from graphir.ir.operator import Operator
 from graphir.ir.opset import UNWRITTEN, to_torch
@@ -161,7 +161,9 @@ def _own(value: Tensor) -> Tensor:
 
 
 def _copied(source: Tensor) -> Tensor:
-    """A copy with the strides of its source; what lies between its elements is poison."""
+    """A copy with the strides of its source; what lies between its elements is poison, where they share no memory."""
+    if overlaps(source.size(), source.stride()) or is_marked(source):
+        return copy(source)
     made = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype)
     _fill(made)
     return made.copy_(source)

@@ -437,6 +437,47 @@ def test_text_inside_of_an_argument_is_an_argument(tmp_path: Any, ours: str, the
     assert graphir.certify(programs[0], load_program(placed)).holds
 
 
+# What imported nets are given, hand back and are filled with
+
+
+def imported(tmp_path: Any, text: str, init: str = "") -> Program:
+    """The program of these two texts of nets."""
+    paths = [tmp_path / f"{name}.pbtxt" for name in ("step", "init")]
+    for path, body in zip(paths, (text, init), strict=True):
+        path.write_text(f'name: "n" {body}')
+    return load_program(paths[0], init=paths[1]) if init else load_program(paths[0])
+
+
+GIVEN = 'external_input: "x" external_input: "u"'
+HANDED = 'external_output: "y" external_output: "z"'
+ADDED = 'op { input: "x" input: "u" output: "y" type: "Add" } op { input: "y" output: "z" type: "Relu" }'
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "match"),
+    [
+        (f"{GIVEN} {HANDED}", f'external_input: "u" external_input: "x" {HANDED}', "inputs of the step"),
+        (f"{GIVEN} {HANDED}", f'{GIVEN} external_output: "z" external_output: "y"', "outputs of the step"),
+    ],
+)
+def test_the_order_in_which_an_imported_net_takes_and_hands_back_is_compared(
+    tmp_path: Any, ours: str, theirs: str, match: str
+) -> None:
+    """``caffe2.lower`` makes an interface of it, which is compared between programs that have one."""
+    differ(imported(tmp_path, f"{ours} {ADDED}"), imported(tmp_path, f"{theirs} {ADDED}"), match)
+
+
+def test_what_init_computes_and_overwrites_may_fail(tmp_path: Any) -> None:
+    """Of one dimension no deviation follows, so that MSRAFill refuses it."""
+    step = 'external_input: "w" op { input: "w" output: "y" type: "Relu" }'
+    fill = 'op {{ output: "w" type: "{}" arg {{ name: "shape" ints: 3 }} }}'
+    before, after = (
+        imported(tmp_path, step, fill.format(type) + fill.format("ConstantFill"))
+        for type in ("ConstantFill", "MSRAFill")
+    )
+    differ(before, after, r"no operator of the first program computes(.|\n)*MSRAFill")
+
+
 def test_what_a_certificate_takes_for_granted_is_said() -> None:
     program = two_layers()
     shared = passes.share_storage(program)
