@@ -22,7 +22,7 @@ from mutations.state import INTERFACE, STATE
 from mutations.subjects import Sort, Subject
 from mutations.viewing import VIEWING
 
-__all__ = ["KINDS", "KINDS_OF_NETS", "VERDICTS", "Verdict", "imported_trials", "trials"]
+__all__ = ["KINDS", "KINDS_OF_NETS", "VERDICTS", "Begun", "Verdict", "imported_trials", "trials"]
 
 KINDS = {**OPERANDS, **ORDER, **ARGUMENTS, **VIEWING, **PLACING, **STATE, **INTERFACE}
 """Every kind of mutation of programs, by its name in the table."""
@@ -54,6 +54,12 @@ class Verdict(NamedTuple):
     what: str
     verdict: str
     error: str = ""
+
+
+class Begun(NamedTuple):
+    """A mutant is about to be run; *verdict* holds if the process dies of it."""
+
+    verdict: Verdict
 
 
 def quota(kind: str, sort: Sort) -> int:
@@ -93,9 +99,9 @@ def quota_of_nets(kind: str) -> int:
 
 def trials(
     subject: Subject, share: float = 1.0, seed: int = 0, start: int = 0, kinds: Collection[str] = KINDS
-) -> Iterator[Verdict | None]:
-    """Verdicts on mutants of a subject: of each kind so many that verify lets through, or a share of that. None is
-    yielded before each one that is run, for whoever watches a process that may die of it; those before *start* are
+) -> Iterator[Verdict | Begun]:
+    """Verdicts on mutants of a subject: of each kind so many that verify lets through, or a share of that. Before
+    each one that is run it is announced, for whoever watches a process that may die of it; those before *start* are
     passed over."""
     own = Trial(subject)
     kept: tuple[Program, Trial] = subject.program, own
@@ -104,14 +110,13 @@ def trials(
         for what, program, *before in KINDS[kind](subject.program, Random(f"{seed} {subject.name} {kind}")):
             original = before[0] if before else subject.program
 
-            def differs(program: Program = program, original: Program = original) -> tuple[Program, bool]:
+            def trial(original: Program = original) -> Trial:
                 nonlocal kept
                 if original is not subject.program and kept[0] is not original:
                     kept = original, Trial(subject, original)
-                trial = own if original is subject.program else kept[1]
-                return trial.original, trial.differs(program)
+                return own if original is subject.program else kept[1]
 
-            yield what, program, differs
+            yield what, program, original, lambda trial=trial, program=program: trial().differs(program)
 
     yield from _verdicts(subject.name, start, (
         _Share(kind, ceil(share * quota(kind, subject.sort)), _MORE_TRIES if kind in _OFTEN_REFUSED else _TRIES,
@@ -120,7 +125,7 @@ def trials(
     ))  # fmt: skip
 
 
-def imported_trials(net: Imported, share: float = 1.0, seed: int = 0, start: int = 0) -> Iterator[Verdict | None]:
+def imported_trials(net: Imported, share: float = 1.0, seed: int = 0, start: int = 0) -> Iterator[Verdict | Begun]:
     """The same for a Caffe2 net."""
     kept: tuple[Any, ImportedTrial | None] = None, None
 
@@ -129,15 +134,16 @@ def imported_trials(net: Imported, share: float = 1.0, seed: int = 0, start: int
         for what, step, init, before in KINDS_OF_NETS[kind](net, Random(f"{seed} {net.name} {kind}")):
             original = before or net.step
 
-            def differs(step: Any = step, init: Any = init, original: Any = original) -> tuple[Program, bool]:
+            def trial(original: Any = original) -> ImportedTrial:
                 nonlocal kept
                 trial = kept[1]
                 if trial is None or kept[0] is not original or trial.read != (read or net.fed is None):
                     trial = ImportedTrial(net, original, net.init, read=read)
                     kept = original, trial
-                return trial.program, trial.differs(step, init)
+                return trial
 
-            yield what, _loaded(net, step, init), differs
+            mutant = _loaded(net, step, init)
+            yield what, mutant, trial().program, lambda trial=trial, step=step, init=init: trial().differs(step, init)
 
     yield from _verdicts(net.name, start, (
         _Share(kind, ceil(share * quota_of_nets(kind)), _TRIES, mutants(kind))
@@ -145,8 +151,8 @@ def imported_trials(net: Imported, share: float = 1.0, seed: int = 0, start: int
     ))  # fmt: skip
 
 
-_Mutant = tuple[str, Program | None, Callable[[], tuple[Program, bool]]]
-"""What was changed; the mutant, if it can be loaded; and what tells its original, and whether it differs from that."""
+_Mutant = tuple[str, Program | None, Program, Callable[[], bool]]
+"""What was changed; the mutant, if it can be loaded; its original; and what tells whether it differs from that."""
 
 
 class _Share(NamedTuple):
@@ -158,12 +164,12 @@ class _Share(NamedTuple):
     mutants: Iterator[_Mutant]
 
 
-def _verdicts(name: str, start: int, shares: Iterable[_Share]) -> Iterator[Verdict | None]:
+def _verdicts(name: str, start: int, shares: Iterable[_Share]) -> Iterator[Verdict | Begun]:
     """Verdicts on the mutants of the subject of this name, as :func:`trials` has them."""
     number = 0
     for kind, most, tries, mutants in shares:
         judged = 0
-        for what, program, differs in islice(mutants, tries * most):
+        for what, program, original, differs in islice(mutants, tries * most):
             if judged >= most:
                 break
             if program is None or not _well_formed(program):
@@ -172,10 +178,9 @@ def _verdicts(name: str, start: int, shares: Iterable[_Share]) -> Iterator[Verdi
             judged += 1
             number += 1
             if number > start:
-                yield None
-                original, different = differs()
                 accepted, error = certified(original, program)
-                yield Verdict(kind, name, what, verdict_of(accepted, different), error)
+                yield Begun(Verdict(kind, name, what, verdict_of(accepted, differs=True), error))
+                yield Verdict(kind, name, what, verdict_of(accepted, differs()), error)
 
 
 _READ = ("Caffe2: text of an argument", *NESTED)

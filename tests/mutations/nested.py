@@ -113,7 +113,7 @@ def nested_order(net: Imported, draw: Random) -> Found:
 
 def _with_nets(net: Imported, draw: Random) -> Any:
     """The step, with a net in an argument of one of its operators where it has none."""
-    if operators(net.step, nested=True):
+    if operators(net.step, nested=True) or not net.step.op:
         return net.step
     message = copied(net.step)
     outer = message.op[draw.randrange(len(message.op))]

@@ -14,7 +14,7 @@ from pathlib import Path
 from queue import Queue
 from threading import Thread
 
-from mutations.campaign import VERDICTS, Verdict, imported_trials, trials
+from mutations.campaign import Begun, Verdict, imported_trials, trials
 from mutations.nets_of_caffe2 import imported
 from mutations.subjects import subjects
 
@@ -71,10 +71,11 @@ def _attended(chosen: list[str], share: float, seed: int) -> Iterator[Verdict]:
             subprocess.Popen(command, stdout=subprocess.PIPE, stderr=noise, text=True, env=env) as process,
         ):
             assert process.stdout is not None
-            begun = start
+            begun, last = start, None
             for line in process.stdout:
                 said = json.loads(line)
-                if said is None:
+                if len(said) == 1:
+                    (last,) = Begun(Verdict(*said[0]))
                     begun += 1
                 elif said == "done":
                     chosen, start, begun = chosen[1:], 0, 0
@@ -82,15 +83,14 @@ def _attended(chosen: list[str], share: float, seed: int) -> Iterator[Verdict]:
                     yield Verdict(*said)
             code = process.wait()
             noise.seek(0)
-            last = noise.read().strip().rpartition("\n")[2]
+            why = f"the process ended with {code}: {noise.read().strip().rpartition(chr(10))[2]}".rstrip(": ")
         if chosen:
             died = code < 0 and begun > start
-            why = f"the process ended with {code}: {last}".rstrip(": ")
-            yield Verdict("no kind", chosen[0], f"mutant {begun}", VERDICTS[1] if died else "no verdict", why)
+            yield last if died and last else Verdict("no kind", chosen[0], f"mutant {begun}", "no verdict", why)
             chosen, start = (chosen, begun) if begun > start else (chosen[1:], 0)
 
 
-def _work(name: str, share: float, seed: int, start: int) -> Iterator[Verdict | None]:
+def _work(name: str, share: float, seed: int, start: int) -> Iterator[Verdict | Begun]:
     for subject in subjects():
         if subject.name == name:
             yield from trials(subject, share, seed, start)
