@@ -82,7 +82,7 @@ def _given(a: Program, b: Program) -> _Pairs:
         inputs = [sorted(names) for names in inputs]
     else:
         yield "outputs of the step", a.step.external_outputs, b.step.external_outputs
-    yield "inputs of the step", *inputs
+    yield "inputs of the step", inputs[0], inputs[1]
     kept = [{n for n, blob in p.step.blobs.items() if blob.role in STATE_ROLES} for p in (a, b)]
     shared = a.step.blobs.keys() & b.step.blobs.keys()
     yield "blobs that hold state", sorted(kept[0] & shared), sorted(kept[1] & shared)
