@@ -29,7 +29,7 @@ from .forms import Bound, Form, form_of
 from .interrupts import Interrupts
 from .known import number_in, tensor_of
 from .mutation import functional_call, functional_view, laid_out, overwritten_base
-from .overlaps import described
+from .overlaps import described, refuse_overlapping_operands
 from .randomness import refuse_generator
 from .recorded import MODES, is_recorded
 from .refusals import DENSE, FAKE_ERRORS, REFUSED_AT_TIMES, refuse_operator, refused_by_fake, where
@@ -333,6 +333,7 @@ class Recorder(Tape, TorchDispatchMode):
     def _overwrite(
         self, form: Form, bound: Bound, aliases: Sequence[Alias], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
+        refuse_overlapping_operands(form.type, aliases, bound.written, self.here())
         targets = [aliases[i] for i in bound.written]
         geometries = [alias.geometry for alias in aliases]
         for target in targets:
