@@ -157,8 +157,8 @@ class ImportedTrial:
                 found = running.step({}, batch, number)
                 handed = [fetch.blob for fetch in program.interface.fetches]
                 seen = [(name, found[blob]) for name, blob in zip(self.outputs, handed, strict=True) if blob]
-                states = [(name, value) for name, value in found.items() if name[:6] == "state "]
-                yield [(name, _kept(value)) for name, value in (*seen, *states)]
+                states = sorted(name for name in found if name[:6] == "state ")  # which have no order
+                yield [(name, _kept(value)) for name, value in (*seen, *((name, found[name]) for name in states))]
         except (GraphirError, RuntimeError, IndexError, TypeError, ValueError, KeyError) as e:
             yield [("failed", type(e).__name__)]
 
