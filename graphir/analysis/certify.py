@@ -22,7 +22,7 @@ from ..plan import Plan, program_of
 from .diff import words
 from .induction import Induction, by_induction
 from .interfaces import InterfaceDifference, interface_difference, phase_difference
-from .meaning import BATCH_NORM, canonical_type
+from .meaning import BATCH_NORM, canonical_type, is_ordered
 from .parting import place_of, refuse
 from .values import lasting
 
@@ -157,10 +157,12 @@ def _refuse_difference(different: InterfaceDifference | None, after: Program) ->
 
 def _refuse_other_calls(before: Program, after: Program, proof: Induction) -> None:
     """Raise an error where the second program computes anything that the first does not, though nobody reads it, or
-    leaves out an operator without a result: by either, a session of one of them may fail where the other's does not."""
+    leaves out an operator without a result, or one that takes from what no blob holds: by each, a session of one of
+    them may fail where the other's does not."""
     old, new = proof.calls
     added = next((op for call, op in new.items() if call not in old), None)
-    dropped = next((op for call, op in old.items() if not op.outputs and call not in new), None)
+    needed = ((call, op) for call, op in old.items() if not op.outputs or is_ordered(op.type, op.proto))
+    dropped = next((op for call, op in needed if call not in new), None)
     op, program = (added, after) if added is not None else (dropped, before)
     if op is not None:
         from ..ir.text import operator_text  # text prints nets, and is not needed for a proof that holds

@@ -138,6 +138,7 @@ class _Side:
         run.unwritten.clear()
         run.calls.clear()
         run.declare(step)
+        run.world = run.table.number(("world", "step"))
         for storage, block in blocks.items():
             run.start(storage, ("state", round, block))
             if storage in self.blank:

@@ -22,6 +22,7 @@ __all__ = [
     "IGNORES_FIRST",
     "canonical_type",
     "frozen",
+    "is_ordered",
     "kernel_family",
     "meaning_of_text",
 ]
@@ -59,6 +60,26 @@ BATCH_NORM: Final = frozenset(
     }
 )
 """Types whose results in training do not depend on the running statistics that some of them update."""
+
+_ORDERED_NAMES: Final = """
+    AtomicAppend AtomicFetchAdd AtomicFetchAdd64 Barrier CheckCounterDone CheckDatasetConsistency Checkpoint
+    CloseBlobsQueue CloseRebatchingQueue CountDown CountUp CreateDB CreateTextFileReader CreateTreeCursor DBExists
+    DequeueBlobs DequeueRebatchingQueue EnqueueBlobs EnqueueRebatchingQueue FileStoreHandlerCreate HTTPDownload
+    ImageInput IndexFreeze IndexGet IndexLoad IndexStore Load Print Python PythonDLPack RandomCorruption ReadNextBatch
+    ReadRandomBatch RedisStoreHandlerCreate ResetCounter ResetCursor RetrieveCount SafeDequeueBlobs SafeEnqueueBlobs
+    Save Snapshot SortAndShuffle StatRegistryExport StatRegistryUpdate StoreAdd StoreGet StoreSet StoreWait
+    TensorProtosDBInput TextFileReaderRead TimerBegin TimerEnd TimerGet TimerGetAndEnd VideoInput
+    WeightedSampleDequeueBlobs
+"""
+_ORDERED: Final = frozenset(_ORDERED_NAMES.split())
+"""Caffe2's types that take from or add to what no blob holds: queues, readers, counters, files, Python. What they do
+follows from all such calls before, so that none may be left out, put elsewhere or made twice (Caffe2's operator
+registry, ``caffe2/operators``, ``caffe2/queue``, ``caffe2/db``)."""
+
+
+def is_ordered(type: str, proto: str) -> bool:
+    """Whether what an operator does follows from other calls before; one with nets in its arguments, from theirs."""
+    return type in _ORDERED or ("op {" in proto and any(f'type: "{inner}"' in proto for inner in _ORDERED))
 
 
 @cache

@@ -33,7 +33,7 @@ from ..ir.placement import COPIES
 from ..ir.program import Program
 from ..ir.size import Size, add, multiply, product
 from ..plan import parts_of
-from .meaning import BATCH_NORM, IGNORES_FIRST, canonical_type, frozen, kernel_family, meaning_of_text
+from .meaning import BATCH_NORM, IGNORES_FIRST, canonical_type, frozen, is_ordered, kernel_family, meaning_of_text
 
 __all__ = ["Made", "Numbering", "Run", "lasting", "value_numbers"]
 
@@ -186,6 +186,9 @@ class Run:
         calls: of what operators were made to compute, the number, and the last operator that did.
         unwritten: blobs that were made without writing them, and of which something is read that may still not be
             written; and those that read beyond the elements of a copy.
+        shifted: of storages that begin at another address modulo 64 than a fresh one, what says where: copies keep
+            the address of their source.
+        world: the last call so far of an operator that is ordered, as :func:`.meaning.is_ordered` says.
     """
 
     def __init__(self, table: Numbering, program: Program, record: bool = False) -> None:
@@ -195,6 +198,8 @@ class Run:
         self.made: list[Made] = []
         self.calls: dict[int, Operator] = {}
         self.unwritten: set[str] = set()
+        self.shifted: dict[str, int] = {}
+        self.world = table.number(("world",))
         self.replicas = {prefix: r for r, prefix in enumerate(program.replicas)}
         self.blobs: Mapping[str, Blob] = {}
         self.geometries: dict[str, int] = {}
@@ -223,6 +228,7 @@ class Run:
     def net(self, net: Net, step: int) -> None:
         """Execute all of a net."""
         self.declare(net)
+        self.world = self.table.number(("world", step))
         self.begin(net.external_inputs, step)
         for position, op in enumerate(net.ops):
             self.execute(op, step)
@@ -298,6 +304,12 @@ class Run:
         self.unwritten.add(name)
         return self.table.number(("beyond", root, path, name))
 
+    def address(self, name: str) -> int:
+        """Where a blob begins modulo 64: 0, or the number of what says that."""
+        blob = self.blobs[name]
+        start, base = _byte_offset(blob), self.shifted.get(blob.storage, 0)
+        return base if isinstance(start, int) and start % _ALIGNED == 0 else self.table.number(("at", start, base))
+
     def write(self, name: str, value: int) -> None:
         """Give a blob a value of its own geometry; where it is only a part of its storage, the rest stays."""
         blob = self.blobs[name]
@@ -316,6 +328,10 @@ class Run:
         table.written(root, path, value)
 
 
+_ALIGNED: Final = 64
+"""Bytes: kernels may compute in another order where addresses differ by no multiple of it."""
+
+
 class _Form:
     """What operators of one type with the same arguments and effects have in common.
 
@@ -331,6 +347,7 @@ class _Form:
         ignores_first: of their first operand only the layout matters. What it holds may be unwritten; the layout is
             what the operators that made the operand give it, so that its number counts all the same.
         batch_norm: they are a batch norm in training.
+        ordered: what they do follows from other calls of such operators before.
         mentioned: blobs that they read beside their operands.
     """
 
@@ -343,6 +360,7 @@ class _Form:
         "kind",
         "mentioned",
         "only_views",
+        "ordered",
         "reaches",
         "static",
         "views",
@@ -357,6 +375,7 @@ class _Form:
         self.reaches = not reads_only_elements(op.type)
         self.empty = op.type.startswith(UNWRITTEN)
         self.ignores_first = kind in IGNORES_FIRST
+        self.ordered = is_ordered(op.type, op.proto)
         self.batch_norm = kind in BATCH_NORM and bool(op.args.get("training", True))
         self.mentioned = mentioned(op.proto) if "op {" in op.proto else ()
         args = tuple(sorted((name, frozen(arg)) for name, arg in op.args.items()))
@@ -407,6 +426,10 @@ class _Form:
     def compute(self, run: Run, op: Operator, step: int, part: int | None) -> None:
         """A value is what the operator does, and its inputs: of random numbers also where and when they are drawn."""
         number, inputs = run.table.number, self.inputs(run, op)
+        if op.effects.writes:
+            inputs += self.shared(run, op)
+        if self.ordered:
+            inputs.append(run.world)
         if self.mentioned:
             inputs += [run.read(name) for name in self.mentioned if name in run.blobs and name in run.roots]
         key: _Key = (self.static, None, *inputs)
@@ -414,6 +437,8 @@ class _Form:
             replica = run.replicas.get(prefix_of(op.outputs[0]) if op.outputs else "", -1)
             key = (number(("draws", self.static, op.seed, replica)), step, *inputs)
         call = number(key)
+        if self.ordered:
+            run.world = call
         if self.kind != "Free":  # Caffe2's, which gives memory back and computes nothing
             run.calls[call] = op
         if self.kind == "AllReduce":
@@ -423,6 +448,23 @@ class _Form:
         for output, name in enumerate(op.outputs):
             if output not in self.views:
                 run.write(name, number((call, output, run.geometries[name])))
+
+    def shared(self, run: Run, op: Operator) -> list[int]:
+        """What an operator that overwrites an operand computes beyond what its functional form does: it may read what
+        it has written where another operand lies in the same memory, and its result is where that operand is."""
+        found, blobs, number = [], run.blobs, run.table.number
+        for _, source in op.effects.writes:
+            name = op.inputs[source]
+            storage = blobs[name].storage
+            if run.shifted.get(storage):
+                found.append(number(("in place at", run.shifted[storage])))
+            for other in op.inputs:
+                if other != name and blobs[other].storage == storage:
+                    same = run.path(other) == run.path(name) and run.geometries[other] == run.geometries[name]
+                    if not same:
+                        layouts = run.geometries[storage], run.geometries[name], run.geometries[other]
+                        found.append(number(("overlapping", op.type, *layouts, run.path(name), run.path(other))))
+        return found
 
     def leave(self, run: Run, op: Operator, step: int) -> None:
         """What is not written is known by its name, which passes keep, so that a program equals itself."""
@@ -444,6 +486,11 @@ class _Form:
             value = table.number(("laid out", value, run.geometries[target]))
         if root in table.unwritten:
             table.unwritten[value] = table.unwritten[root]
+        address = run.address(source)
+        if kept.storage == target and kept.role not in STATE_ROLES:
+            run.shifted[target] = address
+        elif address != run.address(target):
+            value = table.number(("moved to", run.address(target), value))
         run.write(target, value)
 
     def normalize(self, run: Run, op: Operator, inputs: list[int]) -> None:

@@ -241,7 +241,7 @@ def _only_computes(schema: torch.FunctionSchema, name: str) -> bool:
 CHECKS: Final = frozenset({"_assert_async", "_linalg_check_errors"})
 """Operators that return nothing: they raise where their operand says that something is wrong."""
 
-UNWRITTEN: Final = ("aten.empty", "aten.new_empty")
+UNWRITTEN: Final = ("aten.empty", "aten.new_empty", "prims.empty")
 """How the types begin that make memory without writing it."""
 
 _REBINDS: Final = frozenset({"set", "set_", "set_data", "resize", "resize_", "resize_as_", "_resize_output_", "data"})
@@ -283,11 +283,18 @@ _CORRECTIONS: Final[Mapping[str, Callable[[Mapping[str, Arg]], tuple[str, ...]]]
     "aten.native_batch_norm.default": _batch_norm_statistics,
     "aten.cudnn_batch_norm.default": _batch_norm_statistics,
     "aten.miopen_batch_norm.default": _batch_norm_statistics,
+    "aten.batch_norm_update_stats.default": lambda args: ("running_mean", "running_var"),
 }
 """Types that overwrite operands without declaring it: the names of those parameters, given the arguments."""
 
 _UNDECLARED_VIEWS: Final = frozenset(
-    {"aten._unsafe_view.default", "aten.unsafe_split.Tensor", "aten.unsafe_chunk.default"}
+    {
+        "aten._unsafe_view.default",
+        "aten.lift.default",
+        "aten.unsafe_chunk.default",
+        "aten.unsafe_split.Tensor",
+        "aten.unsafe_split_with_sizes.default",
+    }
 )
 """Types whose results alias their first operand without declaring it."""
 
