@@ -34,6 +34,7 @@ from .errors import (
     SessionError,
     VerifyError,
 )
+from .ir.admitted import allow_operators
 from .ir.blob import Blob
 from .ir.device import Device
 from .ir.files import load
@@ -76,6 +77,7 @@ __all__ = [
     "RunError",
     "SessionError",
     "VerifyError",
+    "allow_operators",
     "capture",
     "certify",
     "compile",

@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 
+from .bounds import check_attention
 from .repeatable import refuses_others
 
 __all__ = ["ATTENTION", "KERNELS", "Kernel", "attention", "attention_backward", "choose"]
@@ -68,6 +69,7 @@ def attention(
         is_causal: query i sees keys 0 … i only.
         scale: of the scores; by default ``size ** -0.5``.
     """
+    check_attention(query, key, value, attn_mask)
     kernel = KERNELS[choose(query, key, value, attn_mask, is_causal)]
     return kernel.forward(query, key, value, attn_mask, is_causal, _scale(query, scale))
 
@@ -85,6 +87,7 @@ def attention_backward(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, in memory in the order batch, sequence, heads, size."""
+    check_attention(query, key, value, attn_mask, grad_out, out, logsumexp)
     kernel = KERNELS[choose(query, key, value, attn_mask, is_causal)]
     results = out, logsumexp
     return kernel.backward(grad_out, query, key, value, attn_mask, is_causal, _scale(query, scale), *results)

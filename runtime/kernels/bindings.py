@@ -17,6 +17,7 @@ from torch import Tensor
 from graphir.ir.opset import overload
 
 from .attention import ATTENTION
+from .bounds import CHECKED
 from .losses import LOSSES
 from .repeatable import REPEATABLE
 from .sparse import SPARSE
@@ -25,12 +26,12 @@ __all__ = ["FAST", "OWN_KERNELS", "fastest", "view"]
 
 _CALLABLES: Final = {
     torch._C._VariableFunctions: """
-        _adaptive_avg_pool2d.default _log_softmax.default _log_softmax_backward_data.default _softmax.default
-        _softmax_backward_data.default add.Tensor addmm.default bmm.default cat.default clone.default
+        _adaptive_avg_pool2d.default _log_softmax.default  _softmax.default
+        add.Tensor addmm.default bmm.default cat.default clone.default
         convolution.default cos.default div.Scalar div.Tensor embedding.default empty_like.default eq.Scalar eq.Tensor
         exp.default full.default full_like.default ge.Scalar gt.Scalar le.Scalar log.default lt.Scalar
         masked_fill.Scalar masked_fill.Tensor maximum.default mean.default mean.dim minimum.default mm.default
-        mul.Scalar mul.Tensor native_batch_norm.default native_layer_norm.default ne.Scalar neg.default
+        mul.Scalar mul.Tensor native_layer_norm.default ne.Scalar neg.default
         ones_like.default pow.Tensor_Scalar reciprocal.default rsqrt.default sigmoid.default sin.default split.Tensor
         sqrt.default stack.default sub.Tensor sum.default sum.dim_IntList tanh.default where.self zeros_like.default
     """,
@@ -68,7 +69,7 @@ FAST: Final[dict[str, Callable[..., Any]]] = {**_table(), "aten.view.default": v
 """For each of these types, a callable that takes the schema's arguments in the schema's order and is faster."""
 
 
-OWN_KERNELS: Final[Mapping[str, Callable[..., Any]]] = {**ATTENTION, **LOSSES, **SPARSE, **REPEATABLE}
+OWN_KERNELS: Final[Mapping[str, Callable[..., Any]]] = {**ATTENTION, **CHECKED, **LOSSES, **SPARSE, **REPEATABLE}
 """Kernels of graphir's own types that compute values from values, and of torch's that are not called as they are."""
 
 
@@ -79,5 +80,5 @@ def fastest(type: str) -> Callable[..., Any]:
     Raises:
         GraphirError: the type is not of an allowed namespace, or this torch does not have it.
     """
-    found = FAST.get(type) or OWN_KERNELS.get(type)
+    found = OWN_KERNELS.get(type) or FAST.get(type)
     return overload(type)._op if found is None else found

@@ -19,6 +19,7 @@ from torch import Tensor
 from graphir.ir.opset import signature
 from graphir.ir.tensor import GRAIN_SIZE
 
+from .bounds import check_dense
 from .short import in_one_thread
 from .sparse import SPARSE_UPDATES
 
@@ -145,9 +146,9 @@ def _fused_sgd(params: Tensors, grads: Tensors, buffers: Given, lr: Tensor | flo
     _call(torch._fused_sgd_, (params, grads, _present(buffers)), lr=float(lr), **options)
 
 
-def _call(fused: Callable[..., None], lists: Sequence[Tensors], **options: Any) -> None:
+def _call(fused: Callable[..., None], lists: Sequence[Tensors], of_elements: int | None = None, **options: Any) -> None:
     """Call one of torch's fused kernels with *lists*, the first of them of parameters; of those of a kind that it is
-    not to have, one is empty.
+    not to have, one is empty. The first *of_elements*, by default all, have an element for each of the parameter's.
 
     On the CPU it wakes all threads for each parameter. They get parts that end at multiples of a vector, so that the
     bits are the same in one thread.
@@ -156,6 +157,7 @@ def _call(fused: Callable[..., None], lists: Sequence[Tensors], **options: Any) 
     if not params[0].is_cpu:
         fused(*lists, **options)
         return
+    check_dense([given for given in lists[:of_elements] if given])
     short, long = _by_length(lists)
     if short:
         in_one_thread(fused, *short, **options)
@@ -248,7 +250,7 @@ def _fused_adam(
     torch._foreach_add_(steps, 1)
     given = _present(maxima)
     lists = params, grads, exp_avgs, exp_avg_sqs, given, steps
-    _call(kernel, lists, lr=float(lr), amsgrad=bool(given), **options)
+    _call(kernel, lists, len(lists) - 1, lr=float(lr), amsgrad=bool(given), **options)
 
 
 def _adagrad(*, form: str, lr_decay: float, weight_decay: float, eps: float, maximize: bool) -> Update:
@@ -275,7 +277,7 @@ def _fused_adagrad(
     params: Tensors, grads: Tensors, sums: Tensors, steps: Tensors, lr: Tensor | float, **options: Any
 ) -> None:
     torch._foreach_add_(steps, 1)
-    _call(torch._fused_adagrad_, (params, grads, sums, steps), lr=float(lr), **options)
+    _call(torch._fused_adagrad_, (params, grads, sums, steps), 3, lr=float(lr), **options)
 
 
 def _rmsprop(*, alpha: float, eps: float, weight_decay: float, momentum: float, maximize: bool) -> Update:

@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from .bounds import CHECKED
 from .communication import all_reduce, mean_weights
 
 __all__ = ["SPARSE", "SPARSE_UPDATES"]
@@ -85,7 +86,7 @@ def embedding_bag_backward(
 ) -> tuple[Tensor, Tensor]:
     """The indices and values of the sparse gradient of an embedding bag's weight, in memory of their own."""
     given = (grad, indices, offsets, offset2bag, bag_size, maximum_indices, num_weights, False, mode, True)
-    gradient = torch.ops.aten._embedding_bag_backward(*given, per_sample_weights, padding_idx)
+    gradient = CHECKED["aten._embedding_bag_backward.default"](*given, per_sample_weights, padding_idx)
     found, values = _slots(gradient, indices.shape[0])
     return found.clone(), values  # torch's share the memory of the operand
 

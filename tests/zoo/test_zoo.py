@@ -22,6 +22,7 @@ from zoo_written import WRITTEN
 
 import graphir
 from graphir import passes, runtime
+from graphir.ir.admitted import admitted
 from graphir.ir.program import Program
 
 ROWS: dict[str, Row] = {**WRITTEN, **VISION, **TIMM, **TEXT}
@@ -125,6 +126,7 @@ def test_training_has_the_bits_of_eager(name: str, optimizer: str) -> None:
         assert_values_lie_as_declared(program, batch_of(row, row.size, 0))
     else:
         program = capture(row, model, held, whole(batch_of(row, row.size, 0)))
+    assert all(admitted(op.type) for op in program.step.ops), "a file of it is read"
     plan = passes.emit(program)
     with (
         runtime.Session(plan, program.state, executor="reference") as reference,

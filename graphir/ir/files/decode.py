@@ -12,6 +12,7 @@ from pydantic import JsonValue
 
 from ...errors import GraphirError, nearest
 from ...plan import Event, Instruction, Plan
+from ..admitted import admitted
 from ..blob import Blob
 from ..device import Device
 from ..dtype import ITEMSIZE
@@ -135,7 +136,7 @@ def _operator(record: OperatorRecord, effects: tuple[Effects, ...], sources: tup
         if versions is not None and len(versions) != len(names):
             raise GraphirError(f"{len(versions)} versions of {len(names)} operands", fix="each operand has one version")
     return Operator(
-        record.type,
+        admitted(record.type),
         record.inputs,
         record.outputs,
         {name: _arg(value) for name, value in record.args.items()} if record.args else {},

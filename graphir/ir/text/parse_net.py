@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 from ...errors import nearest
+from ..admitted import admitted
 from ..blob import ROLES, Blob
 from ..device import Device
 from ..dtype import ITEMSIZE
@@ -206,7 +207,7 @@ class NetReader:
         token = line.peek()
         name = line.name()
         namespace, dot, rest = token.partition(".")
-        return f"{name}.default" if namespace in NAMESPACES and dot and "." not in rest else name
+        return line.read(admitted, f"{name}.default" if namespace in NAMESPACES and dot and "." not in rest else name)
 
     def arguments(self, line: Line, args: dict[str, Arg]) -> tuple[list[tuple[str, int | None]], str | None]:
         """The operands and arguments up to ``)``; operands are returned with the pattern that they show."""
