@@ -12,13 +12,20 @@ from typing import Any
 
 import torch
 
+from .interrupts import Interrupts
+
 __all__ = ["compiled_run_as_written"]
 
 
 @contextlib.contextmanager
 def compiled_run_as_written() -> Iterator[None]:
-    """While this is active, compiled functions and modules run in this thread as if they were not compiled."""
-    import torch._dynamo.eval_frame as compiler  # takes seconds, and the step may compile
+    """While this is active, compiled functions and modules run in this thread as if they were not compiled.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C was pressed while torch imported its compiler.
+    """
+    with Interrupts().held_back(again=True):  # sympy, once cut short, can't be imported in this process any more
+        import torch._dynamo.eval_frame as compiler  # takes seconds, and the step may compile
 
     if not hasattr(compiler, "_stance"):  # a torch that keeps it elsewhere
         with torch.compiler.set_stance("force_eager"):

@@ -35,15 +35,19 @@ class Interrupts:
             raise KeyboardInterrupt
 
     @contextmanager
-    def held_back(self) -> Iterator[None]:
+    def held_back(self, again: bool = False) -> Iterator[None]:
         """While this is active, hold Ctrl-C back; a second one strikes at once. A handler of the program's own stays.
+
+        Args:
+            again: hold further ones back too, where what they would cut short could not be made up for.
 
         Raises:
             KeyboardInterrupt: it was pressed, and no operator came after it.
         """
 
         def handle(number: int, frame: FrameType | None) -> None:
-            self.strike()
+            if not again:
+                self.strike()
             self.held = True
 
         in_main = threading.current_thread() is threading.main_thread()

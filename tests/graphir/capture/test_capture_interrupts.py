@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,3 +78,39 @@ def test_a_handler_of_the_programs_own_stays() -> None:
     capture(Pressed(lambda: signal.raise_signal(signal.SIGINT)), (torch.randn(4, 3),))
     assert told and set(told) == {signal.SIGINT}
     assert signal.getsignal(signal.SIGINT) is handle
+
+
+_PRESSED_IN_AN_IMPORT = """
+import signal, sys
+import torch
+import graphir
+
+class Presses:
+    def find_spec(self, name, path, target=None):
+        if name == "sympy.series" and not pressed:
+            pressed.append(name)
+            for _ in range({times}):
+                signal.raise_signal(signal.SIGINT)
+
+def captured():
+    try:
+        graphir.capture(torch.nn.Linear(3, 2), (torch.ones(4, 3),))
+    except KeyboardInterrupt:
+        return "interrupted"
+    return "captured"
+
+pressed = []
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Presses())
+print(captured(), *pressed)
+print(captured())
+print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+"""
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_torch_imports_for_the_first_capture_of_a_process_is_imported_whole(times: int) -> None:
+    code = _PRESSED_IN_AN_IMPORT.replace("{times}", str(times))
+    root = Path(__file__).parents[3]
+    ran = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120)
+    assert ran.stdout.splitlines() == ["interrupted sympy.series", "captured", "True"], ran.stderr
