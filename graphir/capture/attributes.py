@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
 import sys
+import threading
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from operator import is_
-from types import SimpleNamespace
+from types import BuiltinMethodType, MemberDescriptorType, MethodType, MethodWrapperType, SimpleNamespace
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -23,6 +28,8 @@ __all__ = ["TABLES", "AllowedChanges", "Attributes", "Change", "attributes_of", 
 _CONTAINERS: Final = (list, dict, set, deque)
 TABLES: Final = ("_parameters", "_buffers")
 """Attributes of every module that hold its tensors, not attributes of its author's."""
+_BUFFERS: Final = (bytearray, array)
+_METHODS: Final = (MethodType, BuiltinMethodType, MethodWrapperType)
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
 _KNOWN: Final = (*_PLAIN, *_CONTAINERS, tuple, torch.Tensor)
 """Types whose values can be compared. Whether two other objects mean the same can't be seen."""
@@ -223,43 +230,84 @@ def _has_tensor(value: Any) -> bool:
 
 def _inside(attribute: str, private: bool, value: Any, seen: set[int]) -> Iterator[_Held]:
     """The containers among *value* and what it holds, each once."""
-    if isinstance(value, _PLAIN) or id(value) in seen or not (isinstance(value, tuple) or _holds(value)):
+    if isinstance(value, _PLAIN) or id(value) in seen or _is_global_generator(value):
+        return
+    through = isinstance(value, (tuple, partial, *_METHODS))
+    holds = _holds(value)
+    if not (through or holds):
         return
     seen.add(id(value))
-    if not isinstance(value, tuple):
+    if holds:
         yield _Held(attribute, private, value, _contents(value))
+    if isinstance(value, _METHODS):
+        yield from _inside(attribute, private, value.__self__, seen)
+    if isinstance(value, partial):
+        for item in (value.func, value.args, value.keywords):
+            yield from _inside(attribute, private, item, seen)
     if isinstance(value, (*_CONTAINERS, tuple)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _inside(attribute, private, item, seen)
     elif _is_users(value):
-        for key, item in vars(value).items():
+        for key, item in _fields(value).items():
             yield from _inside(attribute, private or key.startswith("_"), item, seen)
 
 
 def _holds(value: Any) -> bool:
     """Whether *value* has contents that may change while it stays the same object."""
-    return isinstance(value, (*_CONTAINERS, random.Random)) or _is_numpys(value) or _is_users(value)
+    known = (*_CONTAINERS, *_BUFFERS, random.Random, itertools.count)
+    return isinstance(value, known) or _is_numpys(value) or _is_users(value)
 
 
 def _is_users(value: Any) -> bool:
     """Whether *value* is an object of a class that a user or a library wrote, so that its attributes say what it is."""
-    others = (torch.nn.Module, torch.Tensor, type, random.Random, tuple, *_CONTAINERS)
-    if not hasattr(value, "__dict__") or isinstance(value, others):
+    others = (torch.nn.Module, torch.Tensor, type, random.Random, tuple, *_CONTAINERS, *_BUFFERS)
+    if isinstance(value, others) or _is_numpys(value) or not (hasattr(value, "__dict__") or _slots(value)):
         return False
     package = type(value).__module__.partition(".")[0]
-    return isinstance(value, SimpleNamespace) or package not in {*sys.stdlib_module_names, "torch", "numpy"}
+    plain = isinstance(value, (SimpleNamespace, threading.local))
+    return plain or package not in {*sys.stdlib_module_names, "torch", "numpy"}
 
 
 def _is_numpys(value: Any) -> bool:
     """Whether *value* is a random generator of numpy's."""
-    return hasattr(value, "bit_generator") and type(value).__module__.startswith("numpy.")
+    numpys = sys.modules.get("numpy.random")
+    return numpys is not None and isinstance(value, (numpys.Generator, numpys.RandomState, numpys.BitGenerator))
+
+
+def _is_global_generator(value: Any) -> bool:
+    """Whether *value* is what ``random.random`` or ``numpy.random.rand`` draws from, which all threads share.
+
+    Whether the step has changed that is asked elsewhere (:class:`.randomness.RandomState`).
+    """
+    return any(
+        value is getattr(getattr(sys.modules.get(module), method, None), "__self__", sys)
+        for module, method in (("random", "random"), ("numpy.random", "rand"))
+    )
+
+
+def _slots(value: Any) -> dict[str, MemberDescriptorType]:
+    """What reads and writes the attributes that an object keeps in slots, by their names."""
+    found: dict[str, MemberDescriptorType] = {}
+    for cls in type(value).__mro__:
+        if "__slots__" in cls.__dict__:
+            found = {key: slot for key, slot in vars(cls).items() if isinstance(slot, MemberDescriptorType)} | found
+    return found
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """The attributes of an object, whether in its dict or in slots; no code of its class runs."""
+    fields = dict(vars(value)) if hasattr(value, "__dict__") else {}
+    for key, slot in _slots(value).items():
+        with contextlib.suppress(AttributeError):  # nothing is in it
+            fields[key] = slot.__get__(value)
+    return fields
 
 
 def _contents(container: Any) -> list[Any]:
     """What is in a container.
 
     Of a dict, and of an object of a user's class, which holds its attributes, the keys and then the values; the items
-    of others, a set's in the order it gives; of a random generator its state.
+    of others, a set's in the order it gives; of bytes and arrays all bytes; of a random generator its state.
     """
     if isinstance(container, dict):
         return [*container, *container.values()]
@@ -267,9 +315,28 @@ def _contents(container: Any) -> list[Any]:
         return list(container)
     if isinstance(container, random.Random):
         return [container.getstate()]
+    if isinstance(container, _BUFFERS):
+        with memoryview(container) as view:
+            return [view.tobytes()]
+    if isinstance(container, itertools.count):
+        return [itertools.count.__repr__(container)]
     if _is_numpys(container):
-        return [container.bit_generator.state]
-    return _contents(vars(container))
+        state = _numpys_state(container)
+        return [_in_python(state), state]
+    return _contents(_fields(container))
+
+
+def _numpys_state(generator: Any) -> Any:
+    if hasattr(generator, "get_state"):
+        return generator.get_state(legacy=False)
+    return getattr(generator, "bit_generator", generator).state
+
+
+def _in_python(state: Any) -> Any:
+    """A state of a random generator with its arrays as lists, which can be compared."""
+    if isinstance(state, dict):
+        return {key: _in_python(value) for key, value in state.items()}
+    return state.tolist() if hasattr(state, "tolist") else state
 
 
 def _named(contents: list[Any]) -> dict[str, Any]:
@@ -291,6 +358,8 @@ def _is_untouched(container: Any, contents: list[Any]) -> bool:
     if not contents and isinstance(container, _CONTAINERS):
         return not container
     now = _contents(container)
+    if isinstance(container, (*_BUFFERS, itertools.count)):
+        return contents == now
     return len(contents) == len(now) and all(map(is_, contents, now))
 
 
@@ -300,17 +369,43 @@ def _fill(container: Any, contents: list[Any]) -> None:
         return
     if isinstance(container, random.Random):
         container.setstate(contents[0])
+    elif isinstance(container, bytearray):
+        container[:] = contents[0]
+    elif isinstance(container, array):
+        container[:] = array(container.typecode, contents[0])
+    elif isinstance(container, itertools.count):
+        contents[:] = _contents(container)  # nothing turns it back: what is noticed next is a further change
     elif _is_numpys(container):
-        container.bit_generator.state = contents[0]
+        _set_numpys_state(container, contents[1])
+    elif isinstance(container, dict):
+        _fill_table(container, _named(contents))
+    elif isinstance(container, list):
+        container[:] = contents
+    elif isinstance(container, (set, deque)):
+        container.clear()
+        (container.update if isinstance(container, set) else container.extend)(contents)
     else:
-        table = container if isinstance(container, _CONTAINERS) else vars(container)
-        if isinstance(table, dict):
-            _fill_table(table, _named(contents))
-        elif isinstance(table, list):
-            table[:] = contents
-        else:
-            table.clear()
-            (table.update if isinstance(table, set) else table.extend)(contents)
+        _fill_fields(container, _named(contents))
+
+
+def _set_numpys_state(generator: Any, state: Any) -> None:
+    if hasattr(generator, "set_state"):
+        generator.set_state(state)
+    else:
+        getattr(generator, "bit_generator", generator).state = state
+
+
+def _fill_fields(value: Any, before: dict[str, Any]) -> None:
+    """Give an object its attributes back; no code of its class runs."""
+    slots = _slots(value)
+    if hasattr(value, "__dict__"):
+        _fill_table(vars(value), {key: item for key, item in before.items() if key not in slots})
+    now = _fields(value)
+    for key, slot in slots.items():
+        if key in before:
+            slot.__set__(value, before[key])
+        elif key in now:
+            slot.__delete__(value)
 
 
 def _fill_table(table: dict[str, Any], before: dict[str, Any]) -> None:
