@@ -69,8 +69,8 @@ def quota(kind: str, sort: Sort) -> int:
 
 _QUOTA: Mapping[str, int] = {"training": 6, "spread": 5, "forward": 11}
 _TRAINED: Mapping[str, int] = {"training": 14, "spread": 9, "forward": 4}
-_PLACED: Mapping[str, int] = {"training": 6, "spread": 50}
-_RARE: Mapping[str, int] = {"training": 24, "spread": 16, "forward": 24}
+_PLACED: Mapping[str, int] = {"training": 6, "spread": 40}
+_RARE: Mapping[str, int] = {"training": 40, "spread": 30, "forward": 40}
 _REFUSED: Mapping[str, int] = {"training": 10, "spread": 8, "forward": 16}
 _OFTEN_REFUSED = (
     "operand: of another shape",
@@ -78,6 +78,7 @@ _OFTEN_REFUSED = (
     "update before or after a use",
     "integer: by one",
     "argument left out",
+    "element type, format, form",
 )
 _QUOTAS: Mapping[str, Mapping[str, int]] = {
     **dict.fromkeys(_OFTEN_REFUSED, _REFUSED),
@@ -88,13 +89,14 @@ _QUOTAS: Mapping[str, Mapping[str, int]] = {
     **dict.fromkeys(("collective", "replicas"), _PLACED),
     **dict.fromkeys(("seed ids", "switch turned", "copy as a view", "guards", "index from the other end"), _RARE),
     **dict.fromkeys(("size that agrees when captured", "as_strided and its like"), _RARE),
+    **dict.fromkeys(("update before or after a use", "element type, format, form", "arguments"), _RARE),
 }
 """Where a kind is rare in some sort of subjects, more are taken of the others."""
 
 
 def quota_of_nets(kind: str) -> int:
     """How many mutants of a kind are judged of one Caffe2 net, at most: of kinds that need nets that run, more."""
-    return 20 if kind in _SAID else 36
+    return 20 if kind in _READ else 120
 
 
 def trials(

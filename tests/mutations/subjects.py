@@ -36,7 +36,11 @@ ROWS = (
 )
 """Rows of the zoo whose training steps are mutated, laden with two things each: those with few operators."""
 
-SPREAD = ("vae", "dlrm", "autoencoder", "u-net", "wavenet", "diffusion", "rnn", "vgg", "permuted", "timm convmixer")
+SPREAD = (
+    *("vae", "dlrm", "autoencoder", "u-net", "wavenet", "diffusion", "rnn", "vgg", "permuted", "timm convmixer"),
+    *("capsules", "gan", "mixture of experts", "siamese", "vision transformer", "timm mixer", "timm resmlp"),
+    *("squeezenet", "bloom", "timm pit", "transformer"),
+)
 """Rows that are mutated on two replicas too, the second half of each shifted."""
 
 FORWARD = (
