@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import CaptureError
+from ..ir.blob import overlaps as overlaps_itself
 from ..ir.blob import reach
 from .values import Alias, Geometry
 
@@ -58,7 +59,8 @@ def _place(tensor: torch.Tensor) -> tuple[object, int]:
 
 
 def refuse_overlapping_operands(operator: str, aliases: Sequence[Alias], written: Collection[int], where: str) -> None:
-    """Raise where a call overwrites part of what it reads: kernels read there what they have just written.
+    """Raise where a call overwrites part of what it reads, or an element twice: kernels read there what they have just
+    written.
 
     Args:
         operator: its type.
@@ -67,10 +69,18 @@ def refuse_overlapping_operands(operator: str, aliases: Sequence[Alias], written
         where: the call is made.
 
     Raises:
-        CaptureError: an operand has some bytes of an overwritten one, and is another view.
+        CaptureError: an operand has some bytes of an overwritten one, and is another view; or two elements of that one
+            have one address.
     """
     for i in written:
         target = aliases[i]
+        if overlaps_itself(target.geometry.shape, target.geometry.strides):
+            raise CaptureError(
+                f"{operator} overwrites {_window(target.geometry)}, of which several elements have one address: "
+                "the kernel writes there more than once",
+                where=where,
+                fix="write to the tensor that it is a view of, or to a clone()",
+            )
         for j, other in enumerate(aliases):
             if j == i or other.store is not target.store or _elements(target.geometry) == _elements(other.geometry):
                 continue

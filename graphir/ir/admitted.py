@@ -28,8 +28,8 @@ _TYPES: Final = """
     _upsample_bilinear2d_aa_backward _upsample_nearest_exact1d _upsample_nearest_exact1d_backward
     _weight_norm_interface _weight_norm_interface_backward abs abs_ acos acos_ acosh acosh_ adaptive_max_pool2d
     adaptive_max_pool2d_backward adaptive_max_pool3d adaptive_max_pool3d_backward add.Scalar add.Tensor add_.Scalar
-    add_.Tensor addbmm addbmm_ addcdiv addcdiv_ addcmul addcmul_ addmm addmm_ addmv addmv_ addr addr_ alias
-    alias_copy all all.dim all.dims amax amin aminmax angle any any.dim any.dims arange arange.start
+    add_.Tensor addbmm addbmm_ addcdiv addcdiv_ addcmul addcmul_ addmm addmm.out addmm_ addmv addmv_ addr addr_
+    alias alias_copy all all.dim all.dims amax amax.out amin aminmax angle any any.dim any.dims arange arange.start
     arange.start_step argmax argmin as_strided as_strided_ as_strided_copy as_strided_scatter asin asin_ asinh
     asinh_ atan atan2 atan2_ atan_ atanh atanh_ avg_pool2d avg_pool2d_backward avg_pool3d avg_pool3d_backward
     baddbmm baddbmm_ bernoulli bernoulli.p bernoulli_.float binary_cross_entropy binary_cross_entropy_backward
@@ -41,7 +41,7 @@ _TYPES: Final = """
     clamp_min_.Tensor clone col2im complex conj_physical_ constant_pad_nd convolution convolution_backward copy
     copy_ copysign.Tensor copysign_.Tensor cos cos_ cosh cosh_ count_nonzero count_nonzero.dim_IntList cummax cummin
     cumprod cumprod_ cumsum cumsum_ deg2rad deg2rad_ detach diag_embed diagonal diagonal_backward diagonal_copy
-    diagonal_scatter digamma digamma_ dist div.Scalar div.Tensor div.Tensor_mode div_.Scalar div_.Tensor
+    diagonal_scatter digamma digamma_ dist div.Scalar div.Tensor div.Tensor_mode div.out div_.Scalar div_.Tensor
     div_.Tensor_mode dot elu elu_ elu_backward embedding embedding_dense_backward empty.memory_format empty_like
     empty_permuted empty_strided eq.Scalar eq.Tensor eq_.Scalar eq_.Tensor erf erf_ erfc erfc_ erfinv erfinv_ exp
     exp2 exp2_ exp_ expand expand_copy expm1 expm1_ exponential_ eye eye.m fill.Scalar fill.Tensor fill_.Scalar
@@ -66,8 +66,8 @@ _TYPES: Final = """
     lt.Tensor lt_.Scalar lt_.Tensor masked_fill.Scalar masked_fill.Tensor masked_fill_.Scalar masked_fill_.Tensor
     masked_scatter masked_scatter_ masked_scatter_backward masked_select max max.dim max_pool2d_with_indices
     max_pool2d_with_indices_backward max_pool3d_with_indices max_pool3d_with_indices_backward max_unpool2d
-    max_unpool3d maximum mean mean.dim median median.dim min min.dim minimum mish mish_ mish_backward mm mode
-    mse_loss mse_loss_backward mul.Scalar mul.Tensor mul_.Scalar mul_.Tensor multi_margin_loss
+    max_unpool3d maximum mean mean.dim median median.dim min min.dim minimum mish mish_ mish_backward mm mm.out mode
+    mse_loss mse_loss_backward mul.Scalar mul.Tensor mul.out mul_.Scalar mul_.Tensor multi_margin_loss
     multilabel_margin_loss_backward multilabel_margin_loss_forward multinomial mv mvlgamma mvlgamma_ nan_to_num
     nan_to_num_ nanmedian nanmedian.dim nansum narrow_copy native_batch_norm native_batch_norm_backward
     native_dropout native_dropout_backward native_group_norm native_group_norm_backward native_layer_norm

@@ -74,6 +74,12 @@ def test_an_operand_that_shares_a_part_of_what_is_overwritten_is_refused(
     assert "clone() the operand that is read" in error.value.fix
 
 
+def test_a_target_that_overlaps_itself_is_refused() -> None:
+    """Torch itself refuses expanded ones only, and adds 1 to some elements of this one twice."""
+    with pytest.raises(CaptureError, match=r"add_.*of which several elements have one address"):
+        capture(Written(lambda q, y: y.unfold(1, 2, 1).add_(1)), (torch.ones(5, 4),))
+
+
 @pytest.mark.parametrize(
     "body",
     [
