@@ -47,14 +47,6 @@ def test_an_operand_that_is_overwritten_while_it_is_read() -> None:
     refused(within, program_of(TRANSPOSED + functional), "'o'")
 
 
-def test_disjoint_parts_of_one_memory_are_no_more_than_equal() -> None:
-    text = (
-        SQUARE + "    w : f32[3,1] strides [4,1] offset 3 in m @gpu:0 = aten.slice.Tensor(m, dim=1, start=3, end=4)\n"
-    )
-    program = program_of(text + "u;1 = aten.add_.Tensor(u, w)\noutput u")
-    assert graphir.certify(program, program).holds
-
-
 def test_a_result_in_place_of_a_copy_begins_where_the_copy_does() -> None:
     """A copy keeps its source's address modulo 64, here 4 bytes after a multiple, and a fresh result has one."""
     head = """
