@@ -22,15 +22,15 @@ from torch.utils import _pytree as pytree
 
 from graphir.runtime.interface.arguments import Arguments
 from graphir.runtime.interface.structure import read_structure, tree_spec
-from graphir.runtime.kernels.calls import Argument, arrange, given
 from graphir.runtime.kernels.invoke import perform
 from graphir.runtime.state import State
 
 from .errors import GraphirError
 from .ir.blob import Blob
+from .ir.calls import arrange, filled
 from .ir.dtype import TORCH_NAME
 from .ir.guard import parse_guard
-from .ir.operator import Arg, Operator, Symbol
+from .ir.operator import Arg, Operator, Symbol, map_arg
 from .ir.opset import OWN, overload, to_torch
 from .ir.program import Program
 from .ir.seeds import mix
@@ -290,18 +290,12 @@ class _Writer:
         def drawn() -> fx.Node:
             return self.graph.call_function(generator, (self.step, op.seed))
 
-        def value(argument: Argument) -> Any:
-            return given(argument, inputs, self.constant, torch.device("cpu"), drawn)
-
-        target: Any
-        positional: tuple[Any, ...] = tuple([value(argument) for argument in call.positional])
-        named = {name: value(argument) for name, argument in call.keyword}
+        positional, named = filled(call, inputs, self.constant, torch.device("cpu"), drawn)
+        target: Any = overload(op.type) if op.type not in OWN else own_operator
         if op.type in OWN:
-            target, positional = own_operator, (op.type, *positional)
-        else:
-            target = overload(op.type)
+            positional = [op.type, *positional]
         name = _identifier(op.outputs[0]) if op.outputs else None
-        node = self.graph.create_node("call_function", target, positional, named, name)
+        node = self.graph.create_node("call_function", target, tuple(positional), named, name)
         node.meta.update(blob=op.outputs[0] if op.outputs else "", module=op.module, source=op.source)
         overwritten = dict(op.effects.writes)
         made: dict[int, fx.Node] = {}
@@ -325,11 +319,12 @@ class _Writer:
         return self.graph.call_function(operator.getitem, (node, position))
 
     def constant(self, arg: Arg) -> Any:
-        if isinstance(arg, Polynomial):
-            return self.size(arg)
-        if isinstance(arg, Symbol):
-            return to_torch(arg)
-        return [self.constant(item) for item in arg] if isinstance(arg, tuple) else arg
+        return map_arg(arg, self.scalar, list)
+
+    def scalar(self, scalar: Any) -> Any:
+        if isinstance(scalar, Symbol):
+            return to_torch(scalar)
+        return self.size(scalar) if isinstance(scalar, Polynomial) else scalar
 
     def size(self, size: Size) -> Any:
         """A node that computes a size from the dimensions."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import field_validator
 
@@ -24,7 +24,7 @@ from graphir.ir.blob import STATE_ROLES, Blob
 from graphir.ir.device import Device, gpu
 from graphir.ir.names import fresh, replica_prefix
 from graphir.ir.net import Net
-from graphir.ir.operator import Arg, Operator
+from graphir.ir.operator import Arg, Operator, map_arg
 from graphir.ir.program import Interface, Program
 from graphir.ir.size import Polynomial, Shape, dimension, rename_dims
 
@@ -136,17 +136,15 @@ class _Copy:
             offset=rename_dims(blob.offset, self.prefix.__add__),
         )
 
-    def arg(self, arg: Arg) -> Arg:
-        if isinstance(arg, Polynomial):
-            return rename_dims(arg, self.prefix.__add__)
-        return tuple(map(self.arg, arg)) if isinstance(arg, tuple) else arg
+    def scalar(self, scalar: Any) -> Any:
+        return rename_dims(scalar, self.prefix.__add__) if scalar.__class__ is Polynomial else scalar
 
     def op(self, op: Operator) -> Operator:
         device = self.device if op.device.kind == "gpu" else op.device
         return op._replace(
             inputs=self.names(op.inputs),
             outputs=self.names(op.outputs),
-            args={key: self.arg(value) for key, value in op.args.items()},
+            args={key: map_arg(value, self.scalar) for key, value in op.args.items()},
             device=device,
             by="replicate" if self.replica or device != op.device else op.by,
         )

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphir.ir.blob import Blob
+from graphir.ir.calls import call_of, evaluate, filled
 from graphir.ir.device import gpu
 from graphir.ir.operator import PURE, Operator
-from graphir.ir.opset import arguments_of, effects_of, overload, to_symbol
+from graphir.ir.opset import effects_of, overload, to_symbol
 
 __all__ = ["subject_of"]
 
@@ -33,7 +34,9 @@ def subject_of(type: str, given: list[Any], args: Mapping[str, Any]) -> Subject 
         returned: Any = copy(tensors[0])
     else:
         try:
-            positional, named = arguments_of(type, pattern, [x.clone() for x in tensors], stored)
+            call = call_of(type, stored, pattern, len(tensors))
+            clones = [x.clone() for x in tensors]
+            positional, named = filled(call, clones, lambda arg: evaluate(arg, {}), torch.device("cpu"))
             returned = overload(type)(*positional, **named)
         except (RuntimeError, ValueError, IndexError):
             return None

@@ -12,7 +12,7 @@ from ..errors import GraphirError
 from ..ir.blob import Blob, dense_nbytes
 from ..ir.device import Device
 from ..ir.net import Net
-from ..ir.operator import Operator
+from ..ir.operator import Operator, map_arg
 from ..ir.program import Program
 from ..ir.size import Dims
 from ..ir.text import nbytes_text, type_name
@@ -321,6 +321,4 @@ def _differing(a: object, b: object) -> tuple[str, str]:
 
 def words(value: object) -> str:
     """A field of a blob or an operator as text."""
-    if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return "[" + ", ".join(words(item) for item in value) + "]"
-    return str(value)
+    return map_arg(value, str, lambda items: f"[{', '.join(items)}]")  # type: ignore[no-any-return]  # it is text

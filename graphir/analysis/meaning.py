@@ -13,7 +13,7 @@ from functools import cache, lru_cache
 from typing import Any, Final
 
 from ..errors import GraphirError
-from ..ir.operator import Arg
+from ..ir.operator import Arg, map_arg
 from ..ir.opset import NAMESPACES, overload, signature
 from ..ir.size import Polynomial
 
@@ -107,11 +107,13 @@ def kernel_family(type: str) -> str:
 
 def frozen(arg: Arg) -> Any:
     """An argument as a key that tells apart whatever gives other bits: 1 from 1.0, 0.0 from -0.0."""
-    if isinstance(arg, Polynomial):
-        return ("size", arg)
-    if isinstance(arg, tuple):
-        return tuple([frozen(item) for item in arg])
-    return (type(arg).__name__, repr(arg) if isinstance(arg, float) else arg)
+    return map_arg(arg, _told_apart)
+
+
+def _told_apart(scalar: Any) -> Any:
+    if isinstance(scalar, Polynomial):
+        return ("size", scalar)
+    return (type(scalar).__name__, repr(scalar) if isinstance(scalar, float) else scalar)
 
 
 _TOKEN: Final = re.compile(r'"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\'|[{}<>:;,\[\]]|[^\s{}<>:;,\[\]"\']+|["\']')

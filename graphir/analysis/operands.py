@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from ..ir.blob import Blob, contiguous_strides, dense_strides, same_strides
 from ..ir.dtype import ITEMSIZE
-from ..ir.operator import Arg, Operator
-from ..ir.size import Dims, Polynomial, bind, bind_shape
+from ..ir.operator import Operator, bind_arg
+from ..ir.size import Dims, bind_shape
 
-__all__ = ["Call", "Operand", "UnknownShape", "bound", "copied"]
+__all__ = ["Call", "Operand", "UnknownShape", "copied"]
 
 
 class UnknownShape(Exception):
@@ -55,7 +55,7 @@ class Call(NamedTuple):
     @property
     def args(self) -> Mapping[str, Any]:
         """The operator's own, sizes bound."""
-        return {name: bound(arg, self.dims) for name, arg in self.op.args.items()}
+        return {name: bind_arg(arg, self.dims) for name, arg in self.op.args.items()}
 
     def operand(self, position: int) -> Operand:
         """The operand at *position*."""
@@ -68,13 +68,6 @@ class Call(NamedTuple):
     def result(self, position: int = 0) -> Operand:
         """The result at *position*."""
         return _bound(self.blobs[self.op.outputs[position]], self.dims)
-
-
-def bound(arg: Arg, dims: Dims) -> Arg:
-    """An argument, its sizes bound."""
-    if isinstance(arg, Polynomial):
-        return bind(arg, dims)
-    return tuple([bound(item, dims) for item in arg]) if isinstance(arg, tuple) else arg
 
 
 def _bound(blob: Blob, dims: Dims) -> Operand:

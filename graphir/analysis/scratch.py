@@ -14,7 +14,8 @@ from typing import Final, TypeAlias
 
 from ..ir.blob import Blob, contiguous_strides, same_strides
 from ..ir.dtype import ITEMSIZE
-from ..ir.operator import Operator, groups
+from ..ir.operator import Operator
+from ..ir.opset import signature
 from ..ir.size import Dims, bind
 from .convolutions import convolution, convolution_backward
 from .operands import Call, Operand, UnknownShape, copied
@@ -213,9 +214,8 @@ def _reduced(call: Call) -> bool:
 
 def _cross_entropy_with_logits(call: Call) -> int:
     """Logarithms, and each element's loss; where positives have a weight, that less one as well."""
-    operands = groups(call.op.operands, len(call.op.inputs))
-    of_positives = operands[3] if len(operands) > 3 else None
-    less_one = call.operand(of_positives).nbytes if isinstance(of_positives, int) else 0
+    names = signature(call.op.type).names(call.op.operands, len(call.op.inputs))
+    less_one = call.operand(names.index("pos_weight")).nbytes if "pos_weight" in names else 0
     return (1 + _reduced(call)) * call.operand(0).nbytes + less_one
 
 

@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..ir.blob import Blob, contiguous_strides, same_strides
-from ..ir.operator import Operator
+from ..ir.operator import Operator, bind_arg
 from ..ir.size import Dims, bind_shape
 from ..ir.text.printer import value_text
-from .operands import bound
 
 __all__ = ["signature"]
 
@@ -39,7 +38,7 @@ def signature(op: Operator, blobs: Mapping[str, Blob], dims: Dims) -> str | None
         if blob.shape is None or blob.dtype is None:
             return None
         operands.append(_operand(blob, dims))
-    given = [f"{name}={value_text(bound(arg, dims))}" for name, arg in sorted(op.args.items())]
+    given = [f"{name}={value_text(bind_arg(arg, dims))}" for name, arg in sorted(op.args.items())]
     # Which optional operands there are, and which results are wanted, is part of the call.
     given += [f"{mark}{pattern}" for mark, pattern in (("<", op.operands), (">", op.results)) if pattern is not None]
     return f"{op.type}({', '.join(operands)}{'; ' if given else ''}{', '.join(given)})"

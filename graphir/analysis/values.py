@@ -27,7 +27,7 @@ from ..ir.dtype import ITEMSIZE
 from ..ir.elements import CONJUGATING, reads_only_elements
 from ..ir.names import prefix_of
 from ..ir.net import Net
-from ..ir.operator import Arg, Operator, groups, mentioned
+from ..ir.operator import Arg, Operator, mentioned
 from ..ir.opset import UNWRITTEN, signature
 from ..ir.placement import COPIES
 from ..ir.program import Program
@@ -496,8 +496,7 @@ class _Form:
     def normalize(self, run: Run, op: Operator, inputs: list[int]) -> None:
         """Batch norm in training: its results don't depend on the running statistics, which follow the results."""
         table = run.table
-        operands = zip(signature(op.type).tensors, groups(op.operands, len(inputs)), strict=False)
-        given = {param.name: inputs[group] for param, group in operands if isinstance(group, int)}
+        given = dict(zip(signature(op.type).names(op.operands, len(inputs)), inputs, strict=True))
         running = {n: given.pop(n) for n in ("running_mean", "running_var") if n in given}
         eps = op.args.get("eps", op.args.get("epsilon"))
         call = table.number(("batch norm", kernel_family(op.type), frozen(eps), tuple(given.items())))

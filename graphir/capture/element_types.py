@@ -12,7 +12,6 @@ from typing import Final, NamedTuple
 import torch
 
 from ..errors import CaptureError
-from ..ir.operator import groups
 from ..ir.opset import signature
 from .forms import Bound, Form
 from .refusals import where
@@ -144,8 +143,5 @@ def _types(given: list[_Given]) -> str:
 
 
 def _given(form: Form, bound: Bound) -> Iterator[_Given]:
-    arranged = groups(bound.operands, len(bound.tensors))
-    for param, group in zip(signature(form.type).tensors, arranged, strict=False):
-        for position in group if isinstance(group, list) else [group]:
-            if position is not None:
-                yield _Given(param.name, bound.tensors[position])
+    names = signature(form.type).names(bound.operands, len(bound.tensors))
+    yield from map(_Given, names, bound.tensors)

@@ -18,12 +18,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..ir.opset import UNWRITTEN, arguments_of, overload
+from ..ir.calls import call_of, evaluate, filled
+from ..ir.opset import UNWRITTEN, overload
 from .patches import replaced
 from .values import Call, Value
 
 __all__ = ["fakes_with_known_values_hidden", "is_known_result", "number_in", "tensor_of"]
 
+_HOST: Final = torch.device("cpu")
 _NEVER: Final = (*UNWRITTEN, "graphir.")
 """Memory that nothing has written yet, and operators that torch alone does not have."""
 
@@ -64,7 +66,8 @@ def number_in(known: torch.Tensor) -> bool | int | float:
 
 
 def _run(call: Call, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    args, kwargs = arguments_of(call.type, call.operands, tensors, call.args)
+    arranged = call_of(call.type, call.args, call.operands, len(tensors))
+    args, kwargs = filled(arranged, tensors, lambda arg: evaluate(arg, {}), _HOST)
     return [t for t in pytree.tree_leaves(overload(call.type)(*args, **kwargs)) if isinstance(t, torch.Tensor)]
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Final, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 from .device import Device
 from .dtype import TORCH_NAME
-from .size import Polynomial
+from .size import Dims, Polynomial, bind
 
 __all__ = [
     "PHASES",
@@ -17,13 +17,17 @@ __all__ = [
     "SYMBOLS",
     "Arg",
     "Effects",
+    "Group",
     "Operator",
     "Phase",
     "Symbol",
+    "bind_arg",
     "groups",
     "leaves",
+    "map_arg",
     "mentioned",
     "origin_of",
+    "positions",
     "stored_versions",
 ]
 
@@ -153,7 +157,12 @@ def stored_versions(versions: Sequence[int]) -> tuple[int, ...] | None:
     return tuple(versions) if any(versions) else None
 
 
-def groups(pattern: str | None, count: int) -> list[int | list[int | None] | None]:
+Group: TypeAlias = "int | list[int | None] | None"
+"""What a pattern has at one place: the position of a tensor, a list of them, or nothing. In a list, too, one may be
+absent."""
+
+
+def groups(pattern: str | None, count: int) -> list[Group]:
     """Arrange the positions ``0 … count-1`` by a pattern: ``t`` takes the next, ``_`` is absent, ``[…]`` a list.
 
     ``groups("t_[t_]", 2)`` is ``[0, None, [1, None]]``. Without a pattern each position stands alone. Positions beyond
@@ -162,7 +171,7 @@ def groups(pattern: str | None, count: int) -> list[int | list[int | None] | Non
     if pattern is None:
         return list(range(count))
     position = 0
-    arranged: list[int | list[int | None] | None] = []
+    arranged: list[Group] = []
     inner: list[int | None] | None = None
     for char in pattern:
         if char == "[":
@@ -181,13 +190,38 @@ def groups(pattern: str | None, count: int) -> list[int | list[int | None] | Non
     return arranged
 
 
-def leaves(arg: Arg) -> Iterator[Arg]:
+def positions(group: Group) -> list[int]:
+    """The positions at one place of a pattern."""
+    return [i for i in (group if isinstance(group, list) else [group]) if i is not None]
+
+
+def map_arg(arg: Any, of: Callable[[Any], Any], together: Callable[[list[Any]], Any] = tuple) -> Any:
+    """What *of* makes of an argument: of a scalar as it is, and of a list's scalars, put *together* again.
+
+    Args:
+        arg: an argument.
+        of: called with each scalar, depth first. A size is a scalar.
+        together: what a list becomes, from what its items became.
+    """
+    if arg.__class__ is tuple:  # not so of a polynomial, whose class is its own
+        return together([map_arg(item, of, together) for item in arg])
+    return of(arg)
+
+
+def bind_arg(arg: Arg, dims: Dims) -> Any:
+    """*arg* with every size bound.
+
+    Raises:
+        GraphirError: a dimension has no value.
+    """
+    return map_arg(arg, lambda scalar: bind(scalar, dims) if scalar.__class__ is Polynomial else scalar)
+
+
+def leaves(arg: Arg) -> list[Arg]:
     """The scalars of an argument, depth first."""
-    if isinstance(arg, tuple) and not isinstance(arg, Polynomial):
-        for item in arg:
-            yield from leaves(item)
-    else:
-        yield arg
+    found: list[Arg] = []
+    map_arg(arg, found.append)
+    return found
 
 
 _MENTION: Final = re.compile(

@@ -7,7 +7,7 @@ types are declared here. Schemas do not say everything, so :data:`_CORRECTIONS` 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Final, NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 
 from ..errors import GraphirError
 from .dtype import TORCH_NAME
-from .operator import Arg, Effects, Symbol, groups
+from .operator import Arg, Effects, Group, Symbol, groups, positions
 
 __all__ = [
     "CHECKS",
@@ -24,7 +24,6 @@ __all__ = [
     "UNWRITTEN",
     "Param",
     "Signature",
-    "arguments_of",
     "effects_of",
     "is_composite",
     "is_random",
@@ -161,6 +160,18 @@ class Signature(NamedTuple):
     def tensors(self) -> tuple[Param, ...]:
         """The parameters that take tensors, in order: what an operator's ``operands`` pattern runs over."""
         return tuple(p for p in self.params if p.kind != "value")
+
+    def filled(self, operands: str | None, count: int) -> list[tuple[Param, Group]]:
+        """The parameters that take tensors, as far as *operands* goes, and which of *count* inputs each is given."""
+        return list(zip(self.tensors, groups(operands, count), strict=False))
+
+    def names(self, operands: str | None, count: int) -> list[str]:
+        """For each of *count* inputs, the name of the parameter that it is given for."""
+        found = [""] * count
+        for param, group in self.filled(operands, count):
+            for i in positions(group):
+                found[i] = param.name
+        return found
 
 
 @cache
@@ -308,23 +319,21 @@ def effects_of(
     parameters; so *outputs* may be given without them.
     """
     sig = signature(type)
-    arranged = groups(operands, inputs)
     written: dict[int, None] = {}
     by_alias: dict[str, list[int]] = {}
     hidden = _CORRECTIONS[type](args) if type in _CORRECTIONS else ()
-    for param, group in zip(sig.tensors, arranged, strict=False):
-        positions = [i for i in (group if isinstance(group, list) else [group]) if i is not None]
+    for param, group in sig.filled(operands, inputs):
         if param.alias:
-            by_alias.setdefault(param.alias, []).extend(positions)
+            by_alias.setdefault(param.alias, []).extend(positions(group))
         if param.written or param.name in hidden:
-            written.update(dict.fromkeys(positions))
+            written.update(dict.fromkeys(positions(group)))
 
     writes: list[tuple[int, int]] = []
     views: list[tuple[int, int]] = []
     returned = groups(results, len(sig.results) if results is None else results.count("t"))
     count = 0
     for result, group in zip(sig.results, returned, strict=False):
-        produced = [o for o in (group if isinstance(group, list) else [group]) if o is not None]
+        produced = positions(group)
         count += len(produced)
         # The alias set of a returned list ("Tensor(a)[]") is not exposed: it is that of the one aliased operand.
         sources = (
@@ -369,35 +378,6 @@ _TO_SYMBOL: Final[dict[Any, Symbol]] = {value: Symbol(name) for name, value in _
 def to_torch(symbol: str) -> Any:
     """The torch constant that a symbol names."""
     return _TO_TORCH[symbol]
-
-
-def arguments_of(
-    type: str, operands: str | None, tensors: Sequence[torch.Tensor], args: Mapping[str, Any]
-) -> tuple[list[Any], dict[str, Any]]:
-    """Positional and keyword arguments with which a torch operator is called.
-
-    Args:
-        type: of the operator.
-        operands: the pattern by which *tensors* stand in its signature.
-        tensors: its tensor arguments.
-        args: the others, as a program holds them; those that are missing take their defaults.
-    """
-    sig = signature(type)
-    given: dict[str, Any] = {name: _to_torch(arg) for name, arg in args.items()}
-    for param, group in zip(sig.tensors, groups(operands, len(tensors)), strict=False):
-        if isinstance(group, list):
-            given[param.name] = [None if i is None else tensors[i] for i in group]
-        elif group is not None:
-            given[param.name] = tensors[group]
-    if any(p.name == "generator" and p.required for p in sig.params):
-        given["generator"] = None
-    return [given.pop(p.name, p.default) for p in sig.params if not p.keyword], given
-
-
-def _to_torch(arg: Any) -> Any:
-    if isinstance(arg, Symbol):
-        return to_torch(arg)
-    return [_to_torch(item) for item in arg] if isinstance(arg, tuple) else arg
 
 
 def to_symbol(constant: torch.dtype | torch.layout | torch.memory_format) -> Symbol:

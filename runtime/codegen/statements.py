@@ -9,16 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from graphir.ir.device import Device
-from graphir.ir.operator import Arg, Operator
-from graphir.ir.seeds import mix
-from graphir.ir.text.printer import value_text
-from graphir.plan import Instruction
-
-from ..executor import Setting
-from ..kernels.bindings import fastest
-from ..kernels.buffers import Buffer, Buffers, buffer_on
-from ..kernels.calls import (
+from graphir.ir.calls import (
     Argument,
     Bound,
     Call,
@@ -29,9 +20,19 @@ from ..kernels.calls import (
     arrange,
     depends_on_dims,
     evaluate,
+    flatten,
 )
+from graphir.ir.device import Device
+from graphir.ir.operator import Arg, Operator
+from graphir.ir.seeds import mix
+from graphir.ir.text.printer import value_text
+from graphir.plan import Instruction
+
+from ..executor import Setting
+from ..kernels.bindings import fastest
+from ..kernels.buffers import Buffer, Buffers, buffer_on
 from ..kernels.communication import all_reduce_each, copy, reduction
-from ..kernels.invoke import flatten, invoke
+from ..kernels.invoke import invoke
 from ..kernels.optimizers import UPDATES, updater
 from .handoffs import Handover
 from .values import Values

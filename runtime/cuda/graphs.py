@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from graphir.errors import RunError, SessionError
+from graphir.ir.calls import Argument, Bound
 from graphir.ir.device import Device
 from graphir.ir.operator import Operator
 from graphir.ir.seeds import mix
@@ -39,7 +40,6 @@ from ..executor import Feedable, Setting
 from ..executors.generated import Generated
 from ..failures.faults import reason_of
 from ..kernels.buffers import Buffer
-from ..kernels.calls import Argument, Bound
 from ..kernels.communication import spanned
 from ..kernels.optimizers import UPDATES
 from ..kernels.sparse import SPARSE

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from graphir.errors import PlanError
+from graphir.ir.calls import arrange, flatten
 from graphir.ir.operator import Operator
 from graphir.ir.size import Dims
 from graphir.ir.text import instruction_text
@@ -23,9 +24,8 @@ from graphir.plan import Event
 
 from ..executor import Feedable, Kept, Setting
 from ..failures.faults import fault, writes_state
-from ..kernels.calls import arrange
 from ..kernels.communication import all_reduce, reduction
-from ..kernels.invoke import flatten, invoke
+from ..kernels.invoke import invoke
 from ..machine.surroundings import neutral
 from ..observing.probes import Clock, HostClock, Probe
 

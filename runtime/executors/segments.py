@@ -29,15 +29,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from graphir.ir.operator import Operator
-from graphir.ir.opset import Param, overload, signature
-from graphir.ir.size import Polynomial
-from graphir.plan import Instruction
-
-from ..codegen.statements import LARGEST_LITERAL, Statements
-from ..failures.faults import writes_state
-from ..kernels.bindings import OWN_KERNELS
-from ..kernels.calls import (
+from graphir.ir.calls import (
     Argument,
     Bound,
     Call,
@@ -49,6 +41,14 @@ from ..kernels.calls import (
     depends_on_dims,
     evaluate,
 )
+from graphir.ir.operator import Operator
+from graphir.ir.opset import Param, overload, signature
+from graphir.ir.size import Polynomial
+from graphir.plan import Instruction
+
+from ..codegen.statements import LARGEST_LITERAL, Statements
+from ..failures.faults import writes_state
+from ..kernels.bindings import OWN_KERNELS
 from .generated import Located
 from .threads import Threads
 

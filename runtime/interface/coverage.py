@@ -18,17 +18,16 @@ import torch
 
 from graphir.errors import CoverageError
 from graphir.ir.blob import Blob, bound_layout
+from graphir.ir.calls import arrange, evaluate, filled, flatten
 from graphir.ir.device import Device
 from graphir.ir.meta import errors_not_logged, fresh_fake_mode
 from graphir.ir.names import base_name
 from graphir.ir.operator import Operator
-from graphir.ir.opset import arguments_of, overload, to_torch
+from graphir.ir.opset import overload, to_torch
 from graphir.ir.program import Program
 from graphir.ir.size import Dims
 from graphir.ir.text import operator_text
 
-from ..kernels.calls import arrange, evaluate
-from ..kernels.invoke import flatten
 from ..machine.surroundings import neutral
 
 __all__ = ["check_layouts"]
@@ -84,17 +83,13 @@ def _check(
     program: Program, op: Operator, dims: Dims, inputs: Sequence[_Geometry], outputs: Sequence[_Geometry]
 ) -> None:
     """Compare the results of one, asked of tensors without data, with their blobs."""
-    args = {name: evaluate(arg, dims) for name, arg in op.args.items()}
+    call = arrange(op)
     tensors = [torch.empty_strided(shape, strides, dtype=to_torch(dtype)) for shape, strides, dtype in inputs]
-    positional, named = arguments_of(op.type, op.operands, tensors, args)
+    positional, named = filled(call, tensors, lambda arg: evaluate(arg, dims), _HOST)
     at = ", ".join(f"{base_name(dim)} {value}" for dim, value in dims.items())
     where = f"module {op.module!r}, program {program.name!r}{at and ', at '}{at}"
     try:
-        made = overload(op.type)(*positional, **named)
-        try:
-            returned = flatten(arrange(op), made)
-        except ValueError:
-            raise ValueError(f"it returns {len(made)} tensors, in the program other ones") from None
+        returned = flatten(call, overload(op.type)(*positional, **named))
         for position, tensor in returned.items():
             if tuple(tensor.shape) != outputs[position][0]:
                 raise ValueError(

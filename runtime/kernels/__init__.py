@@ -1,6 +1,6 @@
 """What one operator computes: how it becomes a call, and what is called.
 
-:mod:`.kernels.calls` arranges an operator over its type's parameters, :mod:`.kernels.invoke` executes it. Torch's own
+:mod:`graphir.ir.calls` arranges an operator over its type's parameters, :mod:`.kernels.invoke` executes it. Torch's own
 kernels are called by way of :mod:`.kernels.bindings`; graphir's are attention, the optimizers, sparse gradients, and
 what moves and sums between devices.
 

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from graphir.errors import PlanError
 from graphir.ir.blob import overlaps, reach
+from graphir.ir.calls import evaluate
 from graphir.ir.operator import Operator
 from graphir.ir.size import Dims
-
-from .calls import evaluate
 
 __all__ = [
     "ALIGNMENT",

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphir.ir.calls import Call, arrange, evaluate, filled, flatten
 from graphir.ir.operator import Operator
 from graphir.ir.opset import overload
 from graphir.ir.program import Program
@@ -17,11 +18,10 @@ from graphir.plan import Plan
 
 from ..executor import Setting
 from .bindings import OWN_KERNELS, view
-from .calls import Argument, Call, arrange, evaluate, given
 from .communication import copy
 from .optimizers import UPDATES, updater
 
-__all__ = ["fill", "flatten", "invoke", "perform"]
+__all__ = ["fill", "invoke", "perform"]
 
 
 def invoke(op: Operator, call: Call, inputs: Sequence[Any], setting: Setting, dims: Dims, step: int) -> Any:
@@ -31,12 +31,9 @@ def invoke(op: Operator, call: Call, inputs: Sequence[Any], setting: Setting, di
         assert op.seed is not None
         return setting.generators[op.device].manual_seed(mix(step, setting.replica(op), op.seed))
 
-    def value(argument: Argument) -> Any:
-        return given(argument, inputs, lambda arg: evaluate(arg, dims), setting.binding[op.device], generator)
-
-    positional = [value(argument) for argument in call.positional]
-    keyword = {name: value(argument) for name, argument in call.keyword}
-    return perform(op.type, positional, keyword, setting.binding[op.device])
+    device = setting.binding[op.device]
+    positional, keyword = filled(call, inputs, lambda arg: evaluate(arg, dims), device, generator)
+    return perform(op.type, positional, keyword, device)
 
 
 def perform(type: str, positional: Sequence[Any], keyword: Mapping[str, Any], device: torch.device) -> Any:
@@ -50,16 +47,6 @@ def perform(type: str, positional: Sequence[Any], keyword: Mapping[str, Any], de
         skipped = found_inf is not None and found_inf.item()
         return None if skipped else updater(type, keyword)(*[[tensor] for tensor in tensors], rate)
     return (OWN_KERNELS.get(type) or overload(type))(*positional, **keyword)
-
-
-def flatten(call: Call, returned: Any) -> dict[int, Tensor]:
-    """The returned tensors by the operator's output positions."""
-    found: dict[int, Tensor] = {}
-    for group, item in zip(call.returned, [returned] if call.single else returned or (), strict=True):
-        for position, tensor in zip(group, item, strict=True) if isinstance(group, list) else [(group, item)]:
-            if position is not None:
-                found[position] = tensor
-    return found
 
 
 def fill(op: Operator, values: Mapping[str, Tensor], program: Program) -> dict[str, Tensor]:

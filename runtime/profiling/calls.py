@@ -14,13 +14,12 @@ from torch import Tensor
 from graphir.analysis.profiles import Measured
 from graphir.errors import GraphirError
 from graphir.ir.blob import Blob
+from graphir.ir.calls import arrange, evaluate, filled, flatten
 from graphir.ir.operator import Operator
 from graphir.ir.size import Dims
 
 from ..kernels.bindings import fastest
-from ..kernels.calls import Argument, arrange, evaluate, given
 from ..kernels.communication import copy
-from ..kernels.invoke import flatten
 from ..kernels.optimizers import UPDATES, updater
 from ..machine.capacity import free_memory
 from ..machine.surroundings import neutral
@@ -119,11 +118,7 @@ def _call(subject: Subject, inputs: Sequence[Tensor]) -> Callable[[], Any]:
     call = arrange(op)
     generator = torch.Generator()
 
-    def value(argument: Argument) -> Any:
-        return given(argument, inputs, lambda arg: evaluate(arg, dims), _HOST, lambda: generator)
-
-    positional = [value(argument) for argument in call.positional]
-    keyword = {name: value(argument) for name, argument in call.keyword}
+    positional, keyword = filled(call, inputs, lambda arg: evaluate(arg, dims), _HOST, lambda: generator)
     if op.type in UPDATES:
         *tensors, _, _ = positional
         update = updater(op.type, keyword)

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from graphir.ir.blob import Blob, bound_layout, reach
-from graphir.ir.operator import Operator, groups
+from graphir.ir.operator import Operator
 from graphir.ir.opset import signature, to_torch
 from graphir.ir.size import Dims, bind
 
-__all__ = ["Geometry", "geometries", "names_of", "variants"]
+__all__ = ["Geometry", "geometries", "variants"]
 
 
 class Geometry(NamedTuple):
@@ -38,16 +38,6 @@ class Geometry(NamedTuple):
 def geometries(names: Sequence[str], blobs: Mapping[str, Blob], dims: Dims) -> list[Geometry]:
     """Those of blobs whose shape and type are known."""
     return [Geometry(*bound_layout(blobs[name], dims), to_torch(str(blobs[name].dtype))) for name in names]
-
-
-def names_of(op: Operator) -> list[str]:
-    """For each input of *op*, the parameter of its type that it is passed for."""
-    found = [""] * len(op.inputs)
-    for param, group in zip(signature(op.type).tensors, groups(op.operands, len(op.inputs)), strict=False):
-        for position in group if isinstance(group, list) else [group]:
-            if position is not None:
-                found[position] = param.name
-    return found
 
 
 Values: TypeAlias = Callable[["Request"], Tensor]
@@ -70,7 +60,7 @@ class Request(NamedTuple):
 
 def variants(op: Operator, blobs: Mapping[str, Blob], dims: Dims) -> Iterator[list[Tensor]]:
     """The operands of *op*, once for each kind of values on which what it allocates may depend; most types have one."""
-    names = names_of(op)
+    names = signature(op.type).names(op.operands, len(op.inputs))
     given = geometries(op.inputs, blobs, dims)
     made = geometries(op.outputs, blobs, dims)
     by_name = dict(zip(names, given, strict=True))

@@ -11,9 +11,10 @@ import torch
 
 from graphir.errors import GraphirError
 from graphir.ir.blob import Blob, bound_layout
+from graphir.ir.calls import call_of, evaluate, filled
 from graphir.ir.net import Net
-from graphir.ir.operator import Operator, Symbol, stored_versions
-from graphir.ir.opset import arguments_of, effects_of, overload, signature, to_symbol, to_torch
+from graphir.ir.operator import Operator, stored_versions
+from graphir.ir.opset import effects_of, overload, to_symbol, to_torch
 from graphir.ir.program import Program
 from graphir.ir.size import Dims, Polynomial, Shape, Size, bind, size_dims
 
@@ -175,10 +176,9 @@ def _on_meta(op: Operator, blobs: Sequence[Blob], dims: Dims) -> list[torch.Tens
         reach = offset + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True) if size)
         storage = torch.empty(max(reach, 1), dtype=to_torch(blob.dtype), device="meta")
         tensors.append(storage.as_strided(shape, strides, offset))
-    args = {name: _bound(arg, dims) for name, arg in op.args.items()}
-    if any(param.name == "device" for param in signature(op.type).params):
-        args["device"] = "meta"
-    positional, keywords = arguments_of(op.type, op.operands, tensors, args)
+    args = {name: arg for name, arg in op.args.items() if name != "device"}
+    call = call_of(op.type, args, op.operands, len(tensors))
+    positional, keywords = filled(call, tensors, lambda arg: evaluate(arg, dims), torch.device("meta"))
     try:
         returned = overload(op.type)(*positional, **keywords)
     except Exception as e:  # whatever torch has against it
@@ -187,11 +187,3 @@ def _on_meta(op: Operator, blobs: Sequence[Blob], dims: Dims) -> list[torch.Tens
     if len(flat) != len(op.outputs):
         raise GraphirError("another number of outputs")
     return flat
-
-
-def _bound(arg: Any, dims: Dims) -> Any:
-    if isinstance(arg, Polynomial):
-        return bind(arg, dims)
-    if isinstance(arg, Symbol):
-        return arg
-    return tuple(_bound(item, dims) for item in arg) if isinstance(arg, tuple) else arg

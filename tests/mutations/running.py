@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from graphir.runtime.kernels.calls import Bound, Call, Constant, Default, Operand, OperandList, arrange, evaluate
 from graphir.runtime.kernels.communication import all_reduce, copy, is_marked, reduction
-from graphir.runtime.kernels.invoke import flatten, perform
+from graphir.runtime.kernels.invoke import perform
 from torch import Tensor
 
 from graphir.ir.blob import STATE_ROLES, bound_layout, overlaps
+from graphir.ir.calls import Bound, Call, Constant, Default, Operand, OperandList, arrange, evaluate, flatten
 from graphir.ir.names import prefix_of
 from graphir.ir.operator import Operator
 from graphir.ir.opset import UNWRITTEN, to_torch

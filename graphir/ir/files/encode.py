@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from pydantic import JsonValue
 
 from ...plan import Instruction, Plan
 from ..blob import Blob
 from ..net import Net
-from ..operator import PURE, Arg, Effects, Symbol
+from ..operator import PURE, Arg, Effects, Symbol, map_arg
 from ..program import Feed, Fetch, Interface, Program
 from ..size import Polynomial, Shape, Size
 from .records import (
@@ -64,15 +65,17 @@ def _shape(shape: Shape | None) -> tuple[SizeText, ...] | None:
 
 
 def _json(arg: Arg) -> JsonValue:
+    return map_arg(arg, _scalar, list)  # type: ignore[no-any-return]  # it is what those make
+
+
+def _scalar(arg: Any) -> JsonValue:
     if isinstance(arg, Polynomial):
         return {"size": str(arg)}
     if isinstance(arg, Symbol):
         return {"symbol": str(arg)}
     if isinstance(arg, float) and not math.isfinite(arg):
         return {"float": repr(arg)}
-    if isinstance(arg, tuple):
-        return [_json(item) for item in arg]
-    return arg
+    return arg  # type: ignore[no-any-return]  # a number, a text, or None
 
 
 def _blob(blob: Blob) -> BlobRecord:

@@ -6,15 +6,15 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ...errors import GraphirError
 from ..blob import ROLE_OF_PHASE, ROLES, Blob
 from ..names import base_name
 from ..net import Net
-from ..operator import PURE, SYMBOLS, Arg, Effects, Operator, Symbol, groups
+from ..operator import PURE, SYMBOLS, Arg, Effects, Operator, Symbol, groups, map_arg
 from ..opset import NAMESPACES
-from ..size import Dims, Polynomial, Shape
+from ..size import Dims, Shape
 from .tokens import BARE_NAME
 
 __all__ = [
@@ -64,6 +64,14 @@ def key_text(name: str) -> str:
 
 def value_text(arg: Arg) -> str:
     """A non-tensor argument as it is printed."""
+    return map_arg(arg, _scalar_text, _list_text)  # type: ignore[no-any-return]  # it is what those make
+
+
+def _list_text(items: list[str]) -> str:
+    return f"[{', '.join(items)}]"
+
+
+def _scalar_text(arg: Any) -> str:
     if arg is None:
         return "none"
     if isinstance(arg, bool):
@@ -76,10 +84,8 @@ def value_text(arg: Arg) -> str:
         return str(arg)
     if isinstance(arg, str):
         return json_string(arg)
-    if isinstance(arg, Polynomial):
-        text = str(arg)
-        return f"1*{text}" if text in _KEYWORD_VALUES else text
-    return "[" + ", ".join(map(value_text, arg)) + "]"
+    text = str(arg)
+    return f"1*{text}" if text in _KEYWORD_VALUES else text
 
 
 @lru_cache(maxsize=1 << 16)

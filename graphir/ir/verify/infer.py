@@ -14,10 +14,11 @@ import torch
 
 from ...errors import GraphirError, nearest
 from ..blob import Blob, contiguous_strides, reach, same_strides
+from ..calls import call_of, evaluate, filled, flatten
 from ..dtype import ITEMSIZE
 from ..meta import META, rule_of
-from ..operator import Arg, Effects, Operator, Symbol, groups
-from ..opset import NAMESPACES, OWN, Signature, arguments_of, effects_of, signature, to_symbol, to_torch
+from ..operator import Arg, Effects, Operator, Symbol, bind_arg, groups, map_arg, positions
+from ..opset import NAMESPACES, OWN, Signature, effects_of, signature, to_symbol, to_torch
 from ..size import LARGEST, Dims, Polynomial, bind, bind_shape
 
 __all__ = ["Geometry", "Inferred", "absurdity", "geometry", "infer", "is_known", "same_layout"]
@@ -147,7 +148,7 @@ def infer(op: Operator, inputs: Inputs, dims: Dims) -> Inferred:
     key = (op_type, args, op.operands, op.results, outputs, *inputs)
     found = _kept.get(key)
     if found is None:
-        found = _infer(op, inputs, {name: _bind(arg, dims) for name, arg in op_args.items()})
+        found = _infer(op, inputs, {name: bind_arg(arg, dims) for name, arg in op_args.items()})
         if len(_kept) >= _MOST_KEPT:
             _kept.clear()
         _kept[key] = found
@@ -172,22 +173,16 @@ def _args_key(args: Mapping[str, Arg], dims: Dims) -> tuple[Any, ...]:
 
 def _identity(arg: Arg, dims: Dims) -> Any:
     """1, 1.0 and True are three, as a type promotion has them; so are 0.0 and -0.0, and a text and a symbol."""
-    kind = arg.__class__
-    if kind is tuple:
-        return tuple([_identity(item, dims) for item in arg])  # type: ignore[union-attr]  # it is a tuple
-    if kind is float:
-        return arg.hex()  # type: ignore[union-attr]  # no text is equal to it: those stand beside their type
-    if kind is Polynomial:
-        return bind(arg, dims)  # type: ignore[arg-type]
-    return arg if kind is int or arg is None else (kind, arg)
 
+    def identity(scalar: Any) -> Any:
+        kind = scalar.__class__
+        if kind is float:
+            return scalar.hex()  # no text is equal to it: those stand beside their type
+        if kind is Polynomial:
+            return bind(scalar, dims)
+        return scalar if kind is int or scalar is None else (kind, scalar)
 
-def _bind(arg: Arg, dims: Dims) -> Arg:
-    if isinstance(arg, Polynomial):
-        return bind(arg, dims)
-    if isinstance(arg, tuple):
-        return tuple([_bind(item, dims) for item in arg])
-    return arg
+    return map_arg(arg, identity)
 
 
 def _infer(op: Operator, inputs: Inputs, args: Mapping[str, Arg]) -> Inferred:
@@ -228,7 +223,7 @@ def _complaint(op: Operator, sig: Signature, effects: Effects) -> str:
             return f"{op.type} takes a torch.{kind.__name__} as {name}, not {arg!r}"
     arranged = groups(op.operands, len(op.inputs))
     tensors, count = sig.tensors, len(op.inputs)
-    used = sum(len(g) - g.count(None) if isinstance(g, list) else g is not None for g in arranged)
+    used = sum(map(len, map(positions, arranged)))
     if used != count:
         return f"{op.type} has {count} inputs where its pattern {op.operands!r} takes {used}"
     if len(arranged) > len(tensors):
@@ -286,12 +281,10 @@ def _optimizer(op: Operator, sig: Signature, inputs: Sequence[Geometry], args: M
     if sig.tensors[1].name == "indices":
         lookups = inputs[1].shape[-1:]
         special |= {"indices": (1, *lookups), "values": (*lookups, *param.shape[1:])}
-    for info, group in zip(sig.tensors, groups(op.operands, len(inputs)), strict=False):
-        if not isinstance(group, int):
-            continue
-        wanted = special.get(info.name, param.shape)
-        if inputs[group].shape != wanted:
-            raise _Refused(f"{op.type} takes {info.name} of shape {list(wanted)}, not {inputs[group]}")
+    for name, given in zip(sig.names(op.operands, len(inputs)), inputs, strict=True):
+        wanted = special.get(name, param.shape)
+        if given.shape != wanted:
+            raise _Refused(f"{op.type} takes {name} of shape {list(wanted)}, not {given}")
     return []
 
 
@@ -325,8 +318,10 @@ _RULES: Final[Mapping[str, _Rule]] = {
 
 def _on_meta(op: Operator, sig: Signature, inputs: Sequence[Geometry], args: Mapping[str, Arg]) -> _Outputs | None:
     """Each output that the operator returns; None where there is no meta kernel."""
-    device = {"device": "meta"} if any(p.name == "device" for p in sig.params) else {}
-    positional, keywords = arguments_of(op.type, op.operands, [_tensor(g) for g in inputs], {**args, **device})
+    here = {name: arg for name, arg in args.items() if name != "device"}
+    call = call_of(op.type, here, op.operands, len(inputs), op.results)
+    tensors = [_tensor(g) for g in inputs]
+    positional, keywords = filled(call, tensors, lambda arg: evaluate(arg, {}), torch.device("meta"))
     try:
         with torch.no_grad():
             returned = rule_of(op.type)(*positional, **keywords)
@@ -338,25 +333,14 @@ def _on_meta(op: Operator, sig: Signature, inputs: Sequence[Geometry], args: Map
         if "meta" in text.lower():  # the value of a tensor is needed, and a meta tensor has none
             return None
         raise _Refused(f"{op.type} refuses its operands: {text}") from None
-    if len(sig.results) == 1:
-        returned = (returned,)
-    return _arrange(op, returned or ())
-
-
-def _arrange(op: Operator, things: Sequence[Any]) -> _Outputs:
-    """The geometry of each returned tensor, by the operator's ``results`` pattern."""
-    outputs: _Outputs = []
-    for thing, group in zip(things, groups(op.results, len(things)), strict=False):
-        members = list(thing) if isinstance(group, list) and isinstance(thing, tuple | list) else [thing]
-        wanted = group if isinstance(group, list) else [group]
-        if len(members) != len(wanted):
-            raise _Refused(f"{op.type} returns {len(members)} tensors where {len(wanted)} are named")
-        for tensor, position in zip(members, wanted, strict=True):
-            if position is not None:
-                if not isinstance(tensor, torch.Tensor):
-                    raise _Refused(f"{op.type} does not return its output {position}")
-                outputs.append(_geometry(tensor))
-    return outputs
+    try:
+        made = flatten(call, returned)
+    except ValueError as e:
+        raise _Refused(f"{op.type}: {e}") from None
+    for position, tensor in made.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise _Refused(f"{op.type} does not return its output {position}")
+    return [_geometry(tensor) for tensor in made.values()]
 
 
 def _tensor(g: Geometry) -> torch.Tensor:
