@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from ..errors import CaptureError
 from ..ir.program import Scalar
 from ..ir.tensor import PLAIN
-from .dimensions import read_dims, sizes_of
+from .dimensions import read_dims
 from .grid import BATCH
 from .structures import named_leaves, written_structure
 
@@ -94,7 +94,7 @@ def read_arguments(
         raise AssertionError("the arguments have as many names as leaves")
     named_dims = read_dims(batch_dims, inputs, kwargs, targets, leaves)
     found = tuple(Leaf(name, dims, value) for (name, value), dims in zip(leaves, named_dims, strict=True))
-    return Arguments(found, spec, len(inputs), sizes_of(found))
+    return Arguments(found, spec, len(inputs), _sizes_of(found))
 
 
 def _positional(func: Callable[..., Any] | None, count: int, fallback: str, skip: int = 0) -> Iterator[str]:
@@ -133,3 +133,43 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor | Scalar]
                 "torch.utils._pytree knows (torch.export.register_dataclass makes a dataclass known)",
             )
         yield path, leaf
+
+
+def _sizes_of(leaves: Sequence[Leaf]) -> dict[str, int]:
+    """The size of each named dimension, ``batch`` first.
+
+    Raises:
+        CaptureError: one name has several sizes, or the size is 0.
+    """
+    sizes: dict[str, dict[str, int]] = {BATCH: {}}
+    seen: dict[int, Leaf] = {}
+    for leaf in leaves:
+        tensor = leaf.tensor
+        if tensor is None:
+            continue
+        first = seen.setdefault(id(tensor), leaf)
+        if first.dims != leaf.dims:
+            raise CaptureError(
+                f"{first.name!r} and {leaf.name!r} are one tensor, and batch_dims names its dimensions in two ways",
+                fix="name them equally, or pass a copy of the tensor",
+            )
+        for d, name in leaf.dims.items():
+            of_name = sizes.setdefault(name, {})
+            if of_name.setdefault(leaf.name, tensor.shape[d]) != tensor.shape[d]:
+                of_name[f"{leaf.name} along {d}"] = tensor.shape[d]
+    return {name: _size(name, found) for name, found in sizes.items() if found}
+
+
+def _size(name: str, found: Mapping[str, int]) -> int:
+    what = "the batch dimensions" if name == BATCH else f"the dimensions {name!r}"
+    if len(set(found.values())) > 1:
+        text = ", ".join(f"{leaf}: {size}" for leaf, size in found.items())
+        raise CaptureError(f"{what} differ in size ({text})", fix="pass batch_dims, None for whole tensors")
+    leaf, size = next(iter(found.items()))
+    if size == 0:
+        noun = "batch" if name == BATCH else f"dimension {name!r}"
+        raise CaptureError(
+            f"the {noun} is empty: {leaf!r} has no samples",
+            fix="capture with a batch of at least one sample, best of the size that runs later",
+        )
+    return size

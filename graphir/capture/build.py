@@ -19,7 +19,8 @@ from .following import Followed
 from .model_state import has_data
 from .naming import RESERVED, Names, name_values
 from .optimizers import Group
-from .recording import Recording, Step
+from .recorded_step import Recording
+from .recording import Step
 from .sizes import Sizes
 from .snapshots import snapshot
 from .structures import written_structure

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from ..ir.tensor import same_bits
+from .recorded_step import Recording
 from .values import Value
-
-if TYPE_CHECKING:
-    from .recording import Recording
 
 __all__ = ["differing_part", "outcome", "same_step"]
 

@@ -1,9 +1,9 @@
-"""``batch_dims``: which dimensions of a step's arguments have a name, and which sizes these have."""
+"""``batch_dims``: which dimensions of a step's arguments have a name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch.utils import _pytree as pytree
@@ -11,10 +11,7 @@ from torch.utils import _pytree as pytree
 from ..errors import CaptureError
 from .grid import BATCH
 
-if TYPE_CHECKING:
-    from .arguments import Leaf
-
-__all__ = ["read_dims", "sizes_of"]
+__all__ = ["read_dims"]
 
 _MOST: Final = 4
 """How many dimensions may be named: each further one doubles the recordings or more."""
@@ -99,43 +96,3 @@ def _named(dims: int | Mapping[Any, str] | None, path: str, value: Any) -> dict[
                 fix="a tensor is split along one dimension",
             )
     return dict(sorted(found.items()))
-
-
-def sizes_of(leaves: Sequence[Leaf]) -> dict[str, int]:
-    """The size of each named dimension, ``batch`` first.
-
-    Raises:
-        CaptureError: one name has several sizes, or the size is 0.
-    """
-    sizes: dict[str, dict[str, int]] = {BATCH: {}}
-    seen: dict[int, Leaf] = {}
-    for leaf in leaves:
-        tensor = leaf.tensor
-        if tensor is None:
-            continue
-        first = seen.setdefault(id(tensor), leaf)
-        if first.dims != leaf.dims:
-            raise CaptureError(
-                f"{first.name!r} and {leaf.name!r} are one tensor, and batch_dims names its dimensions in two ways",
-                fix="name them equally, or pass a copy of the tensor",
-            )
-        for d, name in leaf.dims.items():
-            of_name = sizes.setdefault(name, {})
-            if of_name.setdefault(leaf.name, tensor.shape[d]) != tensor.shape[d]:
-                of_name[f"{leaf.name} along {d}"] = tensor.shape[d]
-    return {name: _size(name, found) for name, found in sizes.items() if found}
-
-
-def _size(name: str, found: Mapping[str, int]) -> int:
-    what = "the batch dimensions" if name == BATCH else f"the dimensions {name!r}"
-    if len(set(found.values())) > 1:
-        text = ", ".join(f"{leaf}: {size}" for leaf, size in found.items())
-        raise CaptureError(f"{what} differ in size ({text})", fix="pass batch_dims, None for whole tensors")
-    leaf, size = next(iter(found.items()))
-    if size == 0:
-        noun = "batch" if name == BATCH else f"dimension {name!r}"
-        raise CaptureError(
-            f"the {noun} is empty: {leaf!r} has no samples",
-            fix="capture with a batch of at least one sample, best of the size that runs later",
-        )
-    return size

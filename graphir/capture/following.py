@@ -16,7 +16,8 @@ from ..ir.guard import Guard
 from ..ir.size import Dims, dimension
 from .grid import BATCH, Grid, NotPolynomial, point_text
 from .guards import guards_of, simplified, steady_in
-from .recording import Recording, Step, record
+from .recorded_step import Recording
+from .recording import Step, record
 from .repeats import check_repeats
 from .sizes import Sizes, grown_dims
 from .thresholds import threshold_in

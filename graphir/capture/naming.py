@@ -16,13 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from math import prod
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ..ir.names import prefix_of
+from .recorded_step import Recording
 from .values import Value
-
-if TYPE_CHECKING:
-    from .recording import Recording
 
 __all__ = ["RESERVED", "Names", "name_values"]
 

@@ -35,6 +35,7 @@ from .micro_batches import Sums, micro_batch, prefix_of_micro_batch
 from .model_state import ModelState, attributes_kept, fakes_in_place
 from .options import LossScaler, Options
 from .randomness import RandomState, drawn_from, rng_state_followed, seeding_refused
+from .recorded_step import Outcome, Recording
 from .recorder import Recorder
 from .refusals import failure, where
 from .scopes import Scopes
@@ -44,7 +45,7 @@ from .stand_ins import attribute_paths, fake_leaves, fake_state
 from .traces import traces_refused
 from .values import Call, Value
 
-__all__ = ["Recording", "Step", "record"]
+__all__ = ["Step", "record"]
 
 _aten: Final = torch.ops.aten
 
@@ -77,60 +78,6 @@ class Step(NamedTuple):
     caches: Caches
     options: Options
     trained: frozenset[str] | None
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Outcome:
-    """What the parts of a step became.
-
-    Attributes:
-        loss: the scalar loss.
-        returned: the leaves of what a forward-only step returns, and ``results``, their structure.
-        gradients: forward values and the values of their gradients, parameters first.
-        parts: parameters, and gradients and sums of some micro-batches.
-        finished: what the updates read, or the caller gets.
-    """
-
-    loss: Value | None = None
-    returned: Sequence[Value | Scalar] = ()
-    results: pytree.TreeSpec | None = None
-    gradients: Sequence[tuple[Value, Value]] = ()
-    parts: Sequence[tuple[Value, Value]] = ()
-    finished: Finished
-
-    @property
-    def outputs(self) -> list[Value]:
-        """The tensors that a forward-only step returns."""
-        return [leaf for leaf in self.returned if isinstance(leaf, Value)]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Recording(_Outcome):
-    """A recorded step: what its parts became, and what it is made of.
-
-    Attributes:
-        calls: in order, without those that nothing reads.
-        values: at their indices.
-        inputs: the value of each leaf of the arguments; None where it is not a tensor.
-        state: the first version of each parameter and buffer, by its blob's name.
-        constants: values that the step reads from elsewhere, with the tensors that hold them.
-        sparse_gradients: those of parameters, by the index of the parameter's value.
-        extents: what the step made of its sizes, and asked about them.
-    """
-
-    calls: list[Call]
-    values: list[Value]
-    inputs: list[Value | None]
-    state: dict[str, Value]
-    constants: list[tuple[Value, torch.Tensor]]
-    sparse_gradients: Mapping[int, SparseValue]
-    extents: Extents
-
-    def release(self) -> None:
-        """Take it apart, which nothing is to read any more."""
-        for value in self.values:
-            value.release()
-        self.extents.release()
 
 
 def record(step: Step, dims: Dims, *, named: bool = True) -> Recording:
@@ -279,12 +226,12 @@ def _run(
     return recording, changes
 
 
-def _forward_only(step: Step, leaves: Sequence[Any], recorder: Recorder, conditions: Conditions) -> _Outcome:
+def _forward_only(step: Step, leaves: Sequence[Any], recorder: Recorder, conditions: Conditions) -> Outcome:
     output, _ = _forward(step, leaves, recorder, conditions)
     recorder.end_forward()
     with recorder.unseen():
         returned, results = _returned(output, recorder)
-    return _Outcome(returned=returned, results=results, finished=Finished([]))
+    return Outcome(returned=returned, results=results, finished=Finished([]))
 
 
 def _training(
@@ -293,7 +240,7 @@ def _training(
     scale: float | LossScaler | None,
     recorder: Recorder,
     conditions: Conditions,
-) -> _Outcome:
+) -> Outcome:
     """Forward, loss and backward of each micro-batch, and what happens to the gradients before the update."""
     sums = Sums(recorder)
     of_activations: list[tuple[Value, Value]] = []
@@ -312,7 +259,7 @@ def _training(
     of_params = sums.gradients()
     used = [pair for pair in of_params if step.trained is None or pair[0].label in step.trained]
     finished = finish_gradients(used, step.options, scale, recorder)
-    return _Outcome(loss=sums.loss, gradients=[*of_params, *of_activations], parts=sums.parts, finished=finished)
+    return Outcome(loss=sums.loss, gradients=[*of_params, *of_activations], parts=sums.parts, finished=finished)
 
 
 def _refuse_made(step: Step) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from ..errors import CaptureError
 from ..ir.size import Dims
 from .comparison import differing_part, same_step
-from .recording import Recording, Step, record
+from .recorded_step import Recording
+from .recording import Step, record
 from .refusals import where
 from .values import Call
 

@@ -13,7 +13,7 @@ from .comparison import differing_part
 from .extents import Axis, Extents
 from .grid import BATCH, Grid, NotPolynomial, point_text
 from .guards import guards_of
-from .recording import Recording
+from .recorded_step import Recording
 from .values import Call, Value
 
 __all__ = ["Sizes", "SymbolicGeometry", "grown_dims", "is_floating_anyway"]

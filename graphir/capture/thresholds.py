@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from .recording import Recording
+from .recorded_step import Recording
 
 __all__ = ["threshold_in"]
 

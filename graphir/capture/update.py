@@ -15,7 +15,7 @@ from ..ir.opset import effects_of, signature
 from ..ir.program import ParamGroup
 from .naming import Names
 from .optimizers import Group, ParamUpdate, with_layout
-from .recording import Recording
+from .recorded_step import Recording
 
 __all__ = ["DTYPES", "Update", "build_update"]
 

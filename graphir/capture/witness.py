@@ -32,7 +32,8 @@ from .model_state import ModelState, has_data, read_state
 from .modes import Modes
 from .overlaps import described
 from .randomness import RandomState
-from .recording import Recording, Step, record
+from .recorded_step import Recording
+from .recording import Step, record
 from .refusals import where
 from .sizes import is_floating_anyway
 from .update import DTYPES

@@ -1,0 +1,71 @@
+"""A recorded step: which operators it calls, and which values its parts became."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..ir.program import Scalar
+from .extents import Extents
+from .gradients import Finished
+from .sparse import SparseValue
+from .values import Call, Value
+
+__all__ = ["Outcome", "Recording"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Outcome:
+    """What the parts of a step became.
+
+    Attributes:
+        loss: the scalar loss.
+        returned: the leaves of what a forward-only step returns, and ``results``, their structure.
+        gradients: forward values and the values of their gradients, parameters first.
+        parts: parameters, and gradients and sums of some micro-batches.
+        finished: what the updates read, or the caller gets.
+    """
+
+    loss: Value | None = None
+    returned: Sequence[Value | Scalar] = ()
+    results: pytree.TreeSpec | None = None
+    gradients: Sequence[tuple[Value, Value]] = ()
+    parts: Sequence[tuple[Value, Value]] = ()
+    finished: Finished
+
+    @property
+    def outputs(self) -> list[Value]:
+        """The tensors that a forward-only step returns."""
+        return [leaf for leaf in self.returned if isinstance(leaf, Value)]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Recording(Outcome):
+    """A recorded step: what its parts became, and what it is made of.
+
+    Attributes:
+        calls: in order, without those that nothing reads.
+        values: at their indices.
+        inputs: the value of each leaf of the arguments; None where it is not a tensor.
+        state: the first version of each parameter and buffer, by its blob's name.
+        constants: values that the step reads from elsewhere, with the tensors that hold them.
+        sparse_gradients: those of parameters, by the index of the parameter's value.
+        extents: what the step made of its sizes, and asked about them.
+    """
+
+    calls: list[Call]
+    values: list[Value]
+    inputs: list[Value | None]
+    state: dict[str, Value]
+    constants: list[tuple[Value, torch.Tensor]]
+    sparse_gradients: Mapping[int, SparseValue]
+    extents: Extents
+
+    def release(self) -> None:
+        """Take it apart, which nothing is to read any more."""
+        for value in self.values:
+            value.release()
+        self.extents.release()
