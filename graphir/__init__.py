@@ -40,16 +40,15 @@ from .ir.device import Device
 from .ir.files import load
 from .ir.net import Net
 from .ir.operator import Operator
+from .ir.plan import Plan
 from .ir.program import Program
 from .ir.text import parse, show
 from .ir.verify import verify
-from .plan import Plan
+from .version import __version__ as __version__
 
 # These stand on passes and runtime, which import all of the above.
 from .compile import Compiled, compile  # isort: skip
 from .profile import profile  # isort: skip
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Blob",

@@ -5,16 +5,24 @@ from __future__ import annotations
 import os
 import sys
 from io import TextIOWrapper
+from json import dumps
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from . import __version__
+from graphir.runtime import check as findings_of
+
+from .analysis.memory import memory
 from .errors import GraphirError
+from .ir.files import load, load_stream, to_json
 from .ir.net import Net
+from .ir.plan import Plan
 from .ir.program import Program
-from .plan import Plan
+from .ir.text import show as text_of
+from .ir.verify import verify
+from .profile import profile as measure
+from .version import __version__
 
 __all__ = ["app", "main"]
 
@@ -69,11 +77,8 @@ def show(
     json: Annotated[bool, typer.Option("--json", help="Print indented JSON instead of graphir's text.")] = False,
 ) -> None:
     """Print what a file holds, with the bytes of each blob."""
-    from .ir.files import to_json
-    from .ir.text import show as show_text
-
     shown = _load(file)
-    print(to_json(shown) if json else show_text(shown, source=source))
+    print(to_json(shown) if json else text_of(shown, source=source))
 
 
 @app.command(short_help="Prove that a plan runs right, or print what can go wrong.")
@@ -82,12 +87,6 @@ def check(
     json: Annotated[bool, typer.Option("--json", help="Print the findings as a JSON list.")] = False,
 ) -> None:
     """Prove that a plan runs right however its lanes interleave, or print what can go wrong, and fail."""
-    from json import dumps
-
-    from graphir.runtime import check as findings_of
-
-    from .ir.verify import verify
-
     loaded = _load(file)
     if not isinstance(loaded, Plan):
         raise GraphirError(
@@ -115,11 +114,6 @@ def profile(
     json: Annotated[bool, typer.Option("--json", help="Print figures as JSON.")] = False,
 ) -> None:
     """Measure what the operators of a program or plan take on this machine, and predict its memory with that."""
-    from json import dumps
-
-    from .analysis.memory import memory
-    from .profile import profile as measure
-
     loaded = _load(file)
     if isinstance(loaded, Net):
         raise GraphirError("profile takes a program or a plan, not a net", where=file, fix="save the program")
@@ -135,8 +129,6 @@ def profile(
 
 
 def _load(file: str) -> Net | Program | Plan:
-    from .ir.files import load, load_stream
-
     if file != "-":
         return load(file)
     if sys.stdin is None:

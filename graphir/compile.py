@@ -34,8 +34,8 @@ from .capture.arguments import Arguments, read_arguments
 from .capture.modes import Modes
 from .capture.refusals import refuse_model
 from .errors import CoverageError, PassError, PlacementError, RecaptureWarning, SessionError, counted, nearest
+from .ir.plan import Plan
 from .ir.program import Program
-from .plan import Plan
 
 __all__ = ["Compiled", "compile"]
 

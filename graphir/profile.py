@@ -26,10 +26,10 @@ from .analysis.scratch import is_called
 from .ir.files.disk import path_of
 from .ir.operator import Operator
 from .ir.placement import COPIES
+from .ir.plan import Plan, sizes_of
 from .ir.program import Program
 from .ir.size import Dims
 from .ir.verify import require, verify
-from .plan import Plan, sizes_of
 
 __all__ = ["profile"]
 

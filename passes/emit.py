@@ -22,10 +22,10 @@ from graphir.analysis.values import value_numbers
 from graphir.errors import PassError, nearest
 from graphir.ir.names import base_name
 from graphir.ir.net import Net
+from graphir.ir.plan import Event, Instruction, Plan, issued_as, issued_on, lane
 from graphir.ir.program import Program
 from graphir.ir.size import Dims
 from graphir.ir.verify import verify
-from graphir.plan import Event, Instruction, Plan, issued_as, issued_on, lane
 
 from .base import require_program
 from .buffers import Buffers

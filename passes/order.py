@@ -29,8 +29,8 @@ from graphir.ir.blob import STATE_ROLES
 from graphir.ir.device import Device
 from graphir.ir.net import Net
 from graphir.ir.operator import Operator
+from graphir.ir.plan import issued_as, issued_on, parts_of
 from graphir.ir.size import Dims
-from graphir.plan import issued_as, issued_on, parts_of
 
 __all__ = ["Issue", "hazards", "issue_order"]
 

@@ -15,8 +15,8 @@ from graphir.analysis.memory import Memory, memory
 from graphir.ir.device import Device
 from graphir.ir.names import prefix_of
 from graphir.ir.operator import Operator
+from graphir.ir.plan import Plan
 from graphir.ir.size import Dims
-from graphir.plan import Plan
 
 __all__ = ["Executor", "Feedable", "Held", "Kept", "OnDevices", "Setting"]
 

@@ -14,9 +14,9 @@ import torch
 from graphir.analysis.memory import Memory, memory
 from graphir.errors import GraphirError, SessionError
 from graphir.ir.device import Device
+from graphir.ir.plan import Plan
 from graphir.ir.size import Dims
 from graphir.ir.text import nbytes_text
-from graphir.plan import Plan
 
 from .machine.capacity import capacity
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from graphir.errors import RunError, SessionError, counted
+from graphir.ir.plan import Plan
 from graphir.ir.program import Program
-from graphir.plan import Plan
 
 from .cuda.executor import Collectives, Cuda
 from .executor import Feedable, OnDevices, Setting

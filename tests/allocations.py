@@ -9,7 +9,7 @@ import numpy as np
 from torch.profiler import ProfilerActivity, profile
 
 import graphir
-from graphir.plan import Plan
+from graphir.ir.plan import Plan
 
 __all__ = ["measured_peak", "predicted_peak"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphir.plan import Event, Plan
+from graphir.ir.plan import Event, Plan
 
 
 def happens_before(plan: Plan) -> list[set[int]]:

@@ -27,8 +27,8 @@ from graphir import passes
 from graphir.errors import EquivalenceError, PlanError, RunError, VerifyError
 from graphir.ir.blob import STATE_ROLES
 from graphir.ir.dtype import TORCH_NAME
+from graphir.ir.plan import Event, Instruction, Plan
 from graphir.ir.size import bind_shape
-from graphir.plan import Event, Instruction, Plan
 
 KINDS = ("wait", "record", "free", "copy", "buffer")
 CHANGES = ("dropped", "moved", "redirected")

@@ -15,9 +15,9 @@ from graphir.ir.blob import Blob
 from graphir.ir.device import gpu
 from graphir.ir.net import Net
 from graphir.ir.operator import Operator
+from graphir.ir.plan import STREAMS, Event, Instruction, Plan, lane
 from graphir.ir.program import Program
 from graphir.ir.size import Shape, bind, dimension
-from graphir.plan import STREAMS, Event, Instruction, Plan, lane
 
 
 def random_program(

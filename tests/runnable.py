@@ -18,8 +18,8 @@ from torch.utils import _pytree
 
 import graphir
 from graphir import passes
+from graphir.ir.plan import Plan
 from graphir.ir.program import Feed, Fetch, Interface, Program
-from graphir.plan import Plan
 
 Make = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 

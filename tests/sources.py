@@ -14,12 +14,22 @@ FOLDERS = {"graphir": "graphir", "passes": "graphir.passes", "runtime": "graphir
 
 
 class Import(NamedTuple):
-    """One imported thing: the absolute name of the module, the name taken from it (if any), and dots written."""
+    """One imported thing.
+
+    Attributes:
+        module: its absolute name.
+        name: what is taken from it, if anything.
+        level: how many dots are written.
+        line: where.
+        within: the function whose call imports it, such as ``Plan.save``; ``TYPE_CHECKING`` where only types need it;
+            empty where the module itself imports it.
+    """
 
     module: str
     name: str
     level: int
     line: int
+    within: str = ""
 
 
 class Source:
@@ -48,21 +58,28 @@ class Source:
     @cached_property
     def imports(self) -> tuple[Import, ...]:
         """Every import, wherever in the file it stands."""
-        return tuple(self._imports())
+        return tuple(self._imports(self.tree, "", ""))
 
-    def _imports(self) -> Iterator[Import]:
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    yield Import(alias.name, "", 0, node.lineno)
-            elif isinstance(node, ast.ImportFrom):
-                module = node.module or ""
-                if node.level:
-                    base = self.module.split(".")
-                    base = base[: len(base) - node.level + self.is_package]
-                    module = ".".join([*base, *([module] if module else [])])
-                for alias in node.names:
-                    yield Import(module, alias.name, node.level, node.lineno)
+    def _imports(self, node: ast.AST, name: str, within: str) -> Iterator[Import]:
+        """The imports below *node*: *name* is that of the class or function around them."""
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, "", 0, node.lineno, within)
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if node.level:
+                base = self.module.split(".")
+                base = base[: len(base) - node.level + self.is_package]
+                module = ".".join([*base, *([module] if module else [])])
+            for alias in node.names:
+                yield Import(module, alias.name, node.level, node.lineno, within)
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            name = f"{name}.{node.name}".lstrip(".")
+            within = within if isinstance(node, ast.ClassDef) else name
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            within = within or "TYPE_CHECKING"
+        for child in ast.iter_child_nodes(node):
+            yield from self._imports(child, name, within)
 
 
 def sources(folder: str) -> list[Source]:

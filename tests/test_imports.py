@@ -1,22 +1,46 @@
 """Which way imports go: ``graphir`` at the bottom, ``passes`` and ``runtime`` side by side on it, facades on top.
 
 Inside a folder imports are relative, across folders absolute. The rules hold for imports inside functions and under
-``TYPE_CHECKING`` too.
+``TYPE_CHECKING`` too. Modules never import each other in a circle, and what a call imports is listed here.
 """
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import networkx
 import pytest
 from sources import FOLDERS, ROOT, Import, Source, sources
 
 ON_TOP = ("graphir/cli.py", "graphir/compile.py", "graphir/fx.py", "graphir/profile.py", "graphir/demo/")
 """The part of graphir/ that stands on passes and runtime."""
 
-REACHES_UP = {("graphir/plan.py", "graphir", "runtime")}
-"""The one import that goes up, within ``Plan.python``, which asks the runtime for the code that it generates."""
+TEXT, FILES = "the text form prints it", "files are written of it"
+WITHIN_CALLS = {
+    ("graphir.ir.net", "Net.__str__"): ("graphir.ir.text", TEXT),
+    ("graphir.ir.program", "Program.__str__"): ("graphir.ir.text", TEXT),
+    ("graphir.ir.plan", "Plan.__str__"): ("graphir.ir.text", TEXT),
+    ("graphir.ir.program", "Program.save"): ("graphir.ir.files", FILES),
+    ("graphir.ir.plan", "Plan.save"): ("graphir.ir.files", FILES),
+    ("graphir.ir.program", "Program.to_fx"): ("graphir.fx", "graphs of torch.fx are made of it"),
+    ("graphir.ir.program", "Program.to_exported"): ("graphir.fx", "graphs of torch.fx are made of it"),
+    ("graphir.ir.plan", "Plan.python"): ("graphir.runtime", "the runtime generates code of it"),
+    ("graphir.analysis.profiles", "Profile.load"): ("graphir.analysis.profile_files", "files are read into it"),
+}
+"""What a call imports: by module and method, the module, which stands on the method's class, and how.
+
+All are methods that users know. What is new and reaches up is a function, in the module that it reaches up to.
+"""
+
+ON_DEMAND = {("graphir.cli", "demo"): ("graphir.demo.run", "importing rich draws random numbers")}
+"""What else a call imports, since an import of graphir would be noticed by its process."""
+
+REACHES_UP = {("graphir.ir.plan", "Plan.python")}
+"""The one that reaches another folder."""
+
+BELOW_IR = {"errors", "version"}
+"""What ``graphir.ir`` imports beside itself."""
 
 MAY_USE = {"graphir": set(), "passes": {"graphir"}, "runtime": {"graphir"}}
 """The folders that each folder may import, beside itself."""
@@ -56,7 +80,7 @@ def direction_faults(source: Source) -> Iterator[str]:
         allowed |= set(FOLDERS)
     for imported in source.imports:
         folder = folder_of(imported)
-        if folder and folder not in allowed and (str(source), imported.module, imported.name) not in REACHES_UP:
+        if folder and folder not in allowed and (source.module, imported.within) not in REACHES_UP:
             yield f"{source}:{imported.line} imports {imported.module}, of {folder}/"
 
 
@@ -80,6 +104,53 @@ def room_faults(source: Source) -> Iterator[str]:
 
 
 ALL = [source for folder in FOLDERS for source in sources(folder)]
+MODULES = {source.module: source for source in ALL}
+
+
+def reached(source: Source, imported: Import) -> Iterator[str]:
+    """Our modules that an import runs: the one that it names, and the packages that this one lies in.
+
+    Not the packages that *source* itself lies in: they are being imported already.
+    """
+    taken = f"{imported.module}.{imported.name}"
+    module = taken if taken in MODULES else imported.module
+    own = f"{source.module}."
+    while module in MODULES and not own.startswith(f"{module}."):
+        yield module
+        module = module.rpartition(".")[0]
+
+
+def edges(found: Iterable[Source], *, types: bool = False) -> Iterator[tuple[str, str]]:
+    """Which module imports which as it is imported; with *types* also what it imports for types alone."""
+    for source in found:
+        for imported in source.imports:
+            if not imported.within or (types and imported.within == "TYPE_CHECKING"):
+                yield from ((source.module, module) for module in reached(source, imported))
+
+
+def circles(found: Iterable[tuple[str, str]]) -> list[list[str]]:
+    """The modules that import each other, directly or through others."""
+    parts = networkx.strongly_connected_components(networkx.DiGraph(found))
+    return sorted(sorted(part) for part in parts if len(part) > 1)
+
+
+def late_faults(source: Source) -> Iterator[str]:
+    """Imports of our own modules within a call, where none is allowed."""
+    for imported in source.imports:
+        if imported.within not in ("", "TYPE_CHECKING"):
+            allowed, _ = {**WITHIN_CALLS, **ON_DEMAND}.get((source.module, imported.within), ("", ""))
+            for module in reached(source, imported):
+                if not f"{allowed}.".startswith(f"{module}."):
+                    yield f"{source}:{imported.line} imports {module} within {imported.within}"
+
+
+def ir_faults(source: Source) -> Iterator[str]:
+    """What a module of ``graphir.ir`` imports that stands above it."""
+    for imported in source.imports:
+        if folder_of(imported) and (source.module, imported.within) not in WITHIN_CALLS:
+            part = f"{imported.module}.{imported.name}".removeprefix("graphir.").partition(".")[0]
+            if part not in {"ir", *BELOW_IR}:
+                yield f"{source}:{imported.line} imports {imported.module}"
 
 
 @pytest.mark.parametrize("source", ALL, ids=str)
@@ -90,6 +161,31 @@ def test_imports_go_down_only(source):
 @pytest.mark.parametrize("source", sources("runtime"), ids=str)
 def test_rooms_import_rooms_below(source):
     assert list(room_faults(source)) == []
+
+
+def test_no_module_imports_another_in_a_circle():
+    assert circles(edges(ALL)) == []
+
+
+def test_imports_for_types_close_no_circle_either():
+    assert circles(edges(ALL, types=True)) == []
+
+
+@pytest.mark.parametrize("source", ALL, ids=str)
+def test_calls_import_nothing_of_ours_but_what_is_listed(source):
+    assert list(late_faults(source)) == []
+
+
+@pytest.mark.parametrize(("module", "within"), WITHIN_CALLS)
+def test_what_a_listed_call_imports_stands_on_its_module(module, within):
+    (late,) = {name for i in MODULES[module].imports if i.within == within for name in reached(MODULES[module], i)}
+    assert late == WITHIN_CALLS[module, within][0]
+    assert networkx.has_path(networkx.DiGraph(edges(ALL)), late, module)
+
+
+@pytest.mark.parametrize("source", sources("graphir/ir"), ids=str)
+def test_the_ir_imports_nothing_above_it(source):
+    assert list(ir_faults(source)) == []
 
 
 def test_the_rooms_are_the_folders():
@@ -166,6 +262,38 @@ def test_an_import_in_the_wrong_form_is_found(path, imported):
     assert list(style_faults(Example(path, imported)))
 
 
-def test_relative_imports_are_resolved():
-    (plan,) = [source for source in ALL if str(source) == "graphir/plan.py"]
-    assert ("graphir.ir.device", "Device") in {(i.module, i.name) for i in plan.imports}
+def test_a_circle_is_found_through_a_package():
+    a = Example("graphir/ir/net.py", Import("graphir.analysis.memory", "memory", 2, 1))
+    b = Example("graphir/analysis/__init__.py", Import("graphir.ir.net", "Net", 2, 1))
+    assert circles(edges([a])) == []
+    assert circles(edges([a, b])) == [["graphir.analysis", "graphir.ir.net"]]
+
+
+def test_a_circle_of_types_is_found_only_where_types_are_asked_for():
+    a = Example("graphir/ir/net.py", Import("graphir.ir.plan", "Plan", 1, 1, "TYPE_CHECKING"))
+    b = Example("graphir/ir/plan.py", Import("graphir.ir.net", "Net", 1, 1))
+    assert circles(edges([a, b])) == []
+    assert circles(edges([a, b], types=True)) == [["graphir.ir.net", "graphir.ir.plan"]]
+
+
+@pytest.mark.parametrize(
+    "imported",
+    [
+        Import("graphir.capture", "capture", 2, 1),
+        Import("graphir.fx", "to_fx", 2, 1, "Program.to_onnx"),
+        Import("graphir.analysis.memory", "Memory", 2, 1, "TYPE_CHECKING"),
+    ],
+)
+def test_an_import_above_the_ir_is_found(imported):
+    assert list(ir_faults(Example("graphir/ir/program.py", imported)))
+
+
+def test_an_import_within_a_call_is_found():
+    assert list(late_faults(Example("graphir/ir/net.py", Import("graphir.ir.files", "save_net", 1, 1, "Net.save"))))
+
+
+def test_imports_know_where_they_stand():
+    found = {(i.module, i.name): i.within for i in MODULES["graphir.ir.program"].imports}
+    assert found["graphir.ir.device", "Device"] == ""
+    assert found["torch", ""] == "TYPE_CHECKING"
+    assert found["graphir.fx", "to_fx"] == "Program.to_fx"

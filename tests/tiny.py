@@ -11,9 +11,9 @@ from graphir.ir.blob import Blob, Role
 from graphir.ir.device import CPU, Device, gpu
 from graphir.ir.net import Net
 from graphir.ir.operator import Effects, Operator, Phase
+from graphir.ir.plan import Event, Instruction, Plan, issued_as, issued_on, lane
 from graphir.ir.program import Feed, Interface, ParamGroup, Program
 from graphir.ir.size import Shape, dimension
-from graphir.plan import Event, Instruction, Plan, issued_as, issued_on, lane
 
 BATCH = dimension("batch")
 GPU0, GPU1 = gpu(0), gpu(1)

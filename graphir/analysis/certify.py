@@ -16,9 +16,10 @@ from typing import Final
 from ..collector import collector_paused
 from ..errors import EquivalenceError, counted
 from ..ir.opset import UNWRITTEN
+from ..ir.plan import Plan, program_of
 from ..ir.program import Program
+from ..ir.text import operator_text
 from ..ir.verify import require, verify
-from ..plan import Plan, program_of
 from .diff import words
 from .induction import Induction, by_induction
 from .interfaces import InterfaceDifference, interface_difference, phase_difference
@@ -165,8 +166,6 @@ def _refuse_other_calls(before: Program, after: Program, proof: Induction) -> No
     dropped = next((op for call, op in needed if call not in new), None)
     op, program = (added, after) if added is not None else (dropped, before)
     if op is not None:
-        from ..ir.text import operator_text  # text prints nets, and is not needed for a proof that holds
-
         nothing, which = (
             ("no operator of the first program", "second") if op is added else ("nothing any more", "first")
         )

@@ -13,11 +13,11 @@ from ..ir.blob import Blob, dense_nbytes
 from ..ir.device import Device
 from ..ir.net import Net
 from ..ir.operator import Operator, map_arg
+from ..ir.plan import Plan, program_of, sizes_of
 from ..ir.program import Program
 from ..ir.size import Dims
 from ..ir.text import nbytes_text, type_name
 from ..ir.verify import require
-from ..plan import Plan, program_of, sizes_of
 from .memory import memory
 
 __all__ = ["BlobChange", "Diff", "OperatorChange", "OperatorEntry", "OperatorMove", "Peak", "diff", "words"]

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from ..ir.blob import STATE_ROLES
 from ..ir.net import Net
+from ..ir.plan import Plan
 from ..ir.program import Program
-from ..plan import Plan
 
 __all__ = ["Lifetime", "liveness", "stays"]
 

@@ -16,11 +16,11 @@ from ..ir.blob import STATE_ROLES, Blob
 from ..ir.device import Device
 from ..ir.net import Net
 from ..ir.placement import COPIES
+from ..ir.plan import Plan, program_of, sizes_of
 from ..ir.program import Program
 from ..ir.size import LARGEST, Dims, size_dims
 from ..ir.text import nbytes_text
 from ..ir.verify import require
-from ..plan import Plan, program_of, sizes_of
 from .liveness import Lifetime, liveness, stays
 from .profile_files import cached
 from .profiles import Measured, Profile

@@ -9,6 +9,7 @@ from ..errors import EquivalenceError, after_last
 from ..ir.net import Net
 from ..ir.operator import Operator
 from ..ir.program import Program
+from ..ir.text import operator_text
 from .induction import Induction
 from .values import Made, Numbering, Run, lasting
 
@@ -98,8 +99,6 @@ class _Derivations:
 
     def window(self, index: int | None) -> list[str]:
         """The operator that made a value, after the nearest ones that it follows from."""
-        from ..ir.text import operator_text  # text prints nets, and is not needed for a proof that holds
-
         if index is None:
             return ["(nothing makes it)"]
         near, open_ = {index}, [index]

@@ -17,6 +17,7 @@ from ..errors import counted
 from ..ir.blob import Blob
 from ..ir.operator import Operator
 from ..ir.size import Dims
+from ..version import __version__
 from .signatures import signature
 
 __all__ = ["Machine", "Measured", "Profile", "machine"]
@@ -117,8 +118,6 @@ def _processor() -> str:
 
 def machine() -> Machine:
     """This machine, with what of the process's settings picks other kernels."""
-    from .. import __version__
-
     settings = [
         (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled, "without oneDNN", False),
         (torch.are_deterministic_algorithms_enabled(), "deterministic", True),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ..plan import Event, Plan
+from ..ir.plan import Event, Plan
 
 __all__ = ["Interval", "schedule"]
 

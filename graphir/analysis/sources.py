@@ -7,9 +7,9 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from ..ir.device import Device
 from ..ir.net import Net
+from ..ir.plan import Plan, parts_of
 from ..ir.program import Program
 from ..ir.size import Dims
-from ..plan import Plan, parts_of
 from .profiles import Measured, Profile
 from .scratch import is_called, scratch
 

@@ -30,9 +30,9 @@ from ..ir.net import Net
 from ..ir.operator import Arg, Operator, mentioned
 from ..ir.opset import UNWRITTEN, signature
 from ..ir.placement import COPIES
+from ..ir.plan import parts_of
 from ..ir.program import Program
 from ..ir.size import Size, add, multiply, product
-from ..plan import parts_of
 from .meaning import BATCH_NORM, IGNORES_FIRST, canonical_type, frozen, is_ordered, kernel_family, meaning_of_text
 
 __all__ = ["Made", "Numbering", "Run", "lasting", "value_numbers"]

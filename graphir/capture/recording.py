@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from .conditions import Broken, Conditions, Watch
 from .devices import modules_stay, moves_stay
 from .draws import RUNS, Draw, Draws
 from .escapes import escapes_refused
-from .extents import Extents, plain
+from .extents import plain
 from .global_state import global_state_kept
 from .gradients import Finished, fake_scaler, finish_gradients, refuse_sparse, scale_loss
 from .interrupts import Interrupts
@@ -40,7 +39,6 @@ from .recorder import Recorder
 from .refusals import failure, where
 from .scopes import Scopes
 from .source_lines import SourceLines
-from .sparse import SparseValue
 from .stand_ins import attribute_paths, fake_leaves, fake_state
 from .traces import traces_refused
 from .values import Call, Value

@@ -19,9 +19,9 @@ from graphir import passes, runtime
 from ..analysis.certify import certify
 from ..analysis.memory import CATEGORIES, Memory, memory
 from ..capture import capture
+from ..ir.plan import Plan
 from ..ir.program import Program
 from ..ir.text import nbytes_text, show
-from ..plan import Plan
 from .digits import load_digits
 from .eager import ShareByShare
 from .model import DigitsNet

@@ -1,1 +1,1 @@
-"""What a program is: devices, sizes, blobs, operators, nets, programs, and their text and file forms."""
+"""What a program is: devices, sizes, blobs, operators, nets, programs, plans, and their text and file forms."""

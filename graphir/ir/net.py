@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from ..errors import GraphirError, nearest
 from .blob import Blob
@@ -16,12 +16,19 @@ from .operator import Operator
 if TYPE_CHECKING:
     import networkx
 
-    from ..plan import Plan
-    from .program import Program
-
 __all__ = ["Net", "replaced"]
 
-T = TypeVar("T", "Net", "Program", "Plan")
+
+class _Named(Protocol):
+    """A net, a program or a plan: a dataclass with a name."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @property
+    def name(self) -> str: ...
+
+
+T = TypeVar("T", bound=_Named)
 
 
 @dataclass(frozen=True, repr=False)

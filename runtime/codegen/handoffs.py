@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from graphir.errors import PlanError
-from graphir.plan import Event, Plan
+from graphir.ir.plan import Event, Plan
 
 __all__ = ["Handoffs", "Handover", "handoffs"]
 

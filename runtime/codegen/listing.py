@@ -9,8 +9,8 @@ import torch
 from graphir.errors import PlanError, nearest
 from graphir.ir.blob import STATE_ROLES, bound_layout
 from graphir.ir.opset import to_torch
+from graphir.ir.plan import Instruction, Plan, lane_device
 from graphir.ir.text.printer import quoted
-from graphir.plan import Instruction, Plan, lane_device
 
 from ..executor import Setting
 from ..proof.admission import admit

@@ -24,9 +24,9 @@ from graphir.ir.calls import (
 )
 from graphir.ir.device import Device
 from graphir.ir.operator import Arg, Operator
+from graphir.ir.plan import Instruction
 from graphir.ir.seeds import mix
 from graphir.ir.text.printer import value_text
-from graphir.plan import Instruction
 
 from ..executor import Setting
 from ..kernels.bindings import fastest

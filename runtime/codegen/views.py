@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from graphir.ir.blob import Blob
 from graphir.ir.operator import Operator
-from graphir.plan import Plan
+from graphir.ir.plan import Plan
 
 __all__ = ["Uncalled", "uncalled_views"]
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from graphir.ir.device import Device
 from graphir.ir.operator import Operator
-from graphir.plan import Instruction, Plan, lane, lane_device
+from graphir.ir.plan import Instruction, Plan, lane, lane_device
 
 from ..codegen.handoffs import Handoffs, Handover, handoffs
 from ..codegen.statements import Statements

@@ -27,10 +27,10 @@ from graphir.errors import RunError, SessionError
 from graphir.ir.calls import Argument, Bound
 from graphir.ir.device import Device
 from graphir.ir.operator import Operator
+from graphir.ir.plan import Plan
 from graphir.ir.seeds import mix
 from graphir.ir.size import Dims
 from graphir.ir.text import operator_text
-from graphir.plan import Plan
 
 from ..codegen.handoffs import Handoffs, Handover
 from ..codegen.statements import Statements

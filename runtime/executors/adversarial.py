@@ -27,9 +27,9 @@ from torch import Tensor
 from graphir.errors import PlanError
 from graphir.ir.device import Device
 from graphir.ir.operator import Operator
+from graphir.ir.plan import Event
 from graphir.ir.size import Dims
 from graphir.ir.text import instruction_text
-from graphir.plan import Event
 
 from ..executor import Feedable, Kept, Setting
 from ..kernels.buffers import Buffer, Buffers, buffer_on, bytes_of

@@ -18,7 +18,7 @@ from graphir.analysis.cost import Rates, operator_seconds
 from graphir.analysis.schedule import schedule
 from graphir.errors import SessionError
 from graphir.ir.device import Device
-from graphir.plan import Plan, lane_device
+from graphir.ir.plan import Plan, lane_device
 
 from ..machine.calibration import host_rates
 from .segments import printable, unavailable

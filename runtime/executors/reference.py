@@ -18,9 +18,9 @@ from torch import Tensor
 from graphir.errors import PlanError
 from graphir.ir.calls import arrange, flatten
 from graphir.ir.operator import Operator
+from graphir.ir.plan import Event
 from graphir.ir.size import Dims
 from graphir.ir.text import instruction_text
-from graphir.plan import Event
 
 from ..executor import Feedable, Kept, Setting
 from ..failures.faults import fault, writes_state

@@ -43,8 +43,8 @@ from graphir.ir.calls import (
 )
 from graphir.ir.operator import Operator
 from graphir.ir.opset import Param, overload, signature
+from graphir.ir.plan import Instruction
 from graphir.ir.size import Polynomial
-from graphir.plan import Instruction
 
 from ..codegen.statements import LARGEST_LITERAL, Statements
 from ..failures.faults import writes_state

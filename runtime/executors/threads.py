@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from graphir.errors import SessionError
+from graphir.ir.plan import lane_device
 from graphir.ir.size import Dims
-from graphir.plan import lane_device
 
 from ..codegen.handoffs import Handover, handoffs
 from ..codegen.statements import Statements, generate

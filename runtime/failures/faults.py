@@ -12,9 +12,9 @@ from graphir.errors import RunError
 from graphir.ir.blob import STATE_ROLES
 from graphir.ir.device import Device
 from graphir.ir.operator import origin_of
+from graphir.ir.plan import Instruction, Plan
 from graphir.ir.size import Dims
 from graphir.ir.text import operator_text
-from graphir.plan import Instruction, Plan
 
 from .shortage import is_shortage, shortage
 

@@ -13,9 +13,9 @@ from graphir.analysis.memory import Memory, StorageUse, memory
 from graphir.errors import GraphirError
 from graphir.ir.device import Device, gpu
 from graphir.ir.names import base_name
+from graphir.ir.plan import Instruction, Plan, lane_device
 from graphir.ir.size import Dims
 from graphir.ir.text import nbytes_text
-from graphir.plan import Instruction, Plan, lane_device
 
 __all__ = ["is_shortage", "shortage"]
 

@@ -22,8 +22,8 @@ from types import CodeType, FrameType
 from typing import Final, NamedTuple
 
 from graphir.errors import RunError
+from graphir.ir.plan import Plan
 from graphir.ir.text import instruction_text
-from graphir.plan import Plan
 
 from ..codegen.handoffs import Handoffs
 from ..codegen.writer import ThreadCode

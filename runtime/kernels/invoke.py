@@ -11,10 +11,10 @@ from torch import Tensor
 from graphir.ir.calls import Call, arrange, evaluate, filled, flatten
 from graphir.ir.operator import Operator
 from graphir.ir.opset import overload
+from graphir.ir.plan import Plan
 from graphir.ir.program import Program
 from graphir.ir.seeds import mix
 from graphir.ir.size import Dims
-from graphir.plan import Plan
 
 from ..executor import Setting
 from .bindings import OWN_KERNELS, view

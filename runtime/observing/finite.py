@@ -22,8 +22,8 @@ from graphir.errors import RunError
 from graphir.ir.blob import STATE_ROLES
 from graphir.ir.operator import Operator, origin_of
 from graphir.ir.opset import UNWRITTEN
+from graphir.ir.plan import Instruction, Plan
 from graphir.ir.text import operator_text
-from graphir.plan import Instruction, Plan
 
 from ..executor import Feedable
 

@@ -17,8 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphir.analysis.schedule import Interval
 from graphir.ir.blob import dense_nbytes
 from graphir.ir.device import Device
+from graphir.ir.plan import Plan
 from graphir.ir.size import Dims
-from graphir.plan import Plan
 
 from ..executor import Feedable, Kept, Setting
 from .probes import Clock, Probe

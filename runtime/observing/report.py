@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict
 from graphir.analysis.memory import Memory
 from graphir.errors import counted
 from graphir.ir.device import Device
+from graphir.ir.plan import Plan
 from graphir.ir.text import nbytes_text
-from graphir.plan import Plan
 
 from ..executor import Held
 from .measurement import Measurement, Timed

@@ -22,9 +22,9 @@ from graphir.analysis.cost import Rates, operator_seconds
 from graphir.analysis.schedule import Interval, schedule
 from graphir.ir.blob import dense_nbytes
 from graphir.ir.files.disk import path_of, whole
+from graphir.ir.plan import Event, Instruction, Plan, lane_device
 from graphir.ir.size import Dims
 from graphir.ir.text import operator_text
-from graphir.plan import Event, Instruction, Plan, lane_device
 
 from .measurement import Measurement
 

@@ -12,10 +12,10 @@ from typing import Final
 from graphir.errors import GraphirError, PlanError, SessionError
 from graphir.ir.operator import Operator
 from graphir.ir.opset import signature
+from graphir.ir.plan import STREAMS, Plan, lane
 from graphir.ir.program import Program
 from graphir.ir.text import operator_text
 from graphir.ir.verify import verify
-from graphir.plan import STREAMS, Plan, lane
 
 from ..kernels.communication import reduction
 from ..kernels.optimizers import FORMS, UPDATES

@@ -19,8 +19,8 @@ from typing import Final
 
 from graphir.analysis.values import value_numbers
 from graphir.errors import PlanError, counted
+from graphir.ir.plan import Plan
 from graphir.ir.verify import RAW, require
-from graphir.plan import Plan
 
 from .findings import Finding
 from .ordering import Ordering

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from graphir.ir.plan import Plan
 from graphir.ir.text import instruction_text
-from graphir.plan import Plan
 
 __all__ = ["Finding", "FindingKind"]
 

@@ -21,7 +21,7 @@ from typing import Final
 from graphir.errors import PlanError, nearest
 from graphir.ir.blob import STATE_ROLES
 from graphir.ir.device import Device
-from graphir.plan import Event, Kind, Plan
+from graphir.ir.plan import Event, Kind, Plan
 
 from .findings import Finding, FindingKind
 

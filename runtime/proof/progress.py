@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 
-from graphir.plan import Event, Plan
+from graphir.ir.plan import Event, Plan
 
 from .findings import Finding
 

@@ -13,7 +13,7 @@ from graphir.runtime.executors.choice import choose
 from parallel import mlp, session, timed
 from timing import in_turn
 
-from graphir.plan import Plan
+from graphir.ir.plan import Plan
 
 __all__ = ["rows"]
 

@@ -11,7 +11,7 @@ import nets
 from runnable import captured, sgd, spread
 
 from graphir import passes
-from graphir.plan import Plan
+from graphir.ir.plan import Plan
 
 
 def _plans() -> Iterator[Plan]:

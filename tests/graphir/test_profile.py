@@ -23,7 +23,7 @@ import graphir
 from graphir import passes, runtime
 from graphir.analysis.profile_files import default_path
 from graphir.errors import GraphirError, VerifyError
-from graphir.plan import Plan
+from graphir.ir.plan import Plan
 
 
 def plan_of(case: Case) -> tuple[Plan, dict[str, torch.Tensor]]:

@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree
 
 from graphir import caffe2, passes
 from graphir.errors import CoverageError, GraphirError, PlacementError
+from graphir.ir.plan import Plan
 from graphir.ir.program import Program
 from graphir.ir.tensor import byte_view
-from graphir.plan import Plan
 from mutations.imported import meaning
 from mutations.nets_of_caffe2 import Imported
 from mutations.running import Running

@@ -13,7 +13,7 @@ from small import program_of
 
 import graphir
 from graphir import passes
-from graphir.plan import Plan
+from graphir.ir.plan import Plan
 
 SIZES = """
     input x : f32[{first}] @gpu:0

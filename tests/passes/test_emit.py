@@ -12,7 +12,7 @@ import graphir
 from graphir import passes
 from graphir.errors import PassError
 from graphir.ir.blob import STATE_ROLES
-from graphir.plan import Plan
+from graphir.ir.plan import Plan
 
 
 def shifted_plan(seed: int) -> Plan:

@@ -15,8 +15,8 @@ from torch import nn
 import graphir
 from graphir import passes
 from graphir.errors import VerifyError
+from graphir.ir.plan import Instruction, Plan
 from graphir.ir.program import Program
-from graphir.plan import Instruction, Plan
 
 WIDTH = 1024
 """Layers of so many rows and columns have gradients that are not small."""

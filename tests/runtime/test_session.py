@@ -14,7 +14,7 @@ from small import program_of
 import graphir
 from graphir import passes
 from graphir.errors import SessionError, VerifyError
-from graphir.plan import Plan
+from graphir.ir.plan import Plan
 
 EXECUTORS = ["reference", "threads"]
 

@@ -11,7 +11,6 @@ from typing import Final
 from pydantic import JsonValue
 
 from ...errors import GraphirError, nearest
-from ...plan import Event, Instruction, Plan
 from ..admitted import admitted
 from ..blob import Blob
 from ..device import Device
@@ -19,6 +18,7 @@ from ..dtype import ITEMSIZE
 from ..guard import Guard, parse_guard
 from ..net import Net
 from ..operator import PURE, SYMBOLS, Arg, Effects, Operator, Symbol
+from ..plan import Event, Instruction, Plan
 from ..program import Feed, Fetch, Interface, ParamGroup, Program, Scalar
 from ..size import LARGEST, Dims, Shape, Size, parse_size
 from .records import (

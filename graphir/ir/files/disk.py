@@ -1,8 +1,7 @@
 """Files of nets, programs and plans: JSON, written whole or not at all, and refused where they are not what they say.
 
-Reading builds values and nothing else; it needs no torch but for a program's tensors, which stand beside the program
-as ``<path>.safetensors``. What a file may cost is bounded before it is read: its size by :data:`MOST_BYTES`, its
-nesting by the JSON parser.
+Reading builds values and nothing else. A program's tensors stand beside it, as ``<path>.safetensors``. What a file may
+cost is bounded before it is read: its size by :data:`MOST_BYTES`, its nesting by the JSON parser.
 """
 
 from __future__ import annotations
@@ -19,12 +18,13 @@ from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError
 
 from ...errors import FileError, GraphirError, nearest
-from ...plan import Plan
 from ..net import Net
+from ..plan import Plan
 from ..program import Program
 from .decode import value_of
 from .encode import file_of
 from .records import VERSION, AnyFile, Header, NetFile, PlanFile, ProgramFile, TensorRecord
+from .tensors import StoredTensors, describe, stored_layouts, write_tensors
 
 __all__ = [
     "MOST_BYTES",
@@ -90,8 +90,6 @@ def save_program(program: Program, path: str | Path, state: bool = False) -> Non
         raise GraphirError(
             f"program {program.name!r} has no state to save", fix="capture a model that is not on meta, or state=False"
         )
-    from .tensors import describe, write_tensors
-
     tensors = dict(program.state)
     records = describe(tensors)
     with whole(_tensors_path(path)) as beside:
@@ -111,8 +109,6 @@ def load(path: str | Path) -> Net | Program | Plan:
     path = path_of(path)
     found, value = _read(read_bytes(path), str(path))
     if isinstance(found, ProgramFile) and isinstance(value, Program) and found.program.state is not None:
-        from .tensors import StoredTensors, stored_layouts
-
         return value.with_(state=StoredTensors(_tensors_path(path), found.program.state, stored_layouts(value)))
     return value
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from ...plan import Instruction, Plan
 from ..blob import Blob
 from ..net import Net
 from ..operator import PURE, Arg, Effects, Symbol, map_arg
+from ..plan import Instruction, Plan
 from ..program import Feed, Fetch, Interface, Program
 from ..size import Polynomial, Shape, Size
 from .records import (

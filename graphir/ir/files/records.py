@@ -10,9 +10,9 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, JsonValue, NonNegativeInt, StringConstraints
 
-from ...plan import Kind
 from ..blob import Role
 from ..operator import Phase
+from ..plan import Kind
 
 __all__ = [
     "VERSION",
@@ -183,7 +183,7 @@ class ProgramRecord(_Record):
 
 
 class EventRecord(_Record):
-    """A :class:`~graphir.plan.Event`; without ``lane`` it is the instruction's own."""
+    """A :class:`~graphir.ir.plan.Event`; without ``lane`` it is the instruction's own."""
 
     blob: str
     version: NonNegativeInt = 0
@@ -191,7 +191,7 @@ class EventRecord(_Record):
 
 
 class InstructionRecord(_Record):
-    """A :class:`~graphir.plan.Instruction`."""
+    """A :class:`~graphir.ir.plan.Instruction`."""
 
     kind: Kind
     lane: Lane

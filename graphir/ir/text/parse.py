@@ -10,9 +10,9 @@ import re
 from typing import Any, Final, cast
 
 from ...errors import ParseError, nearest
-from ...plan import KINDS, STREAMS, Event, Instruction, Kind, Plan
 from ..guard import Guard, parse_guard
 from ..net import Net
+from ..plan import KINDS, STREAMS, Event, Instruction, Kind, Plan
 from ..program import Feed, Fetch, Interface, ParamGroup, Program, Scalar
 from .parse_net import NetReader, read_net
 from .tokens import Line, Lines

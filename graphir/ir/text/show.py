@@ -19,9 +19,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from ...errors import GraphirError
-from ...plan import Instruction, Plan
 from ..net import Net
 from ..operator import Arg, Operator
+from ..plan import Instruction, Plan
 from ..program import Feed, Fetch, Interface, Program
 from .printer import (
     Printer,

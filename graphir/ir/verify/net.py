@@ -35,12 +35,12 @@ from contextlib import contextmanager
 from typing import TypeAlias
 
 from ...errors import GraphirError, VerifyError, after_last
-from ...plan import Plan, program_of, sizes_of
 from ..blob import Blob
 from ..net import Net
 from ..operator import PURE, Operator, leaves
 from ..opset import OWN
 from ..placement import is_host_scalar, required_devices, same_memory
+from ..plan import Plan, program_of, sizes_of
 from ..program import Program
 from ..size import Dims, Polynomial, Size, size_dims
 from .infer import Geometry, Inferred, absurdity, geometry, infer, same_layout

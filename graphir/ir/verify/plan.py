@@ -4,7 +4,7 @@
     that respects the hazards: what an operator reads is made before, and of a storage's reads and writes no write
     comes before what it follows in the program.
 23. Every operator is issued exactly once; a collective once for each participant.
-24. An instruction is on the lane that it belongs to (:func:`graphir.plan.issued_on`).
+24. An instruction is on the lane that it belongs to (:func:`graphir.ir.plan.issued_on`).
 25. A record is of a version that its own lane has made or read.
 26. A wait comes after a record of its event.
 27. A storage is freed at most once, after it was made and after its last use; what lives from step to step and what is
@@ -19,10 +19,10 @@ Whether lanes that run at the same time wait for each other wherever they must i
 
 from __future__ import annotations
 
-from ...plan import Event, Instruction, Plan, issued_as, issued_on, parts_of
 from ..blob import STATE_ROLES
 from ..net import Net
 from ..operator import Operator
+from ..plan import Event, Instruction, Plan, issued_as, issued_on, parts_of
 from .problems import Problem
 
 __all__ = ["plan_problems"]

@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 from ...errors import GraphirError, PlacementError, VerifyError
 from ..net import Net
 from ..operator import Operator
+from ..text import operator_text
 
 __all__ = ["RAW", "Problem", "raise_all"]
 
@@ -43,8 +44,6 @@ class Problem(NamedTuple):
     @property
     def at(self) -> str:
         """The operator or instruction, as text."""
-        from ..text import operator_text  # text prints nets, and nets know nothing of verification
-
         if self.op is None or self.net is None:
             return self.instruction
         try:

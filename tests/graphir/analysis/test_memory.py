@@ -16,8 +16,8 @@ from graphir.analysis.liveness import Lifetime, liveness, stays
 from graphir.analysis.memory import Memory, memory
 from graphir.errors import GraphirError
 from graphir.ir.blob import STATE_ROLES
+from graphir.ir.plan import Plan
 from graphir.ir.program import Program
-from graphir.plan import Plan
 
 TINY = tiny.program()
 ROWS = 6 * 4 * 4  # bytes of f32[batch,4]

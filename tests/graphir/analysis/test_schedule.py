@@ -7,7 +7,7 @@ from small import program_of
 
 from graphir import passes
 from graphir.analysis.schedule import Interval, schedule
-from graphir.plan import lane_device
+from graphir.ir.plan import lane_device
 
 TWO_DEVICES = """
     input x : f32[2] @gpu:0

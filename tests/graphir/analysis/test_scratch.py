@@ -23,7 +23,7 @@ from graphir.errors import GraphirError
 from graphir.ir.blob import Blob
 from graphir.ir.device import gpu
 from graphir.ir.operator import Operator
-from graphir.plan import Plan
+from graphir.ir.plan import Plan
 
 needs_avx512 = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkldnn.is_available(),

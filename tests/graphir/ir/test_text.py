@@ -13,10 +13,10 @@ from graphir.ir.blob import ROLES, Blob
 from graphir.ir.device import CPU, Device, gpu
 from graphir.ir.net import Net
 from graphir.ir.operator import SYMBOLS, Effects, Operator, Symbol
+from graphir.ir.plan import Event, Instruction, Plan
 from graphir.ir.program import Feed, Fetch, Interface, ParamGroup, Program
 from graphir.ir.size import Polynomial, dimension
 from graphir.ir.text import nbytes_text, operator_text, parse, quoted, show
-from graphir.plan import Event, Instruction, Plan
 
 ODD_NAMES = [
     "a b",

@@ -20,10 +20,10 @@ from graphir.ir.blob import Blob
 from graphir.ir.device import CPU
 from graphir.ir.net import Net
 from graphir.ir.operator import PURE, Effects, Symbol
+from graphir.ir.plan import Event, Instruction, Plan
 from graphir.ir.program import ParamGroup, Program
 from graphir.ir.size import dimension
 from graphir.ir.verify import verify
-from graphir.plan import Event, Instruction, Plan
 
 TINY = tiny.program()
 RELU, MASK, SGD = 1, 2, 13

@@ -5,7 +5,7 @@ import tiny
 from graphir.runtime.codegen.handoffs import handoffs
 
 from graphir.errors import PlanError
-from graphir.plan import Event, Instruction, Plan
+from graphir.ir.plan import Event, Instruction, Plan
 
 A, B, C = "gpu:0.compute", "gpu:1.compute", "gpu:1.copy_in"
 

@@ -16,7 +16,7 @@ from runnable import captured, setting_of, sgd
 import graphir
 from graphir import passes
 from graphir.ir.files import disk
-from graphir.plan import lane_device
+from graphir.ir.plan import lane_device
 
 HOSTILE = (
     "__import__('os').abort()", 'a"b', "a'b", "a\nb", "a\r\nb", "a\\", "\\'", '\\"', "{}", "{0.__class__}", "%s", "#",

@@ -22,8 +22,8 @@ from runnable import captured, forward_plan, sgd, spread
 
 from graphir import RunError, SessionError, memory, passes
 from graphir.ir.device import CPU
+from graphir.ir.plan import Plan
 from graphir.ir.program import Program
-from graphir.plan import Plan
 
 APART = {f"gpu:{i}": f"cuda:{i}" for i in range(4)}
 TOGETHER = {f"gpu:{i}": "cuda:0" for i in range(4)}

@@ -16,8 +16,8 @@ from graphir.runtime.cuda.executor import Cuda
 from runnable import captured, forward_plan, sgd, spread
 
 from graphir import RunError, passes
+from graphir.ir.plan import Plan
 from graphir.ir.program import Program
-from graphir.plan import Plan
 
 pytestmark = pytest.mark.cuda
 

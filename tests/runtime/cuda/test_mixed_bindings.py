@@ -21,8 +21,8 @@ from runnable import forward_plan, spread
 from graphir import RunError, passes
 from graphir.ir.device import CPU, gpu
 from graphir.ir.net import Net
+from graphir.ir.plan import Plan
 from graphir.ir.program import Program
-from graphir.plan import Plan
 
 MIXTURES = {
     "host and cuda:0": {"gpu:0": "cuda:0", "gpu:2": "cuda:0"},

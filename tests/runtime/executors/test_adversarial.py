@@ -15,7 +15,7 @@ from runnable import captured, forward_plan, setting_of, sgd, spread
 from graphir import passes
 from graphir.errors import PlanError, SessionError
 from graphir.ir.operator import PURE
-from graphir.plan import Event, Instruction
+from graphir.ir.plan import Event, Instruction
 
 HERE, THERE, COPIES = "gpu:0.compute", "gpu:1.compute", "gpu:1.copy_in"
 X = torch.tensor([1.0, -2.0])

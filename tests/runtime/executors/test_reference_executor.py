@@ -6,7 +6,7 @@ from graphir.runtime.executors.reference import Reference
 from runnable import forward_plan, setting_of
 
 from graphir.errors import PlanError, RunError
-from graphir.plan import Event, Instruction
+from graphir.ir.plan import Event, Instruction
 
 AT = "gpu:0.compute"
 X = torch.tensor([1.0, -2.0])

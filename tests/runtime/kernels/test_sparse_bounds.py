@@ -11,7 +11,7 @@ from graphir.runtime import Session
 from runnable import forward_plan
 
 from graphir.errors import RunError
-from graphir.plan import Plan
+from graphir.ir.plan import Plan
 
 UPDATES = {
     "graphir.sparse_sgd": ((), "w;1 = graphir.sparse_sgd(w, i, v, lr)"),

@@ -9,8 +9,8 @@ from runnable import captured, sgd
 
 from graphir import passes
 from graphir.errors import PlanError
+from graphir.ir.plan import Instruction
 from graphir.ir.size import Polynomial
-from graphir.plan import Instruction
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from runnable import captured, sgd, spread
 from graphir import passes
 from graphir.analysis.values import value_numbers
 from graphir.errors import GraphirError, PlanError
+from graphir.ir.plan import Event, Instruction, Plan
 from graphir.ir.text import parse
-from graphir.plan import Event, Instruction, Plan
 
 NETS = """
   init net small.init {

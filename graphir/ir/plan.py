@@ -22,11 +22,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
-from .ir.blob import Blob
-from .ir.device import Device
-from .ir.net import Net, replaced
-from .ir.operator import Operator
-from .ir.program import Program
+from .blob import Blob
+from .device import Device
+from .net import Net, replaced
+from .operator import Operator
+from .program import Program
 
 __all__ = [
     "KINDS",
@@ -139,7 +139,7 @@ class Plan:
         instructions: the total order. It may be another one than that of ``step.ops``, as long as every operator comes
             after those whose values it reads or overwrites.
         values: what a step makes of each external output and of each state blob that it changes, as emit found it: see
-            :func:`.analysis.values.value_numbers`. Empty in files of an earlier graphir.
+            :func:`graphir.analysis.values.value_numbers`. Empty in files of an earlier graphir.
         buffers: for storages that a copy makes and the step frees, the number of a receive buffer on their device,
             which an executor may allocate once, as large as the largest. Of storages of one number each is freed before
             the next is made, by instructions that the events order.
@@ -198,19 +198,19 @@ class Plan:
         return f"<plan {self.name!r}: {len(self.instructions)} instructions on {on or 'no device'}>"
 
     def __str__(self) -> str:
-        from .ir.text import print_plan
+        from .text import print_plan
 
         return print_plan(self)
 
     def python(self, lane: str) -> str:
         """The Python that the host runs for the device of a lane; see :func:`graphir.runtime.python`."""
-        from graphir import runtime  # it stands on this module: nothing else here reaches up
+        from graphir import runtime
 
         return runtime.python(self, lane)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, whole or not at all."""
-        from .ir.files import save_plan
+        from .files import save_plan
 
         save_plan(self, path)
 
