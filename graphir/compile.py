@@ -59,7 +59,7 @@ class Compiled:
         kwargs: its keyword arguments.
         targets: what the loss is given after the model's output.
         batch_dims: as :func:`graphir.capture` takes it: dimensions that are named here need no plans of their own.
-        devices: one replica on each.
+        devices: one replica on each, as :func:`graphir.passes.replicate` takes them.
         passes: a pipeline's text, such as ``"share_storage"``, or a function from program to program. It gets the
             replicated program. Copies that are missing after it are put in.
         most_plans: how many plans are kept; the one that was not used for longest makes room.
@@ -85,7 +85,7 @@ class Compiled:
         kwargs: Mapping[str, Any] | None = None,
         targets: Sequence[Any] = (),
         batch_dims: Any = None,
-        devices: Sequence[int] = (0,),
+        devices: Sequence[int | str] = (0,),
         passes: str | Callable[[Program], Program] = "",
         most_plans: int = 8,
         session: Mapping[str, Any] | None = None,

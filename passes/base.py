@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Final, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Final, NamedTuple, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from graphir.collector import collector_paused
-from graphir.errors import PassError, nearest
+from graphir.errors import GraphirError, PassError, nearest
+from graphir.ir.device import Device
 from graphir.ir.history import parse_passes, print_option
 from graphir.ir.program import Program
 from graphir.ir.verify import blamed, verify
 
 __all__ = [
+    "Gpu",
     "Pass",
     "Pipeline",
     "Run",
@@ -87,6 +89,20 @@ class Pass(BaseModel):
             if getattr(self, field) != info.get_default(call_default_factory=True)
         ]
         return self.name + (f"{{{', '.join(given)}}}" if given else "")
+
+
+def _gpu(given: Any) -> int:
+    try:
+        device = Device.parse(given)
+    except GraphirError as e:
+        raise ValueError(f"{e.what}; {e.fix}") from None
+    if device.kind != "gpu":
+        raise ValueError(f"{device} is not a gpu")
+    return device.index
+
+
+Gpu: TypeAlias = Annotated[int, BeforeValidator(_gpu)]
+"""An option that is a gpu: given as it is printed or by its number, kept and printed as its number."""
 
 
 def register(cls: type[P]) -> type[P]:

@@ -28,7 +28,7 @@ from graphir.ir.operator import Arg, Operator, map_arg
 from graphir.ir.program import Interface, Program
 from graphir.ir.size import Polynomial, Shape, dimension, rename_dims
 
-from .base import Pass, build, register
+from .base import Gpu, Pass, build, register
 from .sparse_reduction import reduce_sparse, sparse_gradients
 
 __all__ = ["Replicate", "replicate"]
@@ -40,7 +40,7 @@ class Replicate(Pass):
 
     name: ClassVar[str] = "replicate"
 
-    devices: tuple[int, ...]
+    devices: tuple[Gpu, ...]
     reduction: Literal["mean", "sum"] = "mean"
 
     @field_validator("devices")
@@ -48,8 +48,6 @@ class Replicate(Pass):
     def _distinct(cls, devices: tuple[int, ...]) -> tuple[int, ...]:
         if not devices:
             raise ValueError("no devices; give at least one, such as [0]")
-        if min(devices) < 0:
-            raise ValueError(f"{min(devices)} is not a device number; they count from 0")
         repeated = sorted({d for d in devices if devices.count(d) > 1})
         if repeated:
             raise ValueError(f"device {repeated[0]} is given more than once; each replica needs a device of its own")
@@ -86,15 +84,16 @@ class Replicate(Pass):
         )
 
 
-def replicate(program: Program, devices: Sequence[int], *, reduction: Literal["mean", "sum"] = "mean") -> Program:
+def replicate(program: Program, devices: Sequence[int | str], *, reduction: Literal["mean", "sum"] = "mean") -> Program:
     """One replica of a captured program per device, gradients averaged (or summed) in replica order.
 
-    Replica r lives on ``gpu:<devices[r]>`` and its blobs have the prefix ``gpu_<devices[r]>/``; learning rates are
-    shared. With ``reduction="mean"`` each replica counts by its share of the batch. The reference is eager PyTorch run
-    share by share with the gradients added in replica order and divided by their number.
+    *devices* are numbers of gpus, or gpus as they are printed (``"gpu:1"``). Replica r lives on ``gpu:<devices[r]>``
+    and its blobs have the prefix ``gpu_<devices[r]>/``; learning rates are shared. With ``reduction="mean"`` each
+    replica counts by its share of the batch. The reference is eager PyTorch run share by share with the gradients added
+    in replica order and divided by their number.
 
     Raises:
-        PassError: devices are missing, negative or repeated, the program is replicated or placed already, or the
+        PassError: devices are missing, no gpus, or repeated, the program is replicated or placed already, or the
             results of several replicas can't be put together.
     """
     return build(Replicate, devices=devices, reduction=reduction)(program)

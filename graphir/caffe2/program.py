@@ -65,7 +65,7 @@ def save_net(net: Net, path: str | Path) -> None:
 def load_program(
     step: str | Path | Net,
     init: str | Path | Net | None = None,
-    devices: Sequence[int] = (),
+    devices: Sequence[int | str] = (),
     device_prefix: str = "gpu",
     params: Sequence[str] = (),
     shapes: Mapping[str, tuple[Sequence[int], str]] | None = None,
@@ -78,8 +78,8 @@ def load_program(
     Args:
         step: one step (Caffe2's ``model.net``), a path or a net.
         init: what fills the parameters (``model.param_init_net``); without one they are fed.
-        devices: the numbers of the replicas' prefixes; ``[0, 1]`` for ``gpu_0/`` and ``gpu_1/``. Without any the
-            program has one replica without a prefix.
+        devices: the devices that the replicas' prefixes name, as numbers or as they are printed; ``[0, 1]`` for
+            ``gpu_0/`` and ``gpu_1/``. Without any the program has one replica without a prefix.
         device_prefix: what stands before the number: ``gpu`` or ``cpu``.
         params: the parameters, prefixes included; by default the external inputs that the step overwrites and for
             which it makes a gradient, ``<name>_grad``.
@@ -156,12 +156,14 @@ def _replicas(net: Net, devices: object, prefix: object, where: str) -> tuple[st
     if not isinstance(prefix, str):
         raise GraphirError(f"device_prefix is {prefix!r}, not a string", fix='write "gpu" or "cpu"')
     if isinstance(devices, str) or not isinstance(devices, Iterable):
-        raise GraphirError(f"devices is {devices!r}, not a list of numbers", fix="write devices=[0, 1]")
+        raise GraphirError(f"devices is {devices!r}, not a list", fix="write devices=[0, 1]")
     found = []
     for device in devices:
-        if not isinstance(device, int) or isinstance(device, bool) or device < 0:
-            raise GraphirError(f"devices has {device!r}, which is no device's number", fix="write devices=[0, 1]")
-        replica = replica_prefix(device, prefix)
+        named = Device.parse(device)
+        if isinstance(device, str) and named.kind != prefix:
+            what = f"devices has {device!r}, but device_prefix is {prefix!r}"
+            raise GraphirError(what, fix=f"write device_prefix={named.kind!r}, or devices=[{named.index}]")
+        replica = replica_prefix(named.index, prefix)
         if replica in found:
             raise GraphirError(f"device {device} is listed twice", fix="list each device once")
         if not any(name.startswith(replica) for name in net.blobs):

@@ -16,6 +16,8 @@ __all__ = ["CPU", "KINDS", "Device", "gpu"]
 KINDS: Final = ("cpu", "gpu", "mkldnn", "opengl", "opencl", "ideep", "hip", "fpga", "msnpu", "xla")
 """The kinds of devices, each at the position that is its number in Caffe2's ``DeviceTypeProto`` (``gpu`` is CUDA)."""
 
+_FIX: Final = "write 'gpu:0', 'gpu:1', … or 'cpu', or a gpu's number"
+
 _TEXT: Final = re.compile(rf"({'|'.join(KINDS)}):(0|[1-9][0-9]{{0,5}})")
 
 
@@ -28,13 +30,18 @@ class Device(str):
     __slots__ = ()
 
     @staticmethod
-    def parse(text: str) -> Device:
-        """Read ``gpu:1``, ``cpu:0``, ``cpu`` (which is ``cpu:0``), ``hip:2``, ….
+    def parse(given: str | int) -> Device:
+        """The device that somebody names: as it is printed, such as ``gpu:1``, ``cpu`` (which is ``cpu:0``) or
+        ``hip:2``, or by number, which is a gpu's.
 
         Raises:
-            GraphirError: *text* is not a device.
+            GraphirError: *given* is not a device.
         """
-        return _parse("cpu:0" if text == "cpu" else str(text))
+        text = f"gpu:{given}" if type(given) is int else "cpu:0" if given == "cpu" else given
+        found = _interned(text) if isinstance(text, str) else None
+        if found is None:
+            raise GraphirError(f"{given!r} is not a device", fix=_FIX)
+        return found
 
     @property
     def kind(self) -> str:
@@ -57,15 +64,13 @@ class Device(str):
 
 
 @lru_cache(maxsize=4096)
-def _parse(text: str) -> Device:
-    if not _TEXT.fullmatch(text):
-        raise GraphirError(f"{text!r} is not a device", fix="write gpu:0, gpu:1, … or cpu")
-    return Device(text)
+def _interned(text: str) -> Device | None:
+    return Device(text) if _TEXT.fullmatch(text) else None
 
 
 def gpu(index: int) -> Device:
     """The logical device ``gpu:<index>``."""
-    return _parse(f"gpu:{index}")
+    return Device.parse(f"gpu:{index}")
 
 
-CPU: Final = _parse("cpu:0")
+CPU: Final = Device.parse("cpu:0")

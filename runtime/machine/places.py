@@ -7,12 +7,14 @@ from typing import Final, Literal, TypeAlias
 
 import torch
 
-from graphir.errors import SessionError, nearest
+from graphir.errors import GraphirError, SessionError, nearest
 from graphir.ir.device import Device
 
 __all__ = ["Binding", "generator_on", "places_of"]
 
-Binding: TypeAlias = 'Literal["auto", "cpu", "cuda"] | Mapping[str, str | torch.device]'
+Place: TypeAlias = "str | int | torch.device"
+Places: TypeAlias = "Mapping[str, Place] | Mapping[int, Place] | Mapping[str | int, Place]"
+Binding: TypeAlias = 'Literal["auto", "cpu", "cuda"] | Places'
 
 _HOST: Final = torch.device("cpu")
 _NAMES: Final = ("auto", "cpu", "cuda")
@@ -25,7 +27,7 @@ def places_of(binding: Binding, devices: Sequence[Device], host_only: bool = Fal
     Args:
         binding: ``cpu`` puts all on the host, ``cuda`` deals them out to the CUDA devices that there are, in order;
             ``auto`` is ``cuda`` where there is any, else ``cpu``. Or the real device of each logical one that is no
-            host.
+            host, which is named as it is printed or by its number.
         devices: of the plan.
         host_only: whether ``auto`` is ``cpu`` in any case.
 
@@ -47,23 +49,17 @@ def places_of(binding: Binding, devices: Sequence[Device], host_only: bool = Fal
     return {device: given.get(device, _HOST) for device in devices}
 
 
-def _given(binding: Mapping[str, str | torch.device], placed: Sequence[Device]) -> dict[Device, torch.device]:
-    for name in binding:
-        if name not in placed:
-            raise SessionError(
-                f"binding: the plan has no device {name!r}{nearest(name, placed)}",
-                where="Session(...)",
-                fix=f"its devices: {', '.join(placed) or 'none'}",
-            )
+def _given(binding: Places, placed: Sequence[Device]) -> dict[Device, torch.device]:
+    given = _named(binding, placed)
     found = {}
     for device in placed:
-        if device not in binding:
+        if device not in given:
             raise SessionError(f"binding: {device} has no place", where="Session(...)", fix=f"add {str(device)!r}: …")
         try:
-            place = torch.device(binding[device])
+            place = torch.device(given[device])
         except (RuntimeError, TypeError) as e:
             raise SessionError(
-                f"binding: {binding[device]!r} is no device", where="Session(...)", fix="such as 'cuda:0' or 'cpu'"
+                f"binding: {given[device]!r} is no device", where="Session(...)", fix="such as 'cuda:0' or 'cpu'"
             ) from e
         if place.type == "cuda" and (place.index or 0) >= _cuda_count(f"binding {device} to {place}"):
             raise SessionError(
@@ -71,6 +67,28 @@ def _given(binding: Mapping[str, str | torch.device], placed: Sequence[Device]) 
             )
         current = place.type == "cuda" and place.index is None
         found[device] = torch.device("cuda", torch.cuda.current_device()) if current else place
+    return found
+
+
+def _named(binding: Places, placed: Sequence[Device]) -> dict[Device, Place]:
+    """The binding by the plan's devices."""
+    found: dict[Device, Place] = {}
+    for name, place in binding.items():
+        try:
+            device = Device.parse(name)
+        except GraphirError as e:
+            raise SessionError(f"binding: {e.what}", where="Session(...)", fix=e.fix) from None
+        if device not in placed:
+            raise SessionError(
+                f"binding: the plan has no device {name!r}{nearest(device, placed)}",
+                where="Session(...)",
+                fix=f"its devices: {', '.join(placed) or 'none'}",
+            )
+        if device in found:
+            raise SessionError(
+                f"binding: {device} is given twice", where="Session(...)", fix="give each device one place"
+            )
+        found[device] = place
     return found
 
 

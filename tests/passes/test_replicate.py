@@ -81,10 +81,12 @@ def test_the_captured_program_is_untouched() -> None:
     [
         ([0, 1, 0], "device 0 is given more than once"),
         ([], "no devices"),
-        ([0, -1], "-1 is not a device number"),
-        (["a"], r"devices\.0: expected a whole number, not 'a'"),
-        ([True, False], "expected a whole number, not True"),
-        ([0.0], "expected a whole number, not 0.0"),
+        ([0, -1], r"devices\.1: -1 is not a device; write 'gpu:0', 'gpu:1', … or 'cpu', or a gpu's number"),
+        (["a"], r"devices\.0: 'a' is not a device"),
+        ([True, False], "True is not a device"),
+        ([0.0], r"0\.0 is not a device"),
+        (["cpu"], "cpu:0 is not a gpu"),
+        ([0, "gpu:0"], "device 0 is given more than once"),
         (2, "devices: expected a list, not 2"),
         (None, "expected a list, not None"),
     ],
@@ -93,6 +95,12 @@ def test_bad_devices_are_refused(devices: list[int], message: str) -> None:
     with pytest.raises(PassError, match=message) as caught:
         passes.replicate(two_layers(), devices=devices)
     assert "options of replicate: devices, reduction" in str(caught.value)
+
+
+def test_devices_are_taken_as_they_are_printed() -> None:
+    program = passes.replicate(two_layers(), devices=["gpu:0", 2])
+    assert program == passes.replicate(two_layers(), devices=[0, 2])
+    assert program.history == ("replicate{devices=[0, 2]}",)
 
 
 def test_unknown_reduction_is_refused() -> None:

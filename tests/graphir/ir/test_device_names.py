@@ -22,18 +22,27 @@ def test_devices_are_interned():
     assert Device.parse("cpu") is CPU
 
 
+def test_a_number_is_a_gpus():
+    assert Device.parse(3) is gpu(3)
+
+
 def test_devices_are_sorted_by_number_with_the_host_last():
     wanted = [Device.parse(text) for text in ("gpu:0", "hip:0", "gpu:1", "gpu:10", "cpu:0", "cpu:2")]
     assert sorted(set(wanted), key=Device.order) == wanted
 
 
 @pytest.mark.parametrize(
-    "text", ["", "gpu", "gpu:", "gpu:01", "gpu:-1", "cuda:0", "gpu:1 ", "GPU:1", "gpu:1000000", "gpu:\u0661"]
+    "given",
+    [
+        *("", "gpu", "gpu:", "gpu:01", "gpu:-1", "cuda:0", "gpu:1 ", "GPU:1", "gpu:1000000", "gpu:\u0661", "0"),
+        *(-1, 10**6, True, 0.0, None, ["gpu:0"]),
+    ],
 )
-def test_what_is_not_a_device_is_refused(text):
+def test_what_is_not_a_device_is_refused(given):
     with pytest.raises(GraphirError) as caught:
-        Device.parse(text)
-    assert str(caught.value) == f"{text!r} is not a device\n  fix  write gpu:0, gpu:1, … or cpu"
+        Device.parse(given)
+    fix = "write 'gpu:0', 'gpu:1', … or 'cpu', or a gpu's number"
+    assert str(caught.value) == f"{given!r} is not a device\n  fix  {fix}"
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,11 @@ def test_an_operand_elsewhere_is_not_overlooked_on_the_meta_device() -> None:
         session.step(*made.inputs, *made.targets)
 
 
+def test_devices_are_bound_by_number_too() -> None:
+    places = places_of({0: "meta", "gpu:1": "cpu"}, (gpu(0), gpu(1), CPU))
+    assert [str(place) for place in places.values()] == ["meta", "cpu", "cpu"]
+
+
 @pytest.mark.parametrize(
     ("binding", "what"),
     [
@@ -65,6 +70,9 @@ def test_an_operand_elsewhere_is_not_overlooked_on_the_meta_device() -> None:
         (3, "binding 3 is not supported"),
         ({"gpu:0": "cpu"}, "binding: gpu:1 has no place"),
         ({"gpu:0": "cpu", "gpu:1": "cpu", "gpu:7": "cpu"}, "binding: the plan has no device 'gpu:7'"),
+        ({"gpu:0": "cpu", 1: "cpu", 7: "cpu"}, "binding: the plan has no device 7"),
+        ({"gpu:0": "cpu", 0: "cpu"}, "binding: gpu:0 is given twice"),
+        ({"gpu_0": "cpu"}, "binding: 'gpu_0' is not a device"),
         ({"gpu:0": "cpu", "gpu:1": "nowhere"}, "binding: 'nowhere' is no device"),
         ({"gpu:0": "cpu", "gpu:1": 0.5}, "binding: 0.5 is no device"),
         ({"gpu:0": "cpu", "gpu:1": "cuda:99"}, "binding"),
