@@ -37,7 +37,7 @@ from .errors import (
 from .ir.admitted import allow_operators
 from .ir.blob import Blob
 from .ir.device import Device
-from .ir.files import load
+from .ir.files import load, save
 from .ir.net import Net
 from .ir.operator import Operator
 from .ir.plan import Plan
@@ -85,6 +85,7 @@ __all__ = [
     "memory",
     "parse",
     "profile",
+    "save",
     "seeded",
     "show",
     "verify",

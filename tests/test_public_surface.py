@@ -14,7 +14,7 @@ PUBLIC = {
         Blob Certificate Compiled Device Diff Memory Net Operator Plan Profile Program
         CaptureError CoverageError EquivalenceError FileError GraphirError ParseError PassError PlacementError PlanError
         ProfileWarning RecaptureWarning RunError SessionError VerifyError
-        allow_operators capture certify compile diff load memory parse profile seeded show verify
+        allow_operators capture certify compile diff load memory parse profile save seeded show verify
     """,
     "graphir.passes": """
         InjectCopies Pass Pipeline Replicate Run ShareStorage ShiftActivations Timing

@@ -21,6 +21,7 @@ from ...errors import FileError, GraphirError, nearest
 from ..net import Net
 from ..plan import Plan
 from ..program import Program
+from ..verify import require
 from .decode import value_of
 from .encode import file_of
 from .records import VERSION, AnyFile, Header, NetFile, PlanFile, ProgramFile, TensorRecord
@@ -37,6 +38,7 @@ __all__ = [
     "path_of",
     "read_bytes",
     "read_stream",
+    "save",
     "save_net",
     "save_plan",
     "save_program",
@@ -59,6 +61,28 @@ _FORMATS: Final[Mapping[str, type[AnyFile]]] = {
 
 _TEXTS: Final = (b"init net ", b"net ", b"program ", b"plan ")
 """How the text form begins, which is no file."""
+
+
+def save(x: Net | Program | Plan, path: str | Path, state: bool = False) -> None:
+    """Write a net, a program or a plan as JSON, whole or not at all; :func:`load` reads it.
+
+    Args:
+        x: what is written. A program's module and witness are left out.
+        path: of the file; what stood there is replaced.
+        state: of a program: write its tensors too, beside the file as ``<path>.safetensors``.
+
+    Raises:
+        GraphirError: *x* is none of these, or *state* is asked for and there is none.
+        FileError: the file cannot be written; one that stood there before is as it was.
+    """
+    require(x, (Net, Program, Plan), "save")
+    if isinstance(x, Program):
+        save_program(x, path, state)
+        return
+    if state:
+        kind = type(x).__name__.lower()
+        raise GraphirError(f"a {kind} has no state to save", fix=f"save the {kind}, and its program with state=True")
+    _save(x, path_of(path))
 
 
 def save_net(net: Net, path: str | Path) -> None:

@@ -11,6 +11,7 @@ import tiny
 import torch
 from safetensors.torch import save_file
 
+import graphir
 from graphir.errors import FileError, GraphirError
 from graphir.ir.blob import Blob
 from graphir.ir.device import gpu
@@ -116,6 +117,14 @@ def test_equal_effects_are_stored_once(net_file):
     assert sum("effects" in op for op in net["ops"]) > 6
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_is_saved_is_loaded(seed, tmp_path):
+    plan = nets.random_plan(seed)
+    for x in (plan, plan.program, plan.step):
+        graphir.save(x, tmp_path / "x.json")
+        assert graphir.load(tmp_path / "x.json") == x
+
+
 # State
 
 
@@ -165,6 +174,25 @@ def test_tensors_without_bytes_cannot_be_saved(tmp_path):
             Program("p", net, net, state={"a": torch.empty(2, device="meta")}), tmp_path / "p.json", state=True
         )
     assert not list(tmp_path.iterdir())
+
+
+def test_a_program_is_saved_with_its_state(tmp_path):
+    program = nets.random_program(1)
+    graphir.save(program, tmp_path / "p.json", state=True)
+    assert list(graphir.load(tmp_path / "p.json").state) == list(program.state)
+
+
+@pytest.mark.parametrize("kind", ["net", "plan"])
+def test_what_has_no_state_is_not_saved_with_it(kind, tmp_path):
+    x = nets.random_plan(1) if kind == "plan" else nets.random_program(1).step
+    with pytest.raises(GraphirError, match=f"a {kind} has no state to save\n.*its program with state=True"):
+        graphir.save(x, tmp_path / "x.json", state=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_something_else_is_not_saved(tmp_path):
+    with pytest.raises(GraphirError, match="save takes a Net, Program or Plan, not dict"):
+        graphir.save({}, tmp_path / "x.json")
 
 
 def test_a_missing_state_file_is_refused(program_file):
