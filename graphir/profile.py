@@ -23,9 +23,9 @@ from .analysis.memory import check_dims, check_threads
 from .analysis.profile_files import add, default_path
 from .analysis.profiles import Profile, machine
 from .analysis.scratch import is_called
+from .ir.dialect import Dialect
 from .ir.files.disk import path_of
 from .ir.operator import Operator
-from .ir.placement import COPIES
 from .ir.plan import Plan, sizes_of
 from .ir.program import Program
 from .ir.size import Dims
@@ -84,12 +84,12 @@ def profile(
 
 def _subjects(subject: Program | Plan, dims: Dims, threads: int) -> Iterator[tuple[str, Subject]]:
     """What there is to measure, by the keys of a profile."""
-    blobs = subject.step.blobs
+    blobs, dialect = subject.step.blobs, subject.step.dialect
     for op in subject.step.ops:
-        if _is_measured(op) and (key := Profile.key(op, blobs, dims, threads)) is not None:
+        if _is_measured(op, dialect) and (key := Profile.key(op, blobs, dims, threads)) is not None:
             yield key, Subject(op, blobs, dims)
 
 
-def _is_measured(op: Operator) -> bool:
+def _is_measured(op: Operator, dialect: Dialect) -> bool:
     """Whether the operator is a call of one kernel: copies and collectives depend on what lies between devices."""
-    return is_called(op) and op.type not in {*COPIES, "AllReduce"}
+    return is_called(op) and op.type not in dialect.copies | dialect.stays

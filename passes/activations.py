@@ -33,10 +33,9 @@ def activation_names(program: Program) -> dict[str, None]:
     """The activations of a program, prefix included."""
     step, prefix = program.step, program.replicas[0]
     blobs, gradients, read = step.blobs, step.gradients, step.read
-    if gradients or step.proto is not None:
+    if gradients or step.dialect.workspace:
         params = {name for name in step.external_inputs if blobs[name].role == "param"}
-        if step.proto is not None:
-            params.update(name for name in gradients if name.endswith("_grad"))
+        params.update(filter(step.dialect.is_gradient, gradients))
         return {
             name: None
             for name, grad in gradients.items()

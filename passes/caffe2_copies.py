@@ -17,20 +17,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Final, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
-from graphir.errors import PassError
+from graphir.errors import GraphirError, PassError
 from graphir.ir.blob import Blob
 from graphir.ir.device import CPU, Device
 from graphir.ir.names import copy_name, fresh
 from graphir.ir.net import Net
-from graphir.ir.operator import Operator, Phase, mentioned, stored_versions
-from graphir.ir.placement import ELSEWHERE, blob_devices, required_devices
+from graphir.ir.operator import Operator, Phase, stored_versions
+from graphir.ir.placement import blob_devices, required_devices
 from graphir.ir.program import Program
 
 __all__ = ["InjectedCopies", "Injection", "inject_by_name"]
-
-_GPUS: Final = frozenset({"gpu", "hip"})
 
 
 class InjectedCopies(NamedTuple):
@@ -97,7 +95,7 @@ class Injection:
     """One sweep over a net, made by :func:`inject_by_name`.
 
     Attributes:
-        known, own, taken: ``blob_to_device``, ``placeholder_ops`` and ``taken`` of :func:`inject_by_name`.
+        known, taken: ``blob_to_device`` and ``taken`` of :func:`inject_by_name`.
         blobs: every blob; an original one is at its home.
         settled: of each name that has a value: its home, as long as the net's own versions of it are made there; None
             once one was made elsewhere.
@@ -122,12 +120,13 @@ class Injection:
         own: frozenset[str],
         taken: Collection[str],
     ) -> None:
-        self.net, self.by, self.known, self.own = net, by, known, own
+        self.net, self.by, self.known = net, by, known
+        self.dialect = net.dialect.without(own)
         self.taken = taken
         self.blobs = dict(net.blobs)
         if known or own:
             given = {name: net.blobs[name].device for name in net.external_inputs}
-            homes = blob_devices(net.ops, given | known, own=own)
+            homes = blob_devices(net.ops, given | known, self.dialect)
             self.blobs = {name: blob.on(homes.get(name, blob.device)) for name, blob in net.blobs.items()}
         self.ops: list[Operator] = []
         self.external = list(net.external_inputs)
@@ -152,10 +151,11 @@ class Injection:
         fraction of the time of :meth:`place`, which takes the others and whatever is not sure.
         """
         settled, present, blobs, append = self.settled, self.present, self.blobs, self.ops.append
+        elsewhere, mentions = self.dialect.elsewhere, self.dialect.mentions
         home_of = settled.get
         for op in self.net.ops:
             device, near = op.device, True
-            if present and op.proto and mentioned(op.proto):
+            if present and mentions(op):
                 self.settle(op)
             if op.type == "Copy":
                 if len(op.inputs) != 1 or len(op.outputs) != 1:
@@ -164,7 +164,7 @@ class Injection:
                 near = source is not None and _on_host(source) is _on_host(device)
                 if copies is not None and device in copies:
                     near = False
-            elif op.type in ELSEWHERE:
+            elif op.type in elsewhere:
                 near = False
             else:
                 for name in op.inputs:
@@ -189,8 +189,8 @@ class Injection:
         settled, needed, made = self.settled, None, None
         if op.type == "Copy":
             needed = [self.copied_from(op)]
-        elif op.type in ELSEWHERE:
-            needed, made = required_devices(op, self.blobs, self.own)
+        elif op.type in self.dialect.elsewhere:
+            needed, made = required_devices(op, self.blobs, self.dialect)
         inputs, read = op.inputs, op.input_versions
         for i, name in enumerate(op.inputs):
             wanted = op.device if needed is None else needed[i]
@@ -248,11 +248,12 @@ class Injection:
 
     def settle(self, op: Operator) -> None:
         """Bring home what a control input or a nested net of *op* names; a nested net may also write it."""
-        for name in mentioned(op.proto):
+        nested = self.dialect.nested(op)
+        for name in self.dialect.mentions(op):
             if name in self.present:
                 home = self.blobs[name].device
                 self.bring(name, self.present[name], home, op.phase)
-                if "op {" in op.proto:
+                if name in nested:
                     self.present[name] = {_memory(home): name}
 
     def bring(self, name: str, holders: dict[Device, str], device: Device, phase: Phase) -> tuple[str, int]:
@@ -315,19 +316,10 @@ class Injection:
 
     def copy(self, source: str, target: str, phase: Phase) -> None:
         """Append the operator that copies between two devices."""
-        a, b = self.blobs[source].device, self.blobs[target].device
-        if a.kind in _GPUS and b.kind in _GPUS:
-            type, device = "Copy", b
-        elif a.is_host and b.kind in _GPUS:
-            type, device = "CopyCPUToGPU", b
-        elif a.kind in _GPUS and b.is_host:
-            type, device = "CopyGPUToCPU", a
-        else:
-            raise PassError(
-                f"nothing copies {source!r} from {a} to {b}",
-                where=f"net {self.net.name!r}",
-                fix="Caffe2 has copies between gpu, hip and cpu; put the operators on these",
-            )
+        try:
+            type, device = self.dialect.copy(self.blobs[source], self.blobs[target])
+        except GraphirError as e:
+            raise PassError(e.what, where=f"net {self.net.name!r}", fix=e.fix) from None
         read, made = self.last[source], self.last.get(target, -1) + 1
         self.last[target] = made
         copy = Operator(type, (source,), (target,), {}, device, phase, "", self.by)

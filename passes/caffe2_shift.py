@@ -144,6 +144,6 @@ def _rehomed(net: Net, moved: Mapping[int, Operator], homes: dict[str, Device], 
         versions = op.output_versions
         for k, name in enumerate(op.outputs):
             if (versions is None or not versions[k]) and name not in external and name not in made:
-                homes[name] = first_device(op, k, blobs)
+                homes[name] = first_device(op, k, blobs, net.dialect)
                 blobs[name] = blobs[name].on(homes[name])
     return net.with_(ops=tuple(ops), blobs=blobs)

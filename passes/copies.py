@@ -29,7 +29,7 @@ from graphir.ir.elements import CONJUGATING, reads_only_elements
 from graphir.ir.names import copy_name, fresh
 from graphir.ir.net import Net
 from graphir.ir.operator import PURE, Operator, Phase, stored_versions
-from graphir.ir.placement import ELSEWHERE, is_host_scalar, required_devices, same_memory
+from graphir.ir.placement import is_host_scalar, required_devices, same_memory
 from graphir.ir.program import Program
 from graphir.ir.size import Dims, bind_shape
 from graphir.ir.text import operator_text
@@ -50,7 +50,7 @@ class InjectCopies(Pass):
     blob_to_device: dict[str, str] = Field(default_factory=dict)
 
     def rewrite(self, program: Program) -> Program:
-        if program.step.proto is not None:
+        if program.step.dialect.workspace:
             filled, placed = self.caffe2(program)
             return program.with_(init=filled.result, step=placed.result)
         if self.blob_to_device or self.placeholder_ops:
@@ -165,7 +165,7 @@ def _into_net(
     net: Net, step: InjectCopies, blob_remap: Mapping[tuple[str, str], str] | None, *, mapped: bool
 ) -> Net | InjectedCopies:
     """One net of Caffe2's with its copies; with the maps for the next net where *mapped*."""
-    if net.proto is None:
+    if not net.dialect.workspace:
         raise PassError(f"net {net.name!r} is not from Caffe2", fix="inject the copies into its program")
     known, copies = _devices(step.blob_to_device), None if blob_remap is None else _copies(blob_remap)
     for (name, device), copy in (copies or {}).items():
@@ -215,6 +215,7 @@ class _Sweep:
     def __init__(self, net: Net, dims: Dims) -> None:
         self.net, self.dims = net, dims
         self.blobs = dict(net.blobs)
+        self.elsewhere = net.dialect.elsewhere
         self.ops: list[Operator] = []
         self.local: dict[tuple[str, int, Device], tuple[str, int]] = {}
         self.replayed: dict[tuple[str, int, Device], tuple[str, int]] = {}
@@ -242,7 +243,7 @@ class _Sweep:
 
     def place(self, op: Operator) -> None:
         """Append *op*, with copies before it of what it needs from elsewhere, and after it of what it updated."""
-        if op.effects is PURE and op.input_versions is None and op.type not in ELSEWHERE:
+        if op.effects is PURE and op.input_versions is None and op.type not in self.elsewhere:
             # What nearly every operator is, in half the time.
             device, blobs = op.device, self.blobs
             bring = self.bring if reads_only_elements(op.type) else partial(self.bring_storage, op)
@@ -253,7 +254,7 @@ class _Sweep:
             ])  # fmt: skip
             self.ops.append(op if brought == op.inputs else Operator(op[0], brought, *op[2:]))
             return
-        needed, _ = required_devices(op, self.blobs)
+        needed, _ = required_devices(op, self.blobs, self.net.dialect)
         bring = self.bring if reads_only_elements(op.type) else partial(self.bring_storage, op)
         inputs, versions = list(op.inputs), list(op.input_versions or (0,) * len(op.inputs))
         for i, (name, version) in enumerate(op.reads):

@@ -23,63 +23,17 @@ gradients of a training net, or what is dead in an inference net, mostly by coun
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Final, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from graphir.ir.blob import Blob
 from graphir.ir.names import prefix_of
 from graphir.ir.net import Net
-from graphir.ir.operator import Effects, Operator, leaves, mentioned, stored_versions
+from graphir.ir.operator import Effects, Operator, leaves, stored_versions
 from graphir.ir.size import Dims
 
 from .packing import Span, pack
 
-__all__ = ["IN_PLACE_POSITIONS", "reuse_names"]
-
-_Positions: TypeAlias = tuple[tuple[int, int], ...]
-
-_FIRST: Final = ((0, 0),)
-_SECOND: Final = ((1, 0),)
-_EITHER: Final = ((0, 0), (1, 0))
-
-IN_PLACE_POSITIONS: Final[Mapping[str, _Positions]] = {
-    "Adagrad": ((0, 0), (1, 1)),
-    "Adam": ((0, 0), (1, 1), (2, 2)),
-    "Add": _EITHER,
-    "AtomicIter": _SECOND,
-    "ConstantFill": _FIRST,
-    "Dropout": _FIRST,
-    "DropoutGrad": _FIRST,
-    "GaussianFill": _FIRST,
-    "Iter": _FIRST,
-    "MSRAFill": _FIRST,
-    "MomentumSGDUpdate": ((0, 0), (1, 1), (3, 2)),
-    "Mul": _EITHER,
-    "Relu": _FIRST,
-    "ReluGradient": _SECOND,
-    "Scale": _FIRST,
-    "ScatterWeightedSum": _FIRST,
-    "Sigmoid": _FIRST,
-    "SigmoidGradient": _SECOND,
-    "SparseAdagrad": ((0, 0), (1, 1)),
-    "SpatialBN": ((0, 0), (3, 1), (4, 2), (5, 3), (6, 4)),
-    "SpatialBNGradient": ((5, 1), (6, 2)),
-    "StopGradient": _FIRST,
-    "Sum": _FIRST,
-    "Tanh": _FIRST,
-    "TanhGradient": _SECOND,
-    "UniformFill": _FIRST,
-    "UniformIntFill": _FIRST,
-    "WeightedSum": _FIRST,
-    "XavierFill": _FIRST,
-}
-"""The (input, output) positions at which Caffe2's operator schemas allow (or demand) one name for both. A type that is
-not here is not put in place; what a net has in place stays so."""
-
-_ONE_TO_ONE: Final = frozenset({"NCCLAllreduce"})
-"""Types that allow it for each output and the input at the same position."""
-
-_ALIASES: Final = frozenset({"Alias", "AliasWithName"})
-"""Types whose output shares the memory of their input under another name."""
+__all__ = ["reuse_names"]
 
 
 class _Life(NamedTuple):
@@ -118,13 +72,13 @@ def reuse_names(net: Net, fixed: Collection[str], keep: Collection[str], dims: D
 
 def _mentioned(net: Net) -> Iterator[str]:
     """Every name that may be meant otherwise than as an operand, or whose memory has another name too."""
+    dialect = net.dialect
     for op in net.ops:
         for arg in op.args.values():
             if arg.__class__ is str or arg.__class__ is tuple:
                 yield from (leaf for leaf in leaves(arg) if isinstance(leaf, str))
-        if op.proto:
-            yield from mentioned(op.proto)
-        if op.type in _ALIASES:
+        yield from dialect.mentions(op)
+        if dialect.is_alias(op):
             yield from op.inputs
             yield from op.outputs
 
@@ -160,7 +114,7 @@ def _in_place(net: Net, lives: Mapping[str, _Life]) -> dict[str, str]:
     """For each output that can take the name of an operand: that operand."""
     found: dict[str, str] = {}
     for position, op in enumerate(net.ops):
-        allowed = _allowed(op)
+        allowed = net.dialect.in_place(op)
         for source, target in allowed:
             operand, output = op.inputs[source], op.outputs[target]
             if operand in op.outputs or output in found or operand not in lives or output not in lives:
@@ -174,13 +128,6 @@ def _in_place(net: Net, lives: Mapping[str, _Life]) -> dict[str, str]:
             ):
                 found[output] = operand
     return found
-
-
-def _allowed(op: Operator) -> _Positions:
-    if op.type in _ONE_TO_ONE:
-        return tuple((k, k) for k in range(min(len(op.inputs), len(op.outputs))))
-    positions = IN_PLACE_POSITIONS.get(op.type, ())
-    return tuple([(i, o) for i, o in positions if i < len(op.inputs) and o < len(op.outputs)])
 
 
 def _same_geometry(a: Blob, b: Blob) -> bool:

@@ -73,7 +73,7 @@ class ShiftActivations(Pass):
         return shifts
 
     def rewrite(self, program: Program) -> Program:
-        if program.step.proto is not None:
+        if program.step.dialect.workspace:
             return self._rewrite_caffe2(program)
         known = activation_names(program)
         chosen = dict.fromkeys([self._storage(program, name) for name in self.activations])

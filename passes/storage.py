@@ -67,7 +67,7 @@ class ShareStorage(Pass):
     def rewrite(self, program: Program) -> Program:
         for name in self.keep:
             program.step.blob(name)
-        if program.step.proto is None:
+        if not program.step.dialect.workspace:
             return program.with_(step=_share(program.step, self.keep))
         init = program.init
         fixed = {*init.external_inputs, *(name for op in init.ops for name in op.outputs)}

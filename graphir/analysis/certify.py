@@ -23,7 +23,7 @@ from ..ir.verify import require, verify
 from .diff import words
 from .induction import Induction, by_induction
 from .interfaces import InterfaceDifference, interface_difference, phase_difference
-from .meaning import BATCH_NORM, canonical_type, is_ordered
+from .meaning import BATCH_NORM, canonical_type
 from .parting import place_of, refuse
 from .values import lasting
 
@@ -128,7 +128,7 @@ def _certificate(a: Program, b: Program, verified: bool) -> Certificate:
     if not verified:
         verify(a, placed=False)
         verify(b, placed=False)
-    outputs = _outputs(a)
+    outputs = a.step.results
     _refuse_missing(a, b, outputs)
     _refuse_difference(interface_difference(a, b), b)
     proof = by_induction((a, b), (outputs, outputs))
@@ -139,12 +139,6 @@ def _certificate(a: Program, b: Program, verified: bool) -> Certificate:
     values = {**proof.states[0], **proof.outputs[0]}
     compared = {"outputs": len(proof.outputs[0]), "states": len(proof.states[0])}
     return Certificate(a.name, b.name, values, compared, _caveats(a, b, proof.unwritten[1]), _assumptions(a, b))
-
-
-def _outputs(program: Program) -> tuple[str, ...]:
-    """The blobs that a step is compared by."""
-    step = program.step
-    return step.unread if step.proto is not None and not step.external_outputs else step.external_outputs
 
 
 def _refuse_difference(different: InterfaceDifference | None, after: Program) -> None:
@@ -162,7 +156,8 @@ def _refuse_other_calls(before: Program, after: Program, proof: Induction) -> No
     them may fail where the other's does not."""
     old, new = proof.calls
     added = next((op for call, op in new.items() if call not in old), None)
-    needed = ((call, op) for call, op in old.items() if not op.outputs or is_ordered(op.type, op.proto))
+    is_ordered = before.step.dialect.is_ordered
+    needed = ((call, op) for call, op in old.items() if not op.outputs or is_ordered(op))
     dropped = next((op for call, op in needed if call not in new), None)
     op, program = (added, after) if added is not None else (dropped, before)
     if op is not None:
@@ -182,10 +177,9 @@ def _refuse_missing(before: Program, after: Program, outputs: Collection[str]) -
     fix = "keep its name"
     if before.replicas != after.replicas:
         fix = "certify programs with the same replicas: replicate averages gradients, which changes values"
-    if before.step.proto is not None and not before.step.external_outputs:
-        theirs: Collection[str] = [name for name in outputs if name in after.step.blobs]
-    else:
-        theirs = after.step.external_outputs
+    theirs: Collection[str] = after.step.external_outputs
+    if outputs != before.step.external_outputs:  # they stay in a workspace
+        theirs = [name for name in outputs if name in after.step.blobs]
     states = lasting(before.step)
     for kind, mine, its in (("output", outputs, theirs), ("state", states, lasting(after.step))):
         old, new = set(mine), set(its)

@@ -78,7 +78,7 @@ def _interface(a: Program, b: Program) -> _Pairs:
 def _given(a: Program, b: Program) -> _Pairs:
     """Blobs that a session fills, keeps or hands back."""
     inputs = [[n for n in p.step.external_inputs if p.step.blobs[n].role == "input"] for p in (a, b)]
-    if a.step.proto is None:  # the interface has their order, and that of the outputs
+    if not a.step.dialect.workspace:  # the interface has their order, and that of the outputs
         inputs = [sorted(names) for names in inputs]
     else:
         yield "outputs of the step", a.step.external_outputs, b.step.external_outputs

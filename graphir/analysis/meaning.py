@@ -1,15 +1,12 @@
 """What an operator computes, however it is called and wherever it runs: what two programs are compared by.
 
 An in-place form computes what its functional operator does; a batch norm in training computes its results without the
-running statistics that it updates; what an imported operator says of devices, of the order of execution and of its own
-name is no part of its meaning.
+running statistics that it updates. What an operator says beside its arguments, its net's dialect reads.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, Final
 
 from ..errors import GraphirError
@@ -22,9 +19,7 @@ __all__ = [
     "IGNORES_FIRST",
     "canonical_type",
     "frozen",
-    "is_ordered",
     "kernel_family",
-    "meaning_of_text",
 ]
 
 IGNORES_FIRST: Final = frozenset(
@@ -61,26 +56,6 @@ BATCH_NORM: Final = frozenset(
 )
 """Types whose results in training do not depend on the running statistics that some of them update."""
 
-_ORDERED_NAMES: Final = """
-    AtomicAppend AtomicFetchAdd AtomicFetchAdd64 Barrier CheckCounterDone CheckDatasetConsistency Checkpoint
-    CloseBlobsQueue CloseRebatchingQueue CountDown CountUp CreateDB CreateTextFileReader CreateTreeCursor DBExists
-    DequeueBlobs DequeueRebatchingQueue EnqueueBlobs EnqueueRebatchingQueue FileStoreHandlerCreate HTTPDownload
-    ImageInput IndexFreeze IndexGet IndexLoad IndexStore Load Print Python PythonDLPack RandomCorruption ReadNextBatch
-    ReadRandomBatch RedisStoreHandlerCreate ResetCounter ResetCursor RetrieveCount SafeDequeueBlobs SafeEnqueueBlobs
-    Save Snapshot SortAndShuffle StatRegistryExport StatRegistryUpdate StoreAdd StoreGet StoreSet StoreWait
-    TensorProtosDBInput TextFileReaderRead TimerBegin TimerEnd TimerGet TimerGetAndEnd VideoInput
-    WeightedSampleDequeueBlobs
-"""
-_ORDERED: Final = frozenset(_ORDERED_NAMES.split())
-"""Caffe2's types that take from or add to what no blob holds: queues, readers, counters, files, Python. What they do
-follows from all such calls before, so that none may be left out, put elsewhere or made twice (Caffe2's operator
-registry, ``caffe2/operators``, ``caffe2/queue``, ``caffe2/db``)."""
-
-
-def is_ordered(type: str, proto: str) -> bool:
-    """Whether what an operator does follows from other calls before; one with nets in its arguments, from theirs."""
-    return type in _ORDERED or ("op {" in proto and any(f'type: "{inner}"' in proto for inner in _ORDERED))
-
 
 @cache
 def canonical_type(type: str) -> str:
@@ -114,34 +89,3 @@ def _told_apart(scalar: Any) -> Any:
     if isinstance(scalar, Polynomial):
         return ("size", scalar)
     return (type(scalar).__name__, repr(scalar) if isinstance(scalar, float) else scalar)
-
-
-_TOKEN: Final = re.compile(r'"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\'|[{}<>:;,\[\]]|[^\s{}<>:;,\[\]"\']+|["\']')
-_PLACE: Final = frozenset({"device_type", "device_id", "control_input"})
-"""Fields that say where an operator runs, or after what."""
-
-
-@lru_cache(maxsize=4096)
-def meaning_of_text(proto: str) -> str:
-    """What the text of an ``OperatorDef`` says of what is computed, nested nets included: not where, nor after what.
-
-    Text inside of strings stands as it is: it is an argument, whatever it looks like.
-    """
-    kept: list[str] = []
-    tokens = iter(_TOKEN.findall(proto))
-    for token in tokens:
-        if token in _PLACE:
-            _skip_value(tokens)
-        elif token == "}" and kept[-2:] == ["device_option", "{"]:
-            del kept[-2:]
-        else:
-            kept.append(token)
-    if kept[:3] == ["name", ":", '""']:
-        del kept[:3]
-    return " ".join(kept)
-
-
-def _skip_value(tokens: Iterator[str]) -> None:
-    """Pass over a field's colon and its scalar."""
-    if next(tokens, "") == ":":
-        next(tokens, "")

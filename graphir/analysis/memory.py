@@ -15,7 +15,6 @@ from ..errors import GraphirError, counted, nearest
 from ..ir.blob import STATE_ROLES, Blob
 from ..ir.device import Device
 from ..ir.net import Net
-from ..ir.placement import COPIES
 from ..ir.plan import Plan, program_of, sizes_of
 from ..ir.program import Program
 from ..ir.size import LARGEST, Dims, size_dims
@@ -373,7 +372,7 @@ def _uses(
 ) -> list[StorageUse]:
     net = subject.step
     kept = {net.blobs[net.ops[i].outputs[0]].storage: measured.kept for i, measured in taken.items() if measured.kept}
-    copies = {op.outputs[0] for op in net.ops if op.type in COPIES} - set(net.external_inputs)
+    copies = {op.outputs[0] for op in net.ops if op.type in net.dialect.copies} - set(net.external_inputs)
     makers: dict[str, Device] = {}
     modules: dict[str, str] = {}
     for op in subject.init.ops:

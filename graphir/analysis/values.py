@@ -23,17 +23,17 @@ from hashlib import blake2b
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ..ir.blob import STATE_ROLES, Blob, is_dense
+from ..ir.dialect import TORCH, Dialect
 from ..ir.dtype import ITEMSIZE
 from ..ir.elements import CONJUGATING, reads_only_elements
 from ..ir.names import prefix_of
 from ..ir.net import Net
-from ..ir.operator import Arg, Operator, mentioned
+from ..ir.operator import Arg, Operator
 from ..ir.opset import UNWRITTEN, signature
-from ..ir.placement import COPIES
 from ..ir.plan import parts_of
 from ..ir.program import Program
 from ..ir.size import Size, add, multiply, product
-from .meaning import BATCH_NORM, IGNORES_FIRST, canonical_type, frozen, is_ordered, kernel_family, meaning_of_text
+from .meaning import BATCH_NORM, IGNORES_FIRST, canonical_type, frozen, kernel_family
 
 __all__ = ["Made", "Numbering", "Run", "lasting", "value_numbers"]
 
@@ -78,18 +78,19 @@ class Numbering:
         """The number of *key*."""
         return self.numbers.setdefault(key, len(self.numbers))
 
-    def form(self, op: Operator) -> _Form:
-        """What an operator does. Arguments are told apart by their text: 1 from 1.0, 0.0 from -0.0."""
+    def form(self, op: Operator, dialect: Dialect) -> _Form:
+        """What an operator of a net of *dialect* does. Arguments are told apart by their text: 1 from 1.0, 0.0 from
+        -0.0."""
         args = ""
         if op.args:
             known = self._texts.get(id(op.args))  # operators that were only moved share their arguments
             if known is None:
                 known = self._texts[id(op.args)] = op.args, repr(op.args)
             args = known[1]
-        call = op.type, args, op.operands, op.results, op.effects, op.proto, len(op.outputs)
+        call = dialect, op.type, args, op.operands, op.results, op.effects, op.proto, len(op.outputs)
         form = self._forms.get(call)
         if form is None:
-            form = self._forms[call] = _Form(op, self)
+            form = self._forms[call] = _Form(op, dialect, self)
         return form
 
     def path(self, parent: int, view: int, type: str, *, beyond: bool = False) -> int:
@@ -158,7 +159,7 @@ def value_numbers(program: Program, issue: Iterable[tuple[int, int]] | None = No
     run = Run(_Digests(), program)
     run.declare(program.init)
     for op in program.init.ops:
-        if op.type in COPIES:
+        if op.type in program.init.dialect.copies:
             run.execute(op, -1)
         else:
             run.begin(op.outputs, -1)
@@ -188,7 +189,8 @@ class Run:
             written; and those that read beyond the elements of a copy.
         shifted: of storages that begin at another address modulo 64 than a fresh one, what says where: copies keep
             the address of their source.
-        world: the last call so far of an operator that is ordered, as :func:`.meaning.is_ordered` says.
+        world: the last call so far of an operator that is ordered, as the dialect says.
+        dialect: of the net that is executed.
     """
 
     def __init__(self, table: Numbering, program: Program, record: bool = False) -> None:
@@ -201,6 +203,7 @@ class Run:
         self.shifted: dict[str, int] = {}
         self.world = table.number(("world",))
         self.replicas = {prefix: r for r, prefix in enumerate(program.replicas)}
+        self.dialect = TORCH
         self.blobs: Mapping[str, Blob] = {}
         self.geometries: dict[str, int] = {}
         self.gapped: frozenset[str] = frozenset()
@@ -208,7 +211,8 @@ class Run:
         self.layouts: dict[_Key, int] = {}
 
     def declare(self, net: Net) -> None:
-        """The blobs from now on are those of *net*."""
+        """The blobs and the dialect from now on are those of *net*."""
+        self.dialect = net.dialect
         if id(net) not in self.declared:
             blobs = _blobs(net)
             gapped = frozenset(
@@ -251,7 +255,7 @@ class Run:
 
     def execute(self, op: Operator, step: int, part: int | None = None) -> None:
         """Give an operator's outputs their values; of a collective only that of *part*, unless it is None."""
-        form = self.table.form(op)
+        form = self.table.form(op, self.dialect)
         if form.aliases:
             form.alias(self, op)
         if not form.only_views:
@@ -348,7 +352,7 @@ class _Form:
             what the operators that made the operand give it, so that its number counts all the same.
         batch_norm: they are a batch norm in training.
         ordered: what they do follows from other calls of such operators before.
-        mentioned: blobs that they read beside their operands.
+        nested: blobs that they read beside their operands.
     """
 
     __slots__ = (
@@ -358,7 +362,7 @@ class _Form:
         "empty",
         "ignores_first",
         "kind",
-        "mentioned",
+        "nested",
         "only_views",
         "ordered",
         "reaches",
@@ -366,20 +370,20 @@ class _Form:
         "views",
     )
 
-    def __init__(self, op: Operator, table: Numbering) -> None:
+    def __init__(self, op: Operator, dialect: Dialect, table: Numbering) -> None:
         self.kind = kind = canonical_type(op.type)
-        self.copies = kind in COPIES and len(op.inputs) == len(op.outputs) == 1
+        self.copies = kind in dialect.copies and len(op.inputs) == len(op.outputs) == 1
         self.views = op.effects.viewing
         self.only_views = not self.copies and len(self.views) == len(op.outputs) > 0
         self.aliases = bool(op.effects.views or op.effects.writes)
         self.reaches = not reads_only_elements(op.type)
         self.empty = op.type.startswith(UNWRITTEN)
         self.ignores_first = kind in IGNORES_FIRST
-        self.ordered = is_ordered(op.type, op.proto)
+        self.ordered = dialect.is_ordered(op)
         self.batch_norm = kind in BATCH_NORM and bool(op.args.get("training", True))
-        self.mentioned = mentioned(op.proto) if "op {" in op.proto else ()
+        self.nested = dialect.nested(op)
         args = tuple(sorted((name, frozen(arg)) for name, arg in op.args.items()))
-        self.static = table.number(("operator", kind, op.operands, op.results, args, meaning_of_text(op.proto)))
+        self.static = table.number(("operator", kind, op.operands, op.results, args, dialect.meaning(op)))
 
     def alias(self, run: Run, op: Operator) -> None:
         """Note how outputs lie in the storages of inputs, where they do."""
@@ -430,8 +434,8 @@ class _Form:
             inputs += self.shared(run, op)
         if self.ordered:
             inputs.append(run.world)
-        if self.mentioned:
-            inputs += [run.read(name) for name in self.mentioned if name in run.blobs and name in run.roots]
+        if self.nested:
+            inputs += [run.read(name) for name in self.nested if name in run.blobs and name in run.roots]
         key: _Key = (self.static, None, *inputs)
         if op.seed is not None:
             replica = run.replicas.get(prefix_of(op.outputs[0]) if op.outputs else "", -1)
@@ -513,9 +517,9 @@ class _Form:
 
 
 def _blobs(net: Net) -> Mapping[str, Blob]:
-    """The net's blobs; without shapes where it is Caffe2's, since there a name may hold tensors of several shapes, each
-    of which follows from the operator and its inputs."""
-    if net.proto is None:
+    """The net's blobs; without shapes in a workspace, where a name may hold tensors of several shapes, each of which
+    follows from the operator and its inputs."""
+    if not net.dialect.workspace:
         return net.blobs
     return {name: blob._replace(shape=None, dtype=None) for name, blob in net.blobs.items()}
 

@@ -25,6 +25,7 @@ from ..ir.net import Net
 from ..ir.operator import PURE, Arg, Effects, Operator, stored_versions
 from ..ir.placement import blob_devices
 from ..ir.text.printer import default_role
+from .dialect import CAFFE2
 from .operators import is_random, phase_of
 from .schema import Message, messages
 
@@ -62,8 +63,8 @@ def decode(message: Message, where: str) -> Net:
         raise FileError(e.what, at=e.at, where=place, fix=e.fix) from None
     _refuse_cycles(ops, reader.control, external, where)
     external = tuple(dict.fromkeys(external))
-    devices = blob_devices(ops, {}, external, default)
-    return Net(name, tuple(ops), _blobs(ops, external, devices), external, results, _gradients(ops), proto)
+    devices = blob_devices(ops, {}, CAFFE2, external, default)
+    return Net(name, tuple(ops), _blobs(ops, external, devices), external, results, _gradients(ops), CAFFE2, proto)
 
 
 def encode(net: Net) -> Message:
@@ -75,7 +76,7 @@ def encode(net: Net) -> Message:
     place, at = f"net {net.name!r}", ""
     try:
         message = messages().NetDef()
-        message.CopyFrom(_parsed_net(net.proto or ""))
+        message.CopyFrom(_parsed_net(net.proto))
         if net.name:
             _put(message, "name", net.name)
         if tuple(dict.fromkeys(message.external_input)) != net.external_inputs:

@@ -19,6 +19,7 @@ from ..ir.program import Program
 from ..ir.size import LARGEST
 from ..ir.verify import require
 from .convert import decode, encode
+from .dialect import CAFFE2
 from .files import read_net, write_net
 
 __all__ = ["load_net", "load_program", "save_net"]
@@ -100,7 +101,7 @@ def load_program(
     replicas = _replicas(net, devices, device_prefix, where)
     roles = _roles(net, first, _strings(params, "params"), where)
     if first is None:
-        first = Net("init", (), {}, proto="")
+        first = Net("init", (), {}, dialect=CAFFE2)
     given = set(first.external_inputs)
     in_init: dict[str, Role] = {n: roles.get(n, "input" if n in given else "temporary") for n in first.blobs}
     in_first = _devices(first, {})
@@ -113,7 +114,7 @@ def load_program(
 def _loaded(source: object, argument: str) -> tuple[Net, str]:
     """A net, and what it is called in errors."""
     if isinstance(source, Net):
-        return source.with_(proto=source.proto or ""), f"net {source.name!r}"
+        return source.with_(dialect=CAFFE2), f"net {source.name!r}"
     if not isinstance(source, str | os.PathLike):
         what = f"load_program takes a path or a Net as {argument}, not {type(source).__name__}"
         raise GraphirError(what, fix="give the path of a .pb or .pbtxt, or what load_net returned")
@@ -224,7 +225,7 @@ def _refuse_shape(name: str, described: object) -> NoReturn:
 def _devices(net: Net, known: Mapping[str, Device]) -> dict[str, Device]:
     """Where each blob of the net lives: where *known* says, else what is external where it is."""
     external = {name: net.blobs[name].device for name in net.external_inputs}
-    return blob_devices(net.ops, {**external, **known})
+    return blob_devices(net.ops, {**external, **known}, CAFFE2)
 
 
 def _described(

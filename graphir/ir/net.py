@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 from ..errors import GraphirError, nearest
 from .blob import Blob
 from .device import Device
+from .dialect import TORCH, Dialect
 from .operator import Operator
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ class Net:
         external_inputs: blobs that hold a value before the first operator: parameters, state, constants, inputs.
         external_outputs: blobs whose last value is handed back: losses, outputs, and gradients without an optimizer.
         gradients: each activation's gradient blob. One gradient may serve several activations.
-        proto: None, except for Caffe2's nets: what they say beside this, as the text of a ``NetDef``.
+        dialect: what its operators and names mean: torch's, or Caffe2's.
+        proto: what a net from Caffe2 says beside this, as the text of a ``NetDef``. It is kept to be written back.
     """
 
     name: str
@@ -55,7 +57,8 @@ class Net:
     external_inputs: tuple[str, ...] = ()
     external_outputs: tuple[str, ...] = ()
     gradients: Mapping[str, str] = field(default_factory=dict)
-    proto: str | None = None
+    dialect: Dialect = TORCH
+    proto: str = ""
 
     def with_(self, **changes: Any) -> Net:  # dataclasses.replace has this signature
         """This net with some attributes replaced."""
@@ -95,6 +98,11 @@ class Net:
                 found.pop(name, None)
             found.update(dict.fromkeys(op.outputs))
         return tuple(found)
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The names of the blobs that are handed back, or stay in the workspace for who comes next."""
+        return self.unread if self.dialect.workspace and not self.external_outputs else self.external_outputs
 
     def blob(self, name: str) -> Blob:
         """The blob called *name*.

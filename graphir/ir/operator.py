@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 from .device import Device
@@ -25,7 +23,6 @@ __all__ = [
     "groups",
     "leaves",
     "map_arg",
-    "mentioned",
     "origin_of",
     "positions",
     "stored_versions",
@@ -99,7 +96,8 @@ class Operator(NamedTuple):
         effects: aliases, mutations, randomness.
         input_versions: which version of each input is read; None: the first (0) of each.
         output_versions: which version of each output this makes; None: the first (0) of each.
-        proto: of an operator from a Caffe2 net, what it says beside this, as the text of an ``OperatorDef``.
+        proto: of an operator from a Caffe2 net, what it says beside this, as the text of an ``OperatorDef``; only the
+            net's dialect reads it.
         source: the line of a user's code that called it, or whose gradient it computes, such as ``models/net.py:42``.
             It says nothing about what is computed: operators that differ in it alone are equal, and texts leave it out.
     """
@@ -222,14 +220,3 @@ def leaves(arg: Arg) -> list[Arg]:
     found: list[Arg] = []
     map_arg(arg, found.append)
     return found
-
-
-_MENTION: Final = re.compile(
-    r'\b(?:control_input|input|output|external_input|external_output|s|strings): "((?:[^"\\]|\\.)*)"'
-)
-
-
-@lru_cache(maxsize=4096)
-def mentioned(proto: str) -> tuple[str, ...]:
-    """What the text of an ``OperatorDef`` may name beside operands: control inputs, and the blobs of nested nets."""
-    return tuple(dict.fromkeys(_MENTION.findall(proto))) if '"' in proto else ()

@@ -3,62 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
 
 from .blob import Blob
 from .device import CPU, Device
+from .dialect import Dialect, HostOperands
 from .operator import Operator
 
-__all__ = [
-    "COPIES",
-    "ELSEWHERE",
-    "blob_devices",
-    "first_device",
-    "is_host_scalar",
-    "required_devices",
-    "same_memory",
-]
-
-COPIES: Final = frozenset({"Copy", "CopyCPUToGPU", "CopyGPUToCPU", "CopyFromCPUInput", "EnsureCPUOutput"})
-"""Types whose output has the value of their input; all but the first are Caffe2's."""
-
-
-class _Host(NamedTuple):
-    """The positions that are in the host's memory whatever the operator's device; ``None``: all of them."""
-
-    inputs: tuple[int, ...] | None = ()
-    outputs: tuple[int, ...] | None = ()
-
-
-_HOST: Final[Mapping[str, _Host]] = {
-    "Adam": _Host(inputs=(5,)),
-    "AtomicIter": _Host(inputs=(0, 1), outputs=(0,)),
-    "Concat": _Host(outputs=(1,)),
-    "CopyCPUToGPU": _Host(inputs=None),
-    "CopyFromCPUInput": _Host(inputs=None),
-    "CopyGPUToCPU": _Host(outputs=None),
-    "EnsureCPUOutput": _Host(outputs=None),
-    "Iter": _Host(inputs=(0,), outputs=(0,)),
-    "LearningRate": _Host(inputs=(0,)),
-    "Reshape": _Host(inputs=(1,), outputs=(1,)),
-    "RowWiseSparseAdam": _Host(inputs=(6,)),
-    "SparseAdam": _Host(inputs=(6,)),
-    "Split": _Host(inputs=(1,)),
-    "SplitByLengths": _Host(inputs=(1,)),
-    "WeightScale": _Host(inputs=(1,)),
-}
-"""Caffe2's operators that keep some operand on the host: what its device inference says, and for ``Iter``,
-``AtomicIter`` and ``Reshape``, for which it says nothing, what their kernels do."""
-
-_COLLECTIVES: Final = frozenset(
-    {"AllReduce", "NCCLAllGather", "NCCLAllreduce", "NCCLBroadcast", "NCCLReduce", "NCCLReduceScatter"}
-)
-
-_STAY: Final = _COLLECTIVES | {"Free"}
-"""Types whose operands stay where they live: an output that is no operand is where the input at its position is."""
-
-ELSEWHERE: Final = _STAY | _HOST.keys() | {"Copy"}
-"""Types whose operands may be on other devices than the operator."""
+__all__ = ["blob_devices", "first_device", "is_host_scalar", "required_devices", "same_memory"]
 
 
 def same_memory(a: Device, b: Device) -> bool:
@@ -71,9 +22,7 @@ def is_host_scalar(blob: Blob) -> bool:
     return blob.shape == () and blob.device.is_host
 
 
-def required_devices(
-    op: Operator, blobs: Mapping[str, Blob], own: Iterable[str] = ()
-) -> tuple[list[Device], list[Device]]:
+def required_devices(op: Operator, blobs: Mapping[str, Blob], dialect: Dialect) -> tuple[list[Device], list[Device]]:
     """The device on which *op* needs each of its inputs and outputs.
 
     An operator needs them on its own device, except that a ``Copy`` reads from anywhere, that participant i of a
@@ -83,24 +32,24 @@ def required_devices(
     Args:
         op: the operator.
         blobs: where its operands are.
-        own: types that have all operands on their own device, whatever is known about them.
+        dialect: of the net.
     """
     device = op.device
     inputs, outputs = [device] * len(op.inputs), [device] * len(op.outputs)
-    if op.type in ELSEWHERE and op.type not in own:
+    if op.type in dialect.elsewhere:
         if op.type == "Copy":
             return [blobs[name].device for name in op.inputs], outputs
-        if op.type in _STAY:
+        if op.type in dialect.stays:
             participants = [blobs[name].device for name in op.inputs]
             made = (participants + outputs)[: len(outputs)]
             return participants, [
                 blobs[name].device if name in op.inputs else made[i] for i, name in enumerate(op.outputs)
             ]
-        host, rule = device if device.is_host else CPU, _HOST[op.type]
+        host, rule = device if device.is_host else CPU, dialect.host[op.type]
         if op.type != "Split" or len(inputs) == 2:
             inputs = _with_host(inputs, rule.inputs, host)
         outputs = _with_host(outputs, rule.outputs, host)
-    elif "." in op.type:
+    elif dialect.host_scalars:
         for names, devices in ((op.inputs, inputs), (op.outputs, outputs)):
             for i, name in enumerate(names):
                 if is_host_scalar(blobs[name]):
@@ -116,41 +65,42 @@ def _with_host(devices: list[Device], positions: tuple[int, ...] | None, host: D
 def blob_devices(
     ops: Sequence[Operator],
     known: Mapping[str, Device],
+    dialect: Dialect,
     external_inputs: Iterable[str] = (),
     default: Device = CPU,
-    own: Iterable[str] = (),
 ) -> dict[str, Device]:
     """Where each blob of a net without views lives: where *known* says, else where it is first written.
 
     Args:
         ops: the operators, in program order.
         known: blobs that live somewhere already.
+        dialect: of the net.
         external_inputs: blobs that have a value before the first operator; those not *known* are on *default*.
         default: a device.
-        own: as for :func:`required_devices`.
     """
     found = dict(known)
     for name in external_inputs:
         found.setdefault(name, default)
+    elsewhere = dialect.elsewhere
     for op in ops:
-        special = op.type in ELSEWHERE and op.type not in own
+        special = op.type in elsewhere
         for i, name in enumerate(op.outputs):
             if name not in found:
-                found[name] = _elsewhere(op, i, found) if special else op.device
+                found[name] = _elsewhere(op, i, found, dialect) if special else op.device
     return found
 
 
-def first_device(op: Operator, position: int, blobs: Mapping[str, Blob]) -> Device:
+def first_device(op: Operator, position: int, blobs: Mapping[str, Blob], dialect: Dialect) -> Device:
     """Where the output at *position* lives if the operator is the first to write it."""
-    if op.type not in ELSEWHERE:
+    if op.type not in dialect.elsewhere:
         return op.device
-    return _elsewhere(op, position, {name: blobs[name].device for name in op.inputs})
+    return _elsewhere(op, position, {name: blobs[name].device for name in op.inputs}, dialect)
 
 
-def _elsewhere(op: Operator, position: int, found: Mapping[str, Device]) -> Device:
-    """The same for types in :data:`ELSEWHERE`."""
-    if op.type in _STAY:
+def _elsewhere(op: Operator, position: int, found: Mapping[str, Device], dialect: Dialect) -> Device:
+    """The same for types in ``dialect.elsewhere``."""
+    if op.type in dialect.stays:
         return found.get(op.inputs[position], op.device) if position < len(op.inputs) else op.device
-    rule = _HOST.get(op.type, _Host())
+    rule = dialect.host.get(op.type, HostOperands())
     on_host = rule.outputs is None or position in rule.outputs
     return CPU if on_host and not op.device.is_host else op.device

@@ -77,7 +77,7 @@ def _operators(plan: Plan) -> None:
                     at=at,
                     where=where,
                     fix="the runtime has kernels for aten, prims and graphir's own types"
-                    + ("" if "." in op.type else "; caffe2.lower(program) translates Caffe2's to them"),
+                    + (net.dialect.translation and f"; {net.dialect.translation}"),
                 ) from e
             wrong = _update(op) if op.type in UPDATES else None
             if op.type == "AllReduce":

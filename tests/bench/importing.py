@@ -13,6 +13,7 @@ from timing import seconds
 
 from graphir import passes
 from graphir.ir.device import Device, gpu
+from graphir.ir.dialect import dialect_called
 from graphir.ir.net import Net
 from graphir.ir.operator import Operator
 from graphir.ir.program import Program
@@ -68,8 +69,8 @@ def _shift_and_inject(program: Program, devices: int, runs: int) -> str:
 
 def _inject(runs: int) -> str:
     net = nets.synthetic_net(SYNTHETIC, devices=4, cross=0.1)
-    net = net.with_(ops=tuple(op._replace(type="Add") for op in net.ops), proto="")
-    program = Program("synthetic", Net("init", (), {}, proto=""), net, replicas=("gpu_0/",))
+    net = net.with_(ops=tuple(op._replace(type="Add") for op in net.ops), dialect=dialect_called("caffe2"))
+    program = Program("synthetic", Net("init", (), {}, dialect=dialect_called("caffe2")), net, replicas=("gpu_0/",))
     inject = passes.InjectCopies()
     placed = inject.recorded(program)
     taken = [seconds(lambda: inject.recorded(program)) for _ in range(runs)]

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from random import Random
 from typing import Any
 
+from graphir.caffe2.dialect import CAFFE2
 from graphir.caffe2.schema import messages
-from graphir.ir.placement import COPIES
 from mutations.edits import shuffled
 from mutations.nets_of_caffe2 import Imported
 
@@ -347,7 +347,7 @@ def meaning(net: Any) -> bytes:
     for op in every_operator(made):
         for field in ("name", "device_option", "control_input", "debug_info"):
             op.ClearField(field)
-        if op.type in COPIES and len(op.input) == len(op.output) == 1:
+        if op.type in CAFFE2.copies and len(op.input) == len(op.output) == 1:
             op.ClearField("arg")
         for arg in op.arg:
             if arg.HasField("n"):

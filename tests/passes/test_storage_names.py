@@ -6,10 +6,10 @@ import random
 import time
 
 import pytest
-from graphir.passes.reuse import IN_PLACE_POSITIONS
 
 import graphir
 from graphir import passes
+from graphir.caffe2.dialect import CAFFE2, IN_PLACE
 from graphir.errors import GraphirError
 from graphir.ir.blob import Blob
 from graphir.ir.device import CPU, Device, gpu
@@ -53,8 +53,8 @@ class Builder:
         for name in external:
             blobs[name] = blobs[name]._replace(role="state" if name in state else "input")
         fills = tuple(Operator("XavierFill", (), (name,), {}, blobs[name].device, "init") for name in state)
-        init = Net("init", fills, {name: blobs[name] for name in state}, proto="")
-        return Program("small", init, Net("step", tuple(self.ops), blobs, external, outputs, proto=""))
+        init = Net("init", fills, {name: blobs[name] for name in state}, dialect=CAFFE2)
+        return Program("small", init, Net("step", tuple(self.ops), blobs, external, outputs, dialect=CAFFE2))
 
 
 def program_of(calls: list[Call], sizes: dict[str, int | None] | None = None, **options: object) -> Program:
@@ -105,7 +105,7 @@ def test_a_name_has_the_geometry_of_the_largest_that_it_holds() -> None:
     assert nbytes(program) - nbytes(after) == (10 + 100 + 20) * 4
 
 
-@pytest.mark.parametrize(("type", "positions"), IN_PLACE_POSITIONS.items())
+@pytest.mark.parametrize(("type", "positions"), IN_PLACE.items())
 def test_an_output_takes_the_name_of_an_operand_where_caffe2_allows_it(
     type: str, positions: tuple[tuple[int, int], ...]
 ) -> None:
@@ -319,7 +319,7 @@ def test_what_is_new_in_place_is_allowed_there(program: Program) -> None:
     for a, b in zip(program.step.ops, after.step.ops, strict=True):
         for k, name in enumerate(b.outputs):
             for source in [i for i, read in enumerate(b.inputs) if read == name and a.inputs[i] != a.outputs[k]]:
-                assert (source, k) in IN_PLACE_POSITIONS[a.type]
+                assert (source, k) in IN_PLACE[a.type]
                 ours, theirs = program.step.blobs[a.inputs[source]], program.step.blobs[a.outputs[k]]
                 assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
 

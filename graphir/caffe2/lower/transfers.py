@@ -6,14 +6,14 @@ of the participants.
 
 from __future__ import annotations
 
-from ...ir.placement import COPIES
+from ..dialect import CAFFE2
 from .builder import Temporary, Value
 from .registry import Call, refuse, translates
 
 __all__ = ()
 
 
-@translates(*sorted(COPIES), "CopyOnDeviceLike")
+@translates(*sorted(CAFFE2.copies), "CopyOnDeviceLike")
 def _copy(c: Call) -> None:
     """To where the output's blob lives."""
     if c.op.inputs[0] == c.output(0):

@@ -14,6 +14,7 @@ from ...errors import GraphirError, nearest
 from ..admitted import admitted
 from ..blob import Blob
 from ..device import Device
+from ..dialect import TORCH, dialect_called
 from ..dtype import ITEMSIZE
 from ..guard import Guard, parse_guard
 from ..net import Net
@@ -181,7 +182,8 @@ def _net(record: NetRecord, place: str) -> Net:
         record.external_inputs,
         record.external_outputs,
         record.gradients,
-        record.proto,
+        TORCH if record.proto is None else dialect_called("caffe2"),
+        record.proto or "",
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from ..blob import Blob
+from ..dialect import TORCH
 from ..net import Net
 from ..operator import PURE, Arg, Effects, Symbol, map_arg
 from ..plan import Instruction, Plan
@@ -124,7 +125,7 @@ def _net(net: Net) -> NetRecord:
         blobs=tuple(map(_blob, net.blobs.values())),
         ops=tuple(ops),
         gradients=dict(net.gradients),
-        proto=net.proto,
+        proto=None if net.dialect is TORCH else net.proto,
     )
 
 

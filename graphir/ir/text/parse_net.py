@@ -10,6 +10,7 @@ from ...errors import nearest
 from ..admitted import admitted
 from ..blob import ROLES, Blob
 from ..device import Device
+from ..dialect import TORCH, dialect_called
 from ..dtype import ITEMSIZE
 from ..net import Net
 from ..operator import PHASES, Arg, Effects, Operator
@@ -47,7 +48,9 @@ class NetReader:
 
     def net(self) -> Net:
         external, results = tuple(self.external), tuple(self.results)
-        return Net(self.name, tuple(self.ops), self.blobs, external, results, self.gradients, self.proto)
+        dialect = TORCH if self.proto is None else dialect_called("caffe2")
+        proto = self.proto or ""
+        return Net(self.name, tuple(self.ops), self.blobs, external, results, self.gradients, dialect, proto)
 
     def statement(self, line: Line) -> None:
         word = line.tokens[0]

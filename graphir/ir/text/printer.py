@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from ...errors import GraphirError
 from ..blob import ROLE_OF_PHASE, ROLES, Blob
+from ..dialect import TORCH
 from ..names import base_name
 from ..net import Net
 from ..operator import PURE, SYMBOLS, Arg, Effects, Operator, Symbol, groups, map_arg
@@ -371,7 +372,7 @@ def declarations(net: Net, printer: Printer) -> Iterator[str]:
 
 def result_lines(net: Net) -> Iterator[str]:
     """The lines of external outputs and gradients, and of what else a Caffe2 net says."""
-    if net.proto is not None:
+    if net.dialect is not TORCH:
         yield f"  proto {json_string(net.proto)}"
     for name in net.external_outputs:
         yield f"  output {quoted(name)}"

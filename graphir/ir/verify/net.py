@@ -38,7 +38,6 @@ from ...errors import GraphirError, VerifyError, after_last
 from ..blob import Blob
 from ..net import Net
 from ..operator import PURE, Operator, leaves
-from ..opset import OWN
 from ..placement import is_host_scalar, required_devices, same_memory
 from ..plan import Plan, program_of, sizes_of
 from ..program import Program
@@ -300,7 +299,7 @@ class _Walk:
 
     def place(self, op: Operator) -> None:
         blobs = self.net.blobs
-        inputs, outputs = required_devices(op, blobs)
+        inputs, outputs = required_devices(op, blobs, self.net.dialect)
         for names, devices, verb in ((op.inputs, inputs, "read"), (op.outputs, outputs, "written")):
             for name, wanted in dict.fromkeys(zip(names, devices, strict=True)):
                 actual = blobs[name].device
@@ -308,8 +307,8 @@ class _Walk:
                     self.report(f"blob {name!r} is on {actual} but {verb} on {wanted}", op, placement=True)
 
     def signature(self, op: Operator, inputs: list[Geometry | None]) -> None:
-        if self.net.proto is not None and op.type in OWN:
-            return  # Caffe2 has a Copy too
+        if not self.net.dialect.infers(op.type):
+            return
         try:
             known = infer(op, inputs, self.dims)
         except GraphirError as e:
@@ -327,7 +326,7 @@ class _Walk:
                 self.report(f"the effects are {tuple(op.effects)} but its schema gives {tuple(known.effects)}", op)
             if known.effects.random != (op.seed is not None):
                 self.report("random, but without a seed id" if op.seed is None else "a seed id, but not random", op)
-        if known.outputs is not None and self.net.proto is None:
+        if known.outputs is not None and not self.net.dialect.workspace:
             for name, wanted in zip(op.outputs, known.outputs, strict=True):
                 declared = self.geometries[name]
                 if declared != wanted and declared is not None and wanted is not None:

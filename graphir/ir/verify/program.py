@@ -52,7 +52,7 @@ def _state(program: Program) -> Iterator[Problem]:
             continue
         first = program.init.blobs.get(name)
         if first is None or name not in made:
-            if program.step.proto is not None:
+            if program.step.dialect.workspace:
                 continue
             yield Problem(f"{blob.role} {name!r} is not made by init")
         elif first.device != blob.device:

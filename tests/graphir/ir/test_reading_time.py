@@ -14,7 +14,7 @@ from hostile import refused
 
 import graphir
 from graphir import caffe2
-from graphir.ir.operator import mentioned
+from graphir.caffe2.dialect import mentioned
 
 PIECES = (
     '"', "'", "(", ")", "[", "]", "{", "}", "<", ">", "\\", "#", "?", ";", ":", ",", "=", "|", "@", ".", "-", "+", "*",
