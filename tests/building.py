@@ -14,7 +14,7 @@ from graphir.ir.device import CPU, gpu
 from graphir.ir.net import Net
 from graphir.ir.operator import Arg, Operator, Symbol
 from graphir.ir.opset import effects_of
-from graphir.ir.program import Feed, Interface, ParamGroup, Program
+from graphir.ir.program import Interface, ParamGroup, Program, Slot
 from graphir.ir.size import Polynomial, Shape, Size, bind
 
 _LR = 1e-3
@@ -390,7 +390,7 @@ class ProgramBuilder(Emitter):
         options = {"lr": _LR, "momentum": 0.9, "dampening": 0, "weight_decay": 0, "nesterov": False, "fused": None}
         return Interface(
             arguments=_pytree.treespec_dumps(_pytree.tree_structure((tuple(inputs), {}))),
-            feeds=tuple(Feed(n, 0) for n in inputs),
+            feeds=tuple(Slot(n, 0) for n in inputs),
             loss=self.loss_blob,
             module_state={n: n for n in self.external if self.blobs[n].role in ("param", "buffer")},
             optimizer="SGD" if training else "",

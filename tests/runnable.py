@@ -19,7 +19,7 @@ from torch.utils import _pytree
 import graphir
 from graphir import passes
 from graphir.ir.plan import Plan
-from graphir.ir.program import Feed, Fetch, Interface, Program
+from graphir.ir.program import Interface, Program, Slot
 
 Make = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -67,8 +67,8 @@ def forward_plan(
     structure = _pytree.treespec_dumps(_pytree.tree_structure((inputs, {})))
     interface = Interface(
         arguments=structure,
-        feeds=tuple(Feed(name) for name in inputs),
-        fetches=(Fetch(output),),
+        feeds=tuple(Slot(name) for name in inputs),
+        fetches=(Slot(output),),
         results=_pytree.treespec_dumps(_pytree.tree_structure(0)),
         module_state={name: name for name in state or ()},
     )

@@ -12,7 +12,7 @@ from graphir.ir.device import CPU, Device, gpu
 from graphir.ir.net import Net
 from graphir.ir.operator import Effects, Operator, Phase
 from graphir.ir.plan import Event, Instruction, Plan, issued_as, issued_on, lane
-from graphir.ir.program import Feed, Interface, ParamGroup, Program
+from graphir.ir.program import Interface, ParamGroup, Program, Slot
 from graphir.ir.size import Shape, dimension
 
 BATCH = dimension("batch")
@@ -75,7 +75,7 @@ def program() -> Program:
         {"batch": 6},
         interface=Interface(
             arguments=json.dumps(None),
-            feeds=(Feed("x", 0),),
+            feeds=(Slot("x", 0),),
             loss="loss",
             module_state={"w": "w", "count": "count"},
             optimizer="SGD",

@@ -23,7 +23,7 @@ from typing import Annotated, Final, Literal, NamedTuple, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import FileError, ProfileWarning
-from ..ir.files.disk import damaged, path_of, read_bytes, whole
+from ..ir.files.disk import atomic_write, damaged, path_of, read_bytes
 from ..ir.files.records import Header
 from ..ir.size import LARGEST
 from .profiles import Machine, Measured, Profile, machine
@@ -147,7 +147,7 @@ def _write(path: Path, of: Machine, calls: Mapping[str, Measured]) -> None:
             where=str(path),
             fix="remove the file, and profile again",
         )
-    with whole(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_bytes(text)
 
 

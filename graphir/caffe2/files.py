@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import FileError, nearest
-from ..ir.files.disk import MOST_BYTES, path_of, read_bytes, read_stream, whole
+from ..ir.files.disk import MOST_BYTES, atomic_write, path_of, read_bytes, read_stream
 from .schema import Message, messages
 
 __all__ = ["read_net", "write_net"]
@@ -69,7 +69,7 @@ def write_net(message: Message, path: str | Path) -> None:
         if size > _most_unpacked(content):
             what = f"the file would have {len(content)} bytes and unpack to {size}; more than {_most_unpacked(content)}"
             raise FileError(f"{what} are not read", where=str(path), fix="write it without .gz")
-    with whole(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_bytes(content)
 
 

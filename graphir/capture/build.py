@@ -14,7 +14,7 @@ from ..ir.dtype import TORCH_NAME
 from ..ir.net import Net
 from ..ir.operator import Arg, Operator, stored_versions
 from ..ir.opset import effects_of
-from ..ir.program import Feed, Fetch, Interface, Program, Scalar
+from ..ir.program import Interface, Program, Scalar, Slot
 from .following import Followed
 from .model_state import has_data
 from .naming import RESERVED, Names, name_values
@@ -223,12 +223,12 @@ def _interface(
     feeds = []
     for leaf, value in zip(step.arguments.leaves, recording.inputs, strict=True):
         scalar = None if isinstance(leaf.value, torch.Tensor) else leaf.value
-        feeds.append(Feed(None if value is None else named[value.index], leaf.batch_dim, scalar))
+        feeds.append(Slot(None if value is None else named[value.index], leaf.batch_dim, scalar))
     return Interface(
         arguments=step.arguments.dumps(),
         feeds=tuple(feeds),
         loss=None if recording.loss is None else named[recording.loss.index],
-        fetches=tuple([_fetch(leaf, dim, named) for leaf, dim in zip(recording.returned, gathered, strict=True)]),
+        fetches=tuple([_slot(leaf, dim, named) for leaf, dim in zip(recording.returned, gathered, strict=True)]),
         results=None if recording.results is None else written_structure(recording.results, "what the model returns"),
         one_replica=batch_dims is None,
         gradients={} if optimizer else {named[p.index]: named[g.index] for p, g in recording.finished.gradients},
@@ -239,5 +239,5 @@ def _interface(
     )
 
 
-def _fetch(leaf: Value | Scalar, batch_dim: int | None, named: Sequence[str]) -> Fetch:
-    return Fetch(named[leaf.index], batch_dim) if isinstance(leaf, Value) else Fetch(None, None, leaf)
+def _slot(leaf: Value | Scalar, batch_dim: int | None, named: Sequence[str]) -> Slot:
+    return Slot(named[leaf.index], batch_dim) if isinstance(leaf, Value) else Slot(None, None, leaf)

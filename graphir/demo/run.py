@@ -118,7 +118,7 @@ class _Demo:
     def say(self, text: str) -> None:
         self.console.print(text, overflow="fold")
 
-    def whole(self, line: str, style: str = "") -> None:
+    def verbatim(self, line: str, style: str = "") -> None:
         """Print a line as it is, however long."""
         self.console.print(line, style=style, markup=False, overflow="ignore", no_wrap=True, crop=False)
 
@@ -191,7 +191,7 @@ class _Demo:
     def excerpt(self, lines: Sequence[str]) -> None:
         for line in lines:
             cut = line if len(line) <= WIDTH - 2 else line[: WIDTH - 3] + "…"
-            self.whole(f"  {cut}", style="dim")
+            self.verbatim(f"  {cut}", style="dim")
 
     def check(self, captured: Program, unshifted: Plan, shifted: Plan) -> bool:
         self.title(f"check: {CHECKED_STEPS} steps, three ways, bit for bit")
@@ -255,7 +255,7 @@ class _Demo:
             ("digits.json.safetensors", "the state after training"),
         ):
             size = nbytes_text((self.out / name).stat().st_size)
-            self.whole(f"  {size:>9}  {what:<32}  {self.out / name}")
+            self.verbatim(f"  {size:>9}  {what:<32}  {self.out / name}")
 
 
 def _state(session: runtime.Session, replica: int) -> dict[str, Tensor]:

@@ -15,32 +15,19 @@ from .net import Net, replaced
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Feed", "Fetch", "Interface", "ParamGroup", "Program", "Scalar"]
+__all__ = ["Interface", "ParamGroup", "Program", "Scalar", "Slot"]
 
 Scalar: TypeAlias = int | float | bool | str | None
 
 
-class Feed(NamedTuple):
-    """One leaf of a step's arguments.
+class Slot(NamedTuple):
+    """One leaf of a step's arguments, or of a forward-only program's result.
 
     Attributes:
-        blob: the blob that takes the tensor, without prefix; None where the leaf is not a tensor.
-        batch_dim: the dimension along which it is split over replicas; None: passed whole to each.
-        value: the leaf itself where it is not a tensor; a step must be called with an equal one.
-    """
-
-    blob: str | None
-    batch_dim: int | None = None
-    value: Scalar = None
-
-
-class Fetch(NamedTuple):
-    """One leaf of a forward-only program's result.
-
-    Attributes:
-        blob: the blob that it is, without prefix; None where the leaf is not a tensor.
-        batch_dim: the dimension along which the replicas' blobs are gathered; None: the first replica's is taken.
-        value: the leaf itself where it is not a tensor.
+        blob: the tensor's blob, without prefix; None where the leaf is not a tensor.
+        batch_dim: the dimension along which an argument is split over the replicas, and a result gathered from them;
+            None: an argument is passed whole to each, and the first replica's result is taken.
+        value: the leaf itself where it is not a tensor. A step must be called with an equal one, and returns it.
     """
 
     blob: str | None
@@ -84,9 +71,9 @@ class Interface:
     """
 
     arguments: str = ""
-    feeds: tuple[Feed, ...] = ()
+    feeds: tuple[Slot, ...] = ()
     loss: str | None = None
-    fetches: tuple[Fetch, ...] = ()
+    fetches: tuple[Slot, ...] = ()
     results: str | None = None
     module_state: Mapping[str, str] = field(default_factory=dict)
     optimizer: str = ""

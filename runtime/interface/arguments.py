@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from graphir.errors import SessionError, counted
-from graphir.ir.program import Feed
+from graphir.ir.program import Slot
 
 from .structure import flatten, paths, read_structure
 
@@ -20,7 +20,7 @@ class Arguments:
         names: for each leaf, what messages call it: ``argument 0 ('x')``, ``argument 'mask'['a']``.
     """
 
-    def __init__(self, structure: str, feeds: Sequence[Feed]) -> None:
+    def __init__(self, structure: str, feeds: Sequence[Slot]) -> None:
         root = read_structure(structure)
         if root.type is not tuple or [child.type for child in root.children] != [tuple, dict]:
             raise SessionError("a step's argument structure is not (args, kwargs)", fix="capture the program again")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphir.errors import SessionError, counted
 from graphir.ir.names import base_name, prefix_of
-from graphir.ir.program import Fetch, Program, Scalar
+from graphir.ir.program import Program, Scalar, Slot
 from graphir.ir.size import Dims
 
 from ..kernels.communication import all_reduce, mean_weights
@@ -61,13 +61,13 @@ class Gather:
             return self.loss([outputs[i] for i in self.results[0]], dims)
         with torch.no_grad():
             leaves = [
-                self.leaf(fetch, [outputs[i] for i in positions])
+                self.slot(fetch, [outputs[i] for i in positions])
                 for fetch, positions in zip(self.program.interface.fetches, self.results, strict=True)
             ]
         return unflatten(self.structure, iter(leaves)) if self.structure is not None else tuple(leaves)
 
     @staticmethod
-    def leaf(fetch: Fetch, found: Sequence[Tensor]) -> Tensor | Scalar:
+    def slot(fetch: Slot, found: Sequence[Tensor]) -> Tensor | Scalar:
         if not found:
             return fetch.value
         if fetch.batch_dim is not None and len(found) > 1:

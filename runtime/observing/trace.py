@@ -21,7 +21,7 @@ from typing import Any, Final, TypeAlias
 from graphir.analysis.cost import Rates, operator_seconds
 from graphir.analysis.schedule import Interval, schedule
 from graphir.ir.blob import dense_nbytes
-from graphir.ir.files.disk import path_of, whole
+from graphir.ir.files.disk import atomic_write, path_of
 from graphir.ir.plan import Event, Instruction, Plan, lane_device
 from graphir.ir.size import Dims
 from graphir.ir.text import operator_text
@@ -57,7 +57,7 @@ def write_trace(path: str | Path, measurement: Measurement, executor: str, reaso
         events += trace_events(plan, dims, schedule(plan, seconds, worker), second, "predicted")
     about = {"plan": plan.name, "executor": executor, "reason": reason}
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
-    with whole(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 

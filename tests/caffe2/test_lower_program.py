@@ -7,7 +7,7 @@ from lowering import generator, net, op, program, run
 
 import graphir
 from graphir import GraphirError, caffe2, passes
-from graphir.ir.program import Fetch
+from graphir.ir.program import Slot
 
 SGD = [op("FC", "x w b", "y"), op("AveragedLoss", "y", "loss"), op("ConstantFill", "loss", "loss_grad", value=1.0)]
 SGD += [op("AveragedLossGradient", "y loss_grad", "y_grad"), op("FCGradient", "x w y_grad", "w_grad b_grad")]
@@ -104,7 +104,7 @@ def test_outputs_are_the_nets_or_what_backward_starts_from_or_what_nobody_reads(
     lowered = caffe2.lower(program(ops, {"x": X}, INIT, outputs))
     assert list(lowered.step.external_outputs) == wanted
     chosen = caffe2.lower(program(ops, {"x": X}, INIT, outputs), outputs=["y"])
-    assert chosen.interface.fetches == (Fetch("y"),)
+    assert chosen.interface.fetches == (Slot("y"),)
 
 
 def test_a_name_may_hold_tensors_of_several_shapes():

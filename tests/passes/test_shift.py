@@ -13,7 +13,7 @@ from torch import nn
 import graphir
 from graphir import capture, passes
 from graphir.errors import PassError
-from graphir.ir.program import Feed, Interface, Program
+from graphir.ir.program import Interface, Program, Slot
 from graphir.ir.verify import verify
 
 
@@ -61,7 +61,7 @@ def test_a_tables_gradient_stays_with_the_step_s_input() -> None:
     grad sum -> sum_grad
     """  # noqa: E501
     program = program_of(body)
-    fed = program.with_(interface=Interface(feeds=(Feed("x"),)))
+    fed = program.with_(interface=Interface(feeds=(Slot("x"),)))
     assert devices(passes.shift_activations(fed, ["sum"], shifts={0: 1}))["table_grad"] == "gpu:0"
     assert devices(passes.shift_activations(program, ["sum"], shifts={0: 1}))["table_grad"] == "gpu:1"
 

@@ -13,7 +13,7 @@ from ...ir.blob import STATE_ROLES, Blob
 from ...ir.net import Net
 from ...ir.operator import Operator
 from ...ir.opset import to_symbol
-from ...ir.program import Feed, Fetch, Interface, Program
+from ...ir.program import Interface, Program, Slot
 from ...ir.size import bind_shape
 from ...ir.text import operator_text
 from ...ir.verify import require
@@ -386,8 +386,8 @@ def _interface(builder: Builder, names: Mapping[str, str], held: Iterable[str]) 
     results = _pytree.tree_structure(dict.fromkeys(names, 0))
     return Interface(
         arguments=_pytree.treespec_dumps(arguments),
-        feeds=tuple([Feed(name) for name in given]),
-        fetches=tuple([Fetch(name) for name in names.values()]),
+        feeds=tuple([Slot(name) for name in given]),
+        fetches=tuple([Slot(name) for name in names.values()]),
         results=_pytree.treespec_dumps(results),
         module_state={name: name for name in held if builder.blobs[name].role != "constant"},
     )

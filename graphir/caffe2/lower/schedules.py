@@ -39,7 +39,7 @@ class _Schedule:
         args: Mapping[str, Arg] = {"self": base}
         return self.call.one("aten.pow.Scalar", [exponent], args, device=self.call.builder.device(exponent))
 
-    def whole(self, divisor: int) -> Value:
+    def quotient(self, divisor: int) -> Value:
         """How often *divisor* fits into the iteration."""
         return self.call.cast(self.op("floor_divide.Scalar", self.iteration, other=divisor), "f64")
 
@@ -128,7 +128,7 @@ _POLICIES: Final[Mapping[str, _Policy]] = {
     "linearWarmup": lambda c, s: s.line(c.number("start_multiplier"), _positive(c, "num_iter")),
     "pieceWarmup": _pieces,
     "poly": _poly,
-    "step": lambda c, s: s.power(c.number("gamma"), s.whole(_positive(c, "stepsize"))),
+    "step": lambda c, s: s.power(c.number("gamma"), s.quotient(_positive(c, "stepsize"))),
 }
 """What the base rate is multiplied by, for each policy that depends on the iteration."""
 

@@ -20,7 +20,7 @@ from ..guard import Guard, parse_guard
 from ..net import Net
 from ..operator import PURE, SYMBOLS, Arg, Effects, Operator, Symbol
 from ..plan import Event, Instruction, Plan
-from ..program import Feed, Fetch, Interface, ParamGroup, Program, Scalar
+from ..program import Interface, ParamGroup, Program, Scalar, Slot
 from ..size import LARGEST, Dims, Shape, Size, parse_size
 from .records import (
     AnyFile,
@@ -202,9 +202,9 @@ def _interface(record: InterfaceRecord, place: str) -> Interface:
     try:
         return Interface(
             record.arguments,
-            tuple(Feed(f.blob, f.batch_dim, _scalar(f.value)) for f in record.feeds),
+            tuple(Slot(f.blob, f.batch_dim, _scalar(f.value)) for f in record.feeds),
             record.loss,
-            tuple(Fetch(f.blob, f.batch_dim, _scalar(f.value)) for f in record.fetches),
+            tuple(Slot(f.blob, f.batch_dim, _scalar(f.value)) for f in record.fetches),
             record.results,
             record.module_state,
             record.optimizer,

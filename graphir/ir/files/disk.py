@@ -29,6 +29,7 @@ from .tensors import StoredTensors, describe, stored_layouts, write_tensors
 
 __all__ = [
     "MOST_BYTES",
+    "atomic_write",
     "damaged",
     "load",
     "load_net",
@@ -43,7 +44,6 @@ __all__ = [
     "save_plan",
     "save_program",
     "to_json",
-    "whole",
 ]
 
 MOST_BYTES: Final = 1 << 30
@@ -116,7 +116,7 @@ def save_program(program: Program, path: str | Path, state: bool = False) -> Non
         )
     tensors = dict(program.state)
     records = describe(tensors)
-    with whole(_tensors_path(path)) as beside:
+    with atomic_write(_tensors_path(path)) as beside:
         write_tensors(tensors, beside)
         _save(program, path, records)
 
@@ -280,12 +280,12 @@ def _save(x: Net | Program | Plan, path: Path, state: Mapping[str, TensorRecord]
         raise FileError(f"the value cannot be written as JSON: {e}", where=str(path)) from e
     if len(text) > MOST_BYTES:
         raise FileError(f"the file would have {len(text)} bytes; more than {MOST_BYTES} are not read", where=str(path))
-    with whole(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_bytes(text)
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """A new file in the same folder, which takes the place of *path* at the end, or goes if anything fails.
 
     Where *path* is a link, it takes the place of what the link leads to. It takes that of no device and no pipe.

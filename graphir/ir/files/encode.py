@@ -14,7 +14,7 @@ from ..dialect import TORCH
 from ..net import Net
 from ..operator import PURE, Arg, Effects, Symbol, map_arg
 from ..plan import Instruction, Plan
-from ..program import Feed, Fetch, Interface, Program
+from ..program import Interface, Program, Slot
 from ..size import Polynomial, Shape, Size
 from .records import (
     VERSION,
@@ -129,7 +129,7 @@ def _net(net: Net) -> NetRecord:
     )
 
 
-def _leaf(leaf: Feed | Fetch) -> LeafRecord:
+def _leaf(leaf: Slot) -> LeafRecord:
     return LeafRecord(blob=leaf.blob, batch_dim=leaf.batch_dim, value=_json(leaf.value))
 
 

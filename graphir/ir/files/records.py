@@ -118,7 +118,7 @@ class NetRecord(_Record):
 
 
 class LeafRecord(_Record):
-    """A :class:`~graphir.ir.program.Feed` or a :class:`~graphir.ir.program.Fetch`."""
+    """A :class:`~graphir.ir.program.Slot` or a :class:`~graphir.ir.program.Slot`."""
 
     blob: str | None = None
     batch_dim: int | None = None

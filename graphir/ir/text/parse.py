@@ -13,7 +13,7 @@ from ...errors import ParseError, nearest
 from ..guard import Guard, parse_guard
 from ..net import Net
 from ..plan import KINDS, STREAMS, Event, Instruction, Kind, Plan
-from ..program import Feed, Fetch, Interface, ParamGroup, Program, Scalar
+from ..program import Interface, ParamGroup, Program, Scalar, Slot
 from .parse_net import NetReader, read_net
 from .tokens import Line, Lines
 
@@ -96,7 +96,7 @@ class _Header:
             return True
         line.take()
         if word == "dims":
-            self.dims = line.assignments(line.whole)
+            self.dims = line.assignments(line.take_integer)
         elif word == "fixed":
             self.fixed = line.string(line.take())
         elif word == "guard":
@@ -155,8 +155,8 @@ def _passes(line: Line) -> tuple[str, ...]:
 def _interface(reader: Lines, line: Line) -> Interface:
     line.expect("{", "write interface {")
     line.end()
-    feeds: list[Feed] = []
-    fetches: list[Fetch] = []
+    feeds: list[Slot] = []
+    fetches: list[Slot] = []
     groups: list[ParamGroup] = []
     gradients: dict[str, str] = {}
     module_state: dict[str, str] = {}
@@ -183,9 +183,9 @@ def _interface(reader: Lines, line: Line) -> Interface:
         elif word == "one_replica":
             others[word] = True
         elif word == "feed":
-            feeds.append(Feed(*_leaf(line)))
+            feeds.append(_slot(line))
         elif word == "output":
-            fetches.append(Fetch(*_leaf(line)))
+            fetches.append(_slot(line))
         elif word == "gradient":
             param, blob = line.renamed(lambda param: f"{param}_grad")
             gradients[param] = blob
@@ -206,11 +206,10 @@ def _interface(reader: Lines, line: Line) -> Interface:
         line.end()
 
 
-def _leaf(line: Line) -> tuple[str | None, int | None, Scalar]:
-    """Blob, batch dimension and value of a leaf of the arguments or of the result."""
+def _slot(line: Line) -> Slot:
     blob = None if line.accept("_") else line.name()
-    batch_dim = line.whole() if line.accept("dim") else None
-    return blob, batch_dim, _scalar(line) if line.accept("=") else None
+    batch_dim = line.take_integer() if line.accept("dim") else None
+    return Slot(blob, batch_dim, _scalar(line) if line.accept("=") else None)
 
 
 def _scalar(line: Line) -> Scalar:
@@ -269,7 +268,7 @@ def _plan(reader: Lines, line: Line) -> Plan:
             program = header.program(line)
             return Plan(program, program.dims if sizes is None else sizes, tuple(instructions), values, buffers)
         elif line.accept("sizes"):
-            sizes = line.assignments(line.whole)
+            sizes = line.assignments(line.take_integer)
         elif line.accept("value"):
             name = line.name()
             values[name] = _value_number(line)
@@ -277,7 +276,7 @@ def _plan(reader: Lines, line: Line) -> Plan:
         elif line.accept("buffer"):
             name = line.name()
             line.expect("=", "write buffer BLOB = NUMBER")
-            buffers[name] = line.whole()
+            buffers[name] = line.take_integer()
             line.end()
         elif not header.statement(reader, line):
             raise line.error(f"unknown statement {line.shown()}", "write instructions as gpu:0.compute: run …")
@@ -310,7 +309,7 @@ class _InstructionReader:
             return Instruction(kind, lane, storage=line.name())
         if kind in ("record", "wait"):
             return Instruction(kind, lane, event=self.event(line, kind, lane))
-        part = line.whole() if kind == "collective" else 0
+        part = line.take_integer() if kind == "collective" else 0
         return Instruction(kind, lane, self.position(line), part)
 
     def event(self, line: Line, kind: str, lane: str) -> Event:
@@ -338,7 +337,7 @@ class _InstructionReader:
                 self.makers[next(op.makes)] = len(ops) - 1
             return len(ops) - 1
         if line.accept("op"):
-            position = line.whole()
+            position = line.take_integer()
             if not 0 <= position < len(ops):
                 raise line.error(f"there is no operator {position}", f"the step has {len(ops)} operators so far")
             return position

@@ -318,7 +318,7 @@ _ATTRIBUTES: Final[Mapping[str, Callable[[Line], Any]]] = {
     "phase": _phase,
     "module": Line.name,
     "by": Line.name,
-    "seed": Line.whole,
+    "seed": Line.take_integer,
     "device": Line.device,
     "operands": _pattern,
     "results": _pattern,

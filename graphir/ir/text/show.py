@@ -22,7 +22,7 @@ from ...errors import GraphirError
 from ..net import Net
 from ..operator import Arg, Operator
 from ..plan import Instruction, Plan
-from ..program import Feed, Fetch, Interface, Program
+from ..program import Interface, Program, Slot
 from .printer import (
     Printer,
     Style,
@@ -140,11 +140,11 @@ def _interface(interface: Interface) -> Iterator[str]:
     if interface.arguments:
         yield f"  arguments {_raw(interface.arguments)}"
     for feed in interface.feeds:
-        yield f"  feed {_leaf(feed)}"
+        yield f"  feed {_slot(feed)}"
     if interface.loss is not None:
         yield f"  loss {quoted(interface.loss)}"
     for fetch in interface.fetches:
-        yield f"  output {_leaf(fetch)}"
+        yield f"  output {_slot(fetch)}"
     if interface.results is not None:
         yield f"  results {_raw(interface.results)}"
     if interface.one_replica:
@@ -164,10 +164,10 @@ def _interface(interface: Interface) -> Iterator[str]:
     yield "}"
 
 
-def _leaf(leaf: Feed | Fetch) -> str:
-    dim = "" if leaf.batch_dim is None else f" dim {leaf.batch_dim}"
-    value = "" if leaf.value is None else f" = {value_text(leaf.value)}"
-    return f"{'_' if leaf.blob is None else quoted(leaf.blob)}{dim}{value}"
+def _slot(slot: Slot) -> str:
+    dim = "" if slot.batch_dim is None else f" dim {slot.batch_dim}"
+    value = "" if slot.value is None else f" = {value_text(slot.value)}"
+    return f"{'_' if slot.blob is None else quoted(slot.blob)}{dim}{value}"
 
 
 def _renamed(name: str, blob: str, default: str) -> str:

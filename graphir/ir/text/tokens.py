@@ -239,7 +239,7 @@ class Line:
             found[name] = read()
         return found
 
-    def whole(self) -> int:
+    def take_integer(self) -> int:
         return self.integer(self.take())
 
     def names(self) -> tuple[str, ...]:

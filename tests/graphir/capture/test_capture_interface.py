@@ -20,7 +20,7 @@ import graphir
 from graphir import RunError, passes
 from graphir.capture import capture
 from graphir.errors import CaptureError
-from graphir.ir.program import Fetch
+from graphir.ir.program import Slot
 from graphir.ir.text import parse
 from graphir.ir.verify import verify
 
@@ -55,7 +55,7 @@ def test_nested_arguments_are_named_by_path() -> None:
     assert pytree.treespec_loads(program.interface.arguments) == pytree.tree_structure(args)
     assert program.interface.results is not None
     assert pytree.treespec_loads(program.interface.results) == pytree.tree_structure({"sum": 0, "pair": 0})
-    assert program.interface.fetches == (Fetch("add_1", 0), Fetch("pair.0", 0))
+    assert program.interface.fetches == (Slot("add_1", 0), Slot("pair.0", 0))
     assert program.step.external_outputs == ("add_1", "pair.0")
     assert program.step.blobs["scale"].role == program.step.blobs["constant"].role == "constant"
     values = evaluate(program, dict(program.state), {"batch.a.b": x, "pair.0": y})
@@ -83,7 +83,7 @@ def test_without_loss_there_is_no_backward() -> None:
         program = capture(example.model, example.inputs)
     verify(program)
     assert {op.phase for op in program.step.ops} == {"forward"} and not program.step.gradients
-    assert program.interface.loss is None and program.interface.fetches == (Fetch("fc", 0),)
+    assert program.interface.loss is None and program.interface.fetches == (Slot("fc", 0),)
     assert program.step.blobs["fc"].role == "output"
 
 

@@ -19,7 +19,7 @@ from graphir.ir.files import disk as files
 from graphir.ir.files import load, load_net, load_plan, load_program, save_net, save_plan, save_program
 from graphir.ir.net import Net
 from graphir.ir.operator import Effects, Operator, Symbol
-from graphir.ir.program import Feed, Fetch, Interface, ParamGroup, Program
+from graphir.ir.program import Interface, ParamGroup, Program, Slot
 from graphir.ir.size import Polynomial, dimension
 
 
@@ -94,7 +94,7 @@ def test_every_field_comes_back(tmp_path):
         name, (op,), {name: blob, "y": Blob("y", None, None, gpu(2), "output", "y")}, (name,), ("y",), {name: "y"}
     )
     interface = Interface(
-        "[1]", (Feed(name, 1, 2.5), Feed(None, None, math.inf)), "y", (Fetch("y"), Fetch(None, None, 3)), "[]",
+        "[1]", (Slot(name, 1, 2.5), Slot(None, None, math.inf)), "y", (Slot("y"), Slot(None, None, 3)), "[]",
         {name: "y"}, "SGD", {name: {"m": "y"}}, (ParamGroup("lr", (name,), {"betas": (0.9, math.inf), "fused": None}),),
         True, {name: "y"},
     )  # fmt: skip

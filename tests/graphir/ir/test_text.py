@@ -14,7 +14,7 @@ from graphir.ir.device import CPU, Device, gpu
 from graphir.ir.net import Net
 from graphir.ir.operator import SYMBOLS, Effects, Operator, Symbol
 from graphir.ir.plan import Event, Instruction, Plan
-from graphir.ir.program import Feed, Fetch, Interface, ParamGroup, Program
+from graphir.ir.program import Interface, ParamGroup, Program, Slot
 from graphir.ir.size import Polynomial, dimension
 from graphir.ir.text import nbytes_text, operator_text, parse, quoted, show
 
@@ -204,9 +204,9 @@ def test_a_broken_net_can_still_be_printed():
 def test_interfaces_come_back():
     interface = Interface(
         arguments='[1, {"type": null, "#": "#"}]',
-        feeds=(Feed("x", 0), Feed("_"), Feed(None, None, 3), Feed(None, None, "a # b"), Feed(None), Feed("y", 1, 2.0)),
+        feeds=(Slot("x", 0), Slot("_"), Slot(None, None, 3), Slot(None, None, "a # b"), Slot(None), Slot("y", 1, 2.0)),
         loss="loss",
-        fetches=(Fetch("a", 0), Fetch("b"), Fetch(None, None, 3), Fetch(None), Fetch(None, None, "a # b")),
+        fetches=(Slot("a", 0), Slot("b"), Slot(None, None, 3), Slot(None), Slot(None, None, "a # b")),
         results="not\njson",
         module_state={"fc.weight": "fc.weight", "tied.weight": "fc.weight"},
         optimizer="AdamW",

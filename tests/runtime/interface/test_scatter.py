@@ -13,7 +13,7 @@ from graphir.ir.blob import Blob
 from graphir.ir.device import gpu
 from graphir.ir.guard import Guard
 from graphir.ir.net import Net
-from graphir.ir.program import Feed, Interface, Program
+from graphir.ir.program import Interface, Program, Slot
 from graphir.ir.size import Polynomial, parse_size, rename_dims, size_dims
 
 
@@ -21,7 +21,7 @@ def batch(prefix="", times=1, plus=0):
     return Polynomial.of({(f"{prefix}batch",): times, (): plus})
 
 
-ROWS_OF_X = Feed("x", 0)
+ROWS_OF_X = Slot("x", 0)
 
 
 def program_of(replicas=1, *, args=(0,), kwargs=None, feeds=(ROWS_OF_X,), fixed="", **shapes):
@@ -89,7 +89,7 @@ def test_what_has_no_batch_dimension_goes_whole_to_each():
     program = program_of(
         2,
         args=(0, 0),
-        feeds=(Feed("x", 0), Feed("w", None)),
+        feeds=(Slot("x", 0), Slot("w", None)),
         x=lambda p: (batch(p), 3),
         w=lambda p: (3,),
     )
@@ -100,7 +100,7 @@ def test_what_has_no_batch_dimension_goes_whole_to_each():
 
 
 def test_a_batch_dimension_other_than_the_first_is_split_and_laid_out_as_captured():
-    program = program_of(2, feeds=(Feed("x", 1),), x=lambda p: (3, batch(p)))
+    program = program_of(2, feeds=(Slot("x", 1),), x=lambda p: (3, batch(p)))
     _, shares = split(program, X.t())
     assert [s.shape for s in shares] == [(3, 6), (3, 6)]
     assert all(s.is_contiguous() for s in shares)
@@ -125,7 +125,7 @@ def test_dimensions_are_solved_from_sizes():
 
 def test_sizes_that_do_not_agree_are_refused():
     program = program_of(
-        args=(0, 0), feeds=(Feed("x", 0), Feed("y", 0)), x=lambda p: (batch(p), 3), y=lambda p: (batch(p),)
+        args=(0, 0), feeds=(Slot("x", 0), Slot("y", 0)), x=lambda p: (batch(p), 3), y=lambda p: (batch(p),)
     )
     with pytest.raises(SessionError, match=r"argument 0 \('x'\) has 12 rows, argument 1 \('y'\) 4"):
         split(program, X, torch.zeros(4, dtype=torch.int64))
@@ -137,7 +137,7 @@ def sequences(replicas=1, fixed="", **lengths):
     return program_of(
         replicas,
         args=(0, 0),
-        feeds=(Feed("x", 0), Feed("y", 0)),
+        feeds=(Slot("x", 0), Slot("y", 0)),
         fixed=fixed,
         **{
             name: lambda p, second=second: (batch(p), rename_dims(parse_size(second), p.__add__))
@@ -231,7 +231,7 @@ def test_keyword_arguments_match_by_name():
     program = program_of(
         args=(),
         kwargs={"a": 0, "b": 0},
-        feeds=(Feed("x", 0), Feed("y", 0)),
+        feeds=(Slot("x", 0), Slot("y", 0)),
         x=lambda p: (batch(p), 3),
         y=lambda p: (batch(p),),
     )
@@ -244,7 +244,7 @@ def test_keyword_arguments_match_by_name():
 
 
 def test_a_changed_constant_is_refused():
-    program = program_of(args=(0, 0), feeds=(Feed("x", 0), Feed(None, None, 2)))
+    program = program_of(args=(0, 0), feeds=(Slot("x", 0), Slot(None, None, 2)))
     assert split(program, X, 2)
     for other in (3, 2.0, True, "2"):
         with pytest.raises(SessionError, match=f"argument 1 was 2 when the program was captured, now {other!r}"):
@@ -252,7 +252,7 @@ def test_a_changed_constant_is_refused():
 
 
 def test_one_tensor_passed_twice_has_to_stay_one():
-    program = program_of(args=(0, 0), feeds=(Feed("x", 0), Feed("x", 0)))
+    program = program_of(args=(0, 0), feeds=(Slot("x", 0), Slot("x", 0)))
     assert len(split(program, X, X)[1]) == 1
     with pytest.raises(SessionError, match="were one tensor when the program was captured, now they are two"):
         split(program, X, X.clone())
@@ -275,6 +275,6 @@ def test_a_parameter_is_taken_as_a_plain_tensor():
 def test_a_damaged_structure_is_refused():
     program = program_of()
     with pytest.raises(SessionError, match="has 1 leaves, the program 2 feeds"):
-        Scatter(program.with_(interface=Interface(program.interface.arguments, (Feed("x", 0), Feed("y", 0)))))
+        Scatter(program.with_(interface=Interface(program.interface.arguments, (Slot("x", 0), Slot("y", 0)))))
     with pytest.raises(SessionError, match="cannot be read"):
         Scatter(program.with_(interface=Interface(json.dumps(3), ())))
