@@ -17,6 +17,7 @@ from .analysis.certify import Certificate, certify
 from .analysis.diff import Diff, diff
 from .analysis.memory import Memory, memory
 from .analysis.profiles import Profile
+from .analysis.traffic import Traffic, traffic
 from .capture import capture, seeded
 from .errors import (
     CaptureError,
@@ -75,6 +76,7 @@ __all__ = [
     "RecaptureWarning",
     "RunError",
     "SessionError",
+    "Traffic",
     "VerifyError",
     "allow_operators",
     "capture",
@@ -88,5 +90,6 @@ __all__ = [
     "save",
     "seeded",
     "show",
+    "traffic",
     "verify",
 ]

@@ -14,6 +14,7 @@ import typer
 from graphir.runtime import check as findings_of
 
 from .analysis.memory import memory
+from .analysis.traffic import traffic as traffic_of
 from .errors import GraphirError
 from .ir.files import load, load_stream, to_json
 from .ir.net import Net
@@ -126,6 +127,20 @@ def profile(
         )
     else:
         print(found, predicted, sep="\n")
+
+
+@app.command(short_help="Print what a step copies between devices, and why.")
+def traffic(
+    file: Annotated[
+        str, typer.Argument(help="The file of a program with its copies, a net or a plan; - is standard input.")
+    ],
+    json: Annotated[
+        bool, typer.Option("--json", help="Print every copy, the totals and the warnings as JSON.")
+    ] = False,
+) -> None:
+    """Print what a step copies between devices, which move made it necessary, and what crosses for nothing."""
+    found = traffic_of(_load(file))
+    print(found.to_json() if json else found)
 
 
 def _load(file: str) -> Net | Program | Plan:

@@ -6,5 +6,17 @@ from .certify import Certificate, certify
 from .diff import Diff, diff
 from .liveness import Lifetime, liveness
 from .memory import Memory, memory
+from .traffic import Traffic, traffic
 
-__all__ = ["Certificate", "Diff", "Lifetime", "Memory", "certify", "diff", "liveness", "memory"]
+__all__ = [
+    "Certificate",
+    "Diff",
+    "Lifetime",
+    "Memory",
+    "Traffic",
+    "certify",
+    "diff",
+    "liveness",
+    "memory",
+    "traffic",
+]

@@ -94,6 +94,7 @@ def test_help_is_plain(run: Run) -> None:
     assert "  --version  Print the version.\n" in text and text.isascii()
     assert "  check    Prove that a plan runs right, or print what can go wrong.\n" in text
     assert "  profile  Measure what the operators of a step take on this machine.\n" in text
+    assert "  traffic  Print what a step copies between devices, and why.\n" in text
 
 
 @pytest.mark.parametrize(
@@ -134,6 +135,21 @@ def test_it_checks_plans_only(run: Run, folder: Path) -> None:
     status, text, errors = run("check", folder / "program.json")
     assert (status, text) == (1, "")
     assert errors.startswith("graphir: check takes a plan, not a program\n")
+
+
+def test_it_prints_the_traffic_of_a_program_and_of_a_plan(run: Run, folder: Path, tmp_path: Path) -> None:
+    program = passes.shift_activations(graphir.load(folder / "program.json"), ["relu"], shifts={0: 1})
+    program.save(tmp_path / "shifted.json")
+    status, text, errors = run("traffic", tmp_path / "shifted.json")
+    assert (status, text) == (1, "") and errors.startswith("graphir: ") and "have no copies yet" in errors
+    placed = passes.inject_copies(program)
+    found = graphir.traffic(placed)
+    assert found.copies
+    placed.save(tmp_path / "placed.json")
+    passes.emit(placed).save(tmp_path / "plan.json")
+    for name in ("placed", "plan"):
+        assert run("traffic", tmp_path / f"{name}.json") == (0, f"{found}\n", "")
+        assert run("traffic", tmp_path / f"{name}.json", "--json") == (0, f"{found.to_json()}\n", "")
 
 
 def test_profile_measures_and_predicts(run: Run, tmp_path: Path) -> None:

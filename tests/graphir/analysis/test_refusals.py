@@ -23,6 +23,13 @@ CALLS: dict[str, tuple[Callable[[], object], type[GraphirError], str]] = {
     "certify": (lambda: graphir.certify(TINY, None), GraphirError, "certify takes a Program or Plan, not NoneType"),
     "diff": (lambda: graphir.diff(TINY, "x"), GraphirError, "diff takes a Program, Plan or Net, not str"),
     "show": (lambda: graphir.show(3), GraphirError, "show takes a Program, Plan or Net, not int"),
+    "traffic": (lambda: graphir.traffic(None), GraphirError, "traffic takes a Program, Plan or Net, not NoneType"),
+    "traffic of no dims": (lambda: graphir.traffic(TINY, 3), GraphirError, "dims is a int, not a mapping"),
+    "traffic of other dims": (
+        lambda: graphir.traffic(TINY, {"bach": 3}),
+        GraphirError,
+        "dims has 'bach', which no size of 'tiny' follows; did you mean 'batch'?",
+    ),
     "load": (lambda: graphir.load(3), FileError, "a path was expected, not int"),
     "parse": (lambda: graphir.parse(None), ParseError, "text was expected, not NoneType"),
     "save": (lambda: TINY.save(None), FileError, "a path was expected, not NoneType"),
