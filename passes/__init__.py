@@ -5,7 +5,7 @@ In the order in which they are usually run: replicate, shift_activations, inject
 
 from .activations import find_activations
 from .base import Pass, Pipeline, Run, Timing
-from .copies import InjectCopies, inject_copies
+from .copies import InjectCopies, inject_caffe2_copies, inject_copies
 from .emit import emit
 from .replicate import Replicate, replicate
 from .shift import ShiftActivations, shift_activations
@@ -22,6 +22,7 @@ __all__ = [
     "Timing",
     "emit",
     "find_activations",
+    "inject_caffe2_copies",
     "inject_copies",
     "replicate",
     "share_storage",

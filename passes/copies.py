@@ -1,48 +1,54 @@
 """Put in the copies that a placement needs.
 
-A copy stands directly before the first operator that needs it and serves every later reader of the same version::
+A copy stands directly before the first operator that needs it and serves every later reader of the same value::
 
     gpu_0/fc1 @gpu:0 = aten.addmm(…)            gpu_0/fc1 @gpu:0 = aten.addmm(…)
     gpu_0/relu @gpu:1 = aten.relu(gpu_0/fc1) ─▶ gpu_0/fc1_gpu_1 @gpu:1 = Copy(gpu_0/fc1)
                                                 gpu_0/relu @gpu:1 = aten.relu(gpu_0/fc1_gpu_1)
 
-It follows Caffe2's ``core.InjectCrossDeviceCopies`` (names, positions), but keys copies by version, so none goes stale,
-and writes an update that was made to a copy back to where the blob lives.
-
-Where a view is needed elsewhere, the smaller of view and storage crosses: either the view itself, its strides kept, or
-the storage, on whose copy the view operators are replayed. The storage crosses, too, where the operator may read beyond
-the elements of the view (:mod:`graphir.ir.elements`), and where the view is a conjugate, which a copy would write out.
+Names and positions of copies are those of Caffe2's ``core.InjectCrossDeviceCopies``. But no copy goes stale, and an
+update that was made to a copy is brought to where the blob lives (:mod:`.injection`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
-from typing import ClassVar, TypeVar, overload
+from typing import ClassVar, NamedTuple, TypeVar, overload
 
 from pydantic import Field
 
 from graphir.errors import PassError
-from graphir.ir.blob import Blob, dense_nbytes, is_dense, overlaps
 from graphir.ir.device import Device
-from graphir.ir.elements import CONJUGATING, reads_only_elements
-from graphir.ir.names import copy_name, fresh
 from graphir.ir.net import Net
-from graphir.ir.operator import PURE, Operator, Phase, stored_versions
-from graphir.ir.placement import is_host_scalar, required_devices, same_memory
+from graphir.ir.placement import blob_devices, same_memory
 from graphir.ir.program import Program
-from graphir.ir.size import Dims, bind_shape
-from graphir.ir.text import operator_text
+from graphir.ir.size import Dims
 
 from .base import Pass, build, register
-from .caffe2_copies import InjectedCopies, Injection, inject_by_name
+from .injection import Injection, memory_of
 
-__all__ = ["InjectCopies", "InjectedCopies", "inject_copies"]
+__all__ = ["InjectCopies", "InjectedCopies", "inject_caffe2_copies", "inject_copies"]
+
+
+class InjectedCopies(NamedTuple):
+    """A net with its copies, and what the injection of a following net starts from.
+
+    Attributes:
+        net: the net.
+        blob_to_device: where every blob lives, those of the map that was given included.
+        blob_remap: for each (blob, device) the copy that has the blob's value there at the end of the net.
+        program: the program whose step the net is; None where a net was given.
+    """
+
+    net: Net
+    blob_to_device: Mapping[str, Device]
+    blob_remap: Mapping[tuple[str, Device], str]
+    program: Program | None = None
 
 
 @register
 class InjectCopies(Pass):
-    """See :func:`inject_copies`."""
+    """See :func:`inject_copies`; the options, which Caffe2's nets take, are those of :func:`inject_caffe2_copies`."""
 
     name: ClassVar[str] = "inject_copies"
 
@@ -50,31 +56,41 @@ class InjectCopies(Pass):
     blob_to_device: dict[str, str] = Field(default_factory=dict)
 
     def rewrite(self, program: Program) -> Program:
-        if program.step.dialect.workspace:
-            filled, placed = self.caffe2(program)
-            return program.with_(init=filled.result, step=placed.result)
-        if self.blob_to_device or self.placeholder_ops:
+        if (self.blob_to_device or self.placeholder_ops) and not program.step.dialect.workspace:
             raise PassError(
                 f"program {program.name!r} is not from Caffe2", fix="leave blob_to_device and placeholder_ops out"
             )
-        return program.with_(
-            init=_Sweep(program.init, program.dims).run(),
-            step=_Sweep(program.step, program.dims).run(),
-        )
+        filled, placed = self.nets(program)
+        return program.with_(init=filled.result, step=placed.result)
 
-    def caffe2(self, program: Program) -> tuple[Injection, Injection]:
-        """The nets of a Caffe2 program with their copies, one after the other."""
-        init, step, own = program.init, program.step, self.placeholder_ops
-        given = _devices(self.blob_to_device)
-        taken = step.blobs
-        filled = inject_by_name(
-            init, self.name, blob_to_device=given, placeholder_ops=own, live=step.external_inputs, taken=taken
-        )
-        known = {name: blob.device for name, blob in filled.result.blobs.items()} if given or own else {}
-        live = () if step.external_outputs else None
-        return filled, inject_by_name(
-            step, self.name, blob_to_device={**given, **known}, placeholder_ops=own, live=live, taken=init.blobs
-        )
+    def nets(self, program: Program) -> tuple[Injection, Injection]:
+        """The program's nets with their copies, one after the other."""
+        init, step, known = program.init, program.step, _devices(self.blob_to_device)
+        taken = {**_claims(known, None), **dict.fromkeys(step.blobs)}
+        filled = self.net(init, program.dims, known, taken, live=step.external_inputs)
+        if known or self.placeholder_ops:
+            known |= {name: blob.device for name, blob in filled.blobs.items()}
+        taken = {**_claims(known, None), **dict.fromkeys(init.blobs)}
+        return filled, self.net(step, program.dims, known, taken)
+
+    def net(
+        self,
+        net: Net,
+        dims: Dims,
+        known: Mapping[str, Device],
+        taken: Mapping[str, Device | None],
+        present: Mapping[str, dict[Device, str]] | None = None,
+        live: Iterable[str] = (),
+    ) -> Injection:
+        """One net with its copies; the arguments are those of :class:`Injection`, and where *known* blobs live."""
+        dialect = net.dialect.without(self.placeholder_ops) if self.placeholder_ops else net.dialect
+        if dialect.workspace:
+            _refuse_unmade(net)
+        if known or self.placeholder_ops:
+            given = {name: net.blobs[name].device for name in net.external_inputs}
+            homes = blob_devices(net.ops, {**given, **known}, dialect)
+            net = net.with_(blobs={name: blob.on(homes.get(name, blob.device)) for name, blob in net.blobs.items()})
+        return Injection(net, self.name, dims, taken=taken, dialect=dialect, present=present or {}, live=live)
 
 
 _Subject = TypeVar("_Subject", Program, Net)
@@ -94,16 +110,6 @@ def inject_copies(
 ) -> InjectedCopies: ...
 
 
-@overload
-def inject_copies(
-    subject: Net,
-    *,
-    blob_to_device: None = None,
-    blob_remap: Mapping[tuple[str, str], str],
-    placeholder_ops: Sequence[str] = (),
-) -> InjectedCopies: ...
-
-
 def inject_copies(
     subject: Program | Net,
     *,
@@ -116,76 +122,117 @@ def inject_copies(
     A copy of ``b`` is called ``b_gpu_<n>`` or ``b_cpu`` (and ``…_1`` where that name is taken). No operator is moved
     and nothing is copied that is already there. Arguments are never changed.
 
-    The maps are for Caffe2's nets. One after the other, each call returns the maps for the next one::
+    What a net from Caffe2 leaves behind in blobs that are neither external inputs nor external outputs of it counts as
+    unread; one that names no external outputs at all hands on those that it does not read itself.
 
-        first = inject_copies(init, blob_to_device={})
-        second = inject_copies(step, blob_to_device=first.blob_to_device, blob_remap=first.blob_remap)
+    Args:
+        subject: a program, or a net from Caffe2.
+        blob_to_device: as for :func:`inject_caffe2_copies`, which is called where this or *blob_remap* is given.
+        blob_remap: the same.
+        placeholder_ops: Caffe2 types that have all operands on their own device, whatever is known about them.
+
+    Returns:
+        What was given, transformed; or what :func:`inject_caffe2_copies` returns.
+
+    Raises:
+        PassError: a net or an option is given that is not from Caffe2, an operator reads what nobody has made, or
+            nothing copies between two kinds of devices. Or an operator was shifted away from what
+            :func:`share_storage` has it overwrite.
+    """
+    if blob_to_device is not None or blob_remap is not None:
+        return inject_caffe2_copies(
+            subject, blob_to_device=blob_to_device or {}, blob_remap=blob_remap, placeholder_ops=placeholder_ops
+        )
+    step = build(InjectCopies, placeholder_ops=placeholder_ops)
+    if not isinstance(subject, Net):
+        return step(subject)
+    _require_caffe2(subject)
+    return step.net(subject, {}, {}, {}).result
+
+
+def inject_caffe2_copies(
+    subject: Program | Net,
+    *,
+    blob_to_device: Mapping[str, str],
+    blob_remap: Mapping[tuple[str, str], str] | None = None,
+    placeholder_ops: Sequence[str] = (),
+) -> InjectedCopies:
+    """The same for Caffe2's nets that run one after the other: each call returns the maps for the next one.
+
+    ::
+
+        first = inject_caffe2_copies(init, blob_to_device={})
+        second = inject_caffe2_copies(step, blob_to_device=first.blob_to_device, blob_remap=first.blob_remap)
 
     Handing ``blob_remap`` on assumes that nothing changes the copied blobs between the two nets; of blobs that the next
-    net writes itself, no copy is taken over. What a net leaves behind in blobs that are neither external inputs nor
-    external outputs of it counts as unread. A net that names no external outputs at all hands on every blob where maps
-    are given, and else those that it does not read itself.
+    net writes itself, no copy is taken over. A net that names no external outputs hands on every blob.
 
     Args:
         subject: a program, or a net from Caffe2.
         blob_to_device: where blobs live that are fed, or made by earlier nets, as ``{"w": "gpu:0"}``; other external
             inputs live where the net says.
         blob_remap: copies that earlier nets made, as ``{("w", "gpu:1"): "w_gpu_1"}``.
-        placeholder_ops: Caffe2 types that have all operands on their own device, whatever is known about them.
+        placeholder_ops: as for :func:`inject_copies`.
 
     Returns:
-        What was given, transformed; given either map, an :class:`InjectedCopies`, which for a program has its step as
-        ``net`` and the program as ``program``.
+        The net with the maps. Of a program it is the step, and the program is ``program``.
 
     Raises:
-        PassError: maps are given with what is not from Caffe2, ``blob_remap`` with a program, an operator reads what
-            nobody has made, or nothing copies between two kinds of devices. Or an operator was shifted away from what
-            :func:`share_storage` has it overwrite.
+        PassError: as :func:`inject_copies`; or ``blob_remap`` is given with a program, or has copies that
+            ``blob_to_device`` does not have there.
     """
-    mapped = blob_to_device is not None or blob_remap is not None
-    step = build(
-        InjectCopies,
-        placeholder_ops=placeholder_ops,
-        blob_to_device={} if blob_to_device is None else blob_to_device,
-    )
+    step = build(InjectCopies, placeholder_ops=placeholder_ops, blob_to_device=blob_to_device)
+    known = _devices(step.blob_to_device)
     if not isinstance(subject, Net):
         if blob_remap is not None:
             raise PassError(
                 "blob_remap goes with a net", fix="a program begins with its init net: nothing is copied yet"
             )
         program = step(subject)
-        if blob_to_device is None:
-            return program
-        filled, placed = (sweep.injected() for sweep in step.caffe2(subject))
-        return placed._replace(blob_to_device={**filled.blob_to_device, **placed.blob_to_device}, program=program)
-    return _into_net(subject, step, blob_remap, mapped=mapped)
-
-
-def _into_net(
-    net: Net, step: InjectCopies, blob_remap: Mapping[tuple[str, str], str] | None, *, mapped: bool
-) -> Net | InjectedCopies:
-    """One net of Caffe2's with its copies; with the maps for the next net where *mapped*."""
-    if not net.dialect.workspace:
-        raise PassError(f"net {net.name!r} is not from Caffe2", fix="inject the copies into its program")
-    known, copies = _devices(step.blob_to_device), None if blob_remap is None else _copies(blob_remap)
-    for (name, device), copy in (copies or {}).items():
+        filled, placed = step.nets(subject)
+        known |= {name: blob.device for done in (filled, placed) for name, blob in done.result.blobs.items()}
+        return InjectedCopies(program.step, known, _copies_left(placed), program)
+    _require_caffe2(subject)
+    remap = None if blob_remap is None else _copies(blob_remap)
+    for (name, device), copy in (remap or {}).items():
         if copy not in known or not same_memory(known[copy], device):
             raise PassError(
                 f"blob_remap has {copy!r} as the copy of {name!r} on {device}; blob_to_device does not have it there",
                 fix="hand on both maps of the call for the net before",
             )
-    live: Iterable[str] | None = ()
-    if not net.external_outputs:
-        live = net.blobs if mapped else None
-    done = inject_by_name(
-        net,
-        InjectCopies.name,
-        blob_to_device=known,
-        blob_remap=copies,
-        placeholder_ops=step.placeholder_ops,
-        live=live,
-    )
-    return done.injected() if mapped else done.result
+    # What this net writes may have another value from step to step than when it was copied.
+    written = {name for op in subject.ops for name in op.outputs} if remap else set()
+    kept = {key: copy for key, copy in (remap or {}).items() if written.isdisjoint((key[0], copy))}
+    present: dict[str, dict[Device, str]] = {}
+    for (name, device), copy in kept.items():
+        if name in subject.external_inputs:
+            home = known.get(name, subject.blobs[name].device)
+            present.setdefault(name, {memory_of(home): name})[memory_of(device)] = copy
+    live = () if subject.external_outputs else subject.blobs
+    done = step.net(subject, {}, known, _claims(known, remap), present, live)
+    known |= {name: blob.device for name, blob in done.result.blobs.items()}
+    return InjectedCopies(done.result, known, {**kept, **_copies_left(done)})
+
+
+def _require_caffe2(net: Net) -> None:
+    if not net.dialect.workspace:
+        raise PassError(f"net {net.name!r} is not from Caffe2", fix="inject the copies into its program")
+
+
+def _refuse_unmade(net: Net) -> None:
+    """Refuse an operator that reads what nobody has made: a net is not verified."""
+    made = set(net.external_inputs)
+    for op in net.ops:
+        what = fix = ""
+        if op.type == "Copy" and not len(op.inputs) == len(op.outputs) == 1:
+            what = "a Copy has one input and one output"
+        elif not made.issuperset(op.inputs):
+            name = next(name for name in op.inputs if name not in made)
+            when = "an operator makes it" if net.producer(name) else "anybody has made it"
+            what, fix = f"blob {name!r} is read before {when}", "list it as an external input, or make it before"
+        if what:
+            raise PassError(what, at=f"{op.type} -> {', '.join(op.outputs)}", where=f"net {net.name!r}", fix=fix)
+        made.update(op.outputs)
 
 
 def _devices(named: Mapping[str, str]) -> dict[str, Device]:
@@ -201,175 +248,20 @@ def _copies(named: object) -> dict[tuple[str, Device], str]:
     return found
 
 
-class _Sweep:
-    """One sweep over a captured net.
+def _claims(known: Mapping[str, Device], remap: Mapping[tuple[str, Device], str] | None) -> dict[str, Device | None]:
+    """The names of blobs of earlier nets, which no copy may get, each with the memory where it is one that a copy is
+    made to again. Where it is not known which blobs are copies, one that lives where the copy will is taken for it."""
+    if remap is None:
+        return {name: memory_of(device) for name, device in known.items()}
+    return {**dict.fromkeys(known), **{copy: memory_of(device) for (_, device), copy in remap.items()}}
 
-    Attributes:
-        local: for a (name, version) and a device, the (name, version) of what stands for it there.
-        replayed: the same for views of a copy of the whole storage.
-        versions: of each copy that is written, the last one.
-        makers: the operator behind each (name, version) that is a view.
-        conjugate: of these, those that a conjugation or negation leads to.
-    """
 
-    def __init__(self, net: Net, dims: Dims) -> None:
-        self.net, self.dims = net, dims
-        self.blobs = dict(net.blobs)
-        self.elsewhere = net.dialect.elsewhere
-        self.ops: list[Operator] = []
-        self.local: dict[tuple[str, int, Device], tuple[str, int]] = {}
-        self.replayed: dict[tuple[str, int, Device], tuple[str, int]] = {}
-        self.versions: dict[str, int] = {}
-        self.makers: dict[tuple[str, int], Operator] = {}
-        self.conjugate: set[tuple[str, int]] = set()
-
-    def run(self) -> Net:
-        blobs, append = self.blobs, self.ops.append
-        for op in self.net.ops:
-            device = op.device
-            for name in op.inputs:
-                if blobs[name].device is not device:
-                    self.place(op)
-                    break
-            else:
-                append(op)
-            if op.effects.views:
-                self.makers.update((made, op) for made in op.makes)
-                if op.type in CONJUGATING or not self.conjugate.isdisjoint(op.reads):
-                    self.conjugate.update(op.makes)
-        if len(self.ops) == len(self.net.ops):
-            return self.net
-        return self.net.with_(ops=tuple(self.ops), blobs=self.blobs)
-
-    def place(self, op: Operator) -> None:
-        """Append *op*, with copies before it of what it needs from elsewhere, and after it of what it updated."""
-        if op.effects is PURE and op.input_versions is None and op.type not in self.elsewhere:
-            # What nearly every operator is, in half the time.
-            device, blobs = op.device, self.blobs
-            bring = self.bring if reads_only_elements(op.type) else partial(self.bring_storage, op)
-            brought = tuple([
-                name if blobs[name].device == device or is_host_scalar(blobs[name])
-                else bring(name, 0, device, op.phase)[0]
-                for name in op.inputs
-            ])  # fmt: skip
-            self.ops.append(op if brought == op.inputs else Operator(op[0], brought, *op[2:]))
-            return
-        needed, _ = required_devices(op, self.blobs, self.net.dialect)
-        bring = self.bring if reads_only_elements(op.type) else partial(self.bring_storage, op)
-        inputs, versions = list(op.inputs), list(op.input_versions or (0,) * len(op.inputs))
-        for i, (name, version) in enumerate(op.reads):
-            if self.blobs[name].device != needed[i]:
-                inputs[i], versions[i] = bring(name, version, needed[i], op.phase)
-        if inputs == list(op.inputs):
-            self.ops.append(op)
-            return
-        outputs, made = list(op.outputs), list(op.output_versions or (0,) * len(op.outputs))
-        written_back = []
-        for position, source in op.effects.writes:
-            if inputs[source] != op.inputs[source]:
-                home = outputs[position], made[position]
-                if home[0] != op.inputs[source]:
-                    raise PassError(
-                        f"{op.type} writes {home[0]!r} over {op.inputs[source]!r}, which {op.device} has a copy of",
-                        at=operator_text(op, self.net),
-                        fix="shift before share_storage, which puts operators in place",
-                    )
-                outputs[position] = inputs[source]
-                made[position] = self.next_version(inputs[source])
-                written_back.append((home, (outputs[position], made[position])))
-        self.ops.append(
-            op._replace(
-                inputs=tuple(inputs),
-                outputs=tuple(outputs),
-                input_versions=stored_versions(versions),
-                output_versions=stored_versions(made),
-            )
-        )
-        for home, updated in written_back:
-            self.local[(*home, self.blobs[updated[0]].device)] = updated
-            self.copy(updated, home, op.phase)
-
-    def bring(self, name: str, version: int, device: Device, phase: Phase) -> tuple[str, int]:
-        """What stands for a (name, version) on *device*; made now if there is nothing yet."""
-        key = name, version, device
-        found = self.local.get(key) or self.replayed.get(key)
-        if found is None:
-            blob = self.blobs[name]
-            if (name, version) in self.makers and not self.crosses_as_itself(blob, version):
-                return self.replay(name, version, device, phase)
-            found = self.local[key] = self.declare(blob, device)
-            self.copy((name, version), found, phase)
-        return found
-
-    def bring_storage(self, op: Operator, name: str, version: int, device: Device, phase: Phase) -> tuple[str, int]:
-        """What stands for a (name, version) on *device* in a copy of its whole storage, as *op* needs it."""
-        blob = self.blobs[name]
-        storage = self.blobs[blob.storage]
-        if (name, version) in self.makers and is_dense(storage):
-            return self.replay(name, version, device, phase)
-        if not is_dense(blob) or blob[1:3] != storage[1:3]:
-            raise PassError(
-                f"{op.type} may read beyond the elements of {name!r}, and a copy of it on {device} holds nothing else",
-                at=operator_text(op, self.net),
-                fix=f"leave {op.type} on {storage.device}, where {storage.name!r} is",
-            )
-        return self.bring(name, version, device, phase)
-
-    def declare(self, blob: Blob, device: Device) -> tuple[str, int]:
-        """A new blob on *device* that a copy of *blob* will fill."""
-        name = fresh(copy_name(blob.name, device), self.blobs)
-        self.blobs[name] = Blob(name, blob.shape, blob.dtype, device, "temporary", name, blob.strides)
-        return name, 0
-
-    def copy(self, source: tuple[str, int], target: tuple[str, int], phase: Phase) -> None:
-        """Append a copy between two (name, version)s."""
-        copy = Operator(
-            "Copy", (source[0],), (target[0],), {}, self.blobs[target[0]].device, phase, "", InjectCopies.name
-        )
-        if source[1] or target[1]:
-            copy = copy._replace(input_versions=source[1:], output_versions=target[1:])
-        self.ops.append(copy)
-
-    def replay(self, name: str, version: int, device: Device, phase: Phase) -> tuple[str, int]:
-        """Make a view again on *device*, over a copy of its whole storage."""
-        maker = self.makers.get((name, version))
-        if maker is None:
-            return self.bring(name, version, device, phase)
-        if (name, version, device) not in self.replayed:
-            inputs, versions = zip(*[self.replay(*read, device, phase) for read in maker.reads], strict=True)
-            outputs = []
-            for made, (position, source) in zip(maker.makes, sorted(maker.effects.views), strict=True):
-                blob = self.blobs[maker.outputs[position]]
-                local, _ = self.declare(blob, device)
-                storage = self.blobs[inputs[source]].storage
-                self.blobs[local] = self.blobs[local]._replace(storage=storage, offset=blob.offset)
-                outputs.append(local)
-                self.replayed[(*made, device)] = local, 0
-            self.ops.append(
-                maker._replace(
-                    inputs=inputs,
-                    outputs=tuple(outputs),
-                    input_versions=stored_versions(versions),
-                    output_versions=None,
-                    device=device,
-                    phase=phase,
-                    by=InjectCopies.name,
-                )
-            )
-        return self.replayed[name, version, device]
-
-    def crosses_as_itself(self, view: Blob, version: int) -> bool:
-        """Whether a view has fewer bytes than its storage, and can be laid out alone with its own strides."""
-        storage = self.blobs[view.storage]
-        if (view.name, version) in self.conjugate:
-            return False
-        if dense_nbytes(view, self.dims) >= dense_nbytes(storage, self.dims):
-            return False
-        if view.shape is None or view.strides is None:
-            return True
-        return not overlaps(bind_shape(view.shape, self.dims), bind_shape(view.strides, self.dims))
-
-    def next_version(self, name: str) -> int:
-        """The version that the next write to a copy makes."""
-        self.versions[name] = self.versions.get(name, 0) + 1
-        return self.versions[name]
+def _copies_left(done: Injection) -> dict[tuple[str, Device], str]:
+    """At the end of a net, by blob and device, the copy that has what the blob has."""
+    return {
+        (name, done.blobs[copy].device): copy
+        for name, held in done.present.items()
+        if name not in done.away
+        for copy in held.values()
+        if copy != name and copy in done.blobs
+    }

@@ -18,7 +18,7 @@ PUBLIC = {
     """,
     "graphir.passes": """
         InjectCopies Pass Pipeline Replicate Run ShareStorage ShiftActivations Timing
-        emit find_activations inject_copies replicate share_storage shift_activations
+        emit find_activations inject_caffe2_copies inject_copies replicate share_storage shift_activations
     """,
     "graphir.runtime": """
         Finding Report Session check python

@@ -231,6 +231,16 @@ def test_a_copy_of_an_earlier_net_is_read_and_becomes_an_external_input():
     assert [op.inputs for op in done.net.ops] == [("x_gpu_1",)]
 
 
+def test_a_copy_of_an_earlier_net_that_nobody_reads_is_handed_on_and_no_input():
+    first = passes.inject_caffe2_copies(net(CHAIN), blob_to_device={})
+    maps = {"blob_to_device": first.blob_to_device, "blob_remap": first.blob_remap}
+    later = net("  activation x : ? @gpu:0\n  v : ? @gpu:0 = Relu(x)")
+    done = passes.inject_caffe2_copies(later, **maps)
+    assert done.net == later
+    assert done.blob_remap == first.blob_remap == {("x", "gpu:1"): "x_gpu_1"}
+    assert passes.inject_copies(later, **maps) == done
+
+
 def test_no_copy_is_taken_over_of_what_the_net_writes():
     first = passes.inject_copies(net(CHAIN), blob_to_device={})
     later = net("  activation x : ? @gpu:0\n  v : ? @gpu:1 = Relu(x)\n  x;1 = Relu(x)")

@@ -6,11 +6,15 @@ from collections.abc import Callable
 
 import nets
 import pytest
+import torch
 from small import program_of, two_layers
+from torch import nn
 
 import graphir
-from graphir import passes
+from graphir import passes, runtime
 from graphir.errors import PassError
+from graphir.ir.device import gpu
+from graphir.ir.operator import Operator
 from graphir.ir.program import Program
 
 
@@ -90,14 +94,111 @@ def test_an_update_made_elsewhere_is_written_back() -> None:
     assert list(reader.reads) == [("x", 0), ("count_gpu_1", 1)]
 
 
-def test_two_updates_made_elsewhere_copy_in_once() -> None:
+def test_two_updates_made_elsewhere_cross_once_each_way() -> None:
     after = injected("""
     buffer count : f32[3] @gpu:0
     input x : f32[3] @gpu:1
     count;1 = aten.add_.Tensor(count, x) {device=gpu:1}
     count;2 = aten.mul_.Tensor(count;1, x) {device=gpu:1}
     """)
+    assert copies(after) == [("count;0", "count_gpu_1;0"), ("count_gpu_1;2", "count;1")]
+
+
+def test_an_update_made_elsewhere_is_brought_home_for_who_reads_it_there() -> None:
+    after = injected("""
+    buffer count : f32[3] @gpu:0
+    input x : f32[3] @gpu:1
+    count;1 = aten.add_.Tensor(count, x) {device=gpu:1}
+    a : f32[3] @gpu:0 = aten.exp(count;1)
+    count;2 = aten.mul_.Tensor(count;1, x) {device=gpu:1}
+    count;3 = aten.add_.Tensor(count;2, count;2)
+    """)
     assert copies(after) == [("count;0", "count_gpu_1;0"), ("count_gpu_1;1", "count;1"), ("count_gpu_1;2", "count;2")]
+    assert [op.output_versions for op in after.step.ops if op.outputs == ("count",)] == [(1,), (2,), (3,)]
+
+
+def test_an_update_made_elsewhere_goes_from_there_to_a_third_device() -> None:
+    after = injected("""
+    buffer count : f32[3] @gpu:0
+    input x : f32[3] @gpu:1
+    count;1 = aten.add_.Tensor(count, x) {device=gpu:1}
+    a : f32[3] @gpu:2 = aten.exp(count;1)
+    """)
+    assert copies(after)[1:] == [("count_gpu_1;1", "count_gpu_2;0"), ("count_gpu_1;1", "count;1")]
+
+
+def test_what_nobody_reads_at_home_stays_where_it_was_overwritten() -> None:
+    after = injected("""
+    input x : f32[3] @gpu:0
+    a : f32[3] @gpu:0 = aten.exp(x)
+    a;1 = aten.relu_(a) {device=gpu:1}
+    b : f32[3] @gpu:1 = aten.exp(a;1)
+    output b
+    """)
+    assert copies(after) == [("a;0", "a_gpu_1;0")]
+
+
+def test_a_copy_reads_where_a_value_is() -> None:
+    after = injected("""
+    buffer count : f32[3] @gpu:0
+    input x : f32[3] @gpu:1
+    count;1 = aten.add_.Tensor(count, x) {device=gpu:1}
+    y : f32[3] @gpu:2 = Copy(count;1)
+    """)
+    assert copies(after) == [("count;0", "count_gpu_1;0"), ("count_gpu_1;1", "y;0"), ("count_gpu_1;1", "count;1")]
+
+
+@pytest.mark.parametrize("last", ["forward", "update"])
+def test_a_state_comes_home_before_the_update_if_anything_was_written_before_it(last: str) -> None:
+    after = injected(f"""
+    buffer count : f32[3] @gpu:0
+    input x : f32[3] @gpu:1
+    count;1 = aten.add_.Tensor(count, x) {{device=gpu:1}}
+    count;2 = aten.mul_.Tensor(count;1, x) {{phase={last}, device=gpu:1}}
+    """)
+    assert (after.step.ops[-1].type, after.step.ops[-1].phase) == ("Copy", "forward")
+
+
+def test_a_view_of_what_was_updated_elsewhere_is_made_again_there() -> None:
+    after = injected("""
+    buffer count : f32[3,2] @gpu:0
+    input x : f32[3,2] @gpu:1
+    count;1 = aten.add_.Tensor(count, x) {device=gpu:1}
+    t : f32[2,3] strides [1,2] in count @gpu:0 = aten.t(count;1)
+    a : f32[2,3] strides [1,2] @gpu:1 = aten.exp(t)
+    """)
+    assert copies(after) == [("count;0", "count_gpu_1;0"), ("count_gpu_1;1", "count;1")]
+    assert after.step.blobs["t_gpu_1"].storage == "count_gpu_1"
+
+
+def test_the_host_is_one_memory() -> None:
+    program = program_of("""
+    input x : f32[3] @cpu:1
+    a : f32[3] @cpu:0 = aten.exp(x)
+    """)
+    assert passes.inject_copies(program) == program.with_(history=("inject_copies",))
+
+
+def test_a_counter_that_is_counted_up_elsewhere_crosses_once_each_way_in_a_session() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    program = graphir.capture(model, (x,), targets=(y,), loss=nn.functional.mse_loss, optimizer=optimizer, accumulate=2)
+    counter = "1.num_batches_tracked"
+    ops = tuple(op.on(gpu(1), "test") if op.outputs == (counter,) else op for op in program.step.ops)
+    placed = passes.inject_copies(program.with_(step=program.step.with_(ops=ops)))
+    assert copies(placed) == [(f"{counter};0", f"{counter}_gpu_1;0"), (f"{counter}_gpu_1;2", f"{counter};1")]
+    assert graphir.certify(program, placed).holds
+    plan = passes.emit(placed)
+    assert runtime.check(plan) == []
+    states = []
+    for each in (passes.emit(program), plan):
+        with runtime.Session(each, program.state) as session:
+            losses = [session.step(x, y) for _ in range(2)]
+            states.append({"loss": losses[1], **session.state_dict()})
+    assert states[1][counter] == 4
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
 def test_what_was_shifted_away_from_what_it_overwrites_is_refused() -> None:
@@ -190,17 +291,22 @@ def test_random_programs_are_placed_and_certified(spread: float) -> None:
 
 
 def test_no_copy_can_be_left_out() -> None:
+    """None brings what is there already, and each is read, or is the last value of what the step hands on."""
     for seed in range(20):
-        placed = passes.inject_copies(nets.random_program(seed, devices=3, spread=0.4))
-        for i, op in enumerate(placed.step.ops):
-            if op.type != "Copy" or op.output_versions:
-                continue
-            source, target = op.inputs[0], op.outputs[0]
-            readers = [reader for reader in placed.step.ops[i + 1 :] if target in reader.inputs]
-            assert readers, f"nobody reads {target}"
-            at = placed.step.blobs[target].device
-            assert placed.step.blobs[source].device != at
-            assert [c for c in copies(placed) if c[0].startswith(f"{source};") and c[1] == f"{target};0"]
+        step = passes.inject_copies(nets.random_program(seed, devices=3, spread=0.4)).step
+        value: dict[str, object] = {name: name for name in step.external_inputs}
+        unread: dict[str, Operator] = {}
+        for i, op in enumerate(step.ops):
+            for name in op.inputs:
+                unread.pop(name, None)
+            assert unread.keys().isdisjoint(op.outputs), f"nobody reads {op.outputs} before they are written again"
+            value.update({name: (i, name) for name in op.outputs})
+            if op.type == "Copy":
+                (source,), (target,) = op.inputs, op.outputs
+                there = step.blobs[target].device
+                assert not [n for n, v in value.items() if v == value[source] and step.blobs[n].device == there]
+                value[target], unread[target] = value[source], op
+        assert unread.keys() <= {*step.external_inputs, *step.external_outputs}
 
 
 def test_injecting_again_changes_nothing() -> None:

@@ -1,0 +1,366 @@
+"""Where the values of a net are, operator by operator, and the copies that bring them to where they are needed.
+
+A blob lives on one device, its *home*. A memory *holds* a name if it has the name's present value: home in the blob
+itself, others in copies::
+
+    x @gpu:0 = aten.rand()                    gpu:0 holds x, at home
+    x_gpu_1 @gpu:1 = Copy(x)                  so does gpu:1
+    x_gpu_1;1 @gpu:1 = aten.relu_(x_gpu_1)    only gpu:1 does: relu_ overwrites x, and does not run at home
+    x_gpu_2 @gpu:2 = Copy(x_gpu_1;1)          so does gpu:2, for an operator there
+    x;1 @gpu:0 = Copy(x_gpu_1;1)              so does home again, for an operator there or at the end of the net
+
+A write leaves the name in one memory, so no copy goes stale; and nothing is copied that nobody reads.
+
+A view that is needed elsewhere crosses alone, as any blob, or it is *replayed*: its storage crosses, and the view
+operators run again on the copy of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache, cached_property, partial
+
+from graphir.errors import GraphirError, PassError
+from graphir.ir.blob import Blob, bound_layout, dense_nbytes, is_dense, overlaps
+from graphir.ir.device import CPU, Device
+from graphir.ir.dialect import Dialect
+from graphir.ir.elements import CONJUGATING, reads_only_elements
+from graphir.ir.names import copy_name
+from graphir.ir.net import Net
+from graphir.ir.operator import Operator, Phase, stored_versions
+from graphir.ir.placement import is_host_scalar, required_devices
+from graphir.ir.size import Dims, Size
+from graphir.ir.text import operator_text
+
+__all__ = ["Injection", "memory_of"]
+
+
+_suffix = cache(partial(copy_name, ""))
+"""What a copy's name has after its blob's, by memory."""
+
+
+@cache
+def memory_of(device: Device) -> Device:
+    """The device that stands for a memory: the host is one, whatever its number."""
+    return CPU if device.is_host else device
+
+
+class Injection:
+    """One sweep over a net.
+
+    Args:
+        net: the net, its blobs at home.
+        by: the pass that puts the copies in.
+        dims: the sizes at which a view is compared with its storage.
+        dialect: that of the net, some of its rules left out perhaps.
+        live: names that home shall hold at the end, beside the net's external inputs and results.
+        taken: names that copies may not have, each with the memory in which one may have it after all, or None.
+        present: the copies that earlier nets made of external inputs: by name, the memories that hold it from the
+            beginning, and the blobs there.
+
+    Attributes:
+        blobs: every blob, copies included.
+        ops: the operators so far, copies included.
+        external: the external inputs, copies that earlier nets made included as far as they are read.
+        present: by name and memory, the blob that holds it; what is not here, home alone holds.
+        last: the last version so far of each blob in ``present``; -1 before the first.
+        counted: names that were once made elsewhere. Not all of their versions are made at home any more, so that those
+            are counted here.
+        away: names that home does not hold, and the phase of the copy that will bring them there: not the update, if
+            any value since home held the name was made before it. By that, sessions tell what replicas share.
+        copies: in a workspace, by name and memory, the blob that copies of it are made to.
+        replayed: by name and memory, the view of a copy of its storage.
+        changed: whether anything was put in or replaced.
+    """
+
+    def __init__(
+        self,
+        net: Net,
+        by: str,
+        dims: Dims,
+        *,
+        dialect: Dialect,
+        live: Iterable[str] = (),
+        taken: Mapping[str, Device | None],
+        present: Mapping[str, dict[Device, str]],
+    ) -> None:
+        self.net, self.by, self.dims, self.dialect, self.taken = net, by, dims, dialect, taken
+        self.blobs = dict(net.blobs)
+        self.ops: list[Operator] = []
+        self.external = list(net.external_inputs)
+        self.present = dict(present)
+        self.last = {blob: 0 for held in present.values() for blob in held.values()}
+        self.counted: set[str] = set()
+        self.away: dict[str, Phase] = {}
+        self.copies = {(name, memory): blob for name, held in present.items() for memory, blob in held.items()}
+        self.replayed: dict[tuple[str, Device], str] = {}
+        self.changed = False
+        self.run()
+        self.bring_home(live)
+
+    def run(self) -> None:
+        """Append every operator, with copies before it of what it needs from elsewhere.
+
+        Nearly all have every operand at home, and on their own device, which a look-up of each tells at a fraction of
+        the cost of :meth:`place`.
+        """
+        blobs, present, counted, append = self.blobs, self.present, self.counted, self.ops.append
+        host, mentions, workspace = self.dialect.host, self.dialect.mentions, self.dialect.workspace
+        for op in self.net.ops:
+            operands, device = op.inputs, op.device
+            if workspace:  # elsewhere, what an operator makes is on its device, unless it overwrites an operand
+                operands += op.outputs
+                if present and mentions(op):
+                    self.settle(op)
+                if op.type in host:
+                    self.place(op)
+                    continue
+            if not counted or counted.isdisjoint(operands):
+                for name in operands:
+                    if blobs[name].device is not device:
+                        break
+                else:
+                    if op.output_versions is not None:
+                        for name in op.outputs:
+                            present.pop(name, None)
+                    append(op)
+                    continue
+            self.place(op)
+
+    def place(self, op: Operator) -> None:
+        """Append an operator of which some operand may be elsewhere."""
+        needed = made = None
+        if op.type in self.dialect.elsewhere:
+            needed, made = required_devices(op, self.blobs, self.dialect)
+            if op.type == "Copy":
+                needed = [self.copied_from(op)]
+        inputs, reads, effects = op.inputs, op.input_versions, op.effects
+        for i, blob, version, memory in self.away_from(op.device, inputs, reads, needed):
+            inputs, reads = _replaced(inputs, reads, i, *self.bring(op, blob, version, memory))
+        outputs, makes = op.outputs, op.output_versions
+        if effects.writes and inputs is not op.inputs:
+            self.refuse_other_names(op, inputs)
+        if makes or self.dialect.workspace:
+            over = {output: inputs[source] for output, source in effects.writes}
+            for name in outputs:
+                self.present.pop(name, None)
+            for i, blob, version, memory in self.away_from(op.device, outputs, makes, made):
+                new = self.make(blob, version, memory, op.phase, over.get(i))
+                outputs, makes = _replaced(outputs, makes, i, *new)
+        if inputs is op.inputs and reads is op.input_versions and outputs is op.outputs and makes is op.output_versions:
+            self.ops.append(op)
+            return
+        if effects.writes and self.dialect.workspace:  # it may read an operand in another memory than it writes it in
+            effects = effects._replace(writes=tuple([(o, i) for o, i in effects.writes if outputs[o] == inputs[i]]))
+        parts = (op.type, inputs, outputs) + op[3:11] + (effects, reads, makes) + op[14:]  # noqa: RUF005  # fastest
+        self.ops.append(Operator._make(parts))
+        self.changed = True
+
+    def away_from(
+        self, device: Device, names: Sequence[str], versions: Sequence[int] | None, wanted: Sequence[Device] | None
+    ) -> Iterator[tuple[int, Blob, int, Device]]:
+        """Of an operator's operands, those that are not simply at home where they are *wanted*, which is on the
+        operator's own *device* unless that is given: their positions, blobs and versions, and the memory."""
+        scalars = wanted is None and self.dialect.host_scalars
+        for i, name in enumerate(names):
+            blob, at = self.blobs[name], wanted[i] if wanted else device
+            if (blob.device is not at or name in self.counted) and not (scalars and is_host_scalar(blob)):
+                yield i, blob, versions[i] if versions else 0, memory_of(at)
+
+    def refuse_other_names(self, op: Operator, inputs: tuple[str, ...]) -> None:
+        """Refuse an operator that overwrites an operand under another name where it has a copy of it."""
+        for output, source in op.effects.writes:
+            if inputs[source] != op.inputs[source] != op.outputs[output]:
+                raise PassError(
+                    f"{op.type} writes {op.outputs[output]!r} over {op.inputs[source]!r}, "
+                    f"which {op.device} has a copy of",
+                    at=operator_text(op, self.net),
+                    fix="shift before share_storage, which puts operators in place",
+                )
+
+    def copied_from(self, op: Operator) -> Device:
+        """Where an explicit ``Copy`` reads: at home if that holds the name, else elsewhere, if it can read there."""
+        name = op.inputs[0]
+        memories = [*([] if name in self.away else [self.blobs[name].device]), *self.present.get(name, {})]
+        return next((memory for memory in memories if self.dialect.copies_from(memory, op.device)), op.device)
+
+    def settle(self, op: Operator) -> None:
+        """Bring home what *op* names beside its operands. Nets in its arguments may also write it."""
+        nested = self.dialect.nested(op)
+        for name in self.dialect.mentions(op):
+            if name in self.present:
+                home = memory_of(self.blobs[name].device)
+                self.hold(name, 0, home, op.phase)
+                if name in nested:
+                    self.present[name] = {home: name}
+
+    def bring(self, op: Operator, blob: Blob, version: int, memory: Device) -> tuple[str, int]:
+        """The blob and version by which *op* reads a blob in a memory."""
+        is_plain = blob.storage == blob.name and blob.strides is None
+        if not is_plain and memory is not memory_of(blob.device) and self.is_replayed(op, blob, version, memory):
+            return self.replay(blob.name, version, memory, op.phase)
+        return self.hold(blob.name, version, memory, op.phase)
+
+    def is_replayed(self, op: Operator, blob: Blob, version: int, memory: Device) -> bool:
+        """Whether *op* reads a blob of another memory as a view of a copy of its storage.
+
+        It does where that is no larger than the view, or where a copy of the view would not do: *op* may read beyond
+        the elements of the view, or the view is a conjugate, which a copy would write out.
+        """
+        name, storage = blob.name, self.blobs[blob.storage]
+        is_view = (name, version) in self.views
+        if not reads_only_elements(op.type):
+            if is_view and is_dense(storage):
+                return True
+            if is_dense(blob) and blob[1:3] == storage[1:3]:
+                return False
+            raise PassError(
+                f"{op.type} may read beyond the elements of {name!r}, and a copy of it on {memory} holds nothing else",
+                at=operator_text(op, self.net),
+                fix=f"leave {op.type} on {storage.device}, where {storage.name!r} is",
+            )
+        if not is_view or memory in self.present.get(name, ()):
+            return False
+        return (name, memory) in self.replayed or not self.crosses_alone(blob, version)
+
+    def crosses_alone(self, view: Blob, version: int) -> bool:
+        """Whether a view has fewer bytes than its storage, and can be laid out alone with its own strides."""
+        if dense_nbytes(view, self.dims) >= dense_nbytes(self.blobs[view.storage], self.dims):
+            return False
+        return not (self.is_conjugate(view.name, version) or overlaps(*bound_layout(view, self.dims)))
+
+    def is_conjugate(self, name: str, version: int) -> bool:
+        """Whether a conjugation or negation leads to a view."""
+        op = self.views.get((name, version))
+        return op is not None and (op.type in CONJUGATING or any(self.is_conjugate(*read) for read in op.reads))
+
+    @cached_property
+    def views(self) -> dict[tuple[str, int], Operator]:
+        """The operator behind each name and version that is a view."""
+        return {made: op for op in self.net.ops if op.effects.views for made in op.makes}
+
+    def replay(self, name: str, version: int, memory: Device, phase: Phase) -> tuple[str, int]:
+        """Make a view again, over a copy of its storage."""
+        maker = self.views.get((name, version))
+        if maker is None:
+            return self.hold(name, version, memory, phase)
+        if (name, memory) not in self.replayed:
+            inputs, reads = zip(*[self.replay(*read, memory, phase) for read in maker.reads], strict=True)
+            made = []
+            for view, (_, source) in zip(maker.outputs, sorted(maker.effects.views), strict=True):
+                storage = self.blobs[inputs[source]].storage
+                made.append(self.declare(self.blobs[view], memory, storage, self.blobs[view].offset))
+                self.replayed[view, memory] = made[-1]
+                self.last[made[-1]] = 0
+            again = maker._replace(inputs=inputs, outputs=tuple(made), device=memory, phase=phase, by=self.by)
+            self.ops.append(again._replace(input_versions=stored_versions(reads), output_versions=None))
+        return self.replayed[name, memory], 0
+
+    def hold(self, name: str, version: int, memory: Device, phase: Phase) -> tuple[str, int]:
+        """The blob and version that hold a name in a memory; copied there if nothing does."""
+        held = self.present.get(name)
+        if held is None:
+            held = self.present[name] = {memory_of(self.blobs[name].device): name}
+            self.last[name] = version
+        found = held.get(memory)
+        if found is None:
+            source = name
+            if name in self.away:
+                source = next(iter(held.values()))
+                if memory is memory_of(self.blobs[name].device):
+                    found, phase = name, self.away.pop(name)
+            found = held[memory] = found or self.copy_at(name, memory)
+            self.copy(source, found, phase)
+        elif found not in self.blobs:
+            self.blobs[found] = self.blobs[name]._replace(name=found, storage=found, device=memory)
+            self.external.append(found)
+            self.changed = True
+        return found, self.last[found]
+
+    def make(self, blob: Blob, version: int, memory: Device, phase: Phase, over: str | None) -> tuple[str, int]:
+        """The blob and version by which an operator of *phase* writes a blob in a memory, *over* what it read of it."""
+        name, at_home = blob.name, memory is memory_of(blob.device)
+        if name not in self.counted:
+            if at_home:
+                return name, version
+            self.counted.add(name)
+            self.last[name] = version - 1
+        if at_home:
+            found = name
+        elif over and self.blobs[over].device is memory:
+            found = over
+        else:
+            found = self.copy_at(name, memory)
+        self.present[name] = {memory: found}
+        if found == name:
+            self.away.pop(name, None)
+        elif self.away.get(name, "update") == "update":
+            self.away[name] = phase
+        self.last[found] = self.last.get(found, -1) + 1
+        return found, self.last[found]
+
+    def copy_at(self, name: str, memory: Device) -> str:
+        """The blob for a name's value elsewhere than at home: a new one, in a workspace always the same."""
+        if not self.dialect.workspace:
+            return self.declare(self.blobs[name], memory)
+        found = self.copies.get((name, memory))
+        if found is None:
+            found = self.copies[name, memory] = self.declare(self.blobs[name], memory)
+        return found
+
+    def declare(self, blob: Blob, memory: Device, storage: str | None = None, offset: Size = 0) -> str:
+        """A new blob in a memory for what *blob* has."""
+        base = name = blob.name + _suffix(memory)
+        n = 0
+        while name in self.blobs or self.taken.get(name, memory) is not memory:
+            n += 1
+            name = f"{base}_{n}"
+        parts = name, blob.shape, blob.dtype, memory, "temporary", storage or name, blob.strides, offset
+        self.blobs[name] = Blob._make(parts)  # at half the cost of Blob(*parts)
+        return name
+
+    def copy(self, source: str, target: str, phase: Phase) -> None:
+        """Append the operator that copies between two blobs."""
+        try:
+            type, device = self.dialect.copy(self.blobs[source], self.blobs[target])
+        except GraphirError as e:
+            raise PassError(e.what, where=f"net {self.net.name!r}", fix=e.fix) from None
+        read, made = self.last[source], self.last.get(target, -1) + 1
+        self.last[target] = made
+        copy = Operator(type, (source,), (target,), {}, device, phase, "", self.by)
+        self.ops.append(copy._replace(input_versions=(read,), output_versions=(made,)) if read or made else copy)
+        self.changed = True
+
+    def bring_home(self, live: Iterable[str]) -> None:
+        """Copy home what somebody may read there after the net."""
+        if self.away:
+            names = (*self.net.external_inputs, *self.net.results, *live)
+            wanted = {self.blobs[name].storage for name in names if name in self.blobs}
+            for name, phase in list(self.away.items()):
+                if self.blobs[name].storage in wanted:
+                    self.hold(name, 0, memory_of(self.blobs[name].device), phase)
+
+    @cached_property
+    def result(self) -> Net:
+        """The net with its copies; the same if it needs none."""
+        if not self.changed:
+            return self.net
+        blobs, gradients = self.blobs, self.net.gradients
+        unmade = {name for name in self.counted if self.last[name] < 0}
+        if unmade:
+            blobs = {name: blob for name, blob in blobs.items() if name not in unmade}
+            gradients = {name: grad for name, grad in gradients.items() if unmade.isdisjoint((name, grad))}
+        external = tuple(self.external)
+        return self.net.with_(ops=tuple(self.ops), blobs=blobs, external_inputs=external, gradients=gradients)
+
+
+def _replaced(
+    names: tuple[str, ...], versions: tuple[int, ...] | None, i: int, name: str, version: int
+) -> tuple[tuple[str, ...], tuple[int, ...] | None]:
+    """Operands with another one at position *i*; the same ones if it is there already."""
+    if versions is None and not version:
+        return (names if names[i] == name else (*names[:i], name, *names[i + 1 :])), None
+    given = versions or (0,) * len(names)
+    if names[i] == name and given[i] == version:
+        return names, versions
+    return (*names[:i], name, *names[i + 1 :]), stored_versions((*given[:i], version, *given[i + 1 :]))
