@@ -20,7 +20,8 @@ from graphir.ir.blob import Blob
 from graphir.ir.names import copy_name, fresh
 from graphir.ir.net import Net
 from graphir.ir.operator import Arg, Operator
-from graphir.ir.opset import OWN, signature
+from graphir.ir.opset import signature
+from graphir.ir.optypes.own import OWN
 from graphir.ir.size import Size, add
 
 __all__ = ["reduce_sparse", "sparse_gradients"]

@@ -15,45 +15,19 @@ A Caffe2 net frees nothing by itself: there, blobs take the names of dead ones (
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, Final
 
 from graphir.ir.blob import Blob
 from graphir.ir.net import Net
 from graphir.ir.operator import Effects
+from graphir.ir.optypes.table import operator_type
 from graphir.ir.program import Program
 
 from .base import Pass, build, register
 from .reuse import reuse_names
 
-__all__ = ["IN_PLACE", "ShareStorage", "share_storage"]
-
-IN_PLACE: Final[Mapping[str, str]] = {
-    f"aten.{name}.{variant}": f"aten.{name}_.{variant}"
-    for name, variant in (
-        ("add", "Tensor"),
-        ("clamp", "default"),
-        ("clamp_min", "default"),
-        ("div", "Scalar"),
-        ("div", "Tensor"),
-        ("elu", "default"),
-        ("exp", "default"),
-        ("gelu", "default"),
-        ("hardswish", "default"),
-        ("hardtanh", "default"),
-        ("leaky_relu", "default"),
-        ("masked_fill", "Scalar"),
-        ("mul", "Scalar"),
-        ("mul", "Tensor"),
-        ("neg", "default"),
-        ("relu", "default"),
-        ("sigmoid", "default"),
-        ("silu", "default"),
-        ("sub", "Tensor"),
-        ("tanh", "default"),
-    )
-}
-"""Elementwise types and their in-place forms, which take the same arguments and compute the same bits."""
+__all__ = ["ShareStorage", "share_storage"]
 
 
 @register
@@ -116,7 +90,8 @@ def _share(net: Net, keep: Sequence[str]) -> Net:
 
     ops = list(net.ops)
     for i, op in enumerate(ops):
-        if op.type not in IN_PLACE or op.input_versions or op.output_versions:
+        in_place = operator_type(op.type).in_place
+        if not in_place or op.input_versions or op.output_versions:
             continue
         operand, result = net.blobs[op.inputs[0]], net.blobs[op.outputs[0]]
         storage = root(operand.storage)
@@ -132,7 +107,7 @@ def _share(net: Net, keep: Sequence[str]) -> Net:
             last_read[storage] = last_read.get(result.name, i)
             if result.name in kept:
                 kept.add(storage)
-            ops[i] = op._replace(type=IN_PLACE[op.type], effects=_OVERWRITES, by=ShareStorage.name)
+            ops[i] = op._replace(type=in_place, effects=_OVERWRITES, by=ShareStorage.name)
     if not merged:
         return net
     blobs = {name: _in_storage(blob, root(blob.storage), net) for name, blob in net.blobs.items()}

@@ -16,7 +16,8 @@ from graphir.ir.device import Device, gpu
 from graphir.ir.meta import META
 from graphir.ir.names import fresh
 from graphir.ir.operator import Arg, Operator, Phase, Symbol
-from graphir.ir.opset import OWN, effects_of, overload, signature, to_symbol, to_torch
+from graphir.ir.opset import effects_of, overload, signature, to_symbol, to_torch
+from graphir.ir.optypes.own import OWN
 from graphir.ir.size import Polynomial, Size, bind
 
 BATCHES = (6, 10, 15)

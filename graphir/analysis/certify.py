@@ -11,11 +11,10 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Final
 
 from ..collector import collector_paused
 from ..errors import EquivalenceError, counted
-from ..ir.opset import UNWRITTEN
+from ..ir.optypes.table import operator_type
 from ..ir.plan import Plan, program_of
 from ..ir.program import Program
 from ..ir.text import operator_text
@@ -23,47 +22,11 @@ from ..ir.verify import require, verify
 from .diff import words
 from .induction import Induction, by_induction
 from .interfaces import InterfaceDifference, interface_difference, phase_difference
-from .meaning import BATCH_NORM, canonical_type
+from .meaning import canonical_type
 from .parting import place_of, refuse
 from .values import lasting
 
-__all__ = ["NONDETERMINISTIC", "Certificate", "certify"]
-
-NONDETERMINISTIC: Final[Mapping[str, str]] = {
-    "aten.index_put.default": "adds in no fixed order on CUDA where accumulate is set",
-    "aten.index_add.default": "adds in no fixed order on CUDA",
-    "aten.scatter_add.default": "adds in no fixed order on CUDA",
-    "aten.scatter_reduce.two": "reduces in no fixed order on CUDA",
-    "aten.put.default": "adds in no fixed order on CUDA where accumulate is set",
-    "aten.cumsum.default": "sums in no fixed order on CUDA",
-    "aten.histc.default": "adds in no fixed order on CUDA",
-    "aten.bincount.default": "adds in no fixed order on CUDA where there are weights",
-    "aten.embedding_dense_backward.default": "adds in no fixed order on CUDA",
-    "aten._embedding_bag_dense_backward.default": "adds in no fixed order on CUDA",
-    "aten._adaptive_avg_pool2d_backward.default": "adds in no fixed order on CUDA",
-    "aten._adaptive_avg_pool3d_backward.default": "adds in no fixed order on CUDA",
-    "aten.adaptive_max_pool2d_backward.default": "adds in no fixed order on CUDA",
-    "aten.avg_pool3d_backward.default": "adds in no fixed order on CUDA",
-    "aten.max_pool2d_with_indices_backward.default": "adds in no fixed order on CUDA",
-    "aten.max_pool3d_with_indices_backward.default": "adds in no fixed order on CUDA",
-    "aten.reflection_pad1d_backward.default": "adds in no fixed order on CUDA",
-    "aten.reflection_pad2d_backward.default": "adds in no fixed order on CUDA",
-    "aten.replication_pad1d_backward.default": "adds in no fixed order on CUDA",
-    "aten.replication_pad2d_backward.default": "adds in no fixed order on CUDA",
-    "aten.upsample_bilinear2d_backward.default": "adds in no fixed order on CUDA",
-    "aten.upsample_bicubic2d_backward.default": "adds in no fixed order on CUDA",
-    "aten.upsample_linear1d_backward.default": "adds in no fixed order on CUDA",
-    "aten.upsample_trilinear3d_backward.default": "adds in no fixed order on CUDA",
-    "aten.grid_sampler_2d_backward.default": "adds in no fixed order on CUDA",
-    "aten.grid_sampler_3d_backward.default": "adds in no fixed order on CUDA",
-    "aten._ctc_loss_backward.default": "adds in no fixed order on CUDA",
-    "graphir.attention_backward": "adds in no fixed order on CUDA",
-    "aten._scaled_dot_product_efficient_attention_backward.default": "adds in no fixed order on CUDA",
-    "aten._scaled_dot_product_flash_attention_backward.default": "adds in no fixed order on CUDA",
-    "aten._scaled_dot_product_cudnn_attention_backward.default": "adds in no fixed order on CUDA",
-}
-"""Types whose bits two runs on the same values need not share, and why (the documentation of
-``torch.use_deterministic_algorithms``). In-place forms count as their functional ones."""
+__all__ = ["Certificate", "certify"]
 
 
 @dataclass(frozen=True)
@@ -196,12 +159,12 @@ def _caveats(before: Program, after: Program, unwritten: AbstractSet[str]) -> tu
     found: dict[str, int] = {}
     for op in after.step.ops:
         functional = canonical_type(op.type)
-        if functional in NONDETERMINISTIC:
+        if operator_type(functional).nondeterministic:
             found[functional] = found.get(functional, 0) + 1
-    caveats = [f"{type} ({count} operators) {NONDETERMINISTIC[type]}" for type, count in found.items()]
+    caveats = [f"{type} ({count} operators) {operator_type(type).nondeterministic}" for type, count in found.items()]
     for type, count in Counter(op.type for op in after.step.ops if not unwritten.isdisjoint(op.outputs)).items():
         why = "leaves memory unwritten, of which a part may be read before it is written"
-        if not type.startswith(UNWRITTEN):
+        if not operator_type(type).unwritten:
             why = "makes what is read beyond its elements, where nobody writes"
         caveats.append(f"{type} ({count} operators) {why}")
     kinds = {op.outputs[0]: op.device.kind for op in before.step.ops if op.outputs}
@@ -219,10 +182,10 @@ def _assumptions(before: Program, after: Program) -> tuple[str, ...]:
     in_place = sorted(type for type in types[0] ^ types[1] if canonical_type(type) != type)
     if in_place:
         found.append(f"in-place forms give the bits of their functional operators: {', '.join(in_place)}")
-    norms = sorted(type for type in types[0] ^ types[1] if type in BATCH_NORM)
+    norms = sorted(type for type in types[0] ^ types[1] if operator_type(type).batch_norm)
     if norms:
         found.append(f"a batch norm gives the same bits whether it updates statistics or not: {', '.join(norms)}")
-    own = sorted(type for type in types[1] if "." in type and type.partition(".")[0] not in ("aten", "graphir"))
+    own = sorted(type for type in types[1] if operator_type(type).registered)
     if own:
         found.append(f"registered operators do what their schemas say, and nothing else: {', '.join(own)}")
     return tuple(found)

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ..ir.dtype import ITEMSIZE
-from .operands import Call, Operand, copied
+from ..ir.optypes.sized import Operand, SizedOperator, copied
 
 __all__ = ["convolution", "convolution_backward"]
 
@@ -217,7 +217,7 @@ def _are_blocked_by_16() -> bool:
     return bool(mkldnn.is_available() and mkldnn.enabled) and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
-def convolution(call: Call) -> int | None:
+def convolution(call: SizedOperator) -> int | None:
     """The scratch of ``aten.convolution.default``, in bytes; None where the formulas do not cover it."""
     x, w, y = call.operand(0), call.operand(1), call.result()
     copies = copied(call, 0, 1)
@@ -230,7 +230,7 @@ def convolution(call: Call) -> int | None:
     return copies + turned.of_input() - y.nbytes if turned.by_onednn else copies
 
 
-def convolution_backward(call: Call) -> int | None:
+def convolution_backward(call: SizedOperator) -> int | None:
     """The scratch of ``aten.convolution_backward.default``, in bytes; None where the formulas do not cover it."""
     grad, x, w = [call.operand(i) for i in range(3)]
     copies = copied(call, 0, 1, 2)

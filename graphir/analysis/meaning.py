@@ -7,7 +7,7 @@ running statistics that it updates. What an operator says beside its arguments, 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Final
+from typing import Any
 
 from ..errors import GraphirError
 from ..ir.operator import Arg, map_arg
@@ -15,46 +15,10 @@ from ..ir.opset import NAMESPACES, overload, signature
 from ..ir.size import Polynomial
 
 __all__ = [
-    "BATCH_NORM",
-    "IGNORES_FIRST",
     "canonical_type",
     "frozen",
     "kernel_family",
 ]
-
-IGNORES_FIRST: Final = frozenset(
-    {
-        "aten.copy.default",
-        "aten.fill.Scalar",
-        "aten.fill.Tensor",
-        "aten.zero.default",
-        "aten.zeros_like.default",
-        "aten.ones_like.default",
-        "aten.full_like.default",
-        "aten.rand_like.default",
-        "aten.randn_like.default",
-        "aten.new_zeros.default",
-        "aten.new_ones.default",
-        "aten.new_full.default",
-        "aten.bernoulli.p",
-        "aten.bernoulli.float",
-        "aten.uniform.default",
-        "aten.normal_functional.default",
-    }
-)
-"""Types that take only the geometry of their first operand, not its value."""
-
-BATCH_NORM: Final = frozenset(
-    {
-        "aten.native_batch_norm.default",
-        "aten._native_batch_norm_legit.default",
-        "aten._native_batch_norm_legit.no_stats",
-        "aten._native_batch_norm_legit_functional.default",
-        "aten.cudnn_batch_norm.default",
-        "aten.miopen_batch_norm.default",
-    }
-)
-"""Types whose results in training do not depend on the running statistics that some of them update."""
 
 
 @cache

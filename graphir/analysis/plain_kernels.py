@@ -18,18 +18,18 @@ import torch
 
 from ..ir.dtype import ITEMSIZE
 from ..ir.opset import to_symbol, to_torch
-from .operands import Call, Operand
+from ..ir.optypes.sized import Operand, SizedOperator
 
 __all__ = ["PLAIN"]
 
 _REAL: Final = ("f32", "f64")
 
 
-def _nothing(call: Call) -> int:
+def _nothing(call: SizedOperator) -> int:
     return 0
 
 
-def _converted(call: Call) -> int | None:
+def _converted(call: SizedOperator) -> int | None:
     """Bytes of the operands that are converted to the type that an elementwise kernel computes in.
 
     That is the type of the result; in place, where the result's type is given, and in comparisons, whose result is
@@ -61,7 +61,7 @@ def _common(types: set[str]) -> str:
     return str(to_symbol(found)) if found is not None else ""
 
 
-def _is_raised(call: Call, common: str) -> bool:
+def _is_raised(call: SizedOperator, common: str) -> bool:
     """Whether a number among the operands or arguments may raise whole numbers to fractions, or bool to numbers."""
     if common.startswith(("f", "bf")):
         return False
@@ -70,16 +70,16 @@ def _is_raised(call: Call, common: str) -> bool:
     return bool(others - {common}) or any(isinstance(n, float) or common == "bool" for n in numbers)
 
 
-def _conditional(call: Call) -> int | None:
+def _conditional(call: SizedOperator) -> int | None:
     """What picks by a bool operand, which is read as it is."""
     chosen = {call.blobs[name].dtype for name in call.op.inputs} - {"bool"}
     return 0 if len(chosen) <= 1 else None
 
 
-def _as_result(*types: str) -> Callable[[Call], int | None]:
+def _as_result(*types: str) -> Callable[[SizedOperator], int | None]:
     """A kernel that converts its operand to the type of its result, where that is one of *types* (all by default)."""
 
-    def rule(call: Call) -> int | None:
+    def rule(call: SizedOperator) -> int | None:
         x, y = call.operand(0), call.result()
         if types and y.dtype not in types:
             return None
@@ -88,15 +88,15 @@ def _as_result(*types: str) -> Callable[[Call], int | None]:
     return rule
 
 
-def _of_types(*types: str) -> Callable[[Call], int | None]:
+def _of_types(*types: str) -> Callable[[SizedOperator], int | None]:
     """A kernel that allocates nothing for a first operand of these types."""
     return lambda call: 0 if call.blobs[call.op.inputs[0]].dtype in types else None
 
 
-def _dense(*positions: int, types: tuple[str, ...] = _REAL) -> Callable[[Call], int | None]:
+def _dense(*positions: int, types: tuple[str, ...] = _REAL) -> Callable[[SizedOperator], int | None]:
     """A kernel that reads these operands in row-major order, of these types."""
 
-    def rule(call: Call) -> int | None:
+    def rule(call: SizedOperator) -> int | None:
         if call.blobs[call.op.inputs[positions[0]]].dtype not in types:
             return None
         return sum(x.nbytes for x in call.strided(*positions) if not x.contiguous)
@@ -104,23 +104,23 @@ def _dense(*positions: int, types: tuple[str, ...] = _REAL) -> Callable[[Call], 
     return rule
 
 
-def _row_major(call: Call) -> int | None:
+def _row_major(call: SizedOperator) -> int | None:
     """A kernel that copies nothing where all is in row-major order and of one type."""
     return _equal_types(call) if all(x.contiguous for x in map(call.operand, range(len(call.op.inputs)))) else None
 
 
-def _over_dense(call: Call) -> int | None:
+def _over_dense(call: SizedOperator) -> int | None:
     """A kernel that copies its first operand, gaps included, and writes into the copy."""
     x = call.operand(0)
     return _equal_types(call) if x.contiguous or x.channels_last else None
 
 
-def _rolled(call: Call) -> int | None:
+def _rolled(call: SizedOperator) -> int | None:
     """Along one dimension; along several, it is rolled along one after the other."""
     return _dense(0)(call) if len(call.args.get("dims", ())) <= 1 else None
 
 
-def _one_layout(call: Call) -> int | None:
+def _one_layout(call: SizedOperator) -> int | None:
     """A kernel of images that allocates nothing where all are in row-major order, or all with channels last."""
     if call.blobs[call.op.inputs[0]].dtype not in _REAL:
         return None
@@ -129,18 +129,18 @@ def _one_layout(call: Call) -> int | None:
     return 0 if plain or all(x.channels_last for x in images) else None
 
 
-def _equal_types(call: Call) -> int | None:
+def _equal_types(call: SizedOperator) -> int | None:
     """A kernel that joins operands of one type."""
     return 0 if len({call.blobs[name].dtype for name in (*call.op.inputs, call.op.outputs[0])}) == 1 else None
 
 
-def _indexed(call: Call) -> int | None:
+def _indexed(call: SizedOperator) -> int | None:
     """A kernel that is given whole numbers as indices: of a mask it makes some first, as many as it selects."""
     indices = {call.blobs[name].dtype for name in call.op.inputs[1:]} - {call.blobs[call.op.inputs[0]].dtype}
     return 0 if indices <= {"i64"} else None
 
 
-def _batched_products(call: Call) -> int | None:
+def _batched_products(call: SizedOperator) -> int | None:
     """Matrix products that BLAS reads as they are."""
     x, y = call.operand(0), call.operand(1)
     return 0 if x.dtype in _REAL and _rows(x) and _rows(y) else None
@@ -203,7 +203,7 @@ _IMAGES: Final = """
     max_pool2d_with_indices_backward nll_loss_backward nll_loss_forward pixel_shuffle pixel_unshuffle
 """
 
-_RULES: Final[Mapping[Callable[[Call], int | None], list[str]]] = {
+_RULES: Final[Mapping[Callable[[SizedOperator], int | None], list[str]]] = {
     _nothing: [*_MAKING, *_MOVING, *_types("amax amin", "default")],
     _of_types("f32", "f64", "i64"): [*_types("gather scatter_add", "default"), *_types("scatter", "src", "value")],
     _row_major: _types("gelu_backward", "default"),
@@ -225,7 +225,7 @@ _RULES: Final[Mapping[Callable[[Call], int | None], list[str]]] = {
     _batched_products: _types("bmm", "default"),
 }
 
-PLAIN: Final[Mapping[str, Callable[[Call], int | None]]] = {
+PLAIN: Final[Mapping[str, Callable[[SizedOperator], int | None]]] = {
     type: rule for rule, types in _RULES.items() for type in types
 }
 """By operator type, the bytes that a call allocates inside; None where its rule does not cover the operands."""

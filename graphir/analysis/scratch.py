@@ -16,9 +16,10 @@ from ..ir.blob import Blob, contiguous_strides, same_strides
 from ..ir.dtype import ITEMSIZE
 from ..ir.operator import Operator
 from ..ir.opset import signature
+from ..ir.optypes.sized import Operand, SizedOperator, UnknownShape, copied
+from ..ir.optypes.table import operator_type
 from ..ir.size import Dims, bind
 from .convolutions import convolution, convolution_backward
-from .operands import Call, Operand, UnknownShape, copied
 from .plain_kernels import PLAIN
 
 __all__ = ["SCRATCH", "is_called", "scratch"]
@@ -40,17 +41,17 @@ def scratch(op: Operator, blobs: Mapping[str, Blob], dims: Dims, threads: int) -
 
     None where that is not known: no formula covers its type or its operands, or a shape is not known.
     """
-    formula = SCRATCH.get(op.type)
+    formula = SCRATCH.get(op.type) or operator_type(op.type).scratch
     if formula is None:
         return None
     try:
-        found = formula(Call(op, blobs, dims, threads))
+        found = formula(SizedOperator(op, blobs, dims, threads))
     except UnknownShape:
         return None
     return None if found is None else max(found, 0)
 
 
-def _batch_norm(call: Call) -> int | None:
+def _batch_norm(call: SizedOperator) -> int | None:
     """Two sums, or two factors, for each channel; with channels last also a sum for each thread."""
     x = call.operand(0)
     if x.dtype not in _REAL:
@@ -62,7 +63,7 @@ def _batch_norm(call: Call) -> int | None:
     return (2 + bool(by_thread) * call.threads) * each
 
 
-def _batch_norm_backward(call: Call) -> int | None:
+def _batch_norm_backward(call: SizedOperator) -> int | None:
     """Another tensor like the gradient of the input, where both are laid out alike; else a number for each channel."""
     grad, x = call.operand(0), call.operand(1)
     if x.dtype not in _REAL or not call.args.get("train"):
@@ -84,7 +85,7 @@ def _channels_first(x: Operand) -> bool:
     return x.contiguous and not _channels_last(x)
 
 
-def _group_norm(call: Call) -> int | None:
+def _group_norm(call: SizedOperator) -> int | None:
     """With channels last, two sums for each sample and channel."""
     x = call.operand(0)
     if x.channels_last:
@@ -92,13 +93,13 @@ def _group_norm(call: Call) -> int | None:
     return copied(call, 0)
 
 
-def _group_norm_backward(call: Call) -> int:
+def _group_norm_backward(call: SizedOperator) -> int:
     """For each sample and channel, the sum of the gradient, and of its product with the input."""
     x = call.operand(1)
     return 2 * prod(x.shape[:2]) * ITEMSIZE[x.dtype] + copied(call, 0, 1)
 
 
-def _layer_norm_backward(call: Call) -> int:
+def _layer_norm_backward(call: SizedOperator) -> int:
     """A sum for each weight and bias and thread."""
     return copied(call, 0, 1) + 2 * call.threads * call.result(-1).nbytes
 
@@ -110,14 +111,14 @@ def _split(query: Operand, key: Operand) -> tuple[int, int]:
     return min(rows, queries), min(512, keys)
 
 
-def _attention(call: Call) -> int | None:
+def _attention(call: SizedOperator) -> int | None:
     """For each thread scores, their largest and their sum, and a part of the result."""
     query, key = call.operand(0), call.operand(1)
     rows, columns = _split(query, key)
     return _each(call, call.threads * rows * (columns + 2 + query.shape[3]))
 
 
-def _attention_backward(call: Call) -> int | None:
+def _attention_backward(call: SizedOperator) -> int | None:
     """For each thread scores and their gradient; for each query a sum. The output's gradient is copied if it does not
     lie in the order batch, sequence, heads, size."""
     grad, query, key = call.operand(0), call.operand(1), call.operand(2)
@@ -128,17 +129,17 @@ def _attention_backward(call: Call) -> int | None:
     return _each(call, 2 * call.threads * rows * columns + rows + copies * batch * heads * queries * size)
 
 
-def _each(call: Call, elements: int) -> int | None:
+def _each(call: SizedOperator, elements: int) -> int | None:
     """The bytes of so many elements, where all operands are of one type that is computed in as it is."""
     types = {call.blobs[name].dtype for name in call.op.inputs}
     return elements * ITEMSIZE[types.pop() or "f32"] if len(types) == 1 and types <= set(_REAL) else None
 
 
-def _upsample(sources: int) -> Callable[[Call], int | None]:
+def _upsample(sources: int) -> Callable[[SizedOperator], int | None]:
     """Small images are turned to channels last, so that the kernel for these runs, and the result turned back; others
     have a table for each row and column that is made, of an index and a weight for each of its *sources*."""
 
-    def formula(call: Call) -> int | None:
+    def formula(call: SizedOperator) -> int | None:
         x, y = call.operand(0), call.result()
         if x.dtype != "f32" or not (x.contiguous or x.channels_last):
             return None
@@ -153,13 +154,13 @@ def _upsample(sources: int) -> Callable[[Call], int | None]:
     return formula
 
 
-def _upsample_backward(call: Call) -> int | None:
+def _upsample_backward(call: SizedOperator) -> int | None:
     grad = call.operand(0)
     plain = (grad.contiguous or grad.channels_last) and prod(grad.shape[2:]) > 1
     return 0 if grad.dtype in _REAL and plain else None
 
 
-def _safe_softmax(call: Call) -> int | None:
+def _safe_softmax(call: SizedOperator) -> int | None:
     """Which elements are not infinite, which rows have such, and the number that the others get."""
     x = call.operand(0)
     rows = prod(x.shape) // max(x.shape[-1], 1)
@@ -167,20 +168,20 @@ def _safe_softmax(call: Call) -> int | None:
     return prod(x.shape) + rows + ITEMSIZE[x.dtype] if x.dtype in _REAL and x.contiguous and last else None
 
 
-def _dense(*positions: int) -> Callable[[Call], int]:
+def _dense(*positions: int) -> Callable[[SizedOperator], int]:
     """A kernel that reads these operands dense."""
     return lambda call: copied(call, *positions)
 
 
-def _row_major(*positions: int) -> Callable[[Call], int]:
+def _row_major(*positions: int) -> Callable[[SizedOperator], int]:
     """A kernel that reads these operands in row-major order."""
     return lambda call: sum(operand.nbytes for operand in call.strided(*positions) if not operand.contiguous)
 
 
-def _products(*positions: int) -> Callable[[Call], int | None]:
+def _products(*positions: int) -> Callable[[SizedOperator], int | None]:
     """Matrix products copy operands that BLAS cannot read: rows and columns both with gaps, or repeated."""
 
-    def formula(call: Call) -> int | None:
+    def formula(call: SizedOperator) -> int | None:
         if call.blobs[call.op.inputs[positions[0]]].dtype not in _REAL:
             return None  # in bf16 and f16 it is oneDNN that multiplies, on some processors
         return sum(matrix.nbytes for matrix in call.strided(*positions) if not _blas_reads(matrix))
@@ -194,39 +195,39 @@ def _blas_reads(matrix: Operand) -> bool:
     return by_row or (down == 1 and across >= max(rows, 1)) or min(rows, columns) == 1
 
 
-def _result(call: Call) -> int:
+def _result(call: SizedOperator) -> int:
     return call.result().nbytes
 
 
-def _logsumexp(call: Call) -> int:
+def _logsumexp(call: SizedOperator) -> int:
     """The exponentials, and the largest of each row."""
     return call.operand(0).nbytes + call.result().nbytes
 
 
-def _loss(tensors: int) -> Callable[[Call], int]:
+def _loss(tensors: int) -> Callable[[SizedOperator], int]:
     """A loss that is reduced after it was computed for each element, of *tensors* such tensors at once."""
     return lambda call: tensors * call.operand(0).nbytes if _reduced(call) else 0
 
 
-def _reduced(call: Call) -> bool:
+def _reduced(call: SizedOperator) -> bool:
     return bool(call.args.get("reduction", 1))
 
 
-def _cross_entropy_with_logits(call: Call) -> int:
+def _cross_entropy_with_logits(call: SizedOperator) -> int:
     """Logarithms, and each element's loss; where positives have a weight, that less one as well."""
     names = signature(call.op.type).names(call.op.operands, len(call.op.inputs))
     less_one = call.operand(names.index("pos_weight")).nbytes if "pos_weight" in names else 0
     return (1 + _reduced(call)) * call.operand(0).nbytes + less_one
 
 
-def _antialiased(reach: int) -> Callable[[Call], int | None]:
+def _antialiased(reach: int) -> Callable[[SizedOperator], int | None]:
     """An image is resized along its rows first, then along its columns; weights reach so far to both sides.
 
     Source: ``separable_upsample_generic_Nd_kernel_impl`` in UpSampleKernel.cpp: for each row or column that is made,
     four indices and as many weights as there are in reach.
     """
 
-    def formula(call: Call) -> int | None:
+    def formula(call: SizedOperator) -> int | None:
         x, y = call.operand(0), call.result()
         if x.dtype not in _REAL or not (x.contiguous or x.channels_last):
             return None
@@ -241,33 +242,33 @@ def _antialiased(reach: int) -> Callable[[Call], int | None]:
     return formula
 
 
-def _of_rows(call: Call) -> int | None:
+def _of_rows(call: SizedOperator) -> int | None:
     """A kernel that allocates nothing for an operand in row-major order."""
     x = call.operand(0)
     return 0 if x.dtype in _REAL and x.contiguous else None
 
 
-def _affine_grid(call: Call) -> int:
+def _affine_grid(call: SizedOperator) -> int:
     """The grid of positions before they are transformed, one more number each than there are dimensions."""
     size = call.args["size"]
     batch, _, *extents = size if isinstance(size, tuple) else ()
     return int(batch) * prod(map(int, extents)) * (len(extents) + 1) * ITEMSIZE[call.operand(0).dtype]
 
 
-def _all_reduce(call: Call) -> int:
+def _all_reduce(call: SizedOperator) -> int:
     """A share of the batch that differs from the others scales its gradient before it is added."""
     shares = {bind(share, call.dims) for share in call.args.get("shares", ())}
     return 0 if len(shares) <= 1 else call.result().nbytes
 
 
-def _update(fixed: int, coupled: bool = True) -> Callable[[Call], int]:
+def _update(fixed: int, coupled: bool = True) -> Callable[[SizedOperator], int]:
     """An optimizer's ``for_loop``: *fixed* tensors of the parameter's size beside the gradient that it adjusts.
 
     The gradient is negated, and has weight decay added where that is *coupled* to it; each makes a new tensor, while
     the one before is still there.
     """
 
-    def formula(call: Call) -> int:
+    def formula(call: SizedOperator) -> int:
         args = call.args
         if args.get("form", "for_loop") == "fused":
             return 0
@@ -278,7 +279,7 @@ def _update(fixed: int, coupled: bool = True) -> Callable[[Call], int]:
     return formula
 
 
-Formula: TypeAlias = "Callable[[Call], int | None]"
+Formula: TypeAlias = "Callable[[SizedOperator], int | None]"
 
 SCRATCH: Final[Mapping[str, Formula]] = {
     **PLAIN,

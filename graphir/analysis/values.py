@@ -29,11 +29,12 @@ from ..ir.elements import CONJUGATING, reads_only_elements
 from ..ir.names import prefix_of
 from ..ir.net import Net
 from ..ir.operator import Arg, Operator
-from ..ir.opset import UNWRITTEN, signature
+from ..ir.opset import signature
+from ..ir.optypes.table import operator_type
 from ..ir.plan import parts_of
 from ..ir.program import Program
 from ..ir.size import Size, add, multiply, product
-from .meaning import BATCH_NORM, IGNORES_FIRST, canonical_type, frozen, kernel_family
+from .meaning import canonical_type, frozen, kernel_family
 
 __all__ = ["Made", "Numbering", "Run", "lasting", "value_numbers"]
 
@@ -377,10 +378,10 @@ class _Form:
         self.only_views = not self.copies and len(self.views) == len(op.outputs) > 0
         self.aliases = bool(op.effects.views or op.effects.writes)
         self.reaches = not reads_only_elements(op.type)
-        self.empty = op.type.startswith(UNWRITTEN)
-        self.ignores_first = kind in IGNORES_FIRST
+        self.empty = operator_type(op.type).unwritten
+        self.ignores_first = operator_type(kind).geometry_only
         self.ordered = dialect.is_ordered(op)
-        self.batch_norm = kind in BATCH_NORM and bool(op.args.get("training", True))
+        self.batch_norm = operator_type(kind).batch_norm and bool(op.args.get("training", True))
         self.nested = dialect.nested(op)
         args = tuple(sorted((name, frozen(arg)) for name, arg in op.args.items()))
         self.static = table.number(("operator", kind, op.operands, op.results, args, dialect.meaning(op)))

@@ -19,20 +19,26 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..ir.calls import call_of, evaluate, filled
-from ..ir.opset import UNWRITTEN, overload
+from ..ir.opset import overload
+from ..ir.optypes.own import OWN
+from ..ir.optypes.table import operator_type
 from .patches import replaced
 from .values import Call, Value
 
 __all__ = ["fakes_with_known_values_hidden", "is_known_result", "number_in", "tensor_of"]
 
 _HOST: Final = torch.device("cpu")
-_NEVER: Final = (*UNWRITTEN, "graphir.")
-"""Memory that nothing has written yet, and operators that torch alone does not have."""
 
 
 def is_known_result(call: Call) -> bool:
     """Whether the call makes the same values in every step."""
-    return call.seed is None and all(v.known for v in call.inputs) and not call.type.startswith(_NEVER)
+    return call.seed is None and all(v.known for v in call.inputs) and _has_values(call.type)
+
+
+def _has_values(type: str) -> bool:
+    """Whether torch alone computes values by *type*: not of memory that nothing has written yet, nor by a user's."""
+    known = operator_type(type)
+    return type not in OWN and not known.unwritten and not known.registered
 
 
 def tensor_of(value: Value, literals: Mapping[int, torch.Tensor]) -> torch.Tensor:

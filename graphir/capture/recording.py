@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
 from ..ir.meta import errors_not_logged, fresh_fake_mode
-from ..ir.opset import UNWRITTEN
+from ..ir.optypes.table import operator_type
 from ..ir.program import Scalar
 from ..ir.size import Dims
 from .arguments import Arguments
@@ -370,7 +370,7 @@ def _live(calls: list[Call], kept: list[Value | None]) -> list[Call]:
     live: list[Call] = []
     for call in reversed(calls):
         free = call.outputs and all(v.is_view or v.known for v in call.outputs)
-        idle = free or call.type.startswith(UNWRITTEN)
+        idle = free or operator_type(call.type).unwritten
         if not idle or any(id(v) in read for v in call.outputs):
             live.append(call)
             read.update(id(v) for v in call.inputs)

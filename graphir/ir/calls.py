@@ -20,7 +20,8 @@ import torch
 
 from ..errors import PlanError
 from .operator import Arg, Group, Operator, Symbol, groups, leaves, map_arg, positions
-from .opset import OWN, Param, Signature, signature, to_torch
+from .opset import Param, Signature, signature, to_torch
+from .optypes.own import OWN
 from .size import Dims, Polynomial, bind
 
 __all__ = [

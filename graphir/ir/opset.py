@@ -1,13 +1,13 @@
 """What an operator type takes, returns, overwrites and aliases.
 
 One notation serves all types: torch's schema language. For ``aten`` types the schema is torch's own; graphir's own
-types are declared here. Schemas do not say everything, so :data:`_CORRECTIONS` adds what torch leaves out.
+types declare theirs. Schemas do not say everything; what they leave out is in the records of :mod:`.optypes`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, Final, NamedTuple
 
@@ -16,12 +16,12 @@ import torch
 from ..errors import GraphirError
 from .dtype import TORCH_NAME
 from .operator import Arg, Effects, Group, Symbol, groups, positions
+from .optypes.own import OWN
+from .optypes.table import operator_type
 
 __all__ = [
     "CHECKS",
     "NAMESPACES",
-    "OWN",
-    "UNWRITTEN",
     "Param",
     "Signature",
     "effects_of",
@@ -34,88 +34,7 @@ __all__ = [
 ]
 
 NAMESPACES: Final = frozenset({"aten", "prims"})
-"""Namespaces of torch operators that a program may name."""
-
-_ADAM: Final = (
-    "(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? max_exp_avg_sq, "
-    "Tensor(e!) step, Tensor lr, Tensor? found_inf=None, *, str form='for_loop', float beta1=0.9, float beta2=0.999, "
-    "float eps=1e-08, float weight_decay=0., bool maximize=False) -> ()"
-)
-
-OWN: Final[Mapping[str, str]] = {
-    "Copy": "Copy(Tensor source) -> Tensor",
-    "AllReduce": "AllReduce(Tensor[] inputs, *, str reduction='sum', SymInt[] shares=[]) -> Tensor[]",
-    "graphir.load": "load(*, str key) -> Tensor",
-    "graphir.sgd": (
-        "sgd(Tensor(a!) param, Tensor grad, Tensor(b!)? momentum_buffer, Tensor lr, Tensor? found_inf=None, *, "
-        "str form='for_loop', float momentum=0., float weight_decay=0., bool nesterov=False, "
-        "bool maximize=False) -> ()"
-    ),
-    "graphir.dampened_sgd": (
-        "dampened_sgd(Tensor(a!) param, Tensor grad, Tensor(b!) momentum_buffer, Tensor(c!) next_dampening, "
-        "Tensor lr, Tensor? found_inf=None, *, str form='for_loop', float momentum=0., float dampening=0., "
-        "float weight_decay=0., bool nesterov=False, bool maximize=False) -> ()"
-    ),
-    "graphir.adam": "adam" + _ADAM,
-    "graphir.adamw": "adamw" + _ADAM,
-    "graphir.adagrad": (
-        "adagrad(Tensor(a!) param, Tensor grad, Tensor(b!) sum, Tensor(c!) step, Tensor lr, Tensor? found_inf=None, *, "
-        "str form='for_loop', float lr_decay=0., float weight_decay=0., float eps=1e-10, "
-        "bool maximize=False) -> ()"
-    ),
-    "graphir.rmsprop": (
-        "rmsprop(Tensor(a!) param, Tensor grad, Tensor(b!) square_avg, Tensor(c!)? momentum_buffer, "
-        "Tensor(d!)? grad_avg, Tensor(e!) step, Tensor lr, Tensor? found_inf=None, *, float alpha=0.99, "
-        "float eps=1e-08, float weight_decay=0., float momentum=0., bool maximize=False) -> ()"
-    ),
-    "graphir.attention": (
-        "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, *, bool is_causal=False, "
-        "float? scale=None) -> (Tensor out, Tensor logsumexp)"
-    ),
-    "graphir.attention_backward": (
-        "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
-        "Tensor? attn_mask=None, *, bool is_causal=False, float? scale=None) "
-        "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
-    ),
-    "graphir.embedding_bag_backward": (
-        "embedding_bag_backward(Tensor grad, Tensor indices, Tensor offsets, Tensor offset2bag, Tensor bag_size, "
-        "Tensor maximum_indices, Tensor? per_sample_weights=None, *, SymInt num_weights, int mode=0, "
-        "int padding_idx=-1) -> (Tensor, Tensor)"
-    ),
-    "graphir.sparse_sum": (
-        "sparse_sum(Tensor[] values, Tensor[] indices, *, SymInt rows, str reduction='sum', SymInt[] shares=[]) "
-        "-> (Tensor, Tensor)"
-    ),
-    "graphir.sparse_sgd": (
-        "sparse_sgd(Tensor(a!) param, Tensor indices, Tensor values, Tensor lr, Tensor? found_inf=None, *, "
-        "bool maximize=False) -> ()"
-    ),
-    "graphir.sparse_adagrad": (
-        "sparse_adagrad(Tensor(a!) param, Tensor indices, Tensor values, Tensor(b!) sum, Tensor(c!) step, Tensor lr, "
-        "Tensor? found_inf=None, *, float lr_decay=0., float eps=1e-10, bool maximize=False) -> ()"
-    ),
-    "graphir.sparse_adam": (
-        "sparse_adam(Tensor(a!) param, Tensor indices, Tensor values, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, "
-        "Tensor(d!) step, Tensor lr, Tensor? found_inf=None, *, float beta1=0.9, float beta2=0.999, "
-        "float eps=1e-08, bool maximize=False) -> ()"
-    ),
-}
-"""graphir's own types.
-
-``Copy`` brings a blob to its device, strides kept. ``AllReduce`` gives every participant the sum of all inputs, added
-in participant order; with ``reduction="mean"`` input r is first scaled by ``shares[r] * n / sum(shares)`` (not at all
-where the shares are equal) and the sum divided by n. ``graphir.load`` reads ``program.state[key]``. The optimizers
-update one parameter in place, as ``torch.optim`` does in its ``fused`` or its ``for_loop`` form; where ``found_inf``
-is given and not zero they leave parameter and state as they are, as ``GradScaler.step`` does. ``next_dampening`` is the
-dampening of the next update: torch dampens none before the second, so it is 0 at first and then ``dampening``.
-Attention is torch's ``scaled_dot_product_attention`` without dropout, by the kernel of the device that it runs on; its
-``logsumexp`` has a number for each query of each head, from which any device's backward kernel finds the weights again.
-
-A sparse gradient is two tensors, ``indices`` (1, n) and ``values`` (n, d): ``values[k]`` is added to row
-``indices[0, k]``, and -1 marks a slot that holds nothing. ``embedding_bag_backward`` and ``sparse_sum`` return such a
-pair. The sum is that of sparse tensors in torch, in the order of the operands, with ``reduction`` and ``shares`` as for
-``AllReduce``.
-"""
+"""Namespaces of torch operators that a program may name without registration."""
 
 
 class Param(NamedTuple):
@@ -179,21 +98,26 @@ def overload(type: str) -> torch._ops.OpOverload:
     """The torch operator of a type such as ``aten.addmm.default``.
 
     Raises:
-        GraphirError: the type is not of an allowed namespace, this torch does not have it, it does something else than
-            compute tensors from tensors, or torch decides only when it runs what it consists of.
+        GraphirError: the type is not of an allowed namespace and nobody has registered it, this torch does not have it,
+            it does something else than compute tensors from tensors, or torch decides only when it runs what it
+            consists of.
     """
     namespace, _, rest = type.partition(".")
     name, _, variant = rest.partition(".")
-    if namespace not in NAMESPACES:
+    registered = operator_type(type).registered
+    if namespace not in NAMESPACES and not registered:
         allowed = ", ".join(sorted(NAMESPACES))
-        raise GraphirError(f"unknown operator type {type!r}", fix=f"types are graphir's own and those of {allowed}")
+        raise GraphirError(
+            f"unknown operator type {type!r}",
+            fix=f"types are graphir's own, those of {allowed}, and what graphir.register_operator has registered",
+        )
     packet = getattr(getattr(torch.ops, namespace), name, None)
     found = getattr(packet, variant, None) if variant and isinstance(packet, torch._ops.OpOverloadPacket) else None
     if not isinstance(found, torch._ops.OpOverload):
         raise GraphirError(
             f"torch {torch.__version__} has no operator {type!r}", fix="check the name and torch's version"
         )
-    if not _only_computes(found._schema, name):
+    if not registered and not _only_computes(found._schema, name):
         raise GraphirError(
             f"operator {type!r} is not allowed in a program",
             fix="programs compute tensors from tensors: no files, storages, streams or Python values",
@@ -252,9 +176,6 @@ def _only_computes(schema: torch.FunctionSchema, name: str) -> bool:
 CHECKS: Final = frozenset({"_assert_async", "_linalg_check_errors"})
 """Operators that return nothing: they raise where their operand says that something is wrong."""
 
-UNWRITTEN: Final = ("aten.empty", "aten.new_empty", "prims.empty")
-"""How the types begin that make memory without writing it."""
-
 _REBINDS: Final = frozenset({"set", "set_", "set_data", "resize", "resize_", "resize_as_", "_resize_output_", "data"})
 """Operators that exchange a tensor's storage or change its size."""
 
@@ -266,7 +187,7 @@ def signature(type: str) -> Signature:
     Raises:
         GraphirError: there is no such type.
     """
-    schema = torch._C.parse_schema("graphir::" + OWN[type]) if type in OWN else overload(type)._schema
+    schema = torch._C.parse_schema("graphir::" + OWN[type].schema) if type in OWN else overload(type)._schema
     return Signature(tuple(map(_param, schema.arguments)), tuple(map(_result, schema.returns)))
 
 
@@ -286,30 +207,6 @@ def _result(returned: Any) -> Result:
     return Result(str(returned.real_type) == "List[Tensor]", *_alias(returned.alias_info))
 
 
-def _batch_norm_statistics(args: Mapping[str, Arg]) -> tuple[str, ...]:
-    return ("running_mean", "running_var") if args.get("training") else ()
-
-
-_CORRECTIONS: Final[Mapping[str, Callable[[Mapping[str, Arg]], tuple[str, ...]]]] = {
-    "aten.native_batch_norm.default": _batch_norm_statistics,
-    "aten.cudnn_batch_norm.default": _batch_norm_statistics,
-    "aten.miopen_batch_norm.default": _batch_norm_statistics,
-    "aten.batch_norm_update_stats.default": lambda args: ("running_mean", "running_var"),
-}
-"""Types that overwrite operands without declaring it: the names of those parameters, given the arguments."""
-
-_UNDECLARED_VIEWS: Final = frozenset(
-    {
-        "aten._unsafe_view.default",
-        "aten.lift.default",
-        "aten.unsafe_chunk.default",
-        "aten.unsafe_split.Tensor",
-        "aten.unsafe_split_with_sizes.default",
-    }
-)
-"""Types whose results alias their first operand without declaring it."""
-
-
 def effects_of(
     type: str, args: Mapping[str, Arg], operands: str | None, inputs: int, results: str | None, outputs: int
 ) -> Effects:
@@ -321,7 +218,8 @@ def effects_of(
     sig = signature(type)
     written: dict[int, None] = {}
     by_alias: dict[str, list[int]] = {}
-    hidden = _CORRECTIONS[type](args) if type in _CORRECTIONS else ()
+    known = operator_type(type)
+    hidden = known.hidden_writes(args) if known.hidden_writes is not None else ()
     for param, group in sig.filled(operands, inputs):
         if param.alias:
             by_alias.setdefault(param.alias, []).extend(positions(group))
@@ -341,7 +239,7 @@ def effects_of(
             if not result.many
             else [s for s in by_alias.get("a", []) if s not in written]
         )
-        if type in _UNDECLARED_VIEWS:
+        if known.hidden_views:
             sources = [0]
         for k, output in enumerate(produced):
             if sources:

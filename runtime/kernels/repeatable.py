@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils import deterministic
 
-from graphir.analysis.certify import NONDETERMINISTIC
 from graphir.ir.device import Device
 from graphir.ir.net import Net
 from graphir.ir.opset import overload
+from graphir.ir.optypes.table import operator_type
 from graphir.process import Setting, held
 
 from ..machine.openmp import in_threads
@@ -99,5 +99,6 @@ REPEATABLE: Final[Mapping[str, Callable[..., Any]]] = {
 
 def unrepeatable(net: Net, places: Mapping[Device, torch.device]) -> list[str]:
     """The types on CUDA whose bits may differ from run to run nevertheless."""
-    known = NONDETERMINISTIC.keys() - REPEATABLE.keys() - {"graphir.attention_backward"}
-    return sorted({op.type for op in net.ops if op.type in known and places[op.device].type == "cuda"})
+    on_cuda = {op.type for op in net.ops if places[op.device].type == "cuda"}
+    repeated = REPEATABLE.keys() | {"graphir.attention_backward"}
+    return sorted(type for type in on_cuda - repeated if operator_type(type).nondeterministic)

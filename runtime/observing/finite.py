@@ -21,7 +21,7 @@ from torch import Tensor
 from graphir.errors import RunError
 from graphir.ir.blob import STATE_ROLES
 from graphir.ir.operator import Operator, origin_of
-from graphir.ir.opset import UNWRITTEN
+from graphir.ir.optypes.table import operator_type
 from graphir.ir.plan import Instruction, Plan
 from graphir.ir.text import operator_text
 
@@ -180,7 +180,7 @@ def _kind(tensor: Tensor) -> str:
 
 def _meant(op: Operator, kind: str) -> bool:
     """Whether an operator's arguments say that it shall make such values, or its type that nobody knows them."""
-    if op.type.startswith(UNWRITTEN):
+    if operator_type(op.type).unwritten:
         return True
     numbers = [arg for arg in op.args.values() if isinstance(arg, float)]
     return any(arg != arg if kind == _NAN else abs(arg) == float("inf") for arg in numbers)

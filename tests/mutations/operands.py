@@ -9,7 +9,8 @@ from random import Random
 from graphir.errors import GraphirError
 from graphir.ir.blob import STATE_ROLES
 from graphir.ir.operator import PURE, Operator
-from graphir.ir.opset import OWN, is_random, overload, signature
+from graphir.ir.opset import is_random, overload, signature
+from graphir.ir.optypes.own import OWN
 from graphir.ir.program import Program
 from mutations.edits import alike, declared, effects, exchanged, named, replaced, shuffled, with_ops
 

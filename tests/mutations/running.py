@@ -17,7 +17,8 @@ from graphir.ir.blob import STATE_ROLES, bound_layout, overlaps
 from graphir.ir.calls import Bound, Call, Constant, Default, Operand, OperandList, arrange, evaluate, flatten
 from graphir.ir.names import prefix_of
 from graphir.ir.operator import Operator
-from graphir.ir.opset import UNWRITTEN, to_torch
+from graphir.ir.opset import to_torch
+from graphir.ir.optypes.table import operator_type
 from graphir.ir.program import Program
 from graphir.ir.seeds import mix
 from graphir.ir.size import Dims
@@ -87,7 +88,7 @@ class Running:
         returned = perform(op.type, positional, keyword, _HOST)
         if call.single and call.returned == (0,) and not op.effects.writes:
             values[op.outputs[0]] = returned
-            if op.type.startswith(UNWRITTEN):
+            if operator_type(op.type).unwritten:
                 _fill(returned)
             return
         results = flatten(call, returned)

@@ -18,7 +18,9 @@ from ..calls import call_of, evaluate, filled, flatten
 from ..dtype import ITEMSIZE
 from ..meta import META, rule_of
 from ..operator import Arg, Effects, Operator, Symbol, bind_arg, groups, map_arg, positions
-from ..opset import NAMESPACES, OWN, Signature, effects_of, signature, to_symbol, to_torch
+from ..opset import NAMESPACES, Signature, effects_of, signature, to_symbol, to_torch
+from ..optypes.own import OWN
+from ..optypes.table import operator_type
 from ..size import LARGEST, Dims, Polynomial, bind, bind_shape
 
 __all__ = ["Geometry", "Inferred", "absurdity", "geometry", "infer", "is_known", "same_layout"]
@@ -61,38 +63,6 @@ Inputs: TypeAlias = Sequence[Geometry | None]
 _MOST_KEPT: Final = 100_000
 _kept: dict[tuple[Any, ...], Inferred] = {}
 
-_BACKEND_STRIDES: Final = frozenset(
-    {
-        "aten._fft_c2c.default",
-        "aten._fft_c2r.default",
-        "aten._fft_r2c.default",
-        "aten.convolution.default",
-        "aten.convolution_backward.default",
-        "aten.pixel_shuffle.default",
-    }
-)
-"""Types whose output strides are the backend's choice: mkldnn, cudnn and the CPU keep channels last, meta does not;
-Fourier transforms come out as the library leaves them, and meta takes the GPU's."""
-
-_BACKEND_SHAPES: Final = frozenset({"aten.mkldnn_rnn_layer.default", "aten._cudnn_rnn.default"})
-"""Types with outputs, such as workspaces, whose shapes are the backend's choice."""
-
-_BATCH_NORM: Final = frozenset(
-    {
-        "aten.native_batch_norm.default",
-        "aten._native_batch_norm_legit.default",
-        "aten._native_batch_norm_legit_no_training.default",
-        "aten._batch_norm_no_update.default",
-        "aten.cudnn_batch_norm.default",
-        "aten.miopen_batch_norm.default",
-    }
-)
-"""Types whose outputs but the first, the saved statistics, are empty in evaluation on some backends and not on
-others."""
-
-_EMBEDDING_BAG: Final = frozenset({"aten._embedding_bag.default", "aten._embedding_bag_forward_only.default"})
-"""Types whose outputs but the first, kept for the backward, have shapes of the backend's choice."""
-
 
 def geometry(blob: Blob, dims: Dims) -> Geometry | None:
     """The blob's geometry under *dims*; None where its shape or type is not known.
@@ -122,8 +92,8 @@ def absurdity(g: Geometry) -> str:
 
 
 def is_known(type: str) -> bool:
-    """Whether operators of *type* can be checked: graphir's own ones and those of torch's namespaces."""
-    return type in OWN or type.partition(".")[0] in NAMESPACES
+    """Whether operators of *type* can be checked: graphir's own, those of torch's namespaces, and registered ones."""
+    return type in OWN or type.partition(".")[0] in NAMESPACES or operator_type(type).registered
 
 
 def same_layout(a: Geometry, b: Geometry) -> bool:
@@ -189,11 +159,12 @@ def _infer(op: Operator, inputs: Inputs, args: Mapping[str, Arg]) -> Inferred:
     if not is_known(op.type):
         if "." not in op.type:  # as the types of imported nets
             return Inferred(None, None)
-        return Inferred(None, None, f"neither torch nor graphir has an operator {op.type!r}{nearest(op.type, OWN)}")
+        return Inferred(None, None, _unknown(op.type))
     sig = signature(op.type)
     effects = effects_of(op.type, args, op.operands, len(inputs), op.results, len(op.outputs))
     complaint = _complaint(op, sig, effects)
-    if complaint or None in inputs or op.type in _BACKEND_SHAPES:
+    known_type = operator_type(op.type)
+    if complaint or None in inputs or known_type.shapes_vary:
         return Inferred(None, effects, complaint)
     known = [g for g in inputs if g is not None]
     rule = _RULES.get(op.type, _optimizer if op.type in OWN and op.type not in META else _on_meta)
@@ -207,9 +178,15 @@ def _infer(op: Operator, inputs: Inputs, args: Mapping[str, Arg]) -> Inferred:
     for output, source in effects.writes:
         if output >= len(returned):
             outputs[output] = known[source]
-    if op.type in _EMBEDDING_BAG or (op.type in _BATCH_NORM and not args.get("training")):
+    if known_type.kept_varies or (known_type.kept_varies_in_evaluation and not args.get("training")):
         outputs[1:] = [None] * (len(outputs) - 1)
-    return Inferred(tuple(outputs), effects, loose=op.type in _BACKEND_STRIDES)
+    return Inferred(tuple(outputs), effects, loose=known_type.strides_vary)
+
+
+def _unknown(type: str) -> str:
+    known = f"neither torch nor graphir has an operator {type!r}{nearest(type, OWN)}"
+    own = type.count(".") == 2 and not type.startswith("graphir.")
+    return f"{known}; graphir.register_operator registers one of yours" if own else known
 
 
 def _complaint(op: Operator, sig: Signature, effects: Effects) -> str:

@@ -1,4 +1,4 @@
-"""An operator's operands and results at given sizes, as formulas of its scratch ask for them."""
+"""An operator with its sizes bound: what formulas of its cost and of its scratch are given."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any, NamedTuple
 
-from ..ir.blob import Blob, contiguous_strides, dense_strides, same_strides
-from ..ir.dtype import ITEMSIZE
-from ..ir.operator import Operator, bind_arg
-from ..ir.size import Dims, bind_shape
+from ..blob import Blob, contiguous_strides, dense_strides, same_strides
+from ..dtype import ITEMSIZE
+from ..operator import Operator, bind_arg
+from ..size import Dims, bind_shape
 
-__all__ = ["Call", "Operand", "UnknownShape", "copied"]
+__all__ = ["Operand", "SizedOperator", "UnknownShape", "copied"]
 
 
 class UnknownShape(Exception):
@@ -44,7 +44,7 @@ class Operand(NamedTuple):
         return same_strides(self.shape, self.strides, wanted)
 
 
-class Call(NamedTuple):
+class SizedOperator(NamedTuple):
     """An operator at these sizes, where kernels use so many threads. Sizes are bound as they are asked for."""
 
     op: Operator
@@ -77,7 +77,7 @@ def _bound(blob: Blob, dims: Dims) -> Operand:
     return Operand(bind_shape(blob.shape, dims), strides, blob.dtype)
 
 
-def copied(call: Call, *positions: int) -> int:
+def copied(call: SizedOperator, *positions: int) -> int:
     """Bytes of the operands that a kernel for dense ones copies first."""
     strided = call.strided(*positions)
     return sum(operand.nbytes for operand in strided if not (operand.contiguous or operand.channels_last))

@@ -1,0 +1,48 @@
+"""How many additions and multiplications matrix products and convolutions take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Final
+
+from .sized import SizedOperator
+
+__all__ = ["FLOPS"]
+
+
+def _product(left: int) -> Callable[[SizedOperator], int]:
+    """A matrix product whose left factor is this input; the rows and columns are those of the result."""
+    return lambda op: 2 * prod(op.result().shape) * op.operand(left).shape[-1]
+
+
+def _convolution(op: SizedOperator) -> int:
+    """Each element of the result (of the input, if transposed) meets one filter."""
+    swept = op.operand(0) if op.args.get("transposed") else op.result()
+    return 2 * prod(swept.shape) * prod(op.operand(1).shape[1:])
+
+
+def _convolution_backward(op: SizedOperator) -> int:
+    """As much as the forward, for the gradient of the input and again for that of the weight."""
+    swept = op.operand(1) if op.args.get("transposed") else op.operand(0)
+    mask = op.args.get("output_mask")
+    wanted = sum(map(bool, mask[:2])) if isinstance(mask, tuple) else 2
+    return 2 * prod(swept.shape) * prod(op.operand(2).shape[1:]) * wanted
+
+
+def _attention(products: int, query: int) -> Callable[[SizedOperator], int]:
+    """So many products of queries and keys; those of a causal mask are half empty, and not skipped everywhere."""
+    return lambda op: 2 * products * prod(op.operand(query).shape) * op.operand(query + 1).shape[-2]
+
+
+FLOPS: Final[Mapping[str, Callable[[SizedOperator], int]]] = {
+    "aten.mm.default": _product(0),
+    "aten.bmm.default": _product(0),
+    "aten.addmm.default": _product(1),
+    "aten.baddbmm.default": _product(1),
+    "aten.convolution.default": _convolution,
+    "aten.convolution_backward.default": _convolution_backward,
+    "graphir.attention": _attention(2, 0),
+    "graphir.attention_backward": _attention(5, 1),
+}
+"""The formulas, by operator type."""

@@ -1,0 +1,54 @@
+"""One record for each operator type: what graphir knows of it and its schema does not say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from ..operator import Arg
+from .sized import SizedOperator
+
+__all__ = ["OperatorType"]
+
+
+class OperatorType(NamedTuple):
+    """What is known of a type. A field at its default says that there is nothing to know.
+
+    Attributes:
+        type: such as ``aten.addmm.default``, ``graphir.sgd``, or a user's ``mylib.scale.default``.
+        schema: of graphir's own types, in torch's language; of all others torch has it.
+        registered: a user has registered it.
+        hidden_writes: the names of the parameters that it overwrites without declaring it, given the arguments.
+        hidden_views: its results alias its first operand without declaring it.
+        unwritten: it makes memory that it does not write.
+        geometry_only: of its first operand it takes the geometry, and not the value.
+        batch_norm: in training its results do not depend on the running statistics, which some of these types update.
+        in_place: the type that takes the same arguments and writes the same bits over the first operand.
+        nondeterministic: why the bits of two runs on the same values may differ; empty where they do not.
+        strides_vary: the strides of its results are the backend's choice.
+        shapes_vary: so are the shapes of its results.
+        kept_varies: so are the shapes of all its results but the first, which are kept for a backward.
+        kept_varies_in_evaluation: the same, where its argument ``training`` is not true.
+        flops: the additions and multiplications of a call, as far as they are what it takes its time for.
+        reads_rows: of its first operand it reads about as many bytes as it writes.
+        scratch: the bytes that a call allocates beside operands and results, at most at once, and has freed when it
+            returns; None for operands of which that is not known.
+    """
+
+    type: str
+    schema: str = ""
+    registered: bool = False
+    hidden_writes: Callable[[Mapping[str, Arg]], tuple[str, ...]] | None = None
+    hidden_views: bool = False
+    unwritten: bool = False
+    geometry_only: bool = False
+    batch_norm: bool = False
+    in_place: str = ""
+    nondeterministic: str = ""
+    strides_vary: bool = False
+    shapes_vary: bool = False
+    kept_varies: bool = False
+    kept_varies_in_evaluation: bool = False
+    flops: Callable[[SizedOperator], int] | None = None
+    reads_rows: bool = False
+    scratch: Callable[[SizedOperator], int | None] | None = None

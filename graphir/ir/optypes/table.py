@@ -1,0 +1,33 @@
+"""Where every type's record is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Final
+
+from .own import OWN
+from .record import OperatorType
+from .torch_types import TORCH, UNWRITTEN
+
+__all__ = ["add_registered", "operator_type", "registered_types"]
+
+_registered: Final[dict[str, OperatorType]] = {}
+
+
+@lru_cache(maxsize=8192)
+def operator_type(type: str) -> OperatorType:
+    """What is known of *type*: nothing special, where it is a type of no record, or none at all."""
+    found = OWN.get(type) or _registered.get(type) or TORCH.get(type) or OperatorType(type)
+    return found._replace(unwritten=True) if type.startswith(UNWRITTEN) else found
+
+
+def add_registered(record: OperatorType) -> None:
+    """Let *record* be what is known of a user's type, from now on."""
+    _registered[record.type] = record
+    operator_type.cache_clear()
+
+
+def registered_types() -> Mapping[str, OperatorType]:
+    """The records of the types that users have registered in this process."""
+    return _registered

@@ -1,0 +1,116 @@
+"""What is known of torch's types, and torch does not declare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ..operator import Arg
+from .flops import FLOPS
+from .record import OperatorType
+
+__all__ = ["TORCH", "UNWRITTEN"]
+
+UNWRITTEN: Final = ("aten.empty", "aten.new_empty", "prims.empty")
+"""How the types begin that make memory without writing it."""
+
+
+def _batch_norm_statistics(args: Mapping[str, Arg]) -> tuple[str, ...]:
+    return ("running_mean", "running_var") if args.get("training") else ()
+
+
+def _all_statistics(args: Mapping[str, Arg]) -> tuple[str, ...]:
+    return ("running_mean", "running_var")
+
+
+_NAMES_OF: Final[list[tuple[dict[str, Any], str]]] = [
+    (
+        {"hidden_writes": _batch_norm_statistics},
+        "native_batch_norm.default cudnn_batch_norm.default miopen_batch_norm.default",
+    ),
+    ({"hidden_writes": _all_statistics}, "batch_norm_update_stats.default"),
+    (
+        {"hidden_views": True},
+        "_unsafe_view.default lift.default unsafe_chunk.default unsafe_split.Tensor unsafe_split_with_sizes.default",
+    ),
+    (
+        {"geometry_only": True},
+        """
+        bernoulli.float bernoulli.p copy.default fill.Scalar fill.Tensor full_like.default new_full.default
+        new_ones.default new_zeros.default normal_functional.default ones_like.default rand_like.default
+        randn_like.default uniform.default zero.default zeros_like.default
+        """,
+    ),
+    (
+        {"batch_norm": True},
+        """
+        _native_batch_norm_legit.default _native_batch_norm_legit.no_stats _native_batch_norm_legit_functional.default
+        cudnn_batch_norm.default miopen_batch_norm.default native_batch_norm.default
+        """,
+    ),
+    # Some backends keep empty statistics in evaluation, others those that they were given.
+    (
+        {"kept_varies_in_evaluation": True},
+        """
+        _batch_norm_no_update.default _native_batch_norm_legit.default _native_batch_norm_legit_no_training.default
+        cudnn_batch_norm.default miopen_batch_norm.default native_batch_norm.default
+        """,
+    ),
+    ({"kept_varies": True}, "_embedding_bag.default _embedding_bag_forward_only.default"),
+    ({"shapes_vary": True}, "_cudnn_rnn.default mkldnn_rnn_layer.default"),  # workspaces
+    # Mkldnn, cudnn and the CPU keep channels last, meta does not; Fourier transforms come out as the library leaves
+    # them, and meta takes the GPU's.
+    (
+        {"strides_vary": True},
+        """
+        _fft_c2c.default _fft_c2r.default _fft_r2c.default convolution.default convolution_backward.default
+        pixel_shuffle.default
+        """,
+    ),
+    ({"reads_rows": True}, "embedding.default gather.default index_select.default"),
+    # The documentation of torch.use_deterministic_algorithms. In-place forms count as their functional ones.
+    (
+        {"nondeterministic": "adds in no fixed order on CUDA"},
+        """
+        _adaptive_avg_pool2d_backward.default _adaptive_avg_pool3d_backward.default _ctc_loss_backward.default
+        _embedding_bag_dense_backward.default _scaled_dot_product_cudnn_attention_backward.default
+        _scaled_dot_product_efficient_attention_backward.default _scaled_dot_product_flash_attention_backward.default
+        adaptive_max_pool2d_backward.default avg_pool3d_backward.default embedding_dense_backward.default
+        grid_sampler_2d_backward.default grid_sampler_3d_backward.default histc.default index_add.default
+        max_pool2d_with_indices_backward.default max_pool3d_with_indices_backward.default
+        reflection_pad1d_backward.default reflection_pad2d_backward.default replication_pad1d_backward.default
+        replication_pad2d_backward.default scatter_add.default upsample_bicubic2d_backward.default
+        upsample_bilinear2d_backward.default upsample_linear1d_backward.default upsample_trilinear3d_backward.default
+        """,
+    ),
+    ({"nondeterministic": "adds in no fixed order on CUDA where accumulate is set"}, "index_put.default put.default"),
+    ({"nondeterministic": "adds in no fixed order on CUDA where there are weights"}, "bincount.default"),
+    ({"nondeterministic": "reduces in no fixed order on CUDA"}, "scatter_reduce.two"),
+    ({"nondeterministic": "sums in no fixed order on CUDA"}, "cumsum.default"),
+]
+"""Facts, and the types of which each holds."""
+
+_ELEMENTWISE: Final = """
+    add.Tensor clamp.default clamp_min.default div.Scalar div.Tensor elu.default exp.default gelu.default
+    hardswish.default hardtanh.default leaky_relu.default masked_fill.Scalar mul.Scalar mul.Tensor neg.default
+    relu.default sigmoid.default silu.default sub.Tensor tanh.default
+"""
+"""Elementwise types whose in-place forms take the same arguments and compute the same bits."""
+
+
+def _assembled() -> dict[str, OperatorType]:
+    facts: dict[str, dict[str, Any]] = {}
+    for fact, names in _NAMES_OF:
+        for name in names.split():
+            facts.setdefault(f"aten.{name}", {}).update(fact)
+    for name in _ELEMENTWISE.split():
+        plain, variant = name.split(".")
+        facts.setdefault(f"aten.{name}", {})["in_place"] = f"aten.{plain}_.{variant}"
+    for type, formula in FLOPS.items():
+        if type.startswith("aten."):
+            facts.setdefault(type, {})["flops"] = formula
+    return {type: OperatorType(type, **known) for type, known in facts.items()}
+
+
+TORCH: Final[Mapping[str, OperatorType]] = _assembled()
+"""The records of torch's types of which something is known."""
