@@ -41,6 +41,7 @@ from .ir.device import Device
 from .ir.files import load, save
 from .ir.net import Net
 from .ir.operator import Operator
+from .ir.optypes.registration import register_operator
 from .ir.plan import Plan
 from .ir.program import Program
 from .ir.text import parse, show
@@ -87,6 +88,7 @@ __all__ = [
     "memory",
     "parse",
     "profile",
+    "register_operator",
     "save",
     "seeded",
     "show",

@@ -14,7 +14,8 @@ PUBLIC = {
         Blob Certificate Compiled Device Diff Memory Net Operator Plan Profile Program Traffic
         CaptureError CoverageError EquivalenceError FileError GraphirError ParseError PassError PlacementError PlanError
         ProfileWarning RecaptureWarning RunError SessionError VerifyError
-        allow_operators capture certify compile diff load memory parse profile save seeded show traffic verify
+        allow_operators capture certify compile diff load memory parse profile register_operator save seeded show
+        traffic verify
     """,
     "graphir.passes": """
         InjectCopies Pass Pipeline Replicate Run ShareStorage ShiftActivations Timing

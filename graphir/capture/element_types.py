@@ -105,6 +105,8 @@ def check_element_types(form: Form, bound: Bound, here: Callable[[], str]) -> No
     Raises:
         CaptureError: names the parameters and their types.
     """
+    if form.func.namespace != "aten":
+        return
     name = form.func._opname.rstrip("_")
     if name in _ALIKE:
         _check_alike(form, [g for g in _given(form, bound) if g.name in _ALIKE[name]], here)

@@ -98,7 +98,7 @@ class Form:
         self.type = _OWN.get(torch_type, torch_type)
         self.random = torch.Tag.nondeterministic_seeded in func.tags
         self.rebinds = torch.Tag.inplace_view in func.tags
-        self.by_onednn = _BY_ONEDNN.get(func._opname)
+        self.by_onednn = _BY_ONEDNN.get(func._opname) if func.namespace == "aten" else None
         self.repeats = func.namespace == "aten" and not self.rebinds
         returns = func._schema.returns
         self.returns_list = len(returns) == 1 and "List" in str(returns[0].type)

@@ -74,7 +74,7 @@ def _source(tape: Tape, target: Alias, source: torch.Tensor) -> Value:
 def _functional(tape: Tape, form: Form) -> torch._ops.OpOverload:
     name, overload = form.func._opname, form.func._overloadname
     plain = _FUNCTIONAL.get(f"{name}.{overload}", f"{name.removesuffix('_')}.{overload}")
-    packet = getattr(_aten, plain.partition(".")[0], None)
+    packet = getattr(getattr(torch.ops, form.func.namespace), plain.partition(".")[0], None)
     found = getattr(packet, plain.partition(".")[2], None)
     if found is None or not name.endswith("_") or found._schema.is_mutable:
         raise CaptureError(

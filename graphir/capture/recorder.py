@@ -402,7 +402,7 @@ class Recorder(Tape, TorchDispatchMode):
             for alias in (base, target):
                 alias.value, alias.generation = new, target.store.generation
             fresh[id(target.tensor)] = new
-        outs = in_sequence(out)
+        outs = in_sequence(out) if form.func._schema.returns else ()
         returned = [
             fresh.pop(id(t)) if id(t) in fresh else self._result(t, form, call, bound, source, None, i)
             for i, t in enumerate(outs)

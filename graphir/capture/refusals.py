@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import CaptureError, GraphirError
 from ..ir.opset import NAMESPACES
+from ..ir.optypes.table import operator_type
 from .forms import Form, form_of
 
 __all__ = [
@@ -219,9 +220,13 @@ _UNSUPPORTED: Final[Mapping[str, tuple[str, str]]] = {
 def _complaint(func: torch._ops.OpOverload, args: tuple[object, ...]) -> tuple[str, str] | None:
     """What is wrong with an operator that takes these arguments, and what to do; None where nothing is."""
     name = f"{func.namespace}.{func._opname}"
-    if func.namespace not in NAMESPACES:
+    if func.namespace not in NAMESPACES and not operator_type(f"{name}.{func._overloadname}").registered:
         allowed = ", ".join(sorted(NAMESPACES))
-        return f"operator {func} is not one of torch's own", f"write it with operators of {allowed}"
+        return (
+            f"operator {func} is not one of torch's own",
+            f"graphir.register_operator(torch.ops.{name}) once before the capture, or write it with operators of "
+            f"{allowed}",
+        )
     if name in _UNSUPPORTED:
         return _UNSUPPORTED[name]
     if name == "aten.index" and not _has_mask(args[1]):

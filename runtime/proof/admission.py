@@ -77,7 +77,7 @@ def _operators(plan: Plan) -> None:
                     at=at,
                     where=where,
                     fix="the runtime has kernels for aten, prims and graphir's own types"
-                    + (net.dialect.translation and f"; {net.dialect.translation}"),
+                    + f"; {net.dialect.translation or 'graphir.register_operator registers others'}",
                 ) from e
             wrong = _update(op) if op.type in UPDATES else None
             if op.type == "AllReduce":

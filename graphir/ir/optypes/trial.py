@@ -1,0 +1,124 @@
+"""A registered operator, tried: whether it does what its schema and its fake say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+__all__ = ["Disagreement", "disagreement"]
+
+
+class Disagreement(NamedTuple):
+    """What an operator does otherwise than it says, and what to do."""
+
+    what: str
+    fix: str
+
+
+def disagreement(func: OpOverload, example: Sequence[Any], nondeterministic: bool) -> Disagreement | None:
+    """What *func* does otherwise than its schema and its fake say, on these positional arguments; None: nothing.
+
+    Args:
+        func: is called twice, on copies of the arguments.
+        example: the arguments, tensors on the host.
+        nondeterministic: the two calls may give other bits.
+    """
+    given = [_each(value, Tensor.clone) for value in example]
+    try:
+        with torch.no_grad():
+            made = list(_tensors(func(*given)))
+            again = list(_tensors(func(*[_each(value, Tensor.clone) for value in example])))
+    except Exception as e:  # whatever its kernel raises
+        return Disagreement(f"fails on the example: {type(e).__name__}: {e}", "give operands that it takes")
+    return (
+        _undeclared(func, example, given, made)
+        or _other_than_fake(func, example, made)
+        or (None if nondeterministic else _unlike(made, again))
+    )
+
+
+def _undeclared(
+    func: OpOverload, example: Sequence[Any], given: Sequence[Any], made: Sequence[Tensor]
+) -> Disagreement | None:
+    """What it overwrites or aliases, and its schema does not say so."""
+    returned = {_memory(tensor) for tensor in made if tensor.numel()}
+    declared = set().union(*[_aliases(result) for result in func._schema.returns])
+    for argument, before, after in zip(func._schema.arguments, example, given, strict=False):
+        info = argument.alias_info
+        for old, new in zip(_tensors(before), _tensors(after), strict=True):
+            if not (info is not None and info.is_write) and not _same_bits(old, new):
+                return Disagreement(
+                    f"overwrites {argument.name}, which its schema does not say",
+                    f"declare it, Tensor(a!) {argument.name} (mutates_args=[{argument.name!r}] of a custom_op), "
+                    "or compute in a copy",
+                )
+            if _memory(new) in returned and not declared & _aliases(argument):
+                return Disagreement(
+                    f"returns memory of {argument.name}, which its schema does not say",
+                    "return a clone, or declare it: Tensor(a) for both",
+                )
+    return None
+
+
+def _aliases(declared: Any) -> set[str]:
+    return set() if declared.alias_info is None else set(declared.alias_info.before_set)
+
+
+def _other_than_fake(func: OpOverload, example: Sequence[Any], made: Sequence[Tensor]) -> Disagreement | None:
+    try:
+        with torch.no_grad():
+            faked = list(_tensors(func(*[_each(value, _without_data) for value in example])))
+    except Exception as e:  # whatever its fake raises
+        return Disagreement(f"has a fake that fails on the example: {type(e).__name__}: {e}", "mend the fake")
+    if len(faked) != len(made):
+        return Disagreement(f"returns {len(made)} tensors, its fake {len(faked)}", "let the fake return as many")
+    for i, (real, fake) in enumerate(zip(made, faked, strict=True)):
+        shown = [f"{t.dtype}{list(t.shape)} with strides {list(t.stride())}" for t in (real, fake)]
+        if shown[0] != shown[1]:
+            return Disagreement(
+                f"returns {shown[0]} as result {i}, its fake {shown[1]}",
+                "let the fake return tensors like the kernel's",
+            )
+    return None
+
+
+def _unlike(made: Sequence[Tensor], again: Sequence[Tensor]) -> Disagreement | None:
+    if all(map(_same_bits, made, again)):
+        return None
+    return Disagreement(
+        "gives other bits when it is called again", "say why: nondeterministic='adds in no fixed order'"
+    )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _each(value: Any, change: Any) -> Any:
+    """*value* with its tensors changed."""
+    if isinstance(value, Tensor):
+        return change(value.detach())
+    return [_each(item, change) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _without_data(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    ours, theirs = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(ours, theirs)
