@@ -31,11 +31,12 @@ from .ir.calls import arrange, filled
 from .ir.dtype import TORCH_NAME
 from .ir.guard import parse_guard
 from .ir.operator import Arg, Operator, Symbol, map_arg
-from .ir.opset import overload, to_torch
+from .ir.opset import overload
 from .ir.optypes.own import OWN
 from .ir.program import Program
 from .ir.seeds import mix
 from .ir.size import Polynomial, Size, bind, bind_shape, dimension, size_dims
+from .ir.symbols import to_torch
 
 __all__ = ["to_exported", "to_fx"]
 

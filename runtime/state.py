@@ -15,8 +15,8 @@ from graphir.errors import RunError, SessionError, nearest
 from graphir.ir.blob import Blob, bound_layout
 from graphir.ir.device import Device
 from graphir.ir.operator import Operator
-from graphir.ir.opset import to_torch
 from graphir.ir.program import Program
+from graphir.ir.symbols import to_torch
 from graphir.ir.tensor import not_dense
 from graphir.ir.text import operator_text
 

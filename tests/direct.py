@@ -20,10 +20,11 @@ from torch.optim.sgd import sgd
 from graphir.capture import seeded
 from graphir.ir.blob import STATE_ROLES, contiguous_strides
 from graphir.ir.operator import Operator, Symbol, groups
-from graphir.ir.opset import overload, signature, to_torch
+from graphir.ir.opset import overload, signature
 from graphir.ir.program import Program
 from graphir.ir.seeds import mix
 from graphir.ir.size import Dims, Polynomial, bind, bind_shape
+from graphir.ir.symbols import to_torch
 
 ATTENTION = {
     "graphir.attention": "aten._scaled_dot_product_flash_attention_for_cpu.default",

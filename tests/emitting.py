@@ -16,9 +16,10 @@ from graphir.ir.device import Device, gpu
 from graphir.ir.meta import META
 from graphir.ir.names import fresh
 from graphir.ir.operator import Arg, Operator, Phase, Symbol
-from graphir.ir.opset import effects_of, overload, signature, to_symbol, to_torch
+from graphir.ir.opset import effects_of, overload, signature
 from graphir.ir.optypes.own import OWN
 from graphir.ir.size import Polynomial, Size, bind
+from graphir.ir.symbols import to_symbol, to_torch
 
 BATCHES = (6, 10, 15)
 """The batch sizes at which each operator is run on meta; the first is the captured one."""

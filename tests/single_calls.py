@@ -15,7 +15,8 @@ from graphir.ir.blob import Blob
 from graphir.ir.calls import call_of, evaluate, filled
 from graphir.ir.device import gpu
 from graphir.ir.operator import PURE, Operator
-from graphir.ir.opset import effects_of, overload, to_symbol
+from graphir.ir.opset import effects_of, overload
+from graphir.ir.symbols import to_symbol
 
 __all__ = ["subject_of"]
 

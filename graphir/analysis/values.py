@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from ..ir.blob import STATE_ROLES, Blob, is_dense
 from ..ir.dialect import TORCH, Dialect
 from ..ir.dtype import ITEMSIZE
-from ..ir.elements import CONJUGATING, reads_only_elements
+from ..ir.elements import CONJUGATING
 from ..ir.names import prefix_of
 from ..ir.net import Net
 from ..ir.operator import Arg, Operator
@@ -377,7 +377,7 @@ class _Form:
         self.views = op.effects.viewing
         self.only_views = not self.copies and len(self.views) == len(op.outputs) > 0
         self.aliases = bool(op.effects.views or op.effects.writes)
-        self.reaches = not reads_only_elements(op.type)
+        self.reaches = not operator_type(op.type).only_elements
         self.empty = operator_type(op.type).unwritten
         self.ignores_first = operator_type(kind).geometry_only
         self.ordered = dialect.is_ordered(op)

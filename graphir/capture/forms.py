@@ -11,7 +11,8 @@ import torch
 
 from ..errors import CaptureError, GraphirError
 from ..ir.operator import Arg
-from ..ir.opset import effects_of, is_random, signature, to_symbol
+from ..ir.opset import effects_of, is_random, signature
+from ..ir.symbols import to_symbol
 
 __all__ = ["Bound", "Form", "form_of", "normal_arg"]
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import CaptureError
 from ..ir.operator import Arg, Phase
-from ..ir.opset import to_symbol
+from ..ir.symbols import to_symbol
 from .edges import differentiable
 from .extents import Extents
 from .forms import Bound, Form, form_of

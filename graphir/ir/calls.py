@@ -20,9 +20,10 @@ import torch
 
 from ..errors import PlanError
 from .operator import Arg, Group, Operator, Symbol, groups, leaves, map_arg, positions
-from .opset import Param, Signature, signature, to_torch
+from .opset import Param, Signature, signature
 from .optypes.own import OWN
 from .size import Dims, Polynomial, bind
+from .symbols import to_torch
 
 __all__ = [
     "Argument",

@@ -15,6 +15,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Final
 
+from .optypes.own import OWN
+
 __all__ = ["CONJUGATING", "reads_only_elements"]
 
 CONJUGATING: Final = frozenset({"aten._conj.default", "aten._neg_view.default"})
@@ -87,15 +89,15 @@ _NAMES: Final = """
 
 _LISTED: Final = frozenset(_NAMES.split())
 
-_OWN: Final = frozenset({"graphir.attention", "graphir.attention_backward", "graphir.embedding_bag_backward"})
-"""Those of graphir's own types that hand operands to kernels of torch which are not on the list."""
-
 
 @cache
 def reads_only_elements(type: str) -> bool:
-    """Whether an operator of *type* reads nothing of its operands' storages but the operands' elements."""
+    """Whether an operator of *type*, of graphir's own, torch's or Caffe2's, reads nothing of its operands' storages but
+    the operands' elements."""
+    if type in OWN:
+        return OWN[type].only_elements
     namespace, _, rest = type.partition(".")
-    if not rest or namespace == "graphir":
-        return type not in _OWN
+    if not rest:
+        return True
     name = rest.partition(".")[0]
     return namespace == "aten" and (name in _LISTED or (name[-1:] == "_" and name[:-1] in _LISTED))

@@ -14,8 +14,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ..errors import GraphirError
-from .dtype import TORCH_NAME
-from .operator import Arg, Effects, Group, Symbol, groups, positions
+from .operator import Arg, Effects, Group, groups, positions
 from .optypes.own import OWN
 from .optypes.table import operator_type
 
@@ -29,8 +28,6 @@ __all__ = [
     "is_random",
     "overload",
     "signature",
-    "to_symbol",
-    "to_torch",
 ]
 
 NAMESPACES: Final = frozenset({"aten", "prims"})
@@ -264,27 +261,3 @@ def is_random(type: str, args: Mapping[str, Arg]) -> bool:
         return False
     # Attention kernels draw random numbers for their own dropout only.
     return args.get("dropout_p", 0.0) != 0.0 or all(p.name != "dropout_p" for p in signature(type).params)
-
-
-_TO_TORCH: Final[dict[str, Any]] = {short: getattr(torch, name) for short, name in TORCH_NAME.items()} | {
-    name: getattr(torch, name)
-    for name in ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d", "strided")
-}
-_TO_SYMBOL: Final[dict[Any, Symbol]] = {value: Symbol(name) for name, value in _TO_TORCH.items()}
-
-
-def to_torch(symbol: str) -> Any:
-    """The torch constant that a symbol names."""
-    return _TO_TORCH[symbol]
-
-
-def to_symbol(constant: torch.dtype | torch.layout | torch.memory_format) -> Symbol:
-    """The symbol of a torch constant.
-
-    Raises:
-        GraphirError: graphir has no name for it.
-    """
-    try:
-        return _TO_SYMBOL[constant]
-    except KeyError:
-        raise GraphirError(f"{constant} is not supported", fix=f"supported: {', '.join(sorted(_TO_TORCH))}") from None

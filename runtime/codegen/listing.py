@@ -8,8 +8,8 @@ import torch
 
 from graphir.errors import PlanError, nearest
 from graphir.ir.blob import STATE_ROLES, bound_layout
-from graphir.ir.opset import to_torch
 from graphir.ir.plan import Instruction, Plan, lane_device
+from graphir.ir.symbols import to_torch
 from graphir.ir.text.printer import quoted
 
 from ..executor import Setting

@@ -23,9 +23,11 @@ from graphir.ir.device import Device
 from graphir.ir.meta import errors_not_logged, fresh_fake_mode
 from graphir.ir.names import base_name
 from graphir.ir.operator import Operator
-from graphir.ir.opset import overload, to_torch
+from graphir.ir.opset import overload
+from graphir.ir.optypes.table import operator_type
 from graphir.ir.program import Program
 from graphir.ir.size import Dims
+from graphir.ir.symbols import to_torch
 from graphir.ir.text import operator_text
 
 from ..machine.surroundings import neutral
@@ -33,16 +35,6 @@ from ..machine.surroundings import neutral
 __all__ = ["check_layouts"]
 
 _HOST: Final = torch.device("cpu")
-_CONVOLUTIONS: Final = frozenset({"aten.convolution.default", "aten.convolution_backward.default"})
-_SHAPED_IN_PIECES: Final = """
-    arange.start_step avg_pool1d.default avg_pool2d.default avg_pool3d.default diagonal.default geqrf.default
-    im2col.default linalg_lu.default linalg_lu_factor_ex.default linalg_qr.default linalg_svdvals.default
-    _linalg_svd.default lu_unpack.default max_pool2d_with_indices.default max_pool3d_with_indices.default slice.Tensor
-    split.Tensor unfold.default unsafe_split.Tensor
-"""
-"""Types whose results have shapes that are no polynomial of sizes everywhere."""
-
-_IN_PIECES: Final = frozenset(f"aten.{name}" for name in _SHAPED_IN_PIECES.split())
 
 _Geometry: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], str]
 
@@ -65,7 +57,8 @@ def check_layouts(program: Program, dims: Dims, places: Mapping[Device, torch.de
     with neutral(threads), fresh_fake_mode(), torch.no_grad(), errors_not_logged():
         for op in program.step.ops:
             on_host = places.get(op.device, _HOST).type == "cpu"
-            if op.type not in _IN_PIECES and not (op.type in _CONVOLUTIONS and on_host):
+            known = operator_type(op.type)
+            if not known.shaped_in_pieces and not (known.kernel_by_size and on_host):
                 continue
             declared = [_geometry(blobs[name], dims) for name in (*op.inputs, *op.outputs)]
             key = (op.type, op.operands, op.results, repr(op.args), *declared)
@@ -103,7 +96,7 @@ def _check(
             where=where,
             fix="give other sizes, or capture the model at these",
         ) from None
-    if op.type not in _CONVOLUTIONS:
+    if not operator_type(op.type).kernel_by_size:
         return
     for position, tensor in returned.items():
         shape, strides, _ = outputs[position]

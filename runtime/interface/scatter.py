@@ -19,9 +19,9 @@ from graphir.ir.blob import Blob, bound_layout, overlaps
 from graphir.ir.device import Device
 from graphir.ir.guard import Guard
 from graphir.ir.names import base_name
-from graphir.ir.opset import to_symbol, to_torch
 from graphir.ir.program import Program, Scalar
 from graphir.ir.size import Dims, Polynomial, Size, bind, rename_dims, size_dims
+from graphir.ir.symbols import to_symbol, to_torch
 from graphir.ir.tensor import PLAIN, not_dense
 
 from ..kernels.communication import allocate, copy

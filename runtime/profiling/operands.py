@@ -16,8 +16,9 @@ from torch import Tensor
 
 from graphir.ir.blob import Blob, bound_layout, reach
 from graphir.ir.operator import Operator
-from graphir.ir.opset import signature, to_torch
+from graphir.ir.opset import signature
 from graphir.ir.size import Dims, bind
+from graphir.ir.symbols import to_torch
 
 __all__ = ["Geometry", "geometries", "variants"]
 

@@ -14,9 +14,10 @@ from graphir.ir.blob import Blob, bound_layout
 from graphir.ir.calls import call_of, evaluate, filled
 from graphir.ir.net import Net
 from graphir.ir.operator import Operator, stored_versions
-from graphir.ir.opset import effects_of, overload, to_symbol, to_torch
+from graphir.ir.opset import effects_of, overload
 from graphir.ir.program import Program
 from graphir.ir.size import Dims, Polynomial, Shape, Size, bind, size_dims
+from graphir.ir.symbols import to_symbol, to_torch
 
 __all__ = [
     "alike",

@@ -17,11 +17,11 @@ from graphir.ir.blob import STATE_ROLES, bound_layout, overlaps
 from graphir.ir.calls import Bound, Call, Constant, Default, Operand, OperandList, arrange, evaluate, flatten
 from graphir.ir.names import prefix_of
 from graphir.ir.operator import Operator
-from graphir.ir.opset import to_torch
 from graphir.ir.optypes.table import operator_type
 from graphir.ir.program import Program
 from graphir.ir.seeds import mix
 from graphir.ir.size import Dims
+from graphir.ir.symbols import to_torch
 
 __all__ = ["Running"]
 

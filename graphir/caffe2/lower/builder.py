@@ -18,7 +18,8 @@ from ...ir.blob import ROLE_OF_PHASE, Blob, Role
 from ...ir.device import Device
 from ...ir.net import Net
 from ...ir.operator import Arg, Operator, Symbol, stored_versions
-from ...ir.opset import effects_of, signature, to_symbol
+from ...ir.opset import effects_of, signature
+from ...ir.symbols import to_symbol
 from ...ir.verify.infer import Geometry, Inferred, infer, same_layout
 
 __all__ = ["ABSENT", "FLOATING", "Absent", "Builder", "Known", "Operand", "Static", "Temporary", "Value"]

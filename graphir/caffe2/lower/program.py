@@ -12,9 +12,9 @@ from ...errors import GraphirError, counted, nearest
 from ...ir.blob import STATE_ROLES, Blob
 from ...ir.net import Net
 from ...ir.operator import Operator
-from ...ir.opset import to_symbol
 from ...ir.program import Interface, Program, Slot
 from ...ir.size import bind_shape
+from ...ir.symbols import to_symbol
 from ...ir.text import operator_text
 from ...ir.verify import require
 from ...ir.verify.infer import Geometry

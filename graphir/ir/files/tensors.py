@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 
 from ...errors import FileError, GraphirError
 from ..blob import overlaps
-from ..opset import to_symbol
 from ..program import Program
+from ..symbols import to_symbol
 from ..tensor import byte_view
 from .records import TensorRecord
 

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from .flops import FLOPS
 from .record import OperatorType
+from .scratch import SCRATCH
 
 __all__ = ["OWN"]
 
@@ -76,12 +77,19 @@ _SCHEMAS: Final[Mapping[str, str]] = {
 }
 
 _FACTS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "graphir.attention_backward": {"nondeterministic": "adds in no fixed order on CUDA"},
+    # Their kernels hand operands to kernels of torch that reach beyond the elements.
+    "graphir.attention": {"only_elements": False},
+    "graphir.attention_backward": {"only_elements": False, "nondeterministic": "adds in no fixed order on CUDA"},
+    "graphir.embedding_bag_backward": {"only_elements": False},
 }
 
-OWN: Final[Mapping[str, OperatorType]] = {
-    type: OperatorType(type, schema, flops=FLOPS.get(type), **_FACTS.get(type, {})) for type, schema in _SCHEMAS.items()
-}
+
+def _record(type: str, schema: str) -> OperatorType:
+    facts = {"only_elements": True, **_FACTS.get(type, {})}
+    return OperatorType(type, schema, flops=FLOPS.get(type), scratch=SCRATCH.get(type), **facts)
+
+
+OWN: Final[Mapping[str, OperatorType]] = {type: _record(type, schema) for type, schema in _SCHEMAS.items()}
 """graphir's own types.
 
 ``Copy`` brings a blob to its device, strides kept. ``AllReduce`` gives every participant the sum of all inputs, added

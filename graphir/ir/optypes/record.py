@@ -21,6 +21,7 @@ class OperatorType(NamedTuple):
         hidden_writes: the names of the parameters that it overwrites without declaring it, given the arguments.
         hidden_views: its results alias its first operand without declaring it.
         unwritten: it makes memory that it does not write.
+        only_elements: it reads nothing of its operands' storages but the operands' elements.
         geometry_only: of its first operand it takes the geometry, and not the value.
         batch_norm: in training its results do not depend on the running statistics, which some of these types update.
         in_place: the type that takes the same arguments and writes the same bits over the first operand.
@@ -29,6 +30,9 @@ class OperatorType(NamedTuple):
         shapes_vary: so are the shapes of its results.
         kept_varies: so are the shapes of all its results but the first, which are kept for a backward.
         kept_varies_in_evaluation: the same, where its argument ``training`` is not true.
+        kernel_by_size: which of several kernels computes it, and with that the strides of its results, follows from
+            sizes, threads and the machine.
+        shaped_in_pieces: the shapes of its results are no polynomials of sizes everywhere.
         flops: the additions and multiplications of a call, as far as they are what it takes its time for.
         reads_rows: of its first operand it reads about as many bytes as it writes.
         scratch: the bytes that a call allocates beside operands and results, at most at once, and has freed when it
@@ -41,6 +45,7 @@ class OperatorType(NamedTuple):
     hidden_writes: Callable[[Mapping[str, Arg]], tuple[str, ...]] | None = None
     hidden_views: bool = False
     unwritten: bool = False
+    only_elements: bool = False
     geometry_only: bool = False
     batch_norm: bool = False
     in_place: str = ""
@@ -49,6 +54,8 @@ class OperatorType(NamedTuple):
     shapes_vary: bool = False
     kept_varies: bool = False
     kept_varies_in_evaluation: bool = False
+    kernel_by_size: bool = False
+    shaped_in_pieces: bool = False
     flops: Callable[[SizedOperator], int] | None = None
     reads_rows: bool = False
     scratch: Callable[[SizedOperator], int | None] | None = None

@@ -42,6 +42,7 @@ def register_operator(
     flops: Callable[..., int] | None = None,
     scratch: Callable[..., int | None] | None = None,
     nondeterministic: str = "",
+    only_elements: bool = False,
     example: Sequence[Any] | None = None,
 ) -> OpOverload:
     """Let programs have an operator of your own, in this process: from capture to run, in text and in files.
@@ -63,6 +64,8 @@ def register_operator(
         scratch: the bytes that a call allocates beside operands and results, and has freed when it returns, given the
             same; None where that is not known, as by default.
         nondeterministic: why two calls on the same values may give other bits, as certificates say it.
+        only_elements: its kernels read nothing of a storage but the elements of their operands, which have any
+            strides; so where an operand is a part of a storage, no more than that part is brought to another device.
         example: positional arguments for two calls of the operator now, on the host, to see that it does what it says.
 
     Returns:
@@ -88,7 +91,14 @@ def register_operator(
         raise
     _libraries.extend(libraries)
     type = f"{found.namespace}.{found._opname}.{found._overloadname}"
-    known = OperatorType(type, registered=True, flops=flops, scratch=scratch, nondeterministic=nondeterministic)
+    known = OperatorType(
+        type,
+        registered=True,
+        only_elements=only_elements,
+        nondeterministic=nondeterministic,
+        flops=flops,
+        scratch=scratch,
+    )
     add_registered(known)
     return found
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Final
 
+from ..elements import reads_only_elements
 from .own import OWN
 from .record import OperatorType
 from .torch_types import TORCH, UNWRITTEN
@@ -18,8 +19,11 @@ _registered: Final[dict[str, OperatorType]] = {}
 @lru_cache(maxsize=8192)
 def operator_type(type: str) -> OperatorType:
     """What is known of *type*: nothing special, where it is a type of no record, or none at all."""
-    found = OWN.get(type) or _registered.get(type) or TORCH.get(type) or OperatorType(type)
-    return found._replace(unwritten=True) if type.startswith(UNWRITTEN) else found
+    found = OWN.get(type) or _registered.get(type)
+    if found is not None:
+        return found
+    known = TORCH.get(type) or OperatorType(type)
+    return known._replace(unwritten=type.startswith(UNWRITTEN), only_elements=reads_only_elements(type))
 
 
 def add_registered(record: OperatorType) -> None:

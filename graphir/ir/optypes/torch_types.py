@@ -8,6 +8,7 @@ from typing import Any, Final
 from ..operator import Arg
 from .flops import FLOPS
 from .record import OperatorType
+from .scratch import SCRATCH
 
 __all__ = ["TORCH", "UNWRITTEN"]
 
@@ -67,6 +68,16 @@ _NAMES_OF: Final[list[tuple[dict[str, Any], str]]] = [
         pixel_shuffle.default
         """,
     ),
+    ({"kernel_by_size": True}, "convolution.default convolution_backward.default"),
+    (
+        {"shaped_in_pieces": True},
+        """
+        _linalg_svd.default arange.start_step avg_pool1d.default avg_pool2d.default avg_pool3d.default diagonal.default
+        geqrf.default im2col.default linalg_lu.default linalg_lu_factor_ex.default linalg_qr.default
+        linalg_svdvals.default lu_unpack.default max_pool2d_with_indices.default max_pool3d_with_indices.default
+        slice.Tensor split.Tensor unfold.default unsafe_split.Tensor
+        """,
+    ),
     ({"reads_rows": True}, "embedding.default gather.default index_select.default"),
     # The documentation of torch.use_deterministic_algorithms. In-place forms count as their functional ones.
     (
@@ -106,11 +117,11 @@ def _assembled() -> dict[str, OperatorType]:
     for name in _ELEMENTWISE.split():
         plain, variant = name.split(".")
         facts.setdefault(f"aten.{name}", {})["in_place"] = f"aten.{plain}_.{variant}"
-    for type, formula in FLOPS.items():
-        if type.startswith("aten."):
-            facts.setdefault(type, {})["flops"] = formula
+    for field, formulas in (("flops", FLOPS), ("scratch", SCRATCH)):
+        for type, formula in formulas.items():
+            facts.setdefault(type, {})[field] = formula
     return {type: OperatorType(type, **known) for type, known in facts.items()}
 
 
 TORCH: Final[Mapping[str, OperatorType]] = _assembled()
-"""The records of torch's types of which something is known."""
+"""The records of types that are not graphir's own, as far as something is known of them."""

@@ -18,10 +18,11 @@ from ..calls import call_of, evaluate, filled, flatten
 from ..dtype import ITEMSIZE
 from ..meta import META, rule_of
 from ..operator import Arg, Effects, Operator, Symbol, bind_arg, groups, map_arg, positions
-from ..opset import NAMESPACES, Signature, effects_of, signature, to_symbol, to_torch
+from ..opset import NAMESPACES, Signature, effects_of, signature
 from ..optypes.own import OWN
 from ..optypes.table import operator_type
 from ..size import LARGEST, Dims, Polynomial, bind, bind_shape
+from ..symbols import to_symbol, to_torch
 
 __all__ = ["Geometry", "Inferred", "absurdity", "geometry", "infer", "is_known", "same_layout"]
 
@@ -121,7 +122,8 @@ def infer(op: Operator, inputs: Inputs, dims: Dims) -> Inferred:
         found = _infer(op, inputs, {name: bind_arg(arg, dims) for name, arg in op_args.items()})
         if len(_kept) >= _MOST_KEPT:
             _kept.clear()
-        _kept[key] = found
+        if is_known(op_type) or "." not in op_type:  # another may be registered yet
+            _kept[key] = found
     return found
 
 
@@ -184,9 +186,10 @@ def _infer(op: Operator, inputs: Inputs, args: Mapping[str, Arg]) -> Inferred:
 
 
 def _unknown(type: str) -> str:
-    known = f"neither torch nor graphir has an operator {type!r}{nearest(type, OWN)}"
-    own = type.count(".") == 2 and not type.startswith("graphir.")
-    return f"{known}; graphir.register_operator registers one of yours" if own else known
+    what = f"neither torch nor graphir has an operator {type!r}"
+    if type.count(".") == 2 and not type.startswith("graphir."):
+        return f"{what}; graphir.register_operator registers one of yours"
+    return what + nearest(type, OWN)
 
 
 def _complaint(op: Operator, sig: Signature, effects: Effects) -> str:

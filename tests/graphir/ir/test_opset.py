@@ -5,8 +5,9 @@ import torch
 
 from graphir.errors import GraphirError
 from graphir.ir.operator import PURE, Effects, Symbol, groups
-from graphir.ir.opset import effects_of, overload, signature, to_symbol, to_torch
+from graphir.ir.opset import effects_of, overload, signature
 from graphir.ir.optypes.own import OWN
+from graphir.ir.symbols import to_symbol, to_torch
 
 V4, M34, M33 = (4,), (3, 4), (3, 3)
 IMAGE = (2, 3, 6, 6)

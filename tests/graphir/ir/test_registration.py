@@ -211,6 +211,14 @@ def test_a_type_that_nobody_registered_is_named_with_what_registers_it():
         graphir.verify(graphir.parse(net.format("elsewhere.twice.default")))
 
 
+def test_what_was_unknown_is_known_when_it_is_registered():
+    text = "net n {\n  input x : f32[2] @gpu:0\n  y : f32[2] @gpu:0 = graphir_tests.later.default(x)\n  output y\n}"
+    with pytest.raises(VerifyError, match=r"'graphir_tests\.later\.default'; graphir\.register_operator registers"):
+        graphir.verify(graphir.parse(text))
+    graphir.register_operator("graphir_tests::later(Tensor x) -> Tensor", kernel=twice, fake=like)
+    graphir.verify(graphir.parse(text))
+
+
 def test_a_blob_that_is_not_what_the_fake_gives_is_refused():
     graphir.register_operator("graphir_tests::doubled(Tensor x) -> Tensor", kernel=twice, fake=like)
     text = "net n {\n  input x : f32[2] @gpu:0\n  y : f32[3] @gpu:0 = graphir_tests.doubled.default(x)\n  output y\n}"

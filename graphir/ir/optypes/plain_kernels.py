@@ -16,9 +16,9 @@ from typing import Any, Final
 
 import torch
 
-from ..ir.dtype import ITEMSIZE
-from ..ir.opset import to_symbol, to_torch
-from ..ir.optypes.sized import Operand, SizedOperator
+from ..dtype import ITEMSIZE
+from ..symbols import to_symbol, to_torch
+from .sized import Operand, SizedOperator
 
 __all__ = ["PLAIN"]
 

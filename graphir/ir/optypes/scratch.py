@@ -1,0 +1,304 @@
+"""How many bytes operators allocate inside: memory that is neither operand nor result, and gone when they return.
+
+The formulas are those of PyTorch's kernels on the host, read off the allocation events of its profiler. Those of
+convolutions depend on the backend (:mod:`.convolutions`); all others follow from ATen's sources alone.
+
+Not in the table: scalars, and some kilobytes that oneDNN takes for barriers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import ceil, prod
+from typing import Final, TypeAlias
+
+from ..blob import contiguous_strides, same_strides
+from ..dtype import ITEMSIZE
+from ..operator import groups
+from ..size import bind
+from .convolutions import convolution, convolution_backward
+from .plain_kernels import PLAIN
+from .sized import Operand, SizedOperator, copied
+
+__all__ = ["SCRATCH"]
+
+
+_REAL: Final = ("f32", "f64")
+
+
+def _batch_norm(call: SizedOperator) -> int | None:
+    """Two sums, or two factors, for each channel; with channels last also a sum for each thread."""
+    x = call.operand(0)
+    if x.dtype not in _REAL:
+        return None
+    each = x.shape[1] * ITEMSIZE[x.dtype]
+    if not _channels_first(x) and not _channels_last(x):
+        return 0 if call.args.get("training") else 3 * each
+    by_thread = call.args.get("training") and _channels_last(x)
+    return (2 + bool(by_thread) * call.threads) * each
+
+
+def _batch_norm_backward(call: SizedOperator) -> int | None:
+    """Another tensor like the gradient of the input, where both are laid out alike; else a number for each channel."""
+    grad, x = call.operand(0), call.operand(1)
+    if x.dtype not in _REAL or not call.args.get("train"):
+        return None
+    each = x.shape[1] * ITEMSIZE[x.dtype]
+    if not call.args.get("output_mask", (True,))[0]:
+        return each
+    if _channels_last(grad) and _channels_last(x):
+        return max(grad.nbytes, 2 * call.threads * each)
+    return grad.nbytes if _channels_first(grad) and _channels_first(x) else each
+
+
+def _channels_last(x: Operand) -> bool:
+    """As batch norms see it: each channel's elements lie apart, also where it has one of each sample."""
+    return x.channels_last or (x.contiguous and prod(x.shape[2:]) == 1)
+
+
+def _channels_first(x: Operand) -> bool:
+    return x.contiguous and not _channels_last(x)
+
+
+def _group_norm(call: SizedOperator) -> int | None:
+    """With channels last, two sums for each sample and channel."""
+    x = call.operand(0)
+    if x.channels_last:
+        return 2 * prod(x.shape[:2]) * ITEMSIZE[x.dtype]
+    return copied(call, 0)
+
+
+def _group_norm_backward(call: SizedOperator) -> int:
+    """For each sample and channel, the sum of the gradient, and of its product with the input."""
+    x = call.operand(1)
+    return 2 * prod(x.shape[:2]) * ITEMSIZE[x.dtype] + copied(call, 0, 1)
+
+
+def _layer_norm_backward(call: SizedOperator) -> int:
+    """A sum for each weight and bias and thread."""
+    return copied(call, 0, 1) + 2 * call.threads * call.result(-1).nbytes
+
+
+def _split(query: Operand, key: Operand) -> tuple[int, int]:
+    """How many queries and keys a thread deals with at once: ``cpu_flash_attention`` in FlashAttentionKernel.cpp."""
+    queries, keys = query.shape[2], key.shape[2]
+    rows = 256 if queries >= 768 else 64 if queries >= 192 else 32
+    return min(rows, queries), min(512, keys)
+
+
+def _attention(call: SizedOperator) -> int | None:
+    """For each thread scores, their largest and their sum, and a part of the result."""
+    query, key = call.operand(0), call.operand(1)
+    rows, columns = _split(query, key)
+    return _each(call, call.threads * rows * (columns + 2 + query.shape[3]))
+
+
+def _attention_backward(call: SizedOperator) -> int | None:
+    """For each thread scores and their gradient; for each query a sum. The output's gradient is copied if it does not
+    lie in the order batch, sequence, heads, size."""
+    grad, query, key = call.operand(0), call.operand(1), call.operand(2)
+    rows, columns = _split(query, key)
+    batch, heads, queries, size = grad.shape
+    wanted = queries * heads * size, size, heads * size, 1
+    copies = not same_strides(grad.shape, grad.strides or contiguous_strides(grad.shape), wanted)
+    return _each(call, 2 * call.threads * rows * columns + rows + copies * batch * heads * queries * size)
+
+
+def _each(call: SizedOperator, elements: int) -> int | None:
+    """The bytes of so many elements, where all operands are of one type that is computed in as it is."""
+    types = {call.blobs[name].dtype for name in call.op.inputs}
+    return elements * ITEMSIZE[types.pop() or "f32"] if len(types) == 1 and types <= set(_REAL) else None
+
+
+def _upsample(sources: int) -> Callable[[SizedOperator], int | None]:
+    """Small images are turned to channels last, so that the kernel for these runs, and the result turned back; others
+    have a table for each row and column that is made, of an index and a weight for each of its *sources*."""
+
+    def formula(call: SizedOperator) -> int | None:
+        x, y = call.operand(0), call.result()
+        if x.dtype != "f32" or not (x.contiguous or x.channels_last):
+            return None
+        if x.channels_last:
+            return 0
+        if prod(x.shape[2:]) == 1:  # it is in both layouts, and taken to have channels last
+            return y.nbytes
+        if sum(y.shape[-2:]) > 128:
+            return sum(y.shape[-2:]) * sources * (8 + ITEMSIZE[x.dtype])
+        return x.nbytes + y.nbytes
+
+    return formula
+
+
+def _upsample_backward(call: SizedOperator) -> int | None:
+    grad = call.operand(0)
+    plain = (grad.contiguous or grad.channels_last) and prod(grad.shape[2:]) > 1
+    return 0 if grad.dtype in _REAL and plain else None
+
+
+def _safe_softmax(call: SizedOperator) -> int | None:
+    """Which elements are not infinite, which rows have such, and the number that the others get."""
+    x = call.operand(0)
+    rows = prod(x.shape) // max(x.shape[-1], 1)
+    last = call.args.get("dim") in (-1, len(x.shape) - 1)
+    return prod(x.shape) + rows + ITEMSIZE[x.dtype] if x.dtype in _REAL and x.contiguous and last else None
+
+
+def _dense(*positions: int) -> Callable[[SizedOperator], int]:
+    """A kernel that reads these operands dense."""
+    return lambda call: copied(call, *positions)
+
+
+def _row_major(*positions: int) -> Callable[[SizedOperator], int]:
+    """A kernel that reads these operands in row-major order."""
+    return lambda call: sum(operand.nbytes for operand in call.strided(*positions) if not operand.contiguous)
+
+
+def _products(*positions: int) -> Callable[[SizedOperator], int | None]:
+    """Matrix products copy operands that BLAS cannot read: rows and columns both with gaps, or repeated."""
+
+    def formula(call: SizedOperator) -> int | None:
+        if call.blobs[call.op.inputs[positions[0]]].dtype not in _REAL:
+            return None  # in bf16 and f16 it is oneDNN that multiplies, on some processors
+        return sum(matrix.nbytes for matrix in call.strided(*positions) if not _blas_reads(matrix))
+
+    return formula
+
+
+def _blas_reads(matrix: Operand) -> bool:
+    (rows, columns), (down, across) = matrix.shape[-2:], (matrix.strides or contiguous_strides(matrix.shape))[-2:]
+    by_row = across == 1 and down >= max(columns, 1)
+    return by_row or (down == 1 and across >= max(rows, 1)) or min(rows, columns) == 1
+
+
+def _result(call: SizedOperator) -> int:
+    return call.result().nbytes
+
+
+def _logsumexp(call: SizedOperator) -> int:
+    """The exponentials, and the largest of each row."""
+    return call.operand(0).nbytes + call.result().nbytes
+
+
+def _loss(tensors: int) -> Callable[[SizedOperator], int]:
+    """A loss that is reduced after it was computed for each element, of *tensors* such tensors at once."""
+    return lambda call: tensors * call.operand(0).nbytes if _reduced(call) else 0
+
+
+def _reduced(call: SizedOperator) -> bool:
+    return bool(call.args.get("reduction", 1))
+
+
+def _cross_entropy_with_logits(call: SizedOperator) -> int:
+    """Logarithms, and each element's loss; where positives have a weight, that less one as well."""
+    operands = groups(call.op.operands, len(call.op.inputs))
+    of_positives = operands[3] if len(operands) > 3 else None
+    less_one = call.operand(of_positives).nbytes if isinstance(of_positives, int) else 0
+    return (1 + _reduced(call)) * call.operand(0).nbytes + less_one
+
+
+def _antialiased(reach: int) -> Callable[[SizedOperator], int | None]:
+    """An image is resized along its rows first, then along its columns; weights reach so far to both sides.
+
+    Source: ``separable_upsample_generic_Nd_kernel_impl`` in UpSampleKernel.cpp: for each row or column that is made,
+    four indices and as many weights as there are in reach.
+    """
+
+    def formula(call: SizedOperator) -> int | None:
+        x, y = call.operand(0), call.result()
+        if x.dtype not in _REAL or not (x.contiguous or x.channels_last):
+            return None
+        each = ITEMSIZE[x.dtype]
+
+        def table(made: int, of: int) -> int:
+            return made * (4 * 8 + each * (2 * ceil(reach * max(of / max(made, 1), 1)) + 1))
+
+        tables = [table(made, of) for made, of in zip(y.shape[-2:], x.shape[-2:], strict=True)]
+        return x.nbytes // max(x.shape[-1], 1) * y.shape[-1] + max(tables)
+
+    return formula
+
+
+def _of_rows(call: SizedOperator) -> int | None:
+    """A kernel that allocates nothing for an operand in row-major order."""
+    x = call.operand(0)
+    return 0 if x.dtype in _REAL and x.contiguous else None
+
+
+def _affine_grid(call: SizedOperator) -> int:
+    """The grid of positions before they are transformed, one more number each than there are dimensions."""
+    size = call.args["size"]
+    batch, _, *extents = size if isinstance(size, tuple) else ()
+    return int(batch) * prod(map(int, extents)) * (len(extents) + 1) * ITEMSIZE[call.operand(0).dtype]
+
+
+def _all_reduce(call: SizedOperator) -> int:
+    """A share of the batch that differs from the others scales its gradient before it is added."""
+    shares = {bind(share, call.dims) for share in call.args.get("shares", ())}
+    return 0 if len(shares) <= 1 else call.result().nbytes
+
+
+def _update(fixed: int, coupled: bool = True) -> Callable[[SizedOperator], int]:
+    """An optimizer's ``for_loop``: *fixed* tensors of the parameter's size beside the gradient that it adjusts.
+
+    The gradient is negated, and has weight decay added where that is *coupled* to it; each makes a new tensor, while
+    the one before is still there.
+    """
+
+    def formula(call: SizedOperator) -> int:
+        args = call.args
+        if args.get("form", "for_loop") == "fused":
+            return 0
+        made = bool(args.get("maximize")) + bool(coupled and args.get("weight_decay"))
+        nesterov = bool(args.get("nesterov"))
+        return max(min(made + nesterov, 2), fixed + min(made, 1)) * call.operand(0).nbytes
+
+    return formula
+
+
+Formula: TypeAlias = "Callable[[SizedOperator], int | None]"
+
+SCRATCH: Final[Mapping[str, Formula]] = {
+    **PLAIN,
+    "aten.convolution.default": convolution,
+    "aten.convolution_backward.default": convolution_backward,
+    "aten.native_batch_norm.default": _batch_norm,
+    "aten.native_batch_norm_backward.default": _batch_norm_backward,
+    "aten.native_layer_norm.default": _dense(0),
+    "aten.native_layer_norm_backward.default": _layer_norm_backward,
+    "aten.native_group_norm.default": _group_norm,
+    "aten.native_group_norm_backward.default": _group_norm_backward,
+    "aten.upsample_nearest2d.default": _upsample(1),
+    "aten.upsample_bilinear2d.default": _upsample(2),
+    "aten.upsample_nearest2d_backward.default": _upsample_backward,
+    "aten.upsample_bilinear2d_backward.default": _upsample_backward,
+    "aten._safe_softmax.default": _safe_softmax,
+    "aten.native_dropout.default": _result,
+    "aten.logsumexp.default": _logsumexp,
+    "aten._softmax.default": _row_major(0),
+    "aten._softmax_backward_data.default": _row_major(0, 1),
+    "aten._log_softmax.default": _row_major(0),
+    "aten._log_softmax_backward_data.default": _row_major(0, 1),
+    "aten.binary_cross_entropy.default": _loss(1),
+    "aten.huber_loss.default": _loss(1),
+    "aten.mse_loss.default": _loss(2),
+    "aten.smooth_l1_loss.default": _loss(2),
+    "aten.soft_margin_loss.default": _loss(1),
+    "aten.binary_cross_entropy_with_logits.default": _cross_entropy_with_logits,
+    "aten.mm.default": _products(0, 1),
+    "aten.addmm.default": _products(1, 2),
+    "aten._upsample_bilinear2d_aa.default": _antialiased(1),
+    "aten._upsample_bicubic2d_aa.default": _antialiased(2),
+    "aten._upsample_bilinear2d_aa_backward.default": _of_rows,
+    "aten._upsample_bicubic2d_aa_backward.default": _of_rows,
+    "aten.affine_grid_generator.default": _affine_grid,
+    "graphir.attention": _attention,
+    "graphir.attention_backward": _attention_backward,
+    "AllReduce": _all_reduce,
+    "graphir.sgd": _update(0),
+    "graphir.dampened_sgd": _update(0),
+    "graphir.adam": _update(2),
+    "graphir.adamw": _update(2, coupled=False),
+    "graphir.adagrad": _update(1),
+    "graphir.rmsprop": _update(1),
+}
+"""The formulas, by operator type."""
