@@ -13,10 +13,10 @@ import torch
 
 from graphir.ir.blob import Blob, Role
 from graphir.ir.device import Device, gpu
-from graphir.ir.meta import META
+from graphir.ir.meta import rule_of
 from graphir.ir.names import fresh
 from graphir.ir.operator import Arg, Operator, Phase, Symbol
-from graphir.ir.opset import effects_of, overload, signature
+from graphir.ir.opset import effects_of, signature
 from graphir.ir.optypes.own import OWN
 from graphir.ir.size import Polynomial, Size, bind
 from graphir.ir.symbols import to_symbol, to_torch
@@ -169,7 +169,7 @@ class Emitter:
                     given[param.name] = queue.pop(0)
             positional = [given.pop(p.name, p.default) for p in signature(type).params if not p.keyword]
             try:
-                result = (META.get(type) or overload(type))(*positional, **given)
+                result = rule_of(type)(*positional, **given)
             except (RuntimeError, TypeError) as e:
                 raise Unfit(str(e)) from e
             found.append(result if isinstance(result, tuple) else (result,))

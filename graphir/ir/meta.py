@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from .layouts import LAYOUTS, as_kernel, is_asked_if_ambiguous
 from .opset import overload
+from .optypes.table import operator_type
 
 __all__ = ["META", "errors_not_logged", "fresh_fake_mode", "rule_of"]
 
@@ -95,37 +96,6 @@ def _grouped_mm(
     if groups is None:
         return mat_a.new_empty_strided((rows, columns), (pitch, 1), dtype=dtype)
     return mat_a.new_empty_strided((groups, rows, columns), (rows * pitch, pitch, 1), dtype=dtype)
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, *options: Any, **named: Any) -> tuple[Tensor, Tensor]:
-    """The output laid out as the query, and a number for each query of each head; 64 bits where the query has them.
-
-    Torch's own rule has 32 bits for all before torch 2.12.
-    """
-    _check_attention(query, key, value)
-    batch, heads, queries, _ = query.shape
-    accumulated = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return torch.empty_like(query), query.new_empty((batch, queries, heads), dtype=accumulated).transpose(1, 2)
-
-
-def _attention_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *options: Any, **named: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients, in memory in the order batch, sequence, heads, size."""
-    _check_attention(query, key, value)
-    torch._check(grad_out.shape == out.shape, lambda: f"a gradient of shape {list(grad_out.shape)}")
-    found = [t.new_empty([t.shape[d] for d in (0, 2, 1, 3)]).transpose(1, 2) for t in (query, key, value)]
-    return found[0], found[1], found[2]
-
-
-def _check_attention(query: Tensor, key: Tensor, value: Tensor) -> None:
-    fits = query.dim() == key.dim() == 4 and key.shape == value.shape
-    fits = fits and (query.shape[0], query.shape[3]) == (key.shape[0], key.shape[3])
-    shapes = ", ".join(str(list(t.shape)) for t in (query, key, value))
-    torch._check(
-        fits and query.shape[1] % key.shape[1] == 0,
-        lambda: f"query, key and value are [batch, heads, sequence, size], not {shapes}",
-    )
 
 
 def _with_matrices_by_column(type: str, matrices: Sequence[int]) -> Callable[..., Any]:
@@ -210,8 +180,6 @@ META: Final[Mapping[str, Callable[..., Any]]] = {
     "aten._unsafe_view.default": _view_of("aten._unsafe_view.default"),
     "aten.linalg_eig.default": _with_matrices_by_column("aten.linalg_eig.default", (1,)),
     "aten.view.default": _view_of("aten.view.default"),
-    "graphir.attention": _attention,
-    "graphir.attention_backward": _attention_backward,
     **LAYOUTS,
     "aten.native_batch_norm.default": _with_types("aten.native_batch_norm.default", _normalised),
     "aten.native_batch_norm_backward.default": _masked_batch_norm_backward,
@@ -221,12 +189,13 @@ META: Final[Mapping[str, Callable[..., Any]]] = {
     ),
     "aten.native_layer_norm.default": _with_types("aten.native_layer_norm.default", _normalised),
 }
-"""The rules, by operator type."""
+"""The rules of torch's types."""
 
 
 @cache
 def rule_of(type: str) -> Callable[..., Any]:
     """What tells the results of an operator on tensors without data: a rule of these, or torch's own."""
-    if type in META:
-        return META[type]
+    fake = operator_type(type).fake or META.get(type)
+    if fake is not None:
+        return fake
     return as_kernel(type, ambiguous=True) if is_asked_if_ambiguous(type) else overload(type)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+import torch
+
+from .fakes import FAKES, updated
 from .flops import FLOPS
 from .record import OperatorType
 from .scratch import SCRATCH
@@ -86,7 +89,9 @@ _FACTS: Final[Mapping[str, Mapping[str, Any]]] = {
 
 def _record(type: str, schema: str) -> OperatorType:
     facts = {"only_elements": True, **_FACTS.get(type, {})}
-    return OperatorType(type, schema, flops=FLOPS.get(type), scratch=SCRATCH.get(type), **facts)
+    tensors = [a.name for a in torch._C.parse_schema(f"graphir::{schema}").arguments if "Tensor" in str(a.type)]
+    fake = FAKES.get(type) or updated(type, tensors)
+    return OperatorType(type, schema, fake, flops=FLOPS.get(type), scratch=SCRATCH.get(type), **facts)
 
 
 OWN: Final[Mapping[str, OperatorType]] = {type: _record(type, schema) for type, schema in _SCHEMAS.items()}

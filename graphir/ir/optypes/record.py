@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..operator import Arg
 from .sized import SizedOperator
@@ -17,6 +17,7 @@ class OperatorType(NamedTuple):
     Attributes:
         type: such as ``aten.addmm.default``, ``graphir.sgd``, or a user's ``mylib.scale.default``.
         schema: of graphir's own types, in torch's language; of all others torch has it.
+        fake: of graphir's own types, what returns tensors like the results from tensors without data.
         registered: a user has registered it.
         hidden_writes: the names of the parameters that it overwrites without declaring it, given the arguments.
         hidden_views: its results alias its first operand without declaring it.
@@ -41,6 +42,7 @@ class OperatorType(NamedTuple):
 
     type: str
     schema: str = ""
+    fake: Callable[..., Any] | None = None
     registered: bool = False
     hidden_writes: Callable[[Mapping[str, Arg]], tuple[str, ...]] | None = None
     hidden_views: bool = False

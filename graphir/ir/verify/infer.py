@@ -6,7 +6,7 @@ model, its replicas, and the next verification cost a lookup each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -16,9 +16,10 @@ from ...errors import GraphirError, nearest
 from ..blob import Blob, contiguous_strides, reach, same_strides
 from ..calls import call_of, evaluate, filled, flatten
 from ..dtype import ITEMSIZE
-from ..meta import META, rule_of
+from ..meta import rule_of
 from ..operator import Arg, Effects, Operator, Symbol, bind_arg, groups, map_arg, positions
 from ..opset import NAMESPACES, Signature, effects_of, signature
+from ..optypes.fakes import Refused
 from ..optypes.own import OWN
 from ..optypes.table import operator_type
 from ..size import LARGEST, Dims, Polynomial, bind, bind_shape
@@ -169,9 +170,8 @@ def _infer(op: Operator, inputs: Inputs, args: Mapping[str, Arg]) -> Inferred:
     if complaint or None in inputs or known_type.shapes_vary:
         return Inferred(None, effects, complaint)
     known = [g for g in inputs if g is not None]
-    rule = _RULES.get(op.type, _optimizer if op.type in OWN and op.type not in META else _on_meta)
     try:
-        returned = rule(op, sig, known, args)
+        returned = _on_meta(op, known, args)
     except _Refused as e:
         return Inferred(None, effects, str(e))
     if returned is None:
@@ -230,74 +230,10 @@ class _Refused(Exception):
 
 
 _Outputs: TypeAlias = "list[Geometry | None]"
-_Rule: TypeAlias = Callable[[Operator, Signature, Sequence[Geometry], Mapping[str, Arg]], "_Outputs | None"]
 
 
-def _copy(op: Operator, sig: Signature, inputs: Sequence[Geometry], args: Mapping[str, Arg]) -> _Outputs:
-    return [inputs[0]._replace(offset=0)]
-
-
-def _load(op: Operator, sig: Signature, inputs: Sequence[Geometry], args: Mapping[str, Arg]) -> _Outputs:
-    return [None]
-
-
-def _all_reduce(op: Operator, sig: Signature, inputs: Sequence[Geometry], args: Mapping[str, Arg]) -> _Outputs:
-    first = inputs[0]
-    for other in inputs:
-        if (other.shape, other.dtype) != (first.shape, first.dtype):
-            raise _Refused(f"AllReduce adds {first} and {other}")
-    shares = args.get("shares", ())
-    if shares and isinstance(shares, tuple) and len(shares) != len(inputs):
-        raise _Refused(f"AllReduce has {len(shares)} shares for {len(inputs)} participants")
-    total = _tensor(first)
-    for other in inputs[1:]:
-        total = total + _tensor(other)
-    return [_geometry(total.div(1))] * len(inputs)
-
-
-def _optimizer(op: Operator, sig: Signature, inputs: Sequence[Geometry], args: Mapping[str, Arg]) -> _Outputs:
-    param = inputs[0]
-    special: dict[str, tuple[int, ...]] = dict.fromkeys(("lr", "step", "next_dampening", "found_inf"), ())
-    if sig.tensors[1].name == "indices":
-        lookups = inputs[1].shape[-1:]
-        special |= {"indices": (1, *lookups), "values": (*lookups, *param.shape[1:])}
-    for name, given in zip(sig.names(op.operands, len(inputs)), inputs, strict=True):
-        wanted = special.get(name, param.shape)
-        if given.shape != wanted:
-            raise _Refused(f"{op.type} takes {name} of shape {list(wanted)}, not {given}")
-    return []
-
-
-def _sparse_sum(op: Operator, sig: Signature, inputs: Sequence[Geometry], args: Mapping[str, Arg]) -> _Outputs:
-    count = len(inputs) // 2
-    values, indices = inputs[:count], inputs[count:]
-    for value, index in zip(values, indices, strict=True):
-        if len(value.shape) != 2 or index.shape != (1, value.shape[0]) or value.shape[1] != values[0].shape[1]:
-            raise _Refused(f"{op.type} adds rows of {values[0]}, not {value} at {index}")
-    lookups = sum(value.shape[0] for value in values)
-    return [Geometry((1, lookups), indices[0].dtype), Geometry((lookups, values[0].shape[1]), values[0].dtype)]
-
-
-def _embedding_bag_backward(
-    op: Operator, sig: Signature, inputs: Sequence[Geometry], args: Mapping[str, Arg]
-) -> _Outputs:
-    grad, indices = inputs[:2]
-    if len(grad.shape) != 2 or len(indices.shape) != 1:
-        raise _Refused(f"{op.type} takes gradients of bags and their indices, not {grad} and {indices}")
-    return [Geometry((1, *indices.shape), indices.dtype), Geometry((*indices.shape, grad.shape[1]), grad.dtype)]
-
-
-_RULES: Final[Mapping[str, _Rule]] = {
-    "Copy": _copy,
-    "AllReduce": _all_reduce,
-    "graphir.load": _load,
-    "graphir.sparse_sum": _sparse_sum,
-    "graphir.embedding_bag_backward": _embedding_bag_backward,
-}
-
-
-def _on_meta(op: Operator, sig: Signature, inputs: Sequence[Geometry], args: Mapping[str, Arg]) -> _Outputs | None:
-    """Each output that the operator returns; None where there is no meta kernel."""
+def _on_meta(op: Operator, inputs: Sequence[Geometry], args: Mapping[str, Arg]) -> _Outputs | None:
+    """Each output that the operator returns, as its fake says; None where there is none."""
     here = {name: arg for name, arg in args.items() if name != "device"}
     call = call_of(op.type, here, op.operands, len(inputs), op.results)
     tensors = [_tensor(g) for g in inputs]
@@ -308,6 +244,8 @@ def _on_meta(op: Operator, sig: Signature, inputs: Sequence[Geometry], args: Map
     except (NotImplementedError, ArithmeticError, AssertionError, AttributeError):
         # No kernel, one that fails on odd sizes, or one for fake tensors alone.
         return None
+    except Refused as e:
+        raise _Refused(str(e)) from None
     except Exception as e:  # those in Python look element types up in tables, for one
         text = str(e).strip().partition("\n")[0] or type(e).__name__
         if "meta" in text.lower():  # the value of a tensor is needed, and a meta tensor has none

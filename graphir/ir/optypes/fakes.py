@@ -1,0 +1,126 @@
+"""What graphir's own types return, on tensors without data: their fakes, as a user's operator has one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ..symbols import to_symbol
+
+__all__ = ["FAKES", "Refused", "updated"]
+
+
+class Refused(ValueError):
+    """A type does not take such operands; the text says why."""
+
+
+def _shown(tensor: Tensor) -> str:
+    return f"{to_symbol(tensor.dtype)}[{','.join(map(str, tensor.shape))}]"
+
+
+def _copy(source: Tensor) -> Tensor:
+    return source.new_empty_strided(source.shape, source.stride())
+
+
+def _load(*, key: str) -> Tensor:
+    raise NotImplementedError("what is loaded is known when it is there")
+
+
+def _all_reduce(inputs: Sequence[Tensor], *, reduction: str = "sum", shares: Sequence[int] = ()) -> list[Tensor]:
+    first, *others = inputs
+    for other in others:
+        if (other.shape, other.dtype) != (first.shape, first.dtype):
+            raise Refused(f"AllReduce adds {_shown(first)} and {_shown(other)}")
+    if shares and len(shares) != len(inputs):
+        raise Refused(f"AllReduce has {len(shares)} shares for {len(inputs)} participants")
+    total = first
+    for other in others:
+        total = total + other
+    return [total.div(1)] * len(inputs)
+
+
+def _sparse_sum(
+    values: Sequence[Tensor],
+    indices: Sequence[Tensor],
+    *,
+    rows: int,
+    reduction: str = "sum",
+    shares: Sequence[int] = (),
+) -> tuple[Tensor, Tensor]:
+    for value, index in zip(values, indices, strict=True):
+        if value.dim() != 2 or index.shape != (1, len(value)) or value.shape[1] != values[0].shape[1]:
+            shown = f"{_shown(values[0])}, not {_shown(value)} at {_shown(index)}"
+            raise Refused(f"graphir.sparse_sum adds rows of {shown}")
+    lookups = sum(map(len, values))
+    return indices[0].new_empty((1, lookups)), values[0].new_empty((lookups, values[0].shape[1]))
+
+
+def _embedding_bag_backward(grad: Tensor, indices: Tensor, *others: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    if grad.dim() != 2 or indices.dim() != 1:
+        shown = f"{_shown(grad)} and {_shown(indices)}"
+        raise Refused(f"graphir.embedding_bag_backward takes gradients of bags and their indices, not {shown}")
+    return indices.new_empty((1, len(indices))), grad.new_empty((len(indices), grad.shape[1]))
+
+
+def updated(type: str, names: Sequence[str]) -> Callable[..., None]:
+    """The fake of an optimizer's type, whose parameters that take tensors have these *names*."""
+
+    def fake(*tensors: Tensor | None, **options: Any) -> None:
+        given = {name: tensor for name, tensor in zip(names, tensors, strict=False) if tensor is not None}
+        param = given["param"].shape
+        special: dict[str, tuple[int, ...]] = dict.fromkeys(("lr", "step", "next_dampening", "found_inf"), ())
+        if "indices" in given:
+            lookups = given["indices"].shape[-1:]
+            special |= {"indices": (1, *lookups), "values": (*lookups, *param[1:])}
+        for name, tensor in given.items():
+            wanted = special.get(name, param)
+            if tensor.shape != wanted:
+                raise Refused(f"{type} takes {name} of shape {list(wanted)}, not {_shown(tensor)}")
+
+    return fake
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *options: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    """The output laid out as the query, and a number for each query of each head; 64 bits where the query has them.
+
+    Torch's own rule has 32 bits for all before torch 2.12.
+    """
+    _check_attention(query, key, value)
+    batch, heads, queries, _ = query.shape
+    accumulated = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return torch.empty_like(query), query.new_empty((batch, queries, heads), dtype=accumulated).transpose(1, 2)
+
+
+def _attention_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *options: Any, **named: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients, in memory in the order batch, sequence, heads, size."""
+    _check_attention(query, key, value)
+    torch._check(grad_out.shape == out.shape, lambda: f"a gradient of shape {list(grad_out.shape)}")
+    found = [t.new_empty([t.shape[d] for d in (0, 2, 1, 3)]).transpose(1, 2) for t in (query, key, value)]
+    return found[0], found[1], found[2]
+
+
+def _check_attention(query: Tensor, key: Tensor, value: Tensor) -> None:
+    fits = query.dim() == key.dim() == 4 and key.shape == value.shape
+    fits = fits and (query.shape[0], query.shape[3]) == (key.shape[0], key.shape[3])
+    shapes = ", ".join(str(list(t.shape)) for t in (query, key, value))
+    torch._check(
+        fits and query.shape[1] % key.shape[1] == 0,
+        lambda: f"query, key and value are [batch, heads, sequence, size], not {shapes}",
+    )
+
+
+FAKES: Final[Mapping[str, Callable[..., Any]]] = {
+    "Copy": _copy,
+    "AllReduce": _all_reduce,
+    "graphir.load": _load,
+    "graphir.attention": _attention,
+    "graphir.attention_backward": _attention_backward,
+    "graphir.embedding_bag_backward": _embedding_bag_backward,
+    "graphir.sparse_sum": _sparse_sum,
+}
+"""The fakes, by type; all other types of graphir's own are optimizers."""
