@@ -39,7 +39,7 @@ ON_DEMAND = {("graphir.cli", "demo"): ("graphir.demo.run", "importing rich draws
 REACHES_UP = {("graphir.ir.plan", "Plan.python")}
 """The one that reaches another folder."""
 
-BELOW_IR = {"errors", "version"}
+BELOW_IR = {"collector", "errors", "version"}
 """What ``graphir.ir`` imports beside itself."""
 
 MAY_USE = {"graphir": set(), "passes": {"graphir"}, "runtime": {"graphir"}}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
+from pydantic import NonNegativeInt
+
 from .device import Device
 from .dtype import TORCH_NAME
 from .size import Dims, Polynomial, bind
@@ -55,6 +57,10 @@ Arg: TypeAlias = "int | float | bool | str | Polynomial | Symbol | tuple[Arg, ..
 ``math.nan``, one object, so that it equals itself in comparisons of tuples and mappings."""
 
 
+Pairs: TypeAlias = tuple[tuple[NonNegativeInt, NonNegativeInt], ...]
+"""Positions of outputs, and of the inputs that they overwrite or show."""
+
+
 class Effects(NamedTuple):
     """What an operator does beside computing fresh values.
 
@@ -64,8 +70,8 @@ class Effects(NamedTuple):
         random: it draws random numbers.
     """
 
-    writes: tuple[tuple[int, int], ...] = ()
-    views: tuple[tuple[int, int], ...] = ()
+    writes: Pairs = ()
+    views: Pairs = ()
     random: bool = False
 
     @property

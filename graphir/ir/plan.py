@@ -20,7 +20,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar, get_args
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias, TypeVar, get_args
+
+from pydantic import NonNegativeInt, StringConstraints
 
 from .blob import Blob
 from .device import Device
@@ -46,6 +48,9 @@ __all__ = [
 
 Kind: TypeAlias = Literal["run", "copy", "collective", "record", "wait", "free"]
 KINDS: Final[tuple[str, ...]] = get_args(Kind)
+
+LaneName: TypeAlias = Annotated[str, StringConstraints(pattern=r"^(gpu|cpu):[0-9]{1,6}\.(compute|copy_in|copy_out)$")]
+"""``gpu:0.compute``."""
 
 T = TypeVar("T")
 
@@ -99,8 +104,8 @@ class Event(NamedTuple):
     """
 
     blob: str
-    version: int
-    lane: str
+    version: NonNegativeInt
+    lane: LaneName
 
 
 class Instruction(NamedTuple):
@@ -117,9 +122,9 @@ class Instruction(NamedTuple):
     """
 
     kind: Kind
-    lane: str
+    lane: LaneName
     op: int = -1
-    part: int = 0
+    part: NonNegativeInt = 0
     event: Event | None = None
     storage: str = ""
 

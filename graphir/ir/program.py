@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
+
+from pydantic import BeforeValidator
 
 from .device import Device
 from .guard import Guard
@@ -17,7 +20,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Interface", "ParamGroup", "Program", "Scalar", "Slot"]
 
-Scalar: TypeAlias = int | float | bool | str | None
+
+def _number(given: object) -> object:
+    """A float of which JSON has no number stands in files as ``{"float": "inf"}``."""
+    if isinstance(given, dict) and len(given) == 1 and given.get("float") in ("inf", "-inf", "nan"):
+        return math.nan if given["float"] == "nan" else float(given["float"])
+    return given
+
+
+Scalar: TypeAlias = int | Annotated[float, BeforeValidator(_number)] | bool | str | None
 
 
 class Slot(NamedTuple):

@@ -19,15 +19,13 @@ from ..dtype import ITEMSIZE
 from ..guard import Guard, parse_guard
 from ..net import Net
 from ..operator import PURE, SYMBOLS, Arg, Effects, Operator, Symbol
-from ..plan import Event, Instruction, Plan
-from ..program import Interface, ParamGroup, Program, Scalar, Slot
+from ..plan import Instruction, Plan
+from ..program import Program
 from ..size import LARGEST, Dims, Shape, Size, parse_size
 from .records import (
     AnyFile,
     BlobRecord,
     GuardRecord,
-    InstructionRecord,
-    InterfaceRecord,
     NetFile,
     NetRecord,
     OperatorRecord,
@@ -52,14 +50,12 @@ def value_of(file: AnyFile) -> Net | Program | Plan:
     program = _program(file.program)
     if not isinstance(file, PlanFile):
         return program
-    instructions: list[Instruction] = []
-    try:
-        for record in file.instructions:
-            instructions.append(_instruction(record, len(program.step.ops)))
-    except GraphirError as e:
-        raise _placed(f"instructions[{len(instructions)}]", e) from None
-    values = {} if file.version == 1 else file.values
-    return Plan(program, _dims(file.dims, "dims"), tuple(instructions), values, file.buffers)
+    for i, instruction in enumerate(file.instructions):
+        try:
+            _check(instruction, len(program.step.ops))
+        except GraphirError as e:
+            raise _placed(f"instructions[{i}]", e) from None
+    return Plan(program, _dims(file.dims, "dims"), file.instructions, file.values, file.buffers)
 
 
 def _size(text: SizeText) -> Size:
@@ -157,7 +153,6 @@ def _operator(record: OperatorRecord, effects: tuple[Effects, ...], sources: tup
 
 
 def _net(record: NetRecord, place: str) -> Net:
-    effects = tuple(Effects(e.writes, e.views, e.random) for e in record.effects)
     blobs: dict[str, Blob] = {}
     ops: list[Operator] = []
     try:
@@ -172,7 +167,7 @@ def _net(record: NetRecord, place: str) -> Net:
         raise _placed(f"{place}.external_inputs", GraphirError(f"external input {twice!r} is listed twice"))
     try:
         for op in record.ops:
-            ops.append(_operator(op, effects, record.sources))
+            ops.append(_operator(op, record.effects, record.sources))
     except GraphirError as e:
         raise _placed(f"{place}.ops[{len(ops)}]", e) from None
     return Net(
@@ -187,38 +182,6 @@ def _net(record: NetRecord, place: str) -> Net:
     )
 
 
-def _scalar(value: JsonValue) -> Scalar:
-    found = _arg(value)
-    if found is None or isinstance(found, (bool, int, float, str)):
-        return found
-    raise GraphirError(f"{value} is not a number, a string, true, false or null")
-
-
-def _option(value: JsonValue) -> Scalar | tuple[Scalar, ...]:
-    return tuple(map(_scalar, value)) if isinstance(value, list) else _scalar(value)
-
-
-def _interface(record: InterfaceRecord, place: str) -> Interface:
-    try:
-        return Interface(
-            record.arguments,
-            tuple(Slot(f.blob, f.batch_dim, _scalar(f.value)) for f in record.feeds),
-            record.loss,
-            tuple(Slot(f.blob, f.batch_dim, _scalar(f.value)) for f in record.fetches),
-            record.results,
-            record.module_state,
-            record.optimizer,
-            record.optimizer_state,
-            tuple(
-                ParamGroup(g.lr, g.params, {n: _option(v) for n, v in g.options.items()}) for g in record.param_groups
-            ),
-            record.one_replica,
-            record.gradients,
-        )
-    except GraphirError as e:
-        raise _placed(place, e) from None
-
-
 def _program(record: ProgramRecord) -> Program:
     return Program(
         record.name,
@@ -227,7 +190,7 @@ def _program(record: ProgramRecord) -> Program:
         _dims(record.dims, "program.dims"),
         record.fixed,
         record.replicas,
-        _interface(record.interface, "program.interface"),
+        record.interface,
         record.history,
         _guards(record.guards),
     )
@@ -240,15 +203,9 @@ def _guards(records: Sequence[GuardRecord]) -> tuple[Guard, ...]:
         raise _placed("program.guards", e) from None
 
 
-def _instruction(record: InstructionRecord, ops: int) -> Instruction:
-    executes = record.kind in ("run", "copy", "collective")
-    if not (0 <= record.op < ops if executes else record.op == -1):
-        raise GraphirError(f"{record.kind} of operator {record.op}", fix=f"the step has {ops} operators")
-    if (record.event is not None) != (record.kind in ("record", "wait")):
-        raise GraphirError(f"{record.kind} with the wrong fields", fix="record and wait have an event, others none")
-    return Instruction(record.kind, record.lane, record.op, record.part, _event(record), record.storage)
-
-
-def _event(record: InstructionRecord) -> Event | None:
-    event = record.event
-    return None if event is None else Event(event.blob, event.version, event.lane or record.lane)
+def _check(instruction: Instruction, ops: int) -> None:
+    kind, op = instruction.kind, instruction.op
+    if not (0 <= op < ops if kind in ("run", "copy", "collective") else op == -1):
+        raise GraphirError(f"{kind} of operator {op}", fix=f"the step has {ops} operators")
+    if (instruction.event is not None) != (kind in ("record", "wait")):
+        raise GraphirError(f"{kind} with the wrong fields", fix="record and wait have an event, others none")

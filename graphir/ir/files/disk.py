@@ -14,18 +14,20 @@ from io import BufferedIOBase
 from pathlib import Path
 from typing import BinaryIO, Final, TypeVar
 
+import pydantic_core
 from pydantic import ValidationError
-from pydantic_core import PydanticSerializationError
 
+from ...collector import collector_paused
 from ...errors import FileError, GraphirError, nearest
 from ..net import Net
 from ..plan import Plan
 from ..program import Program
 from ..verify import require
 from .decode import value_of
-from .encode import file_of
+from .encode import document_of
 from .records import VERSION, AnyFile, Header, NetFile, PlanFile, ProgramFile, TensorRecord
 from .tensors import StoredTensors, describe, stored_layouts, write_tensors
+from .upgrade import upgraded
 
 __all__ = [
     "MOST_BYTES",
@@ -155,7 +157,7 @@ def load_stream(stream: BinaryIO, where: str) -> Net | Program | Plan:
 
 def to_json(x: Net | Program | Plan) -> str:
     """What the file of a net, a program or a plan would hold, indented, without a program's tensors."""
-    return file_of(x).model_dump_json(exclude_defaults=True, indent=2)
+    return pydantic_core.to_json(document_of(x), indent=2).decode()
 
 
 def _read(text: bytes, where: str) -> tuple[AnyFile, Net | Program | Plan]:
@@ -180,8 +182,11 @@ def _read(text: bytes, where: str) -> tuple[AnyFile, Net | Program | Plan]:
             fix="install a graphir that reads it, or write the file again with this one",
         )
     try:
-        found = model.model_validate_json(text)
-        value = value_of(found)
+        if header.version < VERSION:
+            text = upgraded(text, header.version)
+        with collector_paused():
+            found = model.model_validate_json(text)
+            value = value_of(found)
     except ValidationError as e:
         raise damaged(e, where, "the file was damaged or edited; write it again") from None
     except GraphirError as e:
@@ -275,8 +280,9 @@ def damaged(e: ValidationError, where: str, fix: str) -> FileError:
 
 def _save(x: Net | Program | Plan, path: Path, state: Mapping[str, TensorRecord] | None = None) -> None:
     try:
-        text = file_of(x, state).model_dump_json(exclude_defaults=True).encode()
-    except (ValidationError, PydanticSerializationError, UnicodeEncodeError) as e:
+        with collector_paused():
+            text = pydantic_core.to_json(document_of(x, state))
+    except (pydantic_core.PydanticSerializationError, UnicodeEncodeError) as e:
         raise FileError(f"the value cannot be written as JSON: {e}", where=str(path)) from e
     if len(text) > MOST_BYTES:
         raise FileError(f"the file would have {len(text)} bytes; more than {MOST_BYTES} are not read", where=str(path))

@@ -1,30 +1,29 @@
-"""The file form of nets, programs and plans: pydantic models that say what each file may hold.
+"""The file form of nets, programs and plans: what each file may hold, as pydantic reads it.
 
-Fields that have their default are left out of files. :mod:`.encode` makes records of values, :mod:`.decode` values of
-records.
+Pydantic reads effects, slots, groups, interfaces, events and instructions by their own annotations. Here are the forms
+of what a file writes in another way than the class: a storage of its own, sizes, devices and arguments as text, and
+tables. A tuple may be written as a list of its fields, without defaults at the end, or as an object of them.
+:mod:`.encode` writes, :mod:`.decode` makes values of what was read.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, TypeAlias
+from collections.abc import Mapping
+from typing import Annotated, Final, Literal, NamedTuple, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, JsonValue, NonNegativeInt, StringConstraints
 
 from ..blob import Role
-from ..operator import Phase
-from ..plan import Kind
+from ..operator import Effects, Phase
+from ..plan import Instruction
+from ..program import Interface
 
 __all__ = [
     "VERSION",
     "AnyFile",
     "BlobRecord",
-    "EffectsRecord",
-    "EventRecord",
-    "GroupRecord",
+    "GuardRecord",
     "Header",
-    "InstructionRecord",
-    "InterfaceRecord",
-    "LeafRecord",
     "NetFile",
     "NetRecord",
     "OperatorRecord",
@@ -35,16 +34,14 @@ __all__ = [
     "TensorRecord",
 ]
 
-VERSION: Final = 2
-"""The version of the file format that is written. Version 1 is read, too: there, value numbers meant something else, so
-that a plan's are left out."""
+VERSION: Final = 3
+"""The version of the file format that is written. Versions 1 and 2 are read, too, see :func:`.upgrade.upgraded`."""
 
 SizeText: TypeAlias = "int | str"
-Pairs: TypeAlias = tuple[tuple[NonNegativeInt, NonNegativeInt], ...]
 Pattern: TypeAlias = Annotated[str, StringConstraints(pattern=r"^([t_]|\[[t_]*\])*$")]
 Digest: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 OneLine: TypeAlias = Annotated[str, StringConstraints(pattern=r"^\P{Cc}*$")]
-Lane: TypeAlias = Annotated[str, StringConstraints(pattern=r"^(gpu|cpu):[0-9]{1,6}\.(compute|copy_in|copy_out)$")]
+Versions: TypeAlias = tuple[NonNegativeInt, ...] | None
 
 
 class Header(BaseModel):
@@ -60,47 +57,39 @@ class _Record(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-class BlobRecord(_Record):
+class BlobRecord(NamedTuple):
     """A :class:`~graphir.ir.blob.Blob`; without ``storage`` it is its own."""
 
     name: str
-    shape: tuple[SizeText, ...] | None = None
-    dtype: str | None = None
     device: str
     role: Role
+    dtype: str | None = None
+    shape: tuple[SizeText, ...] | None = None
     storage: str | None = None
     strides: tuple[SizeText, ...] | None = None
     offset: SizeText = 0
 
 
-class EffectsRecord(_Record):
-    """An entry of a net's table of effects."""
-
-    writes: Pairs = ()
-    views: Pairs = ()
-    random: bool = False
-
-
-class OperatorRecord(_Record):
+class OperatorRecord(NamedTuple):
     """An :class:`~graphir.ir.operator.Operator`; ``effects`` and ``source`` are positions in the net's tables, none:
     it has none."""
 
     type: str
+    device: str
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
-    args: dict[str, JsonValue] = {}
-    device: str
     phase: Phase = "forward"
     module: str = ""
     by: str = ""
-    seed: int | None = None
+    args: Mapping[str, JsonValue] = {}
+    source: int | None = None
+    effects: int | None = None
     operands: Pattern | None = None
     results: Pattern | None = None
-    effects: int | None = None
-    input_versions: tuple[NonNegativeInt, ...] | None = None
-    output_versions: tuple[NonNegativeInt, ...] | None = None
+    output_versions: Versions = None
+    input_versions: Versions = None
+    seed: int | None = None
     proto: str = ""
-    source: int | None = None
 
 
 class NetRecord(_Record):
@@ -109,7 +98,7 @@ class NetRecord(_Record):
     name: str
     external_inputs: tuple[str, ...] = ()
     external_outputs: tuple[str, ...] = ()
-    effects: tuple[EffectsRecord, ...] = ()
+    effects: tuple[Effects, ...] = ()
     sources: tuple[str, ...] = ()
     blobs: tuple[BlobRecord, ...] = ()
     ops: tuple[OperatorRecord, ...] = ()
@@ -117,39 +106,7 @@ class NetRecord(_Record):
     proto: str | None = None
 
 
-class LeafRecord(_Record):
-    """A :class:`~graphir.ir.program.Slot` or a :class:`~graphir.ir.program.Slot`."""
-
-    blob: str | None = None
-    batch_dim: int | None = None
-    value: JsonValue = None
-
-
-class GroupRecord(_Record):
-    """A :class:`~graphir.ir.program.ParamGroup`."""
-
-    lr: str
-    params: tuple[str, ...] = ()
-    options: dict[str, JsonValue] = {}
-
-
-class InterfaceRecord(_Record):
-    """An :class:`~graphir.ir.program.Interface`."""
-
-    arguments: str = ""
-    feeds: tuple[LeafRecord, ...] = ()
-    loss: str | None = None
-    fetches: tuple[LeafRecord, ...] = ()
-    results: str | None = None
-    module_state: dict[str, str] = {}
-    optimizer: str = ""
-    optimizer_state: dict[str, dict[str, str]] = {}
-    param_groups: tuple[GroupRecord, ...] = ()
-    one_replica: bool = False
-    gradients: dict[str, str] = {}
-
-
-class TensorRecord(_Record):
+class TensorRecord(NamedTuple):
     """Element type, shape and checksum (CRC-32 of its bytes) of a tensor that is stored beside the file.
 
     A file without checksums, of an earlier graphir, is read without comparing them.
@@ -160,7 +117,7 @@ class TensorRecord(_Record):
     crc32: int | None = None
 
 
-class GuardRecord(_Record):
+class GuardRecord(NamedTuple):
     """A :class:`~graphir.ir.guard.Guard`, but for its reason in its own text."""
 
     guard: str
@@ -176,36 +133,17 @@ class ProgramRecord(_Record):
     replicas: tuple[str, ...] = ("",)
     history: tuple[str, ...] = ()
     guards: tuple[GuardRecord, ...] = ()
-    interface: InterfaceRecord = InterfaceRecord()
+    interface: Interface = Interface()
     state: dict[str, TensorRecord] | None = None
     init: NetRecord
     step: NetRecord
-
-
-class EventRecord(_Record):
-    """A :class:`~graphir.ir.plan.Event`; without ``lane`` it is the instruction's own."""
-
-    blob: str
-    version: NonNegativeInt = 0
-    lane: Lane | None = None
-
-
-class InstructionRecord(_Record):
-    """A :class:`~graphir.ir.plan.Instruction`."""
-
-    kind: Kind
-    lane: Lane
-    op: int = -1
-    part: NonNegativeInt = 0
-    event: EventRecord | None = None
-    storage: str = ""
 
 
 class NetFile(_Record):
     """A file that holds a net."""
 
     format: Literal["graphir.net"]
-    version: Literal[1, 2]
+    version: int
     net: NetRecord
 
 
@@ -213,7 +151,7 @@ class ProgramFile(_Record):
     """A file that holds a program."""
 
     format: Literal["graphir.program"]
-    version: Literal[1, 2]
+    version: int
     program: ProgramRecord
 
 
@@ -221,10 +159,10 @@ class PlanFile(_Record):
     """A file that holds a plan."""
 
     format: Literal["graphir.plan"]
-    version: Literal[1, 2]
+    version: int
     program: ProgramRecord
     dims: dict[str, int]
-    instructions: tuple[InstructionRecord, ...]
+    instructions: tuple[Instruction, ...]
     values: dict[str, Digest] = {}
     buffers: dict[str, NonNegativeInt] = {}
 

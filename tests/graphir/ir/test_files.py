@@ -3,7 +3,10 @@
 import json
 import math
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
 
 import nets
 import pytest
@@ -17,17 +20,27 @@ from graphir.ir.blob import Blob
 from graphir.ir.device import gpu
 from graphir.ir.files import disk as files
 from graphir.ir.files import load, load_net, load_plan, load_program, save_net, save_plan, save_program
+from graphir.ir.files.records import BlobRecord, OperatorRecord
 from graphir.ir.net import Net
 from graphir.ir.operator import Effects, Operator, Symbol
+from graphir.ir.plan import Instruction
 from graphir.ir.program import Interface, ParamGroup, Program, Slot
 from graphir.ir.size import Polynomial, dimension
 
+ROWS = {"ops": OperatorRecord, "blobs": BlobRecord, "instructions": Instruction, "feeds": Slot}
+
+
+FILES = Path(__file__).parents[2] / "golden" / "files"
+
 
 def changed(path, *keys, to):
-    """Change one place of a JSON file."""
+    """Change one place of a JSON file. A row whose field is named is written as an object, which says the same."""
     document = json.loads(path.read_text())
-    place = document
-    for key in keys[:-1]:
+    place, kind = document, None
+    for key, below in pairwise(keys):
+        kind = ROWS.get(key, kind)
+        if isinstance(place[key], list) and isinstance(below, str):
+            place[key] = dict(zip(kind._fields, place[key], strict=False))
         place = place[key]
     place[keys[-1]] = to
     path.write_text(json.dumps(document))
@@ -82,7 +95,8 @@ def test_nets_come_back(seed, tmp_path):
     assert load(str(tmp_path / "n.json")) == net
 
 
-def test_every_field_comes_back(tmp_path):
+def everything():
+    """A program that has something of each kind."""
     name = 'odd "name"\n#;слой'
     args = {"a": 1, "b": 1.0, "c": True, "d": "f32", "e": None, "f": (1, (2.5, ())), "g": Symbol("f32"), "i": -(2**70)}
     args |= {"h": Polynomial.of({("batch",): 2, (): -1}), "j": -math.inf, "k": -0.0, name: "nan"}
@@ -95,14 +109,27 @@ def test_every_field_comes_back(tmp_path):
     )
     interface = Interface(
         "[1]", (Slot(name, 1, 2.5), Slot(None, None, math.inf)), "y", (Slot("y"), Slot(None, None, 3)), "[]",
-        {name: "y"}, "SGD", {name: {"m": "y"}}, (ParamGroup("lr", (name,), {"betas": (0.9, math.inf), "fused": None}),),
+        {name: "y"}, "SGD", {name: {"m": "y"}},
+        (ParamGroup("lr", (name,), {"betas": (0.9, math.inf), "fused": None}), ParamGroup("lr", (), {})),
         True, {name: "y"},
     )  # fmt: skip
-    program = Program(name, net, net, {"batch": 2}, "why", ("gpu_0/", "gpu_1/"), interface, ("a", "b"))
+    return Program(name, net, net, {"batch": 2}, "why", ("gpu_0/", "gpu_1/"), interface, ("a", "b"))
+
+
+def test_every_field_comes_back(tmp_path):
+    program = everything()
     save_program(program, tmp_path / "p.json")
     again = load(tmp_path / "p.json")
     assert again == program
-    assert repr(again.step.ops[0].args) == repr(args)
+    assert repr(again.step.ops[0].args) == repr(program.step.ops[0].args)
+
+
+def test_files_of_version_2_are_read(tmp_path):
+    assert load(FILES / "program.v2.json") == everything()
+    plan = graphir.parse((FILES / "plan.v2.txt").read_text(encoding="utf-8"))
+    assert load(FILES / "plan.v2.json") == plan
+    changed(shutil.copy(FILES / "plan.v2.json", tmp_path / "plan.v1.json"), "version", to=1)
+    assert load(tmp_path / "plan.v1.json") == plan.with_(values={})
 
 
 def test_values_that_are_not_numbers_come_back(tmp_path):
@@ -114,7 +141,8 @@ def test_values_that_are_not_numbers_come_back(tmp_path):
 def test_equal_effects_are_stored_once(net_file):
     net = json.loads(net_file.read_text())["net"]
     assert len(net["effects"]) < 6
-    assert sum("effects" in op for op in net["ops"]) > 6
+    indices = [op[OperatorRecord._fields.index("effects")] for op in net["ops"] if len(op) > 9]
+    assert len(indices) > 6 and {index for index in indices if index is not None} == set(range(len(net["effects"])))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -222,7 +250,7 @@ def test_a_flipped_byte_is_refused_when_its_tensor_is_read(program_file):
 def test_a_file_without_checksums_is_read(program_file):
     document = json.loads(program_file.read_text())
     for record in document["program"]["state"].values():
-        del record["crc32"]
+        del record[2]
     program_file.write_text(json.dumps(document))
     assert len(dict(load(program_file).state)) == len(nets.random_program(1).state)
 
@@ -316,7 +344,7 @@ def test_a_folder_is_refused(tmp_path):
 def test_a_newer_version_is_refused(net_file):
     with pytest.raises(FileError) as caught:
         load(changed(net_file, "version", to=7))
-    assert caught.value.what == "the file has version 7 of its format, this graphir reads versions 1 to 2"
+    assert caught.value.what == "the file has version 7 of its format, this graphir reads versions 1 to 3"
     assert caught.value.where == str(net_file)
     assert "install a graphir that reads it" in caught.value.fix
 
@@ -437,7 +465,7 @@ def test_damaged_nets_are_refused(net_file, keys, value, what, place):
         ),
         (("instructions", 0, "lane"), "gpu:0.side", "String should match pattern", "instructions[0].lane"),
         (("instructions", 0, "kind"), "jump", "Input should be 'run', 'copy'", "instructions[0].kind"),
-        (("instructions", 0, "event"), {"blob": "x"}, "run with the wrong fields", "instructions[0]"),
+        (("instructions", 0, "event"), ["x", 0, "gpu:0.compute"], "run with the wrong fields", "instructions[0]"),
         (("dims", "batch"), 0, "dimension 'batch' cannot be 0", "dims.batch"),
         (("program", "dims", "batch"), -3, "dimension 'batch' cannot be -3", "program.dims.batch"),
         (("program", "dims", "batch"), 2**60, f"dimension 'batch' cannot be {2**60}", "program.dims.batch"),
@@ -449,8 +477,26 @@ def test_damaged_nets_are_refused(net_file, keys, value, what, place):
             "program.guards[0].reason",
         ),
         (("program", "fixed"), "a\nb", "String should match pattern", "program.fixed"),
-        (("program", "interface", "fetches"), [{"value": [1]}], "[1] is not a number", "program.interface"),
-        (("program", "interface", "feeds", 0, "value"), [1], "[1] is not a number", "program.interface"),
+        (
+            ("program", "interface", "fetches"),
+            [[None, None, [1]]],
+            "Input should be a valid integer",
+            "program.interface.fetches[0][2].int",
+        ),
+        (
+            ("program", "interface", "feeds", 0, "value"),
+            [1],
+            "Input should be a valid integer",
+            "program.interface.feeds[0].value.int",
+        ),
+        (("program", "interface", "surprise"), 1, "Unexpected keyword argument", "program.interface.surprise"),
+        (("instructions", 0, 1), "gpu:0.side", "String should match pattern", "instructions[0][1]"),
+        (
+            ("instructions", 0),
+            ["free", "gpu:0.compute", -1, 0, None, "x", 1],
+            "NamedTuple should have at most 6 items",
+            "instructions[0]",
+        ),
     ],
 )
 def test_damaged_plans_are_refused(tmp_path, keys, value, what, place):
