@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from ...ir.operator import Arg
-from .registry import Call, translates
+from .registry import Lowering, translates
 from .windows import Windows, padded, unpadded, windows
 
 __all__ = ()
 
 
-def _args(c: Call, w: Windows) -> dict[str, Arg]:
+def _args(c: Lowering, w: Windows) -> dict[str, Arg]:
     return {
         "stride": w.stride,
         "padding": w.head,
@@ -21,7 +21,7 @@ def _args(c: Call, w: Windows) -> dict[str, Arg]:
 
 
 @translates("Conv")
-def _conv(c: Call) -> None:
+def _conv(c: Lowering) -> None:
     x = c[0]
     w = windows(c, x.shape[2:])
     if not w.symmetric:
@@ -30,7 +30,7 @@ def _conv(c: Call) -> None:
 
 
 @translates("ConvGradient")
-def _conv_gradient(c: Call) -> None:
+def _conv_gradient(c: Lowering) -> None:
     """Of the filter, of the bias unless ``no_bias`` is set, and where it is wanted of the input."""
     x, weight, grad = c[0], c[1], c[2]
     w = windows(c, x.shape[2:])

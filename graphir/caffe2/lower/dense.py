@@ -9,13 +9,13 @@ from __future__ import annotations
 from math import prod
 
 from .builder import Value
-from .registry import Call, refuse, translates
+from .registry import Lowering, refuse, translates
 
 __all__ = ()
 
 
 @translates("FC", "FCTransposed")
-def _fc(c: Call) -> None:
+def _fc(c: Lowering) -> None:
     """``Y = X W^T + b``, where X and W are seen as matrices."""
     x, w, axis = (
         c.floating(0),
@@ -33,7 +33,7 @@ def _fc(c: Call) -> None:
 
 
 @translates("FCGradient", "FCTransposedGradient")
-def _fc_gradient(c: Call) -> None:
+def _fc_gradient(c: Lowering) -> None:
     """Of W, of b, and where it is wanted of X."""
     x, w, axis = c[0], c[1], c.axis(c.integer("axis", 1), len(c[0].shape))
     matrix, weight = c.rows(x, axis), c.rows(w, c.integer("axis_w", 1))
@@ -46,7 +46,7 @@ def _fc_gradient(c: Call) -> None:
         _product(c, grad, c.one("aten.t.default", [weight]) if transposed else weight, x.shape, 2)
 
 
-def _product(c: Call, a: Value, b: Value, shape: tuple[int, ...], out: int) -> None:
+def _product(c: Lowering, a: Value, b: Value, shape: tuple[int, ...], out: int) -> None:
     """The matrix product, in this shape, as an output."""
     if (a.shape[0], b.shape[1]) == shape:
         c.one("aten.mm.default", [a, b], {}, out)
@@ -55,7 +55,7 @@ def _product(c: Call, a: Value, b: Value, shape: tuple[int, ...], out: int) -> N
 
 
 @translates("BatchMatMul")
-def _batch_matmul(c: Call) -> None:
+def _batch_matmul(c: Lowering) -> None:
     a, b = c[0], c[1]
     if c.integer("broadcast") or len(a.shape) != len(b.shape) or a.shape[:-2] != b.shape[:-2] or len(a.shape) < 2:
         raise refuse(f"{a.geometry} and {b.geometry} have other batch dimensions", "give both the same ones")
@@ -72,46 +72,46 @@ def _batch_matmul(c: Call) -> None:
 
 
 @translates("Relu")
-def _relu(c: Call) -> None:
+def _relu(c: Lowering) -> None:
     c.one("aten.relu.default", [c.floating(0)], {}, 0)
 
 
 @translates("Tanh")
-def _tanh(c: Call) -> None:
+def _tanh(c: Lowering) -> None:
     c.one("aten.tanh.default", [c.floating(0)], {}, 0)
 
 
 @translates("Sigmoid")
-def _sigmoid(c: Call) -> None:
+def _sigmoid(c: Lowering) -> None:
     c.one("aten.sigmoid.default", [c.floating(0)], {}, 0)
 
 
 @translates("ReluGradient")
-def _relu_gradient(c: Call) -> None:
+def _relu_gradient(c: Lowering) -> None:
     """From the result and its gradient, as those of tanh and sigmoid."""
     c.alike(0, 1), c.floating(0)
     c.one("aten.threshold_backward.default", [c[1], c[0]], {"threshold": 0}, 0)
 
 
 @translates("TanhGradient")
-def _tanh_gradient(c: Call) -> None:
+def _tanh_gradient(c: Lowering) -> None:
     c.alike(0, 1), c.floating(0)
     c.one("aten.tanh_backward.default", [c[1], c[0]], {}, 0)
 
 
 @translates("SigmoidGradient")
-def _sigmoid_gradient(c: Call) -> None:
+def _sigmoid_gradient(c: Lowering) -> None:
     c.alike(0, 1), c.floating(0)
     c.one("aten.sigmoid_backward.default", [c[1], c[0]], {}, 0)
 
 
 @translates("Scale")
-def _scale(c: Call) -> None:
+def _scale(c: Lowering) -> None:
     c.one("aten.mul.Scalar", [c[0]], {"other": c.number("scale", 1.0)}, 0)
 
 
 @translates("Sum")
-def _sum(c: Call) -> None:
+def _sum(c: Lowering) -> None:
     """From left to right."""
     total = c.alike(0, *range(1, c.count))
     if c.count == 1:
@@ -120,7 +120,7 @@ def _sum(c: Call) -> None:
         total = c.one("aten.add.Tensor", [total, c[i]], {}, 0 if i == c.count - 1 else None)
 
 
-def _aligned(c: Call, a: Value, b: Value) -> Value:
+def _aligned(c: Lowering, a: Value, b: Value) -> Value:
     """The second operand in a shape that broadcasts to the first as Caffe2 means it.
 
     With ``broadcast``, its dimensions are those of the first from ``axis`` on, or the last ones; otherwise they are
@@ -145,17 +145,17 @@ def _aligned(c: Call, a: Value, b: Value) -> Value:
 
 
 @translates("Add")
-def _add(c: Call) -> None:
+def _add(c: Lowering) -> None:
     c.one("aten.add.Tensor", [c[0], _aligned(c, c[0], c[1])], {}, 0)
 
 
 @translates("Mul")
-def _mul(c: Call) -> None:
+def _mul(c: Lowering) -> None:
     c.one("aten.mul.Tensor", [c[0], _aligned(c, c[0], c[1])], {}, 0)
 
 
 @translates("AddGradient")
-def _add_gradient(c: Call) -> None:
+def _add_gradient(c: Lowering) -> None:
     """From the gradient and both operands."""
     grad, a, b = c[0], c[1], c[2]
     operands = (a, _aligned(c, a, b))
@@ -165,7 +165,7 @@ def _add_gradient(c: Call) -> None:
 
 
 @translates("MulGradient")
-def _mul_gradient(c: Call) -> None:
+def _mul_gradient(c: Lowering) -> None:
     grad, a, b = c[0], c[1], c[2]
     aligned = _aligned(c, a, b)
     of_a = c.one("aten.mul.Tensor", [grad, aligned])
@@ -174,7 +174,7 @@ def _mul_gradient(c: Call) -> None:
     _reduced(c, of_b, aligned, b.shape, 1)
 
 
-def _reduced(c: Call, grad: Value, operand: Value, shape: tuple[int, ...], out: int) -> None:
+def _reduced(c: Lowering, grad: Value, operand: Value, shape: tuple[int, ...], out: int) -> None:
     """*grad* summed over the dimensions along which *operand* was repeated, in the operand's own shape."""
     wide = (1,) * (len(grad.shape) - len(operand.shape)) + operand.shape
     dims = tuple([d for d, (n, m) in enumerate(zip(grad.shape, wide, strict=True)) if n != m])

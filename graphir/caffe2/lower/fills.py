@@ -15,7 +15,7 @@ import torch
 from ...ir.dtype import TORCH_NAME
 from ...ir.operator import Arg, Symbol
 from .builder import ABSENT, Static
-from .registry import Call, refuse, translates
+from .registry import Lowering, refuse, translates
 
 __all__ = ["DATA_TYPES"]
 
@@ -25,7 +25,7 @@ DATA_TYPES: Final[Mapping[int, str]] = {
 """The element types that torch has, by their numbers in ``TensorProto.DataType``."""
 
 
-def _shape(c: Call) -> tuple[int, ...]:
+def _shape(c: Lowering) -> tuple[int, ...]:
     """The shape argument, or that of the input, with further dimensions; a scalar's where there is neither."""
     shape = c.integers("shape")
     if not c.count:
@@ -45,7 +45,7 @@ def _shape(c: Call) -> tuple[int, ...]:
 
 
 @translates("ConstantFill")
-def _constant(c: Call) -> None:
+def _constant(c: Lowering) -> None:
     value = c.op.args.get("value", 0)
     if not isinstance(value, (int, float)):
         raise refuse(f"argument 'value' is {value!r}, not a number")
@@ -69,7 +69,7 @@ _GIVEN: Final = {
 
 
 @translates(*_GIVEN)
-def _given(c: Call) -> None:
+def _given(c: Lowering) -> None:
     values, shape = c.op.args.get("values", ()), _shape(c)
     values = values if isinstance(values, tuple) else (values,)
     if len(values) != prod(shape):
@@ -78,29 +78,29 @@ def _given(c: Call) -> None:
     c.bind(0, Static(torch.tensor(values, dtype=dtype, device="cpu").reshape(shape)))
 
 
-def _uniform(c: Call, low: float, high: float) -> None:
+def _uniform(c: Lowering, low: float, high: float) -> None:
     args: dict[str, Arg] = {"size": _shape(c), "dtype": Symbol("f32")}
     empty = c.one("aten.empty.memory_format", [], args)
     c.one("aten.uniform.default", [empty], {"from": low, "to": high}, 0)
 
 
-def _gaussian(c: Call, mean: float, std: float) -> None:
+def _gaussian(c: Lowering, mean: float, std: float) -> None:
     args: dict[str, Arg] = {"mean": mean, "std": std, "size": _shape(c), "dtype": Symbol("f32")}
     c.one("aten.normal.float_float", [], args, 0)
 
 
 @translates("UniformFill")
-def _uniform_fill(c: Call) -> None:
+def _uniform_fill(c: Lowering) -> None:
     _uniform(c, c.number("min"), c.number("max", 1.0))
 
 
 @translates("GaussianFill")
-def _gaussian_fill(c: Call) -> None:
+def _gaussian_fill(c: Lowering) -> None:
     _gaussian(c, c.number("mean"), c.number("std", 1.0))
 
 
 @translates("UniformIntFill")
-def _uniform_int(c: Call) -> None:
+def _uniform_int(c: Lowering) -> None:
     # Caffe2's upper bound is among the numbers, torch's is not.
     low, high = c.integer("min"), c.integer("max", 1) + 1
     c.one("aten.randint.low_generator", [], {"low": low, "high": high, "size": _shape(c), "dtype": Symbol("i32")}, 0)
@@ -114,18 +114,18 @@ def _fan(shape: tuple[int, ...], dim: int) -> float:
 
 
 @translates("XavierFill")
-def _xavier(c: Call) -> None:
+def _xavier(c: Lowering) -> None:
     shape = _shape(c)
     scale = sqrt(3.0 / _fan(shape, 0))
     _uniform(c, -scale, scale)
 
 
 @translates("MSRAFill")
-def _msra(c: Call) -> None:
+def _msra(c: Lowering) -> None:
     shape = _shape(c)
     _gaussian(c, 0.0, sqrt(2.0 / _fan(shape, 1)))
 
 
 @translates("CreateMutex")
-def _mutex(c: Call) -> None:
+def _mutex(c: Lowering) -> None:
     c.bind(0, ABSENT)

@@ -12,7 +12,7 @@ from typing import Final
 
 from ...ir.operator import Arg, Symbol
 from .builder import Value
-from .registry import Call, refuse, translates
+from .registry import Lowering, refuse, translates
 
 __all__ = ()
 
@@ -21,14 +21,14 @@ _LEAST_PROBABILITY: Final = 1e-20
 
 
 @translates("Softmax")
-def _softmax(c: Call) -> None:
+def _softmax(c: Lowering) -> None:
     x = c.floating(0)
     matrix = c.rows(x, c.integer("axis", 1))
     _shaped(c, "aten._softmax.default", [matrix], {"dim": 1, "half_to_float": False}, x)
 
 
 @translates("SoftmaxGradient")
-def _softmax_gradient(c: Call) -> None:
+def _softmax_gradient(c: Lowering) -> None:
     """From the result and its gradient."""
     c.alike(0, 1), c.floating(0)
     axis = c.integer("axis", 1)
@@ -37,7 +37,7 @@ def _softmax_gradient(c: Call) -> None:
     _shaped(c, "aten._softmax_backward_data.default", operands, args, c[0])
 
 
-def _shaped(c: Call, type: str, operands: list[Value], args: Mapping[str, Arg], like: Value) -> None:
+def _shaped(c: Lowering, type: str, operands: list[Value], args: Mapping[str, Arg], like: Value) -> None:
     """An operator on matrices whose result, the first output, has the shape of a tensor."""
     if operands[0].shape == like.shape:
         c.one(type, operands, args, 0)
@@ -45,7 +45,7 @@ def _shaped(c: Call, type: str, operands: list[Value], args: Mapping[str, Arg], 
         c.reshaped(c.one(type, operands, args), like.shape, 0)
 
 
-def _labels(c: Call, rows: int) -> Value:
+def _labels(c: Lowering, rows: int) -> Value:
     """The labels at input 1, as a column of int64."""
     labels = c[1]
     if prod(labels.shape) != rows:
@@ -53,7 +53,7 @@ def _labels(c: Call, rows: int) -> Value:
     return c.reshaped(c.cast(labels, "i64"), (rows, 1))
 
 
-def _averaged(c: Call, total: Value, weight: Value, rows: int) -> Value:
+def _averaged(c: Lowering, total: Value, weight: Value, rows: int) -> Value:
     """*total* by the sum of the weights, or with ``average_by_batch_size`` by the number of rows."""
     if c.integer("average_by_batch_size"):
         return c.one("aten.div.Scalar", [total], {"other": rows})
@@ -61,7 +61,7 @@ def _averaged(c: Call, total: Value, weight: Value, rows: int) -> Value:
 
 
 @translates("SoftmaxWithLoss")
-def _softmax_with_loss(c: Call) -> None:
+def _softmax_with_loss(c: Lowering) -> None:
     """The probabilities, and the mean of the rows' losses, each by its weight if there are weights."""
     x = c.floating(0)
     matrix = c.rows(x, c.integer("axis", 1))
@@ -90,7 +90,7 @@ def _softmax_with_loss(c: Call) -> None:
 
 
 @translates("SoftmaxWithLossGradient")
-def _softmax_with_loss_gradient(c: Call) -> None:
+def _softmax_with_loss_gradient(c: Lowering) -> None:
     """From logits, labels, weights if any, probabilities, and the loss's gradient."""
     probabilities = c[c.count - 2]
     matrix = c.rows(probabilities, c.integer("axis", 1))
@@ -114,13 +114,13 @@ def _softmax_with_loss_gradient(c: Call) -> None:
     _shaped(c, "aten.mul.Tensor", [difference, factor], {}, probabilities)
 
 
-def _probabilities(c: Call) -> Value:
+def _probabilities(c: Lowering) -> Value:
     x = c[0]
     return c.rows(x) if len(x.shape) > 1 else c.reshaped(x, (1, prod(x.shape)))
 
 
 @translates("LabelCrossEntropy")
-def _label_cross_entropy(c: Call) -> None:
+def _label_cross_entropy(c: Lowering) -> None:
     x = _probabilities(c)
     picked = c.one("aten.gather.default", [x, _labels(c, x.shape[0])], {"dim": 1})
     least = c.one("aten.clamp_min.default", [picked], {"min": _LEAST_PROBABILITY})
@@ -129,7 +129,7 @@ def _label_cross_entropy(c: Call) -> None:
 
 
 @translates("LabelCrossEntropyGradient")
-def _label_cross_entropy_gradient(c: Call) -> None:
+def _label_cross_entropy_gradient(c: Lowering) -> None:
     """From probabilities, labels, and the gradient of each row's loss."""
     x = _probabilities(c)
     labels = _labels(c, x.shape[0])
@@ -142,33 +142,33 @@ def _label_cross_entropy_gradient(c: Call) -> None:
 
 
 @translates("MakeTwoClass")
-def _make_two_class(c: Call) -> None:
+def _make_two_class(c: Lowering) -> None:
     x = c.floating(0)
     other = c.one("aten.rsub.Scalar", [x], {"other": 1.0})
     c.one("aten.stack.default", [[other, x]], {"dim": len(x.shape)}, 0)
 
 
 @translates("MakeTwoClassGradient")
-def _make_two_class_gradient(c: Call) -> None:
+def _make_two_class_gradient(c: Lowering) -> None:
     grad = c[0]
     first, second = [c.one("aten.select.int", [grad], {"dim": len(grad.shape) - 1, "index": i}) for i in (0, 1)]
     c.one("aten.sub.Tensor", [second, first], {}, 0)
 
 
 @translates("AveragedLoss")
-def _averaged_loss(c: Call) -> None:
+def _averaged_loss(c: Lowering) -> None:
     c.one("aten.mean.default", [c[0]], {}, 0)
 
 
 @translates("AveragedLossGradient")
-def _averaged_loss_gradient(c: Call) -> None:
+def _averaged_loss_gradient(c: Lowering) -> None:
     shape = c[0].shape
     each = c.one("aten.mul.Scalar", [c.scalar(1)], {"other": 1.0 / max(prod(shape), 1)})
     c.one("aten.expand_copy.default", [each], {"size": shape}, 0)
 
 
 @translates("SquaredL2Distance")
-def _squared_distance(c: Call) -> None:
+def _squared_distance(c: Lowering) -> None:
     """Half the squared distance of each pair of rows."""
     x, y = c.alike(0, 1), c[1]
     difference = c.reshaped(c.one("aten.sub.Tensor", [x, y]), (prod(x.shape[:1]), prod(x.shape[1:])))
@@ -177,7 +177,7 @@ def _squared_distance(c: Call) -> None:
 
 
 @translates("SquaredL2DistanceGradient")
-def _squared_distance_gradient(c: Call) -> None:
+def _squared_distance_gradient(c: Lowering) -> None:
     """Of both operands, from them and the gradient of each distance."""
     x, y = c.alike(0, 1), c[1]
     if prod(c[2].shape) != prod(x.shape[:1]):
@@ -188,7 +188,7 @@ def _squared_distance_gradient(c: Call) -> None:
 
 
 @translates("Accuracy")
-def _accuracy(c: Call) -> None:
+def _accuracy(c: Lowering) -> None:
     """The share of the rows whose label is among the ``top_k`` best; of equal scores the first is the better one."""
     x = c[0]
     labels = _labels(c, x.shape[0])

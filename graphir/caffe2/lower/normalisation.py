@@ -9,12 +9,12 @@ from __future__ import annotations
 from math import prod
 
 from ...ir.operator import Arg
-from .registry import Call, refuse, translates
+from .registry import Lowering, refuse, translates
 
 __all__ = ()
 
 
-def _check(c: Call) -> None:
+def _check(c: Lowering) -> None:
     if c.text("order", "NCHW") != "NCHW":
         raise refuse(f"order is {c.text('order')!r}", "only NCHW is translated")
     if c.integer("num_batches", 1) != 1:
@@ -22,7 +22,7 @@ def _check(c: Call) -> None:
 
 
 @translates("SpatialBN")
-def _batch_norm(c: Call) -> None:
+def _batch_norm(c: Lowering) -> None:
     """Output, running mean and variance, saved mean and inverse standard deviation; in a test the output alone.
 
     Caffe2's momentum weighs the old running statistics, torch's the new ones.
@@ -45,7 +45,7 @@ def _batch_norm(c: Call) -> None:
 
 
 @translates("SpatialBNGradient")
-def _batch_norm_gradient(c: Call) -> None:
+def _batch_norm_gradient(c: Lowering) -> None:
     """Of the input, the scale and the bias, from input, scale, gradient, saved mean and inverse standard deviation."""
     _check(c)
     args: dict[str, Arg] = {"train": True, "eps": c.number("epsilon", 1e-5), "output_mask": (True, True, True)}
@@ -53,7 +53,7 @@ def _batch_norm_gradient(c: Call) -> None:
     c.emit("aten.native_batch_norm_backward.default", operands, args, [0, 1, 2])
 
 
-def _ratio(c: Call) -> float:
+def _ratio(c: Lowering) -> float:
     """The share of elements that are dropped."""
     ratio = c.number("ratio", 0.5)
     if not 0 <= ratio < 1:
@@ -62,7 +62,7 @@ def _ratio(c: Call) -> float:
 
 
 @translates("Dropout")
-def _dropout(c: Call) -> None:
+def _dropout(c: Lowering) -> None:
     """The output and, in training, which elements were kept."""
     x = c[0]
     if c.integer("is_test"):
@@ -77,7 +77,7 @@ def _dropout(c: Call) -> None:
 
 
 @translates("DropoutGrad")
-def _dropout_gradient(c: Call) -> None:
+def _dropout_gradient(c: Lowering) -> None:
     if c.integer("is_test"):
         if c.op.inputs[0] != c.output(0):
             c.one("aten.clone.default", [c[0]], {}, 0)

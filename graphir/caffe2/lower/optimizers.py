@@ -7,23 +7,23 @@ Sources: ``momentum_sgd_op.h``, ``adagrad_op.h``, ``adam_op.h``, ``iter_op.h`` o
 from __future__ import annotations
 
 from .builder import Value
-from .registry import Call, refuse, translates
+from .registry import Lowering, refuse, translates
 
 __all__ = ()
 
 
 @translates("Iter")
-def _iter(c: Call) -> None:
+def _iter(c: Lowering) -> None:
     _count(c, 0)
 
 
 @translates("AtomicIter")
-def _atomic_iter(c: Call) -> None:
+def _atomic_iter(c: Lowering) -> None:
     """The lock at input 0 is left out: a program's order is fixed."""
     _count(c, 1)
 
 
-def _count(c: Call, position: int) -> None:
+def _count(c: Lowering, position: int) -> None:
     if not c.count:
         raise refuse("the counter is no input", "let it be input and output, and fill it in the init net")
     counter = c.updated(position, 0)
@@ -32,7 +32,7 @@ def _count(c: Call, position: int) -> None:
 
 
 @translates("WeightedSum")
-def _weighted_sum(c: Call) -> None:
+def _weighted_sum(c: Lowering) -> None:
     """``X0 * w0 + X1 * w1 + …``"""
     total = c.updated(0, 0)
 
@@ -46,7 +46,7 @@ def _weighted_sum(c: Call) -> None:
 
 
 @translates("MomentumSGD", "MomentumSGDUpdate")
-def _momentum_sgd(c: Call) -> None:
+def _momentum_sgd(c: Lowering) -> None:
     """From gradient, momentum, learning rate and, for an update, the parameter.
 
     The momentum m becomes ``m' = momentum m + lr g``, the gradient what the parameter is lowered by: m', or with
@@ -70,7 +70,7 @@ def _momentum_sgd(c: Call) -> None:
 
 
 @translates("Adagrad")
-def _adagrad(c: Call) -> None:
+def _adagrad(c: Lowering) -> None:
     """From parameter, moment, gradient and learning rate (negative to descend).
 
     The moment becomes ``h = decay h + g²``; the parameter grows by ``lr / (sqrt(h) + epsilon) g``. The effective
@@ -94,7 +94,7 @@ def _adagrad(c: Call) -> None:
 
 
 @translates("Adam")
-def _adam(c: Call) -> None:
+def _adam(c: Lowering) -> None:
     """From parameter, both moments, gradient, learning rate (negative to descend) and iteration.
 
     Unlike torch's, epsilon is added to the root of the second moment before its bias is corrected. Output 3, where it
@@ -121,7 +121,7 @@ def _adam(c: Call) -> None:
         c.bind(0, c.one("aten.addcdiv_.default", [param, c.one("aten.mul.Tensor", [first, rate]), root]))
 
 
-def _correction(c: Call, beta1: float, beta2: float) -> Value:
+def _correction(c: Lowering, beta1: float, beta2: float) -> Value:
     """``sqrt(1 - beta2^t) / (1 - beta1^t)`` with t one more than the iteration, on the host.
 
     Updates that read the same iteration share it.

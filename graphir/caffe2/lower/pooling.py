@@ -10,13 +10,13 @@ from math import inf, prod
 
 from ...ir.operator import Arg
 from .builder import Value
-from .registry import Call, refuse, translates
+from .registry import Lowering, refuse, translates
 from .windows import Windows, padded, unpadded, windows
 
 __all__ = ()
 
 
-def _image(c: Call) -> Windows:
+def _image(c: Lowering) -> Windows:
     shape = c[0].shape
     if len(shape) != 4:
         raise refuse(f"{c[0].geometry} is no batch of images with two dimensions")
@@ -35,13 +35,13 @@ def _direct(w: Windows) -> bool:
     return w.symmetric and all(2 * pad <= size for pad, size in zip(w.head, w.kernel, strict=True))
 
 
-def _maxima(c: Call, x: Value, w: Windows, out: int | None) -> Value:
+def _maxima(c: Lowering, x: Value, w: Windows, out: int | None) -> Value:
     """Max pooling; its indices."""
     return c.emit("aten.max_pool2d_with_indices.default", [x], _args(w), [out])[1]
 
 
 @translates("MaxPool")
-def _max_pool(c: Call) -> None:
+def _max_pool(c: Lowering) -> None:
     x, w = c[0], _image(c)
     if _direct(w):
         c.builder.notes["MaxPool", x, w] = _maxima(c, x, w, 0)
@@ -50,7 +50,7 @@ def _max_pool(c: Call) -> None:
 
 
 @translates("MaxPoolGradient")
-def _max_pool_gradient(c: Call) -> None:
+def _max_pool_gradient(c: Lowering) -> None:
     """From the input, the output and its gradient. The forward operator's indices are used, if they are at hand."""
     x, grad, w = c[0], c[2], _image(c)
     direct = _direct(w)
@@ -64,7 +64,7 @@ def _max_pool_gradient(c: Call) -> None:
         unpadded(c, c.one("aten.max_pool2d_with_indices_backward.default", operands, args), w, 0)
 
 
-def _average(c: Call, w: Windows) -> tuple[dict[str, Arg], bool]:
+def _average(c: Lowering, w: Windows) -> tuple[dict[str, Arg], bool]:
     """The arguments of an average pooling, and whether the input is padded first."""
     counted = bool(c.integer("count_include_pad"))
     if not _direct(w) and not counted:
@@ -80,14 +80,14 @@ def _average(c: Call, w: Windows) -> tuple[dict[str, Arg], bool]:
 
 
 @translates("AveragePool")
-def _average_pool(c: Call) -> None:
+def _average_pool(c: Lowering) -> None:
     x, w = c[0], _image(c)
     args, pad = _average(c, w)
     c.one("aten.avg_pool2d.default", [padded(c, x, w, 0.0) if pad else x], args, 0)
 
 
 @translates("AveragePoolGradient")
-def _average_pool_gradient(c: Call) -> None:
+def _average_pool_gradient(c: Lowering) -> None:
     x, grad, w = c[0], c[2], _image(c)
     args, pad = _average(c, w)
     if pad:

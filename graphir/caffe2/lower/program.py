@@ -20,7 +20,7 @@ from ...ir.verify import require
 from ...ir.verify.infer import Geometry
 from .builder import ABSENT, Absent, Builder, Known, Static, Value
 from .evaluate import evaluate
-from .registry import TRANSLATIONS, Call
+from .registry import TRANSLATIONS, Lowering
 
 __all__ = ["lower"]
 
@@ -285,7 +285,7 @@ def _translate(builder: Builder) -> None:
     net = builder.net
     for position, op in enumerate(net.ops):
         try:
-            TRANSLATIONS[op.type](Call(op, builder))
+            TRANSLATIONS[op.type](Lowering(op, builder))
         except GraphirError as e:
             raise _located(f"{op.type} cannot be translated: {e.what}", net, position, e.fix, e.at) from e
         except (ArithmeticError, LookupError, TypeError, ValueError) as e:

@@ -11,10 +11,10 @@ from ...ir.device import CPU, Device
 from ...ir.operator import Arg, Operator, Symbol
 from .builder import FLOATING, Absent, Builder, Known, Operand, Static, Target, Value
 
-__all__ = ["TRANSLATIONS", "Call", "Translation", "refuse", "translates"]
+__all__ = ["TRANSLATIONS", "Lowering", "Translation", "refuse", "translates"]
 
 
-class Call:
+class Lowering:
     """One Caffe2 operator while it is translated.
 
     A translation appends torch operators (:meth:`emit`, :meth:`one`) and says what each output becomes, by the
@@ -253,7 +253,7 @@ def refuse(what: str, fix: str = "") -> GraphirError:
     return GraphirError(what, fix=fix)
 
 
-Translation: TypeAlias = Callable[[Call], None]
+Translation: TypeAlias = Callable[[Lowering], None]
 
 TRANSLATIONS: Final[dict[str, Translation]] = {}
 """The translation of each Caffe2 type."""

@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 
 from ...ir.operator import Arg
 from .builder import Value
-from .registry import Call, refuse, translates
+from .registry import Lowering, refuse, translates
 
 __all__ = ()
 
@@ -20,28 +20,28 @@ class _Schedule:
     """The arithmetic of 0-dim tensors on the host.
 
     Attributes:
-        call: the operator.
+        lowering: of the operator.
         iteration: int64.
         now: the same as float64.
     """
 
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        self.iteration = call.host_number(0)
-        self.now = call.cast(self.iteration, "f64")
+    def __init__(self, lowering: Lowering) -> None:
+        self.lowering = lowering
+        self.iteration = lowering.host_number(0)
+        self.now = lowering.cast(self.iteration, "f64")
 
     def op(self, type: str, *operands: Value, **args: Arg) -> Value:
-        device = self.call.builder.device(operands[0])
-        return self.call.one(f"aten.{type}", operands, args, device=device)
+        device = self.lowering.builder.device(operands[0])
+        return self.lowering.one(f"aten.{type}", operands, args, device=device)
 
     def power(self, base: float, exponent: Value) -> Value:
         """A number to the power of a tensor."""
         args: Mapping[str, Arg] = {"self": base}
-        return self.call.one("aten.pow.Scalar", [exponent], args, device=self.call.builder.device(exponent))
+        return self.lowering.one("aten.pow.Scalar", [exponent], args, device=self.lowering.builder.device(exponent))
 
     def quotient(self, divisor: int) -> Value:
         """How often *divisor* fits into the iteration."""
-        return self.call.cast(self.op("floor_divide.Scalar", self.iteration, other=divisor), "f64")
+        return self.lowering.cast(self.op("floor_divide.Scalar", self.iteration, other=divisor), "f64")
 
     def constant(self, number: float) -> Value:
         return self.op("full_like.default", self.now, fill_value=number)
@@ -58,9 +58,9 @@ class _Schedule:
     def later(self, steps: int) -> _Schedule:
         """The same, so many iterations on."""
         found = _Schedule.__new__(_Schedule)
-        found.call = self.call
+        found.lowering = self.lowering
         found.iteration = self.op("sub.Scalar", self.iteration, other=steps)
-        found.now = self.call.cast(found.iteration, "f64")
+        found.now = self.lowering.cast(found.iteration, "f64")
         return found
 
     def inverse(self, gamma: float, power: float) -> Value:
@@ -68,14 +68,14 @@ class _Schedule:
         return self.op("pow.Tensor_Scalar", grown, exponent=-power)
 
 
-def _positive(c: Call, name: str) -> int:
+def _positive(c: Lowering, name: str) -> int:
     value = c.integer(name)
     if value <= 0:
         raise refuse(f"argument {name!r} is {value}", "give a positive number")
     return value
 
 
-def _alter(c: Call, s: _Schedule) -> Value:
+def _alter(c: Lowering, s: _Schedule) -> Value:
     active, inactive, first = c.integer("active_period"), c.integer("inactive_period"), c.integer("active_first", 1)
     if active < 0 or inactive < 0 or not active + inactive:
         raise refuse(f"the periods are {active} and {inactive}", "give 'active_period' and 'inactive_period'")
@@ -85,35 +85,35 @@ def _alter(c: Call, s: _Schedule) -> Value:
     return s.op("where.self", early, one if first else none, none if first else one)
 
 
-def _poly(c: Call, s: _Schedule) -> Value:
+def _poly(c: Lowering, s: _Schedule) -> Value:
     left = s.op("rsub.Scalar", s.op("div.Scalar", s.now, other=_positive(c, "max_iter")), other=1.0)
     return s.op("pow.Tensor_Scalar", left, exponent=c.number("power"))
 
 
-def _hill(c: Call, s: _Schedule) -> Value:
+def _hill(c: Lowering, s: _Schedule) -> Value:
     steps = _positive(c, "num_iter")
     after = s.later(steps).inverse(c.number("gamma"), c.number("power"))
     bounded = s.op("clamp_min.default", after, min=c.number("end_multiplier"))
     return s.before(steps, s.line(c.number("start_multiplier"), steps), bounded)
 
 
-def _gate(c: Call, s: _Schedule) -> Value:
+def _gate(c: Lowering, s: _Schedule) -> Value:
     early, late = [s.constant(c.number(f"multiplier_{i}", 1.0)) for i in (1, 2)]
     return s.before(c.integer("num_iter"), early, late)
 
 
-def _pieces(c: Call, s: _Schedule) -> Value:
+def _pieces(c: Lowering, s: _Schedule) -> Value:
     first, second, third = [s.constant(c.number(f"m{i}", 0.5)) for i in (1, 2, 3)]
     return s.before(c.integer("n1"), first, s.before(c.integer("n2"), second, third))
 
 
-def _constant_then_line(c: Call, s: _Schedule) -> Value:
+def _constant_then_line(c: Lowering, s: _Schedule) -> Value:
     start = c.number("start_warmup_multiplier", 0.1)
     level, rise = [c.integer(f"{kind}_warmup_num_iter", 10_000_000) for kind in ("constant", "linear")]
     return s.before(level, s.constant(start), s.later(level).line(start, rise))
 
 
-_Policy: TypeAlias = Callable[[Call, _Schedule], Value]
+_Policy: TypeAlias = Callable[[Lowering, _Schedule], Value]
 
 _POLICIES: Final[Mapping[str, _Policy]] = {
     "alter": _alter,
@@ -134,7 +134,7 @@ _POLICIES: Final[Mapping[str, _Policy]] = {
 
 
 @translates("LearningRate")
-def _learning_rate(c: Call) -> None:
+def _learning_rate(c: Lowering) -> None:
     if "base_lr" not in c.op.args:
         raise refuse("there is no argument 'base_lr'")
     base, policy = c.number("base_lr"), c.text("policy")

@@ -12,25 +12,25 @@ import torch
 
 from ...ir.operator import Arg
 from .builder import Static, Value
-from .registry import Call, refuse, translates
+from .registry import Lowering, refuse, translates
 
 __all__ = ()
 
 
-def _axis(c: Call, rank: int) -> int:
+def _axis(c: Lowering, rank: int) -> int:
     """The axis argument, or the channels' place."""
     if "axis" in c.op.args:
         return c.axis(c.integer("axis", -1), rank)
     return c.axis(3 if c.text("order") == "NHWC" else 1, rank)
 
 
-def _adds_axis(c: Call) -> bool:
+def _adds_axis(c: Lowering) -> bool:
     """Whether there is a new dimension: only where ``axis`` says which one."""
     return "axis" in c.op.args and bool(c.integer("add_axis"))
 
 
 @translates("Concat")
-def _concat(c: Call) -> None:
+def _concat(c: Lowering) -> None:
     values = [c[i] for i in range(c.count)]
     if _adds_axis(c):
         axis = c.axis(c.integer("axis", -1), len(values[0].shape) + 1)
@@ -45,7 +45,7 @@ def _concat(c: Call) -> None:
 
 
 @translates("Split")
-def _split(c: Call) -> None:
+def _split(c: Lowering) -> None:
     x, parts = c[0], len(c.op.outputs)
     axis = _axis(c, len(x.shape))
     sizes = c.integers("split")
@@ -68,42 +68,42 @@ def _split(c: Call) -> None:
 
 
 @translates("Flatten")
-def _flatten(c: Call) -> None:
+def _flatten(c: Lowering) -> None:
     x = c[0]
     axis = c.axis(c.integer("axis", 1), len(x.shape), end=True)
     c.reshaped(x, (prod(x.shape[:axis]), prod(x.shape[axis:])), 0)
 
 
 @translates("ResizeLike")
-def _resize_like(c: Call) -> None:
+def _resize_like(c: Lowering) -> None:
     c.reshaped(c[0], c[1].shape, 0)
 
 
 @translates("StopGradient")
-def _stop_gradient(c: Call) -> None:
+def _stop_gradient(c: Lowering) -> None:
     if c.op.inputs[0] != c.output(0):
         c.one("aten.clone.default", [c[0]], {}, 0)
 
 
 @translates("Gather")
-def _gather(c: Call) -> None:
+def _gather(c: Lowering) -> None:
     data, index = c[0], c[1]
     axis = c.axis(c.integer("axis"), len(data.shape))
     _select(c, axis, data.shape[:axis] + index.shape + data.shape[axis + 1 :])
 
 
 @translates("BatchGather")
-def _batch_gather(c: Call) -> None:
+def _batch_gather(c: Lowering) -> None:
     data, index = c[0], c[1]
     _select(c, 1, (data.shape[0], *index.shape, *data.shape[2:]))
 
 
-def _index(c: Call) -> Value:
+def _index(c: Lowering) -> Value:
     c.counts(1)
     return c[1]
 
 
-def _select(c: Call, axis: int, shape: tuple[int, ...]) -> None:
+def _select(c: Lowering, axis: int, shape: tuple[int, ...]) -> None:
     index = c.reshaped(_index(c), (prod(c[1].shape),))
     if len(c[1].shape) == 1:
         c.one("aten.index_select.default", [c[0], index], {"dim": axis}, 0)
@@ -112,7 +112,7 @@ def _select(c: Call, axis: int, shape: tuple[int, ...]) -> None:
 
 
 @translates("BatchGatherGradient")
-def _batch_gather_gradient(c: Call) -> None:
+def _batch_gather_gradient(c: Lowering) -> None:
     """From the data (for its shape), the indices and the gradient."""
     data, index, grad = c.floating(0), c.reshaped(_index(c), (prod(c[1].shape),)), c.floating(2)
     grad = c.reshaped(grad, (data.shape[0], index.shape[0], *data.shape[2:]))

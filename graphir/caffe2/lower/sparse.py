@@ -14,18 +14,18 @@ from math import prod
 
 from ...ir.operator import Arg, Symbol
 from .builder import Value
-from .registry import Call, refuse, translates
+from .registry import Lowering, refuse, translates
 
 __all__ = ()
 
 
-def _indices(c: Call, position: int) -> Value:
+def _indices(c: Lowering, position: int) -> Value:
     """The indices at an input, in a row."""
     found = c.counts(position)
     return c.reshaped(found, (prod(found.shape),))
 
 
-def _lengths(c: Call, position: int) -> Value:
+def _lengths(c: Lowering, position: int) -> Value:
     """How many rows each segment has."""
     found = c.counts(position)
     if found.padded or len(found.shape) != 1:
@@ -33,13 +33,13 @@ def _lengths(c: Call, position: int) -> Value:
     return found
 
 
-def _segments(c: Call, lengths: Value, total: int) -> Value:
+def _segments(c: Lowering, lengths: Value, total: int) -> Value:
     """The segment that each of *total* rows belongs to."""
     return c.one("aten.repeat_interleave.Tensor", [lengths], {"output_size": total})
 
 
 @translates("SparseLengthsSum")
-def _sparse_lengths_sum(c: Call) -> None:
+def _sparse_lengths_sum(c: Lowering) -> None:
     """From data, indices and lengths: for each length, the sum of the rows that so many of the indices name."""
     data, index, lengths = c.floating(0), _indices(c, 1), _lengths(c, 2)
     rows = c.one("aten.index_select.default", [data, index], {"dim": 0})
@@ -49,14 +49,14 @@ def _sparse_lengths_sum(c: Call) -> None:
 
 
 @translates("SparseLengthsIndicesInGradientSumGradient")
-def _sparse_lengths_sum_gradient(c: Call) -> None:
+def _sparse_lengths_sum_gradient(c: Lowering) -> None:
     """From the gradient of the sums, lengths and indices: the gradient of each row that was read."""
     segments = _segments(c, _lengths(c, 1), prod(c[2].shape))
     c.one("aten.index_select.default", [c[0], segments], {"dim": 0}, 0)
 
 
 @translates("Unique")
-def _unique(c: Call) -> None:
+def _unique(c: Lowering) -> None:
     """The different indices in ascending order, padded; and for each index, its place among them."""
     index = c[0]
     if len(index.shape) != 1 or not index.shape[0]:
@@ -81,7 +81,7 @@ def _unique(c: Call) -> None:
 
 
 @translates("UnsortedSegmentSum")
-def _unsorted_segment_sum(c: Call) -> None:
+def _unsorted_segment_sum(c: Lowering) -> None:
     """From rows and the segment of each: the sum of each segment."""
     c.counts(1)
     data, segments, count = c[0], c[1], c.integer("num_segments", -1)
@@ -97,7 +97,7 @@ def _unsorted_segment_sum(c: Call) -> None:
 
 
 @translates("ScatterWeightedSum")
-def _scatter_weighted_sum(c: Call) -> None:
+def _scatter_weighted_sum(c: Lowering) -> None:
     """``X0[i] = X0[i] * w0 + X1 * w1 + …`` for the rows i of X0 that the indices name, once for each time they do."""
     data, index = c.updated(0, 0), c.reshaped(c.cast(c[2], "i64"), (prod(c[2].shape),))
     (count,), shape = index.shape, data.shape
@@ -116,7 +116,7 @@ def _scatter_weighted_sum(c: Call) -> None:
 
 
 @translates("SparseAdagrad")
-def _sparse_adagrad(c: Call) -> None:
+def _sparse_adagrad(c: Lowering) -> None:
     """Adagrad on the rows that the indices name, one after the other, so that a row may come several times.
 
     From parameter, moment, indices, gradients and learning rate. With h the moment, an occurrence adds ``g²`` to h and
@@ -146,7 +146,7 @@ def _sparse_adagrad(c: Call) -> None:
     c.bind(1, moment)
 
 
-def _up_to(c: Call, index: Value, values: Value) -> Value:
+def _up_to(c: Lowering, index: Value, values: Value) -> Value:
     """For each row of *values*, the sum of all rows with the same index up to it."""
     count = index.shape[0]
     column, row = c.reshaped(index, (count, 1)), c.reshaped(index, (1, count))

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from ..dialect import CAFFE2
 from .builder import Temporary, Value
-from .registry import Call, refuse, translates
+from .registry import Lowering, refuse, translates
 
 __all__ = ()
 
 
 @translates(*sorted(CAFFE2.copies), "CopyOnDeviceLike")
-def _copy(c: Call) -> None:
+def _copy(c: Lowering) -> None:
     """To where the output's blob lives."""
     if c.op.inputs[0] == c.output(0):
         return
@@ -27,7 +27,7 @@ def _copy(c: Call) -> None:
 
 
 @translates("NCCLAllreduce")
-def _all_reduce(c: Call) -> None:
+def _all_reduce(c: Lowering) -> None:
     c.alike(0, *range(1, c.count))
     values, outputs = [c[i] for i in range(c.count)], c.op.outputs
     if len(outputs) != len(values):
@@ -42,7 +42,7 @@ def _all_reduce(c: Call) -> None:
 
 
 @translates("NCCLBroadcast")
-def _broadcast(c: Call) -> None:
+def _broadcast(c: Lowering) -> None:
     root = c.integer("root")
     source = c[root]
     for i, name in enumerate(c.op.outputs):
@@ -51,7 +51,7 @@ def _broadcast(c: Call) -> None:
 
 
 @translates("NCCLReduce")
-def _reduce(c: Call) -> None:
+def _reduce(c: Lowering) -> None:
     root = c.integer("root")
     device = c.builder.device(c.alike(root, *range(c.count)))
     total: Value | None = None
@@ -65,5 +65,5 @@ def _reduce(c: Call) -> None:
 
 
 @translates("Free")
-def _free(c: Call) -> None:
+def _free(c: Lowering) -> None:
     """A plan frees what nobody needs any more."""

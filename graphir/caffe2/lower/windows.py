@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from .builder import Value
-from .registry import Call, refuse
+from .registry import Lowering, refuse
 
 __all__ = ["Windows", "padded", "unpadded", "windows"]
 
@@ -45,7 +45,7 @@ class Windows(NamedTuple):
         return self._replace(head=none, tail=none)
 
 
-def windows(c: Call, image: Sequence[int]) -> Windows:
+def windows(c: Lowering, image: Sequence[int]) -> Windows:
     """The windows of a convolution or a pooling on an image of these sizes, without batch and channels.
 
     Raises:
@@ -74,7 +74,7 @@ def windows(c: Call, image: Sequence[int]) -> Windows:
     return Windows(kernel, stride, dilation, head, tail, legacy == _CAFFE_POOLING)
 
 
-def _each(c: Call, name: str, rank: int, default: int | None) -> tuple[int, ...] | None:
+def _each(c: Lowering, name: str, rank: int, default: int | None) -> tuple[int, ...] | None:
     """``kernels``, or ``kernel``, or ``kernel_h`` and ``kernel_w``."""
     found = c.integers(name + "s")
     if name in c.op.args:
@@ -88,7 +88,7 @@ def _each(c: Call, name: str, rank: int, default: int | None) -> tuple[int, ...]
     return found
 
 
-def _pads(c: Call, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _pads(c: Lowering, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     found = c.integers("pads")
     if "pad" in c.op.args:
         found = (c.integer("pad"),) * (2 * rank)
@@ -112,12 +112,12 @@ def _same(
     return tuple([n // 2 for n in needed]), tuple([n - n // 2 for n in needed])
 
 
-def padded(c: Call, x: Value, w: Windows, fill: float) -> Value:
+def padded(c: Lowering, x: Value, w: Windows, fill: float) -> Value:
     """*x* with its padding."""
     return c.one("aten.constant_pad_nd.default", [x], {"pad": _pairs(w, 1), "value": fill})
 
 
-def unpadded(c: Call, x: Value, w: Windows, out: int) -> Value:
+def unpadded(c: Lowering, x: Value, w: Windows, out: int) -> Value:
     """*x* without it, as an output."""
     return c.one("aten.constant_pad_nd.default", [x], {"pad": _pairs(w, -1)}, out)
 
