@@ -4,7 +4,7 @@ In the order in which they are usually run: replicate, shift_activations, inject
 """
 
 from .activations import find_activations
-from .base import Pass, Pipeline, Run, Timing
+from .base import Gpu, Pass, Pipeline, Run, Timing, build, register
 from .copies import InjectCopies, inject_caffe2_copies, inject_copies
 from .emit import emit
 from .replicate import Replicate, replicate
@@ -12,6 +12,7 @@ from .shift import ShiftActivations, shift_activations
 from .storage import ShareStorage, share_storage
 
 __all__ = [
+    "Gpu",
     "InjectCopies",
     "Pass",
     "Pipeline",
@@ -20,10 +21,12 @@ __all__ = [
     "ShareStorage",
     "ShiftActivations",
     "Timing",
+    "build",
     "emit",
     "find_activations",
     "inject_caffe2_copies",
     "inject_copies",
+    "register",
     "replicate",
     "share_storage",
     "shift_activations",

@@ -6,6 +6,7 @@ stands for anything on that line, and alone on a line for any lines.
 ``--update-golden`` rewrites such a block, unless there is a ``...`` in it.
 """
 
+import ast
 import contextlib
 import io
 import re
@@ -17,6 +18,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
+
+import graphir
+from graphir import passes, runtime
 
 ROOT = Path(__file__).parent.parent
 CAFFE2_MODEL = ROOT / "tests/caffe2/data/models/mlp_2dev_sgd"
@@ -45,6 +49,32 @@ def examples(page: str) -> Iterator[Example]:
                 yield Example(block[2], line, following[2], following.span(2))
             else:
                 yield Example(block[2], line, None, (0, 0))
+
+
+OF_PARTS = {"ir.md", "tutorial.md"}
+"""Pages that show what is inside, too."""
+
+PUBLIC = {"graphir": graphir, "passes": passes, "runtime": runtime, "caffe2": graphir.caffe2}
+"""What users import, by the names that pages give it."""
+
+SHOWN = {"graphir.demo.digits", "graphir.demo.model"}
+"""The demo's data and model, which pages use as examples."""
+
+
+def not_exported(code: str) -> Iterator[str]:
+    """What an example uses of graphir that no ``__all__`` has."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "graphir":
+            names = [] if node.module in SHOWN else [alias.name for alias in node.names]
+            used = [(node.module.removeprefix("graphir.") or "graphir", name) for name in names]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in PUBLIC:
+            used = [(node.value.id, node.attr)]
+        else:
+            continue
+        for module, name in used:
+            inside = name in PUBLIC if module == "graphir" else False
+            if not inside and name not in getattr(PUBLIC.get(module), "__all__", ()):
+                yield f"{module}.{name}"
 
 
 def matches(printed: str, shown: str) -> bool:
@@ -85,6 +115,24 @@ def test_examples_print_what_the_page_shows(page, tmp_path, monkeypatch, request
         else:
             assert printed == example.printed, f"{page_name(page)}:{example.line}"
     page.write_text(text, encoding="utf-8") if text != page.read_text(encoding="utf-8") else None
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in OF_PARTS], ids=page_name)
+def test_examples_use_exported_names(page):
+    assert [name for example in examples(page.read_text(encoding="utf-8")) for name in not_exported(example.code)] == []
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("from graphir import Net, passes\npasses.emit, graphir.caffe2.load_net", []),
+        ("from graphir.passes.base import Pass", ["passes.base.Pass"]),
+        ("from graphir.ir.device import gpu", ["ir.device.gpu"]),
+        ("from graphir import ir\npasses.base.build", ["graphir.ir", "passes.base"]),
+    ],
+)
+def test_names_that_are_not_exported_are_found(code, found):
+    assert list(not_exported(code)) == found
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)

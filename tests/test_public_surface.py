@@ -18,8 +18,9 @@ PUBLIC = {
         traffic verify
     """,
     "graphir.passes": """
-        InjectCopies Pass Pipeline Replicate Run ShareStorage ShiftActivations Timing
-        emit find_activations inject_caffe2_copies inject_copies replicate share_storage shift_activations
+        Gpu InjectCopies Pass Pipeline Replicate Run ShareStorage ShiftActivations Timing
+        build emit find_activations inject_caffe2_copies inject_copies register replicate share_storage
+        shift_activations
     """,
     "graphir.runtime": """
         Finding Report Session check python
