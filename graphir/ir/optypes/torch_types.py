@@ -37,7 +37,7 @@ _NAMES_OF: Final[list[tuple[dict[str, Any], str]]] = [
     (
         {"geometry_only": True},
         """
-        bernoulli.float bernoulli.p copy.default fill.Scalar fill.Tensor full_like.default new_full.default
+        bernoulli.p copy.default fill.Scalar fill.Tensor full_like.default new_full.default
         new_ones.default new_zeros.default normal_functional.default ones_like.default rand_like.default
         randn_like.default uniform.default zero.default zeros_like.default
         """,

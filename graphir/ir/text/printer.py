@@ -65,6 +65,8 @@ def key_text(name: str) -> str:
 
 def value_text(arg: Arg) -> str:
     """A non-tensor argument as it is printed."""
+    if arg.__class__ is int:  # as most are
+        return repr(arg)
     return map_arg(arg, _scalar_text, _list_text)  # type: ignore[no-any-return]  # it is what those make
 
 
@@ -73,6 +75,8 @@ def _list_text(items: list[str]) -> str:
 
 
 def _scalar_text(arg: Any) -> str:
+    if arg.__class__ is int:
+        return repr(arg)
     if arg is None:
         return "none"
     if isinstance(arg, bool):

@@ -135,7 +135,7 @@ def _args_key(args: Mapping[str, Arg], dims: Dims) -> tuple[Any, ...]:
         if arg.__class__ is tuple:
             for item in arg:
                 if item.__class__ is not int:
-                    key += (name, _identity(arg, dims))
+                    key += (name, map_arg(arg, lambda scalar: _identity(scalar, dims)))
                     break
             else:
                 key += (name, arg)
@@ -144,18 +144,14 @@ def _args_key(args: Mapping[str, Arg], dims: Dims) -> tuple[Any, ...]:
     return tuple(key)
 
 
-def _identity(arg: Arg, dims: Dims) -> Any:
+def _identity(scalar: Any, dims: Dims) -> Any:
     """1, 1.0 and True are three, as a type promotion has them; so are 0.0 and -0.0, and a text and a symbol."""
-
-    def identity(scalar: Any) -> Any:
-        kind = scalar.__class__
-        if kind is float:
-            return scalar.hex()  # no text is equal to it: those stand beside their type
-        if kind is Polynomial:
-            return bind(scalar, dims)
-        return scalar if kind is int or scalar is None else (kind, scalar)
-
-    return map_arg(arg, identity)
+    kind = scalar.__class__
+    if kind is float:
+        return scalar.hex()  # no text is equal to it: those stand beside their type
+    if kind is Polynomial:
+        return bind(scalar, dims)
+    return scalar if kind is int or scalar is None else (kind, scalar)
 
 
 def _infer(op: Operator, inputs: Inputs, args: Mapping[str, Arg]) -> Inferred:

@@ -1,0 +1,48 @@
+"""Records of operator types: of types that there are, and one for each."""
+
+import torch
+
+from graphir.ir.opset import overload, signature
+from graphir.ir.optypes.own import OWN
+from graphir.ir.optypes.record import OperatorType
+from graphir.ir.optypes.table import operator_type
+from graphir.ir.optypes.torch_types import TORCH
+
+
+def there_is(type):
+    name, _, variant = type.removeprefix("aten.").partition(".")
+    return hasattr(getattr(torch.ops.aten, name, None), variant)
+
+
+def test_records_are_of_types_that_torch_has():
+    assert [type for type in TORCH if type not in OWN and not there_is(type)] == []
+
+
+def test_a_type_without_a_record_has_nothing_special():
+    assert operator_type("aten.argsort.stable") == OperatorType("aten.argsort.stable")
+    assert not operator_type("mylib.unknown.default").registered
+
+
+def test_facts_of_a_type_stand_together():
+    known = operator_type("aten.native_batch_norm.default")
+    assert known.batch_norm and known.kept_varies_in_evaluation and known.only_elements and known.scratch is not None
+    assert known.hidden_writes is not None
+    assert known.hidden_writes({"training": True}) == ("running_mean", "running_var")
+    assert known.hidden_writes({"training": False}) == ()
+
+
+def test_memory_that_is_not_written_is_told_by_the_name():
+    unwritten = [operator_type(type).unwritten for type in ("aten.empty.memory_format", "aten.new_empty.default")]
+    assert unwritten == [True, True]
+    assert not operator_type("aten.zeros.default").unwritten
+
+
+def test_in_place_types_take_what_their_functional_ones_take():
+    for type, known in TORCH.items():
+        if known.in_place:
+            assert overload(known.in_place)._schema.is_mutable
+            assert [p.name for p in signature(known.in_place).params] == [p.name for p in signature(type).params]
+
+
+def test_own_types_have_a_schema_and_a_fake():
+    assert [type for type, known in OWN.items() if not known.schema or known.fake is None] == []
