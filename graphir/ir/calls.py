@@ -141,7 +141,8 @@ def call_of(
     for name in args:
         if name not in known:
             raise _misfit(type, f"takes no argument {name!r}", at)
-    returned = tuple(groups(results, len(sig.results)))
+    alone: list[Group] = [[i] if result.many else i for i, result in enumerate(sig.results)]
+    returned = tuple(alone if results is None else groups(results, 0))
     single = len(sig.results) == 1
     if type in OWN:
         options = tuple((param.name, Constant(args[param.name])) for param in sig.params if param.name in args)

@@ -43,6 +43,11 @@ def test_results_go_to_the_outputs_that_name_them():
     assert flatten(split, ["a", "b", "c"]) == {0: "a", 1: "c"}
 
 
+def test_an_output_without_a_pattern_is_the_one_item_of_a_list():
+    assert flatten(call_of("aten.split.Tensor", {"split_size": 4}, "t", 1), ["a"]) == {0: "a"}
+    assert flatten(call_of("AllReduce", {}, "[t]", 1), ["sum"]) == {0: "sum"}
+
+
 @pytest.mark.parametrize(
     ("type", "results", "returned", "why"),
     [
