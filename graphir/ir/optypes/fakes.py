@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..symbols import to_symbol
 
-__all__ = ["FAKES", "Refused", "updated"]
+__all__ = [
+    "Refused",
+    "all_reduce",
+    "attention",
+    "attention_backward",
+    "copy",
+    "embedding_bag_backward",
+    "load",
+    "sparse_sum",
+    "updated",
+]
 
 
 class Refused(ValueError):
@@ -21,15 +31,22 @@ def _shown(tensor: Tensor) -> str:
     return f"{to_symbol(tensor.dtype)}[{','.join(map(str, tensor.shape))}]"
 
 
-def _copy(source: Tensor) -> Tensor:
+def copy(source: Tensor) -> Tensor:
+    """A tensor like the source, its strides kept."""
     return source.new_empty_strided(source.shape, source.stride())
 
 
-def _load(*, key: str) -> Tensor:
-    raise NotImplementedError("what is loaded is known when it is there")
+def load(*, key: str) -> Tensor:
+    """Nothing: what is loaded is known when it is there."""
+    raise NotImplementedError
 
 
-def _all_reduce(inputs: Sequence[Tensor], *, reduction: str = "sum", shares: Sequence[int] = ()) -> list[Tensor]:
+def all_reduce(inputs: Sequence[Tensor], *, reduction: str = "sum", shares: Sequence[int] = ()) -> list[Tensor]:
+    """The sum for each participant.
+
+    Raises:
+        Refused: the inputs differ in shape or type, or there are not as many shares.
+    """
     first, *others = inputs
     for other in others:
         if (other.shape, other.dtype) != (first.shape, first.dtype):
@@ -42,7 +59,7 @@ def _all_reduce(inputs: Sequence[Tensor], *, reduction: str = "sum", shares: Seq
     return [total.div(1)] * len(inputs)
 
 
-def _sparse_sum(
+def sparse_sum(
     values: Sequence[Tensor],
     indices: Sequence[Tensor],
     *,
@@ -50,6 +67,11 @@ def _sparse_sum(
     reduction: str = "sum",
     shares: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
+    """Indices and values of the sum, with as many slots as all that is added.
+
+    Raises:
+        Refused: what is added has rows of other lengths, or not an index for each.
+    """
     for value, index in zip(values, indices, strict=True):
         if value.dim() != 2 or index.shape != (1, len(value)) or value.shape[1] != values[0].shape[1]:
             shown = f"{_shown(values[0])}, not {_shown(value)} at {_shown(index)}"
@@ -58,7 +80,12 @@ def _sparse_sum(
     return indices[0].new_empty((1, lookups)), values[0].new_empty((lookups, values[0].shape[1]))
 
 
-def _embedding_bag_backward(grad: Tensor, indices: Tensor, *others: Any, **options: Any) -> tuple[Tensor, Tensor]:
+def embedding_bag_backward(grad: Tensor, indices: Tensor, *others: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """Indices and values of the gradient, with a slot for each index.
+
+    Raises:
+        Refused: bags and indices are of other ranks.
+    """
     if grad.dim() != 2 or indices.dim() != 1:
         shown = f"{_shown(grad)} and {_shown(indices)}"
         raise Refused(f"graphir.embedding_bag_backward takes gradients of bags and their indices, not {shown}")
@@ -83,7 +110,7 @@ def updated(type: str, names: Sequence[str]) -> Callable[..., None]:
     return fake
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, *options: Any, **named: Any) -> tuple[Tensor, Tensor]:
+def attention(query: Tensor, key: Tensor, value: Tensor, *options: Any, **named: Any) -> tuple[Tensor, Tensor]:
     """The output laid out as the query, and a number for each query of each head; 64 bits where the query has them.
 
     Torch's own rule has 32 bits for all before torch 2.12.
@@ -94,7 +121,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *options: Any, **named
     return torch.empty_like(query), query.new_empty((batch, queries, heads), dtype=accumulated).transpose(1, 2)
 
 
-def _attention_backward(
+def attention_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *options: Any, **named: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients, in memory in the order batch, sequence, heads, size."""
@@ -112,15 +139,3 @@ def _check_attention(query: Tensor, key: Tensor, value: Tensor) -> None:
         fits and query.shape[1] % key.shape[1] == 0,
         lambda: f"query, key and value are [batch, heads, sequence, size], not {shapes}",
     )
-
-
-FAKES: Final[Mapping[str, Callable[..., Any]]] = {
-    "Copy": _copy,
-    "AllReduce": _all_reduce,
-    "graphir.load": _load,
-    "graphir.attention": _attention,
-    "graphir.attention_backward": _attention_backward,
-    "graphir.embedding_bag_backward": _embedding_bag_backward,
-    "graphir.sparse_sum": _sparse_sum,
-}
-"""The fakes, by type; all other types of graphir's own are optimizers."""

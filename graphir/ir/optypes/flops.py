@@ -8,7 +8,7 @@ from typing import Final
 
 from .sized import SizedOperator
 
-__all__ = ["FLOPS"]
+__all__ = ["FLOPS", "attention"]
 
 
 def _product(left: int) -> Callable[[SizedOperator], int]:
@@ -30,7 +30,7 @@ def _convolution_backward(op: SizedOperator) -> int:
     return 2 * prod(swept.shape) * prod(op.operand(2).shape[1:]) * wanted
 
 
-def _attention(products: int, query: int) -> Callable[[SizedOperator], int]:
+def attention(products: int, query: int) -> Callable[[SizedOperator], int]:
     """So many products of queries and keys; those of a causal mask are half empty, and not skipped everywhere."""
     return lambda op: 2 * products * prod(op.operand(query).shape) * op.operand(query + 1).shape[-2]
 
@@ -42,7 +42,5 @@ FLOPS: Final[Mapping[str, Callable[[SizedOperator], int]]] = {
     "aten.baddbmm.default": _product(1),
     "aten.convolution.default": _convolution,
     "aten.convolution_backward.default": _convolution_backward,
-    "graphir.attention": _attention(2, 0),
-    "graphir.attention_backward": _attention(5, 1),
 }
-"""The formulas, by operator type."""
+"""The formulas, by type of torch."""

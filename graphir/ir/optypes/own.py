@@ -1,16 +1,14 @@
-"""graphir's own types: their schemas, and what else is known of them."""
+"""graphir's own types: for each its schema, its fake, and what else is known of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
 
-from .fakes import FAKES, updated
-from .flops import FLOPS
+from . import fakes, flops, scratch
 from .record import OperatorType
-from .scratch import SCRATCH
 
 __all__ = ["OWN"]
 
@@ -20,81 +18,111 @@ _ADAM: Final = (
     "float eps=1e-08, float weight_decay=0., bool maximize=False) -> ()"
 )
 
-_SCHEMAS: Final[Mapping[str, str]] = {
-    "Copy": "Copy(Tensor source) -> Tensor",
-    "AllReduce": "AllReduce(Tensor[] inputs, *, str reduction='sum', SymInt[] shares=[]) -> Tensor[]",
-    "graphir.load": "load(*, str key) -> Tensor",
-    "graphir.sgd": (
+
+def _record(type: str, schema: str, fake: Callable[..., Any], **known: Any) -> OperatorType:
+    return OperatorType(type, schema, fake, **{"only_elements": True, **known})
+
+
+def _optimizer(type: str, schema: str, **known: Any) -> OperatorType:
+    """A type that updates one parameter, and its state."""
+    arguments = torch._C.parse_schema(f"graphir::{schema}").arguments
+    names = [argument.name for argument in arguments if "Tensor" in str(argument.type)]
+    return _record(type, schema, fakes.updated(type, names), **known)
+
+
+_RECORDS: Final = (
+    _record("Copy", "Copy(Tensor source) -> Tensor", fakes.copy, scratch=scratch.nothing),
+    _record(
+        "AllReduce",
+        "AllReduce(Tensor[] inputs, *, str reduction='sum', SymInt[] shares=[]) -> Tensor[]",
+        fakes.all_reduce,
+        scratch=scratch.all_reduce,
+    ),
+    _record("graphir.load", "load(*, str key) -> Tensor", fakes.load),
+    _optimizer(
+        "graphir.sgd",
         "sgd(Tensor(a!) param, Tensor grad, Tensor(b!)? momentum_buffer, Tensor lr, Tensor? found_inf=None, *, "
         "str form='for_loop', float momentum=0., float weight_decay=0., bool nesterov=False, "
-        "bool maximize=False) -> ()"
+        "bool maximize=False) -> ()",
+        scratch=scratch.update(0),
     ),
-    "graphir.dampened_sgd": (
+    _optimizer(
+        "graphir.dampened_sgd",
         "dampened_sgd(Tensor(a!) param, Tensor grad, Tensor(b!) momentum_buffer, Tensor(c!) next_dampening, "
         "Tensor lr, Tensor? found_inf=None, *, str form='for_loop', float momentum=0., float dampening=0., "
-        "float weight_decay=0., bool nesterov=False, bool maximize=False) -> ()"
+        "float weight_decay=0., bool nesterov=False, bool maximize=False) -> ()",
+        scratch=scratch.update(0),
     ),
-    "graphir.adam": "adam" + _ADAM,
-    "graphir.adamw": "adamw" + _ADAM,
-    "graphir.adagrad": (
+    _optimizer("graphir.adam", "adam" + _ADAM, scratch=scratch.update(2)),
+    _optimizer("graphir.adamw", "adamw" + _ADAM, scratch=scratch.update(2, coupled=False)),
+    _optimizer(
+        "graphir.adagrad",
         "adagrad(Tensor(a!) param, Tensor grad, Tensor(b!) sum, Tensor(c!) step, Tensor lr, Tensor? found_inf=None, *, "
         "str form='for_loop', float lr_decay=0., float weight_decay=0., float eps=1e-10, "
-        "bool maximize=False) -> ()"
+        "bool maximize=False) -> ()",
+        scratch=scratch.update(1),
     ),
-    "graphir.rmsprop": (
+    _optimizer(
+        "graphir.rmsprop",
         "rmsprop(Tensor(a!) param, Tensor grad, Tensor(b!) square_avg, Tensor(c!)? momentum_buffer, "
         "Tensor(d!)? grad_avg, Tensor(e!) step, Tensor lr, Tensor? found_inf=None, *, float alpha=0.99, "
-        "float eps=1e-08, float weight_decay=0., float momentum=0., bool maximize=False) -> ()"
+        "float eps=1e-08, float weight_decay=0., float momentum=0., bool maximize=False) -> ()",
+        scratch=scratch.update(1),
     ),
-    "graphir.attention": (
+    # The kernels of attention and of embedding bags are torch's, which reach beyond the elements of their operands.
+    _record(
+        "graphir.attention",
         "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, *, bool is_causal=False, "
-        "float? scale=None) -> (Tensor out, Tensor logsumexp)"
+        "float? scale=None) -> (Tensor out, Tensor logsumexp)",
+        fakes.attention,
+        flops=flops.attention(2, 0),
+        scratch=scratch.attention,
+        only_elements=False,
     ),
-    "graphir.attention_backward": (
+    _record(
+        "graphir.attention_backward",
         "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
         "Tensor? attn_mask=None, *, bool is_causal=False, float? scale=None) "
-        "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
+        "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+        fakes.attention_backward,
+        flops=flops.attention(5, 1),
+        scratch=scratch.attention_backward,
+        only_elements=False,
+        nondeterministic="adds in no fixed order on CUDA",
     ),
-    "graphir.embedding_bag_backward": (
+    _record(
+        "graphir.embedding_bag_backward",
         "embedding_bag_backward(Tensor grad, Tensor indices, Tensor offsets, Tensor offset2bag, Tensor bag_size, "
         "Tensor maximum_indices, Tensor? per_sample_weights=None, *, SymInt num_weights, int mode=0, "
-        "int padding_idx=-1) -> (Tensor, Tensor)"
+        "int padding_idx=-1) -> (Tensor, Tensor)",
+        fakes.embedding_bag_backward,
+        only_elements=False,
     ),
-    "graphir.sparse_sum": (
+    _record(
+        "graphir.sparse_sum",
         "sparse_sum(Tensor[] values, Tensor[] indices, *, SymInt rows, str reduction='sum', SymInt[] shares=[]) "
-        "-> (Tensor, Tensor)"
+        "-> (Tensor, Tensor)",
+        fakes.sparse_sum,
     ),
-    "graphir.sparse_sgd": (
+    _optimizer(
+        "graphir.sparse_sgd",
         "sparse_sgd(Tensor(a!) param, Tensor indices, Tensor values, Tensor lr, Tensor? found_inf=None, *, "
-        "bool maximize=False) -> ()"
+        "bool maximize=False) -> ()",
     ),
-    "graphir.sparse_adagrad": (
+    _optimizer(
+        "graphir.sparse_adagrad",
         "sparse_adagrad(Tensor(a!) param, Tensor indices, Tensor values, Tensor(b!) sum, Tensor(c!) step, Tensor lr, "
-        "Tensor? found_inf=None, *, float lr_decay=0., float eps=1e-10, bool maximize=False) -> ()"
+        "Tensor? found_inf=None, *, float lr_decay=0., float eps=1e-10, bool maximize=False) -> ()",
     ),
-    "graphir.sparse_adam": (
+    _optimizer(
+        "graphir.sparse_adam",
         "sparse_adam(Tensor(a!) param, Tensor indices, Tensor values, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, "
         "Tensor(d!) step, Tensor lr, Tensor? found_inf=None, *, float beta1=0.9, float beta2=0.999, "
-        "float eps=1e-08, bool maximize=False) -> ()"
+        "float eps=1e-08, bool maximize=False) -> ()",
     ),
-}
+)
 
-_FACTS: Final[Mapping[str, Mapping[str, Any]]] = {
-    # Their kernels hand operands to kernels of torch that reach beyond the elements.
-    "graphir.attention": {"only_elements": False},
-    "graphir.attention_backward": {"only_elements": False, "nondeterministic": "adds in no fixed order on CUDA"},
-    "graphir.embedding_bag_backward": {"only_elements": False},
-}
-
-
-def _record(type: str, schema: str) -> OperatorType:
-    facts = {"only_elements": True, **_FACTS.get(type, {})}
-    tensors = [a.name for a in torch._C.parse_schema(f"graphir::{schema}").arguments if "Tensor" in str(a.type)]
-    fake = FAKES.get(type) or updated(type, tensors)
-    return OperatorType(type, schema, fake, flops=FLOPS.get(type), scratch=SCRATCH.get(type), **facts)
-
-
-OWN: Final[Mapping[str, OperatorType]] = {type: _record(type, schema) for type, schema in _SCHEMAS.items()}
+OWN: Final[Mapping[str, OperatorType]] = {record.type: record for record in _RECORDS}
 """graphir's own types.
 
 ``Copy`` brings a blob to its device, strides kept. ``AllReduce`` gives every participant the sum of all inputs, added

@@ -20,12 +20,13 @@ from ..dtype import ITEMSIZE
 from ..symbols import to_symbol, to_torch
 from .sized import Operand, SizedOperator
 
-__all__ = ["PLAIN"]
+__all__ = ["PLAIN", "nothing"]
 
 _REAL: Final = ("f32", "f64")
 
 
-def _nothing(call: SizedOperator) -> int:
+def nothing(call: SizedOperator) -> int:
+    """A kernel that allocates its results and nothing else."""
     return 0
 
 
@@ -204,7 +205,7 @@ _IMAGES: Final = """
 """
 
 _RULES: Final[Mapping[Callable[[SizedOperator], int | None], list[str]]] = {
-    _nothing: [*_MAKING, *_MOVING, *_types("amax amin", "default")],
+    nothing: [*_MAKING, *_MOVING, *_types("amax amin", "default")],
     _of_types("f32", "f64", "i64"): [*_types("gather scatter_add", "default"), *_types("scatter", "src", "value")],
     _row_major: _types("gelu_backward", "default"),
     _over_dense: _types("as_strided_scatter select_scatter slice_scatter", "default"),

@@ -17,10 +17,10 @@ from ..dtype import ITEMSIZE
 from ..operator import groups
 from ..size import bind
 from .convolutions import convolution, convolution_backward
-from .plain_kernels import PLAIN
+from .plain_kernels import PLAIN, nothing
 from .sized import Operand, SizedOperator, copied
 
-__all__ = ["SCRATCH"]
+__all__ = ["SCRATCH", "all_reduce", "attention", "attention_backward", "nothing", "update"]
 
 
 _REAL: Final = ("f32", "f64")
@@ -86,14 +86,14 @@ def _split(query: Operand, key: Operand) -> tuple[int, int]:
     return min(rows, queries), min(512, keys)
 
 
-def _attention(call: SizedOperator) -> int | None:
+def attention(call: SizedOperator) -> int | None:
     """For each thread scores, their largest and their sum, and a part of the result."""
     query, key = call.operand(0), call.operand(1)
     rows, columns = _split(query, key)
     return _each(call, call.threads * rows * (columns + 2 + query.shape[3]))
 
 
-def _attention_backward(call: SizedOperator) -> int | None:
+def attention_backward(call: SizedOperator) -> int | None:
     """For each thread scores and their gradient; for each query a sum. The output's gradient is copied if it does not
     lie in the order batch, sequence, heads, size."""
     grad, query, key = call.operand(0), call.operand(1), call.operand(2)
@@ -231,13 +231,13 @@ def _affine_grid(call: SizedOperator) -> int:
     return int(batch) * prod(map(int, extents)) * (len(extents) + 1) * ITEMSIZE[call.operand(0).dtype]
 
 
-def _all_reduce(call: SizedOperator) -> int:
+def all_reduce(call: SizedOperator) -> int:
     """A share of the batch that differs from the others scales its gradient before it is added."""
     shares = {bind(share, call.dims) for share in call.args.get("shares", ())}
     return 0 if len(shares) <= 1 else call.result().nbytes
 
 
-def _update(fixed: int, coupled: bool = True) -> Callable[[SizedOperator], int]:
+def update(fixed: int, coupled: bool = True) -> Callable[[SizedOperator], int]:
     """An optimizer's ``for_loop``: *fixed* tensors of the parameter's size beside the gradient that it adjusts.
 
     The gradient is negated, and has weight decay added where that is *coupled* to it; each makes a new tensor, while
@@ -291,14 +291,5 @@ SCRATCH: Final[Mapping[str, Formula]] = {
     "aten._upsample_bilinear2d_aa_backward.default": _of_rows,
     "aten._upsample_bicubic2d_aa_backward.default": _of_rows,
     "aten.affine_grid_generator.default": _affine_grid,
-    "graphir.attention": _attention,
-    "graphir.attention_backward": _attention_backward,
-    "AllReduce": _all_reduce,
-    "graphir.sgd": _update(0),
-    "graphir.dampened_sgd": _update(0),
-    "graphir.adam": _update(2),
-    "graphir.adamw": _update(2, coupled=False),
-    "graphir.adagrad": _update(1),
-    "graphir.rmsprop": _update(1),
 }
-"""The formulas, by operator type."""
+"""The formulas, by type of torch."""
