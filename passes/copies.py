@@ -84,8 +84,6 @@ class InjectCopies(Pass):
     ) -> Injection:
         """One net with its copies; the arguments are those of :class:`Injection`, and where *known* blobs live."""
         dialect = net.dialect.without(self.placeholder_ops) if self.placeholder_ops else net.dialect
-        if dialect.workspace:
-            _refuse_unmade(net)
         if known or self.placeholder_ops:
             given = {name: net.blobs[name].device for name in net.external_inputs}
             homes = blob_devices(net.ops, {**given, **known}, dialect)
@@ -215,23 +213,20 @@ def inject_caffe2_copies(
 
 
 def _require_caffe2(net: Net) -> None:
+    """Refuse a net that is not from Caffe2, or reads what nobody has made: it is not verified, as a program is."""
     if not net.dialect.workspace:
         raise PassError(f"net {net.name!r} is not from Caffe2", fix="inject the copies into its program")
-
-
-def _refuse_unmade(net: Net) -> None:
-    """Refuse an operator that reads what nobody has made: a net is not verified."""
     made = set(net.external_inputs)
     for op in net.ops:
-        what = fix = ""
-        if op.type == "Copy" and not len(op.inputs) == len(op.outputs) == 1:
-            what = "a Copy has one input and one output"
-        elif not made.issuperset(op.inputs):
-            name = next(name for name in op.inputs if name not in made)
-            when = "an operator makes it" if net.producer(name) else "anybody has made it"
-            what, fix = f"blob {name!r} is read before {when}", "list it as an external input, or make it before"
-        if what:
-            raise PassError(what, at=f"{op.type} -> {', '.join(op.outputs)}", where=f"net {net.name!r}", fix=fix)
+        for name in op.inputs:
+            if name not in made:
+                later = net.producer(name) is not None
+                raise PassError(
+                    f"blob {name!r} is read before {'an operator makes it' if later else 'anybody has made it'}",
+                    at=f"{op.type} -> {', '.join(op.outputs)}",
+                    where=f"net {net.name!r}",
+                    fix="list it as an external input, or make it before",
+                )
         made.update(op.outputs)
 
 

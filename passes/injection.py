@@ -27,7 +27,7 @@ from graphir.ir.dialect import Dialect
 from graphir.ir.elements import CONJUGATING, reads_only_elements
 from graphir.ir.names import copy_name
 from graphir.ir.net import Net
-from graphir.ir.operator import Operator, Phase, stored_versions
+from graphir.ir.operator import PURE, Operator, Phase, stored_versions
 from graphir.ir.placement import is_host_scalar, required_devices
 from graphir.ir.size import Dims, Size
 from graphir.ir.text import operator_text
@@ -70,7 +70,6 @@ class Injection:
             any value since home held the name was made before it. By that, sessions tell what replicas share.
         copies: in a workspace, by name and memory, the blob that copies of it are made to.
         replayed: by name and memory, the view of a copy of its storage.
-        changed: whether anything was put in or replaced.
     """
 
     def __init__(
@@ -94,7 +93,6 @@ class Injection:
         self.away: dict[str, Phase] = {}
         self.copies = {(name, memory): blob for name, held in present.items() for memory, blob in held.items()}
         self.replayed: dict[tuple[str, Device], str] = {}
-        self.changed = False
         self.run()
         self.bring_home(live)
 
@@ -109,12 +107,15 @@ class Injection:
         for op in self.net.ops:
             operands, device = op.inputs, op.device
             if workspace:  # elsewhere, what an operator makes is on its device, unless it overwrites an operand
-                operands += op.outputs
                 if present and mentions(op):
                     self.settle(op)
-                if op.type in host:
+                if op.type == "Copy" and not counted and self.copied_from(op) is blobs[operands[0]].device:
+                    operands = op.outputs
+                elif op.type in host:
                     self.place(op)
                     continue
+                else:
+                    operands += op.outputs
             if not counted or counted.isdisjoint(operands):
                 for name in operands:
                     if blobs[name].device is not device:
@@ -130,18 +131,23 @@ class Injection:
     def place(self, op: Operator) -> None:
         """Append an operator of which some operand may be elsewhere."""
         needed = made = None
-        if op.type in self.dialect.elsewhere:
+        if op.type == "Copy":
+            needed = [self.copied_from(op)]
+        elif op.type in self.dialect.elsewhere:
             needed, made = required_devices(op, self.blobs, self.dialect)
-            if op.type == "Copy":
-                needed = [self.copied_from(op)]
         inputs, reads, effects = op.inputs, op.input_versions, op.effects
         for i, blob, version, memory in self.away_from(op.device, inputs, reads, needed):
             inputs, reads = _replaced(inputs, reads, i, *self.bring(op, blob, version, memory))
         outputs, makes = op.outputs, op.output_versions
-        if effects.writes and inputs is not op.inputs:
-            self.refuse_other_names(op, inputs)
+        over = {output: inputs[source] for output, source in effects.writes}
+        for output, source in effects.writes:
+            if inputs[source] != op.inputs[source] != outputs[output]:
+                raise PassError(
+                    f"{op.type} writes {outputs[output]!r} over {op.inputs[source]!r}, which {op.device} has a copy of",
+                    at=operator_text(op, self.net),
+                    fix="shift before share_storage, which puts operators in place",
+                )
         if makes or self.dialect.workspace:
-            over = {output: inputs[source] for output, source in effects.writes}
             for name in outputs:
                 self.present.pop(name, None)
             for i, blob, version, memory in self.away_from(op.device, outputs, makes, made):
@@ -151,10 +157,10 @@ class Injection:
             self.ops.append(op)
             return
         if effects.writes and self.dialect.workspace:  # it may read an operand in another memory than it writes it in
-            effects = effects._replace(writes=tuple([(o, i) for o, i in effects.writes if outputs[o] == inputs[i]]))
+            kept = tuple([(output, source) for output, source in effects.writes if outputs[output] == inputs[source]])
+            effects = effects if kept == effects.writes else effects._replace(writes=kept)
         parts = (op.type, inputs, outputs) + op[3:11] + (effects, reads, makes) + op[14:]  # noqa: RUF005  # fastest
         self.ops.append(Operator._make(parts))
-        self.changed = True
 
     def away_from(
         self, device: Device, names: Sequence[str], versions: Sequence[int] | None, wanted: Sequence[Device] | None
@@ -167,22 +173,15 @@ class Injection:
             if (blob.device is not at or name in self.counted) and not (scalars and is_host_scalar(blob)):
                 yield i, blob, versions[i] if versions else 0, memory_of(at)
 
-    def refuse_other_names(self, op: Operator, inputs: tuple[str, ...]) -> None:
-        """Refuse an operator that overwrites an operand under another name where it has a copy of it."""
-        for output, source in op.effects.writes:
-            if inputs[source] != op.inputs[source] != op.outputs[output]:
-                raise PassError(
-                    f"{op.type} writes {op.outputs[output]!r} over {op.inputs[source]!r}, "
-                    f"which {op.device} has a copy of",
-                    at=operator_text(op, self.net),
-                    fix="shift before share_storage, which puts operators in place",
-                )
-
     def copied_from(self, op: Operator) -> Device:
         """Where an explicit ``Copy`` reads: at home if that holds the name, else elsewhere, if it can read there."""
+        if len(op.inputs) != 1 or len(op.outputs) != 1:
+            raise PassError("a Copy has one input and one output", at=operator_text(op, self.net))
         name = op.inputs[0]
-        memories = [*([] if name in self.away else [self.blobs[name].device]), *self.present.get(name, {})]
-        return next((memory for memory in memories if self.dialect.copies_from(memory, op.device)), op.device)
+        home, can_read = self.blobs[name].device, self.dialect.copies_from
+        if name not in self.away and can_read(home, op.device):
+            return home
+        return next((memory for memory in self.present.get(name, ()) if can_read(memory, op.device)), op.device)
 
     def settle(self, op: Operator) -> None:
         """Bring home what *op* names beside its operands. Nets in its arguments may also write it."""
@@ -274,7 +273,6 @@ class Injection:
         elif found not in self.blobs:
             self.blobs[found] = self.blobs[name]._replace(name=found, storage=found, device=memory)
             self.external.append(found)
-            self.changed = True
         return found, self.last[found]
 
     def make(self, blob: Blob, version: int, memory: Device, phase: Phase, over: str | None) -> tuple[str, int]:
@@ -327,9 +325,9 @@ class Injection:
             raise PassError(e.what, where=f"net {self.net.name!r}", fix=e.fix) from None
         read, made = self.last[source], self.last.get(target, -1) + 1
         self.last[target] = made
-        copy = Operator(type, (source,), (target,), {}, device, phase, "", self.by)
-        self.ops.append(copy._replace(input_versions=(read,), output_versions=(made,)) if read or made else copy)
-        self.changed = True
+        versions = (read,) if read else None, (made,) if made else None
+        blobs = (source,), (target,)
+        self.ops.append(Operator(type, *blobs, {}, device, phase, "", self.by, None, None, None, PURE, *versions))
 
     def bring_home(self, live: Iterable[str]) -> None:
         """Copy home what somebody may read there after the net."""
@@ -343,7 +341,7 @@ class Injection:
     @cached_property
     def result(self) -> Net:
         """The net with its copies; the same if it needs none."""
-        if not self.changed:
+        if len(self.blobs) == len(self.net.blobs):  # whatever is put in or replaced follows from a copy
             return self.net
         blobs, gradients = self.blobs, self.net.gradients
         unmade = {name for name in self.counted if self.last[name] < 0}
