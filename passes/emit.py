@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from graphir.analysis.values import value_numbers
+from graphir.collector import collector_paused
 from graphir.errors import PassError, nearest
 from graphir.ir.names import base_name
 from graphir.ir.net import Net
@@ -29,6 +30,7 @@ from graphir.ir.verify import verify
 
 from .base import require_program
 from .buffers import Buffers
+from .hazards import Hazards, hazards
 from .order import Issue, issue_order
 
 __all__ = ["emit"]
@@ -47,15 +49,18 @@ def emit(program: Program, dims: Mapping[str, int] | None = None) -> Plan:
         PassError: *dims* is no mapping, or has an unknown dimension or a size below 1.
     """
     require_program(program, "emit")
-    verify(program)
-    bound, emission = _bind(program, {} if dims is None else dims), _Emission(program.step, program.dims)
-    return Plan(
-        program=program.with_(state={}, module=None),
-        dims=bound,
-        instructions=tuple(emission.run(issue_order(program.step, program.dims))),
-        values=value_numbers(program),
-        buffers=emission.buffers.numbers,
-    )
+    with collector_paused():
+        verify(program)
+        bound, found = _bind(program, {} if dims is None else dims), hazards(program.step)
+        emission = _Emission(program.step, program.dims, found)
+        instructions = emission.run(issue_order(program.step, program.dims, found))
+        return Plan(
+            program=program.with_(state={}, module=None),
+            dims=bound,
+            instructions=tuple(instructions),
+            values=value_numbers(program),
+            buffers=emission.buffers.numbers,
+        )
 
 
 def _bind(program: Program, dims: Mapping[str, int]) -> dict[str, int]:
@@ -108,22 +113,23 @@ class _Emission:
         out: the instructions without records; a position is an index into it.
         records: for each position that somebody waits for, the event recorded right after it.
         clock: for each lane, the last position of every other lane that it is known to come after.
-        known_at: for each position that a record may follow, the clock of its lane just then.
+        known_at: for each position that a record may follow, the clock of its lane just then. What touches only
+            storages that no other lane touches is no such position, and leaves no trace in what follows here.
         writer: for each storage, its last writer.
-        readers: for each storage, every lane's last use since then.
+        users: for each storage, every lane's last use since then, the write included.
         views: for each view, the use that made it; it is later than its storage's last write.
         last_of_group: for each position in a group of transfers, the last use of its lane in the group.
         buffers: what copies receive into.
     """
 
-    def __init__(self, net: Net, dims: Dims) -> None:
-        self.net = net
+    def __init__(self, net: Net, dims: Dims, found: Hazards) -> None:
+        self.net, self.touched, self.shared = net, found.touched, found.shared
         self.out: list[Instruction] = []
         self.records: dict[int, Event] = {}
         self.clock: dict[str, dict[str, int]] = {}
-        self.known_at: list[dict[str, int]] = []
+        self.known_at: dict[int, dict[str, int]] = {}
         self.writer: dict[str, _Use] = {}
-        self.readers: dict[str, dict[str, _Use]] = {}
+        self.users: dict[str, dict[str, _Use]] = {}
         self.views: dict[tuple[str, int], _Use] = {}
         self.last_of_group: dict[int, _Use] = {}
         self.buffers = Buffers(net, dims)
@@ -133,14 +139,16 @@ class _Emission:
         for issue in order:
             if isinstance(issue, str):
                 self.free(issue)
+            elif self.shared.isdisjoint(self.touched[issue[0]]):
+                self.append(Instruction("run", lane(self.net.ops[issue[0]].device, "compute"), issue[0]))
             else:
                 self.execute([part for i in issue for part in self.parts(i)])
-        instructions = []
-        for position, instruction in enumerate(self.out):
-            instructions.append(instruction)
-            if position in self.records:
-                instructions.append(Instruction("record", instruction.lane, event=self.records[position]))
-        return instructions
+        instructions, done = [], 0
+        for position in sorted(self.records):
+            instructions += self.out[done : position + 1]
+            event, done = self.records[position], position + 1
+            instructions.append(Instruction("record", event.lane, event=event))
+        return instructions + self.out[done:]
 
     def parts(self, i: int) -> list[_Part]:
         """The instructions that execute an operator."""
@@ -162,6 +170,7 @@ class _Emission:
             self.after(at, uses)
         positions = [self.append(part.instruction) for part in parts]
         for position, part in zip(positions, parts, strict=True):
+            self.known_at[position] = self.clock.setdefault(part.instruction.lane, {})
             self.note(position, part)
         if len(parts) > 1:
             ends = {part.instruction.lane: (p, part) for p, part in zip(positions, parts, strict=True)}
@@ -173,7 +182,9 @@ class _Emission:
         """The uses that an instruction has to come after."""
         blobs = self.net.blobs
         for name, version in part.reads:
-            yield from self.write_of(blobs[name].storage)
+            storage = blobs[name].storage
+            if storage in self.writer:
+                yield self.writer[storage]
             if (name, version) in self.views:
                 yield self.views[name, version]
         for name, _ in part.written:
@@ -186,50 +197,43 @@ class _Emission:
         """What an appended instruction has touched."""
         at, blobs = part.instruction.lane, self.net.blobs
         for name, version in part.reads:
-            self.readers.setdefault(blobs[name].storage, {})[at] = _Use(at, position, name, version)
+            self.users.setdefault(blobs[name].storage, {})[at] = _Use(at, position, name, version)
         for name, version in part.written:
-            self.writer[blobs[name].storage] = _Use(at, position, name, version)
-            self.readers[blobs[name].storage] = {}
-        for name, version in (*part.written, *part.views):
-            if blobs[name].is_view:
-                self.readers.setdefault(blobs[name].storage, {})[at] = _Use(at, position, name, version)
-        for view in part.views:
-            self.views[view] = _Use(at, position, *view)
+            use = self.writer[blobs[name].storage] = _Use(at, position, name, version)
+            self.users[blobs[name].storage] = {at: use}
+        for name, version in part.views:
+            use = self.views[name, version] = _Use(at, position, name, version)
+            self.users.setdefault(blobs[name].storage, {})[at] = use
 
     def free(self, storage: str) -> None:
         """Drop a storage once every lane is done with it."""
         at = lane(self.net.blobs[storage].device, "compute")
-        self.after(at, self.uses_of(storage))
+        if storage in self.shared:
+            self.after(at, self.uses_of(storage))
         self.append(Instruction("free", at, storage=storage))
         self.buffers.free(storage)
 
-    def write_of(self, storage: str) -> Iterator[_Use]:
-        if storage in self.writer:
-            yield self.writer[storage]
-
-    def uses_of(self, storage: str) -> Iterator[_Use]:
-        yield from self.write_of(storage)
-        yield from self.readers.get(storage, {}).values()
+    def uses_of(self, storage: str) -> Iterable[_Use]:
+        return self.users.get(storage, {}).values()
 
     def after(self, at: str, uses: Iterable[_Use]) -> None:
         """Make lane *at* come after other lanes' uses; the latest first, since it may imply the others."""
-        whole = dict.fromkeys([self.last_of_group.get(use.position, use) for use in uses])
+        whole = [self.last_of_group.get(use.position, use) for use in uses if use.lane != at]
         for use in sorted(whole, key=lambda use: -use.position):
-            self.wait(at, use)
+            if self.clock.setdefault(at, {}).get(use.lane, -1) < use.position:
+                self.wait(at, use)
 
     def wait(self, at: str, use: _Use) -> None:
-        clock = self.clock.setdefault(at, {})
-        if use.lane == at or clock.get(use.lane, -1) >= use.position:
-            return
+        """Make lane *at* come after a use of another lane, and after what that lane has waited for before it."""
         event = self.records.setdefault(use.position, Event(use.blob, use.version, use.lane))
         merged = dict(self.known_at[use.position])
-        for other, position in clock.items():
-            merged[other] = max(position, merged.get(other, -1))
-        merged[use.lane] = max(use.position, merged.get(use.lane, -1))
+        for other, position in self.clock[at].items():
+            if position > merged.get(other, -1):
+                merged[other] = position
+        merged[use.lane] = use.position
         self.clock[at] = merged
         self.append(Instruction("wait", at, event=event))
 
     def append(self, instruction: Instruction) -> int:
         self.out.append(instruction)
-        self.known_at.append(self.clock.setdefault(instruction.lane, {}))
         return len(self.out) - 1

@@ -21,8 +21,9 @@ one wait before them, one record after them. All takes time linear in the operan
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Final, TypeAlias
 
 from graphir.ir.blob import STATE_ROLES
@@ -32,10 +33,15 @@ from graphir.ir.operator import Operator
 from graphir.ir.plan import issued_as, issued_on, parts_of
 from graphir.ir.size import Dims
 
-__all__ = ["Issue", "hazards", "issue_order"]
+from .hazards import Hazards
+
+__all__ = ["Issue", "issue_order"]
 
 Issue: TypeAlias = "tuple[int, ...] | str"
 """An operator by position, several transfers that belong together, or a storage that is freed."""
+
+_Task: TypeAlias = "int | str"
+"""An operator by position, or the free of a storage."""
 
 _AHEAD: Final = 8
 _SMALL: Final = 1 << 16
@@ -49,58 +55,27 @@ else, so that overlap gains nothing and each wait costs what the replicas' times
 """
 
 
-def issue_order(net: Net, dims: Dims) -> list[Issue]:
+def issue_order(net: Net, dims: Dims, found: Hazards) -> list[Issue]:
     """The order in which to issue a net's operators, and the frees between them.
 
     Args:
         net: the step of a placed program.
         dims: the sizes that say which transfers are small.
+        found: its hazards.
     """
-    return _Order(net, dims).run()
-
-
-def hazards(net: Net) -> list[list[int]]:
-    """For each operator, the earlier ones that it has to come after.
-
-    They are the last writer of each storage that it reads or writes, the maker of each view that it reads, and, for
-    each storage that it writes, everyone who read it since its last write.
-    """
-    storage = {name: blob.storage for name, blob in net.blobs.items()}
-    writer: dict[str, int] = {}
-    readers: dict[str, list[int]] = {}
-    views: dict[tuple[str, int], int] = {}
-    found = []
-    for i, op in enumerate(net.ops):
-        earlier: dict[int, None] = {}
-        for name, version in op.reads:
-            if (at := storage[name]) in writer:
-                earlier[writer[at]] = None
-            if (name, version) in views:
-                earlier[views[name, version]] = None
-            readers.setdefault(at, []).append(i)
-        viewing = op.effects.viewing
-        for position, made in enumerate(op.makes):
-            at = storage[made[0]]
-            if position in viewing:
-                views[made] = i
-                continue
-            if at in writer:
-                earlier[writer[at]] = None
-            earlier.update(dict.fromkeys(readers.get(at, ())))
-            writer[at], readers[at] = i, []
-        earlier.pop(i, None)
-        found.append(list(earlier))
-    return found
+    return _Order(net, dims, found).run()
 
 
 class _Order:
-    """Issues the tasks of a step: its operators, numbered as in the net, and then the frees of storages.
+    """Issues the tasks of a step: its operators, and the frees of storages.
 
     A *point* is one operator that is issued in program order, with all that becomes ready by it.
 
     Attributes:
-        followers: the tasks that come after each task.
+        plain: whether an operator is issued in program order: neither a transfer nor what follows from a reduction.
+        followers: the operators that have to come after each operator, as far as program order does not see to it.
         missing: how many that come before it are not issued yet.
+        uses: of each storage, the operators that touch it and are not issued yet, and one more if it outlives the step.
         transfers, ready, frees: what is issued next.
         ahead: copies that are ready too early, by destination and the number of its operators to wait for.
         gathered: small reductions that are ready, and their bytes, by route.
@@ -111,38 +86,36 @@ class _Order:
         held_by, held_on: those tasks, by lane and by their own device.
     """
 
-    def __init__(self, net: Net, dims: Dims) -> None:
-        self.net, self.dims, ops = net, dims, net.ops
-        earlier = hazards(net)
-        self.freed = _freed(net)
-        self.followers: list[list[int]] = [[] for _ in ops]
-        self.missing = [len(found) for found in earlier] + [0] * len(self.freed)
-        for i, found in enumerate(earlier):
-            for other in found:
-                self.followers[other].append(i)
-        number = {storage: len(ops) + k for k, storage in enumerate(self.freed)}
-        for i, op in enumerate(ops):
-            for task in dict.fromkeys([number.get(net.blobs[name].storage) for name in (*op.inputs, *op.outputs)]):
-                if task is not None:
-                    self.followers[i].append(task)
-                    self.missing[task] += 1
+    def __init__(self, net: Net, dims: Dims, found: Hazards) -> None:
+        self.net, self.dims, self.touched, ops = net, dims, found.touched, net.ops
         self.kinds = [issued_as(op) for op in ops]
-        self.soon = _follow_reductions(ops, earlier)
+        self.soon = _follow_reductions(ops, found.earlier)
+        self.plain = [kind == "run" and not soon for kind, soon in zip(self.kinds, self.soon, strict=True)]
+        self.followers: list[list[int]] = [[] for _ in ops]
+        self.missing: list[int] = []
+        for i, earlier in enumerate(found.earlier):
+            if self.plain[i]:
+                earlier = [other for other in earlier if not self.plain[other]]
+            for other in earlier:
+                self.followers[other].append(i)
+            self.missing.append(len(earlier))
+        self.uses = Counter(chain.from_iterable(self.touched))
+        self.uses.update(_kept(net))
         self.places = self._places()
         self.passed: dict[Device, int] = defaultdict(int)
         self.ahead: dict[tuple[Device, int], list[int]] = {}
         self.gathered: dict[tuple[str, ...], tuple[list[int], int]] = {}
         self.out: list[Issue] = []
-        self.issued = [False] * len(self.missing)
+        self.issued = [False] * len(ops)
         self.transfers: list[int] = []
-        self.ready: list[int] = []
-        self.frees: deque[int] = deque()
+        self.ready: list[_Task] = []
+        self.frees: list[str] = []
         self.point = 0
         self.moved: dict[str, int] = {}
-        self.given: dict[int, list[tuple[str, int]]] = {}
-        self.held: dict[int, int] = {}
-        self.held_by: dict[str, list[int]] = {}
-        self.held_on: dict[Device, list[int]] = {}
+        self.given: dict[_Task, list[tuple[str, int]]] = {}
+        self.held: dict[_Task, int] = {}
+        self.held_by: dict[str, list[_Task]] = {}
+        self.held_on: dict[Device, list[_Task]] = {}
 
     def _places(self) -> dict[int, int]:
         """For each copy, how many operators of its destination stand before it in the program."""
@@ -151,14 +124,14 @@ class _Order:
         for i, op in enumerate(self.net.ops):
             if self.kinds[i] == "copy":
                 found[i] = before[op.device]
-            elif self.kinds[i] == "run" and not self.soon[i]:
+            elif self.plain[i]:
                 before[op.device] += 1
         return found
 
     def run(self) -> list[Issue]:
-        for task, missing in enumerate(self.missing):
+        for i, missing in enumerate(self.missing):
             if not missing:
-                self.becomes_ready(task)
+                self.becomes_ready(i)
         self.settle()
         for i, op in enumerate(self.net.ops):
             if self.soon[i]:
@@ -191,15 +164,19 @@ class _Order:
         """Issue all that is ready: frees, then transfers, then what follows from those, by device."""
         while self.frees or self.transfers or self.ready:
             if self.frees:
-                self.issue((self.frees.popleft(),))
+                self.out += self.frees
+                self.frees.clear()
             elif self.transfers:
                 ready, self.transfers = self.transfers, []
                 for group in self.grouped(ready):
                     self.issue(group)
             else:
-                ready, self.ready = sorted(self.ready, key=self.turn), []
-                for i in ready:
-                    self.issue((i,))
+                due, self.ready = sorted(self.ready, key=self.turn), []
+                for task in due:
+                    if isinstance(task, str):
+                        self.out.append(task)
+                    else:
+                        self.issue((task,))
 
     def grouped(self, transfers: Sequence[int]) -> Iterator[tuple[int, ...]]:
         groups: dict[object, list[int]] = {}
@@ -225,19 +202,22 @@ class _Order:
         op, blobs = self.net.ops[i], self.net.blobs
         return list(dict.fromkeys([issued_on(op, blobs, part) for part in range(parts_of(op))]))
 
-    def issue(self, tasks: tuple[int, ...]) -> None:
-        count = len(self.kinds)
-        self.out.append(tasks if tasks[0] < count else self.freed[tasks[0] - count])
-        for task in tasks:
-            self.issued[task] = True
-            if task >= count:
-                continue
-            if self.kinds[task] != "run":
-                self.moves(task)
-            for follower in self.followers[task]:
-                self.missing[follower] -= 1
-                if not self.missing[follower]:
+    def issue(self, group: tuple[int, ...]) -> None:
+        """Issue operators; what they were the last to come before, or to touch, becomes ready."""
+        self.out.append(group)
+        missing, uses = self.missing, self.uses
+        for i in group:
+            self.issued[i] = True
+            if self.kinds[i] != "run":
+                self.moves(i)
+            for follower in self.followers[i]:
+                missing[follower] -= 1
+                if not missing[follower]:
                     self.becomes_ready(follower)
+            for storage in self.touched[i]:
+                uses[storage] = left = uses[storage] - 1
+                if not left:
+                    self.follow(storage)
 
     def moves(self, i: int) -> None:
         """A transfer's lanes have gone on; what follows it may have to give it time."""
@@ -250,20 +230,24 @@ class _Order:
                         self.held[task] -= 1
                         if not self.held[task]:
                             self.let_go([task])
-        for task in self.followers[i]:
-            if task < len(self.kinds) or self.freed[task - len(self.kinds)] not in outputs:
-                self.given.setdefault(task, []).extend([(at, self.point) for at in lanes])
+        later: list[_Task] = [storage for storage in self.touched[i] if storage not in outputs]
+        for task in self.followers[i] + later:
+            self.given.setdefault(task, []).extend([(at, self.point) for at in lanes])
 
-    def becomes_ready(self, task: int) -> None:
-        if task < len(self.kinds):
-            if self.kinds[task] != "run":
-                self.transfer(task)
-                return
-            if not self.soon[task]:
-                return
+    def becomes_ready(self, i: int) -> None:
+        if self.kinds[i] != "run":
+            self.transfer(i)
+        elif self.soon[i]:
+            self.follow(i)
+
+    def follow(self, task: _Task) -> None:
+        """Let a task be issued next, or hold it while it has to give transfers time."""
         lanes = {at for at, point in self.given.get(task, ()) if self.moved[at] == point}
         if not lanes:
-            (self.ready if task < len(self.kinds) else self.frees).append(task)
+            if isinstance(task, str):
+                self.frees.append(task)
+            else:
+                self.ready.append(task)
             return
         self.held[task] = len(lanes)
         for at in lanes:
@@ -286,15 +270,14 @@ class _Order:
         else:
             self.ahead.setdefault((device, wanted), []).append(i)
 
-    def turn(self, task: int) -> tuple[bool, Device]:
+    def turn(self, task: _Task) -> tuple[bool, Device]:
         """Operators before frees, those of a device side by side."""
-        return task >= len(self.kinds), self.device(task)
+        return isinstance(task, str), self.device(task)
 
-    def device(self, task: int) -> Device:
-        count = len(self.kinds)
-        return self.net.ops[task].device if task < count else self.net.blobs[self.freed[task - count]].device
+    def device(self, task: _Task) -> Device:
+        return self.net.blobs[task].device if isinstance(task, str) else self.net.ops[task].device
 
-    def let_go(self, tasks: Sequence[int]) -> None:
+    def let_go(self, tasks: Sequence[_Task]) -> None:
         self.ready.extend([task for task in tasks if self.held.pop(task, None) is not None])
 
 
@@ -306,11 +289,10 @@ def _follow_reductions(ops: Sequence[Operator], earlier: Sequence[Sequence[int]]
     return found
 
 
-def _freed(net: Net) -> list[str]:
-    """The storages that nobody needs after the step. State and outputs are needed; the host keeps what it feeds."""
+def _kept(net: Net) -> set[str]:
+    """The storages that outlive the step: state and outputs, and what the host feeds."""
     blobs = net.blobs
     kept = {blobs[name].storage for name in net.external_outputs}
-    kept.update(name for name, blob in blobs.items() if blob.role in STATE_ROLES)
-    kept.update(name for name in net.external_inputs if blobs[name].device.kind == "cpu")
-    used = dict.fromkeys([blobs[name].storage for op in net.ops for name in (*op.inputs, *op.outputs)])
-    return [storage for storage in used if storage not in kept]
+    kept.update([name for name, blob in blobs.items() if blob.role in STATE_ROLES])
+    kept.update([name for name in net.external_inputs if blobs[name].device.kind == "cpu"])
+    return kept

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
@@ -58,6 +58,7 @@ STREAMS: Final = ("compute", "copy_in", "copy_out")
 """The lanes of a device; :func:`issued_on` says which one an operator belongs to."""
 
 
+@lru_cache(maxsize=4096)
 def lane(device: Device, stream: str) -> str:
     """``gpu:0.compute``."""
     return f"{device}.{stream}"

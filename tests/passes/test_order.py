@@ -8,7 +8,6 @@ from itertools import pairwise
 import nets
 import pytest
 import torch
-from graphir.passes.order import hazards
 from small import program_of, two_layers
 from torch import nn
 
@@ -197,20 +196,6 @@ def respects_hazards(program: Program, order: list[int]) -> bool:
             if (clash or viewed) and at[j] > at[i]:
                 return False
     return True
-
-
-def test_hazards_are_found_between_the_nearest_operators_only() -> None:
-    program = program_of("""
-        buffer s : f32[2] @gpu:0
-        input x : f32[2] @gpu:0
-        a : f32[2] @gpu:0 = aten.neg(s)
-        b : f32[2] @gpu:0 = aten.relu(s)
-        s;1 = aten.add_.Tensor(s, x) {writes=[0:0]}
-        v : f32[2] in s @gpu:0 = aten.view(s;1, size=[2]) {views=[0:0]}
-        c : f32[2] @gpu:0 = aten.neg(v)
-        s;2 = aten.add_.Tensor(s;1, x) {writes=[0:0]}
-    """)
-    assert hazards(program.step) == [[], [], [0, 1], [2], [2, 3], [2, 3, 4]]
 
 
 def test_the_order_is_the_same_each_time() -> None:

@@ -1,0 +1,77 @@
+"""What orders the operators of a net: the storages that they touch.
+
+Two operators that touch a storage, one of them to write it, keep their order; and what reads a view comes after what
+made it. Operators that one lane executes do so by themselves. :mod:`.order` chooses among the orders that are left, and
+:mod:`.emit` puts in the events that hold lanes to it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from graphir.ir.net import Net
+from graphir.ir.plan import issued_as
+
+__all__ = ["Hazards", "hazards"]
+
+
+class Hazards(NamedTuple):
+    """What the operators of a net touch, by position.
+
+    Attributes:
+        earlier: for each operator, the earlier ones that it has to come after: the last writer of each storage that it
+            reads or writes, the maker of each view that it reads, and, for each storage that it writes, everyone who
+            read it since its last write.
+        touched: for each operator, the storages of its operands and of its results, each once.
+        shared: the storages that some lane touches which is not the compute lane of the device that they are on.
+    """
+
+    earlier: list[list[int]]
+    touched: list[tuple[str, ...]]
+    shared: set[str]
+
+
+def hazards(net: Net) -> Hazards:
+    """What a net's operators touch."""
+    blobs = net.blobs
+    found = Hazards([], [], set())
+    writer: dict[str, int] = {}
+    readers: dict[str, list[int]] = {}
+    viewer: dict[str, int] = {}
+    for i, op in enumerate(net.ops):
+        device, earlier, touched = op.device, dict[int, None](), dict[str, None]()
+        for name in op.inputs:
+            blob = blobs[name]
+            touched[storage := blob.storage] = None
+            if storage in writer:
+                earlier[writer[storage]] = None
+            if storage != name and name in viewer:
+                earlier[viewer[name]] = None
+            if storage in readers:
+                readers[storage].append(i)
+            else:
+                readers[storage] = [i]
+            if blob.device != device:
+                found.shared.add(storage)
+        views = op.effects.viewing
+        for position, name in enumerate(op.outputs):
+            blob = blobs[name]
+            touched[storage := blob.storage] = None
+            if blob.device != device:
+                found.shared.add(storage)
+            if position in views:
+                viewer[name] = i
+                continue
+            if storage != name:
+                viewer.pop(name, None)
+            if storage in writer:
+                earlier[writer[storage]] = None
+            if storage in readers:
+                earlier.update(dict.fromkeys(readers.pop(storage)))
+            writer[storage] = i
+        earlier.pop(i, None)
+        found.earlier.append(list(earlier))
+        found.touched.append(tuple(touched))
+        if issued_as(op) != "run":
+            found.shared.update(touched)
+    return found
