@@ -31,7 +31,6 @@ from ..ir.net import Net
 from ..ir.operator import Arg, Operator
 from ..ir.opset import signature
 from ..ir.optypes.table import operator_type
-from ..ir.plan import parts_of
 from ..ir.program import Program
 from ..ir.size import Size, add, multiply, product
 from .meaning import canonical_type, frozen, kernel_family
@@ -168,9 +167,12 @@ def value_numbers(program: Program, issue: Iterable[tuple[int, int]] | None = No
     run.declare(step)
     run.begin(step.external_inputs, 0)
     before = dict(run.roots)
-    in_order = ((position, part) for position, op in enumerate(step.ops) for part in range(parts_of(op)))
-    for position, part in in_order if issue is None else issue:
-        run.execute(step.ops[position], 0, part)
+    if issue is None:
+        for op in step.ops:
+            run.execute(op, 0)
+    else:
+        for position, part in issue:
+            run.execute(step.ops[position], 0, part)
     states = (name for name in step.external_inputs if step.blobs[name].role in STATE_ROLES)
     changed = [name for name in states if run.roots[step.blobs[name].storage] != before[step.blobs[name].storage]]
     return {name: f"{value:016x}" for name, value in run.values((*step.external_outputs, *changed)).items()}
@@ -216,10 +218,11 @@ class Run:
         self.dialect = net.dialect
         if id(net) not in self.declared:
             blobs = _blobs(net)
-            gapped = frozenset(
-                [n for n, b in blobs.items() if b.strides is not None and not b.is_view and not is_dense(b)]
-            )
-            self.declared[id(net)] = blobs, {name: self.geometry(blob) for name, blob in blobs.items()}, gapped
+            geometries = {name: self.geometry(blob) for name, blob in blobs.items()}
+            strided = {geometries[n]: b for n, b in blobs.items() if b.strides is not None and not b.is_view}
+            gaps = {geometry for geometry, blob in strided.items() if not is_dense(blob)}
+            gapped = frozenset([n for n, b in blobs.items() if geometries[n] in gaps and not b.is_view])
+            self.declared[id(net)] = blobs, geometries, gapped
         self.blobs, self.geometries, self.gapped = self.declared[id(net)]
 
     def geometry(self, blob: Blob) -> int:
@@ -354,6 +357,7 @@ class _Form:
         batch_norm: they are a batch norm in training.
         ordered: what they do follows from other calls of such operators before.
         nested: blobs that they read beside their operands.
+        paths: of the views that they make, by what each depends on: layers that repeat make the same ones.
     """
 
     __slots__ = (
@@ -366,6 +370,7 @@ class _Form:
         "nested",
         "only_views",
         "ordered",
+        "paths",
         "reaches",
         "static",
         "views",
@@ -383,6 +388,7 @@ class _Form:
         self.ordered = dialect.is_ordered(op)
         self.batch_norm = operator_type(kind).batch_norm and bool(op.args.get("training", True))
         self.nested = dialect.nested(op)
+        self.paths: dict[_Key, int] = {}
         args = tuple(sorted((name, frozen(arg)) for name, arg in op.args.items()))
         self.static = table.number(("operator", kind, op.operands, op.results, args, dialect.meaning(op)))
 
@@ -403,15 +409,19 @@ class _Form:
         """
         table, name, parent = run.table, op.outputs[output], run.path(source)
         made, taken = run.blobs[name], run.blobs[source]
+        layouts = run.geometries[name], run.geometries[source], run.geometries[taken.storage]
         others = tuple([run.read(other) for other in op.inputs if other != source]) if op.inputs[1:] else ()
-        if self.reaches:
-            layouts = run.geometries[name], run.geometries[source], run.geometries[taken.storage]
-            view = table.number(("beyond", self.static, output, parent, *layouts, *others))
-        else:
-            start = _bytes_between(taken, made)
-            geometry = run.geometry(made._replace(offset=0)) if made.offset else run.geometries[name]
-            view = table.number(("step", self.static, output, geometry, start, *others))
-        run.paths[name] = table.path(parent, view, op.type, beyond=self.reaches)
+        key = output, parent, *layouts, *others
+        path = self.paths.get(key)
+        if path is None:
+            if self.reaches:
+                view = table.number(("beyond", self.static, output, parent, *layouts, *others))
+            else:
+                start = _bytes_between(taken, made)
+                geometry = run.geometry(made._replace(offset=0)) if made.offset else run.geometries[name]
+                view = table.number(("step", self.static, output, geometry, start, *others))
+            path = self.paths[key] = table.path(parent, view, op.type, beyond=self.reaches)
+        run.paths[name] = path
         run.calls[run.read(name)] = op
 
     def execute(self, run: Run, op: Operator, step: int, part: int | None = None) -> None:
