@@ -1,5 +1,7 @@
 """Run the benchmarks and print their tables; with --write, put them into docs/benchmarks.md.
 
+A figure that misses its limit is in bold there, the last lines name its row, and the exit status is 1.
+
 python tests/bench [capture] [scale] [passes] [synthetic] [caffe2] [step] [check] [parallel] [lock] [small] [memory]
                    [profile] [profiling] [start] [bits] [whole] [cuda] [mutants] [certificates] [proofs]
                    [certify] [elements] [--write]
@@ -37,6 +39,7 @@ import scaling
 import starting
 import stepping
 import torch
+from limits import missed
 
 from graphir.errors import counted
 
@@ -100,6 +103,7 @@ def main() -> None:
     unknown = set(options.tables) - set(TABLES)
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; tables are {', '.join(TABLES)}")
+    late: list[str] = []
     for name in options.tables or TABLES:
         print(f"\n{name}\n{machine()}\n")
         lines: list[str] = []
@@ -110,6 +114,11 @@ def main() -> None:
                 write(name, [*lines, "", "The run was cut off here."])
         if options.write:
             write(name, lines)
+        late += [f"{name}: {line}" for line in missed(lines)]
+    if late:
+        one = len(late) == 1
+        print(f"\n{counted(len(late), 'row')} {'misses its limit' if one else 'miss their limits'}:", *late, sep="\n")
+        sys.exit(1)
 
 
 main()

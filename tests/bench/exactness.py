@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import models
 import torch
 from eager import ShareByShare, furthest
+from limits import limited
 from torch import Tensor, nn
 
 import graphir
@@ -78,7 +79,12 @@ def _bits(
             b += everything(other.state_dict(replica), other.optimizer_state_dict(replica))
             eager = reference.models[replica], reference.optimizers[replica]
             c += everything(eager[0].state_dict(), eager[1].state_dict())
-    return f"| {name} | {label} | {replicas} | {len(b)} | {different(a, b)} | {different(b, c)} |"
+    return f"| {name} | {label} | {replicas} | {len(b)} | {_none(different(a, b))} | {_none(different(b, c))} |"
+
+
+def _none(different: int) -> str:
+    """None may be."""
+    return limited(str(different), at_most=0)
 
 
 def whole_batch_rows() -> Iterator[str]:
@@ -102,4 +108,4 @@ def whole_batch_rows() -> Iterator[str]:
                         optimizer.step()
                     ours, theirs = session.state_dict(), share.model.state_dict()
                 worst = max(furthest(ours[key], theirs[key]) for key in theirs)
-                yield f"| {name} | {replicas} | {size} | {worst:.1e} | 1e-5 |"
+                yield f"| {name} | {replicas} | {size} | {limited(f'{worst:.1e}', at_most=1e-5)} | 1e-5 |"

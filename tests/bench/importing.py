@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import nets
+from limits import limited
 from timing import seconds
 
 from graphir import passes
@@ -32,7 +33,7 @@ CAFFE2 = {4: 0.703, 8: 1.631}
 CAFFE2_INJECT = 3.883
 """Seconds that ``InjectCrossDeviceCopies`` took for 100,000 operators on 4 devices, a tenth of the reads remote."""
 
-LIMITS = {8: 0.055}
+LIMITS = {8: 0.065}
 SYNTHETIC, SYNTHETIC_LIMIT = 100_000, 0.4
 
 
@@ -59,11 +60,11 @@ def _shift_and_inject(program: Program, devices: int, runs: int) -> str:
     placed = inject.recorded(shift.recorded(program))
     taken = [seconds(lambda: inject.recorded(shift.recorded(program))) for _ in range(runs)]
     before, after = _operators(program), _operators(placed)
-    limit = LIMITS.get(devices, "")
+    limit = LIMITS.get(devices)
     return (
         f"| ResNet-50, {devices} devices, half of the activations shifted | {before[0]:,}, {before[1]:,} "
-        f"| {sum(after) - sum(before):,} | {statistics.median(taken):.3f} | {min(taken):.3f} "
-        f"| {limit} | {CAFFE2[devices]} |"
+        f"| {sum(after) - sum(before):,} | {statistics.median(taken):.3f} "
+        f"| {limited(f'{min(taken):.3f}', at_most=limit)} | {limit or ''} | {CAFFE2[devices]} |"
     )
 
 
@@ -74,9 +75,10 @@ def _inject(runs: int) -> str:
     inject = passes.InjectCopies()
     placed = inject.recorded(program)
     taken = [seconds(lambda: inject.recorded(program)) for _ in range(runs)]
+    fastest = limited(f"{min(taken):.3f}", at_most=SYNTHETIC_LIMIT)
     return (
         f"| synthetic, 4 devices, injection alone | 0, {SYNTHETIC:,} | {len(placed.step.ops) - SYNTHETIC:,} "
-        f"| {statistics.median(taken):.3f} | {min(taken):.3f} | {SYNTHETIC_LIMIT} | {CAFFE2_INJECT} |"
+        f"| {statistics.median(taken):.3f} | {fastest} | {SYNTHETIC_LIMIT} | {CAFFE2_INJECT} |"
     )
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import models
 import torch
 from apart import apart
+from limits import limited
 from timing import in_turn
 from torch import nn
 from zoo_rows import library
@@ -106,8 +107,9 @@ def rows() -> Iterator[str]:
             eager, plan, again, kept_eager, kept_plan = _taken(name, form).values()
             kept = _ratio(kept_plan, plan).partition(" |")[0]
             yield (
-                f"| {name} | {form} | {_milliseconds(eager)} | {_milliseconds(plan)} | {_ratio(plan, eager)} "
-                f"| {case.limit} | {_ratio(again, eager)} | {_milliseconds(kept_eager)} | {_milliseconds(kept_plan)} "
+                f"| {name} | {form} | {_milliseconds(eager)} | {_milliseconds(plan)} "
+                f"| {_ratio(plan, eager, case.limit)} | {case.limit} | {_ratio(again, eager)} "
+                f"| {_milliseconds(kept_eager)} | {_milliseconds(kept_plan)} "
                 f"| {_ratio(kept_plan, kept_eager)} | {kept} |"
             )
 
@@ -133,7 +135,7 @@ def _milliseconds(taken: list[float]) -> str:
     return f"{statistics.median(taken) * 1e3:.3f}"
 
 
-def _ratio(ours: list[float], theirs: list[float]) -> str:
-    """Two cells: the median of the ratios of each round, and their quartiles."""
+def _ratio(ours: list[float], theirs: list[float], at_most: float | None = None) -> str:
+    """Two cells: the median of the ratios of each round, marked where it is too large, and their quartiles."""
     low, middle, high = statistics.quantiles([a / b for a, b in zip(ours, theirs, strict=True)], n=4)
-    return f"{middle:.2f} | {low:.2f} to {high:.2f}"
+    return f"{limited(f'{middle:.2f}', at_most=at_most)} | {low:.2f} to {high:.2f}"

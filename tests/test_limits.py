@@ -1,0 +1,52 @@
+"""Marks of figures that miss their limits, in the tables that benchmarks write."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from bench.limits import limited, missed
+
+BENCH = Path(__file__).resolve().parent / "bench"
+FOLDERS = ("", "bench", "zoo", "caffe2")
+
+
+@pytest.mark.parametrize(
+    ("figure", "limit", "marked"),
+    [
+        ("0.45", {"at_most": 0.45}, False),
+        ("0.46", {"at_most": 0.45}, True),
+        ("1,200.0", {"at_most": 1000}, True),
+        ("nan", {"at_most": 1}, True),
+        ("-0.731", {"at_least": -0.5, "at_most": 0.5}, True),
+        ("+0.499", {"at_least": -0.5, "at_most": 0.5}, False),
+        ("7", {}, False),
+    ],
+)
+def test_a_figure_is_marked_where_it_misses_its_limit(figure: str, limit: dict[str, float], marked: bool) -> None:
+    shown = limited(figure, **limit)
+    assert (shown == figure) is not marked
+    assert missed([f"| step | {shown} |", "| **in bold** | 3 |"]) == ([f"| step | {shown} |"] if marked else [])
+
+
+def test_the_mark_says_on_which_side_of_the_limit_a_figure_is() -> None:
+    assert limited("3.0", at_most=2) == "**3.0 over**"
+    assert limited("0.8", at_least=0.9) == "**0.8 under**"
+
+
+@pytest.mark.parametrize(("figure", "status"), [("3.0", 1), ("2.0", 0)])
+def test_the_command_lists_what_misses_its_limit_and_fails(figure: str, status: int) -> None:
+    script = f"""
+import runpy, sys
+sys.path[:0] = {[str(BENCH.parent / folder) for folder in FOLDERS]}
+import starting
+from limits import limited
+starting.rows = lambda: iter(["| model | start |", "| MLP | " + limited({figure!r}, at_most=2) + " |"])
+sys.argv = ["bench", "start"]
+runpy.run_path({str(BENCH)!r}, run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+    assert ("1 row misses its limit:\nstart: | MLP | **3.0 over** |" in done.stdout) is bool(status)
