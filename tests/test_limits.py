@@ -50,3 +50,22 @@ runpy.run_path({str(BENCH)!r}, run_name="__main__")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == status, done.stderr
     assert ("1 row misses its limit:\nstart: | MLP | **3.0 over** |" in done.stdout) is bool(status)
+
+
+@pytest.mark.parametrize(
+    ("ours", "again", "marked"),
+    [
+        (1.04, [1.0, 1.0, 1.0], False),
+        (1.07, [1.0, 1.0, 1.0], True),
+        (1.07, [0.8, 1.0, 1.2], False),
+        (0.5, [1.0, 1.0, 1.0], False),
+    ],
+)
+def test_a_step_is_marked_that_got_slower_by_more_than_noise(
+    ours: float, again: list[float], marked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    from comparing import compared
+
+    row = compared("emit", {"ours": [ours] * 3, "theirs": [1.0] * 3, "again": again})
+    assert missed([row]) == ([row] if marked else [])

@@ -4,7 +4,7 @@ A figure that misses its limit is in bold there, the last lines name its row, an
 
 python tests/bench [capture] [scale] [passes] [synthetic] [caffe2] [step] [check] [parallel] [lock] [small] [memory]
                    [profile] [profiling] [start] [bits] [whole] [cuda] [mutants] [certificates] [proofs]
-                   [certify] [elements] [--write]
+                   [compare] [elements] [--write]
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import allocating
 import capturing
 import certifying
 import checking
+import comparing
 import exactness
 import importing
 import locking
@@ -65,7 +66,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "mutants": mutating.rows,
     "certificates": certifying.rows,
     "proofs": proving.pass_rows,
-    "certify": proving.ratio_rows,
+    "compare": comparing.rows,
     "elements": reaching.rows,
 }
 

@@ -26,15 +26,15 @@ def apart(
     script: str, processes: Sequence[Sequence[str]], checkout: Path | None = None
 ) -> Iterator[Callable[[int], float]]:
     """Start *script*, a file beside this one, in a process for each of these arguments; with graphir of another
-    *checkout*, if one is given.
+    *checkout* and that checkout's models, if one is given.
 
     Yields:
         what makes so many steps in all of the processes at once, and says how many seconds the slowest took.
     """
     folder = Path(__file__).resolve().parent
-    tests = folder.parent
-    own = [tests, tests / "zoo", tests / "caffe2", folder]
-    path = os.pathsep.join(map(str, [checkout or tests.parent, *own]))
+    root = (checkout or folder.parents[1]).resolve()
+    tests = root / "tests"
+    path = os.pathsep.join(map(str, [root, tests, tests / "zoo", tests / "caffe2", folder]))
     started = [
         subprocess.Popen(
             [sys.executable, str(folder / script), *arguments],

@@ -1,31 +1,23 @@
-"""Proofs of what our own passes make of the zoo, and how long they take beside another checkout's."""
+"""Proofs of what our own passes make of the zoo, and how long they take."""
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
-import models
-from apart import apart
 from mutations.subjects import zoo_names, zoo_program
-from nets import random_program
-from runnable import captured, sgd
-from timing import in_turn
 
 import graphir
 from graphir import passes
 from graphir.errors import GraphirError
 from graphir.ir.program import Program
 
-__all__ = ["CASES", "pass_rows", "ratio_rows", "results"]
+__all__ = ["pass_rows", "results"]
 
 CUTS = (0.25, 0.5, 0.75)
-ROUNDS = 9
 
 
 def results(program: Program) -> Iterator[tuple[str, Program, Program]]:
@@ -85,44 +77,3 @@ def pass_rows() -> Iterator[str]:
     for what, why in refused.items():
         for line in why[:5]:
             yield f"\n{what} of {line}"
-
-
-def _shifted(program: Program, replicas: int) -> tuple[Program, Program]:
-    program = passes.replicate(program, devices=list(range(replicas)))
-    chosen = passes.find_activations(program)
-    shifts = {replica: replicas + replica for replica in range(replicas)}
-    shifted = passes.shift_activations(program, chosen[len(chosen) // 2 :], shifts=shifts)
-    return program, passes.inject_copies(shifted)
-
-
-def _captured(example: models.Example) -> Program:
-    return captured(example, sgd(example.model.parameters()))
-
-
-CASES: Mapping[str, Callable[[], tuple[Program, Program]]] = {
-    "ResNet-50, 8 replicas, shifted": lambda: _shifted(_captured(models.resnet50(batch=2, image=64)), 8),
-    "GPT, 12 layers, 4 replicas, shifted": lambda: _shifted(_captured(models.gpt(layers=12)), 4),
-    "small residual net, shifted": lambda: _shifted(_captured(models.resnet()), 1),
-    "random programs": lambda: (random_program(1, ops=400), passes.share_storage(random_program(1, ops=400))),
-}
-"""What is certified in turn by two checkouts."""
-
-
-def ratio_rows() -> Iterator[str]:
-    """The table of seconds beside those of the checkout that the environment names as ``OTHER``: a worktree of the
-    commit before, for example."""
-    other = os.environ.get("OTHER", "")
-    if not other:
-        yield "`OTHER` names no other checkout to compare with."
-        return
-    yield "| proof | operators | ms | ms, other checkout | ratio |"
-    yield "| --- | ---: | ---: | ---: | ---: |"
-    for name in CASES:
-        with ExitStack() as stack:
-            ours = stack.enter_context(apart("certify_steps.py", [[name]]))
-            theirs = stack.enter_context(apart("certify_steps.py", [[name]], checkout=Path(other)))
-            taken = in_turn({"ours": lambda ours=ours: ours(1), "theirs": lambda theirs=theirs: theirs(1)}, ROUNDS)
-        mine, its = median(taken["ours"]), median(taken["theirs"])
-        ratio = median(a / b for a, b in zip(taken["ours"], taken["theirs"], strict=True))
-        count = len(CASES[name]()[1].step.ops)
-        yield f"| {name} | {count:,} | {mine * 1e3:.1f} | {its * 1e3:.1f} | {ratio:.2f} |"
