@@ -24,6 +24,7 @@ __all__ = [
     "Gpu",
     "Pass",
     "Pipeline",
+    "Placed",
     "Run",
     "Timing",
     "build",
@@ -91,11 +92,15 @@ class Pass(BaseModel):
         return self.name + (f"{{{', '.join(given)}}}" if given else "")
 
 
-def _gpu(given: Any) -> int:
+def _device(given: Any) -> Device:
     try:
-        device = Device.parse(given)
+        return Device.parse(given)
     except GraphirError as e:
         raise ValueError(f"{e.what}; {e.fix}") from None
+
+
+def _gpu(given: Any) -> int:
+    device = _device(given)
     if device.kind != "gpu":
         raise ValueError(f"{device} is not a gpu")
     return device.index
@@ -103,6 +108,9 @@ def _gpu(given: Any) -> int:
 
 Gpu: TypeAlias = Annotated[int, BeforeValidator(_gpu)]
 """An option that is a gpu: given as it is printed or by its number, kept and printed as its number."""
+
+Placed: TypeAlias = Annotated[str, BeforeValidator(lambda given: str(_device(given)))]
+"""An option that is any device: given as it is printed or by a gpu's number, kept and printed as ``gpu:1``."""
 
 
 def register(cls: type[P]) -> type[P]:

@@ -17,14 +17,14 @@ from typing import ClassVar, NamedTuple, TypeVar, overload
 
 from pydantic import Field
 
-from graphir.errors import PassError
+from graphir.errors import GraphirError, PassError
 from graphir.ir.device import Device
 from graphir.ir.net import Net
 from graphir.ir.placement import blob_devices, same_memory
 from graphir.ir.program import Program
 from graphir.ir.size import Dims
 
-from .base import Pass, build, register
+from .base import Pass, Placed, build, register
 from .injection import Injection, memory_of
 
 __all__ = ["InjectCopies", "InjectedCopies", "inject_caffe2_copies", "inject_copies"]
@@ -53,7 +53,7 @@ class InjectCopies(Pass):
     name: ClassVar[str] = "inject_copies"
 
     placeholder_ops: tuple[str, ...] = ()
-    blob_to_device: dict[str, str] = Field(default_factory=dict)
+    blob_to_device: dict[str, Placed] = Field(default_factory=dict)
 
     def rewrite(self, program: Program) -> Program:
         if (self.blob_to_device or self.placeholder_ops) and not program.step.dialect.workspace:
@@ -102,7 +102,7 @@ def inject_copies(subject: _Subject, *, placeholder_ops: Sequence[str] = ()) -> 
 def inject_copies(
     subject: Program | Net,
     *,
-    blob_to_device: Mapping[str, str],
+    blob_to_device: Mapping[str, str | int],
     blob_remap: Mapping[tuple[str, str], str] | None = None,
     placeholder_ops: Sequence[str] = (),
 ) -> InjectedCopies: ...
@@ -111,7 +111,7 @@ def inject_copies(
 def inject_copies(
     subject: Program | Net,
     *,
-    blob_to_device: Mapping[str, str] | None = None,
+    blob_to_device: Mapping[str, str | int] | None = None,
     blob_remap: Mapping[tuple[str, str], str] | None = None,
     placeholder_ops: Sequence[str] = (),
 ) -> Program | Net | InjectedCopies:
@@ -151,7 +151,7 @@ def inject_copies(
 def inject_caffe2_copies(
     subject: Program | Net,
     *,
-    blob_to_device: Mapping[str, str],
+    blob_to_device: Mapping[str, str | int],
     blob_remap: Mapping[tuple[str, str], str] | None = None,
     placeholder_ops: Sequence[str] = (),
 ) -> InjectedCopies:
@@ -237,9 +237,12 @@ def _devices(named: Mapping[str, str]) -> dict[str, Device]:
 def _copies(named: object) -> dict[tuple[str, Device], str]:
     found: dict[tuple[str, Device], str] = {}
     for key, copy in named.items() if isinstance(named, Mapping) else [(named, "")]:
-        if not (isinstance(key, tuple) and len(key) == 2 and all(isinstance(text, str) for text in (*key, copy))):
+        if not (isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], str) and isinstance(copy, str)):
             raise PassError(f"blob_remap has {key!r}", fix='write blob_remap={("w", "gpu:1"): "w_gpu_1"}')
-        found[key[0], Device.parse(key[1])] = copy
+        try:
+            found[key[0], Device.parse(key[1])] = copy
+        except GraphirError as e:
+            raise PassError(f"blob_remap: {e.what}", fix=e.fix) from None
     return found
 
 

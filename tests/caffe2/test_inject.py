@@ -223,6 +223,12 @@ def test_the_maps_say_where_everything_is():
     assert done.blob_remap == {("x", "gpu:1"): "x_gpu_1"}
 
 
+def test_maps_take_the_numbers_of_gpus():
+    remap = {("x", 1): "x_gpu_1"}
+    named = passes.inject_copies(net(CHAIN), blob_to_device={"w": "gpu:3", "x_gpu_1": "gpu:1"}, blob_remap=remap)
+    assert passes.inject_copies(net(CHAIN), blob_to_device={"w": 3, "x_gpu_1": 1}, blob_remap=remap) == named
+
+
 def test_a_copy_of_an_earlier_net_is_read_and_becomes_an_external_input():
     first = passes.inject_copies(net(CHAIN), blob_to_device={})
     later = net("  activation x : ? @cpu:0\n  v : ? @gpu:1 = Relu(x)")
@@ -420,7 +426,8 @@ def test_certify_compares_what_a_step_without_outputs_leaves():
     ("options", "message"),
     [
         ({"blob_to_device": [1]}, "blob_to_device"),
-        ({"blob_to_device": {"x": 3}}, "blob_to_device"),
+        ({"blob_to_device": {"x": 3.0}}, r"blob_to_device\.x: 3\.0 is not a device"),
+        ({"blob_remap": {("x", "gpu1"): "y"}}, "'gpu1' is not a device"),
         ({"blob_remap": {"x": "y"}}, "blob_remap has 'x'"),
         ({"blob_remap": 3}, "blob_remap has 3"),
         ({"placeholder_ops": "Recv"}, "placeholder_ops"),
