@@ -102,7 +102,7 @@ def _device(given: Any) -> Device:
 def _gpu(given: Any) -> int:
     device = _device(given)
     if device.kind != "gpu":
-        raise ValueError(f"{device} is not a gpu")
+        raise ValueError(f"{device} is not a gpu; write 'gpu:0', 'gpu:1', … or its number")
     return device.index
 
 

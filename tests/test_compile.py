@@ -230,7 +230,7 @@ def test_what_is_whole_stays_whole_in_later_captures() -> None:
             return torch.cat((x * scale).chunk(2))
 
     scale = torch.randn(4)
-    with graphir.compile(Scaled(), (torch.randn(6, 4), scale), devices=[0, 1]) as step:
+    with graphir.compile(Scaled(), (torch.randn(6, 4), scale), devices=["gpu:0", 1]) as step:
         for count in (6, 4, 8):
             x = torch.randn(count, 4)
             assert torch.equal(step.step(x, scale), x * scale)
@@ -411,6 +411,12 @@ def test_what_is_closed_refuses_steps() -> None:
     step.close()
     with pytest.raises(SessionError, match="the session is closed"):
         step.step(*rows(6))
+
+
+@pytest.mark.parametrize("device", ["gpu0", "cpu", -1])
+def test_what_is_no_gpu_is_refused(device):
+    with pytest.raises(graphir.PassError, match=r"is not a (device|gpu); write 'gpu:0'"):
+        compiled(nn.Linear(4, 3), devices=[0, device])
 
 
 @pytest.mark.parametrize("most_plans", [0, 1.5, "2", True])
