@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
@@ -25,7 +25,7 @@ from .profile_files import cached
 from .profiles import Measured, Profile
 from .sources import OperatorScratch, Source, measured_of, scratch_of
 
-__all__ = ["CATEGORIES", "Frees", "Memory", "StorageUse", "check_dims", "check_threads", "memory"]
+__all__ = ["CATEGORIES", "Frees", "Memory", "StorageUse", "check_dims", "check_threads", "live_bytes", "memory"]
 
 CATEGORIES: Final = (
     "parameters",
@@ -152,7 +152,7 @@ class Memory:
         """
         self._check("device", device, self.peak)
         self._check("category", category, (None, *CATEGORIES))
-        return _timeline(
+        return live_bytes(
             [u for u in self.uses if u.device == device and category in (None, u.category)], self.positions
         )
 
@@ -349,7 +349,7 @@ def _summed(
     at_peak: dict[str, dict[str, int]] = {}
     kept = {_CATEGORY[role] for role in STATE_ROLES}
     for device, held in by_device.items():
-        timeline = _timeline(held, positions)
+        timeline = live_bytes(held, positions)
         at = int(timeline.argmax())
         peak[device] = int(timeline[at])
         state[device] = sum(u.nbytes for u in held if u.category in kept)
@@ -358,7 +358,7 @@ def _summed(
             if use.start <= at < use.end:
                 found[use.category] += use.nbytes
         at_peak[device] = {category: nbytes for category, nbytes in found.items() if nbytes}
-    high_water = {device: int(_timeline(made, positions).max()) for device, made in by_maker.items()}
+    high_water = {device: int(live_bytes(made, positions).max()) for device, made in by_maker.items()}
     unknown = dict.fromkeys(use.blob for use in uses if (b := blobs[use.blob]).shape is None or b.dtype is None)
     figures = peak, state, totals, high_water, at_peak
     return Memory(subject.name, sizes, *figures, positions, tuple(unknown), tuple(uses), tuple(calls))
@@ -464,7 +464,8 @@ def _total(net: Net, uses: list[StorageUse]) -> dict[str, int]:
     return found
 
 
-def _timeline(uses: list[StorageUse], positions: int) -> NDArray[np.int64]:
+def live_bytes(uses: Sequence[StorageUse], positions: int) -> NDArray[np.int64]:
+    """The bytes that are live at each position."""
     change = np.zeros(positions + 1, np.int64)
     if uses:
         nbytes = np.array([u.nbytes for u in uses], np.int64)

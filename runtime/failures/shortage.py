@@ -17,6 +17,8 @@ from graphir.ir.plan import Instruction, Plan, lane_device
 from graphir.ir.size import Dims
 from graphir.ir.text import nbytes_text
 
+from .cut import cheapest_cut
+
 __all__ = ["is_shortage", "shortage"]
 
 _SAID: Final = re.compile(
@@ -27,9 +29,6 @@ _SAID: Final = re.compile(
 
 _NAMED: Final = 3
 """How many storages of a category are named."""
-
-_MOVED: Final = 3
-"""How many activations are suggested to be moved."""
 
 _CATEGORIES: Final = 5
 """How many categories are listed, so that the message stays short."""
@@ -77,7 +76,9 @@ def shortage(
     made = f", {nbytes_text(own)} of it for what this operator makes" if own else ""
     peak = int(np.sum([predicted.timeline(d) for d in there], axis=0).max())
     head = f"{nbytes_text(_total(live))} on {at}{made}; the step's peak there: {nbytes_text(peak)} (predicted)"
-    return "\n       ".join([head, *_categories(plan, live)]), _remedy(plan, device, live, there, predicted)
+    return "\n       ".join([head, *_categories(plan, live)]), _remedy(
+        plan, device, there, predicted, _total(live) - own
+    )
 
 
 def _categories(plan: Plan, live: Sequence[StorageUse]) -> Iterator[str]:
@@ -102,17 +103,25 @@ def _total(uses: Sequence[StorageUse]) -> int:
     return sum(use.nbytes for use in uses)
 
 
-def _remedy(plan: Plan, device: Device, live: Sequence[StorageUse], there: Sequence[str], predicted: Memory) -> str:
-    """What to move from *device*, and whereto: the device that holds least at its peak."""
-    blobs = plan.step.blobs
-    handled = {blobs[name].storage for name in plan.step.gradients if not blobs[name].is_view}
-    candidates = [use for use in live if use.device == device and use.category == "activations"]
-    moved = list(dict.fromkeys(base_name(u.blob) for u in candidates if u.blob in handled or not handled))[:_MOVED]
-    if device.kind != "gpu" or not moved:
+def _remedy(plan: Plan, device: Device, there: Sequence[str], predicted: Memory, room: int) -> str:
+    """What to move from *device*, and whereto: the gpu that holds least, or one more, if that is of no use."""
+    if device.kind != "gpu":
         return "give a smaller batch"
-    others = [Device.parse(d) for d in predicted.peak if d != device and Device.parse(d).kind == "gpu"]
+    gpus = [found for d in predicted.peak if (found := Device.parse(d)).kind == "gpu"]
+    others = [other for other in gpus if other != device]
     apart = [other for other in others if other not in there] or others
-    target = min(apart, key=lambda other: predicted.peak[other], default=gpu(device.index + 1))
-    call = f"shift_activations(program, {moved}, shifts={{{device.index}: {target.index}}})"
-    own = f", with {target} bound to memory of its own" if target in there or target not in predicted.peak else ""
-    return f"give a smaller batch, or move the largest activations: {call}{own}"
+    another = gpu(max(found.index for found in gpus) + 1)
+    for target in [*sorted(apart, key=lambda other: predicted.peak[other])[:1], another]:
+        taken = [use for use in predicted.uses if use.device == target]
+        if cut := cheapest_cut(plan, device, taken, predicted, room):
+            break
+    else:
+        return "give a smaller batch"
+    to: object = {device.index: target.index} if others else str(target)
+    call = f"shift_modules(program, {dict.fromkeys(cut.modules, to)})"
+    own = f", with {target} bound to memory of its own" if target in there or target is another else ""
+    peaks = f"{nbytes_text(cut.before)} to {nbytes_text(cut.after)}"
+    return (
+        f"give a smaller batch, or move modules: {call}{own} (predicted: the peak of {device} falls from {peaks}, for "
+        f"{nbytes_text(cut.copied)} of copies a step)"
+    )
