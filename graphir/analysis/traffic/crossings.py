@@ -86,10 +86,11 @@ def kind_of(storage: str, net: Net, gradients: Container[str]) -> Kind:
     Args:
         storage: the name of the blob that owns it.
         net: the net.
-        gradients: the storages of its gradients: Caffe2's blobs have no such role where nothing else is known of them.
+        gradients: the storages of its gradients. In an imported net they have no such role.
     """
     role = net.blobs[storage].role
-    return "gradient" if role in ("activation", "temporary", "output") and storage in gradients else KINDS[role]
+    computed = role in ("activation", "temporary", "output")
+    return "gradient" if computed and (storage in gradients or net.dialect.is_gradient(storage)) else KINDS[role]
 
 
 def crossings(net: Net) -> Crossings:

@@ -76,8 +76,10 @@ class Flow:
 
     def compute(self, position: int, op: Operator) -> None:
         """Note an operator that computes."""
-        blobs = self.net.blobs
-        reads = tuple(dict.fromkeys([self.value(blobs[name].storage) for name in op.inputs]))
+        blobs, names = self.net.blobs, op.inputs
+        if self.net.dialect.workspace:
+            names += tuple([name for name in self.net.dialect.nested(op) if name in blobs])
+        reads = tuple(dict.fromkeys([self.value(blobs[name].storage) for name in names]))
         for value in reads:
             self.readers[value] += 1
         viewed = op.effects.viewing if op.effects.views else ()

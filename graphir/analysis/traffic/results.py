@@ -241,9 +241,10 @@ class _Group(NamedTuple):
 
 
 def _copies(copies: Sequence[Copied]) -> Iterator[str]:
-    by_reason: dict[tuple[object, ...], list[Copied]] = {}
+    by_reason: dict[tuple[tuple[int, str], ...], list[Copied]] = {}
     for copied in copies:
-        by_reason.setdefault(tuple(_generic(reason) for reason in copied.reasons), []).append(copied)
+        key = tuple(sorted({_generic(reason) for reason in copied.reasons}))
+        by_reason.setdefault(key, []).append(copied)
     ranked = sorted(by_reason.values(), key=lambda found: -sum(copied.nbytes or 0 for copied in found))
     left = _MOST_GROUPS
     hidden: list[_Group] = []
@@ -279,20 +280,25 @@ def _warnings(warnings: Sequence[Detour]) -> Iterator[str]:
         yield f"  and {len(warnings) - _MOST_WARNINGS} more; .warnings has all"
 
 
-def _generic(reason: Reason) -> tuple[object, ...]:
+def _generic(reason: Reason) -> tuple[int, str]:
     """What reasons have in common that one line says: the pass, and the module that it was given."""
     return reason.position, "" if "->" in reason.where else reason.what
 
 
 def _because(copies: Sequence[Copied]) -> str:
-    """The moves of copies whose reasons are alike."""
+    """The moves of copies whose reasons are alike: of each pass, what it moved, and whereto."""
+    passes: dict[tuple[int, str], dict[str, dict[str, None]]] = {}
+    for reason in dict.fromkeys([reason for copied in copies for reason in copied.reasons]):
+        moved = passes.setdefault((reason.position, reason.by), {})
+        moved.setdefault(reason.what, {})[reason.where] = None
     parts = []
-    for alike in zip(*(copied.reasons for copied in copies), strict=True):
-        first = alike[0]
-        whats = some([reason.what for reason in alike if reason.what], _MOST_NAMED)
-        wheres = some([reason.where for reason in alike if reason.where], _MOST_NAMED)
-        parts.append(str(Reason(first.position, first.by, whats, wheres)))
-    return f"because of {' and '.join(dict.fromkeys(parts))}" if parts else "placed so before any pass"
+    for (_, by), moved in sorted(passes.items()):
+        together: dict[tuple[str, ...], list[str]] = {}
+        for what, wheres in moved.items():
+            together.setdefault(tuple(wheres), []).append(what)
+        moves = [str(Reason(0, "", some(filter(None, whats)), some(wheres))) for wheres, whats in together.items()]
+        parts.append(f"{by} {some(moves)}".rstrip())
+    return f"because of {' and '.join(parts)}" if parts else "placed so before any pass"
 
 
 def _groups(copies: Iterable[Copied]) -> list[_Group]:
