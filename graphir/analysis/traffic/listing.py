@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from functools import cached_property
 
 from ...collector import collector_paused
 from ...errors import GraphirError, PlacementError, counted
@@ -18,7 +19,7 @@ from ...ir.size import Dims
 from ...ir.text import operator_text
 from ...ir.verify import require
 from ..memory import check_dims
-from .crossings import Crossing, Crossings, Kind, crossings, kind_of
+from .crossings import Crossing, Crossings, Kind, crossings, is_copy, kind_of
 from .detours import detours
 from .moves import Moves, Placed, Reason
 from .results import Copied, Link, Reduced, Traffic
@@ -165,7 +166,24 @@ class _Explained:
             found += self.moves.of(Placed(crossing.origin, source, by, module, (crossing.origin,)))
         if reader is not None and reader.outputs:
             found += self.moves.between_replicas(crossing.origin, reader.outputs[0])
+        if not found and self.moves.entries:
+            found += self.of_blob(op.inputs[0])
+            if blobs[op.outputs[0]].storage in self.lasting:
+                found += self.of_blob(op.outputs[0])
         return tuple(dict.fromkeys(found))
+
+    def of_blob(self, name: str) -> tuple[Reason, ...]:
+        """The moves that put a blob where it lives, wherever its values are made and read."""
+        storage = self.net.blobs[name].storage
+        by = self.filled[storage].by if storage in self.filled else ""
+        return self.moves.of(Placed(storage, self.net.blobs[storage].device, by, "", (storage,)))
+
+    @cached_property
+    def lasting(self) -> set[str]:
+        """The storages that are more than copies."""
+        blobs, dialect = self.net.blobs, self.net.dialect
+        named = [name for op in self.net.ops if not is_copy(op, dialect) for name in op.outputs]
+        return {blobs[name].storage for name in (*self.net.external_inputs, *named)}
 
     def of(self, position: int, op: Operator, device: Device) -> tuple[Reason, ...]:
         """The moves that put an operator on a device."""

@@ -120,9 +120,11 @@ class Moves:
     def _home(self, name: str) -> Device | None:
         """Where a blob is unless it moves; None where nobody knows."""
         prefix = prefix_of(name)
-        if prefix not in self.program.replicas or self.program.step.dialect.workspace:
+        if prefix not in self.program.replicas:
             return None
-        return Device.parse(prefix[:-1].replace("_", ":")) if prefix else gpu(0)
+        if prefix:
+            return Device.parse(prefix[:-1].replace("_", ":"))
+        return None if self.program.step.dialect.workspace else gpu(0)
 
     def _naming(self, entry: _Entry, placed: Placed) -> Iterator[Reason]:
         """The moves of a pass that name it."""
