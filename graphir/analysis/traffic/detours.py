@@ -284,7 +284,7 @@ class _Search:
         operators = tuple(self.ops[position] for position in sorted(chain))
         name = self.flow.storage[value]
         types = some(map(_kernel, operators))
-        what = f"what {types} makes of a copy" if types else "a copy"
+        what = f"what {types} made of a copy" if types else "a copy"
         words = f"{what} from {target} on {self.device(value)} goes back"
         names = (base_name(name),)
         sizes = {name: self.size(value)}

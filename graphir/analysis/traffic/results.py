@@ -29,6 +29,8 @@ _MOST_LINKS: Final = 16
 _MOST_KINDS: Final = 3
 _MOST_GROUPS: Final = 10
 _MOST_NAMED: Final = 3
+_LONGEST: Final = 50
+"""Of what a reason says."""
 _MOST_WARNINGS: Final = 6
 _MOST_LINES: Final = 4
 """Of a mend."""
@@ -290,7 +292,7 @@ def _because(copies: Sequence[Copied]) -> str:
     passes: dict[tuple[int, str], dict[str, dict[str, None]]] = {}
     for reason in dict.fromkeys([reason for copied in copies for reason in copied.reasons]):
         moved = passes.setdefault((reason.position, reason.by), {})
-        moved.setdefault(reason.what, {})[reason.where] = None
+        moved.setdefault(shortened(reason.what, _LONGEST), {})[shortened(reason.where, _LONGEST)] = None
     parts = []
     for (_, by), moved in sorted(passes.items()):
         together: dict[tuple[str, ...], list[str]] = {}

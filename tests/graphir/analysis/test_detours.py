@@ -100,7 +100,7 @@ def test_many_operators_are_not_alone() -> None:
 def test_a_value_that_bounces() -> None:
     (found,) = warnings_of(BOUNCE)
     assert (found.kind, found.nbytes, found.blobs) == ("bounce", 64, ("b",))
-    assert found.what == "b: what relu makes of a copy from gpu:0 on gpu:1 goes back"
+    assert found.what == "b: what relu made of a copy from gpu:0 on gpu:1 goes back"
     assert found.mend == "passes.shift_modules(program, {'act': 'gpu:0'})"
 
 

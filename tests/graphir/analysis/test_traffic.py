@@ -235,11 +235,12 @@ def test_long_names_fit_eighty_columns() -> None:
     param {name}weight : f32[4] @gpu:0
     input x : f32[4] @gpu:1
     {name}weight_gpu_1 : f32[4] @gpu:1 = Copy({name}weight)
-    output {name}y : f32[4] @gpu:1 = aten.add.Tensor(x, {name}weight_gpu_1) {{module={name}y}}
+    output {name}y : f32[4] @gpu:1 = aten.add.Tensor(x, {name}weight_gpu_1) {{module={name}y, by=mine}}
     output {name}y
     """
-    found = traffic(program_of(body, name=name, history=(f"mine{{{name}}}",)))
-    assert found.warnings and max(map(len, str(found).splitlines())) <= 80
+    found = traffic(program_of(body, name=name, history=(f"mine{{a={name * 9}}}",)))
+    lines = str(found).splitlines()
+    assert found.warnings and max(map(len, lines)) <= 80 and len(lines) < 20
 
 
 def test_equal_copies_of_replicas_and_layers_are_one_entry() -> None:
@@ -314,6 +315,11 @@ def elsewhere(*history: str, by: str) -> Program:
         (("mine{n=1}",), "mine", ["mine n=1"]),
         (("mine{{{", "yours"), "mine", ["mine"]),
         (("yours",), "mine", []),
+        (
+            ("shift_activations{activations=3, shifts=[1]}",),
+            "shift_activations",
+            ["shift_activations activations=3, shifts=[1]"],
+        ),
     ],
 )
 def test_reasons(history: tuple[str, ...], by: str, expected: list[str]) -> None:
