@@ -101,11 +101,13 @@ def arrange(op: Operator) -> Call:
     Raises:
         PlanError: the operator has operands, arguments or outputs that its type does not take or return.
     """
-    at = f"{op.type} -> {', '.join(op.outputs)}"
-    call = call_of(op.type, op.args, op.operands, len(op.inputs), op.results, drawn=op.seed is not None, at=at)
-    count = sum([len(positions(group)) for group in call.returned])
-    if count > len(op.outputs):
-        raise _misfit(op.type, f"returns {count} tensors, the operator has {len(op.outputs)} outputs", at)
+    try:
+        call = call_of(op.type, op.args, op.operands, len(op.inputs), op.results, drawn=op.seed is not None)
+        count = sum([len(positions(group)) for group in call.returned])
+        if count > len(op.outputs):
+            raise _misfit(op.type, f"returns {count} tensors, the operator has {len(op.outputs)} outputs")
+    except PlanError as e:
+        raise PlanError(e.what, at=f"{op.type} -> {', '.join(op.outputs)}", fix=e.fix) from None
     return call
 
 
@@ -117,7 +119,6 @@ def call_of(
     results: str | None = None,
     *,
     drawn: bool = False,
-    at: str = "",
 ) -> Call:
     """The call of *type* with these arguments and so many inputs.
 
@@ -130,17 +131,17 @@ def call_of(
         inputs: how many it has.
         results: the pattern by which its outputs fill what the type returns.
         drawn: it draws random numbers.
-        at: what errors name.
 
     Raises:
         PlanError: the type does not take them.
     """
     sig = signature(type)
-    tensors = _tensors(type, sig, args, operands, inputs, at)
-    known = {param.name for param in sig.params}
-    for name in args:
-        if name not in known:
-            raise _misfit(type, f"takes no argument {name!r}", at)
+    tensors = _tensors(type, sig, args, operands, inputs)
+    if args:
+        known = {param.name for param in sig.params}
+        for name in args:
+            if name not in known:
+                raise _misfit(type, f"takes no argument {name!r}")
     alone: list[Group] = [[i] if result.many else i for i, result in enumerate(sig.results)]
     returned = tuple(alone if results is None else groups(results, 0))
     single = len(sig.results) == 1
@@ -159,16 +160,16 @@ def call_of(
     return Call(tuple(passed[param.name] for param in ordered), keyword, single, returned)
 
 
-def _misfit(type: str, what: str, at: str) -> PlanError:
-    return PlanError(f"{type} {what}", at=at, fix="capture and emit the program again")
+def _misfit(type: str, what: str) -> PlanError:
+    return PlanError(f"{type} {what}", fix="capture and emit the program again")
 
 
 def _tensors(
-    type: str, sig: Signature, args: Mapping[str, Arg], operands: str | None, inputs: int, at: str
+    type: str, sig: Signature, args: Mapping[str, Arg], operands: str | None, inputs: int
 ) -> dict[str, Argument]:
     arranged = groups(operands, inputs)
     if len(arranged) > len(sig.tensors):
-        raise _misfit(type, f"takes {len(sig.tensors)} tensors, {len(arranged)} given", at)
+        raise _misfit(type, f"takes {len(sig.tensors)} tensors, {len(arranged)} given")
     arranged += [None] * (len(sig.tensors) - len(arranged))
     found: dict[str, Argument] = {}
     for param, group in zip(sig.tensors, arranged, strict=True):
@@ -247,14 +248,14 @@ def flatten(call: Call, returned: Any) -> dict[int, Any]:
 
 def evaluate(arg: Arg, dims: Dims) -> Any:
     """The Python value of a stored argument: sizes bound, symbols as torch's constants."""
+    return map_arg(arg, lambda scalar: _value(scalar, dims)) if arg.__class__ is tuple else _value(arg, dims)
 
-    def value(scalar: Any) -> Any:
-        kind = scalar.__class__
-        if kind is Polynomial:
-            return bind(scalar, dims)
-        return to_torch(scalar) if kind is Symbol else scalar
 
-    return map_arg(arg, value)
+def _value(scalar: Any, dims: Dims) -> Any:
+    kind = scalar.__class__
+    if kind is Polynomial:
+        return bind(scalar, dims)
+    return to_torch(scalar) if kind is Symbol else scalar
 
 
 def depends_on_dims(arg: Arg) -> bool:

@@ -218,7 +218,9 @@ def bind_arg(arg: Arg, dims: Dims) -> Any:
     Raises:
         GraphirError: a dimension has no value.
     """
-    return map_arg(arg, lambda scalar: bind(scalar, dims) if scalar.__class__ is Polynomial else scalar)
+    if arg.__class__ is tuple:
+        return map_arg(arg, lambda scalar: bind(scalar, dims) if scalar.__class__ is Polynomial else scalar)
+    return bind(arg, dims) if isinstance(arg, Polynomial) else arg
 
 
 def leaves(arg: Arg) -> list[Arg]:

@@ -67,15 +67,17 @@ class Result(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """The parameters and results of a type."""
+    """The parameters and results of a type.
+
+    Attributes:
+        params: all of its parameters.
+        results: what it returns.
+        tensors: the parameters that take tensors, in order: what an operator's ``operands`` pattern runs over.
+    """
 
     params: tuple[Param, ...]
     results: tuple[Result, ...]
-
-    @property
-    def tensors(self) -> tuple[Param, ...]:
-        """The parameters that take tensors, in order: what an operator's ``operands`` pattern runs over."""
-        return tuple(p for p in self.params if p.kind != "value")
+    tensors: tuple[Param, ...]
 
     def filled(self, operands: str | None, count: int) -> list[tuple[Param, Group]]:
         """The parameters that take tensors, as far as *operands* goes, and which of *count* inputs each is given."""
@@ -185,7 +187,8 @@ def signature(type: str) -> Signature:
         GraphirError: there is no such type.
     """
     schema = torch._C.parse_schema("graphir::" + OWN[type].schema) if type in OWN else overload(type)._schema
-    return Signature(tuple(map(_param, schema.arguments)), tuple(map(_result, schema.returns)))
+    params = tuple(map(_param, schema.arguments))
+    return Signature(params, tuple(map(_result, schema.returns)), tuple(p for p in params if p.kind != "value"))
 
 
 def _alias(info: Any) -> tuple[str, bool]:
