@@ -24,10 +24,10 @@ from graphir.errors import GraphirError, PassError
 from graphir.ir.blob import Blob, bound_layout, dense_nbytes, is_dense, overlaps
 from graphir.ir.device import CPU, Device
 from graphir.ir.dialect import Dialect
-from graphir.ir.elements import CONJUGATING, reads_only_elements
 from graphir.ir.names import copy_name
 from graphir.ir.net import Net
 from graphir.ir.operator import PURE, Operator, Phase, stored_versions
+from graphir.ir.optypes.table import operator_type
 from graphir.ir.placement import is_host_scalar, required_devices
 from graphir.ir.size import Dims, Size
 from graphir.ir.text import operator_text
@@ -208,7 +208,8 @@ class Injection:
         """
         name, storage = blob.name, self.blobs[blob.storage]
         is_view = (name, version) in self.views
-        if not reads_only_elements(op.type):
+        known = operator_type(op.type)
+        if not known.only_elements:
             if is_view and is_dense(storage):
                 return True
             if is_dense(blob) and blob[1:3] == storage[1:3]:
@@ -216,7 +217,8 @@ class Injection:
             raise PassError(
                 f"{op.type} may read beyond the elements of {name!r}, and a copy of it on {memory} holds nothing else",
                 at=operator_text(op, self.net),
-                fix=f"leave {op.type} on {storage.device}, where {storage.name!r} is",
+                fix=f"leave {op.type} on {storage.device}, where {storage.name!r} is"
+                + (", or register it with only_elements=True, if it does not" if known.registered else ""),
             )
         if not is_view or memory in self.present.get(name, ()):
             return False
@@ -231,7 +233,9 @@ class Injection:
     def is_conjugate(self, name: str, version: int) -> bool:
         """Whether a conjugation or negation leads to a view."""
         op = self.views.get((name, version))
-        return op is not None and (op.type in CONJUGATING or any(self.is_conjugate(*read) for read in op.reads))
+        return op is not None and (
+            operator_type(op.type).conjugates or any(self.is_conjugate(*read) for read in op.reads)
+        )
 
     @cached_property
     def views(self) -> dict[tuple[str, int], Operator]:

@@ -240,3 +240,28 @@ def test_random_numbers_are_those_of_the_seeded_step():
             found = session.step(BATCH[0])
             with graphir.seeded(step):
                 assert torch.equal(found, Noisy()(BATCH[0]))
+
+
+PART = """
+net part {{
+  input x : f32[8] @gpu:0
+  h : f32[8] @gpu:0 = aten.relu(x)
+  half : f32[4] in h @gpu:0 = aten.slice.Tensor(h, start=0, end=4)
+  y : f32[4] @gpu:1 = graphir_own.{}.default(half)
+  output y
+}}
+"""
+
+
+@pytest.mark.parametrize(("name", "only_elements", "crosses"), [("reaching", False, 8), ("plain", True, 4)])
+def test_the_part_that_it_reads_is_brought_to_another_device(name, only_elements, crosses):
+    graphir.register_operator(
+        f"graphir_own::{name}(Tensor x) -> Tensor",
+        kernel=lambda x: x * 2,
+        fake=lambda x: torch.empty_like(x),
+        only_elements=only_elements,
+    )
+    net = graphir.parse(PART.format(name))
+    program = graphir.Program("part", graphir.Net("init", (), {}), net)
+    copied = passes.inject_copies(program)
+    assert [copied.step.blobs[op.outputs[0]].shape for op in copied.step.ops if op.type == "Copy"] == [(crosses,)]

@@ -25,7 +25,6 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from ..ir.blob import STATE_ROLES, Blob, is_dense
 from ..ir.dialect import TORCH, Dialect
 from ..ir.dtype import ITEMSIZE
-from ..ir.elements import CONJUGATING
 from ..ir.names import prefix_of
 from ..ir.net import Net
 from ..ir.operator import Arg, Operator
@@ -105,7 +104,7 @@ class Numbering:
             if beyond or parent in self.beyond:
                 self.beyond.add(path)
             bits = self.conjugate.get(parent, frozenset())
-            if type in CONJUGATING:
+            if operator_type(type).conjugates:
                 bits ^= {type}
             if bits:
                 self.conjugate[path] = bits

@@ -17,11 +17,7 @@ from typing import Final
 
 from .optypes.own import OWN
 
-__all__ = ["CONJUGATING", "reads_only_elements"]
-
-CONJUGATING: Final = frozenset({"aten._conj.default", "aten._neg_view.default"})
-"""Views whose elements are those in memory with another sign: a bit of the tensor says so, and a copy, which has none,
-writes them out."""
+__all__ = ["reads_only_elements"]
 
 _NAMES: Final = """
     _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward

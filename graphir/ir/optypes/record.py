@@ -21,6 +21,8 @@ class OperatorType(NamedTuple):
         registered: a user has registered it.
         hidden_writes: the names of the parameters that it overwrites without declaring it, given the arguments.
         hidden_views: its results alias its first operand without declaring it.
+        conjugates: its results are views whose elements are those in memory with another sign: a bit of the tensor says
+            so, and a copy, which has none, writes them out.
         unwritten: it makes memory that it does not write.
         only_elements: it reads nothing of its operands' storages but the operands' elements.
         geometry_only: of its first operand it takes the geometry, and not the value.
@@ -46,6 +48,7 @@ class OperatorType(NamedTuple):
     registered: bool = False
     hidden_writes: Callable[[Mapping[str, Arg]], tuple[str, ...]] | None = None
     hidden_views: bool = False
+    conjugates: bool = False
     unwritten: bool = False
     only_elements: bool = False
     geometry_only: bool = False

@@ -34,6 +34,7 @@ _NAMES_OF: Final[list[tuple[dict[str, Any], str]]] = [
         {"hidden_views": True},
         "_unsafe_view.default lift.default unsafe_chunk.default unsafe_split.Tensor unsafe_split_with_sizes.default",
     ),
+    ({"conjugates": True}, "_conj.default _neg_view.default"),
     (
         {"geometry_only": True},
         """
