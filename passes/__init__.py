@@ -1,6 +1,7 @@
 """What one can do to a program: one pass a file, each a function from program to program.
 
-In the order in which they are usually run: replicate, shift_activations, inject_copies, share_storage, emit.
+In the order in which they are usually run: replicate, shift_modules or shift_activations, inject_copies, share_storage,
+emit.
 """
 
 from .activations import find_activations
@@ -9,6 +10,7 @@ from .copies import InjectCopies, inject_caffe2_copies, inject_copies
 from .emit import emit
 from .replicate import Replicate, replicate
 from .shift import ShiftActivations, shift_activations
+from .shift_modules import ShiftModules, shift_modules
 from .storage import ShareStorage, share_storage
 
 __all__ = [
@@ -20,6 +22,7 @@ __all__ = [
     "Run",
     "ShareStorage",
     "ShiftActivations",
+    "ShiftModules",
     "Timing",
     "build",
     "emit",
@@ -30,4 +33,5 @@ __all__ = [
     "replicate",
     "share_storage",
     "shift_activations",
+    "shift_modules",
 ]

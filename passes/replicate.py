@@ -146,6 +146,7 @@ class _Copy:
             args={key: map_arg(value, self.scalar) for key, value in op.args.items()},
             device=device,
             by="replicate" if self.replica or device != op.device else op.by,
+            of=self.blob_name(op.of) if op.of else "",
         )
 
 

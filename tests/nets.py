@@ -105,7 +105,7 @@ def synthetic_net(ops: int, devices: int = 8, cross: float = 0.1, seed: int = 0)
     for name, d in reversed(path):
         grad = name + "_grad"
         blobs[grad] = Blob(grad, shape, "f32", places[d], "gradient", grad)
-        made.append(Operator(add, (value(d, True), name), (grad,), no_args, places[d], "backward"))
+        made.append(Operator(add, (value(d, True), name), (grad,), no_args, places[d], "backward", of=name))
         gradients[name] = grad
         recent[d] = [grad]
     outputs = tuple(dict.fromkeys(near[-1] for near in recent))

@@ -18,9 +18,9 @@ PUBLIC = {
         traffic verify
     """,
     "graphir.passes": """
-        Gpu InjectCopies Pass Pipeline Replicate Run ShareStorage ShiftActivations Timing
+        Gpu InjectCopies Pass Pipeline Replicate Run ShareStorage ShiftActivations ShiftModules Timing
         build emit find_activations inject_caffe2_copies inject_copies register replicate share_storage
-        shift_activations
+        shift_activations shift_modules
     """,
     "graphir.runtime": """
         Finding Report Session check python

@@ -75,14 +75,15 @@ def build_program(
         for v in call.outputs
         if not v.version
     }
-    ops = [_operator(call, args, named) for call, args in zip(recording.calls, sizes.args, strict=True)]
+    blobs = {**state, **inputs, **made}
+    ops = [_operator(call, args, named, blobs) for call, args in zip(recording.calls, sizes.args, strict=True)]
     if not optimizer:
         _refuse_sparse_outputs(recording, named)
     outputs = _external_outputs(recording, named, optimizer)
     net = Net(
         f"{name}.step",
         (*ops, *update.ops),
-        {**state, **inputs, **made},
+        blobs,
         (*state, *inputs),
         outputs,
         {
@@ -148,7 +149,7 @@ def _externals(
     return {b.name: b for b in lasting}, {b.name: b for b in [*update.rate_blobs, *given]}
 
 
-def _operator(call: Call, args: Mapping[str, Arg], named: Sequence[str]) -> Operator:
+def _operator(call: Call, args: Mapping[str, Arg], named: Sequence[str], blobs: Mapping[str, Blob]) -> Operator:
     inputs = tuple([named[v.index] for v in call.inputs])
     outputs = tuple([named[v.index] for v in call.outputs])
     effects = effects_of(call.type, args, call.operands, len(inputs), call.results, len(outputs))
@@ -166,8 +167,17 @@ def _operator(call: Call, args: Mapping[str, Arg], named: Sequence[str]) -> Oper
         effects=effects,
         input_versions=stored_versions([v.version for v in call.inputs]),
         output_versions=stored_versions([v.version for v in call.outputs]),
+        of="" if effects.views and not effects.writes else _belongs_to(call, named, blobs),
         source=call.line,
     )
+
+
+def _belongs_to(call: Call, named: Sequence[str], blobs: Mapping[str, Blob]) -> str:
+    """The blob of the value that a call belongs to; its storage where the program does without the view itself."""
+    if call.of is None:
+        return ""
+    own, root = named[call.of.index], named[call.of.root.index]
+    return own if own in blobs else root if root in blobs else ""
 
 
 def _refuse_sparse_outputs(recording: Recording, named: Sequence[str]) -> None:

@@ -119,6 +119,8 @@ class Sums:
             if param.index in self._sums:
                 gradient = self._added(self._sums[param.index][1], gradient)
                 gradient.label = "sum"
+                assert gradient.call is not None
+                gradient.call.of = param
                 self.parts.append((param, gradient))
             self._sums[param.index] = param, gradient
         calls[first:] = _early(calls[first:backward_end], calls[backward_end:])

@@ -250,6 +250,7 @@ def _training(
         sums.add_loss(loss)
         with recorder.follow_step():
             found = backward(start, recorder, first_batch=i == 0)
+        recorder.end_backward(first, found)
         of_params = [pair for pair in found if pair[0].kind == "param"]
         sums.add_gradients(of_params, first)
         of_activations += found[len(of_params) :]

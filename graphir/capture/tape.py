@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..errors import CaptureError
 from ..ir.operator import Arg, Phase
 from ..ir.symbols import to_symbol
+from .belonging import Belonging
 from .edges import differentiable
 from .extents import Extents
 from .forms import Bound, Form, form_of
@@ -58,6 +59,7 @@ class Tape:
         self.extents = Extents(self._place)
         self._told_sizes = ToldSizes(self.extents, self._memory.find)
         self._owners: dict[int, Value] = {}
+        self._belonging = Belonging()
         self._prefix, self._first = "", 0
 
     # What exists before the step.
@@ -76,7 +78,7 @@ class Tape:
     def release(self) -> None:
         """Forget the step, once it is recorded: what refers to itself would have to be found by the collector."""
         self._memory.release()
-        self.calls, self.values, self._owners = [], [], {}
+        self.calls, self.values, self._owners, self._belonging = [], [], {}, Belonging()
 
     def here(self) -> str:
         """The module whose code runs, as errors say it."""
@@ -121,18 +123,32 @@ class Tape:
         """
         seen = (alias for alias in self._memory if alias.value.index >= self._first or alias.value.root.kind)
         found = list(differentiable(seen, self.values))
+        functions: dict[int, Value] = {}
         for value, edge in found:
             node = edge.grad_fn if isinstance(edge, torch.Tensor) else edge.node
             if node is not None:
                 self._owners.setdefault(node._sequence_nr(), value)
+                if isinstance(node, torch.autograd.function.BackwardCFunction):
+                    functions[node._sequence_nr()] = value  # the last result, which needs all calls before
                 if type(node).__name__ == "CheckpointFunctionBackward":
                     raise CaptureError(
                         "reentrant checkpointing runs a backward of its own inside the backward",
                         where=where(value.scope, value.call.line if value.call is not None else ""),
                         fix="pass use_reentrant=False to torch.utils.checkpoint.checkpoint",
                     )
+        self._belonging.unite(functions)
         self.phase = "backward"
         return found
+
+    def end_backward(self, first: int, gradients: Sequence[tuple[Value, Value]]) -> None:
+        """Note which values the calls of the backward belong to.
+
+        Args:
+            first: position of the micro-batch's first call.
+            gradients: values, and what their gradients are.
+        """
+        forward = [call for call in self.calls[first:] if call.phase == "forward"]
+        self._belonging.end_backward(forward, gradients)
 
     def start_update(self) -> None:
         """From here on, operators belong to the update."""
@@ -328,7 +344,12 @@ class Tape:
         seed: int | None = None,
     ) -> tuple[Call, Value | None]:
         source, scope = self._origin(inputs)
-        return Call(type, inputs, operands, args, scope, self.phase, seed, self._line(source, inputs)), source
+        call = Call(type, inputs, operands, args, scope, self.phase, seed, self._line(source, inputs))
+        if self._named and self.phase == "forward":
+            self._belonging.in_forward(call)
+        elif self._named and self.phase == "backward":
+            self._belonging.in_backward(call, self._owner() or source)
+        return call, source
 
     def _line(self, source: Value | None, inputs: Sequence[Value]) -> str:
         """The source line of what is running; of a backward that torch runs, that of its forward.

@@ -150,9 +150,10 @@ class Call:
         outputs: the values made, by the pattern ``results``; then those overwritten without being returned.
         args: the other arguments, without defaults.
         line: of the user's code, as in ``Operator.source``.
+        of: the forward value that the call belongs to, as in ``Operator.of``.
     """
 
-    __slots__ = ("args", "inputs", "line", "operands", "outputs", "phase", "results", "scope", "seed", "type")
+    __slots__ = ("args", "inputs", "line", "of", "operands", "outputs", "phase", "results", "scope", "seed", "type")
 
     def __init__(
         self,
@@ -169,6 +170,7 @@ class Call:
         self.outputs: tuple[Value, ...] = ()
         self.results: str | None = None
         self.scope, self.phase, self.seed, self.line = scope, phase, seed, line
+        self.of: Value | None = None
 
     @property
     def pattern(self) -> tuple[object, ...]:

@@ -104,6 +104,10 @@ class Operator(NamedTuple):
         output_versions: which version of each output this makes; None: the first (0) of each.
         proto: of an operator from a Caffe2 net, what it says beside this, as the text of an ``OperatorDef``; only the
             net's dialect reads it.
+        of: the blob of another operator that this one runs beside; empty where it has none. What computes gradients
+            names a result of the forward operator whose gradients these are, what adds gradients up the blob whose
+            gradient that is, what a checkpoint computes again the result that it repeats. It says nothing about what
+            is computed.
         source: the line of a user's code that called it, or whose gradient it computes, such as ``models/net.py:42``.
             It says nothing about what is computed: operators that differ in it alone are equal, and texts leave it out.
     """
@@ -123,6 +127,7 @@ class Operator(NamedTuple):
     input_versions: tuple[int, ...] | None = None
     output_versions: tuple[int, ...] | None = None
     proto: str = ""
+    of: str = ""
     source: str = ""
 
     # The line is for people, as a location is in MLIR: a net read from its text, which has none, is the same net.

@@ -148,6 +148,7 @@ def _operator(record: OperatorRecord, effects: tuple[Effects, ...], sources: tup
         record.input_versions,
         record.output_versions,
         record.proto,
+        record.of,
         "" if record.source is None else sources[record.source],
     )
 

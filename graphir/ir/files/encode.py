@@ -100,6 +100,7 @@ def _net(net: Net) -> Document:
             op.by,
             {name: _json(arg) for name, arg in op.args.items()} if op.args else {},
             sources.setdefault(op.source, len(sources)) if op.source else None,
+            op.of,
             None if op.effects == PURE else effects.setdefault(op.effects, len(effects)),
             op.operands,
             op.results,

@@ -83,6 +83,7 @@ class OperatorRecord(NamedTuple):
     by: str = ""
     args: Mapping[str, JsonValue] = {}
     source: int | None = None
+    of: str = ""
     effects: int | None = None
     operands: Pattern | None = None
     results: Pattern | None = None

@@ -168,6 +168,7 @@ class NetReader:
             _versions([version for _, version in inputs]),
             _versions([output.version for output in outputs]),
             given.get("proto", ""),
+            given.get("of", ""),
         )
 
     def outputs(self, line: Line) -> tuple[list[_Output], str | None]:
@@ -317,6 +318,7 @@ def _flag(line: Line) -> bool:
 _ATTRIBUTES: Final[Mapping[str, Callable[[Line], Any]]] = {
     "phase": _phase,
     "module": Line.name,
+    "of": Line.name,
     "by": Line.name,
     "seed": Line.take_integer,
     "device": Line.device,

@@ -284,6 +284,8 @@ class Printer:
             found.append(f"phase={op.phase}")
         if op.module != default_module(op.type, op.phase, op.outputs):
             found.append(f"module={key_text(op.module)}")
+        if op.of:
+            found.append(f"of={key_text(op.of)}")
         if op.by:
             found.append(f"by={key_text(op.by)}")
         if op.seed is not None:

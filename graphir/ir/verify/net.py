@@ -5,7 +5,8 @@ Of every net, *well-formed*:
  1. A blob is kept under its own name.
  2. A view's storage is declared, owns its bytes, and has the view's device and role.
  3. External inputs are declared, once each, and no operator makes version 0 of one.
- 4. Blobs that an operator names are declared; a declared blob is external or made by an operator.
+ 4. Blobs that an operator names, that which it runs beside included, are declared; a declared blob is external or made
+    by an operator.
  5. The versions of a name count up from 0 in program order, one producer each.
  6. An operator reads the last version made before it.
  7. Nobody has written to a blob's storage, by whatever name, between its version and a read of it.
@@ -210,6 +211,8 @@ class _Walk:
             self.report("the operator has another number of versions than of operands", op)
             return
         unknown = [name for name in (*inputs, *outputs) if name not in blobs]
+        if op.of and op.of not in blobs:
+            unknown.append(op.of)
         if unknown:
             for name in dict.fromkeys(unknown):
                 self.report(f"blob {name!r} is not declared", op)

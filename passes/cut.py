@@ -1,0 +1,192 @@
+"""The cheapest side for operators that may run on several devices: a minimum cut.
+
+Operators that a shift moves, and those that have to stay, are on given devices. Between them are others: additions and
+activations of containers, casts. Each goes, with what computes its gradients, to the side where fewer bytes cross::
+
+              64 MiB            64 MiB             16 MiB
+    conv @gpu:0 ──▶ relu, free ──▶ max_pool, free ──▶ layer @gpu:1       the cut is behind max_pool
+
+A value crosses once to each device that reads it, so it is a node between its producer and its readers::
+
+    producer ──bytes──▶ value ──∞──▶ readers         readers ──∞──▶ value' ──bytes──▶ producer
+
+where the right half counts readers on the producing side's other side: an edge counts if it leads from the side that
+stays to the side that moves. Of equal cuts the one that moves least is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import networkx as nx
+
+from graphir.ir.blob import Blob, dense_nbytes
+from graphir.ir.device import Device
+from graphir.ir.operator import PURE, Operator
+from graphir.ir.program import Program
+from graphir.ir.size import Dims
+
+__all__ = ["Sides", "cheapest_sides"]
+
+_Free: TypeAlias = int | str
+"""What goes to one side as a whole: an operator by its position, with what follows it, or an external input."""
+
+_Unit: TypeAlias = _Free | Device
+"""The same, or all that is on a device already."""
+
+
+class Sides(NamedTuple):
+    """Where the free operators, by position, and the free external inputs go, as far as they move."""
+
+    ops: dict[int, Device]
+    inputs: dict[str, Device]
+
+
+class _Value:
+    """What crosses at once: a storage, or a view of fewer bytes. Its producer, and what reads it."""
+
+    __slots__ = ("nbytes", "producer", "readers")
+
+    def __init__(self, producer: _Unit, nbytes: int) -> None:
+        self.producer, self.nbytes = producer, nbytes
+        self.readers: dict[_Unit, None] = {}
+
+
+def cheapest_sides(
+    program: Program, placed: Mapping[int, Device], homes: Mapping[str, Device], free: Mapping[int, None]
+) -> Sides:
+    """Where what may run on either side should.
+
+    Args:
+        program: captured, or replicated.
+        placed: by position, the devices of forward operators that are not free.
+        homes: the devices of the external inputs that are not free.
+        free: the positions of the free forward operators.
+    """
+    values = _Values(program, placed, homes, free).found.values()
+    ops, blobs = program.step.ops, program.step.blobs
+    sides = Sides({}, {})
+    for units, between in _components(values):
+        here = next((ops[u].device if isinstance(u, int) else blobs[u].device for u in units), None)
+        for unit, device in _assigned(units, between, here).items():
+            if isinstance(unit, int):
+                if unit in free:
+                    sides.ops[unit] = device
+            else:
+                sides.inputs[unit] = device
+    return sides
+
+
+class _Values:
+    """What the step's operators hand to each other, by name.
+
+    Attributes:
+        found: by name of a storage, or of a view that crosses by itself.
+    """
+
+    def __init__(
+        self, program: Program, placed: Mapping[int, Device], homes: Mapping[str, Device], free: Mapping[int, None]
+    ) -> None:
+        self.blobs: Mapping[str, Blob] = program.step.blobs
+        self.dims: Dims = program.dims
+        self.found: dict[str, _Value] = {}
+        made: dict[str, _Unit] = {name: homes.get(name, name) for name in program.step.external_inputs}
+        for name in program.step.external_inputs:
+            self.found[name] = _Value(made[name], dense_nbytes(self.blobs[name], self.dims))
+        for i, op in enumerate(program.step.ops):
+            if op.phase == "reduce":
+                continue
+            unit = self.unit(i, op, placed, free, made)
+            for name in op.inputs:
+                self.value(name, made).readers[unit] = None
+            for name in op.outputs:
+                if not self.blobs[name].is_view and name not in made:
+                    made[name] = unit
+                    self.found[name] = _Value(unit, dense_nbytes(self.blobs[name], self.dims))
+
+    def unit(
+        self, i: int, op: Operator, placed: Mapping[int, Device], free: Mapping[int, None], made: Mapping[str, _Unit]
+    ) -> _Unit:
+        if i in placed:
+            return placed[i]
+        if i in free:
+            return i
+        views = op.effects is not PURE and op.effects.views and not op.effects.writes
+        if views or op.phase == "update":
+            return made.get(self.blobs[op.inputs[0]].storage, op.device) if op.inputs else op.device
+        if not op.of:
+            return op.device
+        owner = made.get(self.blobs[op.of].storage, op.device)
+        moveable = op.type == "aten.add.Tensor" or self.blobs[op.of].is_view
+        return i if moveable else owner
+
+    def value(self, name: str, made: Mapping[str, _Unit]) -> _Value:
+        """What crosses where *name* is read elsewhere."""
+        blob = self.blobs[name]
+        storage = self.found.get(blob.storage)
+        if storage is None:
+            storage = self.found[blob.storage] = _Value(made.get(blob.storage, blob.device), 0)
+        if blob.is_view:
+            nbytes = dense_nbytes(blob, self.dims)
+            if nbytes < storage.nbytes:
+                found = self.found.get(name)
+                if found is None:
+                    found = self.found[name] = _Value(storage.producer, nbytes)
+                return found
+        return storage
+
+
+def _components(values: Iterable[_Value]) -> Iterator[tuple[list[_Free], list[_Value]]]:
+    """Free units that values connect, and what they hand to each other and to devices."""
+    graph = nx.Graph()
+    between: dict[_Free, list[_Value]] = {}
+    for value in values:
+        free = [u for u in dict.fromkeys([value.producer, *value.readers]) if not isinstance(u, Device)]
+        if free:
+            nx.add_path(graph, free) if len(free) > 1 else graph.add_node(free[0])
+            between.setdefault(free[0], []).append(value)
+    for component in nx.connected_components(graph):
+        units = sorted(component, key=lambda unit: (isinstance(unit, str), unit))
+        yield units, [value for unit in units for value in between.get(unit, ())]
+
+
+def _assigned(units: Sequence[_Free], between: Sequence[_Value], here: Device | None) -> dict[_Free, Device]:
+    """The device of each unit of a component, of which the first is *here*; nothing where no device is around it."""
+    around = {u for value in between for u in (value.producer, *value.readers) if isinstance(u, Device)}
+    if not around:
+        return {}
+    left = dict.fromkeys(units)
+    found: dict[_Free, Device] = {}
+    first, *others = sorted(around, key=lambda device: (device != here, device.order()))
+    for target in others:
+        moved = _cut(left, between, found, target)
+        found.update(dict.fromkeys(moved, target))
+        left = {unit: None for unit in left if unit not in moved}
+    return found | dict.fromkeys(left, first)
+
+
+def _cut(
+    left: Mapping[_Free, None], between: Sequence[_Value], found: Mapping[_Free, Device], target: Device
+) -> set[_Free]:
+    """The units that go to *target* where all other devices are one."""
+    graph = nx.DiGraph()
+    graph.add_nodes_from(["stays", "moves"])
+
+    def node(unit: _Unit) -> object:
+        if unit in left:
+            return ("unit", unit)
+        return "moves" if found.get(unit, unit) == target else "stays"
+
+    for i, value in enumerate(between):
+        producer, readers = node(value.producer), {node(reader) for reader in value.readers}
+        readers.discard(producer)
+        if not readers or not value.nbytes:
+            continue
+        graph.add_edge(producer, ("there", i), capacity=value.nbytes)
+        graph.add_edge(("back", i), producer, capacity=value.nbytes)
+        for reader in readers:
+            graph.add_edge(("there", i), reader)
+            graph.add_edge(reader, ("back", i))
+    _, (_, moves) = nx.minimum_cut(graph, "stays", "moves")
+    return {name[1] for name in moves if isinstance(name, tuple) and name[0] == "unit"}

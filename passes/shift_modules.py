@@ -1,0 +1,145 @@
+"""Move modules to other devices: all that runs inside of them, and all that they own.
+
+::
+
+    shift_modules(program, {"layer4": "gpu:1"})
+
+    conv1 … layer3   @gpu:0
+    avgpool, flatten         operators of containers, additions, casts: where fewer bytes cross (:mod:`.cut`)
+    layer4           @gpu:1  with its parameters, buffers, backward, update, and the optimizer's state
+    fc, loss         @gpu:0
+
+What has parameters and is not named stays. What has none may go along: a loss behind the last module that moves, with
+its targets. Everything else follows (:mod:`.following`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final, TypeAlias
+
+from pydantic import BeforeValidator
+
+from graphir.errors import GraphirError, PassError
+from graphir.ir.device import Device
+from graphir.ir.program import Program
+
+from .base import Pass, build, register
+from .cut import cheapest_sides
+from .following import follow, follows
+from .module_patterns import claims, module_paths
+
+__all__ = ["ShiftModules", "Target", "shift_modules"]
+
+Target: TypeAlias = "str | int | Mapping[str | int, str | int]"
+"""A device, or for each source device a target."""
+
+_CAST: Final = "aten._to_copy.default"
+
+
+def _printed(target: Any) -> Any:
+    """A target with its devices as they are printed."""
+    try:
+        if isinstance(target, Mapping):
+            return {str(Device.parse(source)): str(Device.parse(to)) for source, to in target.items()}
+        return str(Device.parse(target))
+    except GraphirError as e:
+        raise ValueError(f"{e.what}; {e.fix}") from None
+
+
+@register
+class ShiftModules(Pass):
+    """See :func:`shift_modules`."""
+
+    name: ClassVar[str] = "shift_modules"
+
+    modules: dict[str, Annotated[str | dict[str, str], BeforeValidator(_printed)]]
+
+    def rewrite(self, program: Program) -> Program:
+        if program.step.dialect.workspace:
+            raise PassError(
+                f"the operators of {program.name!r} do not say which module they came from",
+                fix="shift a Caffe2 net by shift_activations",
+            )
+        claimed = claims(program, self.modules)
+        return _Move(program, claimed, {pattern: _targets(to) for pattern, to in self.modules.items()}).run()
+
+
+def shift_modules(program: Program, modules: Mapping[str, Target]) -> Program:
+    """Move modules, with everything inside of them, to other devices.
+
+    The result needs :func:`inject_copies` before it can be emitted. At a contiguous cut each activation crosses once,
+    and its gradient comes back once.
+
+    Args:
+        program: captured, or replicated.
+        modules: by pattern (``"layer4"``, ``"transformer.h[2:4]"``, ``"**.mlp"``), the device to which the modules go:
+            ``"gpu:1"``, ``1`` or ``"cpu"``; or for each device that they are on another one, as ``{0: 2, 1: 3}`` for
+            two replicas.
+
+    Raises:
+        PassError: a pattern names no module, two name the same one, or a device is none. Nothing has changed then.
+    """
+    return build(ShiftModules, modules=modules)(program)
+
+
+def _targets(to: str | Mapping[str, str]) -> Mapping[Device, Device] | Device:
+    if isinstance(to, str):
+        return Device.parse(to)
+    return {Device.parse(source): Device.parse(target) for source, target in to.items()}
+
+
+class _Move:
+    """One shift of modules.
+
+    Attributes:
+        claimed: by the path of a module that moves, its pattern.
+        targets: by pattern, where to.
+    """
+
+    def __init__(
+        self, program: Program, claimed: Mapping[str, str], targets: Mapping[str, Mapping[Device, Device] | Device]
+    ) -> None:
+        self.program, self.claimed, self.targets = program, claimed, targets
+        state = [name.rpartition(".")[0] for name in program.interface.module_state]
+        paths = module_paths(program)
+        containers = {path.rpartition(".")[0] for path in paths}
+        self.weighted = {path for path in state if path not in containers}
+
+    def device(self, module: str, now: Device) -> Device:
+        """Where what belongs to *module* and is on the device *now* goes."""
+        pattern = self.claimed.get(module)
+        if pattern is None:
+            return now
+        targets = self.targets[pattern]
+        return targets if isinstance(targets, Device) else targets.get(now, now)
+
+    def run(self) -> Program:
+        step = self.program.step
+        placed: dict[int, Device] = {}
+        free: dict[int, None] = {}
+        for i, op in enumerate(step.ops):
+            if follows(op):
+                continue
+            if op.type == _CAST or not (op.module in self.claimed or self.is_fixed(op.module, op.inputs)):
+                free[i] = None
+            else:
+                placed[i] = self.device(op.module, op.device)
+        homes = {name: home for name in step.external_inputs if (home := self.home(name)) is not None}
+        sides = cheapest_sides(self.program, placed, homes, free)
+        moved = {i: device for i, device in (placed | sides.ops).items() if device != step.ops[i].device}
+        away = {name: device for name, device in (homes | sides.inputs).items() if device != step.blobs[name].device}
+        return follow(self.program, moved, away, ShiftModules.name)
+
+    def is_fixed(self, module: str, inputs: tuple[str, ...]) -> bool:
+        """Whether an operator of a module that is not named stays: the module has parameters, or it reads some."""
+        blobs = self.program.step.blobs
+        return module in self.weighted or any(blobs[blobs[name].storage].role == "param" for name in inputs)
+
+    def home(self, name: str) -> Device | None:
+        """Where an external input lives: a module's own where the module is; None where it goes to its readers."""
+        blob = self.program.step.blobs[name]
+        if blob.role in ("input", "constant") or blob.device.is_host:
+            return blob.device if blob.device.is_host else None
+        prefix = next((prefix for prefix in self.program.replicas if name.startswith(prefix)), "")
+        return self.device(name[len(prefix) :].rpartition(".")[0], blob.device)

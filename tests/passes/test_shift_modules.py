@@ -1,0 +1,281 @@
+"""passes.shift_modules: what moves with a module, and what crosses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import models
+import pytest
+import torch
+from eager import assert_same_bits
+from runnable import batch_of, captured, sgd
+from torch import nn
+
+import graphir
+from graphir import Program, passes, runtime
+from graphir.errors import PassError
+from graphir.ir.blob import dense_nbytes
+from graphir.ir.device import Device
+
+MIB = 2**20
+
+
+def shifted(program: Program, modules: Mapping[str, Any]) -> Program:
+    """The program with modules shifted and the copies in it, proved to compute the same."""
+    result = passes.inject_copies(passes.shift_modules(program, modules))
+    assert graphir.certify(program, result).holds
+    return result
+
+
+def copies(program: Program) -> list[tuple[str, str, str]]:
+    """What is copied, from where, to where."""
+    blobs = program.step.blobs
+    return [
+        (op.inputs[0], str(blobs[op.inputs[0]].device), str(op.device)) for op in program.step.ops if op.type == "Copy"
+    ]
+
+
+def copied(program: Program) -> int:
+    """Bytes that are copied a step."""
+    return sum(dense_nbytes(program.step.blobs[name], program.dims) for name, _, _ in copies(program))
+
+
+def places(program: Program, module: str) -> set[Device]:
+    """Where the operators of a module, and of what is inside of it, run: what computes, and adds no gradients up."""
+    return {
+        op.device
+        for op in program.step.ops
+        if f"{op.module}.".startswith(f"{module}.")
+        and not op.effects.views
+        and not (op.phase == "backward" and op.type == "aten.add.Tensor")
+    }
+
+
+def trained(example: models.Example) -> Program:
+    return captured(example, sgd(example.model.parameters()))
+
+
+def test_everything_of_a_module_moves() -> None:
+    program = shifted(trained(models.mlp()), {"fc2": "gpu:1"})
+    assert places(program, "fc2") == {"gpu:1"}
+    assert places(program, "fc1") == {"gpu:0"}
+    blobs = program.step.blobs
+    for name in ("fc2.weight", "fc2.weight.momentum_buffer", "fc2.weight_grad", "fc2.bias", "fc2"):
+        assert blobs[name].device == "gpu:1", name
+    assert {op.device for op in program.init.ops if op.module == "fc2"} == {"gpu:1"}
+
+
+def test_the_loss_and_its_targets_go_along_behind_the_last_module() -> None:
+    program = shifted(trained(models.mlp()), {"fc2": "gpu:1"})
+    assert places(program, "loss") == {"gpu:1"}
+    assert program.step.blobs["target"].device == "gpu:1"
+    assert copies(program) == [("relu", "gpu:0", "gpu:1"), ("relu_grad", "gpu:1", "gpu:0")]
+
+
+def test_layer4_of_a_resnet50() -> None:
+    program = shifted(trained(models.resnet50(batch=8, image=64)), {"layer4": "gpu:1"})
+    assert places(program, "layer4") == {"gpu:1"}
+    assert places(program, "layer3") == {"gpu:0"}
+    assert copied(program) <= 2 * MIB
+    assert not [name for name, _, _ in copies(program) if name.endswith(("weight", "weight_grad"))]
+
+
+def test_the_later_blocks_of_a_transformer_cross_once_and_come_back_once() -> None:
+    example = models.gpt(layers=4)
+    example.model.head.weight = nn.Parameter(example.model.head.weight.detach().clone())  # type: ignore[union-attr]
+    program = trained(example)
+    stream = dense_nbytes(program.step.blobs["layers.1"], program.dims)
+    later = shifted(program, {"layers[2:]": 1, "norm": 1, "head": 1})
+    assert [(a, b) for _, a, b in copies(later)] == [("gpu:0", "gpu:1"), ("gpu:1", "gpu:0")]
+    assert copied(later) == 2 * stream
+
+
+def test_each_replica_has_its_own_target() -> None:
+    program = passes.replicate(trained(models.mlp()), devices=[0, 1])
+    result = shifted(program, {"fc2": {0: 2, "gpu:1": "gpu:3"}})
+    blobs = result.step.blobs
+    assert (blobs["gpu_0/fc2.weight"].device, blobs["gpu_1/fc2.weight"].device) == ("gpu:2", "gpu:3")
+    assert (blobs["gpu_0/fc1.weight"].device, blobs["gpu_1/fc1.weight"].device) == ("gpu:0", "gpu:1")
+    one = shifted(program, {"fc2": {1: 3}})
+    assert one.step.blobs["gpu_0/fc2.weight"].device == "gpu:0"
+    both = shifted(program, {"fc2": 2})
+    assert {both.step.blobs[f"gpu_{r}/fc2.weight"].device for r in (0, 1)} == {"gpu:2"}
+
+
+def test_several_targets_in_one_call() -> None:
+    program = shifted(trained(models.gpt(layers=4)), {"layers[1]": 1, "layers[2]": "gpu:2", "layers[3]": 3})
+    for i in range(4):
+        assert places(program, f"layers.{i}") == {f"gpu:{i}"}
+
+
+def test_a_cast_goes_where_fewer_bytes_cross() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.second(self.first(x).float().tanh())  # type: ignore[no-any-return]
+
+    program = graphir.capture(Mixed(), (torch.randn(4, 8),), loss=lambda out: out.float().sum())
+    result = shifted(program, {"second": 1})
+    there = [result.step.blobs[name].dtype for name, _, to in copies(result) if to == "gpu:1"]
+    assert there == ["bf16"]
+
+
+def test_pooling_before_a_cut_runs_before_it() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(4), nn.Flatten(), nn.Linear(36, 5))
+    program = graphir.capture(model, (torch.randn(2, 3, 14, 14),), loss=lambda out: out.sum())
+    result = shifted(program, {"4": 1})
+    assert {op.device for op in result.step.ops if op.type.startswith("aten.max_pool2d_with_indices")} == {"gpu:0"}
+    assert copied(result) == 2 * 2 * 36 * 4
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.fc, self.head = nn.Embedding(11, 6), nn.Linear(6, 6), nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.fc(self.embed(x)).tanh())  # type: ignore[no-any-return]
+
+
+def test_a_tied_parameter_lives_with_its_first_module() -> None:
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randint(0, 11, (3, 5))
+    program = graphir.capture(model, (x,), loss=lambda out: out.sum(), optimizer=optimizer)
+    result = shifted(program, {"fc": 1, "head": 1})
+    assert result.step.blobs["embed.weight"].device == "gpu:0"
+    assert copied(result) == 2 * 11 * 6 * 4 + 2 * 3 * 5 * 6 * 4  # the weight and its gradient, the stream and its own
+
+
+class Doubled(torch.autograd.Function):
+    """A function of several operators, with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        return x.exp().mul(2).sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return grad * (x.exp() * 2).cos() * 2 * x.exp()
+
+
+class Functional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(Doubled.apply(self.a(x)))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def test_a_function_is_one_unit() -> None:
+    program = graphir.capture(Functional(), (torch.randn(2, 4),), loss=lambda out: out.sum())
+    acts = passes.find_activations(program)
+    for i in range(len(acts)):
+        result = passes.shift_activations(program, acts[i:], shifts={0: 1})
+        own = [op for op in result.step.ops if op.type in ("aten.exp.default", "aten.sin.default", "aten.cos.default")]
+        assert len({op.device for op in own}) == 1
+
+
+def test_what_a_checkpoint_repeats_runs_where_it_ran() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+    program = graphir.capture(Checkpointed(), (torch.randn(2, 4),), loss=lambda out: out.sum())
+    result = shifted(program, {"blocks[1:]": 1})
+    for i, device in enumerate(("gpu:0", "gpu:1", "gpu:1")):
+        assert places(result, f"blocks.{i}") == {device}
+    assert len(copies(result)) == 2
+
+
+def test_a_penalty_on_gradients_follows_what_it_differentiates() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.detach().requires_grad_()
+            out = self.b(self.a(x).tanh()).tanh().sum()
+            (grad,) = torch.autograd.grad(out, x, create_graph=True)
+            return out + grad.square().sum()
+
+    program = graphir.capture(Net(), (torch.randn(2, 4),), loss=lambda out: out)
+    result = shifted(program, {"b": 1})
+    weights = {name for name, _, _ in copies(result) if "weight" in name}
+    assert not weights
+
+
+@pytest.mark.parametrize(
+    ("example", "modules"),
+    [
+        (models.mlp, {"fc2": 1}),
+        (models.mlp, {"fc1": "cpu"}),
+        (models.resnet, {"blocks[1:]": 1}),
+        (models.gpt, {"layers[1:]": 1, "head": 2}),
+        (models.gpt, {"**.attention": 1}),
+    ],
+)
+def test_sessions_give_the_same_bits(example: Callable[[], models.Example], modules: dict[str, Any]) -> None:
+    def state_after(place: Callable[[Program], Program]) -> dict[str, torch.Tensor]:
+        case = example()
+        program = trained(case)
+        with runtime.Session(passes.emit(place(program)), program.state, binding="cpu") as session:
+            for _ in range(2):
+                session.step(*batch_of(case))
+            return session.state_dict()
+
+    assert_same_bits(state_after(lambda p: shifted(p, modules)), state_after(lambda p: p), str(modules))
+
+
+def test_moved_modules_can_move_again() -> None:
+    program = trained(models.mlp())
+    once = passes.shift_modules(program, {"fc2": 1})
+    assert passes.shift_modules(once, {"fc2": 0}).step.blobs["fc2.weight"].device == "gpu:0"
+    twice = shifted(once, {"fc2": {1: 2}})
+    assert places(twice, "fc2") == {"gpu:2"}
+
+
+def test_the_text_of_a_pass_is_read_back() -> None:
+    program = trained(models.gpt(layers=4))
+    moved = passes.shift_modules(program, {"layers[2:4]": 1, "head": {0: 2}})
+    (text,) = moved.history
+    assert text == 'shift_modules{modules={"layers[2:4]": gpu:1, head: {gpu:0: gpu:2}}}'
+    assert passes.Pipeline(text)(program).step == moved.step
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        ({"fc2": "gpu:x"}, "modules.fc2: 'gpu:x' is not a device; write 'gpu:0', 'gpu:1', … or 'cpu'"),
+        ({"fc2": -1}, "modules.fc2: -1 is not a device"),
+        ({"fc2": 1.5}, "modules.fc2: 1.5 is not a device"),
+        ({"fc2": True}, "modules.fc2: True is not a device"),
+        ({"fc2": {0: "gpu"}}, "modules.fc2: 'gpu' is not a device"),
+        (["fc2"], "modules: expected a dict, not"),
+        ({2: 1}, "modules.2: expected text"),
+    ],
+)
+def test_what_is_no_target_is_refused(modules: Any, message: str) -> None:
+    program = trained(models.mlp())
+    before = str(program)
+    with pytest.raises(PassError, match=message):
+        passes.shift_modules(program, modules)
+    assert str(program) == before
