@@ -64,10 +64,11 @@ class Injection:
         external: the external inputs, copies that earlier nets made included as far as they are read.
         present: by name and memory, the blob that holds it; what is not here, home alone holds.
         last: the last version so far of each blob in ``present``; -1 before the first.
-        counted: names that were once made elsewhere. Not all of their versions are made at home any more, so that those
-            are counted here.
-        away: names that home does not hold, and the phase of the copy that will bring them there: not the update, if
-            any value since home held the name was made before it. By that, sessions tell what replicas share.
+        counted: names that an operator has made elsewhere. Home takes fewer versions of them than the net has, so that
+            the sweep counts those.
+        away: names that home does not hold, and the phase of the copy that will bring them there. It is *update* only
+            if all that was made since home held the name was made in the update: by that, sessions tell what replicas
+            share.
         copies: in a workspace, by name and memory, the blob that copies of it are made to.
         replayed: by name and memory, the view of a copy of its storage.
     """
@@ -106,7 +107,7 @@ class Injection:
         host, mentions, workspace = self.dialect.host, self.dialect.mentions, self.dialect.workspace
         for op in self.net.ops:
             operands, device = op.inputs, op.device
-            if workspace:  # elsewhere, what an operator makes is on its device, unless it overwrites an operand
+            if workspace:  # a captured operator makes what lives on its device, or overwrites an operand
                 if present and mentions(op):
                     self.settle(op)
                 if op.type == "Copy" and not counted and self.copied_from(op) is blobs[operands[0]].device:
@@ -139,7 +140,6 @@ class Injection:
         for i, blob, version, memory in self.away_from(op.device, inputs, reads, needed):
             inputs, reads = _replaced(inputs, reads, i, *self.bring(op, blob, version, memory))
         outputs, makes = op.outputs, op.output_versions
-        over = {output: inputs[source] for output, source in effects.writes}
         for output, source in effects.writes:
             if inputs[source] != op.inputs[source] != outputs[output]:
                 raise PassError(
@@ -148,6 +148,7 @@ class Injection:
                     fix="shift before share_storage, which puts operators in place",
                 )
         if makes or self.dialect.workspace:
+            over = {output: inputs[source] for output, source in effects.writes}
             for name in outputs:
                 self.present.pop(name, None)
             for i, blob, version, memory in self.away_from(op.device, outputs, makes, made):
@@ -165,12 +166,14 @@ class Injection:
     def away_from(
         self, device: Device, names: Sequence[str], versions: Sequence[int] | None, wanted: Sequence[Device] | None
     ) -> Iterator[tuple[int, Blob, int, Device]]:
-        """Of an operator's operands, those that are not simply at home where they are *wanted*, which is on the
-        operator's own *device* unless that is given: their positions, blobs and versions, and the memory."""
-        scalars = wanted is None and self.dialect.host_scalars
+        """The operands that have to be brought: position, blob, version, and the memory where each is *wanted*. Without
+        *wanted* all are wanted on *device*, but host scalars, which are read and updated at home."""
+        blobs, counted, scalars = self.blobs, self.counted, wanted is None and self.dialect.host_scalars
         for i, name in enumerate(names):
-            blob, at = self.blobs[name], wanted[i] if wanted else device
-            if (blob.device is not at or name in self.counted) and not (scalars and is_host_scalar(blob)):
+            blob, at = blobs[name], wanted[i] if wanted else device
+            if blob.device is at and name not in counted:
+                continue
+            if blob.shape != () or not scalars or not is_host_scalar(blob):
                 yield i, blob, versions[i] if versions else 0, memory_of(at)
 
     def copied_from(self, op: Operator) -> Device:
