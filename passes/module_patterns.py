@@ -1,108 +1,15 @@
-"""Patterns over module paths: one grammar for every pass that takes modules.
-
-::
-
-    layer4               the module layer4, and all inside it
-    transformer.h[2:4]   transformer.h.2 and transformer.h.3; h[2:] and h[:4] are open at one end, h[2] is one
-    *.attn               attn of each child of the model: a * stops at a dot
-    **.norm              every norm, at whatever depth
-"""
+"""Which modules of a program patterns name, in the grammar of :mod:`graphir.ir.module_patterns`."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import Final
+from collections.abc import Iterable, Mapping
 
 from graphir.errors import PassError, nearest
+from graphir.ir.module_patterns import ModulePattern
 from graphir.ir.names import base_name
 from graphir.ir.program import Program
 
-__all__ = ["ModulePattern", "claims", "module_paths"]
-
-_TOKEN: Final = re.compile(r"(?P<any>\*\*\.?)|(?P<one>\*)|\[(?P<range>[^\]]*)\]|(?P<text>[^*\[\]]+)")
-_RANGE: Final = re.compile(r"(?P<first>\d{0,9})(?P<colon>:?)(?P<end>\d{0,9})")
-_INDEX: Final = re.compile(r"\.?(?P<index>\d+)(?=\.|$)")
-_NO_END: Final = 10**9
-
-
-class ModulePattern:
-    """A pattern, read once. Matching takes time in proportion to its length times that of a path, squared.
-
-    Args:
-        text: see above.
-
-    Raises:
-        PassError: it is not a pattern.
-    """
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self._steps: list[Callable[[str, int], Iterable[int]]] = []
-        position = 0
-        while position < len(text):
-            token = _TOKEN.match(text, position)
-            if token is None:
-                raise self._error()
-            self._steps.append(self._step(token))
-            position = token.end()
-        if not self._steps:
-            raise PassError("an empty pattern names no module", fix="write ** for the whole model")
-
-    def _step(self, token: re.Match[str]) -> Callable[[str, int], Iterable[int]]:
-        """What leads from a position in a path to those at which this part of the pattern may end."""
-        if token["any"] == "**.":
-            return _any_parents
-        if token["any"]:
-            return lambda path, start: range(start + 1, len(path) + 1)
-        if token["one"]:
-            return _one_name
-        if token["range"] is None:
-            text = token["text"]
-            return lambda path, start: (start + len(text),) if path.startswith(text, start) else ()
-        within = self._range(token["range"])
-        return lambda path, start: _index(path, start, within)
-
-    def _range(self, text: str) -> range:
-        bounds = _RANGE.fullmatch(text)
-        if bounds is None or not (bounds["first"] or bounds["colon"]):
-            raise self._error()
-        first = int(bounds["first"] or 0)
-        found = range(first, int(bounds["end"] or _NO_END) if bounds["colon"] else first + 1)
-        if not found:
-            raise PassError(f"[{text}] in pattern {self.text!r} is empty", fix="write h[2:4] for h.2 and h.3")
-        return found
-
-    def _error(self) -> PassError:
-        return PassError(
-            f"{self.text!r} is not a pattern of modules",
-            fix="write a path such as layer4, h[2:4] for h.2 and h.3, * for one name, ** for any number of them",
-        )
-
-    def matches(self, path: str) -> bool:
-        """Whether *path* is a module that the pattern names; what is inside of such a one does not match by itself."""
-        reached = {0}
-        for step in self._steps:
-            reached = {end for start in reached for end in step(path, start)}
-        return len(path) in reached
-
-
-def _one_name(path: str, start: int) -> Iterable[int]:
-    """``*``: some characters up to the next dot."""
-    dot = path.find(".", start)
-    return range(start + 1, (len(path) if dot < 0 else dot) + 1)
-
-
-def _any_parents(path: str, start: int) -> Iterable[int]:
-    """``**.``: nothing, or any number of names with the dots behind them."""
-    return [start, *[i + 1 for i in range(start + 1, len(path)) if path[i] == "."]]
-
-
-def _index(path: str, start: int, within: range) -> Iterable[int]:
-    """``[2:4]``: a whole name that is an index *within*, and the dot before it unless the path begins with it."""
-    found = _INDEX.match(path, start)
-    whole = found is not None and (found[0][0] == ".") is (start > 0)
-    return (found.end(),) if found is not None and whole and int(found["index"][:10]) in within else ()
+__all__ = ["claims", "module_paths"]
 
 
 def module_paths(program: Program) -> dict[str, None]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from graphir.passes.module_patterns import ModulePattern, claims
+from graphir.passes.module_patterns import claims
 from torch import nn
 
 from graphir import Program, capture, passes
 from graphir.errors import PassError
+from graphir.ir.module_patterns import ModulePattern
 
 
 @pytest.mark.parametrize(

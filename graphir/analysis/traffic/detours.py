@@ -204,12 +204,19 @@ class _Search:
                 parent[position] = position = parent[parent[position]]
             return position
 
+        def join(a: int, b: int) -> None:
+            a, b = first(a), first(b)
+            parent[max(a, b)] = min(a, b)
+
+        makers = {name: p for p in flow.reads for name in self.ops[p].outputs}
         for position, reads in flow.reads.items():
             for value in reads:
-                maker = flow.maker[value]
-                if maker >= 0 and flow.source[value] < 0:
-                    a, b = first(maker), first(position)
-                    parent[max(a, b)] = min(a, b)
+                if flow.maker[value] >= 0 and flow.source[value] < 0:
+                    join(flow.maker[value], position)
+            op = self.ops[position]
+            forward = makers.get(op.of, position) if op.of else position
+            if self.ops[forward].device == op.device:
+                join(forward, position)  # what computes gradients moves with what they are of
         return {position: first(position) for position in parent}
 
     def island(self, positions: list[int]) -> _Found | None:

@@ -197,7 +197,7 @@ class _Explained:
     def handled(self, op: Operator) -> tuple[str, ...]:
         """The storages that an operator reads and makes, and the activations whose gradients they are."""
         found: list[str] = []
-        for name in (*op.inputs, *op.outputs):
+        for name in (*op.inputs, *op.outputs, *([op.of] if op.of in self.net.blobs else [])):
             storage = self.net.blobs[name].storage
             storage = self.found.origins.get(storage, storage)
             found += [*self.gradient_of.get(storage, ()), storage]

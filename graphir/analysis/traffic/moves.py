@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 from ...errors import GraphirError
 from ...ir.device import Device, gpu
 from ...ir.history import PassText, parse_passes
+from ...ir.module_patterns import ModulePattern
 from ...ir.names import base_name, prefix_of
 from ...ir.program import Program
 
@@ -209,4 +210,7 @@ def _storages(program: Program, names: Iterable[object]) -> dict[str, None]:
 @cache
 def _covers(pattern: str, module: str) -> bool:
     """Whether a pattern names *module*, or one that it is in."""
-    return module == pattern or module.startswith(f"{pattern}.")
+    try:
+        return ModulePattern(pattern).covers(module)
+    except GraphirError:  # a history may say anything
+        return False

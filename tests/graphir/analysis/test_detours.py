@@ -8,7 +8,7 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
-from runnable import captured
+from runnable import captured, sgd
 from small import program_of
 from torch import nn
 
@@ -198,6 +198,37 @@ def test_a_mend_of_operators_alone_elsewhere() -> None:
     again = mended(moved, found)
     assert not traffic(passes.inject_copies(again)).copies
     graphir.certify(program, again)
+
+
+@pytest.mark.parametrize("devices", [[0], [0, 1]])
+def test_a_mend_of_modules_alone_elsewhere(devices: list[int]) -> None:
+    """The backward of a module goes with it: one warning, one mend."""
+    example = models.gpt(layers=3)
+    program = passes.replicate(captured(example, sgd(example.model.parameters())), devices)
+    moved = passes.shift_modules(program, {"layers.*.mlp.1": {0: 2, 1: 3}})
+    before = traffic(passes.inject_copies(moved))
+    (found,) = before.warnings
+    assert (found.kind, found.nbytes) == ("alone elsewhere", before.nbytes)
+    assert found.mend.startswith("passes.shift_modules(program, {'layers.0.mlp.1': ")
+    again = mended(moved, found)
+    assert not traffic(passes.inject_copies(again)).copies
+    graphir.certify(program, again)
+
+
+def test_a_mend_of_a_shared_weight() -> None:
+    example = models.gpt(layers=2)
+    moved = passes.shift_modules(captured(example, sgd(example.model.parameters())), {"layers.1": 1, "head": 1})
+    before = traffic(passes.inject_copies(moved))
+    (found,) = [warning for warning in before.warnings if warning.kind == "state copied"]
+    assert found.what == "token.weight: read on gpu:0 by token and on gpu:1 by head, copied in each step"
+    assert found.nbytes == before.kinds["parameter"]
+    after = traffic(passes.inject_copies(mended(moved, found)))
+    assert "parameter" not in after.kinds and "state copied" not in [warning.kind for warning in after.warnings]
+
+
+def test_a_contiguous_cut_has_no_warnings() -> None:
+    program = captured(models.resnet(blocks=4), None)
+    assert not traffic(passes.inject_copies(passes.shift_modules(program, {"blocks[2:]": 1, "fc": 1}))).warnings
 
 
 def test_a_warning_is_the_same_for_every_replica() -> None:

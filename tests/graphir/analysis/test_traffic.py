@@ -42,6 +42,18 @@ def test_text(golden: Callable[[str, str], None]) -> None:
     golden("two_layers.traffic", str(traffic(passes.inject_copies(shifted()))))
 
 
+def test_text_of_a_residual_net(golden: Callable[[str, str], None]) -> None:
+    program = passes.replicate(trained(models.resnet50(batch=8, image=64)), devices=[0, 1])
+    moved = passes.shift_modules(program, {"layer4": {0: 2, 1: 3}, "fc": {0: 2, 1: 3}})
+    golden("traffic.resnet50", str(traffic(passes.inject_copies(moved))))
+
+
+def test_text_of_a_language_model(golden: Callable[[str, str], None]) -> None:
+    """Cut after its second layer; the head shares the weight of the embedding."""
+    moved = passes.shift_modules(trained(models.gpt(layers=4)), {"layers[2:4]": 1, "norm": 1, "head": 1})
+    golden("traffic.gpt", str(traffic(passes.inject_copies(moved))))
+
+
 def test_nothing_is_copied_on_one_device() -> None:
     found = traffic(two_layers())
     assert not found.copies and not found.links and found.nbytes == found.unknown == 0
@@ -276,7 +288,7 @@ ELSEWHERE = """
     input x : f32[4] @gpu:0
     a : f32[4] @gpu:0 = aten.neg(x) {module=stem.act}
     a_gpu_1 : f32[4] @gpu:1 = Copy(a)
-    output b : f32[4] @gpu:1 = aten.exp(a_gpu_1) {module=layer4.0.act, by=BY}
+    output b : f32[4] @gpu:1 = aten.exp(a_gpu_1) {module=layer.4.act, by=BY}
     output b
 """
 
@@ -306,12 +318,18 @@ def elsewhere(*history: str, by: str) -> Program:
             ["shift_activations b: gpu:0 -> gpu:1"],
         ),
         (
-            ("shift_modules{modules={layer4: gpu:1, layer: gpu:1}}",),
+            ("shift_modules{modules={layer.4: gpu:1, lay: gpu:1}}",),
             "shift_modules",
-            ["shift_modules layer4: gpu:1"],
+            ["shift_modules layer.4: gpu:1"],
         ),
-        (("shift_modules{modules={layer4: gpu:2, layer: gpu:1}}",), "shift_modules", ["shift_modules layer: gpu:1"]),
-        (("shift_modules{modules={layer4: {gpu:0: gpu:1}}}",), "shift_modules", ["shift_modules layer4: gpu:1"]),
+        (("shift_modules{modules={layer.4: gpu:2, layer: gpu:1}}",), "shift_modules", ["shift_modules layer: gpu:1"]),
+        (
+            ('shift_modules{modules={"layer[3:5]": gpu:1, "*.1": gpu:1}}',),
+            "shift_modules",
+            ["shift_modules layer[3:5]: gpu:1"],
+        ),
+        (('shift_modules{modules={"layer[": gpu:1}}',), "shift_modules", ["shift_modules layer[: gpu:1"]),
+        (("shift_modules{modules={layer.4: {gpu:0: gpu:1}}}",), "shift_modules", ["shift_modules layer.4: gpu:1"]),
         (("mine{n=1}",), "mine", ["mine n=1"]),
         (("mine{{{", "yours"), "mine", ["mine"]),
         (("yours",), "mine", []),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from itertools import pairwise
 
 import models
+import pytest
 import torch
 from graphir.runtime.failures.cut import Cut, cheapest_cut
 from graphir.runtime.failures.faults import fault
@@ -100,3 +102,30 @@ def test_one_more_device_takes_what_no_other_has_room_for() -> None:
     plan = passes.emit(passes.replicate(trained(layers()), devices=[0, 1]))
     call = r"shift_modules\(program, \{'\[\d+:16\]': \{0: 2\}\}\)"
     assert re.search(f"{call}, with gpu:2 bound to memory of its own", at_the_peak(plan))
+    spread = passes.shift_modules(passes.replicate(trained(layers()), devices=[0, 1]), {"[14:16]": {0: 2}})
+    relieved = at_the_peak(passes.emit(passes.inject_copies(spread)))
+    assert re.search(call.replace("16", "14") + r" \(predicted", relieved)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        layers,
+        lambda: models.gpt(layers=4, width=32, length=16, batch=4),
+        lambda: models.resnet(blocks=6, channels=16, image=16),
+        lambda: models.resnet50(batch=2, image=64),
+    ],
+    ids=["mlp", "gpt", "resnet", "resnet50"],
+)
+def test_the_call_that_is_named_does_what_is_predicted(make: Callable[[], models.Example]) -> None:
+    program = trained(make())
+    plan = passes.emit(program)
+    said = at_the_peak(plan)
+    call = re.search(r"shift_modules\(program, \{.*?\}\)", said)
+    assert call is not None and "gpu:1 bound to memory of its own" in said
+    moved = eval(call[0], {"shift_modules": passes.shift_modules, "program": program})
+    placed = passes.emit(passes.inject_copies(moved))
+    predicted, found = cut(plan), graphir.memory(placed)
+    assert found.peak["gpu:0"] == pytest.approx(predicted.after, rel=0.15)
+    assert max(found.peak["gpu:0"], found.peak["gpu:1"]) < predicted.before
+    assert graphir.traffic(placed).nbytes == pytest.approx(predicted.copied, rel=0.25)
