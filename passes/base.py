@@ -11,7 +11,14 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Final, NamedTuple, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 
 from graphir.collector import collector_paused
 from graphir.errors import GraphirError, PassError, nearest
@@ -26,6 +33,7 @@ __all__ = [
     "Pipeline",
     "Placed",
     "Run",
+    "Shifts",
     "Timing",
     "build",
     "parse_pipeline",
@@ -108,6 +116,17 @@ def _gpu(given: Any) -> int:
 
 Gpu: TypeAlias = Annotated[int, BeforeValidator(_gpu)]
 """An option that is a gpu: given as it is printed or by its number, kept and printed as its number."""
+
+
+def _each_once(given: Any, read: ValidatorFunctionWrapHandler) -> Any:
+    found = read(given)
+    if isinstance(given, Mapping) and len(found) < len(given):
+        raise ValueError("a device is given twice")
+    return found
+
+
+Shifts: TypeAlias = Annotated[dict[Gpu, Gpu], WrapValidator(_each_once)]
+"""An option that says of gpus to which other one each goes."""
 
 Placed: TypeAlias = Annotated[str, BeforeValidator(lambda given: str(_device(given)))]
 """An option that is any device: given as it is printed or by a gpu's number, kept and printed as ``gpu:1``."""

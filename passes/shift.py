@@ -24,7 +24,7 @@ from graphir.ir.names import base_name
 from graphir.ir.program import Program
 
 from .activations import activation_names, find_activations
-from .base import Gpu, Pass, build, register
+from .base import Pass, Shifts, build, register
 from .caffe2_shift import shift_by_name
 from .following import follow, follows
 from .labels import Label, Source, propagate
@@ -43,7 +43,7 @@ class ShiftActivations(Pass):
     name: ClassVar[str] = "shift_activations"
 
     activations: tuple[str, ...]
-    shifts: dict[Gpu, Gpu]
+    shifts: Shifts
     strict: bool = True
 
     @field_validator("shifts")
@@ -110,7 +110,11 @@ def _not_an_activation(program: Program, name: str, listed: Sequence[str]) -> Pa
 
 
 def shift_activations(
-    program: Program, activations: Sequence[str], shifts: Mapping[int, int], *, strict: bool = True
+    program: Program,
+    activations: Sequence[str],
+    shifts: Mapping[int, int | str] | Mapping[str, int | str] | Mapping[int | str, int | str],
+    *,
+    strict: bool = True,
 ) -> Program:
     """Move what handles *activations* from device ``i`` to device ``shifts[i]``.
 
@@ -121,7 +125,8 @@ def shift_activations(
         program: captured, or replicated.
         activations: names as :func:`find_activations` gives them; a view stands for what it shows.
             Without names nothing moves.
-        shifts: source device number to target device number.
+        shifts: source gpu to target gpu, each as it is printed or by its number: ``{"gpu:0": "gpu:2", 1: 3}``. To the
+            cpu :func:`shift_modules` moves.
         strict: refuse names that are not activations and sources that nothing is on. Otherwise such names are weak
             labels: they move what has no other label, as in Caffe2.
 

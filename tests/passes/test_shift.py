@@ -271,6 +271,26 @@ def test_unknown_device_is_refused() -> None:
         passes.shift_activations(two_layers(), ["relu"], shifts={5: 6})
 
 
+def test_devices_are_taken_as_they_are_printed() -> None:
+    program = passes.replicate(two_layers(), devices=[0, 1])
+    shifted = passes.shift_activations(program, ["relu"], shifts={"gpu:0": "gpu:2", 1: 3})
+    assert shifted == passes.shift_activations(program, ["relu"], shifts={0: 2, 1: 3})
+    assert shifted.history[-1] == "shift_activations{activations=[relu], shifts={0: 2, 1: 3}}"
+    assert passes.Pipeline("shift_activations{activations=[relu], shifts={gpu:0: gpu:2, 1: gpu:3}}")(program) == shifted
+
+
+@pytest.mark.parametrize(
+    ("shifts", "message"),
+    [
+        ({0: "cpu"}, r"shifts\.0: cpu:0 is not a gpu; write 'gpu:0'"),
+        ({0: 1, "gpu:0": 2}, "a device is given twice"),
+    ],
+)
+def test_shifts_that_are_not_of_gpus_are_refused(shifts: dict[int | str, int | str], message: str) -> None:
+    with pytest.raises(PassError, match=message):
+        passes.shift_activations(two_layers(), ["relu"], shifts=shifts)
+
+
 @pytest.mark.parametrize(
     ("shifts", "message"),
     [({0: 1, 1: 2}, "device 1 is both a source and a target"), ({0: -1}, "-1 is not a device")],
