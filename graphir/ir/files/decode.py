@@ -124,7 +124,14 @@ def _blob(record: BlobRecord) -> Blob:
     )
 
 
-def _operator(record: OperatorRecord, effects: tuple[Effects, ...], sources: tuple[str, ...]) -> Operator:
+def _operator(
+    record: OperatorRecord, effects: tuple[Effects, ...], sources: tuple[str, ...], blobs: Sequence[str]
+) -> Operator:
+    of = record.of
+    if isinstance(of, int):
+        if not 0 <= of < len(blobs):
+            raise GraphirError(f"of blob {of}, which is not in the table", fix=f"it has {len(blobs)} entries")
+        of = blobs[of]
     if record.effects is not None and not 0 <= record.effects < len(effects):
         raise GraphirError(f"effects {record.effects} are not in the table", fix=f"it has {len(effects)} entries")
     if record.source is not None and not 0 <= record.source < len(sources):
@@ -148,7 +155,7 @@ def _operator(record: OperatorRecord, effects: tuple[Effects, ...], sources: tup
         record.input_versions,
         record.output_versions,
         record.proto,
-        record.of,
+        of,
         "" if record.source is None else sources[record.source],
     )
 
@@ -163,12 +170,13 @@ def _net(record: NetRecord, place: str) -> Net:
             blobs[blob.name] = _blob(blob)
     except GraphirError as e:
         raise _placed(f"{place}.blobs[{len(blobs)}]", e) from None
+    names = tuple(blobs)
     if len(set(record.external_inputs)) != len(record.external_inputs):
         twice = next(name for name, count in Counter(record.external_inputs).items() if count > 1)
         raise _placed(f"{place}.external_inputs", GraphirError(f"external input {twice!r} is listed twice"))
     try:
         for op in record.ops:
-            ops.append(_operator(op, record.effects, record.sources))
+            ops.append(_operator(op, record.effects, record.sources, names))
     except GraphirError as e:
         raise _placed(f"{place}.ops[{len(ops)}]", e) from None
     return Net(

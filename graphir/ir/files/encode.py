@@ -88,6 +88,7 @@ def _blob(blob: Blob) -> BlobRecord:
 def _net(net: Net) -> Document:
     effects: dict[Effects, int] = {}
     sources: dict[str, int] = {}
+    blobs = {name: i for i, name in enumerate(net.blobs)}
 
     def operator(op: Operator) -> OperatorRecord:
         return OperatorRecord(
@@ -100,7 +101,7 @@ def _net(net: Net) -> Document:
             op.by,
             {name: _json(arg) for name, arg in op.args.items()} if op.args else {},
             sources.setdefault(op.source, len(sources)) if op.source else None,
-            op.of,
+            blobs.get(op.of, op.of) if op.of else "",
             None if op.effects == PURE else effects.setdefault(op.effects, len(effects)),
             op.operands,
             op.results,

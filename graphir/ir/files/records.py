@@ -72,7 +72,7 @@ class BlobRecord(NamedTuple):
 
 class OperatorRecord(NamedTuple):
     """An :class:`~graphir.ir.operator.Operator`; ``effects`` and ``source`` are positions in the net's tables, none:
-    it has none."""
+    it has none. ``of`` is the position of a blob of the net, or a name where the net has no such blob."""
 
     type: str
     device: str
@@ -83,7 +83,7 @@ class OperatorRecord(NamedTuple):
     by: str = ""
     args: Mapping[str, JsonValue] = {}
     source: int | None = None
-    of: str = ""
+    of: int | str = ""
     effects: int | None = None
     operands: Pattern | None = None
     results: Pattern | None = None

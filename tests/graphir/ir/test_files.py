@@ -153,6 +153,16 @@ def test_whatever_is_saved_is_loaded(seed, tmp_path):
         assert graphir.load(tmp_path / "x.json") == x
 
 
+def test_the_operator_that_another_belongs_to_is_stored_by_position(tmp_path):
+    op = Operator("FC", ("x",), ("y",), {}, gpu(0), of="x")
+    blobs = {name: Blob(name, None, None, gpu(0), "input", name) for name in ("w", "x", "y")}
+    net = Net("n", (op, op._replace(of="nowhere"), op._replace(of="")), blobs)
+    graphir.save(net, tmp_path / "n.json")
+    rows = json.loads((tmp_path / "n.json").read_text())["net"]["ops"]
+    assert [row[OperatorRecord._fields.index("of") :] for row in rows] == [[1], ["nowhere"], []]
+    assert [op.of for op in load(tmp_path / "n.json").ops] == ["x", "nowhere", ""]
+
+
 # State
 
 
@@ -424,6 +434,8 @@ def test_a_file_cut_short_is_refused(net_file):
         (("net", "ops", 3, "args"), {"a": [{"symbol": "f31"}]}, "{'symbol': 'f31'} is not an argument", "net.ops[3]"),
         (("net", "ops", 3, "args"), {"a": {"float": "1"}}, "{'float': '1'} is not an argument", "net.ops[3]"),
         (("net", "ops", 3, "args"), {"a": {"x": 1, "y": 2}}, "{'x': 1, 'y': 2} is not an argument", "net.ops[3]"),
+        (("net", "ops", 3, "of"), 99, "of blob 99, which is not in the table", "net.ops[3]"),
+        (("net", "ops", 3, "of"), -1, "of blob -1, which is not in the table", "net.ops[3]"),
         (("net", "blobs", 2, "shape"), ["2*"], "'2*' is not a size", "net.blobs[2]"),
         (("net", "blobs", 2, "shape"), [1.5], "Input should be a valid integer", "net.blobs[2].shape[0].int"),
         (("net", "blobs", 2, "shape"), [-1], "-1 is not the size of anything", "net.blobs[2]"),
