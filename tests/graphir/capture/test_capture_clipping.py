@@ -62,8 +62,8 @@ def test_a_shift_adds_copies_of_norms_and_of_the_coefficient_only():
     before, after = moved_for_the_update(), moved_for_the_update(clip_grad_norm=0.1)
     scalars = [blob for blob in after if blob.shape == ()]
     assert [blob.shape for blob in after if blob.shape != ()] == [blob.shape for blob in before]
-    # Of each replica: the norm of fc2.bias, and back the coefficient; fc2.weight's gradient is where the relu stayed.
-    assert len(scalars) == 2 * 2
+    # Of each replica: the norms of fc2.weight's and fc2.bias' gradients, and back the coefficient.
+    assert len(scalars) == 2 * 3
 
 
 def test_names_are_those_of_the_gradients():

@@ -16,6 +16,7 @@ from runnable import captured, setting_of, sgd
 import graphir
 from graphir import passes
 from graphir.ir.files import disk
+from graphir.ir.files.records import OperatorRecord
 from graphir.ir.plan import lane_device
 
 HOSTILE = (
@@ -44,8 +45,9 @@ def hostile(plan, path):
     """The plan with other names for everything that a file can name, as it comes from a file; and the names."""
     document = json.loads(disk.to_json(plan))
     nets_of = [document["program"][net] for net in ("init", "step")]
-    given = {blob["name"] for net in nets_of for blob in net["blobs"]}
-    given |= {op["module"] for net in nets_of for op in net["ops"] if op.get("module")}
+    given = {blob[0] for net in nets_of for blob in net["blobs"]}
+    module = OperatorRecord._fields.index("module")
+    given |= {op[module] for net in nets_of for op in net["ops"] if len(op) > module and op[module]}
     endless = (f"{name}{'!' * turn}" for turn in range(1000) for name in HOSTILE)
     names = dict(zip(sorted(given), endless, strict=False))
     document = renamed(document, names)
