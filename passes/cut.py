@@ -19,8 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-import networkx as nx
-
 from graphir.ir.blob import Blob, dense_nbytes
 from graphir.ir.device import Device
 from graphir.ir.operator import PURE, Operator
@@ -139,6 +137,8 @@ class _Values:
 
 def _components(values: Iterable[_Value]) -> Iterator[tuple[list[_Free], list[_Value]]]:
     """Free units that values connect, and what they hand to each other and to devices."""
+    import networkx as nx  # here, since it takes as long to import as a tenth of torch
+
     graph = nx.Graph()
     between: dict[_Free, list[_Value]] = {}
     for value in values:
@@ -170,6 +170,8 @@ def _cut(
     left: Mapping[_Free, None], between: Sequence[_Value], found: Mapping[_Free, Device], target: Device
 ) -> set[_Free]:
     """The units that go to *target* where all other devices are one."""
+    import networkx as nx
+
     graph = nx.DiGraph()
     graph.add_nodes_from(["stays", "moves"])
 
