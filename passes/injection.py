@@ -12,7 +12,8 @@ itself, others in copies::
 A write leaves the name in one memory, so no copy goes stale; and nothing is copied that nobody reads.
 
 A view that is needed elsewhere crosses alone, as any blob, or it is *replayed*: its storage crosses, and the view
-operators run again on the copy of that.
+operators run again on the copy of that. Whichever has fewer bytes, with everything else that is read there of the
+storage.
 """
 
 from __future__ import annotations
@@ -206,8 +207,8 @@ class Injection:
     def is_replayed(self, op: Operator, blob: Blob, version: int, memory: Device) -> bool:
         """Whether *op* reads a blob of another memory as a view of a copy of its storage.
 
-        It does where that is no larger than the view, or where a copy of the view would not do: *op* may read beyond
-        the elements of the view, or the view is a conjugate, which a copy would write out.
+        It does where the storage crosses anyway, where that has no more bytes, or where a copy of the view would not
+        do: *op* may read beyond the elements of the view, or the view is a conjugate, which a copy would write out.
         """
         name, storage = blob.name, self.blobs[blob.storage]
         is_view = (name, version) in self.views
@@ -225,13 +226,45 @@ class Injection:
             )
         if not is_view or memory in self.present.get(name, ()):
             return False
-        return (name, memory) in self.replayed or not self.crosses_alone(blob, version)
+        if (name, memory) in self.replayed or (blob.storage, memory) in self.whole:
+            return True
+        return not self.goes_alone(blob, version)
 
-    def crosses_alone(self, view: Blob, version: int) -> bool:
+    def goes_alone(self, view: Blob, version: int) -> bool:
         """Whether a view has fewer bytes than its storage, and can be laid out alone with its own strides."""
         if dense_nbytes(view, self.dims) >= dense_nbytes(self.blobs[view.storage], self.dims):
             return False
         return not (self.is_conjugate(view.name, version) or overlaps(*bound_layout(view, self.dims)))
+
+    @cached_property
+    def whole(self) -> set[tuple[str, Device]]:
+        """Storages, and the memories to which they cross as a whole, if any views of them do.
+
+        There the storage itself is read, or a view that does not go alone, or pieces with at least as many bytes. And
+        nothing overwrites the storage before its last reader.
+        """
+        blobs, elsewhere = self.net.blobs, self.dialect.elsewhere
+        read: dict[str, dict[Device, dict[str, int]]] = {}
+        overwritten: set[str] = set()
+        for op in self.net.ops:
+            if not (op.effects.shows or op.type in elsewhere):
+                for name, version in op.reads:
+                    blob = blobs[name]
+                    if blob.device is not op.device:
+                        storage = blobs[blob.storage]
+                        alone = operator_type(op.type).only_elements and self.goes_alone(blob, version)
+                        needed = dense_nbytes(blob if alone else storage, self.dims)
+                        names = read.setdefault(blob.storage, {}).setdefault(memory_of(op.device), {})
+                        names[name] = max(needed, names.get(name, 0))
+                        if blob.storage in overwritten:
+                            read[blob.storage].clear()
+            overwritten.update([blobs[op.outputs[output]].storage for output, _ in op.effects.writes])
+        return {
+            (storage, memory)
+            for storage, memories in read.items()
+            for memory, names in memories.items()
+            if sum(names.values()) >= dense_nbytes(blobs[storage], self.dims)
+        }
 
     def is_conjugate(self, name: str, version: int) -> bool:
         """Whether a conjugation or negation leads to a view."""

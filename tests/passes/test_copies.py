@@ -262,15 +262,52 @@ def test_a_view_as_large_as_its_storage_is_replayed_on_a_copy_of_it() -> None:
 
 
 def test_a_view_of_a_view_that_crossed_alone_goes_back_to_the_storage() -> None:
+    """It could not cross with what its storage holds later."""
     after = injected("""
     input x : f32[6,8] @gpu:0
     part : f32[6,2] strides [8,1] offset 4 in x @gpu:0 = aten.slice.Tensor(x, dim=1, start=4, end=6)
     a : f32[6,2] @gpu:1 = aten.relu(part)
-    wide : f32[9,6,2] strides [0,8,1] offset 4 in x @gpu:0 = aten.expand(part, size=[9, 6, 2])
+    x;1 = aten.relu_(x) {device=gpu:0}
+    later : f32[6,2] strides [8,1] offset 4 in x @gpu:0 = aten.slice.Tensor(x;1, dim=1, start=4, end=6)
+    wide : f32[9,6,2] strides [0,8,1] offset 4 in x @gpu:0 = aten.expand(later, size=[9, 6, 2])
     b : f32[9,6,2] @gpu:1 = aten.relu(wide)
     """)
-    assert copies(after) == [("part;0", "part_gpu_1;0"), ("x;0", "x_gpu_1;0")]
+    assert copies(after) == [("part;0", "part_gpu_1;0"), ("x;1", "x_gpu_1;0")]
     assert after.step.blobs["wide_gpu_1"].offset == 4
+
+
+def test_a_storage_crosses_once_where_it_is_read_as_a_whole_and_in_pieces() -> None:
+    after = injected("""
+    input x : f32[6,8] @gpu:0
+    part : f32[6,2] strides [8,1] offset 4 in x @gpu:0 = aten.slice.Tensor(x, dim=1, start=4, end=6)
+    a : f32[6,2] @gpu:1 = aten.relu(part)
+    b : f32[6,2] @gpu:2 = aten.relu(part)
+    c : f32[6,8] @gpu:1 = aten.relu(x)
+    """)
+    assert copies(after) == [("x;0", "x_gpu_1;0"), ("part;0", "part_gpu_2;0")]
+    assert after.step.blobs["part_gpu_1"].storage == "x_gpu_1"
+
+
+def test_pieces_that_are_together_as_large_as_their_storage_cross_with_it() -> None:
+    after = injected("""
+    input x : f32[6,8] @gpu:0
+    left : f32[6,4] strides [8,1] in x @gpu:0 = aten.slice.Tensor(x, dim=1, start=0, end=4)
+    right : f32[6,4] strides [8,1] offset 4 in x @gpu:0 = aten.slice.Tensor(x, dim=1, start=4, end=8)
+    a : f32[6,4] @gpu:1 = aten.relu(left)
+    b : f32[6,4] @gpu:1 = aten.relu(right)
+    """)
+    assert copies(after) == [("x;0", "x_gpu_1;0")]
+
+
+def test_pieces_cross_alone_where_the_storage_would_be_more() -> None:
+    after = injected("""
+    input x : f32[6,8] @gpu:0
+    left : f32[6,4] strides [8,1] in x @gpu:0 = aten.slice.Tensor(x, dim=1, start=0, end=4)
+    right : f32[6,3] strides [8,1] offset 4 in x @gpu:0 = aten.slice.Tensor(x, dim=1, start=4, end=7)
+    a : f32[6,4] @gpu:1 = aten.relu(left)
+    b : f32[6,3] @gpu:1 = aten.relu(right)
+    """)
+    assert copies(after) == [("left;0", "left_gpu_1;0"), ("right;0", "right_gpu_1;0")]
 
 
 def test_copies_and_replays_say_who_made_them() -> None:
