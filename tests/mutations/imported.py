@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -154,12 +155,31 @@ def operands(net: Imported, draw: Random) -> Found:
 
 
 def results(net: Imported, draw: Random) -> Found:
-    """A result has another name, that of another blob, or two change places."""
+    """A result has another name, that of another blob, or two change places; a result goes into another blob, where
+    its readers find it."""
 
     def change(op: Any, message: Any) -> Iterator[str]:
         yield from _renamed("result", op.output, op.input, lambda old: [old + "_", draw.choice(_names(message))])
 
     yield from each_operator(net, False, draw, change)
+    for position in shuffled(range(len(net.step.op)), draw):
+        for made in net.step.op[position].output:
+            for new in shuffled(dict.fromkeys(_names(net.step)), draw)[:4]:
+                if new != made:
+                    message = copied(net.step)
+                    target = message.op[position].output
+                    target[list(target).index(made)] = new
+                    _follow(message, position, made, new)
+                    yield f"result {new!r} for {made!r}, whose readers follow", message, net.init, None
+
+
+def _follow(message: Any, position: int, made: str, new: str) -> None:
+    """Let the operators behind a position name a blob otherwise."""
+    for later in message.op[position + 1 :]:
+        for names in (later.input, later.output):
+            renamed = [new if name == made else name for name in names]
+            del names[:]
+            names.extend(renamed)
 
 
 def _names(message: Any) -> list[str]:
@@ -210,23 +230,18 @@ def other_type(net: Imported, draw: Random) -> Found:
 
 
 def in_place(net: Imported, draw: Random) -> Found:
-    """An operator overwrites its first operand, or no longer does; whoever reads the result, or some, follow."""
+    """An operator overwrites an operand, or no longer does; whoever reads the result, or nobody, follows."""
     for position in shuffled(range(len(net.step.op)), draw):
         op = net.step.op[position]
         if not op.input or not op.output:
             continue
-        source, made = op.input[0], op.output[0]
-        for following in (True, False):
+        made = op.output[0]
+        for source, following in product(dict.fromkeys(op.input[:2]), (True, False)):
             message = copied(net.step)
-            target = message.op[position]
             new = source if source != made else made + "_new"
-            target.output[0] = new
+            message.op[position].output[0] = new
             if following:
-                for later in message.op[position + 1 :]:
-                    for names in (later.input, later.output):
-                        renamed = [new if n == made else n for n in names]
-                        del names[:]
-                        names.extend(renamed)
+                _follow(message, position, made, new)
             what = f"{op.type} -> {new!r} for {made!r}, {'all' if following else 'nobody'} follows"
             yield what, message, net.init, None
 

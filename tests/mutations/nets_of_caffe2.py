@@ -70,10 +70,12 @@ _IMAGE_STATE = [
 
 _JOINED = [
     *[op("Concat", "x u", "c info", axis=1), op("Split", "c info", "d e", axis=1), op("Mul", "d e", "m")],
-    *[op("Tanh", "m", "m"), op("Sum", "m x u", "s"), op("StopGradient", "s", "z"), op("Scale", "z", "k", scale=2.0)],
+    *[op("Tanh", "m", "m"), op("Add", "m shift", "m", broadcast=1), op("Sum", "m x u", "s")],
+    *[op("StopGradient", "s", "z"), op("Scale", "z", "k", scale=2.0)],
     *[op("SquaredL2Distance", "k x", "l"), op("AveragedLoss", "l", "loss"), op("Sigmoid", "s", "g")],
     *[op("Concat", "g d", "t more", axis=0), op("Split", "t", "left right", axis=0), op("Add", "left right", "y")],
 ]
+_SHIFT = [op("UniformFill", "", "shift", shape=[3], min=-1.0, max=1.0), op("Scale", "shift", "shift", scale=0.1)]
 
 _LOOKED_UP = [
     *[op("SparseLengthsSum", "table i len", "s"), op("Gather", "table i", "g"), op("FC", "s w b", "y")],
@@ -127,7 +129,7 @@ WRITTEN: Mapping[str, tuple[Sequence[Any], Sequence[Any], Shapes]] = {
     "adam": ([*_TRAINED, _rate("step", stepsize=2, gamma=0.5), *_ADAM], [*_FILLED, *_MOMENTS], _FED),
     "adagrad": ([*_TRAINED, _rate("fixed"), *_ADAGRAD], [*_FILLED, *_MOMENTS], _FED),
     "images": (_IMAGES, _IMAGE_STATE, {"x": ((2, 2, 6, 6), "f32")}),
-    "joined": (_JOINED, (), {"x": ((4, 3), "f32"), "u": ((4, 3), "f32")}),
+    "joined": (_JOINED, _SHIFT, {"x": ((4, 3), "f32"), "u": ((4, 3), "f32")}),
     "looked up": (_LOOKED_UP, _TABLES, {"i": ((6,), "i32"), "len": ((3,), "i32")}),
     "replicated": (_REPLICATED, _REPLICATED_STATE, {}),
 }

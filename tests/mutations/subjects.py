@@ -39,13 +39,13 @@ ROWS = (
 SPREAD = (
     *("vae", "dlrm", "autoencoder", "u-net", "wavenet", "diffusion", "rnn", "vgg", "permuted", "timm convmixer"),
     *("capsules", "gan", "mixture of experts", "siamese", "vision transformer", "timm mixer", "timm resmlp"),
-    *("squeezenet", "bloom", "timm pit", "transformer"),
+    *("squeezenet", "bloom", "timm pit", "transformer", "alexnet", "fcn", "timm focalnet"),
 )
 """Rows that are mutated on two replicas too, the second half of each shifted."""
 
 FORWARD = (
     *("vae", "gan", "siamese", "mixture of experts", "capsules", "rnn", "u-net", "permuted", "dlrm", "wavenet"),
-    *("swin", "bert", "llama", "vit", "squeezenet", "mobilenet v2", "timm pit", "bloom"),
+    *("swin", "bert", "llama", "vit", "squeezenet", "mobilenet v2", "timm pit", "bloom", "timm nest"),
 )
 """Rows whose outputs alone are mutated too, without loss."""
 
