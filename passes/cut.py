@@ -21,9 +21,11 @@ from typing import NamedTuple, TypeAlias
 
 from graphir.ir.blob import Blob, dense_nbytes
 from graphir.ir.device import Device
-from graphir.ir.operator import PURE, Operator
+from graphir.ir.operator import Operator
 from graphir.ir.program import Program
 from graphir.ir.size import Dims
+
+from .following import may_leave
 
 __all__ = ["Sides", "cheapest_sides"]
 
@@ -110,14 +112,12 @@ class _Values:
             return placed[i]
         if i in free:
             return i
-        views = op.effects is not PURE and op.effects.views and not op.effects.writes
-        if views or op.phase == "update":
+        if op.effects.shows or op.phase == "update":
             return made.get(self.blobs[op.inputs[0]].storage, op.device) if op.inputs else op.device
         if not op.of:
             return op.device
         owner = made.get(self.blobs[op.of].storage, op.device)
-        moveable = op.type == "aten.add.Tensor" or self.blobs[op.of].is_view
-        return i if moveable else owner
+        return i if may_leave(op, self.blobs) else owner
 
     def value(self, name: str, made: Mapping[str, _Unit]) -> _Value:
         """What crosses where *name* is read elsewhere."""

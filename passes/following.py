@@ -11,8 +11,8 @@ A forward operator is moved by its pass; everything else follows::
 So a weight's gradient never crosses to the weight, and at a contiguous cut each activation crosses once and its
 gradient comes back once. Additions of gradients are never reordered.
 
-A view runs where its storage is. What computes the gradient of a view from a gradient with more bytes (the sum behind
-an ``expand``) runs where that gradient is, so that the fewer bytes cross.
+A view runs where its storage is. What computes the gradient of a view from gradients that are all elsewhere runs there
+if its result has no more bytes than they have (the sum behind an ``expand``, the ``cat`` behind a ``split``).
 """
 
 from __future__ import annotations
@@ -23,20 +23,25 @@ from functools import cached_property
 from graphir.ir.blob import Blob, dense_nbytes
 from graphir.ir.device import Device
 from graphir.ir.net import Net
-from graphir.ir.operator import PURE, Operator
+from graphir.ir.operator import Operator
+from graphir.ir.opset import ACCUMULATES
 from graphir.ir.program import Program
 from graphir.ir.size import Dims
 
-__all__ = ["follow", "follows"]
-
-_ADDITION = "aten.add.Tensor"
+__all__ = ["follow", "follows", "may_leave"]
 
 
 def follows(op: Operator) -> bool:
     """Whether an operator of a captured net goes where another one or an operand goes."""
     if op.phase != "forward" or op.of:
         return True
-    return op.effects is not PURE and bool(op.effects.views) and not op.effects.writes
+    return op.effects.shows
+
+
+def may_leave(op: Operator, blobs: Mapping[str, Blob]) -> bool:
+    """Whether an operator of the backward may run elsewhere than the one that it belongs to: it adds gradients up, or
+    computes that of a view."""
+    return op.type == ACCUMULATES or blobs[op.of].is_view
 
 
 def follow(program: Program, moved: Mapping[int, Device], homes: Mapping[str, Device], by: str) -> Program:
@@ -112,7 +117,7 @@ class _Following:
 
     def device_of(self, op: Operator) -> Device:
         """Where an operator goes that nobody has moved."""
-        if op.effects is not PURE and op.effects.views and not op.effects.writes:
+        if op.effects.shows:
             return self.place(op.inputs[op.effects.views[0][1]])
         if op.type == "AllReduce":
             return self.place(op.inputs[0])
@@ -141,13 +146,15 @@ class _Following:
         if not of or blobs[of].device != op.device:
             return op.device
         anchor = self.place(of)
-        if op.type == _ADDITION and len(op.inputs) > 1:
+        if op.type == ACCUMULATES and len(op.inputs) > 1:
             summands = {self.place(name) for name in op.inputs}
             return summands.pop() if len(summands) == 1 else anchor
         if blobs[of].is_view and op.inputs and op.outputs:
-            given, made = blobs[op.inputs[0]], blobs[op.outputs[0]]
-            if given.device == op.device and dense_nbytes(made, self.dims) < dense_nbytes(given, self.dims):
-                return self.place(op.inputs[0])
+            places = {self.place(name) for name in op.inputs}
+            if len(places) == 1 and all(blobs[name].device == op.device for name in op.inputs):
+                given = sum(dense_nbytes(blobs[name], self.dims) for name in dict.fromkeys(op.inputs))
+                if dense_nbytes(blobs[op.outputs[0]], self.dims) <= given:
+                    return places.pop()
         return anchor
 
     def differentiated(self, op: Operator) -> str:

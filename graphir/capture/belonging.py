@@ -15,16 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
 
+from ..ir.opset import ACCUMULATES
 from .values import Call, Value
 
 __all__ = ["Belonging"]
 
-_ADDITION: Final = "aten.add.Tensor"
 _Kind: TypeAlias = tuple[str, tuple[tuple[int, ...], ...]]
 
 
@@ -95,7 +95,7 @@ class Belonging:
             calls = [gradient.call]
             while calls:
                 call = calls.pop()
-                if call is None or call.type != _ADDITION or call.phase != "backward":
+                if call is None or call.type != ACCUMULATES or call.phase != "backward":
                     continue
                 if makers.get(id(call), value) is value:
                     call.of = value

@@ -167,7 +167,7 @@ def _operator(call: Call, args: Mapping[str, Arg], named: Sequence[str], blobs: 
         effects=effects,
         input_versions=stored_versions([v.version for v in call.inputs]),
         output_versions=stored_versions([v.version for v in call.outputs]),
-        of="" if effects.views and not effects.writes else _belongs_to(call, named, blobs),
+        of="" if effects.shows else _belongs_to(call, named, blobs),
         source=call.line,
     )
 

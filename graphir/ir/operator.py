@@ -79,6 +79,11 @@ class Effects(NamedTuple):
         """The positions of the outputs that are views."""
         return frozenset([output for output, _ in self.views])
 
+    @property
+    def shows(self) -> bool:
+        """Whether these are a view operator's, which runs where the storage is that it shows."""
+        return bool(self.views) and not self.writes
+
 
 PURE: Final = Effects()
 

@@ -19,6 +19,7 @@ from .optypes.own import OWN
 from .optypes.table import operator_type
 
 __all__ = [
+    "ACCUMULATES",
     "CHECKS",
     "NAMESPACES",
     "Param",
@@ -32,6 +33,9 @@ __all__ = [
 
 NAMESPACES: Final = frozenset({"aten", "prims"})
 """Namespaces of torch operators that a program may name without registration."""
+
+ACCUMULATES: Final = "aten.add.Tensor"
+"""The type with which autograd adds the gradients of a value up that is read more than once."""
 
 
 class Param(NamedTuple):
