@@ -6,12 +6,17 @@ activations of containers, casts. Each goes, with what computes its gradients, t
               64 MiB            64 MiB             16 MiB
     conv @gpu:0 ──▶ relu, free ──▶ max_pool, free ──▶ layer @gpu:1       the cut is behind max_pool
 
-A value crosses once to each device that reads it, so it is a node between its producer and its readers::
+A value crosses once to each device that reads it, as a whole or in pieces, whichever has fewer bytes. So it is a node
+between its producer and its readers, and a piece, a view that can cross alone, is one between the value and its own::
 
-    producer ──bytes──▶ value ──∞──▶ readers         readers ──∞──▶ value' ──bytes──▶ producer
+                                ┌──∞──▶ readers                   readers ──∞──┐
+    producer ──bytes──▶ value ──┤                                              ├──▶ value' ──bytes──▶ producer
+                                └──bytes──▶ piece ──∞──▶ readers       …  ─────┘
 
-where the right half counts readers on the producing side's other side: an edge counts if it leads from the side that
-stays to the side that moves. Of equal cuts the one that moves least is taken.
+An edge counts if it leads from the side that stays to the side that moves, so the right half counts readers that stay
+where the producer moves. Of equal cuts the one that moves least is taken.
+
+Sums of gradients take part, and run where their operands or their activation are in the end (:mod:`.following`).
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from typing import NamedTuple, TypeAlias
 from graphir.ir.blob import Blob, dense_nbytes
 from graphir.ir.device import Device
 from graphir.ir.operator import Operator
+from graphir.ir.opset import ACCUMULATES
 from graphir.ir.program import Program
 from graphir.ir.size import Dims
 
@@ -44,13 +50,20 @@ class Sides(NamedTuple):
 
 
 class _Value:
-    """What crosses at once: a storage, or a view of fewer bytes. Its producer, and what reads it."""
+    """What a storage holds: its producer, what reads it, and by name the views that can cross alone, as values too."""
 
-    __slots__ = ("nbytes", "producer", "readers")
+    __slots__ = ("nbytes", "pieces", "producer", "readers")
 
     def __init__(self, producer: _Unit, nbytes: int) -> None:
         self.producer, self.nbytes = producer, nbytes
         self.readers: dict[_Unit, None] = {}
+        self.pieces: dict[str, _Value] = {}
+
+    @property
+    def units(self) -> list[_Unit]:
+        """The producer and everything that reads it, or pieces of it."""
+        read = [unit for piece in self.pieces.values() for unit in piece.readers]
+        return list(dict.fromkeys([self.producer, *self.readers, *read]))
 
 
 def cheapest_sides(
@@ -63,6 +76,9 @@ def cheapest_sides(
         placed: by position, the devices of forward operators that are not free.
         homes: the devices of the external inputs that are not free.
         free: the positions of the free forward operators.
+
+    Returns:
+        The devices of the free operators and inputs, and of what computes the gradients of views.
     """
     values = _Values(program, placed, homes, free).found.values()
     ops, blobs = program.step.ops, program.step.blobs
@@ -71,7 +87,7 @@ def cheapest_sides(
         here = next((ops[u].device if isinstance(u, int) else blobs[u].device for u in units), None)
         for unit, device in _assigned(units, between, here).items():
             if isinstance(unit, int):
-                if unit in free:
+                if unit in free or ops[unit].type != ACCUMULATES:
                     sides.ops[unit] = device
             else:
                 sides.inputs[unit] = device
@@ -79,10 +95,10 @@ def cheapest_sides(
 
 
 class _Values:
-    """What the step's operators hand to each other, by name.
+    """What the step's operators hand to each other.
 
     Attributes:
-        found: by name of a storage, or of a view that crosses by itself.
+        found: by name of a storage.
     """
 
     def __init__(
@@ -120,7 +136,7 @@ class _Values:
         return i if may_leave(op, self.blobs) else owner
 
     def value(self, name: str, made: Mapping[str, _Unit]) -> _Value:
-        """What crosses where *name* is read elsewhere."""
+        """The value that is read by *name*."""
         blob = self.blobs[name]
         storage = self.found.get(blob.storage)
         if storage is None:
@@ -128,10 +144,7 @@ class _Values:
         if blob.is_view:
             nbytes = dense_nbytes(blob, self.dims)
             if nbytes < storage.nbytes:
-                found = self.found.get(name)
-                if found is None:
-                    found = self.found[name] = _Value(storage.producer, nbytes)
-                return found
+                return storage.pieces.setdefault(name, _Value(storage.producer, nbytes))
         return storage
 
 
@@ -142,7 +155,7 @@ def _components(values: Iterable[_Value]) -> Iterator[tuple[list[_Free], list[_V
     graph = nx.Graph()
     between: dict[_Free, list[_Value]] = {}
     for value in values:
-        free = [u for u in dict.fromkeys([value.producer, *value.readers]) if not isinstance(u, Device)]
+        free = [unit for unit in value.units if not isinstance(unit, Device)]
         if free:
             nx.add_path(graph, free) if len(free) > 1 else graph.add_node(free[0])
             between.setdefault(free[0], []).append(value)
@@ -153,7 +166,7 @@ def _components(values: Iterable[_Value]) -> Iterator[tuple[list[_Free], list[_V
 
 def _assigned(units: Sequence[_Free], between: Sequence[_Value], here: Device | None) -> dict[_Free, Device]:
     """The device of each unit of a component, of which the first is *here*; nothing where no device is around it."""
-    around = {u for value in between for u in (value.producer, *value.readers) if isinstance(u, Device)}
+    around = {unit for value in between for unit in value.units if isinstance(unit, Device)}
     if not around:
         return {}
     left = dict.fromkeys(units)
@@ -180,15 +193,20 @@ def _cut(
             return ("unit", unit)
         return "moves" if found.get(unit, unit) == target else "stays"
 
-    for i, value in enumerate(between):
-        producer, readers = node(value.producer), {node(reader) for reader in value.readers}
-        readers.discard(producer)
-        if not readers or not value.nbytes:
-            continue
-        graph.add_edge(producer, ("there", i), capacity=value.nbytes)
-        graph.add_edge(("back", i), producer, capacity=value.nbytes)
+    def join(value: _Value, there: object, back: object, name: tuple[object, ...]) -> None:
+        """Put a value between where it comes from and its readers."""
+        readers = {node(reader) for reader in value.readers} - {node(value.producer)}
+        if not value.nbytes or not (readers or value.pieces):
+            return
+        graph.add_edge(there, ("there", *name), capacity=value.nbytes)
+        graph.add_edge(("back", *name), back, capacity=value.nbytes)
         for reader in readers:
-            graph.add_edge(("there", i), reader)
-            graph.add_edge(reader, ("back", i))
+            graph.add_edge(("there", *name), reader)
+            graph.add_edge(reader, ("back", *name))
+        for piece, part in value.pieces.items():
+            join(part, ("there", *name), ("back", *name), (*name, piece))
+
+    for i, value in enumerate(between):
+        join(value, node(value.producer), node(value.producer), (i,))
     _, (_, moves) = nx.minimum_cut(graph, "stays", "moves")
     return {name[1] for name in moves if isinstance(name, tuple) and name[0] == "unit"}

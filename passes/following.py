@@ -11,8 +11,8 @@ A forward operator is moved by its pass; everything else follows::
 So a weight's gradient never crosses to the weight, and at a contiguous cut each activation crosses once and its
 gradient comes back once. Additions of gradients are never reordered.
 
-A view runs where its storage is. What computes the gradient of a view from gradients that are all elsewhere runs there
-if its result has no more bytes than they have (the sum behind an ``expand``, the ``cat`` behind a ``split``).
+A view runs where its storage is. What computes the gradient of a view from a gradient with more bytes (the sum behind
+an ``expand``) runs where that gradient is, so that the fewer bytes cross.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def follow(program: Program, moved: Mapping[int, Device], homes: Mapping[str, De
 
     Args:
         program: captured, or replicated.
-        moved: by position in the step, the new device of each operator that moves and follows nothing.
+        moved: by position in the step, the device of each operator that moves and follows nothing. One that follows
+            may be among them: then it is there, and does not.
         homes: the new device of each external input of the step that moves.
         by: the pass that moves them.
     """
@@ -150,11 +151,9 @@ class _Following:
             summands = {self.place(name) for name in op.inputs}
             return summands.pop() if len(summands) == 1 else anchor
         if blobs[of].is_view and op.inputs and op.outputs:
-            places = {self.place(name) for name in op.inputs}
-            if len(places) == 1 and all(blobs[name].device == op.device for name in op.inputs):
-                given = sum(dense_nbytes(blobs[name], self.dims) for name in dict.fromkeys(op.inputs))
-                if dense_nbytes(blobs[op.outputs[0]], self.dims) <= given:
-                    return places.pop()
+            given, made = blobs[op.inputs[0]], blobs[op.outputs[0]]
+            if given.device == op.device and dense_nbytes(made, self.dims) < dense_nbytes(given, self.dims):
+                return self.place(op.inputs[0])
         return anchor
 
     def differentiated(self, op: Operator) -> str:

@@ -127,7 +127,8 @@ class _Move:
                 placed[i] = self.device(op.module, op.device)
         homes = {name: home for name in step.external_inputs if (home := self.home(name)) is not None}
         sides = cheapest_sides(self.program, placed, homes, free)
-        moved = {i: device for i, device in (placed | sides.ops).items() if device != step.ops[i].device}
+        chosen = (placed | sides.ops).items()
+        moved = {i: device for i, device in chosen if device != step.ops[i].device or follows(step.ops[i])}
         away = {name: device for name, device in (homes | sides.inputs).items() if device != step.blobs[name].device}
         return follow(self.program, moved, away, ShiftModules.name)
 

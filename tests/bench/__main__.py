@@ -27,6 +27,7 @@ import capturing
 import certifying
 import checking
 import comparing
+import cutting
 import exactness
 import importing
 import locking
@@ -66,6 +67,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "mutants": mutating.rows,
     "certificates": certifying.rows,
     "proofs": proving.pass_rows,
+    "cuts": cutting.rows,
     "compare": comparing.rows,
     "elements": reaching.rows,
 }

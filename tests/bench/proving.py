@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
+from minimum_cut import cuts
 from mutations.subjects import zoo_names, zoo_program
 
 import graphir
@@ -31,6 +32,9 @@ def results(program: Program) -> Iterator[tuple[str, Program, Program]]:
             copied = passes.inject_copies(shifted)
             yield f"shift at {cut}, copies", program, copied
             yield f"shift at {cut}, copies, storage", program, passes.share_storage(copied)
+    for modules in cuts(program, CUTS):
+        moved_modules = passes.shift_modules(program, dict.fromkeys(modules, 1))
+        yield "modules moved, copies", program, passes.inject_copies(moved_modules)
     yield "storage", program, passes.share_storage(program)
     yield "printed and parsed", program, graphir.parse(str(program))
     with tempfile.TemporaryDirectory() as folder:
