@@ -20,6 +20,7 @@ from ..ir.program import Program
 from ..ir.size import LARGEST, Dims, size_dims
 from ..ir.text import nbytes_text
 from ..ir.verify import require
+from ..ir.verify.infer import is_known
 from .liveness import Lifetime, liveness, stays
 from .profile_files import cached
 from .profiles import Measured, Profile
@@ -222,7 +223,7 @@ class Memory:
             types = Counter(c.type for c in self.scratch if c.nbytes is None and device in (None, c.device))
             shown = [f"{type} ({count})" for type, count in types.most_common(_MOST_TYPES)]
             others = f" and {len(types) - len(shown)} more types" if len(types) > len(shown) else ""
-            hint = "; graphir.profile measures it" if any("." in type for type in types) else ""  # not Caffe2's
+            hint = "; graphir.profile measures it" if any(map(is_known, types)) else ""
             lines += [f"  +: without what is unknown, of {', '.join(shown)}{others}{hint}"]
         return lines
 

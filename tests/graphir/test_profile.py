@@ -157,6 +157,7 @@ def test_what_cannot_be_called_is_said_and_stays_unknown() -> None:
         c : ? @gpu:0 = Strange(b)
         d : f32[4] @gpu:0 = aten.relu(c)
         output d
+        proto ""
     """)
     found = graphir.profile(program)
     assert len(found.failed) == 2

@@ -110,11 +110,11 @@ class _Found(NamedTuple):
 @cache
 def is_elementwise(type: str) -> bool:
     """Whether each element of a result depends on one element of each operand."""
-    if type in _ELEMENTWISE or "." not in type:
-        return type in _ELEMENTWISE
+    if type in _ELEMENTWISE:
+        return True
     try:
         return torch.Tag.pointwise in overload(type).tags
-    except GraphirError:  # graphir's own
+    except GraphirError:  # graphir's own, and Caffe2's
         return False
 
 

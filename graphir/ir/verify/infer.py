@@ -123,7 +123,7 @@ def infer(op: Operator, inputs: Inputs, dims: Dims) -> Inferred:
         found = _infer(op, inputs, {name: bind_arg(arg, dims) for name, arg in op_args.items()})
         if len(_kept) >= _MOST_KEPT:
             _kept.clear()
-        if is_known(op_type) or "." not in op_type:  # another may be registered yet
+        if is_known(op_type):  # another may be registered yet
             _kept[key] = found
     return found
 
@@ -156,8 +156,6 @@ def _identity(scalar: Any, dims: Dims) -> Any:
 
 def _infer(op: Operator, inputs: Inputs, args: Mapping[str, Arg]) -> Inferred:
     if not is_known(op.type):
-        if "." not in op.type:  # as the types of imported nets
-            return Inferred(None, None)
         return Inferred(None, None, _unknown(op.type))
     sig = signature(op.type)
     effects = effects_of(op.type, args, op.operands, len(inputs), op.results, len(op.outputs))

@@ -15,6 +15,7 @@ from small import program_of
 from tiny import GPU0, GPU1, dropped, edited, inserted, op, reblobbed
 
 from graphir import passes
+from graphir.caffe2.dialect import CAFFE2
 from graphir.errors import PlacementError, VerifyError
 from graphir.ir.blob import Blob
 from graphir.ir.device import CPU
@@ -244,12 +245,14 @@ def test_stale_external_output() -> None:
         verify(p.with_(step=p.step.with_(external_outputs=("loss", "h"))))
 
 
-def test_unknown_types_are_taken_as_they_are() -> None:
+def test_types_of_caffe2_are_taken_as_they_are_in_its_nets_alone() -> None:
     blobs = {n: Blob(n, None, None, GPU0, "activation", n) for n in "xyz"}
     relu = op("Relu", ("y",), ("y",), output_versions=(1,), effects=Effects(writes=((0, 0),)))
     fc = op("FC", ("x",), ("y",))
     last = op("Softmax", ("y",), ("z",), input_versions=(1,))
-    verify(Net("caffe2", (fc, relu, last), blobs, ("x",), ("z",)))
+    verify(Net("caffe2", (fc, relu, last), blobs, ("x",), ("z",), dialect=CAFFE2))
+    with pytest.raises(VerifyError, match="has an operator 'FC'"):
+        verify(Net("captured", (fc, relu, last), blobs, ("x",), ("z",)))
 
 
 def test_a_bare_net_is_compared_with_shapes_where_dims_are_given() -> None:
