@@ -28,6 +28,7 @@ from .base import Pass, Shifts, build, register
 from .caffe2_shift import shift_by_name
 from .following import follow, follows
 from .labels import Label, Source, propagate
+from .module_patterns import module_paths
 
 __all__ = ["ShiftActivations", "shift_activations"]
 
@@ -102,6 +103,11 @@ class ShiftActivations(Pass):
 
 
 def _not_an_activation(program: Program, name: str, listed: Sequence[str]) -> PassError:
+    if name in module_paths(program):
+        return PassError(
+            f"{name!r} is a module of program {program.name!r}, and no activation",
+            fix=f'move the module: shift_modules(program, {{"{name}": "gpu:1"}})',
+        )
     some = ", ".join(listed[:_MOST_LISTED]) + (", …" if len(listed) > _MOST_LISTED else "")
     return PassError(
         f"{name!r} is not an activation of program {program.name!r}{nearest(name, listed)}",

@@ -41,7 +41,10 @@ def _printed(target: Any) -> Any:
     """A target with its devices as they are printed."""
     try:
         if isinstance(target, Mapping):
-            return {str(Device.parse(source)): str(Device.parse(to)) for source, to in target.items()}
+            found = {str(Device.parse(source)): str(Device.parse(to)) for source, to in target.items()}
+            if len(found) < len(target):
+                raise ValueError("a device is given twice")
+            return found
         return str(Device.parse(target))
     except GraphirError as e:
         raise ValueError(f"{e.what}; {e.fix}") from None
@@ -62,6 +65,7 @@ class ShiftModules(Pass):
                 fix="shift a Caffe2 net by shift_activations",
             )
         claimed = claims(program, self.modules)
+        _refuse_unused_sources(program, claimed, self.modules)
         return _Move(program, claimed, {pattern: _targets(to) for pattern, to in self.modules.items()}).run()
 
 
@@ -78,9 +82,24 @@ def shift_modules(program: Program, modules: Mapping[str, Target]) -> Program:
             two replicas.
 
     Raises:
-        PassError: a pattern names no module, two name the same one, or a device is none. Nothing has changed then.
+        PassError: a pattern names no module, two name the same one, a device is none, or nothing of the modules is on
+            a source. Nothing has changed then.
     """
     return build(ShiftModules, modules=modules)(program)
+
+
+def _refuse_unused_sources(
+    program: Program, claimed: Mapping[str, str], modules: Mapping[str, str | Mapping[str, str]]
+) -> None:
+    used: dict[str, set[Device]] = {pattern: set() for pattern in modules}
+    for op in (*program.init.ops, *program.step.ops):
+        if op.module in claimed:
+            used[claimed[op.module]].add(op.device)
+    for pattern, to in modules.items():
+        for source in to if isinstance(to, Mapping) else ():
+            if source not in used[pattern]:
+                where = sorted(used[pattern], key=Device.order)
+                raise PassError(f"nothing of {pattern!r} is on {source}", fix=f"sources can be {', '.join(where)}")
 
 
 def _targets(to: str | Mapping[str, str]) -> Mapping[Device, Device] | Device:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import models
 import nets
 import pytest
 import torch
+from runnable import captured
 from small import program_of, two_layers
 from torch import nn
 
@@ -239,6 +241,13 @@ def test_forward_only_programs_shift() -> None:
 def test_unknown_activation_names_the_nearest() -> None:
     with pytest.raises(PassError, match="'relu1' is not an activation of program 'small'; did you mean 'relu'"):
         passes.shift_activations(two_layers(), ["relu1"], shifts={0: 1})
+
+
+def test_a_module_is_moved_by_another_pass() -> None:
+    program = captured(models.resnet())
+    with pytest.raises(PassError, match="'blocks' is a module of program 'resnet', and no activation") as refused:
+        passes.shift_activations(program, ["blocks"], shifts={0: 1})
+    assert refused.value.fix == 'move the module: shift_modules(program, {"blocks": "gpu:1"})'
 
 
 @pytest.mark.parametrize("name", ["gpu_0/relu", "nothing like it"])

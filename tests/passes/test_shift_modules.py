@@ -269,6 +269,8 @@ def test_the_text_of_a_pass_is_read_back() -> None:
         ({"fc2": 1.5}, "modules.fc2: 1.5 is not a device"),
         ({"fc2": True}, "modules.fc2: True is not a device"),
         ({"fc2": {0: "gpu"}}, "modules.fc2: 'gpu' is not a device"),
+        ({"fc2": {0: 1, "gpu:0": 2}}, "modules.fc2: a device is given twice"),
+        ({"fc2": {0: 1, 7: 2}}, "nothing of 'fc2' is on gpu:7\n  fix  sources can be gpu:0"),
         (["fc2"], "modules: expected a dict, not"),
         ({2: 1}, "modules.2: expected text"),
     ],
