@@ -9,8 +9,8 @@ Operators keep their program order, except that
   gradients are gathered until they come to :data:`_BUCKET` bytes;
 * a storage is freed after its last use.
 
-Of the last two, what would have to wait for a transfer that is only just issued gives it time: it is issued when the
-transfer's lane has gone on to another point of the program, or when its own device waits for a transfer anyway::
+Updates and frees that depend on a just-issued transfer are delayed: until the transfer's lane has been given another
+one at a later point of the program, or until their own device waits for a transfer anyway::
 
     gpu:0.compute:  run w2_grad            run w1_grad             run update w2   free w2_grad
     gpu:0.copy_in:              reduce w2_grad         reduce w1_grad
@@ -81,9 +81,9 @@ class _Order:
         gathered: small reductions that are ready, and their bytes, by route.
         point: the number of the current point.
         moved: for each lane, the last point at which it was given a transfer.
-        given: for each task, the lanes of the transfers that it follows, and their points.
-        held: for each task that gives transfers time, how many lanes have still to go on.
-        held_by, held_on: those tasks, by lane and by their own device.
+        given: for each task, the lanes of the transfers that it depends on, and their points.
+        held: for each delayed task, how many of these lanes have not been given another transfer since.
+        held_by, held_on: the delayed tasks, by lane and by their own device.
     """
 
     def __init__(self, net: Net, dims: Dims, found: Hazards) -> None:
@@ -137,7 +137,7 @@ class _Order:
             if self.soon[i]:
                 continue
             self.point += 1
-            if self.missing[i]:  # on what is still held
+            if self.missing[i]:  # on delayed tasks
                 self.release()
             if self.issued[i]:
                 continue
@@ -153,7 +153,7 @@ class _Order:
         return self.out
 
     def release(self) -> None:
-        """Issue all that is held or gathered."""
+        """Issue all that is delayed or gathered."""
         for gathered, _ in self.gathered.values():
             self.transfers += gathered
         self.gathered.clear()
@@ -220,7 +220,8 @@ class _Order:
                     self.follow(storage)
 
     def moves(self, i: int) -> None:
-        """A transfer's lanes have gone on; what follows it may have to give it time."""
+        """Note that the lanes of a transfer were given it: tasks that waited for this are no longer delayed, and tasks
+        that depend on it may be."""
         lanes, outputs = self.lanes(i), self.net.ops[i].outputs
         for at in lanes:
             if self.moved.get(at) != self.point:
@@ -241,7 +242,7 @@ class _Order:
             self.follow(i)
 
     def follow(self, task: _Task) -> None:
-        """Let a task be issued next, or hold it while it has to give transfers time."""
+        """Let a task be issued next, or delay it while it depends on a just-issued transfer."""
         lanes = {at for at, point in self.given.get(task, ()) if self.moved[at] == point}
         if not lanes:
             if isinstance(task, str):
