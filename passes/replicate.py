@@ -140,14 +140,11 @@ class _Copy:
 
     def op(self, op: Operator) -> Operator:
         device = self.device if op.device.kind == "gpu" else op.device
-        return op._replace(
-            inputs=self.names(op.inputs),
-            outputs=self.names(op.outputs),
-            args={key: map_arg(value, self.scalar) for key, value in op.args.items()},
-            device=device,
-            by="replicate" if self.replica or device != op.device else op.by,
-            of=self.blob_name(op.of) if op.of else "",
-        )
+        by = "replicate" if self.replica or device != op.device else op.by
+        args = {key: map_arg(value, self.scalar) for key, value in op.args.items()} if op.args else op.args
+        of = self.blob_name(op.of) if op.of else ""
+        names = op.type, self.names(op.inputs), self.names(op.outputs), args, device
+        return Operator._make(names + op[5:7] + (by,) + op[8:15] + (of, op.source))  # noqa: RUF005  # half of _replace
 
 
 def _interleave(net: Net, copies: Sequence[_Copy]) -> Net:

@@ -35,7 +35,7 @@ NAMESPACES: Final = frozenset({"aten", "prims"})
 """Namespaces of torch operators that a program may name without registration."""
 
 ACCUMULATES: Final = "aten.add.Tensor"
-"""The type with which autograd adds the gradients of a value up that is read more than once."""
+"""The type with which autograd adds up the gradients of a value that is read more than once."""
 
 
 class Param(NamedTuple):
