@@ -205,7 +205,7 @@ def test_a_mend_of_modules_alone_elsewhere(devices: list[int]) -> None:
     """The backward of a module goes with it: one warning, one mend."""
     example = models.gpt(layers=3)
     program = passes.replicate(captured(example, sgd(example.model.parameters())), devices)
-    moved = passes.shift_modules(program, {"layers.*.mlp.1": {0: 2, 1: 3}})
+    moved = passes.shift_modules(program, {"layers.*.mlp.1": {d: d + 2 for d in devices}})
     before = traffic(passes.inject_copies(moved))
     (found,) = before.warnings
     assert (found.kind, found.nbytes) == ("alone elsewhere", before.nbytes)
