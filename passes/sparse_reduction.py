@@ -42,6 +42,7 @@ def reduce_sparse(
     args: Mapping[str, Arg],
     blobs: MutableMapping[str, Blob],
     reduced: MutableMapping[str, str],
+    by: str,
 ) -> list[Operator]:
     """The operators that reduce one gradient on every replica.
 
@@ -51,6 +52,7 @@ def reduce_sparse(
         args: ``reduction`` and ``shares``, as ``AllReduce`` takes them.
         blobs: new ones are added.
         reduced: for each of *pairs*' blobs, what the update reads in its place; entries are added.
+        by: the pass that reduces.
     """
     ops: list[Operator] = []
     lookups = reduce(add, [_shape(blobs, values)[0] for _, values in pairs])
@@ -65,7 +67,7 @@ def reduce_sparse(
                     blobs[names[-1]] = blobs[name]._replace(
                         name=names[-1], device=device, storage=names[-1], offset=0, role="gradient"
                     )
-                    ops.append(Operator("Copy", (name,), (names[-1],), {}, device, "reduce", by="replicate"))
+                    ops.append(Operator("Copy", (name,), (names[-1],), {}, device, "reduce", by=by))
         outputs = []
         for name, shape in zip(pair, ((1, lookups), (lookups, width)), strict=True):
             outputs.append(fresh(f"{name}_reduced", blobs))
@@ -80,7 +82,7 @@ def reduce_sparse(
                 {"rows": rows, **args},
                 device,
                 "reduce",
-                by="replicate",
+                by=by,
                 operands=f"[{'t' * len(pairs)}]" * 2,
             )
         )

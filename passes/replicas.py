@@ -1,0 +1,211 @@
+"""Sites: where the operators of a captured program run once it is spread over devices, and how gradients of several
+sites are reduced.
+
+A captured operator reads the same at every site but for its names, which get the site's prefix, and its sizes::
+
+    cat : f32[batch,12] @gpu:0   ─▶   gpu_0/cat : f32[gpu_0/batch,12] @gpu:0
+                                      gpu_1/cat : f32[gpu_1/batch,12] @gpu:1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from graphir.errors import PassError
+from graphir.ir.blob import STATE_ROLES, Blob
+from graphir.ir.device import Device, gpu
+from graphir.ir.names import fresh, replica_prefix
+from graphir.ir.net import Net
+from graphir.ir.operator import Arg, Operator, map_arg
+from graphir.ir.program import Program
+from graphir.ir.size import Polynomial, Shape, Size, dimension, rename_dims
+
+from .sparse_reduction import reduce_sparse, sparse_gradients
+
+__all__ = ["Site", "distinct", "reduced", "replica_sites", "require_captured", "shares_of"]
+
+
+def distinct(devices: tuple[int, ...]) -> tuple[int, ...]:
+    """The devices, at least one and none twice; a field's validator."""
+    if not devices:
+        raise ValueError("no devices; give at least one, such as [0]")
+    repeated = sorted({d for d in devices if devices.count(d) > 1})
+    if repeated:
+        raise ValueError(f"device {repeated[0]} is given more than once; each replica needs a device of its own")
+    return devices
+
+
+def require_captured(program: Program, replicas: int) -> None:
+    """Refuse a program that has replicas or devices already, or whose results *replicas* could not hand back as one.
+
+    Raises:
+        PassError: it is such a program.
+    """
+    if program.replicas != ("",):
+        raise PassError(
+            f"program {program.name!r} is replicated already, as {', '.join(program.replicas)}",
+            fix="replicate the captured program once, over all its devices",
+        )
+    elsewhere = [d for d in program.devices if d.kind == "gpu" and d != gpu(0)]
+    if elsewhere:
+        raise PassError(
+            f"program {program.name!r} is placed on {', '.join(elsewhere)} already",
+            fix="replicate first, then shift",
+        )
+    if program.interface.one_replica and replicas > 1:
+        raise PassError(
+            f"the results of {replicas} replicas of program {program.name!r} can't be put together: the "
+            f"step could be recorded at one batch only, so nobody knows along which dimension ({program.fixed})",
+            fix="replicate it on one device, or let the model take other batches",
+        )
+
+
+class Site:
+    """How names, sizes, blobs and operators of the captured program read at one site.
+
+    Args:
+        program: as captured.
+        device: of the site; it gives the prefix.
+        resized: what a captured size is here.
+        by: the pass that spreads the program; empty where operators are where they were captured.
+    """
+
+    def __init__(self, program: Program, device: Device, resized: Callable[[Size], Size], by: str) -> None:
+        self.device, self.resized, self.by = device, resized, by
+        self.prefix = replica_prefix(device.index)
+        self.shared = frozenset(group.lr for group in program.interface.param_groups)
+        self._names: dict[str, str] = {}
+        self._shapes: dict[Shape, Shape] = {}
+
+    def blob_name(self, name: str) -> str:
+        found = self._names.get(name)
+        if found is None:  # one string a name: look-ups by the same object are the fastest
+            found = self._names[name] = name if name in self.shared else self.prefix + name
+        return found
+
+    def rename(self, name: str, here: str) -> None:
+        """Let a captured name be another one here, behind the prefix."""
+        self._names[name] = self.prefix + here
+
+    def names(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(self.blob_name, names))
+
+    def shape(self, shape: Shape | None) -> Shape | None:
+        if shape is None:
+            return None
+        if shape not in self._shapes:
+            self._shapes[shape] = tuple(map(self.resized, shape))
+        return self._shapes[shape]
+
+    def blob(self, blob: Blob) -> Blob:
+        return blob._replace(
+            name=self.blob_name(blob.name),
+            shape=self.shape(blob.shape),
+            device=self.placed(blob.device),
+            storage=self.blob_name(blob.storage),
+            strides=self.shape(blob.strides),
+            offset=self.resized(blob.offset),
+        )
+
+    def placed(self, device: Device) -> Device:
+        """Where what is captured on *device* is: on the host it stays there."""
+        return self.device if device.kind == "gpu" else device
+
+    def scalar(self, scalar: Any) -> Any:
+        return self.resized(scalar) if scalar.__class__ is Polynomial else scalar
+
+    def op(self, op: Operator) -> Operator:
+        device = self.placed(op.device)
+        args = {key: map_arg(value, self.scalar) for key, value in op.args.items()} if op.args else op.args
+        of = self.blob_name(op.of) if op.of else ""
+        names = op.type, self.names(op.inputs), self.names(op.outputs), args, device
+        by = self.by or op.by
+        return Operator._make(names + op[5:7] + (by,) + op[8:15] + (of, op.source))  # half of _replace
+
+
+def replica_sites(program: Program, devices: Sequence[int], by: str) -> list[Site]:
+    """A site for each replica, in order; its dimensions have its prefix."""
+    sites = []
+    for replica, number in enumerate(devices):
+        resized = partial(rename_dims, rename=replica_prefix(number).__add__)
+        sites.append(Site(program, gpu(number), resized, by if replica or number else ""))
+    return sites
+
+
+def shares_of(program: Program, sites: Sequence[Site]) -> tuple[Arg, ...]:
+    """Each replica's share of the batch: its batch dimension where sizes follow it, else one each."""
+    if "batch" in program.dims:
+        return tuple([dimension(site.prefix + "batch") for site in sites])
+    return (1,) * len(sites)
+
+
+def reduced(
+    net: Net, program: Program, sites: Sequence[Site], reduction: str, by: str, alone: Container[str] = ()
+) -> Net:
+    """The net with every gradient reduced that an update reads or that is an output, before the first update.
+
+    Args:
+        net: of all sites.
+        program: as captured.
+        sites: of the replicas.
+        reduction: ``mean`` or ``sum``.
+        by: the pass that reduces.
+        alone: gradients, by their captured names, that one site has alone.
+    """
+    sparse = {pair: param for pair, param in sparse_gradients(program.step).items() if pair[0] not in alone}
+    parts = {name for pair in sparse for name in pair}
+    grads = [grad for grad in _reduced_gradients(program.step) if grad not in parts and grad not in alone]
+    if len(sites) == 1 or not (grads or sparse):
+        return net
+    blobs = dict(net.blobs)
+    renamed: dict[str, str] = {}
+    reductions: list[Operator] = []
+    args: dict[str, Arg] = {}
+    if reduction == "mean":
+        args = {"reduction": "mean", "shares": shares_of(program, sites)}
+    pattern = f"[{'t' * len(sites)}]"
+    for grad in grads:
+        inputs = tuple(site.blob_name(grad) for site in sites)
+        outputs = tuple(fresh(f"{name}_reduced", blobs) for name in inputs)
+        for name, output in zip(inputs, outputs, strict=True):
+            blobs[output] = blobs[name]._replace(name=output, storage=output, offset=0, role="gradient")
+        renamed.update(zip(inputs, outputs, strict=True))
+        reductions.append(
+            Operator(
+                type="AllReduce",
+                inputs=inputs,
+                outputs=outputs,
+                args=args,
+                device=sites[0].device,
+                phase="reduce",
+                by=by,
+                operands=pattern,
+                results=pattern,
+            )
+        )
+    for (indices, values), param in sparse.items():
+        pairs = [(site.blob_name(indices), site.blob_name(values)) for site in sites]
+        reductions += reduce_sparse(pairs, [site.blob_name(param) for site in sites], args, blobs, renamed, by)
+    before = [op for op in net.ops if op.phase != "update"]
+    updates = [_reading(op, renamed) for op in net.ops if op.phase == "update"]
+    return net.with_(
+        ops=(*before, *reductions, *updates),
+        blobs=blobs,
+        external_outputs=tuple([renamed.get(name, name) for name in net.external_outputs]),
+    )
+
+
+def _reduced_gradients(step: Net) -> list[str]:
+    """Blobs that the backward makes and an update reads or the caller gets, in the order in which they are made."""
+    wanted = {name for op in step.ops if op.phase == "update" for name in op.inputs}
+    wanted.update(name for name in step.external_outputs if step.blobs[name].role == "gradient")
+    made = [name for op in step.ops if op.phase in ("forward", "backward") for name in op.outputs]
+    return [name for name in dict.fromkeys(made) if name in wanted and step.blobs[name].role not in STATE_ROLES]
+
+
+def _reading(op: Operator, renamed: Mapping[str, str]) -> Operator:
+    """*op* reading the renamed blobs."""
+    inputs = tuple([renamed.get(name, name) for name in op.inputs])
+    return op if inputs == op.inputs else op._replace(inputs=inputs)
