@@ -187,7 +187,7 @@ def update_moved(program: Program, draw: Random) -> Found:
             if place != position and storages & {blobs[name].storage for name in (*other.inputs, *other.outputs)}
         ]
         rest = [*ops[:position], *ops[position + 1 :]]
-        for user in shuffled(users, draw)[:12]:
+        for user in shuffled(users, draw):
             yield f"{named(op)} to {user}", with_ops(program, [*rest[:user], op, *rest[user:]])
 
 
