@@ -13,8 +13,8 @@ from .grid import BATCH
 
 __all__ = ["read_dims"]
 
-_MOST: Final = 4
-"""How many dimensions may be named: each further one doubles the recordings or more."""
+_MOST: Final = 64
+"""How many dimensions may be named: each further one costs a recording or more."""
 
 _FIX: Final = 'pass an int, None, {0: "batch", 1: "length"}, or a tree (inputs, kwargs, targets) of these'
 

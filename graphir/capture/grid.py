@@ -10,6 +10,9 @@ exactly, one more, at other values of all dimensions, confirms them::
        │  ●    ●               batch, height, width: {1, batch} x
        │  ●    ●                 {1, h, h², w, w², h*w}               13
        └──────────▶ batch
+
+More than four dimensions are taken for numbers of lookups and the like, which nothing multiplies: each appears by
+itself, and costs one recording. Where it does not, the check tells.
 """
 
 from __future__ import annotations
@@ -27,6 +30,9 @@ __all__ = ["BATCH", "Grid", "NotPolynomial", "point_text"]
 
 BATCH: Final = "batch"
 """The dimension that is split over replicas."""
+
+_MULTIPLIED: Final = 4
+"""As many dimensions may be multiplied; of more, each is a term by itself."""
 
 _SMALL: Final = 7
 """Dimensions from here on are recorded at smaller values, which models with a longest sequence take too."""
@@ -113,6 +119,8 @@ def _values(dim: str, value: int, step: int) -> tuple[int, ...]:
 
 def _exponents(dims: tuple[str, ...]) -> list[tuple[int, ...]]:
     """The powers of each dimension in each monomial, the constant first."""
+    if len(dims) > _MULTIPLIED:
+        return [(0,) * len(dims), *[tuple([int(d == dim) for d in dims]) for dim in dims]]
     highest = [1 if dim == BATCH else 2 for dim in dims]
     return [
         powers

@@ -270,9 +270,29 @@ def test_an_empty_dimension() -> None:
         two(torch.zeros(4, 0), torch.zeros(4, 0), TOKENS)
 
 
+def test_many_names_are_terms_by_themselves() -> None:
+    names = ["batch", *"abcde"]
+    dims = ([{0: name} for name in names],), {}, ()
+    tensors = [torch.zeros(n + 2) for n in range(len(names))]
+
+    class Together(nn.Module):
+        def forward(self, xs: list[torch.Tensor]) -> torch.Tensor:
+            return torch.cat([x.exp() for x in xs])
+
+    program = capture(Together(), (tensors,), batch_dims=dims)
+    assert str(program.step.blobs[program.step.external_outputs[0]].shape[0]) == "a+b+batch+c+d+e"
+
+    class Multiplied(nn.Module):
+        def forward(self, xs: list[torch.Tensor]) -> torch.Tensor:
+            return (xs[1][:, None] * xs[2]).flatten()
+
+    assert "is no polynomial" in capture(Multiplied(), (tensors,), batch_dims=dims).fixed
+
+
 def test_too_many_names() -> None:
-    with pytest.raises(CaptureError, match="batch_dims names 5 dimensions: a, b, batch, c, d"):
-        two(torch.zeros(2, 3, 4, 5, 6), torch.zeros(2), ((dict(enumerate(["batch", *"abcd"])), 0), {}, ()))
+    dims = ([{0: name} for name in ["batch", *(f"d{i}" for i in range(64))]],), {}, ()
+    with pytest.raises(CaptureError, match=r"batch_dims names 65 dimensions: batch, d0, d1"):
+        capture(nn.Identity(), ([torch.zeros(2)] * 65,), batch_dims=dims)
 
 
 def test_one_tensor_has_one_set_of_names() -> None:
