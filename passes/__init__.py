@@ -1,7 +1,7 @@
 """What one can do to a program: one pass a file, each a function from program to program.
 
-In the order in which they are usually run: replicate, shift_modules or shift_activations, inject_copies, share_storage,
-emit.
+In the order in which they are usually run: replicate or shard, shift_modules or shift_activations, inject_copies,
+share_storage, emit.
 """
 
 from .activations import find_activations
@@ -9,6 +9,7 @@ from .base import Gpu, Pass, Pipeline, Run, Timing, build, register
 from .copies import InjectCopies, inject_caffe2_copies, inject_copies
 from .emit import emit
 from .replicate import Replicate, replicate
+from .shard import Shard, shard
 from .shift import ShiftActivations, shift_activations
 from .shift_modules import ShiftModules, shift_modules
 from .storage import ShareStorage, share_storage
@@ -20,6 +21,7 @@ __all__ = [
     "Pipeline",
     "Replicate",
     "Run",
+    "Shard",
     "ShareStorage",
     "ShiftActivations",
     "ShiftModules",
@@ -31,6 +33,7 @@ __all__ = [
     "inject_copies",
     "register",
     "replicate",
+    "shard",
     "share_storage",
     "shift_activations",
     "shift_modules",

@@ -37,6 +37,7 @@ __all__ = [
     "Timing",
     "build",
     "parse_pipeline",
+    "printed_device",
     "register",
     "require_program",
 ]
@@ -128,7 +129,13 @@ def _each_once(given: Any, read: ValidatorFunctionWrapHandler) -> Any:
 Shifts: TypeAlias = Annotated[dict[Gpu, Gpu], WrapValidator(_each_once)]
 """An option that says of gpus to which other one each goes."""
 
-Placed: TypeAlias = Annotated[str, BeforeValidator(lambda given: str(_device(given)))]
+
+def printed_device(given: Any) -> str:
+    """A device as it is printed; a field's validator."""
+    return str(_device(given))
+
+
+Placed: TypeAlias = Annotated[str, BeforeValidator(printed_device)]
 """An option that is any device: given as it is printed or by a gpu's number, kept and printed as ``gpu:1``."""
 
 

@@ -9,7 +9,7 @@ from graphir.ir.module_patterns import ModulePattern
 from graphir.ir.names import base_name
 from graphir.ir.program import Program
 
-__all__ = ["claims", "module_paths"]
+__all__ = ["claims", "module_paths", "outermost"]
 
 
 def module_paths(program: Program) -> dict[str, None]:
@@ -49,6 +49,18 @@ def claims(program: Program, patterns: Iterable[str]) -> dict[str, str]:
                 )
             found[path] = text
     return found
+
+
+def outermost(claimed: Mapping[str, str]) -> list[str]:
+    """The claimed modules that are inside of no other one of them, in the order of their paths."""
+    paths = sorted(claimed, key=lambda path: path.split("."))
+    return [path for path in paths if claimed.keys().isdisjoint(_above(path))]
+
+
+def _above(path: str) -> set[str]:
+    """The paths of the modules that a module is in."""
+    parts = path.split(".")
+    return {".".join(parts[:i]) for i in range(1, len(parts))}
 
 
 def _unknown(program: Program, text: str, paths: Mapping[str, None]) -> PassError:

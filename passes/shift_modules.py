@@ -140,7 +140,9 @@ class _Move:
         for i, op in enumerate(step.ops):
             if follows(op):
                 continue
-            if op.type == _CAST or not (op.module in self.claimed or self.is_fixed(op.module, op.inputs)):
+            if op.type == "Copy":  # somebody has put it where it is
+                placed[i] = op.device
+            elif op.type == _CAST or not (op.module in self.claimed or self.is_fixed(op.module, op.inputs)):
                 free[i] = None
             else:
                 placed[i] = self.device(op.module, op.device)

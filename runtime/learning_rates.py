@@ -194,9 +194,9 @@ class LearningRates:
                 f"group {i} of the optimizer and of the program differ in their number of parameters: {len(theirs)} "
                 f"and {len(group.params)}"
             )
-        blobs, prefix = self.program.step.blobs, self.program.replicas[0]
+        blobs = self.program.step.blobs
         for name, param in zip(group.params, theirs, strict=True):
-            blob: Blob | None = blobs.get(prefix + name)
+            blob: Blob | None = blobs.get(self.program.blob_of(name))
             if blob is None or blob.shape is None:
                 continue
             shape = bind_shape(blob.shape, self.program.dims)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -128,7 +129,7 @@ class State:
             self.untouched = {
                 name: given[blob].clone()
                 for name, blob in program.interface.module_state.items()
-                if program.replicas[0] + blob not in self.tensors and blob in given
+                if program.blob_of(blob) not in self.tensors and blob in given
             }
         self.optimizer_state: dict[str, Mapping[str, str]] = {} if beside is None else beside.optimizer_state
         self.optimizer_state.update(program.interface.optimizer_state)
@@ -169,7 +170,7 @@ class State:
 
     def of_module(self, name: str, replica: int) -> Tensor | None:
         """A replica's tensor under its name in ``module.state_dict()``, where it was given one."""
-        blob = self.program.replicas[replica] + self.program.interface.module_state[name]
+        blob = self.program.blob_of(self.program.interface.module_state[name], replica)
         return self.tensors.get(blob, self.untouched.get(name))
 
     def check_replica(self, replica: int) -> None:
@@ -188,18 +189,18 @@ class State:
         names.
         """
         self.check_replica(replica or 0)
-        prefix = self.program.replicas[replica or 0]
-        found = {key: self.tensors[blob].clone() for blob, key in self.keys.items() if blob == prefix + key}
+        named = partial(self.program.blob_of, replica=replica or 0)
+        found = {key: self.tensors[blob].clone() for blob, key in self.keys.items() if blob == named(key)}
         # Of a state beside, too: a parameter that has no gradient here may have one there.
         for blob in [blob for own in self.optimizer_state.values() for blob in own.values()]:
-            if blob not in found and prefix + blob in self.common:
-                found[blob] = self.common[prefix + blob].clone()
+            if blob not in found and named(blob) in self.common:
+                found[blob] = self.common[named(blob)].clone()
         for name, tensor in self.untouched.items():
             found.setdefault(self.program.interface.module_state[name], tensor.clone())
         if replica is None:
             own = self._roles_of_their_own()
             for blob, key in self.keys.items():
-                if blob != prefix + key and self.program.init.blob(blob).role in own:
+                if blob != named(key) and self.program.init.blob(blob).role in own:
                     found[blob] = self.tensors[blob].clone()
         return {**found, "step": torch.tensor(self.progress.steps_done, device="cpu")}
 
@@ -256,7 +257,6 @@ class State:
     def optimizer(self, groups: Sequence[Mapping[str, Any]], replica: int) -> dict[str, Any]:
         """Copies in the format of ``torch.optim.Optimizer.state_dict()``."""
         self.check_replica(replica)
-        prefix = self.program.replicas[replica]
         state: dict[int, dict[str, Any]] = {}
         packed = []
         count = 0
@@ -265,7 +265,8 @@ class State:
             count += len(indices)
             for index, param in zip(indices, group["params"], strict=True):
                 own = self.optimizer_state.get(param, {})
-                found = {name: self.common[prefix + blob] for name, blob in own.items() if prefix + blob in self.common}
+                blobs = {name: self.program.blob_of(blob, replica) for name, blob in own.items()}
+                found = {name: self.common[blob] for name, blob in blobs.items() if blob in self.common}
                 kept = as_torch_has_it(found, self.program.interface.optimizer)
                 if kept:
                     state[index] = kept

@@ -18,8 +18,8 @@ PUBLIC = {
         traffic verify
     """,
     "graphir.passes": """
-        Gpu InjectCopies Pass Pipeline Replicate Run ShareStorage ShiftActivations ShiftModules Timing
-        build emit find_activations inject_caffe2_copies inject_copies register replicate share_storage
+        Gpu InjectCopies Pass Pipeline Replicate Run Shard ShareStorage ShiftActivations ShiftModules
+        Timing build emit find_activations inject_caffe2_copies inject_copies register replicate shard share_storage
         shift_activations shift_modules
     """,
     "graphir.runtime": """

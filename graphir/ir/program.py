@@ -79,6 +79,8 @@ class Interface:
         one_replica: the step could be recorded at one batch only, so that nobody knows along which dimensions the
             results of several replicas would be gathered.
         gradients: each parameter whose gradient a training step without optimizer hands back, and the gradient's blob.
+        placed: the prefixes of the replicas that have a blob named here, where not every replica does. Such an input is
+            passed whole, and such an output is handed back as it is.
     """
 
     arguments: str = ""
@@ -92,6 +94,7 @@ class Interface:
     param_groups: tuple[ParamGroup, ...] = ()
     one_replica: bool = False
     gradients: Mapping[str, str] = field(default_factory=dict)
+    placed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, repr=False)
@@ -139,6 +142,12 @@ class Program:
         """Every device of the program: gpus by number, then the cpu."""
         found = {*self.init.devices, *self.step.devices}
         return tuple(sorted(found, key=Device.order))
+
+    def blob_of(self, name: str, replica: int = 0) -> str:
+        """The blob of a name of the interface in a replica; of what only others have, in the first that has it."""
+        prefix = self.replicas[replica]
+        having = self.interface.placed.get(name)
+        return (prefix if having is None or prefix in having else having[0]) + name
 
     @cached_property
     def params(self) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ __all__ = [
     "product",
     "rename_dims",
     "size_dims",
+    "substitute",
 ]
 
 Dims: TypeAlias = Mapping[str, int]
@@ -131,6 +132,20 @@ def rename_dims(size: Size, rename: Callable[[str], str]) -> Size:
     if isinstance(size, int):
         return size
     return _collect((tuple(sorted(map(rename, monomial))), k) for monomial, k in size.terms)
+
+
+def substitute(size: Size, of: Callable[[str], Size]) -> Size:
+    """*size* with a size in the place of each dimension.
+
+    Raises:
+        GraphirError: the result has more terms than any real size.
+    """
+    if isinstance(size, int):
+        return size
+    total: Size = 0
+    for monomial, k in size.terms:
+        total = add(total, product([k, *map(of, monomial)]))
+    return total
 
 
 def add(a: Size, b: Size) -> Size:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphir.errors import SessionError, counted
-from graphir.ir.names import base_name, prefix_of
+from graphir.ir.names import base_name
 from graphir.ir.program import Program, Scalar, Slot
 from graphir.ir.size import Dims
 
@@ -33,7 +34,8 @@ class Gather:
         interface = program.interface
         names = [fetch.blob for fetch in interface.fetches] if interface.loss is None else [interface.loss]
         self.results = [
-            [] if name is None else [self.result_at(prefix + name) for prefix in program.replicas] for name in names
+            [] if name is None else [self.result_at(p + name) for p in interface.placed.get(name, program.replicas)]
+            for name in names
         ]
         self.structure = read_structure(interface.results) if interface.results is not None else None
         if self.structure is not None and len(list(paths(self.structure, ""))) != len(names):
@@ -87,8 +89,9 @@ class Gather:
         return [dims.get(prefix + "batch", 1) for prefix in self.program.replicas]
 
     def gradients(self, outputs: Sequence[Tensor], replica: int) -> dict[str, Tensor]:
-        """Copies of a replica's remaining outputs: gradients by their parameters' names, others by base name."""
-        prefix = self.program.replicas[replica]
+        """Copies of a replica's remaining outputs, those that others have alone included: gradients by their
+        parameters' names, others by base name."""
         params = {gradient: param for param, gradient in self.program.interface.gradients.items()}
-        found = [(base_name(name), outputs[i]) for name, i in self.others if prefix_of(name) == prefix]
+        named = partial(self.program.blob_of, replica=replica)
+        found = [(base_name(name), outputs[i]) for name, i in self.others if name == named(base_name(name))]
         return {params.get(name, name): tensor.clone() for name, tensor in found}

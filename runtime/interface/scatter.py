@@ -75,6 +75,7 @@ class Scatter:
     Attributes:
         names: the input blobs, in the order in which :meth:`split` gives their tensors.
         targets: for each of them the leaf that it is cut out of, its replica, and its name.
+        placed: the leaves of which some replicas have all rows.
         tensors: the leaves that are tensors.
         constants: those that are not, and their captured values.
         again: pairs of leaves that were one tensor.
@@ -105,6 +106,7 @@ class Scatter:
             if prefix + blob in external
         ]
         self.names = tuple(name for _, _, name in self.targets)
+        self.placed = [i for i, feed in enumerate(feeds) if feed.blob in program.interface.placed]
         self.tensors = [i for i, feed in enumerate(feeds) if feed.blob is not None]
         self.constants = [(i, feed.value) for i, feed in enumerate(feeds) if feed.blob is None]
         self.only_tensors = not self.constants and not self.again
@@ -172,14 +174,28 @@ class Scatter:
                     rows[i] = self.chunks(i, leaves[i], dim)
                 start, length = rows[i][replica]
                 shape[dim] = length
-            whole = dim is None or len(self.program.replicas) == 1
+            whole = dim is None or len(self.program.replicas) == 1 or i in self.placed
             share = Share(i, None if whole else dim, start, length, None)
-            cut.append((share, self.program.step.blobs[name], tuple(shape)))
-        dims = self.solve([(share.leaf, blob, shape) for share, blob, shape in cut], leaves)
+            cut.append((share, self.program.step.blobs[name], tuple(leaves[i].shape if whole else shape)))
+        dims = self.solve([(share.leaf, blob, shape) for share, blob, shape in cut], leaves, self.shares(rows))
         check_layouts(self.program, dims, self.places, self.threads)
         for check in self.checks:
             check(dims)
         return Fit(dims, tuple(self.laid_out(share, blob, leaves[share.leaf], dims) for share, blob, _ in cut))
+
+    def shares(self, rows: Mapping[int, Sequence[tuple[int, int]]]) -> dict[str, int]:
+        """The dimensions that the shares of leaves give which are not cut: a placed module reads them whole.
+
+        Args:
+            rows: by leaf, start and length of each replica's rows.
+        """
+        found = {}
+        for i in self.placed:
+            name, times = self.rows(i) or ("", 1)
+            if i in rows and name:
+                for prefix, (_, length) in zip(self.program.replicas, rows[i], strict=True):
+                    found[f"{prefix}{name}"] = length // times
+        return found
 
     def check_leaf(self, i: int, leaf: Any) -> None:
         name, where = self.arguments.names[i], f"program {self.program.name!r}"
@@ -233,15 +249,18 @@ class Scatter:
         """The dimension that a leaf's rows are, and how often; the latter is the number of micro-batches."""
         blob, dim = self.captured(i), self.program.interface.feeds[i].batch_dim
         size = blob.shape[dim] if blob is not None and blob.shape is not None and dim is not None else None
-        if not isinstance(size, Polynomial) or len(size.terms) > 1 or len(size.terms[0][0]) > 1:
+        if not isinstance(size, Polynomial):
             return None
-        ((name,), times) = size.terms[0]
-        return (name, times) if times > 0 else None
+        parts = {(tuple(map(base_name, names)), times) for names, times in size.terms}
+        if len(parts) > 1:  # of a placed module the dimensions of all replicas, each as often
+            return None
+        ((names, times),) = parts
+        return (names[0], times) if len(names) == 1 and times > 0 else None
 
     def captured(self, i: int) -> Blob | None:
         """The blob of the first replica that a leaf goes to; None where nothing reads it."""
-        feed = self.program.interface.feeds[i]
-        return self.program.step.blobs.get(f"{self.program.replicas[0]}{feed.blob}")
+        name = self.program.interface.feeds[i].blob
+        return None if name is None else self.program.step.blobs.get(self.program.blob_of(name))
 
     def chunks(self, i: int, leaf: Tensor, dim: int) -> list[tuple[int, int]]:
         """Start and length of each replica's rows, by torch.chunk's rule; micro-batches are equally long."""
@@ -268,9 +287,12 @@ class Scatter:
             )
         return shares
 
-    def solve(self, cut: Sequence[tuple[int, Blob, tuple[int, ...]]], leaves: Sequence[Tensor]) -> dict[str, int]:
-        """The value of each dimension; the captured one where no input depends on it."""
-        found: dict[str, int] = {}
+    def solve(
+        self, cut: Sequence[tuple[int, Blob, tuple[int, ...]]], leaves: Sequence[Tensor], known: Mapping[str, int]
+    ) -> dict[str, int]:
+        """The value of each dimension, of those that are *known* the one given; the captured one where no input
+        depends on it."""
+        found: dict[str, int] = dict(known)
         first: dict[str, int] = {}
         sizes = [
             (size, actual, share) for share in cut for size, actual in zip(share[1].shape or (), share[2], strict=False)
@@ -279,8 +301,8 @@ class Scatter:
         for size, actual, (i, blob, shape) in sorted(sizes, key=lambda entry: len(size_dims(entry[0])) > 1):
             _meet(size, actual, found)
             if bind(size, {**self.program.dims, **found}) != actual:
-                known = [(dim, found[dim], first[dim]) for dim in size_dims(size) if dim in first]
-                raise self.misshapen(i, blob.shape or (), leaves[i], shape, known)
+                met = [(dim, found[dim], first[dim]) for dim in size_dims(size) if dim in first]
+                raise self.misshapen(i, blob.shape or (), leaves[i], shape, met)
             for dim in found.keys() - first.keys():
                 first[dim] = i
         dims = {**self.program.dims, **found}

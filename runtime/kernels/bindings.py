@@ -18,6 +18,7 @@ from graphir.ir.opset import overload
 
 from .attention import ATTENTION
 from .bounds import CHECKED
+from .communication import scale
 from .losses import LOSSES
 from .repeatable import REPEATABLE
 from .sparse import SPARSE
@@ -69,7 +70,14 @@ FAST: Final[dict[str, Callable[..., Any]]] = {**_table(), "aten.view.default": v
 """For each of these types, a callable that takes the schema's arguments in the schema's order and is faster."""
 
 
-OWN_KERNELS: Final[Mapping[str, Callable[..., Any]]] = {**ATTENTION, **CHECKED, **LOSSES, **SPARSE, **REPEATABLE}
+OWN_KERNELS: Final[Mapping[str, Callable[..., Any]]] = {
+    **ATTENTION,
+    **CHECKED,
+    **LOSSES,
+    **SPARSE,
+    **REPEATABLE,
+    "graphir.scale": scale,
+}
 """Kernels of graphir's own types that compute values from values, and of torch's that are not called as they are."""
 
 

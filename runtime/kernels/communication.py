@@ -25,6 +25,7 @@ __all__ = [
     "marked",
     "mean_weights",
     "reduction",
+    "scale",
     "spanned",
 ]
 
@@ -119,6 +120,11 @@ def all_reduce(inputs: Sequence[Tensor], divisor: int | None, weights: Sequence[
         for tensor, weight in zip(inputs[1:], weights[1:], strict=True):
             total.add_(tensor.mul(weight))
     return total if divisor is None else total.div_(divisor)
+
+
+def scale(rows: Tensor, *, numerator: int, denominator: int) -> Tensor:
+    """The rows times a ratio, without gaps."""
+    return torch.mul(rows, numerator / denominator, out=rows.new_empty(rows.shape))
 
 
 def all_reduce_each(

@@ -107,7 +107,7 @@ def _interface(program: Program) -> Iterator[str]:
     cuts = [("input", feed.blob, feed.batch_dim) for feed in interface.feeds]
     cuts += [("output", fetch.blob, fetch.batch_dim) for fetch in interface.fetches]
     for kind, name, dim in cuts:
-        blob = blobs.get(f"{program.replicas[0]}{name}")
+        blob = None if name is None else blobs.get(program.blob_of(name))
         if dim is None or blob is None or blob.shape is None:
             continue
         if not 0 <= dim < len(blob.shape):

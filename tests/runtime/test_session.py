@@ -406,7 +406,7 @@ def test_an_unsound_plan_is_refused(mlp):
 
 
 def test_a_type_that_no_kernel_exists_for_is_refused():
-    program = program_of("input x : f32[2] @gpu:0\ny : f32[2] @gpu:0 = Relu(x)\noutput y\nproto \"\"")
+    program = program_of('input x : f32[2] @gpu:0\ny : f32[2] @gpu:0 = Relu(x)\noutput y\nproto ""')
     with pytest.raises(SessionError, match=r"operators of type 'Relu' cannot be run(.|\n)*at .*= Relu\(x\)") as refused:
         Session(passes.emit(program), {})
     assert refused.value.fix.endswith("; caffe2.lower(program) translates Caffe2's to them")

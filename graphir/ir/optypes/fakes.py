@@ -18,6 +18,7 @@ __all__ = [
     "copy",
     "embedding_bag_backward",
     "load",
+    "scale",
     "sparse_sum",
     "updated",
 ]
@@ -57,6 +58,17 @@ def all_reduce(inputs: Sequence[Tensor], *, reduction: str = "sum", shares: Sequ
     for other in others:
         total = total + other
     return [total.div(1)] * len(inputs)
+
+
+def scale(rows: Tensor, *, numerator: int, denominator: int) -> Tensor:
+    """As many numbers, without gaps.
+
+    Raises:
+        Refused: the factor is no number.
+    """
+    if denominator == 0:
+        raise Refused(f"graphir.scale has the factor {numerator}/{denominator}")
+    return rows.new_empty(rows.shape)
 
 
 def sparse_sum(

@@ -38,6 +38,12 @@ _RECORDS: Final = (
         fakes.all_reduce,
         scratch=scratch.all_reduce,
     ),
+    _record(
+        "graphir.scale",
+        "scale(Tensor rows, *, SymInt numerator, SymInt denominator) -> Tensor",
+        fakes.scale,
+        scratch=scratch.nothing,
+    ),
     _record("graphir.load", "load(*, str key) -> Tensor", fakes.load),
     _optimizer(
         "graphir.sgd",
@@ -127,10 +133,12 @@ OWN: Final[Mapping[str, OperatorType]] = {record.type: record for record in _REC
 
 ``Copy`` brings a blob to its device, strides kept. ``AllReduce`` gives every participant the sum of all inputs, added
 in participant order; with ``reduction="mean"`` input r is first scaled by ``shares[r] * n / sum(shares)`` (not at all
-where the shares are equal) and the sum divided by n. ``graphir.load`` reads ``program.state[key]``. The optimizers
-update one parameter in place, as ``torch.optim`` does in its ``fused`` or its ``for_loop`` form; where ``found_inf``
-is given and not zero they leave parameter and state as they are, as ``GradScaler.step`` does. ``next_dampening`` is the
-dampening of the next update: torch dampens none before the second, so it is 0 at first and then ``dampening``.
+where the shares are equal) and the sum divided by n. ``graphir.scale`` multiplies by a ratio of sizes, and its result
+has no gaps: gradients of the mean over a replica's rows become those of the mean over all, or the other way round.
+``graphir.load`` reads ``program.state[key]``. The optimizers update one parameter in place, as ``torch.optim`` does in
+its ``fused`` or its ``for_loop`` form; where ``found_inf`` is given and not zero they leave parameter and state as they
+are, as ``GradScaler.step`` does. ``next_dampening`` is the dampening of the next update: torch dampens none before the
+second, so it is 0 at first and then ``dampening``.
 Attention is torch's ``scaled_dot_product_attention`` without dropout, by the kernel of the device that it runs on; its
 ``logsumexp`` has a number for each query of each head, from which any device's backward kernel finds the weights again.
 

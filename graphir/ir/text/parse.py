@@ -161,6 +161,7 @@ def _interface(reader: Lines, line: Line) -> Interface:
     gradients: dict[str, str] = {}
     module_state: dict[str, str] = {}
     optimizer_state: dict[str, dict[str, str]] = {}
+    placed: dict[str, tuple[str, ...]] = {}
     others: dict[str, Any] = {}
     while True:
         line = reader.next("} of the interface")
@@ -174,6 +175,7 @@ def _interface(reader: Lines, line: Line) -> Interface:
                 module_state=module_state,
                 optimizer_state=optimizer_state,
                 param_groups=tuple(groups),
+                placed=placed,
                 **others,
             )
         if word in ("arguments", "results"):
@@ -197,11 +199,15 @@ def _interface(reader: Lines, line: Line) -> Interface:
         elif word == "state":
             param = line.name()
             optimizer_state[param] = _optimizer_state(line, param)
+        elif word == "placed":
+            name = line.name()
+            line.expect(":", "write placed NAME : PREFIX, …")
+            placed[name] = line.names()
         else:
             raise line.error(
                 f"unknown statement {word!r}",
                 "an interface has arguments, feed, loss, output, results, one_replica, gradient, module, optimizer, "
-                "group, state",
+                "group, state, placed",
             )
         line.end()
 

@@ -161,6 +161,8 @@ def _interface(interface: Interface) -> Iterator[str]:
     for param, states in interface.optimizer_state.items():
         parts = (_renamed(name, blob, f"{param}.{name}") for name, blob in states.items())
         yield f"  state {quoted(param)} : {', '.join(parts)}".rstrip()
+    for name, prefixes in interface.placed.items():
+        yield f"  placed {quoted(name)} : {', '.join(map(quoted, prefixes))}".rstrip()
     yield "}"
 
 

@@ -5,8 +5,8 @@
 17. ``init`` makes every blob of ``step`` that lives from step to step, with the same geometry, role and device; only
     what Caffe2 feeds into a workspace is not made.
 18. ``graphir.load`` names an entry of ``program.state`` (where there is one) of the blob's shape and element type.
-19. Every replica has each blob of the interface: inputs, parameters, buffers and optimizer state before the step, the
-    loss or the outputs after it.
+19. Every replica has each blob of the interface, but for what is placed, which the replicas have that it names, at
+    least one: inputs, parameters, buffers and optimizer state before the step, the loss or the outputs after it.
 20. Learning rates are inputs ``f64[] @cpu:0``.
 21. Every dimension in a size has a value (found while shapes are compared), and so has every one in a guard.
 """
@@ -97,10 +97,14 @@ def _interface(program: Program) -> Iterator[Problem]:
         "gradient": list(interface.gradients.values()),
     }
     given, handed = set(program.step.external_inputs), set(program.step.external_outputs)
+    known = {name for blobs in (*before.values(), *after.values()) for name in blobs}
+    for name, prefixes in interface.placed.items():
+        if name not in known or not prefixes or not set(prefixes) <= set(program.replicas):
+            yield Problem(f"{name!r} cannot be placed on {', '.join(map(repr, prefixes)) or 'no replica'}")
     for wanted, names, role in ((before, given, "an external input"), (after, handed, "an external output")):
         for kind, blobs in wanted.items():
             for name in dict.fromkeys(blobs):
-                for prefix in program.replicas:
+                for prefix in interface.placed.get(name, program.replicas):
                     if prefix + name not in names:
                         yield Problem(f"{kind} {prefix + name!r} of the interface is not {role} of step")
     for group in interface.param_groups:

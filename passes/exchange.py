@@ -1,0 +1,251 @@
+"""The exchange between placed and replicated modules: rows are split and joined.
+
+::
+
+    gpu_0/emb.0 ─┬─ split ─▶ gpu_0/emb.0_split_0 ───────────────────────────────▶ read on gpu:0
+                 └─ split ─▶ gpu_0/emb.0_split_1 ─ Copy ─▶ gpu_1/emb.0_split_1 ──▶ read on gpu:1
+
+    gpu_0/emb.0_grad ◀─ join ─┬──────── gpu_0/emb.0_split_0_grad ◀─────────────── made on gpu:0
+                              └─ Copy ─ gpu_1/emb.0_split_1_grad ◀─────────────── made on gpu:1
+
+Names are those of DLRM's own nets. Every row crosses once to the device that reads it, and its gradient once back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from graphir.ir.blob import Blob, is_dense
+from graphir.ir.names import base_name, copy_name, fresh
+from graphir.ir.operator import Arg, Effects, Operator, Phase, Symbol
+from graphir.ir.size import Size, add, dimension, multiply, product
+
+from .regions import PERMUTES, REPLICATED, Regions
+from .replicas import Site
+
+__all__ = ["Exchange"]
+
+
+class Exchange:
+    """The operators and blobs of a step in regions, so far, what crosses included.
+
+    Args:
+        regions: of the step.
+        mean: whether gradients that are joined are those of a mean, so that each share counts by its rows.
+        by: the pass that puts operators in.
+
+    Attributes:
+        ops: at every site.
+        blobs: likewise.
+        rows: of each replica's share.
+        local: what a site reads in the place of a captured blob of another region, by that blob and the site's device.
+    """
+
+    def __init__(self, regions: Regions, *, mean: bool, by: str) -> None:
+        self.regions, self.mean, self.by = regions, mean, by
+        self.replicas = regions.replicas
+        self.rows: list[Size] = [dimension(f"{site.prefix}batch") for site in self.replicas]
+        self.crossings = regions.crossings()
+        self.ops: list[Operator] = []
+        self.blobs: dict[str, Blob] = {}
+        self.local: dict[tuple[str, str], str] = {}
+        self.activations = {  # of gradients that come back
+            gradient: activation
+            for activation, gradient in regions.net.gradients.items()
+            if gradient in self.crossings.joined and activation in self.crossings.split
+        }
+        if len(self.replicas) > 1:
+            for gradient, activation in self.activations.items():
+                for site in self.replicas:
+                    site.rename(gradient, f"{activation}_split_{site.device.index}_grad")
+
+    def declare(self, name: str, site: Site) -> None:
+        """Add a captured blob at a site."""
+        blob = site.blob(self.regions.net.blobs[name])
+        self.blobs.setdefault(blob.name, blob)
+
+    def execute(self, op: Operator, site: Site) -> None:
+        """Append a captured operator at a site, behind what it needs of other regions."""
+        inputs = tuple([self.read(op, name, site) for name in op.inputs])
+        for name in op.outputs:
+            self.declare(name, site)
+        self.ops.append(site.op(op)._replace(inputs=inputs, of=self.beside(op.of, site)))
+
+    def read(self, op: Operator, name: str, site: Site) -> str:
+        """What a captured operator reads at a site in the place of a captured blob."""
+        here, there = self.regions.at(op.device), self.regions.of(name)
+        if here == there:
+            return site.blob_name(name)
+        rows = self.crossings.views.get(name, name)
+        if op.phase == "update" or not (rows in self.crossings.split or rows in self.crossings.joined):
+            # What replicas have alike is read where it is on the same device.
+            return (site if there == REPLICATED else self.regions.sites(there)[0]).blob_name(name)
+        if there == REPLICATED:
+            self.join(rows, site, op)
+        return self.view(name, site, op.phase)
+
+    def beside(self, name: str, site: Site) -> str:
+        """The blob that a captured one is at a site: of what is placed, a replica has a piece."""
+        own = site.blob_name(name) if name else ""
+        return own if own in self.blobs else self.local.get((name, site.device), "")
+
+    def view(self, name: str, site: Site, phase: Phase) -> str:
+        """A view, made again at a site of what has crossed."""
+        found = self.local.get((name, site.device))
+        if found is not None:
+            return found
+        net = self.regions.net
+        maker = net.producer(name)
+        assert maker is not None
+        source = maker.inputs[maker.effects.views[0][1]]
+        base = self.blobs[self.view(source, site, phase)]
+        made = site.blob(net.blobs[name])._replace(storage=base.storage, device=base.device)
+        if maker.type in PERMUTES:
+            made = _permuted(base, maker, made)
+        else:
+            before = site.resized(net.blobs[source].offset)
+            made = made._replace(offset=add(base.offset, add(made.offset, multiply(-1, before))))
+        made = made._replace(name=fresh(f"{site.prefix}{name}", self.blobs))
+        self.blobs[made.name] = made
+        again = site.op(maker)._replace(inputs=(base.name,), outputs=(made.name,), phase=phase, by=self.by)
+        self.ops.append(again)
+        self.local[name, site.device] = made.name
+        return made.name
+
+    def split(self, name: str) -> None:
+        """Split a placed blob that crosses, and bring each piece to its replica."""
+        if name not in self.crossings.split:
+            return
+        (owner,) = self.regions.sites_of(name)
+        whole = self.blobs[owner.blob_name(name)]
+        if len(self.replicas) == 1:
+            self.local[name, owner.device] = whole.name
+            return
+        assert whole.shape is not None
+        producer = self.regions.net.producer(name)
+        phase: Phase = producer.phase if producer is not None else "forward"
+        row = product(whole.shape[1:]) if whole.strides is None else whole.strides[0]
+        pieces, start = [], whole.offset
+        for site, rows in zip(self.replicas, self.rows, strict=True):
+            piece = f"{owner.prefix}{name}_split_{site.device.index}"
+            self.blobs[piece] = whole._replace(name=piece, shape=(rows, *whole.shape[1:]), offset=start)
+            pieces.append(piece)
+            start = add(start, multiply(rows, row))
+        self.ops.append(
+            Operator(
+                "aten.split_with_sizes.default",
+                (whole.name,),
+                tuple(pieces),
+                {"split_sizes": tuple(self.rows)},
+                owner.device,
+                phase,
+                module=producer.module if producer is not None else "",
+                by=self.by,
+                results=f"[{'t' * len(pieces)}]",
+                effects=Effects(views=tuple([(i, 0) for i in range(len(pieces))])),
+            )
+        )
+        for site, rows, piece in zip(self.replicas, self.rows, pieces, strict=True):
+            there = f"{site.prefix}{base_name(piece)}"
+            here = piece if there == piece else self._copy(piece, there, site, phase, "")
+            if self.mean and whole.role == "gradient":
+                here = self._scaled(here, self.regions.whole_batch, rows, site, phase)
+            self.local[name, site.device] = here
+
+    def join(self, name: str, site: Site, op: Operator) -> None:
+        """Bring all rows of a replicated blob to a placed module's device, for *op* and all that follow."""
+        if (name, site.device) in self.local:
+            return
+        if len(self.replicas) == 1:
+            self.local[name, site.device] = site.blob_name(name)
+            return
+        captured, activation = self.regions.net.blobs[name], self.activations.get(name)
+        of = self.beside(activation or op.of, site)
+        parts = []
+        for replica, rows in zip(self.replicas, self.rows, strict=True):
+            share = replica.blob_name(name)
+            if self.mean and captured.role == "gradient":
+                part = self._scaled(share, rows, self.regions.whole_batch, replica, op.phase)
+            else:
+                part = share if replica.device == site.device else self._dense(share, replica, op.phase)
+            if replica.device != site.device:
+                there = f"{site.prefix}{base_name(share)}" if activation else copy_name(share, site.device)
+                part = self._copy(part, fresh(there, self.blobs), site, op.phase, of)
+            parts.append(part)
+        joined = fresh(site.blob_name(name) if activation else f"{site.prefix}{name}_joined", self.blobs)
+        shape = site.shape(captured.shape)
+        self.blobs[joined] = Blob(joined, shape, captured.dtype, site.device, captured.role, joined)
+        self.ops.append(
+            Operator(
+                "aten.cat.default",
+                tuple(parts),
+                (joined,),
+                {},
+                site.device,
+                op.phase,
+                op.module,
+                self.by,
+                operands=f"[{'t' * len(parts)}]",
+                of=of,
+            )
+        )
+        self.local[name, site.device] = joined
+
+    def _scaled(self, name: str, numerator: Size, denominator: Size, site: Site, phase: Phase) -> str:
+        """The gradients of a mean over some rows as those of a mean over others."""
+        args: dict[str, Arg] = {"numerator": numerator, "denominator": denominator}
+        return self._made("graphir.scale", name, "scaled", args, site, phase)
+
+    def _dense(self, name: str, site: Site, phase: Phase) -> str:
+        """The blob without gaps: a copy keeps strides, and so takes the memory of what lies between."""
+        if is_dense(self.blobs[name]._replace(offset=0)):
+            return name
+        args: dict[str, Arg] = {"memory_format": Symbol("contiguous_format")}
+        return self._made("aten.clone.default", name, "dense", args, site, phase)
+
+    def _made(self, type: str, name: str, what: str, args: Mapping[str, Arg], site: Site, phase: Phase) -> str:
+        """Append an operator that makes a contiguous blob of another one, and runs where that is."""
+        made = fresh(f"{name}.{what}", self.blobs)
+        blob = self.blobs[name]
+        self.blobs[made] = blob._replace(name=made, storage=made, strides=None, offset=0)
+        of = blob.storage if phase == "backward" else ""
+        self.ops.append(Operator(type, (name,), (made,), args, site.device, phase, by=self.by, of=of))
+        return made
+
+    def _copy(self, source: str, name: str, site: Site, phase: Phase, of: str) -> str:
+        """Append a copy of a blob to a site."""
+        blob = self.blobs[source]
+        self.blobs[name] = blob._replace(name=name, storage=name, offset=0, device=site.device, role="temporary")
+        self.ops.append(Operator("Copy", (source,), (name,), {}, site.device, phase, by=self.by, of=of))
+        return name
+
+    def gradients(self) -> Iterator[tuple[str, str]]:
+        """Each activation and its gradient, pieces included."""
+        regions = self.regions
+        for activation, gradient in regions.net.gradients.items():
+            for site in regions.sites_of(activation):
+                if regions.of(activation) == regions.of(gradient):
+                    yield site.blob_name(activation), site.blob_name(gradient)
+                elif (gradient, site.device) in self.local:
+                    yield site.blob_name(activation), self.local[gradient, site.device]
+            if len(self.replicas) > 1 and gradient in self.activations:
+                for site in self.replicas:
+                    yield self.local[self.activations[gradient], site.device], site.blob_name(gradient)
+
+
+def _permuted(base: Blob, maker: Operator, made: Blob) -> Blob:
+    """The geometry of a view that shows *base* with its dimensions in another order."""
+    assert base.shape is not None
+    ndim = len(base.shape)
+    order = list(range(ndim))
+    if maker.type == "aten.permute.default":
+        order = [int(dim) for dim in maker.args["dims"]]  # type: ignore[union-attr, arg-type]
+    elif maker.type == "aten.transpose.int":
+        a, b = int(maker.args["dim0"]), int(maker.args["dim1"])  # type: ignore[arg-type]
+        order[a], order[b] = order[b], order[a]
+    else:
+        order.reverse()
+    strides = base.strides or tuple([product(base.shape[d + 1 :]) for d in range(ndim)])
+    shape, permuted = tuple([base.shape[d] for d in order]), tuple([strides[d] for d in order])
+    dense = tuple([product(shape[d + 1 :]) for d in range(ndim)])
+    return made._replace(shape=shape, strides=None if permuted == dense else permuted, offset=base.offset)

@@ -1,0 +1,161 @@
+"""Modules placed on one device each, where they see the whole batch, and the rest replicated.
+
+This is the hybrid in which DLRM trains: its embedding tables are spread over the devices, its MLPs are replicated, and
+between them every table's output is split along the batch and shuffled::
+
+    i, o ─▶ gpu_0/emb.0 ─▶ split ─┬──────────▶ gpu_0/emb.0_split_0 ─▶ gpu_0/cat ─▶ …
+                                  └─ Copy ───▶ gpu_1/emb.0_split_1 ─▶ gpu_1/cat ─▶ …
+
+Which operators are a placed module's is found in :mod:`.regions`, what crosses is exchanged in :mod:`.exchange`.
+Gradients of replicated modules are reduced over the replicas; placed modules are updated where they are, and nowhere
+else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, ClassVar, Literal, TypeAlias
+
+from pydantic import AfterValidator, BeforeValidator
+
+from graphir.errors import PassError
+from graphir.ir.device import gpu
+from graphir.ir.net import Net
+from graphir.ir.operator import Operator
+from graphir.ir.program import Interface, Program
+
+from .base import Gpu, Pass, build, printed_device, register
+from .exchange import Exchange
+from .regions import REPLICATED, Regions
+from .replicas import distinct, reduced, require_captured
+from .shard_homes import STRATEGIES, homes_of
+
+__all__ = ["Shard", "shard"]
+
+Reduction: TypeAlias = Literal["mean", "sum"]
+
+
+def _target(given: object) -> str:
+    return str(given) if given in STRATEGIES else printed_device(given)
+
+
+@register
+class Shard(Pass):
+    """See :func:`shard`."""
+
+    name: ClassVar[str] = "shard"
+
+    placement: dict[str, Annotated[str, BeforeValidator(_target)]]
+    devices: Annotated[tuple[Gpu, ...], AfterValidator(distinct)]
+    reduction: Reduction = "mean"
+
+    def rewrite(self, program: Program) -> Program:
+        if program.step.dialect.workspace:
+            raise PassError(
+                f"the operators of {program.name!r} do not say which module they came from", fix="capture the model"
+            )
+        require_captured(program, len(self.devices))
+        homes = homes_of(program, self.placement, [gpu(device) for device in self.devices])
+        return _spread(Regions(program, homes, self.devices, self.name), self.reduction)
+
+
+def shard(
+    program: Program,
+    placement: Mapping[str, str | int],
+    devices: Sequence[int | str],
+    *,
+    reduction: Reduction = "mean",
+) -> Program:
+    """Place modules on one device each, where they see the whole batch, and replicate the rest over the devices.
+
+    What a placed module hands on is split along the batch, by torch.chunk's rule, and piece r is copied to replica r as
+    ``gpu_<d>/<blob>_split_<d>``; gradients come back and are joined in replica order. Inputs that placed modules read
+    go whole to their device. Losses, and gradients but for the order of additions, are those of the whole batch.
+
+    Args:
+        program: captured at the size of one replica's share.
+        placement: by pattern (``"emb_l.0"``, ``"emb_l.*"``), the gpu to which the modules go; or ``"round_robin"``: to
+            one gpu after the other; or ``"balanced"``: the largest first, each to the gpu with the fewest bytes of
+            placed modules so far.
+        devices: numbers of gpus, or gpus as they are printed: replica r lives on ``gpu:<devices[r]>``.
+        reduction: ``mean``: the loss is a mean over rows, so that each replica counts by its share; ``sum``: gradients
+            are added up.
+
+    Raises:
+        PassError: a pattern names no module, two name the same one, or a device is none of *devices*; a placed module
+            hands on what has no batch as its first dimension, or shares a parameter with one that is not placed; the
+            program has micro-batches, or is replicated or placed already. Nothing has changed then.
+    """
+    return build(Shard, placement=placement, devices=devices, reduction=reduction)(program)
+
+
+def _spread(regions: Regions, reduction: Reduction) -> Program:
+    """The program with every region at its sites."""
+    program, net = regions.program, regions.net
+    exchange = Exchange(regions, mean=reduction == "mean", by=regions.by)
+    for name in net.external_inputs:
+        for site in regions.sites_of(name):
+            exchange.declare(name, site)
+    external = tuple(exchange.blobs)
+    for name in net.external_inputs:
+        exchange.split(name)
+    for op in _in_order(regions):
+        for site in regions.sites(regions.at(op.device)):
+            exchange.execute(op, site)
+        for name in op.outputs:
+            exchange.split(name)
+    outputs = tuple([site.blob_name(name) for name in net.external_outputs for site in regions.sites_of(name)])
+    gradients = dict(exchange.gradients())
+    spread = Net(net.name, tuple(exchange.ops), exchange.blobs, external, outputs, gradients)
+    alone = {name for name in net.blobs if regions.of(name) != REPLICATED}
+    step = reduced(spread, program, regions.replicas, reduction, regions.by, alone)
+    handed = dict(zip(outputs, step.external_outputs, strict=True))
+    return program.with_(
+        init=_init(regions),
+        step=step,
+        interface=_interface(regions, handed),
+        dims=regions.dims(),
+        guards=tuple(dict.fromkeys(regions.guards())),
+        replicas=tuple(site.prefix for site in regions.replicas),
+    )
+
+
+def _in_order(regions: Regions) -> Iterator[Operator]:
+    """The operators, those first that placed modules execute without replicated values: what they hand on is under way
+    then while the replicas compute."""
+    made = set(regions.net.external_inputs)
+    early: dict[int, Operator] = {}
+    for i, op in enumerate(regions.net.ops):
+        if op.phase == "forward" and regions.at(op.device) != REPLICATED and made.issuperset(op.inputs):
+            early[i] = op
+            made.update(op.outputs)
+    yield from early.values()
+    yield from (op for i, op in enumerate(regions.net.ops) if i not in early)
+
+
+def _init(regions: Regions) -> Net:
+    init = regions.init
+    sites = {name: regions.sites(regions.at(blob.device)) for name, blob in init.blobs.items()}
+    blobs = [site.blob(blob) for name, blob in init.blobs.items() for site in sites[name]]
+    ops = [site.op(op) for op in init.ops for site in sites[op.outputs[0]]]
+    return init.with_(ops=tuple(ops), blobs={blob.name: blob for blob in blobs})
+
+
+def _interface(regions: Regions, handed: Mapping[str, str]) -> Interface:
+    """The interface, with what is placed, and with the gradients that are *handed* back after their reduction."""
+    interface, first = regions.program.interface, regions.replicas[0].prefix
+    named = [slot.blob for slot in (*interface.feeds, *interface.fetches) if slot.blob is not None]
+    named += [*interface.module_state.values(), *interface.gradients.values()]
+    named += [name for own in interface.optimizer_state.values() for name in own.values()]
+    named += [name for group in interface.param_groups for name in group.params]
+    placed = {
+        name: tuple(site.prefix for site in regions.sites_of(name))
+        for name in dict.fromkeys(named)
+        if name in regions.net.blobs and regions.of(name) != REPLICATED
+    }
+    gradients = {
+        param: grad if grad in placed else handed[first + grad].removeprefix(first)
+        for param, grad in interface.gradients.items()
+    }
+    return replace(interface, gradients=gradients, placed=placed)

@@ -1,0 +1,353 @@
+"""passes.shard: what is placed, what crosses, under which names, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dlrm import Config, Dlrm, batch_dims, clicks, loss
+from torch import nn
+
+import graphir
+from graphir import Program, passes, runtime
+from graphir.errors import PassError
+from graphir.ir.blob import dense_nbytes
+from graphir.ir.names import prefix_of
+
+CONFIG = Config()
+
+
+def captured(config: Config = CONFIG, optimizer: Any = torch.optim.SGD, rows: int = 4, **options: Any) -> Program:
+    torch.manual_seed(0)
+    model = Dlrm(config)
+    batch = clicks(config, rows, 0)
+    held = optimizer(model.parameters(), lr=0.1) if optimizer else None
+    options = {"batch_dims": batch_dims(config), **options}
+    return graphir.capture(model, batch.inputs, targets=(batch.target,), loss=loss, optimizer=held, **options)
+
+
+def sharded(placement: Mapping[str, Any], devices: Any = (0, 1), config: Config = CONFIG, **options: Any) -> Program:
+    return passes.inject_copies(passes.shard(captured(config, **options), placement, devices))
+
+
+def test_names_are_those_of_dlrm() -> None:
+    program = sharded({"emb_l.*": "round_robin"})
+    blobs = program.step.blobs
+    assert (blobs["gpu_0/emb_l.0_split_1"].storage, blobs["gpu_0/emb_l.0_split_1"].device) == ("gpu_0/emb_l.0", "gpu:0")
+    assert (blobs["gpu_1/emb_l.0_split_1"].storage, blobs["gpu_1/emb_l.0_split_1"].device) == (
+        "gpu_1/emb_l.0_split_1",
+        "gpu:1",
+    )
+    assert str(blobs["gpu_0/emb_l.0"].shape) == str((blobs["gpu_0/emb_l.0"].shape or ())[:2])
+    assert [str(size) for size in blobs["gpu_0/emb_l.0"].shape or ()] == ["gpu_0/batch+gpu_1/batch", "4"]
+    assert program.step.gradients["gpu_0/emb_l.0"] == "gpu_0/emb_l.0_grad"
+    assert program.step.gradients["gpu_1/emb_l.0_split_1"] == "gpu_1/emb_l.0_split_1_grad"
+    assert blobs["gpu_0/emb_l.0_split_1_grad"].device == "gpu:0"
+
+
+def test_placed_modules_are_once() -> None:
+    program = sharded({"emb_l.0": 1, "emb_l.1": "gpu:0", "emb_l.2": 1})
+    for i, prefix in enumerate(("gpu_1/", "gpu_0/", "gpu_1/")):
+        assert {prefix_of(name) for name in program.step.blobs if f"/emb_l.{i}.weight" in name} == {prefix}
+        assert program.interface.placed[f"emb_l.{i}.weight"] == (prefix,)
+        assert program.interface.placed[f"indices.{i}"] == (prefix,)
+    reduced = {name for op in program.step.ops if op.type == "AllReduce" for name in op.inputs}
+    assert reduced and not [name for name in reduced if "emb_l" in name]
+
+
+@pytest.mark.parametrize(
+    ("placement", "homes"),
+    [
+        ({"emb_l.*": "round_robin"}, [0, 1, 2, 0, 1]),
+        ({"emb_l.*": "balanced"}, [1, 0, 2, 2, 1]),
+        ({"emb_l.1": 2, "emb_l[0:1]": 0, "emb_l[2:5]": "balanced"}, [0, 2, 1, 1, 0]),
+        ({"emb_l": 1}, [1] * 5),
+    ],
+)
+def test_where_modules_go(placement: Mapping[str, Any], homes: list[int]) -> None:
+    """Balanced, the tables of 50, 40, 30, 20 and 10 rows."""
+    program = sharded(placement, (0, 1, 2), Config(tables=(40, 50, 30, 20, 10)))
+    assert [program.step.blobs[program.blob_of(f"emb_l.{i}.weight")].device.index for i in range(5)] == homes
+
+
+def test_every_element_crosses_once_and_its_gradient_once() -> None:
+    devices, rows, width = (0, 1, 2), 4, CONFIG.bottom[-1]
+    program = sharded({"emb_l.*": "round_robin"}, devices)
+    copies = [op for op in program.step.ops if op.type == "Copy"]
+    piece = rows * width * 4
+    assert len(copies) == 2 * len(CONFIG.tables) * (len(devices) - 1)
+    assert {dense_nbytes(program.step.blobs[op.inputs[0]], program.dims) for op in copies} == {piece}
+    assert graphir.traffic(program).nbytes == len(copies) * piece
+    assert all(program.step.blobs[op.outputs[0]].strides is None for op in copies), "no gaps cross, nor are allocated"
+
+
+def test_tables_come_before_the_bottom_mlp() -> None:
+    ops = sharded({"emb_l.*": "round_robin"}).step.ops
+    first = next(i for i, op in enumerate(ops) if op.module.startswith("bot_l"))
+    assert [op.type for op in ops[:first] if op.type == "Copy"] == ["Copy"] * len(CONFIG.tables)
+
+
+def test_one_device() -> None:
+    program = sharded({"emb_l.*": "balanced"}, [3])
+    assert program.replicas == ("gpu_3/",)
+    assert not [op for op in program.step.ops if op.type in ("Copy", "AllReduce", "aten.split_with_sizes.default")]
+
+
+def test_the_text_and_files_keep_what_is_placed(tmp_path: Path) -> None:
+    program = sharded({"emb_l.*": "round_robin"})
+    assert graphir.parse(str(program)) == program
+    program.save(tmp_path / "p.json")
+    assert graphir.load(tmp_path / "p.json") == program
+    assert (
+        passes.Pipeline(program.history[0])(captured()).step
+        == passes.shard(captured(), {"emb_l.*": "round_robin"}, [0, 1]).step
+    )
+
+
+def test_state_has_every_name_once_and_goes_anywhere() -> None:
+    """From two devices to three, to none, and on."""
+    program, batch = captured(optimizer=torch.optim.Adagrad), clicks(CONFIG, 8, 1)
+    plans = [
+        passes.emit(passes.inject_copies(passes.shard(program, {"emb_l.*": "round_robin"}, [0, 1]))),
+        passes.emit(passes.inject_copies(passes.shard(program, {"emb_l.*": "balanced"}, [0, 1, 2]))),
+        passes.emit(program),
+    ]
+    state: Any = program.state
+    for plan in (*plans, *plans):
+        with runtime.Session(plan, state, binding="cpu") as session:
+            names = session.state_dict().keys()
+            assert list(names) == list(program.interface.module_state)
+            assert all(list(session.state_dict(r)) == list(names) for r in range(len(plan.program.replicas)))
+            assert program.state.keys() <= session.state().keys()
+            model = Dlrm(CONFIG)
+            model.load_state_dict(session.state_dict())
+            optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+            optimizer.load_state_dict(session.optimizer_state_dict())
+            ours = session.step(*batch.inputs, batch.target)
+            theirs = loss(model(*batch.inputs), batch.target)
+            assert torch.allclose(ours, theirs.detach(), rtol=1e-5)
+            theirs.backward()
+            optimizer.step()
+            for name, value in model.state_dict().items():
+                assert torch.allclose(session.state_dict()[name], value, rtol=1e-4, atol=1e-6), name
+            session.load_state_dict(model.state_dict())
+            state = session.state()
+
+
+def test_gradients_are_handed_back_without_an_optimizer() -> None:
+    program = sharded({"emb_l.*": "round_robin"}, optimizer=None)
+    batch = clicks(CONFIG, 7, 1)
+    torch.manual_seed(0)
+    model = Dlrm(CONFIG)
+    loss(model(*batch.inputs), batch.target).backward()
+    with runtime.Session(passes.emit(program), program.state, binding="cpu") as session:
+        session.step(*batch.inputs, batch.target)
+        for replica in (0, 1):
+            found = session.gradients(replica)
+            assert found.keys() == dict(model.named_parameters()).keys()
+            for name, param in model.named_parameters():
+                assert param.grad is not None
+                assert torch.allclose(found[name], param.grad, rtol=1e-4, atol=1e-7), name
+
+
+def test_added_up_gradients_are_those_of_a_sum() -> None:
+    def summed(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.binary_cross_entropy(out, target, reduction="sum")
+
+    torch.manual_seed(0)
+    model, batch = Dlrm(CONFIG), clicks(CONFIG, 7, 1)
+    first = clicks(CONFIG, 4, 0)
+    program = graphir.capture(model, first.inputs, targets=(first.target,), loss=summed, batch_dims=batch_dims(CONFIG))
+    plan = passes.emit(passes.inject_copies(passes.shard(program, {"emb_l.*": 1, "top_l": 0}, [0, 1], reduction="sum")))
+    summed(model(*batch.inputs), batch.target).backward()
+    with runtime.Session(plan, program.state, binding="cpu") as session:
+        session.step(*batch.inputs, batch.target)
+        for name, param in model.named_parameters():
+            assert param.grad is not None
+            assert torch.allclose(session.gradients()[name], param.grad, rtol=1e-4, atol=1e-6), name
+
+
+def test_inference_gathers_the_outputs_of_all_shares() -> None:
+    torch.manual_seed(0)
+    model, batch = Dlrm(CONFIG), clicks(CONFIG, 9, 1)
+    first = clicks(CONFIG, 4, 0)
+    program = graphir.capture(model, first.inputs, batch_dims=(batch_dims(CONFIG)[0], {}, ()))
+    plan = passes.emit(passes.inject_copies(passes.shard(program, {"emb_l.*": "round_robin"}, [0, 1])))
+    with runtime.Session(plan, program.state, binding="cpu") as session, torch.no_grad():
+        assert torch.allclose(session.step(*batch.inputs), model(*batch.inputs), rtol=1e-5)
+
+
+def test_a_model_of_placed_inputs_alone() -> None:
+    """Nothing replicated reads an input: the shares follow from what is placed."""
+
+    class Bags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.top = nn.EmbeddingBag(9, 4, mode="mean"), nn.Linear(4, 2)
+
+        def forward(self, indices: torch.Tensor) -> torch.Tensor:
+            return self.top(self.table(indices))  # type: ignore[no-any-return]
+
+    model, x = Bags(), torch.randint(9, (4, 3))
+    program = graphir.capture(model, (x,))
+    plan = passes.emit(passes.inject_copies(passes.shard(program, {"table": 1}, [0, 1])))
+    with runtime.Session(plan, program.state, binding="cpu") as session, torch.no_grad():
+        x = torch.randint(9, (7, 3))
+        assert torch.allclose(session.step(x), model(x), rtol=1e-5)
+
+
+def test_tables_move_on_and_storage_is_shared() -> None:
+    """To devices of their own, with no more bytes than the exchange has to send."""
+    program = passes.shard(captured(), {"emb_l.*": "round_robin"}, [0, 1])
+    moved = passes.shift_modules(program, {"emb_l.0": 2, "emb_l.1": 3})
+    placed = passes.share_storage(passes.inject_copies(moved))
+    assert graphir.certify(program, placed).holds
+    sent = [op for op in placed.step.ops if op.type == "Copy"]
+    piece = 4 * CONFIG.bottom[-1] * 4
+    assert sum(dense_nbytes(placed.step.blobs[op.inputs[0]], placed.dims) for op in sent) <= (4 + 4 + 2) * piece
+    batch = clicks(CONFIG, 8, 1)
+    with (
+        runtime.Session(passes.emit(passes.inject_copies(program)), program.state, binding="cpu") as a,
+        runtime.Session(passes.emit(placed), program.state, binding="cpu") as b,
+    ):
+        assert torch.equal(a.step(*batch.inputs, batch.target), b.step(*batch.inputs, batch.target))
+
+
+def test_tables_of_100_gb_are_planned_without_memory() -> None:
+    config = Config(tables=(200_000_000,) * 4, bottom=(64, 32))
+    with torch.device("meta"):
+        model = Dlrm(config)
+    batch = clicks(CONFIG._replace(tables=(9,) * 4), 4, 0)
+    program = graphir.capture(
+        model, batch.inputs, targets=(batch.target,), loss=loss, batch_dims=batch_dims(config),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    )  # fmt: skip
+    memory = graphir.memory(passes.inject_copies(passes.shard(program, {"emb_l.*": "balanced"}, [0, 1])))
+    assert {device.index: peak // 10**9 for device, peak in memory.peak.items() if device.kind == "gpu"} == {
+        0: 102,
+        1: 102,
+    }
+
+
+# Refusals
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is that of a linear layer, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(x))  # type: ignore[no-any-return]
+
+
+def test_a_tied_parameter_is_refused() -> None:
+    program = graphir.capture(Tied(), (torch.randint(7, (4,)),), loss=lambda out: out.sum())
+    with pytest.raises(PassError, match=r"param 'embed\.weight' of placed module 'embed' is one of 'head', too"):
+        passes.shard(program, {"embed": 0}, [0, 1])
+
+
+def test_outputs_without_the_batch_are_refused() -> None:
+    class Mean(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.mean(0)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean, self.top = Mean(), nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.top(x) + self.mean(x).sum()  # type: ignore[no-any-return]
+
+    program = graphir.capture(Net(), (torch.randn(4, 3),), loss=lambda out: out.sum())
+    with pytest.raises(
+        PassError, match=r"module 'mean' is placed and hands 'mean' on to '', which not: of shape \[3\]"
+    ):
+        passes.shard(program, {"mean": 0}, [0, 1])
+
+
+def test_lookups_that_count_as_rows_are_refused_unless_placed() -> None:
+    class Bags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bag, self.other = nn.EmbeddingBag(9, 4, mode="sum"), nn.Linear(3, 4)
+
+        def forward(self, x: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+            return self.other(x) + self.bag(indices, offsets)  # type: ignore[no-any-return]
+
+    batch = torch.randn(8, 3), torch.randint(9, (8,)), torch.arange(8)
+    program = graphir.capture(Bags(), batch, loss=lambda out: out.sum())
+    with pytest.raises(PassError, match=r"module 'bag' is not placed, and its offsets 'offsets' .* 'indices' too") as e:
+        passes.shard(program, {"other": 0}, [0, 1])
+    assert "batch_dims" in e.value.fix
+    passes.shard(program, {"bag": 0}, [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("placement", "devices", "message"),
+    [
+        ({"emb_x.0": 0}, [0, 1], "no module of program 'dlrm' is named by 'emb_x.0'; did you mean 'emb_l.0'"),
+        (
+            {"emb_l.0": 2},
+            [0, 1],
+            "'emb_l.0' cannot be placed on gpu:2: no replica is there\n  fix  devices: gpu:0, gpu:1",
+        ),
+        ({"emb_l.0": "cpu"}, [0, 1], "'emb_l.0' cannot be placed on cpu:0: no replica is there"),
+        ({"emb_l.0": "evenly"}, [0, 1], "placement.emb_l.0: 'evenly' is not a device"),
+        ({"emb_l.0": 0, "emb_l.*": 1}, [0, 1], "module 'emb_l.0' is named by two patterns"),
+        ({"emb_l.0": 0}, [], "devices: no devices; give at least one"),
+        ({"emb_l.0": 0}, [0, 0], "devices: device 0 is given more than once"),
+        ({"loss": 0}, [0, 1], "the loss cannot be placed"),
+        ({"emb_l.0.weight": 0}, [0, 1], "'emb_l.0.weight' is a parameter of module 'emb_l.0'"),
+        (["emb_l.0"], [0, 1], "placement: expected a dict"),
+    ],
+)
+def test_what_cannot_be_placed_is_refused(placement: Any, devices: Any, message: str) -> None:
+    program = captured()
+    before = str(program)
+    with pytest.raises(PassError, match=message.replace("[", r"\[")):
+        passes.shard(program, placement, devices)
+    assert str(program) == before
+
+
+def test_programs_that_are_spread_already_are_refused() -> None:
+    program = captured()
+    with pytest.raises(PassError, match="is replicated already"):
+        passes.shard(passes.replicate(program, [0, 1]), {"emb_l.0": 0}, [0, 1])
+    with pytest.raises(PassError, match="is placed on gpu:1 already"):
+        passes.shard(passes.shift_modules(program, {"top_l": 1}), {"emb_l.0": 0}, [0, 1])
+
+
+def test_micro_batches_are_refused() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.top = nn.Embedding(9, 4), nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.top(self.table(x))  # type: ignore[no-any-return]
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    program = graphir.capture(
+        model, (torch.randint(9, (4,)),), loss=lambda out: out.sum(), optimizer=optimizer, accumulate=2
+    )
+    with pytest.raises(PassError, match=r"takes 2\*batch rows of 'x': a placed module would have other micro-batches"):
+        passes.shard(program, {"table": 0}, [0, 1])
+
+
+def test_a_session_refuses_shares_that_do_not_fit() -> None:
+    program = sharded({"emb_l.*": "round_robin"})
+    batch, other = clicks(CONFIG, 8, 1), clicks(CONFIG, 7, 2)
+    with runtime.Session(passes.emit(program), program.state, binding="cpu") as session:
+        with pytest.raises(graphir.SessionError, match=r"has 8 rows, argument 2\[0\] \('offsets\.0'\) 7"):
+            session.step(batch.dense, batch.indices, other.offsets, batch.target)
+        with pytest.raises(graphir.SessionError, match="too few for 2 replicas"):
+            session.step(*clicks(CONFIG, 1, 3).inputs, batch.target[:1])

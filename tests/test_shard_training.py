@@ -1,0 +1,130 @@
+"""A sharded DLRM trains as it does on one device with the whole batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from dlrm import KAGGLE, Config, Dlrm, batch_dims, clicks, loss
+from torch import nn
+
+import graphir
+from graphir import Program, passes, runtime
+
+OPTIMIZERS: Mapping[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.01),
+}
+
+
+def captured(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer | None, **options: Any) -> Program:
+    batch = clicks(config, 4, 0, next(model.parameters()).dtype)
+    return graphir.capture(
+        model,
+        batch.inputs,
+        targets=(batch.target,),
+        loss=loss,
+        optimizer=optimizer,
+        batch_dims=batch_dims(config),
+        **options,
+    )
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor, rtol: float, what: str) -> None:
+    scale = max(theirs.abs().max().item(), 1e-3)
+    assert (ours - theirs).abs().max().item() <= rtol * scale, what
+
+
+def assert_trains_as_one_device(
+    config: Config,
+    placement: Mapping[str, Any],
+    devices: list[int],
+    rows: list[int],
+    *,
+    optimizer: str = "sgd",
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
+) -> None:
+    """Losses and parameters of steps with so many rows each are those of the whole batch, to 1e-5."""
+    torch.manual_seed(1)
+    model = Dlrm(config).to(dtype)
+    theirs = copy.deepcopy(model)
+    held, eager = OPTIMIZERS[optimizer](model.parameters()), OPTIMIZERS[optimizer](theirs.parameters())
+    program = passes.inject_copies(passes.shard(captured(config, model, held, **options), placement, devices))
+    assert graphir.parse(str(program)) == program
+    with runtime.Session(passes.emit(program), program.state, binding="cpu") as session:
+        for step, count in enumerate(rows):
+            batch = clicks(config, count, step + 1, dtype)
+            ours = session.step(*batch.inputs, batch.target)
+            eager.zero_grad()
+            whole = loss(theirs(*batch.inputs), batch.target)
+            whole.backward()
+            if "clip_grad_norm" in options:
+                nn.utils.clip_grad_norm_(theirs.parameters(), options["clip_grad_norm"])
+            eager.step()
+            assert_close(ours, whole.detach(), 1e-5, f"loss of step {step}")
+        if dtype == torch.float64:
+            for name, value in theirs.state_dict().items():
+                assert_close(session.state_dict()[name], value, 1e-5, name)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("interaction", ["dot", "cat"])
+def test_shares_of_every_size(replicas: int, interaction: Any) -> None:
+    config = Config(interaction=interaction)
+    rows = [4 * replicas, 4 * replicas - 1, 3 * replicas, 16 * replicas + 5] * 5
+    assert_trains_as_one_device(config, {"emb_l.*": "round_robin"}, list(range(replicas)), rows)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("sparse", [False, True])
+def test_optimizers(optimizer: str, sparse: bool) -> None:
+    if sparse and optimizer in ("momentum", "adam"):
+        pytest.skip("torch has no sparse gradients for it")
+    assert_trains_as_one_device(
+        Config(sparse=sparse), {"emb_l.*": "balanced"}, [0, 1], [8, 7, 9, 8], optimizer=optimizer
+    )
+
+
+@pytest.mark.parametrize(
+    "options", [{"clip_grad_norm": 0.05}, {"loss_scale": 64.0}, {"loss_scale": torch.amp.GradScaler("cpu")}]
+)
+def test_what_the_update_reads_of_all_devices(options: dict[str, Any]) -> None:
+    assert_trains_as_one_device(Config(), {"emb_l.*": "round_robin"}, [0, 1, 2], [9, 8, 10, 9], **options)
+
+
+def test_the_kaggle_configuration_in_single_precision() -> None:
+    rows = [128, 100, 128, 128]
+    assert_trains_as_one_device(KAGGLE, {"emb_l.*": "balanced"}, [0, 1, 2, 3], rows, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_configurations(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    width, replicas = draw(2, 9), draw(2, 5)
+    config = Config(
+        dense=draw(1, 9),
+        bottom=(*(draw(2, 12) for _ in range(draw(0, 3))), width),
+        tables=tuple(draw(1, 40) for _ in range(draw(1, 7))),
+        top=(*(draw(2, 12) for _ in range(draw(0, 3))), 1),
+        interaction="dot" if draw(0, 2) else "cat",
+        lookups=draw(2, 6),
+    )
+    placement = {f"emb_l.{k}": draw(0, replicas) for k in range(len(config.tables))}
+    assert_trains_as_one_device(config, placement, list(range(replicas)), [draw(4, 9) * replicas for _ in range(4)])
+
+
+@pytest.mark.parametrize(
+    "placement", [{"bot_l": 1, "emb_l.*": 0}, {"top_l": 0, "emb_l.*": 1}, {"bot_l.0": 1, "emb_l": 0}]
+)
+def test_any_module_may_be_placed(placement: dict[str, Any]) -> None:
+    assert_trains_as_one_device(Config(), placement, [0, 1], [8, 7, 9])
