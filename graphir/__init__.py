@@ -16,6 +16,7 @@ from . import caffe2 as caffe2
 from .analysis.certify import Certificate, certify
 from .analysis.diff import Diff, diff
 from .analysis.memory import Memory, memory
+from .analysis.placed import PlacedModules, placed
 from .analysis.profiles import Profile
 from .analysis.traffic import Traffic, traffic
 from .capture import capture, seeded
@@ -68,6 +69,7 @@ __all__ = [
     "Operator",
     "ParseError",
     "PassError",
+    "PlacedModules",
     "PlacementError",
     "Plan",
     "PlanError",
@@ -87,6 +89,7 @@ __all__ = [
     "load",
     "memory",
     "parse",
+    "placed",
     "profile",
     "register_operator",
     "save",

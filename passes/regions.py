@@ -101,8 +101,17 @@ class Regions:
         return follow(self.program, moved, homes, self.by)
 
     def of(self, name: str) -> Device:
-        """The region of a blob of the step; the replicated one of what is on the host."""
-        return self.at(self.net.blobs[name].device)
+        """The region of a blob; of what is on the host the replicated one, unless it is the optimizer's state of a
+        placed parameter."""
+        param = self._hosted.get(name)
+        return self.at((self.net if param or name in self.net.blobs else self.init).blobs[param or name].device)
+
+    @cached_property
+    def _hosted(self) -> dict[str, str]:
+        """What the optimizer keeps on the host, such as its count of steps, and the parameter."""
+        blobs = self.net.blobs
+        states = self.program.interface.optimizer_state.items()
+        return {name: param for param, own in states for name in own.values() if blobs[name].device.is_host}
 
     def at(self, device: Device) -> Device:
         """The region of what :attr:`net` has on a device."""

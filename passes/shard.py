@@ -136,7 +136,7 @@ def _in_order(regions: Regions) -> Iterator[Operator]:
 
 def _init(regions: Regions) -> Net:
     init = regions.init
-    sites = {name: regions.sites(regions.at(blob.device)) for name, blob in init.blobs.items()}
+    sites = {name: regions.sites(regions.of(name)) for name in init.blobs}
     blobs = [site.blob(blob) for name, blob in init.blobs.items() for site in sites[name]]
     ops = [site.op(op) for op in init.ops for site in sites[op.outputs[0]]]
     return init.with_(ops=tuple(ops), blobs={blob.name: blob for blob in blobs})

@@ -11,11 +11,11 @@ from sources import FOLDERS, Source, sources
 
 PUBLIC = {
     "graphir": """
-        Blob Certificate Compiled Device Diff Memory Net Operator Plan Profile Program Traffic
+        Blob Certificate Compiled Device Diff Memory Net Operator PlacedModules Plan Profile Program Traffic
         CaptureError CoverageError EquivalenceError FileError GraphirError ParseError PassError PlacementError PlanError
         ProfileWarning RecaptureWarning RunError SessionError VerifyError
-        allow_operators capture certify compile diff load memory parse profile register_operator save seeded show
-        traffic verify
+        allow_operators capture certify compile diff load memory parse placed profile register_operator save seeded
+        show traffic verify
     """,
     "graphir.passes": """
         Gpu InjectCopies Pass Pipeline Replicate Run Shard ShareStorage ShiftActivations ShiftModules

@@ -128,3 +128,21 @@ def test_random_configurations(seed: int) -> None:
 )
 def test_any_module_may_be_placed(placement: dict[str, Any]) -> None:
     assert_trains_as_one_device(Config(), placement, [0, 1], [8, 7, 9])
+
+
+def test_steps_are_counted_where_the_table_is() -> None:
+    """Adam's count of steps is on the host, and corrects its bias: each table has its own, whoever asks for it."""
+    program = passes.inject_copies(
+        passes.shard(
+            captured(Config(), model := Dlrm(Config()), torch.optim.Adam(model.parameters())),
+            {"emb_l.*": "round_robin"},
+            [0, 1],
+        )
+    )
+    with runtime.Session(passes.emit(program), program.state, binding="cpu") as session:
+        for step in range(3):
+            batch = clicks(Config(), 8, step)
+            session.step(*batch.inputs, batch.target)
+        for replica in (0, 1):
+            state = session.optimizer_state_dict(replica)["state"]
+            assert {float(own["step"]) for own in state.values()} == {3.0}

@@ -6,6 +6,7 @@ from .certify import Certificate, certify
 from .diff import Diff, diff
 from .liveness import Lifetime, liveness
 from .memory import Memory, memory
+from .placed import PlacedModules, placed
 from .traffic import Traffic, traffic
 
 __all__ = [
@@ -13,10 +14,12 @@ __all__ = [
     "Diff",
     "Lifetime",
     "Memory",
+    "PlacedModules",
     "Traffic",
     "certify",
     "diff",
     "liveness",
     "memory",
+    "placed",
     "traffic",
 ]

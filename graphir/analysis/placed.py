@@ -1,0 +1,134 @@
+"""Where the modules are that one device has alone, what they hold, and what they exchange with the replicas."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, NamedTuple
+
+from ..errors import GraphirError
+from ..ir.blob import dense_nbytes
+from ..ir.device import Device
+from ..ir.plan import Plan, program_of, sizes_of
+from ..ir.program import Program
+from ..ir.size import Dims
+from ..ir.text import nbytes_text
+
+__all__ = ["PlacedModule", "PlacedModules", "placed"]
+
+_LONGEST: Final = 30
+"""Of a module's path, in the table."""
+
+
+class PlacedModule(NamedTuple):
+    """A module that one device has alone.
+
+    Attributes:
+        module: its path.
+        device: where it is.
+        parameters: bytes of its parameters and buffers.
+        state: bytes of its optimizer state.
+        sent: bytes that cross to or from other devices in a step, gradients included.
+    """
+
+    module: str
+    device: Device
+    parameters: int
+    state: int
+    sent: int
+
+
+@dataclass(frozen=True)
+class PlacedModules:
+    """Every placed module of a program; prints as a table.
+
+    Attributes:
+        name: of the program.
+        modules: in the order of the program's state.
+        devices: every device that has a replica.
+    """
+
+    name: str
+    modules: tuple[PlacedModule, ...]
+    devices: tuple[Device, ...]
+
+    @cached_property
+    def held(self) -> dict[Device, int]:
+        """Bytes of placed modules and their optimizer state, by device."""
+        found = dict.fromkeys(self.devices, 0)
+        for each in self.modules:
+            found[each.device] = found.get(each.device, 0) + each.parameters + each.state
+        return found
+
+    @property
+    def imbalance(self) -> float:
+        """The most bytes that a device holds of placed modules, by their mean: 1 where they are balanced."""
+        held = self.held.values()
+        return max(held) * len(held) / sum(held) if sum(held) else 1.0
+
+    def to_json(self) -> str:
+        """The same as JSON."""
+        modules = [{**each._asdict(), "device": str(each.device)} for each in self.modules]
+        held = {str(device): nbytes for device, nbytes in self.held.items()}
+        return json.dumps({"program": self.name, "modules": modules, "held": held, "imbalance": self.imbalance})
+
+    def __str__(self) -> str:
+        lines = [
+            f"placed modules of {self.name!r}: {len(self.modules)} on {len(self.devices)} devices, the fullest has "
+            f"{self.imbalance:.2f} of the mean",
+            f"  {'module':<{_LONGEST}}  {'device':<7} {'parameters':>11} {'state':>11} {'a step':>11}",
+        ]
+        for each in self.modules:
+            path = each.module if len(each.module) <= _LONGEST else f"…{each.module[1 - _LONGEST :]}"
+            figures = [nbytes_text(n) if n else "-" for n in (each.parameters, each.state, each.sent)]
+            lines.append(f"  {path:<{_LONGEST}}  {each.device:<7} " + " ".join(f"{figure:>11}" for figure in figures))
+        for device, nbytes in self.held.items():
+            lines.append(f"  {'together':<{_LONGEST}}  {device:<7} {nbytes_text(nbytes):>11}")
+        return "\n".join(lines)
+
+
+def placed(program_or_plan: Program | Plan) -> PlacedModules:
+    """What :func:`graphir.passes.shard` has placed: each module's device, its bytes, and those of its exchange.
+
+    Args:
+        program_or_plan: sharded, with or without its copies; of a plan, at the plan's sizes.
+
+    Raises:
+        GraphirError: it is neither a program nor a plan.
+    """
+    if not isinstance(program_or_plan, Program | Plan):
+        raise GraphirError(
+            f"placed takes a program or a plan, not {type(program_or_plan).__name__}", fix="graphir.capture makes one"
+        )
+    program, dims = program_of(program_or_plan), sizes_of(program_or_plan)
+    interface, blobs = program.interface, program.step.blobs
+    owner = {name: param for param, own in interface.optimizer_state.items() for name in own.values()}
+    parameters: Counter[str] = Counter()
+    state: Counter[str] = Counter()
+    devices: dict[str, Device] = {}
+    for name in interface.placed:
+        blob = blobs.get(program.blob_of(name))
+        if blob is None or blob.role not in ("param", "buffer", "state"):
+            continue
+        module = owner.get(name, name).rpartition(".")[0]
+        (state if blob.role == "state" else parameters)[module] += dense_nbytes(blob, dims)
+        if blob.role != "state" or module not in devices:
+            devices[module] = blob.device
+    sent = _sent(program, dims)
+    found = tuple([PlacedModule(m, device, parameters[m], state[m], sent[m]) for m, device in devices.items()])
+    replicas = [Device.parse(prefix[:-1].replace("_", ":")) for prefix in program.replicas if prefix]
+    return PlacedModules(program.name, found, tuple(dict.fromkeys([*replicas, *devices.values()])))
+
+
+def _sent(program: Program, dims: Dims) -> Counter[str]:
+    """The bytes of copies that bring the rows of placed modules, or their gradients, to another device; by module."""
+    net = program.step
+    modules = {name: op.module for op in net.ops for name in op.outputs}
+    found: Counter[str] = Counter()
+    for op in net.ops:
+        if op.type == "Copy" and op.by == "shard":
+            module = modules.get(op.of or net.blobs[op.inputs[0]].storage, "")
+            found[module] += dense_nbytes(net.blobs[op.inputs[0]], dims)
+    return found
