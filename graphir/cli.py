@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from enum import Enum
 from io import TextIOWrapper
 from json import dumps
 from pathlib import Path
@@ -37,6 +38,13 @@ app = typer.Typer(
 )
 
 
+class Demo(str, Enum):
+    """What the demo shows."""
+
+    DIGITS = "digits"
+    DLRM = "dlrm"
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         print(f"graphir {__version__}")
@@ -52,20 +60,26 @@ def _root(
     """What every command shares."""
 
 
-@app.command(short_help="Train a small residual net on real digits, checked bit for bit.")
+@app.command(short_help="Train a small residual net on real digits, checked bit for bit; or a sharded DLRM.")
 def demo(
+    what: Annotated[Demo, typer.Argument(help="digits, or dlrm: embedding tables spread over devices.")] = Demo.DIGITS,
     out: Annotated[Path, typer.Option(help="The folder for the plan, its text and the trained state.")] = Path(
         "graphir-demo"
     ),
-    epochs: Annotated[int, typer.Option(min=1, help="How often to go through the 1,500 training images.")] = 6,
+    epochs: Annotated[
+        int, typer.Option(min=1, help="How often to go through the 1,500 images; of dlrm, 5 steps each.")
+    ] = 6,
     seed: Annotated[
         int, typer.Option(min=0, max=2**32 - 1, help="Of the weights, the split and the order of the images.")
     ] = 0,
 ) -> None:
-    """Train a small residual net on real digits: 2 replicas on 4 logical devices, checked bit for bit."""
+    """Train a small residual net on real digits: 2 replicas on 4 logical devices, checked bit for bit. Or a DLRM whose
+    tables are spread over 4 devices, beside eager PyTorch on the whole batch; it writes nothing."""
     from .demo.run import run_demo
+    from .demo.sharding import run_dlrm
 
-    if not run_demo(out, epochs=epochs, seed=seed):
+    held = run_dlrm(steps=5 * epochs, seed=seed) if what is Demo.DLRM else run_demo(out, epochs=epochs, seed=seed)
+    if not held:
         raise typer.Exit(1)
 
 

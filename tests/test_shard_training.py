@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from dlrm import KAGGLE, Config, Dlrm, batch_dims, clicks, loss
 from torch import nn
 
 import graphir
 from graphir import Program, passes, runtime
+from graphir.demo.dlrm import KAGGLE, Config, Dlrm, batch_dims, clicks, loss
 
 OPTIMIZERS: Mapping[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),

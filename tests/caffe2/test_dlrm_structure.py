@@ -8,10 +8,10 @@ from typing import Any
 import cases
 import pytest
 import torch
-from dlrm import Config, Dlrm, batch_dims, clicks
 
 import graphir
 from graphir import caffe2, passes
+from graphir.demo.dlrm import Config, Dlrm, batch_dims, clicks
 
 STANDS_FOR = {
     "aten.split_with_sizes.default": "Split",

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from dlrm import Config, Dlrm, batch_dims, clicks, loss
 from torch import nn
 
 import graphir
 from graphir import Program, passes, runtime
+from graphir.demo.dlrm import Config, Dlrm, batch_dims, clicks, loss
 from graphir.errors import PassError
 from graphir.ir.blob import dense_nbytes
 from graphir.ir.names import prefix_of

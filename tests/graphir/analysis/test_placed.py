@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dlrm import Config, Dlrm, batch_dims, clicks, loss
 
 import graphir
 from graphir import passes
+from graphir.demo.dlrm import Config, Dlrm, batch_dims, clicks, loss
 from graphir.errors import GraphirError, VerifyError
 
 CONFIG = Config(tables=(40, 10, 30))

@@ -1,4 +1,4 @@
-"""DLRM in its public structure: a bottom MLP, embedding tables, an interaction, a top MLP."""
+"""DLRM in its public structure: a bottom MLP, embedding tables, an interaction, a top MLP; and clicks to train on."""
 
 from __future__ import annotations
 
@@ -91,19 +91,25 @@ class Clicks(NamedTuple):
 
 
 def clicks(config: Config, rows: int, seed: int, dtype: torch.dtype = torch.float32) -> Clicks:
-    """A random batch whose indices are Zipf-distributed; some bags are empty."""
+    """A random batch whose indices are Zipf-distributed; some bags are empty. Whether there is a click follows, by
+    chance, from what is looked up and from the dense features."""
     generator = torch.Generator().manual_seed(seed)
+    rule = torch.Generator().manual_seed(0)
+    dense = torch.randn(rows, config.dense, generator=generator, dtype=dtype)
+    logits = dense @ torch.randn(config.dense, 1, generator=rule, dtype=dtype)
     indices, offsets = [], []
     for size in config.tables:
         least = 1 if config.lookups == 1 else 0
         lengths = torch.randint(least, config.lookups + 1, (rows,), generator=generator)
         weights = 1 / torch.arange(1, size + 1, dtype=torch.float64) ** 1.1
         count = int(lengths.sum())
-        drawn = torch.multinomial(weights, max(count, 1), replacement=True, generator=generator)
-        indices.append(drawn[:count])
+        drawn = torch.multinomial(weights, max(count, 1), replacement=True, generator=generator)[:count]
+        liked = torch.randn(size, 1, generator=rule, dtype=dtype)
+        bags = torch.arange(rows).repeat_interleave(lengths)
+        logits = logits.index_add(0, bags, liked[drawn])
+        indices.append(drawn)
         offsets.append(lengths.cumsum(0) - lengths)
-    dense = torch.randn(rows, config.dense, generator=generator, dtype=dtype)
-    target = torch.randint(2, (rows, 1), generator=generator).to(dtype)
+    target = torch.bernoulli(logits.sigmoid(), generator=generator)
     return Clicks(dense, indices, offsets, target)
 
 
