@@ -75,8 +75,7 @@ def demo(
 ) -> None:
     """Train a small residual net on real digits: 2 replicas on 4 logical devices, checked bit for bit. Or a DLRM whose
     tables are spread over 4 devices, beside eager PyTorch on the whole batch; it writes nothing."""
-    from .demo.run import run_demo
-    from .demo.sharding import run_dlrm
+    from .demo.run import run_demo, run_dlrm
 
     held = run_dlrm(steps=5 * epochs, seed=seed) if what is Demo.DLRM else run_demo(out, epochs=epochs, seed=seed)
     if not held:

@@ -19,6 +19,7 @@ OPTIMIZERS: Mapping[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimize
     "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
     "adam": lambda params: torch.optim.Adam(params, lr=0.01),
+    "row-wise adagrad": lambda params: graphir.optim.RowWiseAdagrad(params, lr=0.05, eps=1e-6),
 }
 
 

@@ -61,6 +61,7 @@ OPTIMIZERS: dict[str, Make] = {
     "sgd": of_all(lambda params: torch.optim.SGD(params, lr=0.1)),
     "foreach sgd": of_all(lambda params: torch.optim.SGD(params, lr=0.1, maximize=True, foreach=True)),
     "adagrad": of_all(lambda params: torch.optim.Adagrad(params, lr=0.1, lr_decay=0.1)),
+    "row-wise adagrad": of_all(lambda params: graphir.optim.RowWiseAdagrad(params, lr=0.1, eps=1e-6)),
     "foreach adagrad": of_all(lambda params: torch.optim.Adagrad(params, lr=0.1, maximize=True, foreach=True)),
 }
 

@@ -15,9 +15,11 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 
 from ..errors import CaptureError
+from ..ir.blob import contiguous_strides
 from ..ir.operator import Arg
 from ..ir.opset import signature
 from ..ir.program import Scalar
+from ..optim import RowWiseAdagrad
 from .model_state import has_data
 
 __all__ = ["Group", "OptimizerState", "ParamUpdate", "read_optimizer", "with_layout"]
@@ -124,6 +126,7 @@ def _group(optimizer: torch.optim.Optimizer, i: int, group: Mapping[str, Any], b
 _SPARSE: Final[Mapping[str, str]] = {
     "graphir.sgd": "graphir.sparse_sgd",
     "graphir.adagrad": "graphir.sparse_adagrad",
+    "graphir.row_wise_adagrad": "graphir.sparse_row_wise_adagrad",
     "graphir.sparse_adam": "graphir.sparse_adam",
 }
 """The types that update by a sparse gradient, by those that their optimizers are read as."""
@@ -148,8 +151,8 @@ def with_layout(update: ParamUpdate, sparse: bool) -> ParamUpdate:
         what = f"{unfit[0]}={update.args[unfit[0]]!r}" if ours is not None else f"{update.type}"
         raise CaptureError(
             f"the sparse gradient of {update.param!r} does not go with {what}",
-            fix="sparse gradients take SGD without momentum and weight decay, Adagrad without weight decay, or "
-            "SparseAdam, none of them fused; or use sparse=False",
+            fix="sparse gradients take SGD without momentum and weight decay, Adagrad without weight decay, "
+            "SparseAdam or RowWiseAdagrad, none of them fused; or use sparse=False",
         )
     return update._replace(type=ours)
 
@@ -214,7 +217,7 @@ def _check_kept(name: str, param: torch.Tensor, kept: Mapping[str, Any], rule: _
             what = f"the optimizer has state of parameter {name!r}, but no {key!r} in it"
         elif key == "step" and not _is_number(value):
             what = f"'step' of parameter {name!r} is no number"
-        elif key != "step" and not _is_like(value, param):
+        elif key != "step" and not _is_like(value, param, _shape(key, param)):
             what = f"{key!r} of parameter {name!r} is no dense tensor of its shape and type"
         else:
             continue
@@ -225,16 +228,21 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
-def _is_like(value: object, param: torch.Tensor) -> bool:
+def _is_like(value: object, param: torch.Tensor, shape: torch.Size) -> bool:
     return isinstance(value, torch.Tensor) and (value.layout, value.shape, value.dtype) == (
         torch.strided,
-        param.shape,
+        shape,
         param.dtype,
     )
 
 
+def _shape(key: str, param: torch.Tensor) -> torch.Size:
+    """The shape of a parameter's state: that of the parameter, or a number a row."""
+    return param.shape[:1] if key == "row_sum" else param.shape
+
+
 def _state(key: str, first: float, param: torch.Tensor, kept: Mapping[str, Any], fused: bool) -> OptimizerState:
-    """The state that the optimizer has under *key*; before its first step, *first* in the parameter's shape."""
+    """The state that the optimizer has under *key*; before its first step, *first* throughout."""
     value = kept.get(key)
     if key == "next_dampening":
         return OptimizerState(key, torch.tensor(first, dtype=torch.float64, device="cpu"), (), True)
@@ -246,12 +254,15 @@ def _state(key: str, first: float, param: torch.Tensor, kept: Mapping[str, Any],
         done = first if value is None or (isinstance(value, torch.Tensor) and not has_data(value)) else float(value)
         step = torch.full((), done, dtype=dtype, device=device)
         return OptimizerState(key, step, (), not fused)
-    strides = param.stride() if param.is_contiguous() else torch.empty_like(param, device="meta").stride()
+    shape = _shape(key, param)
+    whole = shape == param.shape and not param.is_contiguous()
+    strides = torch.empty_like(param, device="meta").stride() if whole else contiguous_strides(shape)
     if value is None or not (has_data(param) and has_data(value)):
         # One element, shown as often as there are any: sessions have tensors of their own.
-        filled = torch.full((), first, dtype=param.dtype, device=param.device).expand(param.shape)
+        filled = torch.full((), first, dtype=param.dtype, device=param.device).expand(shape)
         return OptimizerState(key, filled, strides, False)
-    return OptimizerState(key, torch.empty_like(param.detach()).copy_(value.detach()), strides, False)
+    held = torch.empty_like(param.detach()) if whole else param.detach().new_empty(shape)
+    return OptimizerState(key, held.copy_(value.detach()), strides, False)
 
 
 class _Rule(NamedTuple):
@@ -310,6 +321,11 @@ def _sparse_adam(options: _Options, defaults: _Options, kept: _Options) -> _Rule
     return _Rule("graphir.sparse_adam", {"beta1": beta1, "beta2": beta2}, state)
 
 
+def _row_wise_adagrad(options: _Options, defaults: _Options, kept: _Options) -> _Rule:
+    first = options["initial_accumulator_value"]  # made in the first step, by the group's options
+    return _Rule("graphir.row_wise_adagrad", {}, {"row_sum": float(first)})
+
+
 _RULES: Final[Mapping[type[torch.optim.Optimizer], Callable[[_Options, _Options, _Options], _Rule]]] = {
     torch.optim.SGD: _sgd,
     torch.optim.Adam: _adam,
@@ -317,5 +333,6 @@ _RULES: Final[Mapping[type[torch.optim.Optimizer], Callable[[_Options, _Options,
     torch.optim.Adagrad: _adagrad,
     torch.optim.RMSprop: _rmsprop,
     torch.optim.SparseAdam: _sparse_adam,
+    RowWiseAdagrad: _row_wise_adagrad,
 }
 """For each class, its rule, given a group's options, the optimizer's defaults, and what it keeps of the parameter."""

@@ -25,8 +25,9 @@ from ..ir.text import nbytes_text, show
 from .digits import load_digits
 from .eager import ShareByShare
 from .model import DigitsNet
+from .sharding import run_dlrm
 
-__all__ = ["run_demo"]
+__all__ = ["run_demo", "run_dlrm"]
 
 WIDTH: Final = 100
 BATCH: Final = 64

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from graphir.ir.opset import signature
 from graphir.ir.tensor import GRAIN_SIZE
+from graphir.optim import update_dense
 
 from .bounds import check_dense
 from .short import in_one_thread
@@ -318,6 +319,17 @@ def _rmsprop(*, alpha: float, eps: float, weight_decay: float, momentum: float, 
     return update
 
 
+def _row_wise_adagrad(*, eps: float, maximize: bool) -> Update:
+    """:class:`graphir.optim.RowWiseAdagrad`."""
+
+    def update(params: Tensors, grads: Tensors, row_sums: Tensors, lr: Tensor | float) -> None:
+        rate = float(lr)
+        for param, grad, row_sum in zip(params, grads, row_sums, strict=True):
+            update_dense(param, row_sum, -grad if maximize else grad, rate, eps)
+
+    return update
+
+
 UPDATES: Final[Mapping[str, Callable[..., Update]]] = {
     "graphir.sgd": _sgd,
     "graphir.dampened_sgd": _dampened_sgd,
@@ -325,6 +337,7 @@ UPDATES: Final[Mapping[str, Callable[..., Update]]] = {
     "graphir.adamw": partial(_adam, decoupled=True),
     "graphir.adagrad": _adagrad,
     "graphir.rmsprop": _rmsprop,
+    "graphir.row_wise_adagrad": _row_wise_adagrad,
     **SPARSE_UPDATES,
 }
 """For each optimizer type, what builds its kernel from all of the operator's arguments; :func:`updater` does."""

@@ -15,6 +15,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from graphir.optim import update_rows
+
 from .bounds import CHECKED
 from .communication import all_reduce, mean_weights
 
@@ -165,6 +167,23 @@ def _adam(
         param.add_(_like(gradient, rows, -step_size * numerator.div_(denominator)))
 
 
+def _row_wise_adagrad(
+    params: list[Tensor],
+    indices: list[Tensor],
+    values: list[Tensor],
+    row_sums: list[Tensor],
+    lr: Tensor | float,
+    *,
+    eps: float,
+    maximize: bool,
+) -> None:
+    """:class:`graphir.optim.RowWiseAdagrad`."""
+    for param, index, value, row_sum in zip(params, indices, values, row_sums, strict=True):
+        gradient = _tensor(index, value, param.shape[0])
+        gradient = (-gradient if maximize else gradient).coalesce()
+        update_rows(param, row_sum, gradient._indices()[0], gradient._values(), float(lr), eps)
+
+
 def _like(gradient: Tensor, indices: Tensor, values: Tensor) -> Tensor:
     return _UNCHECKED(indices, values, gradient.shape)
 
@@ -173,5 +192,6 @@ SPARSE_UPDATES: Final[Mapping[str, Callable[..., Any]]] = {
     "graphir.sparse_sgd": lambda **options: partial(_sgd, **options),
     "graphir.sparse_adagrad": lambda **options: partial(_adagrad, **options),
     "graphir.sparse_adam": lambda **options: partial(_adam, **options),
+    "graphir.sparse_row_wise_adagrad": lambda **options: partial(_row_wise_adagrad, **options),
 }
 """What builds the kernels of the optimizer types that take sparse gradients."""

@@ -188,6 +188,7 @@ _SPECIAL: Final[Mapping[str, Sequence[Mapping[str, Values]]]] = {
     "graphir.sparse_sgd": _SPARSE,
     "graphir.sparse_adagrad": _SPARSE,
     "graphir.sparse_adam": _SPARSE,
+    "graphir.sparse_row_wise_adagrad": _SPARSE,
     "graphir.embedding_bag_backward": ({"offsets": _offsets, "offset2bag": _bag_of_each, "bag_size": _bag_sizes},),
     "aten._embedding_bag.default": ({"offsets": _offsets},),
     "aten._embedding_bag_forward_only.default": ({"offsets": _offsets},),

@@ -111,6 +111,7 @@ def updated(type: str, names: Sequence[str]) -> Callable[..., None]:
         given = {name: tensor for name, tensor in zip(names, tensors, strict=False) if tensor is not None}
         param = given["param"].shape
         special: dict[str, tuple[int, ...]] = dict.fromkeys(("lr", "step", "next_dampening", "found_inf"), ())
+        special["row_sum"] = tuple(param[:1])
         if "indices" in given:
             lookups = given["indices"].shape[-1:]
             special |= {"indices": (1, *lookups), "values": (*lookups, *param[1:])}

@@ -75,6 +75,11 @@ _RECORDS: Final = (
         "float eps=1e-08, float weight_decay=0., float momentum=0., bool maximize=False) -> ()",
         scratch=scratch.update(1),
     ),
+    _optimizer(
+        "graphir.row_wise_adagrad",
+        "row_wise_adagrad(Tensor(a!) param, Tensor grad, Tensor(b!) row_sum, Tensor lr, Tensor? found_inf=None, *, "
+        "float eps=1e-10, bool maximize=False) -> ()",
+    ),
     # The kernels of attention and of embedding bags are torch's, which reach beyond the elements of their operands.
     _record(
         "graphir.attention",
@@ -121,6 +126,11 @@ _RECORDS: Final = (
         "Tensor? found_inf=None, *, float lr_decay=0., float eps=1e-10, bool maximize=False) -> ()",
     ),
     _optimizer(
+        "graphir.sparse_row_wise_adagrad",
+        "sparse_row_wise_adagrad(Tensor(a!) param, Tensor indices, Tensor values, Tensor(b!) row_sum, Tensor lr, "
+        "Tensor? found_inf=None, *, float eps=1e-10, bool maximize=False) -> ()",
+    ),
+    _optimizer(
         "graphir.sparse_adam",
         "sparse_adam(Tensor(a!) param, Tensor indices, Tensor values, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, "
         "Tensor(d!) step, Tensor lr, Tensor? found_inf=None, *, float beta1=0.9, float beta2=0.999, "
@@ -136,9 +146,9 @@ in participant order; with ``reduction="mean"`` input r is first scaled by ``sha
 where the shares are equal) and the sum divided by n. ``graphir.scale`` multiplies by a ratio of sizes, and its result
 has no gaps: gradients of the mean over a replica's rows become those of the mean over all, or the other way round.
 ``graphir.load`` reads ``program.state[key]``. The optimizers update one parameter in place, as ``torch.optim`` does in
-its ``fused`` or its ``for_loop`` form; where ``found_inf`` is given and not zero they leave parameter and state as they
-are, as ``GradScaler.step`` does. ``next_dampening`` is the dampening of the next update: torch dampens none before the
-second, so it is 0 at first and then ``dampening``.
+its ``fused`` or its ``for_loop`` form, or as :class:`graphir.optim.RowWiseAdagrad` does; where ``found_inf`` is given
+and not zero they leave parameter and state as they are, as ``GradScaler.step`` does. ``next_dampening`` is the
+dampening of the next update: torch dampens none before the second, so it is 0 at first and then ``dampening``.
 Attention is torch's ``scaled_dot_product_attention`` without dropout, by the kernel of the device that it runs on; its
 ``logsumexp`` has a number for each query of each head, from which any device's backward kernel finds the weights again.
 
