@@ -59,6 +59,8 @@ IN_PLACE: Final[Mapping[str, tuple[tuple[int, int], ...]]] = {
     "Relu": _FIRST,
     "ReluGradient": _SECOND,
     "Scale": _FIRST,
+    "RmsProp": ((0, 0), (1, 1), (2, 2)),
+    "RowWiseSparseAdagrad": ((0, 0), (1, 1)),
     "ScatterWeightedSum": _FIRST,
     "Sigmoid": _FIRST,
     "SigmoidGradient": _SECOND,

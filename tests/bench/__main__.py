@@ -38,6 +38,7 @@ import profiling
 import proving
 import reaching
 import scaling
+import sharding
 import starting
 import stepping
 import torch
@@ -57,6 +58,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "parallel": parallel.rows,
     "lock": locking.rows,
     "small": parallel.small_rows,
+    "shard": sharding.rows,
     "memory": allocating.rows,
     "profile": profiling.rows,
     "profiling": profiling.cost_rows,

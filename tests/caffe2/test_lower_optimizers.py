@@ -48,6 +48,20 @@ def test_adagrad(args, outputs):
         close(mine, theirs)
 
 
+@pytest.mark.parametrize("args", [{}, {"decay": 0.5, "momentum": 0.8, "epsilon": 1e-3}], ids=str)
+@pytest.mark.parametrize("steps", [1, 3])
+def test_rmsprop(args, steps):
+    g, state = tensor(1), {"s": tensor(2).abs(), "m": tensor(3)}
+    ops = [op("Scale", "x", "g"), op("RmsProp", "g s m lr", "g s m", **args)]
+    found = run(ops, {"x": g, "lr": torch.tensor([0.1])}, "g s m", state=state, steps=steps)
+    s, m = state["s"].clone(), state["m"].clone()
+    for _ in range(steps):
+        s = s + (1 - args.get("decay", 0.9)) * (g * g - s)
+        m = args.get("momentum", 0.0) * m + 0.1 * g / (s + args.get("epsilon", 1e-5)).sqrt()
+    for mine, theirs in zip(found, (m, s, m), strict=True):
+        close(mine, theirs)
+
+
 @pytest.mark.parametrize("outputs", ["w m v", "w m v adapted"])
 @pytest.mark.parametrize("iteration", [0, 7])
 def test_adam(outputs, iteration):
@@ -158,6 +172,7 @@ UPDATES = [
     op("MomentumSGDUpdate", "g m lr w", "g2 m w"),
     op("MomentumSGD", "g m lr", "g2 m"),
     op("Adagrad", "w m g lr", "w m"),
+    op("RmsProp", "g m v lr", "g2 m v"),
     op("Adam", "w m v g lr it", "w m v"),
 ]
 

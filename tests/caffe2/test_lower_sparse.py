@@ -173,6 +173,21 @@ def test_adagrad_on_duplicates_goes_one_after_the_other(dtype, seed):
         close(mine, theirs)
 
 
+@INDICES
+@pytest.mark.parametrize("seed", range(5))
+def test_row_wise_adagrad_goes_one_after_the_other(dtype, seed):
+    index, grads = named(seed, 9, 4, dtype), table(seed + 20, 9)
+    state = {"w": table(seed), "h": torch.rand(6, generator=generator(seed))}
+    inputs = {"i": index, "g": grads, "lr": torch.tensor(-0.1)}
+    w, h = run([op("RowWiseSparseAdagrad", "w h i g lr", "w h", epsilon=1e-4)], inputs, "w h", state=state)
+    theirs, moment = state["w"].clone(), state["h"].clone()
+    for row, grad in zip(index.tolist(), grads, strict=True):
+        moment[row] += grad.pow(2).mean()
+        theirs[row] += -0.1 * grad / (moment[row].sqrt() + 1e-4)
+    close(w, theirs)
+    close(h, moment)
+
+
 def test_a_single_index_is_unique():
     inputs = {"i": torch.tensor([3]), "g": table(1, 1), "lr": torch.tensor([-0.1])}
     ops = [

@@ -1,7 +1,7 @@
 """Updates of parameters, and the iteration counter.
 
-Sources: ``momentum_sgd_op.h``, ``adagrad_op.h``, ``adam_op.h``, ``iter_op.h`` of ``caffe2/sgd``, ``utility_ops.h`` of
-``caffe2/operators``. What a Caffe2 operator overwrites is overwritten here.
+Sources: ``momentum_sgd_op.h``, ``adagrad_op.h``, ``adam_op.h``, ``rmsprop_op.cc``, ``iter_op.h`` of ``caffe2/sgd``,
+``utility_ops.h`` of ``caffe2/operators``. What a Caffe2 operator overwrites is overwritten here.
 """
 
 from __future__ import annotations
@@ -91,6 +91,25 @@ def _adagrad(c: Lowering) -> None:
     rate = c.one("aten.div.Tensor", [lr, root], {}, 2 if wanted > 2 else None)
     growth = c.one("aten.mul.Tensor", [rate, grad], {}, 3 if wanted > 3 else None)
     c.bind(0, c.one("aten.add_.Tensor", [param, growth]))
+
+
+@translates("RmsProp")
+def _rmsprop(c: Lowering) -> None:
+    """From gradient, mean squares, momentum and learning rate: ``s += (1 - decay) (g² - s)``, and the momentum m, which
+    is the new gradient too, becomes ``momentum m + lr g / sqrt(epsilon + s)``."""
+    c.alike(0, 1, 2)
+    grad, squares, momentum = c[0], c.updated(1, 1), c.updated(2, 2)
+    square = c.one("aten.mul.Tensor", [grad, grad])
+    difference = c.one("aten.sub.Tensor", [square, squares])
+    squares = c.one("aten.add_.Tensor", [squares, difference], {"alpha": 1.0 - c.number("decay", 0.9)})
+    c.bind(1, squares)
+    root = c.one("aten.add.Scalar", [squares], {"other": c.number("epsilon", 1e-5)})
+    root = c.one("aten.sqrt.default", [root])
+    step = c.one("aten.div.Tensor", [c.one("aten.mul.Tensor", [grad, c.scalar(3)]), root])
+    momentum = c.one("aten.mul_.Scalar", [momentum], {"other": c.number("momentum")})
+    momentum = c.one("aten.add_.Tensor", [momentum, step])
+    c.bind(2, momentum)
+    c.one("aten.clone.default", [momentum], {}, 0)
 
 
 @translates("Adam")

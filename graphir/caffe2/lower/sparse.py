@@ -115,24 +115,28 @@ def _scatter_weighted_sum(c: Lowering) -> None:
     c.bind(0, data)
 
 
-@translates("SparseAdagrad")
+@translates("SparseAdagrad", "RowWiseSparseAdagrad")
 def _sparse_adagrad(c: Lowering) -> None:
     """Adagrad on the rows that the indices name, one after the other, so that a row may come several times.
 
     From parameter, moment, indices, gradients and learning rate. With h the moment, an occurrence adds ``g²`` to h and
     ``lr g / (sqrt(h) + epsilon)`` to the row. The h that it sees has the squares of all occurrences before it: their
-    sum by a triangular matrix of the occurrences. Rows from ``Unique`` come once and need none.
+    sum by a triangular matrix of the occurrences. Rows from ``Unique`` come once and need none. By rows, there is one h
+    for each, and the mean of a row's squares is added to it.
     """
+    by_rows = c.op.type == "RowWiseSparseAdagrad"
     if c.number("weight_decay") != 0 or c.number("decay", 1.0) != 1:
         raise refuse("decay and weight_decay are not translated", "leave them out")
     once = c.padded(2).padded
     param, moment, index, lr = c.updated(0, 0), c.updated(1, 1), _indices(c, 2), c.scalar(4)
     shape = (index.shape[0], *param.shape[1:])
     moment_shape, grad = moment.shape, c.reshaped(c.padded(3), shape)
-    if moment_shape != param.shape:
+    if moment_shape != (param.shape[:1] if by_rows else param.shape):
         raise refuse(f"the moment is {moment.geometry}, the parameter {param.geometry}")
     dim: dict[str, Arg] = {"dim": 0}
     square = c.one("aten.mul.Tensor", [grad, grad])
+    if by_rows:
+        square = c.one("aten.mean.dim", [c.reshaped(square, (shape[0], prod(shape[1:])))], {"dim": (1,)})
     if once:
         moment = c.one("aten.index_add_.default", [moment, index, square], dim)
         seen = c.one("aten.index_select.default", [moment, index], dim)
@@ -141,6 +145,8 @@ def _sparse_adagrad(c: Lowering) -> None:
         seen = c.one("aten.add.Tensor", [before, _up_to(c, index, square)])
         moment = c.one("aten.index_add_.default", [moment, index, square], dim)
     root = c.one("aten.add.Scalar", [c.one("aten.sqrt.default", [seen])], {"other": c.number("epsilon", 1e-5)})
+    if by_rows:
+        root = c.reshaped(root, (shape[0],) + (1,) * len(shape[1:]))
     update = c.one("aten.div.Tensor", [c.one("aten.mul.Tensor", [grad, lr]), root])
     c.bind(0, c.one("aten.index_add_.default", [param, index, update], dim))
     c.bind(1, moment)
