@@ -147,3 +147,28 @@ def test_steps_are_counted_where_the_table_is() -> None:
         for replica in (0, 1):
             state = session.optimizer_state_dict(replica)["state"]
             assert {float(own["step"]) for own in state.values()} == {3.0}
+
+
+def test_an_overflow_in_one_table_makes_every_device_skip() -> None:
+    config = Config(bottom=(4,), tables=(5, 5), top=(1,), interaction="cat")
+    torch.manual_seed(0)
+    model = Dlrm(config)
+    with torch.no_grad():
+        for name, param in model.top_l.named_parameters():
+            if name.endswith("weight"):
+                param[:, 4:8] = 1e30  # the gradients of the first table, and of nothing else
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60)
+    held = torch.optim.SGD(model.parameters(), lr=0.1)
+    program = captured(config, model, held, loss_scale=scaler)
+    program = passes.inject_copies(passes.shard(program, {"emb_l.*": "round_robin"}, [0, 1]))
+    batch = clicks(config, 8, 1)
+    with torch.no_grad():
+        model.emb_l[0].weight.zero_()  # type: ignore[union-attr]
+    state = {**program.state, "emb_l.0.weight": torch.zeros(5, 4)}
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with runtime.Session(passes.emit(program), state, binding="cpu") as session:
+        session.step(*batch.inputs, batch.target)
+        for replica in (0, 1):
+            for name, value in session.state_dict(replica).items():
+                assert torch.equal(value, before[name]), name
+        assert session.loss_scaler_state_dict()["scale"] == 2.0**59
