@@ -187,8 +187,8 @@ def update_moved(program: Program, draw: Random) -> Found:
             if place != position and storages & {blobs[name].storage for name in (*other.inputs, *other.outputs)}
         ]
         rest = [*ops[:position], *ops[position + 1 :]]
-        for user in shuffled(users, draw):
-            yield f"{named(op)} to {user}", with_ops(program, [*rest[:user], op, *rest[user:]])
+        for place in shuffled(dict.fromkeys([p for user in users for p in (user, user + 1)]), draw):
+            yield f"{named(op)} to {place}", with_ops(program, [*rest[:place], op, *rest[place:]])
 
 
 _FAMILIES = (
