@@ -32,6 +32,7 @@ from graphir.ir.program import Program
 from graphir.ir.size import Dims
 
 from .following import may_leave
+from .pieces import Pieces
 
 __all__ = ["Sides", "cheapest_sides"]
 
@@ -107,7 +108,11 @@ class _Values:
         self.blobs: Mapping[str, Blob] = program.step.blobs
         self.dims: Dims = program.dims
         self.found: dict[str, _Value] = {}
+        self.pieces = Pieces(program.step, program.dims)
         made: dict[str, _Unit] = {name: homes.get(name, name) for name in program.step.external_inputs}
+        for i, op in enumerate(program.step.ops):  # a function's operators belong to its result, which comes after them
+            if i in placed or i in free:
+                made.update({name: placed.get(i, i) for name in op.outputs if not self.blobs[name].is_view})
         for name in program.step.external_inputs:
             self.found[name] = _Value(made[name], dense_nbytes(self.blobs[name], self.dims))
         for i, op in enumerate(program.step.ops):
@@ -117,8 +122,8 @@ class _Values:
             for name in op.inputs:
                 self.value(name, made).readers[unit] = None
             for name in op.outputs:
-                if not self.blobs[name].is_view and name not in made:
-                    made[name] = unit
+                if not self.blobs[name].is_view and name not in self.found:
+                    made.setdefault(name, unit)
                     self.found[name] = _Value(unit, dense_nbytes(self.blobs[name], self.dims))
 
     def unit(
@@ -144,7 +149,7 @@ class _Values:
         if blob.is_view:
             nbytes = dense_nbytes(blob, self.dims)
             if nbytes < storage.nbytes:
-                return storage.pieces.setdefault(name, _Value(storage.producer, nbytes))
+                return storage.pieces.setdefault(self.pieces.of(name), _Value(storage.producer, nbytes))
         return storage
 
 

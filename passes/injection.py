@@ -13,7 +13,7 @@ A write leaves the name in one memory, so no copy goes stale; and nothing is cop
 
 A view that is needed elsewhere crosses alone, as any blob, or it is *replayed*: its storage crosses, and the view
 operators run again on the copy of that. Whichever has fewer bytes, with everything else that is read there of the
-storage.
+storage. Views of the same elements cross as one (:mod:`.pieces`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from graphir.ir.net import Net
 from graphir.ir.operator import PURE, Operator, Phase, stored_versions
 from graphir.ir.optypes.table import operator_type
 from graphir.ir.placement import is_host_scalar, required_devices
-from graphir.ir.size import Dims, Size
+from graphir.ir.size import Dims, Size, add, multiply
 from graphir.ir.text import operator_text
+
+from .pieces import Pieces
 
 __all__ = ["Injection", "memory_of"]
 
@@ -200,8 +202,12 @@ class Injection:
     def bring(self, op: Operator, blob: Blob, version: int, memory: Device) -> tuple[str, int]:
         """The blob and version by which *op* reads a blob in a memory."""
         is_plain = blob.storage == blob.name and blob.strides is None
-        if not is_plain and memory is not memory_of(blob.device) and self.is_replayed(op, blob, version, memory):
-            return self.replay(blob.name, version, memory, op.phase)
+        if not is_plain and memory is not memory_of(blob.device):
+            if self.is_replayed(op, blob, version, memory):
+                return self.replay(blob.name, version, memory, op.phase)
+            piece = self.pieces.of(blob.name)
+            if piece != blob.name and self.goes_alone(self.blobs[piece], 0):
+                return self.replay(blob.name, version, memory, op.phase, piece)
         return self.hold(blob.name, version, memory, op.phase)
 
     def is_replayed(self, op: Operator, blob: Blob, version: int, memory: Device) -> bool:
@@ -255,7 +261,8 @@ class Injection:
                         alone = operator_type(op.type).only_elements and self.goes_alone(blob, version)
                         needed = dense_nbytes(blob if alone else storage, self.dims)
                         names = read.setdefault(blob.storage, {}).setdefault(memory_of(op.device), {})
-                        names[name] = max(needed, names.get(name, 0))
+                        piece = self.pieces.of(name) if alone else name
+                        names[piece] = max(needed, names.get(piece, 0))
                         if blob.storage in overwritten:
                             read[blob.storage].clear()
             overwritten.update([blobs[op.outputs[output]].storage for output, _ in op.effects.writes])
@@ -278,17 +285,26 @@ class Injection:
         """The operator behind each name and version that is a view."""
         return {made: op for op in self.net.ops if op.effects.views for made in op.makes}
 
-    def replay(self, name: str, version: int, memory: Device, phase: Phase) -> tuple[str, int]:
-        """Make a view again, over a copy of its storage."""
+    @cached_property
+    def pieces(self) -> Pieces:
+        """Views that cross as one."""
+        return Pieces(self.net, self.dims)
+
+    def replay(self, name: str, version: int, memory: Device, phase: Phase, piece: str = "") -> tuple[str, int]:
+        """Make a view again, over a copy of its storage, or of a *piece* of it."""
+        if piece and self.pieces.alike(name) == piece:
+            return self.hold(piece, 0, memory, phase)
         maker = self.views.get((name, version))
         if maker is None:
             return self.hold(name, version, memory, phase)
         if (name, memory) not in self.replayed:
-            inputs, reads = zip(*[self.replay(*read, memory, phase) for read in maker.reads], strict=True)
+            inputs, reads = zip(*[self.replay(*read, memory, phase, piece) for read in maker.reads], strict=True)
             made = []
             for view, (_, source) in zip(maker.outputs, sorted(maker.effects.views), strict=True):
-                storage = self.blobs[inputs[source]].storage
-                made.append(self.declare(self.blobs[view], memory, storage, self.blobs[view].offset))
+                base = self.blobs[inputs[source]]
+                before = multiply(-1, self.blobs[maker.inputs[source]].offset)
+                offset = add(base.offset, add(self.blobs[view].offset, before))
+                made.append(self.declare(self.blobs[view], memory, base.storage, offset))
                 self.replayed[view, memory] = made[-1]
                 self.last[made[-1]] = 0
             again = maker._replace(inputs=inputs, outputs=tuple(made), device=memory, phase=phase, by=self.by)

@@ -13,7 +13,7 @@ from typing import Any
 import networkx as nx
 
 from graphir import passes
-from graphir.ir.blob import dense_nbytes
+from graphir.ir.blob import Blob, bound_layout, dense_nbytes
 from graphir.ir.program import Program
 
 __all__ = ["copied", "cuts", "fewest_bytes", "weighted"]
@@ -71,6 +71,7 @@ def fewest_bytes(program: Program, modules: Sequence[str]) -> int:
             module = owners.get(name, name).rpartition(".")[0]
             producers[name] = MOVES if any(f"{module}.".startswith(f"{m}.") for m in modules) else STAYS
     read: dict[str, dict[str, set[Any]]] = {}
+    shown: dict[Any, str] = {}
     for i, op in enumerate(step.ops):
         if op.effects.shows:
             continue
@@ -79,7 +80,8 @@ def fewest_bytes(program: Program, modules: Sequence[str]) -> int:
             storage = blobs[name].storage
             if producers[storage] not in (node, NOWHERE):
                 alone = dense_nbytes(blobs[name], program.dims) < dense_nbytes(blobs[storage], program.dims)
-                read.setdefault(storage, {}).setdefault(name if alone else storage, set()).add(node)
+                piece = shown.setdefault(_elements(blobs[name], program), name)
+                read.setdefault(storage, {}).setdefault(piece if alone else storage, set()).add(node)
         for name in op.outputs:
             producers.setdefault(blobs[name].storage, node)
     graph = nx.DiGraph()
@@ -125,6 +127,13 @@ def _sides(program: Program, inside: Container[str]) -> dict[int, str]:
             if op.module in inside or op.module in leaves or reads:
                 sides[i] = MOVES if op.module in inside else STAYS
     return sides
+
+
+def _elements(blob: Blob, program: Program) -> Any:
+    """What a view shows, in whatever order: a transpose crosses with what it is one of."""
+    shape, strides = bound_layout(blob, program.dims)
+    steps = sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1)
+    return blob.storage, str(blob.offset), tuple(steps)
 
 
 def _prefixes(path: str) -> list[str]:

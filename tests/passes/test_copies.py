@@ -299,6 +299,20 @@ def test_pieces_that_are_together_as_large_as_their_storage_cross_with_it() -> N
     assert copies(after) == [("x;0", "x_gpu_1;0")]
 
 
+def test_views_of_the_same_elements_cross_as_one() -> None:
+    """A transpose is made again of the copy, and so is a slice that is taken twice."""
+    after = injected("""
+    input x : f32[6,8] @gpu:0
+    part : f32[6,2] strides [8,1] offset 4 in x @gpu:0 = aten.slice.Tensor(x, dim=1, start=4, end=6)
+    part.t : f32[2,6] strides [1,8] offset 4 in x @gpu:0 = aten.t(part)
+    again : f32[6,2] strides [8,1] offset 4 in x @gpu:0 = aten.slice.Tensor(x, dim=1, start=4, end=6)
+    a : f32[6,6] @gpu:1 = aten.mm(part, part.t)
+    b : f32[6,2] @gpu:1 = aten.relu(again)
+    """)
+    assert copies(after) == [("part;0", "part_gpu_1;0")]
+    assert (after.step.blobs["part.t_gpu_1"].storage, after.step.blobs["part.t_gpu_1"].offset) == ("part_gpu_1", 0)
+
+
 def test_pieces_cross_alone_where_the_storage_would_be_more() -> None:
     after = injected("""
     input x : f32[6,8] @gpu:0

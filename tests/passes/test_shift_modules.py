@@ -185,6 +185,31 @@ def test_a_function_is_one_unit() -> None:
         assert len({op.device for op in own}) == 1
 
 
+def test_a_function_goes_where_fewer_bytes_cross() -> None:
+    """Its operators belong to its result, which comes after them."""
+
+    class Summed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return (torch.cat([x, x], 1) * 2).sum(1, keepdim=True)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return (4 * grad).expand(-1, 64)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 64), nn.Linear(1, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.c(Summed.apply(self.b(self.a(x))))  # type: ignore[no-any-return, no-untyped-call]
+
+    program = graphir.capture(Net(), (torch.randn(32, 8),), loss=lambda out: out.sum())
+    result = shifted(program, {"b": 1, "c": 1})
+    assert copied(result) == 2 * 32 * 8 * 4
+
+
 def test_what_a_checkpoint_repeats_runs_where_it_ran() -> None:
     from torch.utils.checkpoint import checkpoint
 
