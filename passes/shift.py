@@ -58,8 +58,11 @@ class ShiftActivations(Pass):
     def rewrite(self, program: Program) -> Program:
         if program.step.dialect.workspace:
             return self._rewrite_caffe2(program)
+        units = _units(program)
         known = activation_names(program)
-        chosen = dict.fromkeys([self._storage(program, name) for name in self.activations])
+        if units:
+            known = dict.fromkeys([units.get(name, name) for name in known])
+        chosen = dict.fromkeys([self._storage(program, name, units) for name in self.activations])
         self._refuse_unknown(program, known, chosen)
         targets = {gpu(source): gpu(target) for source, target in self.shifts.items()}
         sources = _sources(program, known, chosen, targets)
@@ -83,11 +86,12 @@ class ShiftActivations(Pass):
             raise _not_an_activation(program, unknown[0], find_activations(program))
         return shift_by_name(program, known, self.activations, self.shifts, self.name)
 
-    def _storage(self, program: Program, name: str) -> str:
-        """The first replica's blob that holds the bytes of *name*: a view's name stands for its storage."""
+    def _storage(self, program: Program, name: str, units: Mapping[str, str]) -> str:
+        """The first replica's blob that stands for *name*: of a view its storage, of what a custom function makes the
+        result that its operators belong to."""
         name = program.replicas[0] + name
         blob = program.step.blobs.get(name)
-        return name if blob is None else blob.storage
+        return name if blob is None else units.get(blob.storage, blob.storage)
 
     def _refuse_unknown(self, program: Program, known: Mapping[str, None], chosen: Mapping[str, None]) -> None:
         used = [device for device in program.devices if device.kind == "gpu"]
@@ -100,6 +104,15 @@ class ShiftActivations(Pass):
         unknown = sorted(base_name(name) for name in chosen if name not in known)
         if self.strict and unknown:
             raise _not_an_activation(program, unknown[0], find_activations(program))
+
+
+def _units(program: Program) -> dict[str, str]:
+    """Of what operators of the forward make that follow another one, as a custom function's do its result, what that
+    one makes."""
+    step = program.step
+    return {
+        name: step.blobs[op.of].storage for op in step.ops if op.of and op.phase == "forward" for name in op.outputs
+    }
 
 
 def _not_an_activation(program: Program, name: str, listed: Sequence[str]) -> PassError:

@@ -185,6 +185,35 @@ def test_a_function_is_one_unit() -> None:
         assert len({op.device for op in own}) == 1
 
 
+class Pair(torch.autograd.Function):
+    """A function of two results, both of which are activations."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor, h: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return 2 * g + 3 * h
+
+
+@pytest.mark.parametrize("name", ["mul", "mul_1"])
+def test_any_result_of_a_function_moves_all_of_it(name: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y, z = Pair.apply(self.a(x))  # type: ignore[no-untyped-call]
+            return self.b(y) + z  # type: ignore[no-any-return]
+
+    program = graphir.capture(Net(), (torch.randn(2, 4),), loss=lambda out: out.sum())
+    assert name in passes.find_activations(program)
+    moved = passes.shift_activations(program, [name], {0: 1})
+    assert {"mul", "mul_1"} <= {op.outputs[0] for op in moved.step.ops if op.device == "gpu:1"}
+
+
 def test_a_function_goes_where_fewer_bytes_cross() -> None:
     """Its operators belong to its result, which comes after them."""
 
