@@ -153,6 +153,8 @@ def build(cls: type[P], **options: Any) -> P:
     """
     try:
         return cls(**{name: _frozen(value) for name, value in options.items()})
+    except RecursionError:
+        raise PassError(f"{cls.name}: an option contains itself", fix="give lists of names and numbers") from None
     except ValidationError as e:
         found = []
         for complaint in e.errors():

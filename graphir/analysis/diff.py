@@ -17,7 +17,7 @@ from ..ir.plan import Plan, program_of, sizes_of
 from ..ir.program import Program
 from ..ir.size import Dims
 from ..ir.text import nbytes_text, type_name
-from ..ir.verify import require
+from ..ir.verify import require, verify
 from .memory import memory
 
 __all__ = ["BlobChange", "Diff", "OperatorChange", "OperatorEntry", "OperatorMove", "Peak", "diff", "words"]
@@ -180,7 +180,7 @@ def diff(before: _Subject, after: _Subject) -> Diff:
     """What differs between two programs, plans or nets: operators are matched by what they make.
 
     Raises:
-        GraphirError: one of them is something else.
+        GraphirError: one of them is something else, or broken.
     """
     for subject in (before, after):
         require(subject, (Program, Plan, Net), "diff")
@@ -190,7 +190,12 @@ def diff(before: _Subject, after: _Subject) -> Diff:
     pairs = dict(theirs)
     for name, net in ours:
         if name in pairs:
-            found.nets(net, pairs[name])
+            try:
+                found.nets(net, pairs[name])
+            except (LookupError, ValueError):  # of an operator or a blob that is none, as a file made by hand may hold
+                for subject in (before, after):
+                    verify(subject, placed=False)
+                raise
     return Diff(
         before=before.name,
         after=after.name,

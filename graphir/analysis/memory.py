@@ -412,7 +412,7 @@ def check_dims(name: str, given: object, subject: Program | Plan) -> None:
         raise GraphirError(what, fix="give a dict from names of dimensions to their sizes")
     program = program_of(subject)
     for dim, size in given.items():
-        if not isinstance(size, int) or isinstance(size, bool):
+        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
             raise GraphirError(f"{name} has {dim!r} at {size!r}", fix="give whole numbers as sizes")
     if given.keys() <= program.dims.keys():
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -113,3 +113,10 @@ def test_what_is_no_program_is_refused(call, message: str) -> None:
         call(passes.emit(two_layers()))
     with pytest.raises(PassError, match=f"{message} NoneType\n +fix +graphir.capture makes one"):
         call(None)
+
+
+def test_an_option_that_contains_itself_is_refused() -> None:
+    names: list[Any] = []
+    names.append(names)
+    with pytest.raises(PassError, match="shift_activations: an option contains itself"):
+        passes.shift_activations(two_layers(), names, {0: 1})

@@ -15,8 +15,8 @@ Three things are looked for::
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import cache
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import cache, cached_property
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict
 
 from ...errors import GraphirError
 from ...ir.blob import STATE_ROLES
-from ...ir.device import Device
+from ...ir.device import CPU, Device
 from ...ir.names import base_name
 from ...ir.operator import Operator
 from ...ir.opset import overload
@@ -45,6 +45,9 @@ _MOST_ALONE: Final = 12
 
 _MOST_CHAINED: Final = 8
 """Elementwise operators, one after the other, through which a value is followed."""
+
+_NO_MOVE: Final = "no move of these alone: what they exchange with others would cross instead"
+"""Where moving them would send as much, or more."""
 
 _LISTED: Final = """
     Abs AbsGradient Add AddGradient Cast Clip ClipGradient Cos CosGradient Div DivGradient Dropout DropoutGrad Elu
@@ -70,8 +73,8 @@ class Detour(BaseModel):
         what: the same of these blobs, in words.
         nbytes: what crosses for nothing in a step; None where a size is not known.
         blobs: what crosses.
-        mend: a call that moves operators so that it need not, for the program before ``inject_copies``; what to do in
-            words where there is no such call.
+        mend: a call that moves operators so that fewer bytes cross, for the program before ``inject_copies``; words
+            where there is no such call.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -365,6 +368,70 @@ class _Search:
                     found.setdefault((origin, op.device), {}).setdefault(op.module, op)
         return found
 
+    # Whether a move helps
+
+    def moved(self, misplaced: Iterable[Misplaced], *, modules: bool) -> dict[int, Device]:
+        """The operators that a call moves, by position, and where to: all that compute in the modules of operators, or
+        the operators with what belongs to them; of every replica on that device. What reads nothing but what these make
+        goes along, as a loss does."""
+        targets: dict[tuple[str, Device], Device] = {}
+        for one in misplaced:
+            for op in one.operators:
+                key = op.module if modules else base_name(op.outputs[0]) if op.outputs else ""
+                targets[key, one.source] = one.target
+        found: dict[int, Device] = {}
+        for position in self.flow.reads:
+            op = self.ops[position]
+            keys = [op.module] if modules else [*map(base_name, op.outputs), base_name(op.of)]
+            target = next((targets[key, op.device] for key in keys if (key, op.device) in targets), None)
+            if target is None:
+                target = self.along(position, found)
+            if target is not None:
+                found[position] = target
+        return found
+
+    def along(self, position: int, moved: Mapping[int, Device]) -> Device | None:
+        """Where an operator goes that computes with what moved operators make, and with inputs, alone."""
+        targets = set()
+        for value in map(self.root, self.flow.reads[position]):
+            maker, role = self.flow.maker[value], self.blobs[self.flow.storage[value]].role
+            if maker in moved:
+                targets.add(moved[maker])
+            elif maker >= 0 or role not in ("input", "constant"):
+                return None
+        return targets.pop() if len(targets) == 1 else None
+
+    def sends_less(self, moved: Mapping[int, Device]) -> bool:
+        """Whether fewer bytes cross where these operators run elsewhere; fewer values, where a size is not known."""
+        values = {self.root(v) for position in moved for v in (*self.flow.reads[position], *self.flow.makes[position])}
+        sizes = {value: self.size(value) for value in values}
+        weigh = {value: size or 0 for value, size in sizes.items()} if None not in sizes.values() else {}
+        now, then = (sum(weigh.get(v, 1) * self.crossed(v, where) for v in values) for where in ({}, moved))
+        return then < now
+
+    def crossed(self, value: int, moved: Mapping[int, Device]) -> int:
+        """To how many other memories a value goes."""
+        maker = self.flow.maker[value]
+        home = moved.get(maker, self.device(value))
+        ends = {moved.get(position, self.ops[position].device) for position in self.readers.get(value, ())}
+        return len({CPU if end.is_host else end for end in ends if not same_memory(end, home)})
+
+    def root(self, value: int) -> int:
+        """The value that one is a copy of."""
+        while self.flow.source[value] >= 0:
+            value = self.flow.source[value]
+        return value
+
+    @cached_property
+    def readers(self) -> dict[int, list[int]]:
+        """The operators that compute with each value or a copy of it."""
+        found: dict[int, list[int]] = {}
+        for position, reads in self.flow.reads.items():
+            for value in dict.fromkeys(map(self.root, reads)):
+                if not is_host_scalar(self.blobs[self.flow.storage[value]]):
+                    found.setdefault(value, []).append(position)
+        return found
+
     # Words and mends
 
     def detour(self, alike: list[_Found]) -> Detour:
@@ -386,7 +453,8 @@ class _Search:
         misplaced = [Misplaced(one.operators, one.source, one.target) for one in alike]
         makes = some(base_name(op.outputs[0]) for one in alike for op in one.operators if op.outputs)
         if call := self.mends.call(misplaced, whole=state):
-            return call
+            moved = self.moved(misplaced, modules=call.startswith("passes.shift_modules"))
+            return call if self.sends_less(moved) else _NO_MOVE
         if makes:
             return f"run what makes {makes} on {target}"
         return f"run what reads it on {target}" if state else f"read on {target} what was copied from there"

@@ -76,6 +76,9 @@ def register_operator(
             is no kernel or no fake; a function takes other arguments than the schema; on the *example*, an operand is
             overwritten or aliased that is not declared so, or results are other ones than the fake's, or differ.
     """
+    _check_options(flops, scratch, nondeterministic, only_elements, example)
+    if isinstance(operator, str) and not operator.isascii():
+        raise GraphirError(f"{operator!a} is no name or schema of an operator", fix=_FIX_SCHEMA)
     libraries: list[torch.library.Library] = []
     try:
         if isinstance(operator, str) and "(" in operator:
@@ -133,6 +136,22 @@ def _defined(
     _implement(library, qualified, kernel, fake)
     found: OpOverload = getattr(getattr(getattr(torch.ops, namespace), name), schema.overload_name or "default")
     return found
+
+
+def _check_options(
+    flops: object, scratch: object, nondeterministic: object, only_elements: object, example: object
+) -> None:
+    """Refuse options that would be noticed only when somebody asks for what they say."""
+    wrong = {
+        "flops": (flops, flops is None or callable(flops), "a function of a SizedOperator"),
+        "scratch": (scratch, scratch is None or callable(scratch), "a function of a SizedOperator"),
+        "nondeterministic": (nondeterministic, isinstance(nondeterministic, str), "the reason, as text"),
+        "only_elements": (only_elements, isinstance(only_elements, bool), "True or False"),
+        "example": (example, example is None or isinstance(example, list | tuple), "a list of arguments"),
+    }
+    for name, (given, fits, wanted) in wrong.items():
+        if not fits:
+            raise GraphirError(f"register_operator: {name} is {given!r:.40}", fix=f"give {wanted}")
 
 
 def _existing(

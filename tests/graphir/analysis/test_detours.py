@@ -238,3 +238,34 @@ def test_a_warning_is_the_same_for_every_replica() -> None:
     one, two = (traffic(passes.inject_copies(p)).warnings for p in (single, double))
     assert [found.kind for found in one] == [found.kind for found in two]
     assert [2 * (found.nbytes or 0) for found in one] == [found.nbytes for found in two]
+
+
+class Shared(nn.Module):
+    """One layer called four times, each result normalized by another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norms = nn.Linear(16, 16), nn.ModuleList(nn.LayerNorm(16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm in self.norms:
+            x = norm(self.layer(x))
+        return x
+
+
+def test_no_call_is_offered_that_would_send_more() -> None:
+    program = graphir.capture(Shared(), (torch.randn(64, 16),), loss=lambda out: out.sum())
+    moved = passes.shift_activations(program, passes.find_activations(program)[4:], {0: 1})
+    before = traffic(passes.inject_copies(moved))
+    (found,) = [warning for warning in before.warnings if warning.kind == "state copied"]
+    assert found.mend.startswith("no move of these alone")
+    assert traffic(passes.inject_copies(passes.shift_modules(moved, {"layer": 0}))).nbytes > before.nbytes
+
+
+def test_no_call_is_offered_that_moves_another_replica_away() -> None:
+    """Both replicas' heads are on one device, which one call moves to one other: that of the first, or the second."""
+    example = models.gpt(layers=1)
+    program = passes.replicate(captured(example, sgd(example.model.parameters())), [0, 1])
+    moved = passes.shift_modules(program, {"head": 1})
+    (found,) = [w for w in traffic(passes.inject_copies(moved)).warnings if w.kind == "state copied"]
+    assert found.mend.startswith("no move of these alone")

@@ -12,6 +12,7 @@ from small import program_of
 from tiny import GPU0, GPU1, dropped, edited, inserted, reblobbed
 
 from graphir.analysis.diff import diff
+from graphir.errors import VerifyError
 from graphir.ir.guard import parse_guard
 
 TINY, MOVED = tiny.program(), tiny.moved()
@@ -117,3 +118,18 @@ def test_operators_without_outputs_are_matched_by_what_they_read() -> None:
     check = TINY.step.ops[1]._replace(outputs=())
     assert len(diff(TINY, inserted(TINY, 2, check)).added) == 1
     assert diff(inserted(TINY, 2, check), inserted(TINY, 2, check)).is_empty
+
+
+def test_a_copy_without_a_result_is_refused() -> None:
+    """A file made by hand can hold it."""
+    program = program_of("""
+    input x : f32[2] @gpu:0
+    x_gpu_1 : f32[2] @gpu:1 = Copy(x)
+    output y : f32[2] @gpu:1 = aten.neg(x_gpu_1)
+    output y
+    """)
+    broken = program.with_(
+        step=program.step.with_(ops=(program.step.ops[0]._replace(outputs=()), *program.step.ops[1:]))
+    )
+    with pytest.raises(VerifyError, match="Copy makes 1 outputs but 0 are named"):
+        diff(broken, program)

@@ -1,5 +1,7 @@
 """What is asked of a user's operator, and what each refusal says."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -224,3 +226,27 @@ def test_a_blob_that_is_not_what_the_fake_gives_is_refused():
     text = "net n {\n  input x : f32[2] @gpu:0\n  y : f32[3] @gpu:0 = graphir_tests.doubled.default(x)\n  output y\n}"
     with pytest.raises(VerifyError, match=r"declared f32\[3\] but graphir_tests.doubled.default gives f32\[2\]"):
         graphir.verify(graphir.parse(text))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"flops": 3}, "flops is 3\n  fix  give a function of a SizedOperator"),
+        ({"scratch": "x"}, "scratch is 'x'\n  fix  give a function of a SizedOperator"),
+        ({"nondeterministic": 3}, "nondeterministic is 3\n  fix  give the reason, as text"),
+        ({"only_elements": "no"}, "only_elements is 'no'\n  fix  give True or False"),
+        ({"example": 3}, "example is 3\n  fix  give a list of arguments"),
+    ],
+)
+def test_options_of_other_types_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(GraphirError, match=message):
+        graphir.register_operator(
+            "refusedlib::other(Tensor x) -> Tensor", kernel=torch.neg, fake=torch.empty_like, **options
+        )
+    assert not hasattr(torch.ops.refusedlib, "other")
+
+
+@pytest.mark.parametrize("text", ["lib::é(Tensor x) -> Tensor", "lib::\ud800(Tensor x) -> Tensor", "lib::é"])
+def test_names_beyond_ascii_are_refused(text: str) -> None:
+    with pytest.raises(GraphirError, match="is no name or schema of an operator"):
+        graphir.register_operator(text, kernel=torch.neg, fake=torch.empty_like)
