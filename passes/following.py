@@ -23,7 +23,7 @@ from functools import cached_property
 from graphir.ir.blob import Blob, dense_nbytes
 from graphir.ir.device import Device
 from graphir.ir.net import Net
-from graphir.ir.operator import Operator
+from graphir.ir.operator import PURE, Operator
 from graphir.ir.opset import ACCUMULATES
 from graphir.ir.program import Program
 from graphir.ir.size import Dims
@@ -35,7 +35,7 @@ def follows(op: Operator) -> bool:
     """Whether an operator of a captured net goes where another one or an operand goes."""
     if op.phase != "forward" or op.of:
         return True
-    return op.effects.shows
+    return op.effects is not PURE and op.effects.shows  # nearly all are, and need not be asked
 
 
 def may_leave(op: Operator, blobs: Mapping[str, Blob]) -> bool:
