@@ -3,7 +3,8 @@
 Operators keep their program order, except that
 
 * a transfer (a copy or a collective) is issued as soon as its operands are there. A copy is issued no earlier than
-  :data:`_AHEAD` operators of its destination before its place in the program, since it takes memory there;
+  :data:`_AHEAD` operators of its destination before its place in the program, since it takes memory there; the place of
+  a small one is before its first reader, so that small ones are gathered until one of them is due;
 * in a program that reduces gradients, what follows from a reduction is issued as soon as it can be: an update once its
   gradient is reduced and every reader of the parameter is issued, not after the whole backward. Reductions of small
   gradients are gathered until they come to :data:`_BUCKET` bytes;
@@ -73,12 +74,14 @@ class _Order:
 
     Attributes:
         plain: whether an operator is issued in program order: neither a transfer nor what follows from a reduction.
+        earlier: the operators that come before each operator.
         followers: the operators that have to come after each operator, as far as program order does not see to it.
         missing: how many that come before it are not issued yet.
         uses: of each storage, the operators that touch it and are not issued yet, and one more if it outlives the step.
         transfers, ready, frees: what is issued next.
         ahead: copies that are ready too early, by destination and the number of its operators to wait for.
         gathered: small reductions that are ready, and their bytes, by route.
+        together: small copies that are ready and not due, by route.
         point: the number of the current point.
         moved: for each lane, the last point at which it was given a transfer.
         given: for each task, the lanes of the transfers that it depends on, and their points.
@@ -93,6 +96,7 @@ class _Order:
         self.plain = [kind == "run" and not soon for kind, soon in zip(self.kinds, self.soon, strict=True)]
         self.followers: list[list[int]] = [[] for _ in ops]
         self.missing: list[int] = []
+        self.earlier = found.earlier
         for i, earlier in enumerate(found.earlier):
             if self.plain[i]:
                 earlier = [other for other in earlier if not self.plain[other]]
@@ -104,6 +108,7 @@ class _Order:
         self.places = self._places()
         self.passed: dict[Device, int] = defaultdict(int)
         self.ahead: dict[tuple[Device, int], list[int]] = {}
+        self.together: dict[tuple[str, ...], list[int]] = {}
         self.gathered: dict[tuple[str, ...], tuple[list[int], int]] = {}
         self.out: list[Issue] = []
         self.issued = [False] * len(ops)
@@ -118,12 +123,19 @@ class _Order:
         self.held_on: dict[Device, list[_Task]] = {}
 
     def _places(self) -> dict[int, int]:
-        """For each copy, how many operators of its destination stand before it in the program."""
+        """For each copy, how many operators of its destination stand in the program before it, or, where it is small,
+        before the first operator that reads it."""
         before: dict[Device, int] = defaultdict(int)
-        found = {}
+        found: dict[int, int] = {}
+        unread: dict[str, int] = {}
         for i, op in enumerate(self.net.ops):
+            for name in op.inputs if unread else ():
+                if (copy := unread.pop(name, None)) is not None:
+                    found[copy] = before[self.net.ops[copy].device]
             if self.kinds[i] == "copy":
                 found[i] = before[op.device]
+                if self.small(i):
+                    unread[op.outputs[0]] = i
             elif self.plain[i]:
                 before[op.device] += 1
         return found
@@ -134,9 +146,11 @@ class _Order:
                 self.becomes_ready(i)
         self.settle()
         for i, op in enumerate(self.net.ops):
-            if self.soon[i]:
+            if self.soon[i] or (self.kinds[i] == "copy" and self.small(i)):
                 continue
             self.point += 1
+            if self.missing[i]:
+                self.bring(i)
             if self.missing[i]:  # on delayed tasks
                 self.release()
             if self.issued[i]:
@@ -146,16 +160,25 @@ class _Order:
                 self.settle()
             self.issue((i,))
             self.passed[op.device] += 1
-            self.transfers += self.ahead.pop((op.device, self.passed[op.device]), ())
+            for copy in self.ahead.pop((op.device, self.passed[op.device]), ()):
+                self.due(copy)
             self.settle()
-        while self.held or self.gathered:
+        while self.held or self.gathered or self.together:
             self.release()
         return self.out
 
+    def bring(self, i: int) -> None:
+        """Issue the gathered copies that come before an operator."""
+        for other in self.earlier[i]:
+            if self.kinds[other] == "copy" and not self.missing[other]:
+                self.due(other)
+        self.settle()
+
     def release(self) -> None:
         """Issue all that is delayed or gathered."""
-        for gathered, _ in self.gathered.values():
+        for gathered in chain(self.together.values(), [reductions for reductions, _ in self.gathered.values()]):
             self.transfers += gathered
+        self.together.clear()
         self.gathered.clear()
         self.let_go(list(self.held))
         self.settle()
@@ -181,9 +204,12 @@ class _Order:
     def grouped(self, transfers: Sequence[int]) -> Iterator[tuple[int, ...]]:
         groups: dict[object, list[int]] = {}
         for i in transfers:
-            together = self.nbytes(i) < (_BUCKET if self.gathers(i) else _SMALL)
-            groups.setdefault(self.route(i) if together else i, []).append(i)
+            groups.setdefault(self.route(i) if self.small(i) else i, []).append(i)
         return map(tuple, groups.values())
+
+    def small(self, i: int) -> bool:
+        """Whether a transfer may be one of a group."""
+        return self.nbytes(i) < (_BUCKET if self.gathers(i) else _SMALL)
 
     def gathers(self, i: int) -> bool:
         """Whether a transfer is a reduction of gradients."""
@@ -266,10 +292,21 @@ class _Order:
                 self.gathered[route] = gathered, nbytes
             else:
                 self.transfers += gathered
-        elif self.soon[i] or wanted <= self.passed[device]:
+        elif self.soon[i] or self.kinds[i] != "copy":
             self.transfers.append(i)
         else:
-            self.ahead.setdefault((device, wanted), []).append(i)
+            if self.small(i):
+                self.together.setdefault(self.route(i), []).append(i)
+            if wanted <= self.passed[device]:
+                self.due(i)
+            else:
+                self.ahead.setdefault((device, wanted), []).append(i)
+
+    def due(self, copy: int) -> None:
+        """Issue a copy next, and those that are gathered with it."""
+        if self.issued[copy]:
+            return
+        self.transfers += self.together.pop(self.route(copy), ()) if self.small(copy) else (copy,)
 
     def turn(self, task: _Task) -> tuple[bool, Device]:
         """Operators before frees, those of a device side by side."""
