@@ -39,6 +39,7 @@ class Exchange:
         blobs: likewise.
         rows: of each replica's share.
         local: what a site reads in the place of a captured blob of another region, by that blob and the site's device.
+        parts: each replica's rows of a replicated blob at a site, likewise.
     """
 
     def __init__(self, regions: Regions, *, mean: bool, by: str) -> None:
@@ -49,6 +50,7 @@ class Exchange:
         self.ops: list[Operator] = []
         self.blobs: dict[str, Blob] = {}
         self.local: dict[tuple[str, str], str] = {}
+        self.parts: dict[tuple[str, str], list[str]] = {}
         self.activations = {  # of gradients that come back
             gradient: activation
             for activation, gradient in regions.net.gradients.items()
@@ -152,27 +154,46 @@ class Exchange:
                 here = self._scaled(here, self.regions.whole_batch, rows, site, phase)
             self.local[name, site.device] = here
 
-    def join(self, name: str, site: Site, op: Operator) -> None:
-        """Bring all rows of a replicated blob to a placed module's device, for *op* and all that follow."""
-        if (name, site.device) in self.local:
-            return
+    def hand_over(self, name: str) -> None:
+        """Bring all rows of a replicated blob to the devices of the placed modules that read it."""
+        for region, reader in self.crossings.joined.get(name, {}).items():
+            for site in self.regions.sites(region):
+                self.parts[name, site.device] = self._parts(name, site, reader)
+
+    def _parts(self, name: str, site: Site, reader: Operator) -> list[str]:
+        """Each replica's rows of a replicated blob, at a site."""
         if len(self.replicas) == 1:
-            self.local[name, site.device] = site.blob_name(name)
-            return
-        captured, activation = self.regions.net.blobs[name], self.activations.get(name)
-        of = self.beside(activation or op.of, site)
+            return [site.blob_name(name)]
+        captured, phase = self.regions.net.blobs[name], reader.phase
         parts = []
         for replica, rows in zip(self.replicas, self.rows, strict=True):
             share = replica.blob_name(name)
             if self.mean and captured.role == "gradient":
-                part = self._scaled(share, rows, self.regions.whole_batch, replica, op.phase)
+                part = self._scaled(share, rows, self.regions.whole_batch, replica, phase)
             else:
-                part = share if replica.device == site.device else self._dense(share, replica, op.phase)
+                part = share if replica.device == site.device else self._dense(share, replica, phase)
             if replica.device != site.device:
-                there = f"{site.prefix}{base_name(share)}" if activation else copy_name(share, site.device)
-                part = self._copy(part, fresh(there, self.blobs), site, op.phase, of)
+                there = (
+                    f"{site.prefix}{base_name(share)}" if name in self.activations else copy_name(share, site.device)
+                )
+                part = self._copy(part, fresh(there, self.blobs), site, phase, self._of(name, site, reader))
             parts.append(part)
-        joined = fresh(site.blob_name(name) if activation else f"{site.prefix}{name}_joined", self.blobs)
+        return parts
+
+    def _of(self, name: str, site: Site, reader: Operator) -> str:
+        """The forward blob that the rows of a replicated one, joined at a site, belong to."""
+        return self.beside(self.activations.get(name) or reader.of, site)
+
+    def join(self, name: str, site: Site, op: Operator) -> None:
+        """Join the rows of a replicated blob at a placed module's device, for *op* and all that follow."""
+        if (name, site.device) in self.local:
+            return
+        parts = self.parts[name, site.device]
+        if len(parts) == 1:
+            self.local[name, site.device] = parts[0]
+            return
+        captured = self.regions.net.blobs[name]
+        joined = fresh(site.blob_name(name) if name in self.activations else f"{site.prefix}{name}_joined", self.blobs)
         shape = site.shape(captured.shape)
         self.blobs[joined] = Blob(joined, shape, captured.dtype, site.device, captured.role, joined)
         self.ops.append(
@@ -186,7 +207,7 @@ class Exchange:
                 op.module,
                 self.by,
                 operands=f"[{'t' * len(parts)}]",
-                of=of,
+                of=self._of(name, site, op),
             )
         )
         self.local[name, site.device] = joined

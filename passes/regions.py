@@ -47,12 +47,13 @@ class Crossings(NamedTuple):
 
     Attributes:
         split: those of placed regions, of which each replica reads its rows.
-        joined: those of the replicated region, of which placed modules read all rows.
+        joined: those of the replicated region, of which placed modules read all rows; by region, the first operator
+            that does.
         views: views that do not cross themselves, but are made again of a blob that does; and that blob.
     """
 
     split: dict[str, None]
-    joined: dict[str, None]
+    joined: dict[str, dict[Device, Operator]]
     views: dict[str, str]
 
 
@@ -194,7 +195,10 @@ class Regions:
                     rows = self._rows_of(name)
                     if rows is None:
                         raise self._no_rows(name, op)
-                    (found.split if here == REPLICATED else found.joined)[rows] = None
+                    if here == REPLICATED:
+                        found.split[rows] = None
+                    else:
+                        found.joined.setdefault(rows, {}).setdefault(here, op)
                     if rows != name:
                         found.views[name] = rows
         return found

@@ -13,7 +13,7 @@ else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
@@ -100,11 +100,13 @@ def _spread(regions: Regions, reduction: Reduction) -> Program:
     external = tuple(exchange.blobs)
     for name in net.external_inputs:
         exchange.split(name)
+        exchange.hand_over(name)
     for op in _in_order(regions):
         for site in regions.sites(regions.at(op.device)):
             exchange.execute(op, site)
         for name in op.outputs:
             exchange.split(name)
+            exchange.hand_over(name)
     outputs = tuple([site.blob_name(name) for name in net.external_outputs for site in regions.sites_of(name)])
     gradients = dict(exchange.gradients())
     spread = Net(net.name, tuple(exchange.ops), exchange.blobs, external, outputs, gradients)
@@ -122,16 +124,35 @@ def _spread(regions: Regions, reduction: Reduction) -> Program:
 
 
 def _in_order(regions: Regions) -> Iterator[Operator]:
-    """The operators, those first that placed modules execute without replicated values: what they hand on is under way
-    then while the replicas compute."""
-    made = set(regions.net.external_inputs)
-    early: dict[int, Operator] = {}
-    for i, op in enumerate(regions.net.ops):
-        if op.phase == "forward" and regions.at(op.device) != REPLICATED and made.issuperset(op.inputs):
-            early[i] = op
-            made.update(op.outputs)
-    yield from early.values()
-    yield from (op for i, op in enumerate(regions.net.ops) if i not in early)
+    """The operators, but those first that placed modules execute without replicated values, and those last of the
+    backward that the replicas do not wait for: what crosses is under way while the replicas compute."""
+    ops, order = regions.net.ops, range(len(regions.net.ops))
+    placed = [regions.at(op.device) != REPLICATED for op in ops]
+    early = dict.fromkeys(
+        _free(regions.net, order, [at and op.phase == "forward" for at, op in zip(placed, ops, strict=True)])
+    )
+    ends = [op.phase in ("reduce", "update") for op in ops]
+    may = [at and op.phase == "backward" for at, op in zip(placed, ops, strict=True)]
+    late = dict.fromkeys(_free(regions.net, [i for i in reversed(order) if not ends[i]], may))
+    yield from (ops[i] for i in early)
+    yield from (ops[i] for i in order if not (i in early or i in late or ends[i]))
+    yield from (ops[i] for i in reversed(late))
+    yield from (ops[i] for i in order if ends[i])
+
+
+def _free(net: Net, order: Iterable[int], may: Sequence[bool]) -> Iterator[int]:
+    """The operators, of those that *may*, that depend on no earlier one in *order* that is not free: no blob and no
+    storage that either of them writes is touched by the other."""
+    read, written = set[str](), set[str]()
+    for i in order:
+        op, views = net.ops[i], net.ops[i].effects.viewing
+        reads = {*op.inputs, *[net.blobs[name].storage for name in op.inputs]}
+        writes = {*op.outputs, *[net.blobs[name].storage for n, name in enumerate(op.outputs) if n not in views]}
+        if may[i] and written.isdisjoint(reads) and written.isdisjoint(writes) and read.isdisjoint(writes):
+            yield i
+        else:
+            read |= reads
+            written |= writes
 
 
 def _init(regions: Regions) -> Net:

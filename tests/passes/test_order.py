@@ -202,3 +202,41 @@ def test_the_order_is_the_same_each_time() -> None:
     program = passes.replicate(nets.random_program(4), devices=[0, 1, 2])
     plans = [passes.emit(program) for _ in range(3)]
     assert all(a.instructions == b.instructions for a, b in pairwise(plans))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_copies_that_stand_early_are_issued_together_and_before_what_overwrites_their_source(seed: int) -> None:
+    """Each copy of a placed program is put right behind what makes its source."""
+    program = nets.random_program(seed)
+    chosen = passes.find_activations(program)
+    placed = passes.inject_copies(passes.shift_activations(program, chosen[len(chosen) // 2 :], shifts={0: 1}))
+    ops = list(placed.step.ops)
+    for copy in [op for op in ops if op.type == "Copy"]:
+        at = ops.index(copy)
+        storage = placed.step.blobs[copy.inputs[0]].storage
+        made = [i for i in range(at) if storage in {placed.step.blobs[name].storage for name in ops[i].outputs}]
+        ops.insert(made[-1] + 1 if made else 0, ops.pop(at))
+    early = placed.with_(step=placed.step.with_(ops=tuple(ops)))
+    plan = passes.emit(early)
+    order = [i.op for i in executed(plan)]
+    assert sorted(order) == list(range(len(ops)))
+    assert respects_hazards(early, order)
+    runs = [i.op for i in executed(plan) if i.kind == "run"]
+    assert runs == sorted(runs)
+
+
+def test_small_copies_wait_for_the_first_that_is_due() -> None:
+    """Four pieces that one operator reads cross as a group, behind the large one, which is issued as soon as it is there."""
+    pieces = dict.fromkeys("abcd", 64) | {"large": 1 << 18}
+    body = "\n".join(
+        f"{name} : f32[{size}] @gpu:0 = aten.relu(x{size})\n{name}_gpu_1 : f32[{size}] @gpu:1 = Copy({name})"
+        for name, size in pieces.items()
+    )
+    first = "input x64 : f32[64] @gpu:0\ninput x262144 : f32[262144] @gpu:0\ninput y0 : f32[2] @gpu:1\n"
+    others = "\n".join(f"y{i + 1} : f32[2] @gpu:1 = aten.relu(y{i})" for i in range(12))
+    joined = ", ".join(f"{name}_gpu_1" for name in pieces)
+    last = f"output joined : f32[{sum(pieces.values())}] @gpu:1 = aten.cat([{joined}])"
+    plan = passes.emit(program_of(f"{first}{body}\n{others}\n{last}"))
+    copies = [plan.step.ops[i.op].inputs[0] for i in executed(plan) if i.kind == "copy"]
+    assert copies == ["large", "a", "b", "c", "d"]
+    assert sum(i.kind == "wait" for i in plan.instructions if i.lane == "gpu:1.compute") == 1

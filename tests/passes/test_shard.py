@@ -90,6 +90,72 @@ def test_tables_come_before_the_bottom_mlp() -> None:
     assert [op.type for op in ops[:first] if op.type == "Copy"] == ["Copy"] * len(CONFIG.tables)
 
 
+def test_pieces_of_all_tables_are_waited_for_together() -> None:
+    """The number of waits does not grow with the number of tables."""
+    waits = []
+    for tables in (4, 12):
+        config = Config(bottom=(4, 8, 8, 4), tables=(50,) * tables)
+        plan = passes.emit(sharded({"emb_l.*": "round_robin"}, config=config))
+        waits.append(sum(i.kind == "wait" for i in plan.instructions))
+    assert waits[0] == waits[1]
+
+
+def test_what_replicas_hand_over_is_under_way_before_placed_modules_go_back() -> None:
+    """Gradients' pieces are copied as soon as they are there, the tables' backward comes behind the bottom MLP's."""
+    ops = sharded({"emb_l.*": "round_robin"}).step.ops
+    backward = [i for i, op in enumerate(ops) if op.phase == "backward"]
+    bottom = [i for i in backward if ops[i].module.startswith("bot_l")]
+    tables = [i for i in backward if ops[i].module.startswith("emb_l")]
+    pieces = [i for i in backward if ops[i].type == "Copy"]
+    assert len(pieces) == len(CONFIG.tables)
+    assert max(pieces) < min(bottom) < max(bottom) < min(tables)
+
+
+class Counting(nn.Module):
+    """A table that overwrites its buffers between reads of them, once more in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 4)
+        self.register_buffer("count", torch.ones(()))
+        self.count: torch.Tensor
+
+    def forward(self, i: torch.Tensor) -> torch.Tensor:
+        before = self.table(i) * self.count.clone()
+        self.count.add_(1)
+        return before + self.table(i) * self.count.clone()
+
+
+class Between(nn.Module):
+    """Replicated layers before and behind a placed module that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counting, self.layer = Counting(), nn.Linear(4, 4)
+
+    def forward(self, i: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        first = self.layer(x + self.counting(i))
+        return self.layer(first * self.counting(i)).sum(1)
+
+
+def test_operators_that_overwrite_state_keep_their_order() -> None:
+    torch.manual_seed(0)
+    model = Between()
+    i, x, y = torch.randint(20, (6,)), torch.randn(6, 4), torch.randn(6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    program = graphir.capture(model, (i[:3], x[:3]), targets=(y[:3],), loss=nn.functional.mse_loss, optimizer=optimizer)
+    plan = passes.emit(passes.inject_copies(passes.shard(program, {"counting": 1}, [0, 1])))
+    with runtime.Session(plan, program.state, binding="cpu") as session:
+        for _ in range(4):
+            ours = session.step(i, x, y)
+            theirs = nn.functional.mse_loss(model(i, x), y)
+            optimizer.zero_grad()
+            theirs.backward()
+            optimizer.step()
+            assert torch.allclose(ours, theirs.detach(), rtol=1e-5)
+        assert session.state_dict()["counting.count"] == model.counting.count == 9
+
+
 def test_one_device() -> None:
     program = sharded({"emb_l.*": "balanced"}, [3])
     assert program.replicas == ("gpu_3/",)
