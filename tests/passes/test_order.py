@@ -226,7 +226,7 @@ def test_copies_that_stand_early_are_issued_together_and_before_what_overwrites_
 
 
 def test_small_copies_wait_for_the_first_that_is_due() -> None:
-    """Four pieces that one operator reads cross as a group, behind the large one, which is issued as soon as it is there."""
+    """Four pieces that one operator reads cross as a group, behind a large one that is issued once it is there."""
     pieces = dict.fromkeys("abcd", 64) | {"large": 1 << 18}
     body = "\n".join(
         f"{name} : f32[{size}] @gpu:0 = aten.relu(x{size})\n{name}_gpu_1 : f32[{size}] @gpu:1 = Copy({name})"
