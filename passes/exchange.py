@@ -101,7 +101,7 @@ class Exchange:
         assert maker is not None
         source = maker.inputs[maker.effects.views[0][1]]
         base = self.blobs[self.view(source, site, phase)]
-        made = site.blob(net.blobs[name])._replace(storage=base.storage, device=base.device)
+        made = site.blob(net.blobs[name])._replace(storage=base.storage, device=base.device, role=base.role)
         if maker.type in PERMUTES:
             made = _permuted(base, maker, made)
         else:

@@ -156,6 +156,34 @@ def test_operators_that_overwrite_state_keep_their_order() -> None:
         assert session.state_dict()["counting.count"] == model.counting.count == 9
 
 
+class Attention(nn.Module):
+    """A table whose rows the replicas look at through views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items, self.score = nn.Embedding(30, 4), nn.Linear(8, 1)
+
+    def forward(self, history: torch.Tensor, item: torch.Tensor) -> torch.Tensor:
+        seen, new = self.items(history), self.items(item)
+        beside = new[:, None].expand_as(seen)
+        weights = self.score(torch.cat([seen, beside], -1)).softmax(1)
+        return (weights * seen.transpose(0, 1).transpose(0, 1)).sum(1).sum(1)
+
+
+def test_views_of_pieces_are_made_again_of_what_has_crossed() -> None:
+    torch.manual_seed(0)
+    model = Attention()
+    history, item, target = torch.randint(30, (5, 3)), torch.randint(30, (5,)), torch.randn(5)
+    program = graphir.capture(model, (history, item), targets=(target,), loss=nn.functional.mse_loss)
+    plan = passes.emit(passes.inject_copies(passes.shard(program, {"items": 1}, [0, 1])))
+    nn.functional.mse_loss(model(history, item), target).backward()
+    with runtime.Session(plan, program.state, binding="cpu") as session:
+        session.step(history, item, target)
+        for name, param in model.named_parameters():
+            assert param.grad is not None
+            assert torch.allclose(session.gradients()[name], param.grad, rtol=1e-4, atol=1e-6), name
+
+
 def test_one_device() -> None:
     program = sharded({"emb_l.*": "balanced"}, [3])
     assert program.replicas == ("gpu_3/",)
