@@ -37,6 +37,7 @@ from typing import TypeAlias
 
 from ...errors import GraphirError, VerifyError, after_last
 from ..blob import Blob
+from ..device import Device
 from ..net import Net
 from ..operator import PURE, Operator, leaves
 from ..placement import is_host_scalar, required_devices, same_memory
@@ -45,7 +46,7 @@ from ..program import Program
 from ..size import Dims, Polynomial, Size, size_dims
 from .infer import Geometry, Inferred, absurdity, geometry, infer, same_layout
 from .plan import plan_problems
-from .problems import RAW, Problem, raise_all
+from .problems import RAW, Misplaced, Problem, raise_all
 from .program import program_problems
 from .subject import require
 
@@ -144,7 +145,7 @@ class _Walk:
         self.unbound: set[str] = set()
         self.bindings: dict[tuple[object, ...], Geometry | None] = {}
 
-    def report(self, what: str, op: Operator | None = None, *, placement: bool = False) -> None:
+    def report(self, what: str, op: Operator | None = None, *, placement: Misplaced = "") -> None:
         self.problems.append(Problem(what, op, self.net if op else None, placement=placement))
 
     def blobs(self) -> None:
@@ -301,13 +302,23 @@ class _Walk:
             self.report(f"blob {name!r} is stale: its storage {storage!r} was written over since, by {at}", op)
 
     def place(self, op: Operator) -> None:
-        blobs = self.net.blobs
-        inputs, outputs = required_devices(op, blobs, self.net.dialect)
-        for names, devices, verb in ((op.inputs, inputs, "read"), (op.outputs, outputs, "written")):
-            for name, wanted in dict.fromkeys(zip(names, devices, strict=True)):
-                actual = blobs[name].device
-                if not same_memory(actual, wanted):
-                    self.report(f"blob {name!r} is on {actual} but {verb} on {wanted}", op, placement=True)
+        blobs, dialect = self.net.blobs, self.net.dialect
+        inputs, outputs = required_devices(op, blobs, dialect)
+        makes: Misplaced = "brings" if dialect.workspace else "makes"
+        ways: dict[str, Misplaced] = {}
+        if op.effects.shows and not dialect.workspace:  # a view is made where its storage is, which invariant 8 says
+            ways = dict.fromkeys((*op.inputs, *op.outputs), "")
+        elif op.effects.writes:
+            ways = dict.fromkeys(op.inputs, "brings")
+        for name, wanted in dict.fromkeys(zip(op.inputs, inputs, strict=True)):
+            self.misplaced(name, wanted, op, "read", ways.get(name, "brings"))
+        for name, wanted in dict.fromkeys(zip(op.outputs, outputs, strict=True)):
+            self.misplaced(name, wanted, op, "written", ways.get(name, makes))
+
+    def misplaced(self, name: str, wanted: Device, op: Operator, verb: str, placement: Misplaced) -> None:
+        actual = self.net.blobs[name].device
+        if not same_memory(actual, wanted):
+            self.report(f"blob {name!r} is on {actual} but {verb} on {wanted}", op, placement=placement)
 
     def signature(self, op: Operator, inputs: list[Geometry | None]) -> None:
         if not self.net.dialect.infers(op.type):

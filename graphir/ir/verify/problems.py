@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from ...errors import GraphirError, PlacementError, VerifyError
 from ..net import Net
 from ..operator import Operator
 from ..text import operator_text
 
-__all__ = ["RAW", "Problem", "raise_all"]
+__all__ = ["RAW", "Misplaced", "Problem", "raise_all"]
 
 RAW: Final = (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, AssertionError)
 """What torch and Python raise at values of other types and sizes than they take: what breaks an invariant may."""
@@ -19,9 +19,15 @@ _MOST_PRINTED: Final = 20
 _MOST_MISPLACED: Final = 5
 """Where nothing but copies is missing, there are many operands, and one fix for all."""
 
-_PLACE: Final = "run inject_copies before emit"
+_COPY: Final = "run inject_copies before emit"
+_DECLARE: Final = "declare what an operator makes on its device (Blob.on), or move it by shift_modules instead; then "
 _BLAME: Final = "verify before and after each pass or edit to see which one broke it"
 _ORIGIN: Final = "no pass is to blame, but what built or edited it; a program fresh from capture: report it as a bug"
+
+
+Misplaced: TypeAlias = Literal["", "brings", "makes"]
+"""How an operand is on the wrong device: a copy *brings* it to the operator or back; the operator *makes* it elsewhere than
+it is declared, which no copy mends. Empty: it is not, or not that alone is wrong."""
 
 
 class Problem(NamedTuple):
@@ -32,14 +38,14 @@ class Problem(NamedTuple):
         op: the operator at which it shows, if it does at one.
         net: the net of that operator.
         instruction: position and text of the instruction at which it shows, if it does at one.
-        placement: an operand on the wrong device.
+        placement: of an operand on the wrong device, whether a copy can mend that; see :data:`Misplaced`.
     """
 
     what: str
     op: Operator | None = None
     net: Net | None = None
     instruction: str = ""
-    placement: bool = False
+    placement: Misplaced = ""
 
     @property
     def at(self) -> str:
@@ -68,7 +74,10 @@ def raise_all(problems: Sequence[Problem], where: str, *, passes: bool = True) -
         return
     placement = all(p.placement for p in problems)
     error = PlacementError if placement else VerifyError
-    fixes = [_BLAME if passes else _ORIGIN] * (not placement) + [_PLACE] * any(p.placement for p in problems)
+    fixes = [_BLAME if passes else _ORIGIN] * (not placement)
+    ways = {p.placement for p in problems}
+    if ways != {""}:
+        fixes.append(_DECLARE * ("makes" in ways) + _COPY)
     if len(problems) == 1:
         raise error(problems[0].what, at=problems[0].at, where=where, fix="; ".join(fixes))
     most = _MOST_MISPLACED if placement else _MOST_PRINTED

@@ -7,12 +7,18 @@ import tiny
 from small import program_of
 from tiny import GPU1, edited, reblobbed
 
+from graphir import passes
 from graphir.errors import PlacementError, VerifyError
 from graphir.ir.net import Net
+from graphir.ir.program import Program
 from graphir.ir.verify import verify
 
 TINY = tiny.program()
-RELU, MASK, TRANSPOSE, SGD = 1, 2, 4, 13
+RELU, MASK, TRANSPOSE, COUNT, SGD = 1, 2, 4, 5, 13
+DECLARE = (
+    "declare what an operator makes on its device (Blob.on), or move it by shift_modules instead; then run inject_copies"
+    " before emit"
+)
 
 
 def test_placement_error_names_blob_devices_operator_pass_and_fix() -> None:
@@ -40,8 +46,29 @@ def test_placement_can_be_left_for_later() -> None:
 
 
 def test_output_on_another_device_is_misplaced() -> None:
-    with pytest.raises(PlacementError, match="blob 'r' is on gpu:1 but written on gpu:0"):
+    with pytest.raises(PlacementError, match="blob 'r' is on gpu:1 but written on gpu:0") as e:
         verify(reblobbed(TINY, "r", device=GPU1))
+    assert str(e.value).endswith(f"  fix  {DECLARE}")
+
+
+def fix_of(program: Program) -> str:
+    with pytest.raises(VerifyError) as e:
+        verify(program)
+    return str(e.value).rpartition("  fix  ")[2]
+
+
+def test_the_remedy_for_what_is_misplaced_mends_it() -> None:
+    alone = edited(TINY, RELU, device=GPU1)  # moved by hand, its result is where it was
+    assert fix_of(alone) == fix_of(passes.inject_copies(alone)) == DECLARE
+    declared = alone.with_(step=alone.step.with_(blobs={**alone.step.blobs, "r": alone.step.blobs["r"].on(GPU1)}))
+    updated = edited(TINY, COUNT, device=GPU1)  # it overwrites what it reads: copies bring that there and back
+    for program in (declared, updated):
+        assert fix_of(program) == "run inject_copies before emit"
+        verify(passes.inject_copies(program))
+
+
+def test_no_copy_is_offered_for_a_view_that_is_made_elsewhere() -> None:
+    assert "inject_copies" not in fix_of(edited(TINY, TRANSPOSE, device=GPU1))
 
 
 def test_all_errors_are_collected_and_the_text_is_bounded() -> None:
@@ -65,7 +92,7 @@ def test_where_copies_alone_are_missing_few_are_named() -> None:
     assert lines[-3:] == [
         "  … and 25 more",
         "  in   program 'tiny'",
-        "  fix  run inject_copies before emit",
+        f"  fix  {DECLARE}",
     ]
 
 
