@@ -53,8 +53,7 @@ SYMBOLS: Final = frozenset(TORCH_NAME) | {
 """Every text that a :class:`Symbol` may have."""
 
 Arg: TypeAlias = "int | float | bool | str | Polynomial | Symbol | tuple[Arg, ...] | None"
-"""A non-tensor argument. Lists are tuples; a string that is a :class:`Symbol` stands for a torch constant. NaN is
-``math.nan``, one object, so that it equals itself in comparisons of tuples and mappings."""
+"""A non-tensor argument. Lists are tuples; a string that is a :class:`Symbol` stands for a torch constant."""
 
 
 Pairs: TypeAlias = tuple[tuple[NonNegativeInt, NonNegativeInt], ...]
@@ -136,12 +135,22 @@ class Operator(NamedTuple):
     source: str = ""
 
     # The line is for people, as a location is in MLIR: a net read from its text, which has none, is the same net.
+    # An argument NaN equals a NaN, so that an operator equals the one that is read from its text or file.
 
     def __eq__(self, other: object) -> bool:
-        return self[:-1] == other[:-1] if isinstance(other, Operator) else NotImplemented
+        if not isinstance(other, Operator):
+            return NotImplemented
+        return self[:-1] == other[:-1] or self._equal_but_for_nan(other)
 
     def __ne__(self, other: object) -> bool:
-        return self[:-1] != other[:-1] if isinstance(other, Operator) else NotImplemented
+        return not self == other if isinstance(other, Operator) else NotImplemented
+
+    def _equal_but_for_nan(self, other: Operator) -> bool:
+        """Whether both are equal once every NaN is one object, which Python compares by identity."""
+        ours, theirs = self.args, other.args
+        if self[:3] != other[:3] or self[4:-1] != other[4:-1] or ours.keys() != theirs.keys():
+            return False
+        return all(_without_nan(arg) == _without_nan(theirs[name]) for name, arg in ours.items())
 
     def on(self, device: Device, by: str) -> Operator:
         """This operator moved to *device* by a pass: ``_replace`` at half its cost, as passes over large nets need."""
@@ -158,6 +167,14 @@ class Operator(NamedTuple):
         """(name, version) of each output."""
         versions = self.output_versions
         return zip(self.outputs, versions if versions else (0,) * len(self.outputs), strict=True)
+
+
+_NAN: Final = object()
+
+
+def _without_nan(arg: Arg) -> Any:
+    """An argument with one object in the place of every NaN."""
+    return map_arg(arg, lambda scalar: _NAN if scalar.__class__ is float and scalar != scalar else scalar)
 
 
 def origin_of(op: Operator) -> list[str]:

@@ -132,10 +132,17 @@ def test_files_of_version_2_are_read(tmp_path):
     assert load(tmp_path / "plan.v1.json") == plan.with_(values={})
 
 
-def test_values_that_are_not_numbers_come_back(tmp_path):
-    op = Operator("FC", (), (), {"a": math.nan}, gpu(0))
-    save_net(Net("n", (op,), {}), tmp_path / "n.json")
-    assert math.isnan(load_net(tmp_path / "n.json").ops[0].args["a"])
+@pytest.mark.parametrize("nan", [math.nan, float("nan"), -math.inf + math.inf], ids=["math", "made", "computed"])
+def test_values_that_are_not_numbers_come_back(nan, tmp_path):
+    op = Operator("FC", (), (), {"a": nan, "b": (1.0, (nan, 2)), "c": 3}, gpu(0))
+    net = Net("n", (op,), {})
+    save_net(net, tmp_path / "n.json")
+    for again in (load_net(tmp_path / "n.json"), graphir.parse(str(net))):
+        assert math.isnan(again.ops[0].args["a"])
+        assert again == net and not again != net
+    for other in ({"a": 1.0}, {"b": (nan, (nan, 2))}, {"c": nan}, {"d": nan}):
+        assert net.with_(ops=(op._replace(args={**op.args, **other}),)) != net
+    assert net.with_(ops=(op._replace(type="Relu"),)) != net
 
 
 def test_equal_effects_are_stored_once(net_file):
