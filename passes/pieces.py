@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
+from graphir.analysis.meaning import frozen
 from graphir.ir.blob import dense_nbytes
 from graphir.ir.net import Net
 from graphir.ir.operator import Operator
@@ -47,7 +48,8 @@ class Pieces:
         if maker is None or self.net.blobs[name].storage in self._overwritten:
             return name
         sources = tuple(map(self.alike, maker.inputs))
-        made = maker.type, repr(maker.args), sources, maker.outputs.index(name)
+        args = frozenset([(key, frozen(arg)) for key, arg in maker.args.items()])
+        made = maker.type, args, sources, maker.outputs.index(name)
         return self._first.setdefault(made, name)
 
     def _nearest(self, name: str) -> str:

@@ -305,7 +305,7 @@ def test_views_of_the_same_elements_cross_as_one() -> None:
     input x : f32[6,8] @gpu:0
     part : f32[6,2] strides [8,1] offset 4 in x @gpu:0 = aten.slice.Tensor(x, dim=1, start=4, end=6)
     part.t : f32[2,6] strides [1,8] offset 4 in x @gpu:0 = aten.t(part)
-    again : f32[6,2] strides [8,1] offset 4 in x @gpu:0 = aten.slice.Tensor(x, dim=1, start=4, end=6)
+    again : f32[6,2] strides [8,1] offset 4 in x @gpu:0 = aten.slice.Tensor(x, end=6, dim=1, start=4)
     a : f32[6,6] @gpu:1 = aten.mm(part, part.t)
     b : f32[6,2] @gpu:1 = aten.relu(again)
     """)
