@@ -26,6 +26,7 @@ from graphir.ir.size import Dims
 
 from .base import Pass, Placed, build, register
 from .injection import Injection, memory_of
+from .sparse_reduction import ungathered
 
 __all__ = ["InjectCopies", "InjectedCopies", "inject_caffe2_copies", "inject_copies"]
 
@@ -65,7 +66,7 @@ class InjectCopies(Pass):
 
     def nets(self, program: Program) -> tuple[Injection, Injection]:
         """The program's nets with their copies, one after the other."""
-        init, step, known = program.init, program.step, _devices(self.blob_to_device)
+        init, step, known = program.init, ungathered(program.step), _devices(self.blob_to_device)
         taken = {**_claims(known, None), **dict.fromkeys(step.blobs)}
         filled = self.net(init, program.dims, known, taken, live=step.external_inputs)
         if known or self.placeholder_ops:

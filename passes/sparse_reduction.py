@@ -9,12 +9,16 @@
 Torch adds sparse tensors by merging their rows from the beginning, so that some rows are added before they reach the
 parameter. Their concatenation, which is what a collective could gather, gives other bits. So each replica brings the
 others' gradients to its device, strides kept, and adds them there, in replica order.
+
+A shift may bring several replicas to one device. So ``inject_copies`` lets each sum read the gradients where they are made
+(:func:`ungathered`), and copies once what it then finds on other devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from functools import reduce
+from typing import Final
 
 from graphir.ir.blob import Blob
 from graphir.ir.names import copy_name, fresh
@@ -24,7 +28,9 @@ from graphir.ir.opset import signature
 from graphir.ir.optypes.own import OWN
 from graphir.ir.size import Size, add
 
-__all__ = ["reduce_sparse", "sparse_gradients"]
+__all__ = ["reduce_sparse", "sparse_gradients", "ungathered"]
+
+_SUM: Final = "graphir.sparse_sum"
 
 
 def sparse_gradients(step: Net) -> dict[tuple[str, str], str]:
@@ -76,7 +82,7 @@ def reduce_sparse(
         indices, values = local
         ops.append(
             Operator(
-                "graphir.sparse_sum",
+                _SUM,
                 (*values, *indices),
                 tuple(outputs),
                 {"rows": rows, **args},
@@ -87,6 +93,28 @@ def reduce_sparse(
             )
         )
     return ops
+
+
+def ungathered(net: Net) -> Net:
+    """The net whose sums of sparse gradients read every replica's gradient where it is made: without the copies that
+    :func:`reduce_sparse` put before them, as far as nothing else reads those."""
+    sums = [op for op in net.ops if op.type == _SUM and op.phase == "reduce"]
+    if not sums:
+        return net
+    read = {name for op in sums for name in op.inputs}
+    kept = {name for op in net.ops if op.type != _SUM for name in op.inputs} | {*net.external_outputs}
+    sources = {
+        op.outputs[0]: op.inputs[0]
+        for op in net.ops
+        if op.type == "Copy" and op.phase == "reduce" and op.outputs[0] in read and op.outputs[0] not in kept
+    }
+    ops = [
+        op if op.type != _SUM else op._replace(inputs=tuple([sources.get(name, name) for name in op.inputs]))
+        for op in net.ops
+        if sources.keys().isdisjoint(op.outputs)
+    ]
+    blobs = {name: blob for name, blob in net.blobs.items() if name not in sources}
+    return net.with_(ops=tuple(ops), blobs=blobs)
 
 
 def _shape(blobs: Mapping[str, Blob], name: str) -> tuple[Size, Size]:

@@ -240,6 +240,27 @@ def test_updates_stay_with_their_parameters_in_a_shift() -> None:
     assert {blobs[f"gpu_{r}/bag.weight"].device for r in (0, 1)} == {"gpu:2", "gpu:3"}
 
 
+@pytest.mark.parametrize(
+    ("to", "crossing"),
+    [
+        ({"user": {1: 0}}, [("gpu_1/", "gpu:0")]),
+        ({"user": 2}, [("gpu_0/", "gpu:2"), ("gpu_1/", "gpu:2")]),
+        ({"**": 0}, []),
+        ({}, [("gpu_0/", "gpu:1"), ("gpu_1/", "gpu:0")]),
+    ],
+)
+def test_gradients_of_a_table_cross_once_to_each_device(to: dict[str, Any], crossing: list[tuple[str, str]]) -> None:
+    program, _ = captured(OPTIMIZERS["sgd"], Strided(False))
+    replicated = passes.replicate(program, devices=[0, 1])
+    result = passes.inject_copies(passes.shift_modules(replicated, to) if to else replicated)
+    graphir.certify(replicated, result)
+    blobs = result.step.blobs
+    copies = [(blobs[op.inputs[0]], op.device) for op in result.step.ops if op.type == "Copy"]
+    assert not [source.name for source, device in copies if source.device == device]
+    rows = [(s.name[:6], str(to)) for s, to in copies if s.role == "gradient" and s.dtype == "f32"]
+    assert sorted(rows) == crossing
+
+
 def refused(text: str, model: nn.Module, make: Make | None) -> None:
     features, categories, clicks = batch(4, 0)
     optimizer = None if make is None else make(model)
