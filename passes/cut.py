@@ -16,12 +16,20 @@ between its producer and its readers, and a piece, a view that can cross alone, 
 An edge counts if it leads from the side that stays to the side that moves, so the right half counts readers that stay
 where the producer moves. Of equal cuts the one that moves least is taken.
 
+An operator that overwrites a buffer makes another value of the same storage. The buffer's home reads the last one::
+
+    home ──▶ mean ──▶ mul_ ──▶ mean;1 ──▶ add_ ──▶ mean;2 ──▶ home
+
+Among three devices and more, each is first cut from all that are left. Then two at a time exchange operators, by a cut
+between them, until no exchange lowers the bytes.
+
 Sums of gradients take part, and run where their operands or their activation are in the end (:mod:`.following`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import combinations
 from typing import NamedTuple, TypeAlias
 
 from graphir.ir.blob import Blob, dense_nbytes
@@ -75,13 +83,14 @@ def cheapest_sides(
     Args:
         program: captured, or replicated.
         placed: by position, the devices of forward operators that are not free.
-        homes: the devices of the external inputs that are not free.
+        homes: the devices of the external inputs that are not free. Where free operators overwrite one that is free, it
+            goes where the fewest bytes cross to them and back.
         free: the positions of the free forward operators.
 
     Returns:
         The devices of the free operators and inputs, and of what computes the gradients of views.
     """
-    values = _Values(program, placed, homes, free).found.values()
+    values = _Values(program, placed, homes, free).all
     ops, blobs = program.step.ops, program.step.blobs
     sides = Sides({}, {})
     for units, between in _components(values):
@@ -99,7 +108,8 @@ class _Values:
     """What the step's operators hand to each other.
 
     Attributes:
-        found: by name of a storage.
+        found: by name of a storage, the value that it holds after the operators so far.
+        all: every value, those that were overwritten too.
     """
 
     def __init__(
@@ -107,14 +117,19 @@ class _Values:
     ) -> None:
         self.blobs: Mapping[str, Blob] = program.step.blobs
         self.dims: Dims = program.dims
+        self.inputs = dict.fromkeys(program.step.external_inputs)
         self.found: dict[str, _Value] = {}
+        self.all: list[_Value] = []
         self.pieces = Pieces(program.step, program.dims)
         made: dict[str, _Unit] = {name: homes.get(name, name) for name in program.step.external_inputs}
         for i, op in enumerate(program.step.ops):  # a function's operators belong to its result, which comes after them
             if i in placed or i in free:
-                made.update({name: placed.get(i, i) for name in op.outputs if not self.blobs[name].is_view})
-        for name in program.step.external_inputs:
-            self.found[name] = _Value(made[name], dense_nbytes(self.blobs[name], self.dims))
+                for name in op.outputs:
+                    if name not in self.inputs and not self.blobs[name].is_view:
+                        made[name] = placed.get(i, i)
+        for name in self.inputs:
+            self.hold(name, made[name])
+        changed: dict[str, None] = {}
         for i, op in enumerate(program.step.ops):
             if op.phase == "reduce":
                 continue
@@ -123,8 +138,20 @@ class _Values:
                 self.value(name, made).readers[unit] = None
             for name in op.outputs:
                 if not self.blobs[name].is_view and name not in self.found:
-                    made.setdefault(name, unit)
-                    self.found[name] = _Value(unit, dense_nbytes(self.blobs[name], self.dims))
+                    self.hold(name, made.setdefault(name, unit))
+            if op.phase == "forward":
+                for output, _ in op.effects.writes:
+                    storage = self.blobs[op.outputs[output]].storage
+                    self.hold(storage, unit)
+                    changed[storage] = None
+        for name in changed:
+            if name in self.inputs:
+                self.found[name].readers[made[name]] = None
+
+    def hold(self, storage: str, producer: _Unit) -> None:
+        """Let a storage hold another value from here on."""
+        value = self.found[storage] = _Value(producer, dense_nbytes(self.blobs[storage], self.dims))
+        self.all.append(value)
 
     def unit(
         self, i: int, op: Operator, placed: Mapping[int, Device], free: Mapping[int, None], made: Mapping[str, _Unit]
@@ -146,6 +173,7 @@ class _Values:
         storage = self.found.get(blob.storage)
         if storage is None:
             storage = self.found[blob.storage] = _Value(made.get(blob.storage, blob.device), 0)
+            self.all.append(storage)
         if blob.is_view:
             nbytes = dense_nbytes(blob, self.dims)
             if nbytes < storage.nbytes:
@@ -174,33 +202,79 @@ def _assigned(units: Sequence[_Free], between: Sequence[_Value], here: Device | 
     around = {unit for value in between for unit in value.units if isinstance(unit, Device)}
     if not around:
         return {}
-    left = dict.fromkeys(units)
-    found: dict[_Free, Device] = {}
     first, *others = sorted(around, key=lambda device: (device != here, device.order()))
+    at = dict.fromkeys(units, first)
     for target in others:
-        moved = _cut(left, between, found, target)
-        found.update(dict.fromkeys(moved, target))
-        left = {unit: None for unit in left if unit not in moved}
-    return found | dict.fromkeys(left, first)
+        moved = _cut([unit for unit in units if at[unit] == first], between, at, target)
+        at.update(dict.fromkeys(moved, target))
+    if len(others) > 1:
+        _exchange(units, between, at, (first, *others))
+    return at
+
+
+def _exchange(
+    units: Sequence[_Free], between: Sequence[_Value], at: dict[_Free, Device], devices: Sequence[Device]
+) -> None:
+    """Let two devices at a time exchange units until no exchange lowers the bytes that cross.
+
+    These are the swap moves of Boykov, Veksler and Zabih (2001). The cut between two devices is exact, so in the end no
+    unit is better placed alone on another device, nor any set of units of one device together.
+    """
+    pairs = list(combinations(devices, 2))
+    left = dict.fromkeys(pairs)
+    while left:
+        pair = next(iter(left))
+        del left[pair]
+        stays, moves = pair
+        inside = [unit for unit in units if at[unit] in pair]
+        moved = _cut(inside, between, at, moves, stays)
+        new = {**at, **{unit: moves if unit in moved else stays for unit in inside}}
+        if _crossing(between, new) < _crossing(between, at):
+            at.update(new)
+            left.update(dict.fromkeys([other for other in pairs if other != pair and not set(pair).isdisjoint(other)]))
+
+
+def _crossing(values: Iterable[_Value], at: Mapping[_Unit, Device]) -> int:
+    """The bytes that cross: of each value those of the whole or those of its pieces, to each device that reads it."""
+    total = 0
+    for value in values:
+        whole = {at.get(reader, reader) for reader in value.readers}
+        parts: dict[_Unit, int] = {}
+        for piece in value.pieces.values():
+            for device in {at.get(reader, reader) for reader in piece.readers} - whole:
+                parts[device] = parts.get(device, 0) + piece.nbytes
+        crossing = dict.fromkeys(whole, value.nbytes) | {to: min(n, value.nbytes) for to, n in parts.items()}
+        crossing.pop(at.get(value.producer, value.producer), None)
+        total += sum(crossing.values())
+    return total
 
 
 def _cut(
-    left: Mapping[_Free, None], between: Sequence[_Value], found: Mapping[_Free, Device], target: Device
+    free: Iterable[_Free],
+    between: Sequence[_Value],
+    at: Mapping[_Free, Device],
+    target: Device,
+    source: Device | None = None,
 ) -> set[_Free]:
-    """The units that go to *target* where all other devices are one."""
+    """The *free* units that go to *target* rather than to *source*. Without it, all other devices are one."""
     import networkx as nx
 
     graph = nx.DiGraph()
     graph.add_nodes_from(["stays", "moves"])
+    choices = set(free)
 
     def node(unit: _Unit) -> object:
-        if unit in left:
+        """What stands for a unit; None for one on a third device."""
+        if unit in choices:
             return ("unit", unit)
-        return "moves" if found.get(unit, unit) == target else "stays"
+        device = at.get(unit, unit)
+        if device == target:
+            return "moves"
+        return "stays" if source is None or device == source else None
 
     def join(value: _Value, there: object, back: object, name: tuple[object, ...]) -> None:
         """Put a value between where it comes from and its readers."""
-        readers = {node(reader) for reader in value.readers} - {node(value.producer)}
+        readers = {node(reader) for reader in value.readers} - {node(value.producer), None}
         if not value.nbytes or not (readers or value.pieces):
             return
         graph.add_edge(there, ("there", *name), capacity=value.nbytes)
@@ -212,6 +286,10 @@ def _cut(
             join(part, ("there", *name), ("back", *name), (*name, piece))
 
     for i, value in enumerate(between):
-        join(value, node(value.producer), node(value.producer), (i,))
+        producer = node(value.producer)
+        if producer is None:  # it crosses to each of the two devices that reads it
+            join(value, "stays", "moves", (i,))
+        else:
+            join(value, producer, producer, (i,))
     _, (_, moves) = nx.minimum_cut(graph, "stays", "moves")
     return {name[1] for name in moves if isinstance(name, tuple) and name[0] == "unit"}

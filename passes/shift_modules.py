@@ -146,11 +146,22 @@ class _Move:
                 free[i] = None
             else:
                 placed[i] = self.device(op.module, op.device)
-        homes = {name: home for name in step.external_inputs if (home := self.home(name)) is not None}
+        overwritten = {
+            step.blobs[step.ops[i].outputs[output]].storage: None
+            for i in free
+            for output, _ in step.ops[i].effects.writes
+        }
+        homes = {
+            name: home for name in step.external_inputs if (home := self.home(name, name in overwritten)) is not None
+        }
         sides = cheapest_sides(self.program, placed, homes, free)
         chosen = (placed | sides.ops).items()
         moved = {i: device for i, device in chosen if device != step.ops[i].device or follows(step.ops[i])}
-        away = {name: device for name, device in (homes | sides.inputs).items() if device != step.blobs[name].device}
+        away = {
+            name: device
+            for name, device in (homes | sides.inputs).items()
+            if device != step.blobs[name].device or name in overwritten
+        }
         return follow(self.program, moved, away, ShiftModules.name)
 
     def is_fixed(self, module: str, inputs: tuple[str, ...]) -> bool:
@@ -158,10 +169,14 @@ class _Move:
         blobs = self.program.step.blobs
         return module in self.weighted or any(blobs[blobs[name].storage].role == "param" for name in inputs)
 
-    def home(self, name: str) -> Device | None:
-        """Where an external input lives: a module's own where the module is; None where it goes to its readers."""
+    def home(self, name: str, overwritten: bool) -> Device | None:
+        """Where an external input lives: a module's own where the module is. None where the fewest bytes shall cross:
+        what the step is given, and buffers of containers that free operators overwrite."""
         blob = self.program.step.blobs[name]
         if blob.role in ("input", "constant") or blob.device.is_host:
             return blob.device if blob.device.is_host else None
         prefix = next((prefix for prefix in self.program.replicas if name.startswith(prefix)), "")
-        return self.device(name[len(prefix) :].rpartition(".")[0], blob.device)
+        module = name[len(prefix) :].rpartition(".")[0]
+        if overwritten and module not in self.claimed and module not in self.weighted:
+            return None
+        return self.device(module, blob.device)

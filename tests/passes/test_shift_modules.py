@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import models
@@ -16,7 +17,7 @@ import graphir
 from graphir import Program, passes, runtime
 from graphir.errors import PassError
 from graphir.ir.blob import dense_nbytes
-from graphir.ir.device import Device
+from graphir.ir.device import Device, gpu
 
 MIB = 2**20
 
@@ -107,6 +108,107 @@ def test_several_targets_in_one_call() -> None:
     program = shifted(trained(models.gpt(layers=4)), {"layers[1]": 1, "layers[2]": "gpu:2", "layers[3]": 3})
     for i in range(4):
         assert places(program, f"layers.{i}") == {f"gpu:{i}"}
+
+
+class Joined(nn.Module):
+    """Layers whose results are joined at random by operators of the model, which belong to no layer."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        draw, self.seed = random.Random(seed), seed
+        self.first = nn.ModuleList([nn.Linear(4, draw.randint(1, 9)) for _ in range(4)])
+        self.last = nn.ModuleList([nn.LazyLinear(2) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        draw = random.Random(self.seed + 1)
+        values = [layer(x) for layer in self.first]
+        for _ in range(6):
+            both = torch.cat(draw.sample(values, 2), 1)
+            values.append(both.unfold(1, 2, 2).amax(2) if both.shape[1] > 12 else both.relu())
+        return [layer(torch.cat(draw.sample(values, 2), 1)) for layer in self.last]
+
+
+def moved_alone(program: Program) -> Iterator[Program]:
+    """The program with one operator of the model itself on another of four devices, each in turn."""
+    step = program.step
+    for op in step.ops:
+        if op.module or op.effects.shows:
+            continue
+        shown = [name for name, blob in step.blobs.items() if blob.storage in op.outputs]
+        along = [other for other in step.ops if other is op or (other.effects.shows and other.outputs[0] in shown)]
+        for device in map(gpu, range(4)):
+            ops = tuple(other.on(device, "") if other in along else other for other in step.ops)
+            blobs = {**step.blobs, **{name: step.blobs[name].on(device) for name in shown}}
+            yield program.with_(step=step.with_(ops=ops, blobs=blobs))
+
+
+@pytest.mark.parametrize("seed", [3, 5, 13, 21])
+def test_among_four_devices_no_operator_is_better_placed_alone(seed: int) -> None:
+    """In each of these, cutting one device after the other from the rest leaves one that is."""
+    model = Joined(seed)
+    model(torch.randn(3, 4))
+    program = graphir.capture(model, (torch.randn(3, 4),))
+    targets = {f"{layers}[{i}]": i for layers in ("first", "last") for i in (1, 2, 3)}
+    placed = passes.shift_modules(program, targets)
+    least = copied(passes.inject_copies(placed))
+    assert all(copied(passes.inject_copies(other)) >= least for other in moved_alone(placed))
+
+
+class Averaged(nn.Module):
+    """A buffer of the model itself, which several of its own operators overwrite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 128), nn.Linear(128, 128), nn.Linear(128, 128)
+        self.register_buffer("mean", torch.zeros(128))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps.add_(1)
+        hidden = self.a(x)
+        self.mean.mul_(hidden.detach().mean(0))
+        self.mean.add_(hidden.detach().bfloat16().amax(0))
+        out = self.c(self.b(hidden))
+        self.mean.add_(out.detach().mean(0))
+        return out - self.mean  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("modules", "home", "beside"),
+    [
+        ({"c": 1}, "gpu:1", {"mean_1", "amax"}),  # 768 B cross to the buffer, not 512 B of it there and back
+        ({"b": 1, "c": 1}, "gpu:1", set()),
+        ({"b": 1}, "gpu:0", set()),
+        ({"b": 1, "c": 2}, "gpu:2", {"mean_1", "amax"}),
+    ],
+)
+def test_what_overwrites_a_buffer_of_the_model_runs_where_it_lives(
+    modules: dict[str, int], home: str, beside: set[str]
+) -> None:
+    program = graphir.capture(Averaged(), (torch.randn(4, 8),), loss=lambda out: out.sum())
+    result = shifted(program, modules)
+    writers = [op.device for op in result.step.ops if "mean" in op.outputs]
+    assert [result.step.blobs["mean"].device, *writers] == [home] * 4
+    assert result.step.blobs["steps"].device == "gpu:0"
+    names = {name for name, _, _ in copies(result)}
+    assert names - {"a", "b", "a_grad", "b_grad"} == beside
+
+
+def test_a_buffer_of_a_layer_stays_with_the_layer() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.a.register_buffer("seen", torch.zeros(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.b(self.a(x))
+            self.a.seen.mul_(x.detach().mean(0))  # type: ignore[operator, union-attr]
+            return x
+
+    program = graphir.capture(Net(), (torch.randn(3, 4),), loss=lambda out: out.sum())
+    result = shifted(program, {"b": 1})
+    assert result.step.blobs["a.seen"].device == "gpu:0"
 
 
 def test_a_cast_goes_where_fewer_bytes_cross() -> None:
