@@ -26,8 +26,8 @@ _ORIGIN: Final = "no pass is to blame, but what built or edited it; a program fr
 
 
 Misplaced: TypeAlias = Literal["", "brings", "makes"]
-"""How an operand is on the wrong device: a copy *brings* it to the operator or back; the operator *makes* it elsewhere than
-it is declared, which no copy mends. Empty: it is not, or not that alone is wrong."""
+"""How an operand is on the wrong device: a copy *brings* it to the operator or back; or the operator *makes* it
+elsewhere than it is declared, which no copy mends. Empty: it is not, or something else is wrong as well."""
 
 
 class Problem(NamedTuple):

@@ -16,8 +16,8 @@ from graphir.ir.verify import verify
 TINY = tiny.program()
 RELU, MASK, TRANSPOSE, COUNT, SGD = 1, 2, 4, 5, 13
 DECLARE = (
-    "declare what an operator makes on its device (Blob.on), or move it by shift_modules instead; then run inject_copies"
-    " before emit"
+    "declare what an operator makes on its device (Blob.on), or move it by shift_modules instead; "
+    "then run inject_copies before emit"
 )
 
 
