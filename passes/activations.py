@@ -18,8 +18,8 @@ __all__ = ["activation_names", "find_activations"]
 def find_activations(program: Program) -> list[str]:
     """The activations of a program, without prefix, in program order, each once.
 
-    A forward-only program has no gradients; there, every value that depends on an input and is read counts, except in
-    Caffe2's nets, where it has none, as ``GetActivationBlobs`` gives none.
+    A forward-only program has no gradients. Of a captured one, every value that depends on an input and is read counts.
+    A forward-only Caffe2 net has no activations, as in ``GetActivationBlobs``.
     """
     require_program(program, "find_activations")
     with blamed(program):

@@ -2,8 +2,8 @@
 
 An executor may allocate receive buffers once and copy into them step after step. A buffer serves copies to one device,
 one after the other, and has as many bytes as the largest of them. A copy takes the smallest free buffer that is large
-enough; where none is, the largest free one, which grows; and a new one only where none is free. Of equal ones it takes
-the one that has been free for longest, so that what is waited for is long past.
+enough; where none is, the largest free one, which grows; and a new one only where none is free. Of buffers of equal
+size it takes the one that has been free for longest: the use that the copy waits for is then long past.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Buffers:
 
     Args:
         net: a placed step.
-        dims: the sizes by which buffers are told to be large enough; they serve any others, too.
+        dims: the sizes at which buffers are compared. A plan's buffers serve any other sizes, too.
 
     Attributes:
         numbers: the buffer of each storage that has one; numbers count from 0 on each device.
         freed: the storages that the step frees; only these take buffers.
         nbytes: of each device's buffers, by number.
-        idle: by device, the last storages of the buffers that are free, those that have been so for longest first.
+        idle: by device, the storage that each free buffer held last, in the order in which the buffers became free.
     """
 
     def __init__(self, net: Net, dims: Dims) -> None:
@@ -40,7 +40,7 @@ class Buffers:
         self.idle: dict[Device, list[str]] = defaultdict(list)
 
     def receive(self, storage: str) -> str | None:
-        """Give a storage that a copy makes its buffer; the storage that the buffer held last, if any."""
+        """Give a buffer to a storage that a copy makes; return the storage that the buffer held before, if any."""
         blob = self.net.blobs[storage]
         if storage not in self.freed or not _dense(blob):
             return None
@@ -57,7 +57,7 @@ class Buffers:
         return earlier
 
     def free(self, storage: str) -> None:
-        """Nobody uses a storage any more: its buffer, if it has one, is free."""
+        """Note that no operator uses a storage any more: its buffer, if it has one, is free."""
         if storage in self.numbers:
             self.idle[self.net.blobs[storage].device].append(storage)
 

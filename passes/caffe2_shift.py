@@ -67,8 +67,8 @@ def _numbered(op: Operator, number: int, by: str) -> Operator:
 
 
 def _rehomed(net: Net, moved: Mapping[int, Operator], homes: dict[str, Device], made: Collection[str] = ()) -> Net:
-    """A net with its *moved* operators, and its blobs where they live then: where they did, or in *homes*, to which
-    what a moved operator is the first to write is added, unless an earlier net has *made* it."""
+    """A net with its *moved* operators. Each blob lives where *homes* says, or else where it did. A blob that a moved
+    operator is the first to write is added to *homes*, unless an earlier net has *made* it."""
     ops, blobs, external = list(net.ops), dict(net.blobs), set(net.external_inputs)
     for name, device in homes.items():
         if name in blobs:

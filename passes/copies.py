@@ -121,8 +121,8 @@ def inject_copies(
     A copy of ``b`` is called ``b_gpu_<n>`` or ``b_cpu`` (and ``…_1`` where that name is taken). No operator is moved
     and nothing is copied that is already there. Arguments are never changed.
 
-    What a net from Caffe2 leaves behind in blobs that are neither external inputs nor external outputs of it counts as
-    unread; one that names no external outputs at all hands on those that it does not read itself.
+    A Caffe2 net's blobs that are neither its external inputs nor its external outputs count as unread after the net. A
+    net that names no external outputs hands on the blobs that it does not read itself.
 
     Args:
         subject: a program, or a net from Caffe2.
@@ -135,7 +135,7 @@ def inject_copies(
 
     Raises:
         PassError: a net or an option is given that is not from Caffe2, an operator reads what nobody has made, or
-            nothing copies between two kinds of devices. Or an operator was shifted away from what
+            no operator copies between two kinds of devices. Or an operator was shifted away from what
             :func:`share_storage` has it overwrite.
     """
     if blob_to_device is not None or blob_remap is not None:
@@ -174,7 +174,7 @@ def inject_caffe2_copies(
         placeholder_ops: as for :func:`inject_copies`.
 
     Returns:
-        The net with the maps. Of a program it is the step, and the program is ``program``.
+        The net with the maps. For a program, ``net`` is its step, and ``program`` the program.
 
     Raises:
         PassError: as :func:`inject_copies`; or ``blob_remap`` is given with a program, or has copies that
@@ -199,7 +199,7 @@ def inject_caffe2_copies(
                 f"blob_remap has {copy!r} as the copy of {name!r} on {device}; blob_to_device does not have it there",
                 fix="hand on both maps of the call for the net before",
             )
-    # What this net writes may have another value from step to step than when it was copied.
+    # A blob that this net writes changes from step to step; an earlier net's copy of it does not.
     written = {name for op in subject.ops for name in op.outputs} if remap else set()
     kept = {key: copy for key, copy in (remap or {}).items() if written.isdisjoint((key[0], copy))}
     present: dict[str, dict[Device, str]] = {}
@@ -248,15 +248,16 @@ def _copies(named: object) -> dict[tuple[str, Device], str]:
 
 
 def _claims(known: Mapping[str, Device], remap: Mapping[tuple[str, Device], str] | None) -> dict[str, Device | None]:
-    """The names of blobs of earlier nets, which no copy may get, each with the memory where it is one that a copy is
-    made to again. Where it is not known which blobs are copies, one that lives where the copy will is taken for it."""
+    """The names of blobs of earlier nets, which no new copy may get. Each has the one memory in which a copy may get it
+    after all, because it is the blob that the same copy was made to before. Without *remap* nobody knows which blobs
+    are copies, so that each may be one in the memory where it lives."""
     if remap is None:
         return {name: memory_of(device) for name, device in known.items()}
     return {**dict.fromkeys(known), **{copy: memory_of(device) for (_, device), copy in remap.items()}}
 
 
 def _copies_left(done: Injection) -> dict[tuple[str, Device], str]:
-    """At the end of a net, by blob and device, the copy that has what the blob has."""
+    """By blob and device, the copy that holds the blob's value at the end of the net."""
     return {
         (name, done.blobs[copy].device): copy
         for name, held in done.present.items()

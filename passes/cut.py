@@ -78,7 +78,7 @@ class _Value:
 def cheapest_sides(
     program: Program, placed: Mapping[int, Device], homes: Mapping[str, Device], free: Mapping[int, None]
 ) -> Sides:
-    """Where what may run on either side should.
+    """The cheapest device of each operator that may run on several.
 
     Args:
         program: captured, or replicated.
@@ -182,7 +182,7 @@ class _Values:
 
 
 def _components(values: Iterable[_Value]) -> Iterator[tuple[list[_Free], list[_Value]]]:
-    """Free units that values connect, and what they hand to each other and to devices."""
+    """Groups of free units that values connect, each with the values that its units make or read."""
     import networkx as nx  # here, since it takes as long to import as a tenth of torch
 
     graph = nx.Graph()

@@ -113,8 +113,9 @@ class _Emission:
         out: the instructions without records; a position is an index into it.
         records: for each position that somebody waits for, the event recorded right after it.
         clock: for each lane, the last position of every other lane that it is known to come after.
-        known_at: for each position that a record may follow, the clock of its lane just then. What touches only
-            storages that no other lane touches is no such position, and leaves no trace in what follows here.
+        known_at: for each position that a record may follow, the clock of its lane just then. An instruction that
+            touches only storages of its own lane is no such position, and is not in the attributes below: no lane waits
+            for it.
         writer: for each storage, its last writer.
         users: for each storage, every lane's last use since then, the write included.
         views: for each view, the use that made it; it is later than its storage's last write.
@@ -162,7 +163,7 @@ class _Emission:
         return [_Part(Instruction(kind, issued_on(op, blobs), i), reads, written, [makes[n] for n in sorted(views)])]
 
     def execute(self, parts: Sequence[_Part]) -> None:
-        """Append instructions, each lane's after the waits that all of its need."""
+        """Append instructions. On each lane, the waits that any of its instructions needs come first."""
         needed: dict[str, list[_Use]] = {}
         for part in parts:
             needed.setdefault(part.instruction.lane, []).extend(self.needed(part))
@@ -224,7 +225,8 @@ class _Emission:
                 self.wait(at, use)
 
     def wait(self, at: str, use: _Use) -> None:
-        """Make lane *at* come after a use of another lane, and after what that lane has waited for before it."""
+        """Make lane *at* come after a use by another lane, and so after everything that that lane had waited for by
+        then."""
         event = self.records.setdefault(use.position, Event(use.blob, use.version, use.lane))
         merged = dict(self.known_at[use.position])
         for other, position in self.clock[at].items():

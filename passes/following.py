@@ -39,18 +39,18 @@ def follows(op: Operator) -> bool:
 
 
 def may_leave(op: Operator, blobs: Mapping[str, Blob]) -> bool:
-    """Whether an operator of the backward may run elsewhere than the one that it belongs to: it adds gradients up, or
-    computes that of a view."""
+    """Whether an operator of the backward may run elsewhere than the operator that it belongs to: it adds gradients up,
+    or computes the gradient of a view."""
     return op.type == ACCUMULATES or blobs[op.of].is_view
 
 
 def follow(program: Program, moved: Mapping[int, Device], homes: Mapping[str, Device], by: str) -> Program:
-    """The program with operators and external blobs moved, and everything else where it follows.
+    """The program with these operators and external blobs moved, and everything that follows them.
 
     Args:
         program: captured, or replicated.
-        moved: by position in the step, the device of each operator that moves and follows nothing. One that follows
-            may be among them: then it is there, and does not.
+        moved: by position in the step, the device of each operator that the pass moves. An operator that would follow
+            another one may be among them: then it runs on this device instead.
         homes: the new device of each external input of the step that moves.
         by: the pass that moves them.
     """
@@ -157,8 +157,8 @@ class _Following:
         return anchor
 
     def differentiated(self, op: Operator) -> str:
-        """What an operator of the backward belongs to whose text does not say it: the activation whose gradient it
-        reads first, else the last activation that it reads, else its first operand."""
+        """What an operator of the backward without ``of`` belongs to: the activation whose gradient it reads first,
+        else the last activation that it reads, else its first operand."""
         blobs = self.net.blobs
         for name in op.inputs:
             found = self.activations.get(name) or self.activations.get(blobs[name].storage)

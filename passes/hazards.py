@@ -1,8 +1,8 @@
 """What orders the operators of a net: the storages that they touch.
 
-Two operators that touch a storage, one of them to write it, keep their order; and what reads a view comes after what
-made it. Operators that one lane executes do so by themselves. :mod:`.order` chooses among the orders that are left, and
-:mod:`.emit` puts in the events that hold lanes to it.
+Two operators that touch a storage keep their order if one of them writes it, and an operator that reads a view comes
+after the one that made it. Operators of one lane keep their order anyway. :mod:`.order` chooses among the orders that
+are left, and :mod:`.emit` puts in the events that hold lanes to it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Hazards(NamedTuple):
             reads or writes, the maker of each view that it reads, and, for each storage that it writes, everyone who
             read it since its last write.
         touched: for each operator, the storages of its operands and of its results, each once.
-        shared: the storages that some lane touches which is not the compute lane of the device that they are on.
+        shared: the storages that a lane other than the compute lane of their own device touches.
     """
 
     earlier: list[list[int]]

@@ -11,9 +11,9 @@ itself, others in copies::
 
 A write leaves the name in one memory, so no copy goes stale; and nothing is copied that nobody reads.
 
-A view that is needed elsewhere crosses alone, as any blob, or it is *replayed*: its storage crosses, and the view
-operators run again on the copy of that. Whichever has fewer bytes, with everything else that is read there of the
-storage. Views of the same elements cross as one (:mod:`.pieces`).
+A view that is read elsewhere crosses alone, as any blob does, or it is *replayed*: its storage crosses, and the view
+operators run again on the copy. The sweep takes what sends fewer bytes, everything else that is read there of the
+storage counted in. Views of the same elements cross as one (:mod:`.pieces`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Injection:
         by: the pass that puts the copies in.
         dims: the sizes at which a view is compared with its storage.
         dialect: that of the net, some of its rules left out perhaps.
-        live: names that home shall hold at the end, beside the net's external inputs and results.
+        live: names whose values shall be at home at the end, beside the net's external inputs and results.
         taken: names that copies may not have, each with the memory in which one may have it after all, or None.
         present: the copies that earlier nets made of external inputs: by name, the memories that hold it from the
             beginning, and the blobs there.
@@ -65,13 +65,13 @@ class Injection:
         blobs: every blob, copies included.
         ops: the operators so far, copies included.
         external: the external inputs, copies that earlier nets made included as far as they are read.
-        present: by name and memory, the blob that holds it; what is not here, home alone holds.
+        present: by name and memory, the blob that holds it. A name that is not here is held at home alone.
         last: the last version so far of each blob in ``present``; -1 before the first.
-        counted: names that an operator has made elsewhere. Home takes fewer versions of them than the net has, so that
-            the sweep counts those.
-        away: names that home does not hold, and the phase of the copy that will bring them there. It is *update* only
-            if all that was made since home held the name was made in the update: by that, sessions tell what replicas
-            share.
+        counted: names that an operator has made elsewhere than at home. The blob at home takes fewer versions than the
+            net gave it, so the sweep counts them.
+        away: names that home does not hold, each with the phase of the copy that will bring it home. The phase is
+            *update* only if every value of the name since home held it was made in the update. Sessions tell by the
+            phase which state replicas share.
         copies: in a workspace, by name and memory, the blob that copies of it are made to.
         replayed: by name and memory, the view of a copy of its storage.
     """
@@ -103,8 +103,8 @@ class Injection:
     def run(self) -> None:
         """Append every operator, with copies before it of what it needs from elsewhere.
 
-        Nearly all have every operand at home, and on their own device, which a look-up of each tells at a fraction of
-        the cost of :meth:`place`.
+        Nearly all operators have every operand at home and on their own device. A look-up of each operand tells this at
+        a fraction of the cost of :meth:`place`.
         """
         blobs, present, counted, append = self.blobs, self.present, self.counted, self.ops.append
         host, mentions, workspace = self.dialect.host, self.dialect.mentions, self.dialect.workspace
@@ -170,7 +170,7 @@ class Injection:
         self, device: Device, names: Sequence[str], versions: Sequence[int] | None, wanted: Sequence[Device] | None
     ) -> Iterator[tuple[int, Blob, int, Device]]:
         """The operands that have to be brought: position, blob, version, and the memory where each is *wanted*. Without
-        *wanted* all are wanted on *device*, but host scalars, which are read and updated at home."""
+        *wanted* all are wanted on *device*, except host scalars, which are read and updated at home."""
         blobs, counted, scalars = self.blobs, self.counted, wanted is None and self.dialect.host_scalars
         for i, name in enumerate(names):
             blob, at = blobs[name], wanted[i] if wanted else device
@@ -244,10 +244,10 @@ class Injection:
 
     @cached_property
     def whole(self) -> set[tuple[str, Device]]:
-        """Storages, and the memories to which they cross as a whole, if any views of them do.
+        """The storages that cross as a whole where views of them are read, each with the memory to which it crosses.
 
-        There the storage itself is read, or a view that does not go alone, or pieces with at least as many bytes. And
-        nothing overwrites the storage before its last reader.
+        In that memory the storage itself is read, or a view that does not go alone, or pieces that have at least as
+        many bytes together. And no operator overwrites the storage before its last reader.
         """
         blobs, elsewhere = self.net.blobs, self.dialect.elsewhere
         read: dict[str, dict[Device, dict[str, int]]] = {}
@@ -274,7 +274,7 @@ class Injection:
         }
 
     def is_conjugate(self, name: str, version: int) -> bool:
-        """Whether a conjugation or negation leads to a view."""
+        """Whether a view is made by a conjugation or a negation, or over a view that is."""
         op = self.views.get((name, version))
         return op is not None and (
             operator_type(op.type).conjugates or any(self.is_conjugate(*read) for read in op.reads)
@@ -332,7 +332,8 @@ class Injection:
         return found, self.last[found]
 
     def make(self, blob: Blob, version: int, memory: Device, phase: Phase, over: str | None) -> tuple[str, int]:
-        """The blob and version by which an operator of *phase* writes a blob in a memory, *over* what it read of it."""
+        """The blob and version by which an operator of *phase* writes a blob in a memory. It writes *over* the blob by
+        which it read the old value there, if it did."""
         name, at_home = blob.name, memory is memory_of(blob.device)
         if name not in self.counted:
             if at_home:
@@ -354,7 +355,8 @@ class Injection:
         return found, self.last[found]
 
     def copy_at(self, name: str, memory: Device) -> str:
-        """The blob for a name's value elsewhere than at home: a new one, in a workspace always the same."""
+        """The blob that takes a name's value in a memory that is not its home: a new one; in a workspace, always the
+        same one."""
         if not self.dialect.workspace:
             return self.declare(self.blobs[name], memory)
         found = self.copies.get((name, memory))
@@ -397,7 +399,7 @@ class Injection:
     @cached_property
     def result(self) -> Net:
         """The net with its copies; the same if it needs none."""
-        if len(self.blobs) == len(self.net.blobs):  # whatever is put in or replaced follows from a copy
+        if len(self.blobs) == len(self.net.blobs):  # without a new blob, no copy was put in and no operand replaced
             return self.net
         blobs, gradients = self.blobs, self.net.gradients
         unmade = {name for name in self.counted if self.last[name] < 0}

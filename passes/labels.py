@@ -8,7 +8,8 @@ in Caffe2's nets, a storage in captured ones. Of each source device, in program 
                 if there is none, it stays;
     and gives it to every key that it touches and that has no label yet.
 
-Keys of one source are never asked for by operators of another, so that one sweep does what one for each source would.
+Operators of one source device never look up keys of another one, so one sweep over all does the same as a sweep for
+each.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ __all__ = ["Label", "Source", "propagate"]
 
 
 class Label(NamedTuple):
-    """Whether what has it moves, and whether it *decides*: an operator takes it rather than the first that it meets."""
+    """Whether its keys move, and whether it *decides*: an operator takes the last label that does, and the first one it
+    meets only where none does."""
 
     moves: bool
     decides: bool = False
@@ -49,7 +51,7 @@ def propagate(
     Args:
         ops: in program order.
         sources: by the device of operators; those on others stay.
-        follows: whether an operator goes where another one or an operand goes. It is passed over.
+        follows: whether an operator goes where another one or an operand goes. Such operators are passed over.
     """
     moved: list[int] = []
     find = sources.get

@@ -49,7 +49,7 @@ _SMALL: Final = 1 << 16
 """Bytes: a transfer of less takes no longer than the waits around it."""
 
 _BUCKET: Final = 4 << 20
-"""Bytes: for so many gradients replicas wait for each other once.
+"""Bytes of gradients that are gathered before replicas wait for each other.
 
 Between DistributedDataParallel's first bucket and its others (1 and 25 MiB). On the host a lane that waits does nothing
 else, so that overlap gains nothing and each wait costs what the replicas' times differ by.
@@ -74,9 +74,9 @@ class _Order:
 
     Attributes:
         plain: whether an operator is issued in program order: neither a transfer nor what follows from a reduction.
-        earlier: the operators that come before each operator.
-        followers: the operators that have to come after each operator, as far as program order does not see to it.
-        missing: how many that come before it are not issued yet.
+        earlier: for each operator, those that have to come before it.
+        followers: the operators that have to come after each operator, where program order does not ensure it.
+        missing: for each operator, how many of those that have to come before it are not issued yet.
         uses: of each storage, the operators that touch it and are not issued yet, and one more if it outlives the step.
         transfers, ready, frees: what is issued next.
         ahead: copies that are ready too early, by destination and the number of its operators to wait for.
@@ -229,7 +229,7 @@ class _Order:
         return list(dict.fromkeys([issued_on(op, blobs, part) for part in range(parts_of(op))]))
 
     def issue(self, group: tuple[int, ...]) -> None:
-        """Issue operators; what they were the last to come before, or to touch, becomes ready."""
+        """Issue operators. Operators and frees that waited for nothing else become ready."""
         self.out.append(group)
         missing, uses = self.missing, self.uses
         for i in group:
@@ -309,7 +309,7 @@ class _Order:
         self.transfers += self.together.pop(self.route(copy), ()) if self.small(copy) else (copy,)
 
     def turn(self, task: _Task) -> tuple[bool, Device]:
-        """Operators before frees, those of a device side by side."""
+        """What tasks are sorted by: operators before frees, the tasks of one device side by side."""
         return isinstance(task, str), self.device(task)
 
     def device(self, task: _Task) -> Device:

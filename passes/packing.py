@@ -1,8 +1,8 @@
 """Pack values into as few bytes of storage as possible, where a storage holds one value at a time.
 
 Whole storages are shared, as a Caffe2 blob is, not ranges of one arena: a storage is as large as the largest value that
-it ever holds. The least sum of sizes is NP-hard to find; of three greedy plans the best is taken. None needs less than
-the values that are live at once, and after one that is near that no other is tried.
+it ever holds. The least sum of sizes is NP-hard to find; of three greedy plans the best is taken. No plan needs less
+than the values that are live at once; once a plan is near that, no other one is tried.
 
 The plan by size is that of TensorFlow Lite's shared objects (Pisarchyk and Lee, "Efficient Memory Management for Deep
 Neural Net Inference", 2020).

@@ -35,15 +35,15 @@ class Pieces:
         self._found: dict[str, str] = {}
 
     def of(self, name: str) -> str:
-        """The view that stands for all that show the elements of a view: the one that is nearest to the storage, and
-        was asked for first. A view of what is overwritten stands for itself."""
+        """The view that stands for all views of the same elements: of those nearest to the storage, the one that was
+        asked for first. A view of what is overwritten stands for itself."""
         found = self._found.get(name)
         if found is None:
             found = self._found[name] = self.alike(self._nearest(name))
         return found
 
     def alike(self, name: str) -> str:
-        """The first that was asked for of the views that are made in the same way."""
+        """Of the views that are made in the same way, the one that was asked for first."""
         maker = self._makers.get(name)
         if maker is None or self.net.blobs[name].storage in self._overwritten:
             return name

@@ -71,7 +71,7 @@ def reuse_names(net: Net, fixed: Collection[str], keep: Collection[str], dims: D
 
 
 def _mentioned(net: Net) -> Iterator[str]:
-    """Every name that may be meant otherwise than as an operand, or whose memory has another name too."""
+    """Every name that an operator may mention beside its operands, or whose memory has another name too."""
     dialect = net.dialect
     for op in net.ops:
         for arg in op.args.values():
@@ -159,7 +159,8 @@ def _whole(spans: list[Span]) -> Span:
 
 
 def _survivor(group: list[str], lives: Mapping[str, _Life]) -> str:
-    """The name that stays: of what is kept, of which there is one at most since all of it is live at the end."""
+    """The name that a group keeps: its kept blob's, or else the first one's. A group has at most one kept blob, since
+    all of these are live at the end."""
     return next((name for name in group if lives[name].kept), group[0])
 
 

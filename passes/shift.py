@@ -6,9 +6,10 @@ that stays; both decide. Parameters so follow the first operator that computes w
 live where their storage lives, and label nothing.
 
 What computes gradients runs beside the operator whose gradients they are, and updates run beside their parameters
-(:mod:`.following`). Caffe2's rule, by the last activation among the operands, leaves the weight's gradient of the first
-layer that moves behind, ``mm(fc2_grad.t, relu)`` for one, which reads what stays; and what comes down the residual
-stream of a transformer meets no activation at all. Caffe2's own nets are shifted by it exactly (:mod:`.caffe2_shift`).
+(:mod:`.following`). Caffe2's rule goes by the last activation among the operands. It leaves behind the weight's
+gradient of the first layer that moves, such as ``mm(fc2_grad.t, relu)``, since that reads an activation that stays; and
+the gradients that come down the residual stream of a transformer meet no activation at all. Caffe2's own nets are
+shifted by it exactly (:mod:`.caffe2_shift`).
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ class ShiftActivations(Pass):
         return shift_by_name(program, known, self.activations, self.shifts, self.name)
 
     def _storage(self, program: Program, name: str, units: Mapping[str, str]) -> str:
-        """The first replica's blob that stands for *name*: of a view its storage, of what a custom function makes the
-        result that its operators belong to."""
+        """The first replica's blob that stands for *name*: for a view its storage; for a blob that a custom function
+        makes, the result to which the function's operators belong."""
         name = program.replicas[0] + name
         blob = program.step.blobs.get(name)
         return name if blob is None else units.get(blob.storage, blob.storage)
@@ -107,8 +108,8 @@ class ShiftActivations(Pass):
 
 
 def _units(program: Program) -> dict[str, str]:
-    """Of what operators of the forward make that follow another one, as a custom function's do its result, what that
-    one makes."""
+    """For each blob that a forward operator with ``of`` makes, as a custom function's operators have: the storage of
+    the blob that it belongs to."""
     step = program.step
     return {
         name: step.blobs[op.of].storage for op in step.ops if op.of and op.phase == "forward" for name in op.outputs

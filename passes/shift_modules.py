@@ -9,8 +9,8 @@
     layer4           @gpu:1  with its parameters, buffers, backward, update, and the optimizer's state
     fc, loss         @gpu:0
 
-What has parameters and is not named stays. What has none may go along: a loss behind the last module that moves, with
-its targets. Everything else follows (:mod:`.following`).
+A module that has parameters and is not named stays. One that has none may go along: a loss behind the last module that
+moves, with its targets. Everything else follows (:mod:`.following`).
 """
 
 from __future__ import annotations

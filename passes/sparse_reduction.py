@@ -10,8 +10,8 @@ Torch adds sparse tensors by merging their rows from the beginning, so that some
 parameter. Their concatenation, which is what a collective could gather, gives other bits. So each replica brings the
 others' gradients to its device, strides kept, and adds them there, in replica order.
 
-A shift may bring several replicas to one device. So ``inject_copies`` lets each sum read the gradients where they are made
-(:func:`ungathered`), and copies once what it then finds on other devices.
+A shift may bring several replicas to one device. So ``inject_copies`` lets each sum read the gradients where they are
+made (:func:`ungathered`), and then copies what is on other devices, once to each.
 """
 
 from __future__ import annotations

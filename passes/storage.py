@@ -6,9 +6,9 @@ emit, puts elementwise operators in place where that changes no value::
     bn1  = aten.native_batch_norm(…)            bn1  = aten.native_batch_norm(…)
     relu = aten.relu(bn1)              ───▶     relu in bn1 = aten.relu_(bn1)
 
-The operand must be made in the step, by an operator that owns its whole storage and is no copy, on the same device,
-with the geometry of the result; and this must be the last read of that storage, views of it included. Readers on other
-lanes come earlier in program order, and emit makes the writer wait for them.
+The operand must own its whole storage, be made in the step by an operator that is no copy, and have the device and the
+geometry of the result; and this must be the last read of that storage, views of it included. Readers on other lanes
+come earlier in program order, and emit makes the writer wait for them.
 
 A Caffe2 net frees nothing by itself: there, blobs take the names of dead ones (:mod:`.reuse`).
 """
@@ -49,7 +49,7 @@ class ShareStorage(Pass):
 
 
 def share_storage(program: Program, keep: Sequence[str] = ()) -> Program:
-    """The program with storages reused that are dead. Changes no value.
+    """The program in which operators reuse dead storages. Changes no value.
 
     In a captured program, elementwise operators are put in place where their operand is dead afterwards.
 

@@ -119,8 +119,8 @@ _allowed: Final[set[str]] = set()
 def allow_operators(*types: str) -> None:
     """Let files that are read from now on name these types of torch's operators, in this process.
 
-    Torch's kernels of types that are not admitted were not seen to refuse every operand that they would read or write
-    beyond; a file with them is to be trusted like code.
+    For types that are not admitted, nobody has seen that torch's kernels refuse every operand with which they would
+    read or write out of bounds. Trust a file that names them as you would trust code.
 
     Args:
         types: such as ``aten.binomial.default``, with the overload's name.

@@ -208,7 +208,7 @@ def filled(
         inputs: the operator's, in order.
         constant: gives what stands for a stored argument.
         device: that the operator's logical one is bound to.
-        generator: gives the freshly seeded one.
+        generator: gives that device's random generator, freshly seeded.
     """
 
     def value(argument: Argument) -> Any:
@@ -229,7 +229,7 @@ def flatten(call: Call, returned: Any) -> dict[int, Any]:
     """The returned tensors by the operator's output positions.
 
     Raises:
-        ValueError: it is more or less than the operator names.
+        ValueError: they are more or fewer than the operator's outputs.
     """
     found: dict[int, Any] = {}
     things = [returned] if call.single else returned or ()

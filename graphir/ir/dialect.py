@@ -40,7 +40,7 @@ class Dialect:
         host: types that keep some operands on the host.
         stays: types whose operands stay where they live: an output that is no operand is where the input at its
             position is.
-        host_scalars: the other operators read and update 0-dim tensors on the host from any device.
+        host_scalars: whether all other operators read and update 0-dim tensors on the host from any device.
         translation: what makes operators of this dialect ones that a session runs; empty where they are.
     """
 

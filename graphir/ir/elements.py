@@ -3,11 +3,12 @@
 A view has elements, and between and around them its storage has others. Most kernels address only the elements. Some
 reach further: ``as_strided_copy`` by its arguments, and kernels that take an operand for contiguous without asking, as
 ``native_layer_norm_backward`` does with the statistics. Where a part of a storage is copied to another device, only the
-elements arrive. So what is not on this list gets whole storages, and certificates number what it reads by the storage.
+elements arrive. So an operator whose type is not on this list is given copies of whole storages, and certificates
+number its operands by their storages.
 
 The types were found by running torch's own samples of all operators, and the training steps of tests/zoo, on operands
-with gaps, once with one filling of the gaps and once with another: ``python tests/bench elements`` does it again. What
-rearranges storages, or was not seen, is left out.
+with gaps, once with one filling of the gaps and once with another: ``python tests/bench elements`` does it again. Types
+that rearrange storages, and types that neither of these called, are left out.
 """
 
 from __future__ import annotations

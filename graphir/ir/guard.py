@@ -34,7 +34,7 @@ class Guard(NamedTuple):
         relation: ``<=``, ``>=``, ``==`` or ``!=``.
         number: at the right of it.
         modulus: what the size is divided by, where the relation is to the remainder; 0 where it is to the size itself.
-        reason: what would be otherwise.
+        reason: what would be different where it does not hold.
     """
 
     size: Polynomial

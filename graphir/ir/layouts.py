@@ -78,8 +78,8 @@ def _is_ambiguous(tensor: Tensor) -> bool:
 
 
 def is_asked_if_ambiguous(type: str) -> bool:
-    """Whether kernels of *type* take an operand that is contiguous and has its channels last for the one, rules for the
-    other. A convolution chooses its layout by the strides that come of it."""
+    """Whether an operand that is contiguous and also has its channels last counts as the one for the kernels of *type*,
+    and as the other for torch's rule. A convolution after it chooses its layout by the strides of the result."""
     func = overload(type)
     pointwise = torch.Tag.pointwise in func.tags and not func._schema.is_mutable
     return pointwise or type.removeprefix("aten.") in _ASKED_IF_AMBIGUOUS.split()
@@ -171,7 +171,7 @@ def _in_format(type: str, operand: int | None) -> Callable[..., Any]:
 
 
 def _drawn(memory_format: torch.memory_format) -> Callable[..., Any]:
-    """The rule of an operator that draws a number for each of its first operand's."""
+    """The rule of an operator that draws a number for each element of its first operand."""
 
     def rule(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return torch.empty_like(self, memory_format=memory_format)

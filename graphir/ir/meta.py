@@ -27,8 +27,8 @@ __all__ = ["META", "errors_not_logged", "fresh_fake_mode", "rule_of"]
 def fresh_fake_mode() -> FakeTensorMode:
     """A mode that asks torch for every result.
 
-    What torch keeps of former calls does not know the number of threads nor whether oneDNN was on, by which a
-    convolution chooses its backend and with that its layout.
+    Torch's cache of results knows neither the number of threads nor whether oneDNN was on. A convolution chooses its
+    backend by both, and with the backend the layout of its result.
     """
     mode = FakeTensorMode.__new__(FakeTensorMode)
     _made_without_stack()(mode)
@@ -49,7 +49,7 @@ def errors_not_logged() -> Iterator[None]:
 
 
 class _Quiet(threading.local, logging.Filter):
-    """Drops what is logged in threads that are within :func:`errors_not_logged`; to disable a logger is for all."""
+    """Drops what threads within :func:`errors_not_logged` log. Disabling the logger would silence all threads."""
 
     depth = 0
 
@@ -62,9 +62,10 @@ _QUIET: Final = _Quiet()
 
 @cache
 def _made_without_stack() -> Callable[[FakeTensorMode], None]:
-    """What makes a mode as its class does, but for the stack.
+    """A function that makes a mode as its class does, but does not read the stack.
 
-    A mode keeps the stack that made it, for an error of torch's own; to read that takes longer than all the rest.
+    The class keeps the stack of its caller, for an error of torch's own; reading that takes longer than everything
+    else.
     """
     make: Any = FakeTensorMode.__init__
     none = SimpleNamespace(extract_stack=list, format_stack=list)
@@ -152,7 +153,7 @@ def _group_norm_backward(args: Sequence[Any]) -> tuple[torch.dtype, ...]:
 
 
 def _masked_batch_norm_backward(*args: Any) -> tuple[Tensor | None, ...]:
-    """No gradient of an input that the mask leaves out, as its kernels have it; torch's rule makes one."""
+    """An input that the mask leaves out has no gradient, as with the kernels; torch's rule makes one."""
     *_, mask = args
     gradient, *others = LAYOUTS["aten.native_batch_norm_backward.default"](*args)
     return (gradient if mask[0] else None, *others)

@@ -37,8 +37,8 @@ class Net:
     """An ordered list of operators over named blobs.
 
     A name may have several *versions*: version k is the k-th value that it takes, counted from 0; what is external
-    has version 0 before the first operator. Operators say which versions they read and make; ``verify`` holds that
-    against their order.
+    has version 0 before the first operator. Operators say which versions they read and make; ``verify`` compares that
+    with the order of the operators.
 
     Attributes:
         name: of the net, without a prefix.
@@ -84,8 +84,8 @@ class Net:
     def read(self) -> Mapping[str, None]:
         """The names of the blobs that some operator reads, in the order of their first reads.
 
-        A dict, not a set: what is looked up in about the order of insertion is found near what was looked up before,
-        and a sweep over a million operators takes as long as its cache misses.
+        A dict, not a set: a sweep in program order looks names up in about the order in which they were inserted, so
+        that each entry lies near the one before it. A sweep over a million operators takes as long as its cache misses.
         """
         return dict.fromkeys(chain.from_iterable([op.inputs for op in self.ops]))
 

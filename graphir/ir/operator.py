@@ -80,7 +80,7 @@ class Effects(NamedTuple):
 
     @property
     def shows(self) -> bool:
-        """Whether these are a view operator's, which runs where the storage is that it shows."""
+        """Whether these are the effects of a view operator, which runs where the storage that it shows is."""
         return bool(self.views) and not self.writes
 
 
@@ -108,10 +108,10 @@ class Operator(NamedTuple):
         output_versions: which version of each output this makes; None: the first (0) of each.
         proto: of an operator from a Caffe2 net, what it says beside this, as the text of an ``OperatorDef``; only the
             net's dialect reads it.
-        of: the blob of another operator that this one runs beside; empty where it has none. What computes gradients
-            names a result of the forward operator whose gradients these are, what adds gradients up the blob whose
-            gradient that is, what a checkpoint computes again the result that it repeats. It says nothing about what
-            is computed.
+        of: the blob of another operator that this one runs beside; empty where it has none. An operator that computes
+            gradients names a result of the forward operator whose gradients these are. One that adds gradients up names
+            the blob whose gradient the sum is. One that a checkpoint runs again names the result that it repeats.
+            ``of`` says nothing about what is computed.
         source: the line of a user's code that called it, or whose gradient it computes, such as ``models/net.py:42``.
             It says nothing about what is computed: operators that differ in it alone are equal, and texts leave it out.
     """
@@ -227,7 +227,7 @@ def positions(group: Group) -> list[int]:
 
 
 def map_arg(arg: Any, of: Callable[[Any], Any], together: Callable[[list[Any]], Any] = tuple) -> Any:
-    """What *of* makes of an argument: of a scalar as it is, and of a list's scalars, put *together* again.
+    """An argument with *of* applied to each of its scalars; the results of a list are put *together* again.
 
     Args:
         arg: an argument.

@@ -154,7 +154,7 @@ def is_composite(overload: torch._ops.OpOverload) -> bool:
     """Whether torch makes an operator of others, and has no kernel for it.
 
     What it consists of depends on layouts: ``contiguous`` makes a copy or nothing at all, ``reshape`` a copy or a view,
-    and neither a schema nor a program could say which. So a program holds what they did.
+    and neither a schema nor a program could say which. So a program holds the operators that it consisted of.
     """
     name = overload.name()
     if (

@@ -58,7 +58,7 @@ def required_devices(op: Operator, blobs: Mapping[str, Blob], dialect: Dialect) 
 
 
 def _with_host(devices: list[Device], positions: tuple[int, ...] | None, host: Device) -> list[Device]:
-    """*devices* with the host at these positions, as far as there are such; None: at all."""
+    """*devices* with the host at those of these positions that there are; None: at all positions."""
     return [host if positions is None or i in positions else device for i, device in enumerate(devices)]
 
 

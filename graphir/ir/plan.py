@@ -130,7 +130,8 @@ class Instruction(NamedTuple):
     storage: str = ""
 
     def makes(self, outputs: tuple[T, ...]) -> tuple[T, ...]:
-        """What of its operator's *outputs* this instruction makes: a part of a collective one, every other all."""
+        """Those of its operator's *outputs* that this instruction makes: one if it is a part of a collective, else
+        all."""
         return outputs[self.part : self.part + 1] if self.kind == "collective" else outputs
 
 
@@ -146,9 +147,9 @@ class Plan:
             after those whose values it reads or overwrites.
         values: what a step makes of each external output and of each state blob that it changes, as emit found it: see
             :func:`graphir.analysis.values.value_numbers`. Empty in files of an earlier graphir.
-        buffers: for storages that a copy makes and the step frees, the number of a receive buffer on their device,
-            which an executor may allocate once, as large as the largest. Of storages of one number each is freed before
-            the next is made, by instructions that the events order.
+        buffers: for storages that a copy makes and the step frees, the number of a receive buffer on their device. An
+            executor may allocate the buffer once, as large as the largest of its storages takes: each of them is freed
+            before the next one is made, and events order the instructions that do this.
     """
 
     program: Program

@@ -116,8 +116,8 @@ class Program:
             model was captured on the meta device. Not part of equality.
         module: the captured module. Not saved, pickled or copied, not part of equality.
         witness: records the step of the captured module once more, with other sizes of its dimensions (those of one
-            replica, without prefix), and raises a CoverageError where it is not the program's; None where there is
-            none. Not saved, pickled or copied, not part of equality.
+            replica, without prefix), and raises a CoverageError where it is not the step of the program; None where
+            there is no witness. Not saved, pickled or copied, not part of equality.
     """
 
     name: str
@@ -144,7 +144,8 @@ class Program:
         return tuple(sorted(found, key=Device.order))
 
     def blob_of(self, name: str, replica: int = 0) -> str:
-        """The blob of a name of the interface in a replica; of what only others have, in the first that has it."""
+        """The blob that a name of the interface stands for in a replica, or in the first replica that has one where
+        this one has none."""
         prefix = self.replicas[replica]
         having = self.interface.placed.get(name)
         return (prefix if having is None or prefix in having else having[0]) + name

@@ -18,7 +18,7 @@ Source: ``GRAIN_SIZE`` in aten/src/ATen/TensorIterator.h."""
 
 
 def not_dense(tensor: torch.Tensor) -> str:
-    """What a tensor is that is not dense: ``nested``, ``quantized``, or its layout; nothing of a dense one."""
+    """Why a tensor is not dense: ``nested``, ``quantized``, or its layout; empty for a dense one."""
     if tensor.is_nested or tensor.is_quantized:
         return "nested" if tensor.is_nested else "quantized"
     return "" if tensor.layout is torch.strided else str(tensor.layout)

@@ -62,7 +62,7 @@ _FORMATS: Final[Mapping[str, type[AnyFile]]] = {
 }
 
 _TEXTS: Final = (b"init net ", b"net ", b"program ", b"plan ")
-"""How the text form begins, which is no file."""
+"""How the text form begins, which :func:`load` does not read."""
 
 
 def save(x: Net | Program | Plan, path: str | Path, state: bool = False) -> None:
@@ -262,7 +262,8 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
 
 
 def read_stream(stream: BinaryIO | BufferedIOBase, most: int) -> bytes:
-    """What a stream holds, and no more than one byte beyond *most*. Asked for all at once, that much is allocated."""
+    """What a stream holds, at most one byte more than *most*. It is read in parts: a single read of so many bytes would
+    allocate them all."""
     chunks: list[bytes] = []
     left = most + 1
     while left and (chunk := stream.read(min(left, _CHUNK))):
@@ -294,7 +295,8 @@ def _save(x: Net | Program | Plan, path: Path, state: Mapping[str, TensorRecord]
 def atomic_write(path: Path) -> Iterator[Path]:
     """A new file in the same folder, which takes the place of *path* at the end, or goes if anything fails.
 
-    Where *path* is a link, it takes the place of what the link leads to. It takes that of no device and no pipe.
+    Where *path* is a link, the file takes the place of what the link leads to. It never takes the place of a device or
+    a pipe.
     """
     file = Path(os.path.realpath(path))
     temporary = file.parent / f".{file.name}.{os.getpid()}.{os.urandom(4).hex()}"

@@ -1,9 +1,9 @@
 """The file form of nets, programs and plans: what each file may hold, as pydantic reads it.
 
-Pydantic reads effects, slots, groups, interfaces, events and instructions by their own annotations. Here are the forms
-of what a file writes in another way than the class: a storage of its own, sizes, devices and arguments as text, and
-tables. A tuple may be written as a list of its fields, without defaults at the end, or as an object of them.
-:mod:`.encode` writes, :mod:`.decode` makes values of what was read.
+Pydantic reads effects, slots, groups, interfaces, events and instructions by their own annotations. Here are the
+records of what a file writes in another way than the class: blobs that own their storage, sizes, devices and arguments
+as text, and tables. A tuple may be written as a list of its fields, without defaults at the end, or as an object of
+them. :mod:`.encode` writes, :mod:`.decode` makes values of what was read.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class BlobRecord(NamedTuple):
 
 
 class OperatorRecord(NamedTuple):
-    """An :class:`~graphir.ir.operator.Operator`; ``effects`` and ``source`` are positions in the net's tables, none:
-    it has none. ``of`` is the position of a blob of the net, or a name where the net has no such blob."""
+    """An :class:`~graphir.ir.operator.Operator`; ``effects`` and ``source`` are positions in the net's tables; None
+    where it has none. ``of`` is the position of a blob of the net, or a name where the net has no such blob."""
 
     type: str
     device: str

@@ -24,7 +24,8 @@ _FIX: Final = "save the program again with state=True; its two files belong toge
 
 _MOST_GAPPED: Final = 1 << 24
 _MOST_TIMES: Final = 64
-"""How many elements a tensor's strides may reach over: so many, or so many for each that it holds."""
+"""The most elements that a tensor's strides may reach over: the first number, or the second times the elements that it
+holds, whichever is more."""
 
 
 def describe(state: Mapping[str, torch.Tensor]) -> dict[str, TensorRecord]:
@@ -40,7 +41,7 @@ def describe(state: Mapping[str, torch.Tensor]) -> dict[str, TensorRecord]:
 
 
 def _checksum(tensor: torch.Tensor) -> int | None:
-    """The CRC-32 of the tensor's elements in row-major order; of none where it has no bytes."""
+    """The CRC-32 of the tensor's elements in row-major order; None where it has no bytes."""
     if tensor.is_meta:
         return None
     return zlib.crc32(byte_view(tensor).numpy().data)

@@ -34,7 +34,7 @@ def upgraded(text: bytes, version: int) -> bytes:
 
 
 def _objects(place: Any, *keys: str) -> Iterator[dict[str, Any]]:
-    """The objects at a place of a document, of which nobody has seen yet whether they are there."""
+    """The objects at a place of a document that nobody has checked yet; nothing where they are not there."""
     for key in keys:
         place = place.get(key) if isinstance(place, dict) else None
     for found in place if isinstance(place, list) else [place]:

@@ -29,7 +29,7 @@ _SMALL: Final = 20480
 
 
 _WIDEST: Final = 13
-"""The widest kernel of a first convolution whose gradient oneDNN has a kernel of its own for."""
+"""The widest kernel of a first convolution for whose gradient oneDNN has a kernel of its own."""
 
 
 def _share(of: int, among: int) -> int:
@@ -41,7 +41,7 @@ def _blocks(channels: int, block: int = _BLOCK) -> int:
 
 
 class _Convolution(NamedTuple):
-    """A convolution of *x* with *w* that gives *y*, as oneDNN sees it: of a transposed one, *x* is what it gives.
+    """A convolution of *x* with *w* that gives *y*, as oneDNN sees it: of a transposed convolution, *x* is the result.
 
     ::
 
@@ -89,10 +89,11 @@ class _Convolution(NamedTuple):
 
     @property
     def covered(self) -> bool:
-        """Whether these formulas are those of the kernels that run, as far as they were held against measurements.
+        """Whether these formulas hold for the kernels that run here: whether they were compared with measurements of
+        them.
 
-        They were for kernels of at most 3 elements a side, for patches, which do not overlap, and for a net's first
-        convolution; with one group, or one for each channel; without dilation, and with channels first.
+        The measurements were of kernels of at most 3 elements a side, for patches, which do not overlap, and for a
+        net's first convolution; with one group, or one for each channel; without dilation, and with channels first.
         """
         if not self.by_onednn:
             return self.x.dtype in ("f32", "f64")
@@ -143,10 +144,10 @@ class _Convolution(NamedTuple):
         return 0 if plain else self.columns(self.y.shape[0])
 
     def partial_sums(self) -> int:
-        """How many times a gradient of *w* is kept beside the one that they are added to.
+        """How many partial gradients of *w* are kept beside the one to which they are added.
 
         Threads share out samples, or channels, whichever costs less: oneDNN's ``balance`` in jit_avx512_common_conv
-        _kernel.cpp and jit_avx512_common_1x1_conv_kernel.cpp. Those that have other samples have other sums.
+        _kernel.cpp and jit_avx512_common_1x1_conv_kernel.cpp. Threads with different samples have different sums.
         """
         batch, channels = self.x.shape[:2]
         few, block = (channels, channels) if self.first else (_blocks(channels), _BLOCK)

@@ -38,7 +38,7 @@ def copy(source: Tensor) -> Tensor:
 
 
 def load(*, key: str) -> Tensor:
-    """Nothing: what is loaded is known when it is there."""
+    """No fake: the geometry of what is loaded is known only once it is there."""
     raise NotImplementedError
 
 
@@ -79,10 +79,10 @@ def sparse_sum(
     reduction: str = "sum",
     shares: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
-    """Indices and values of the sum, with as many slots as all that is added.
+    """Indices and values of the sum, with as many slots as all summands have together.
 
     Raises:
-        Refused: what is added has rows of other lengths, or not an index for each.
+        Refused: the summands have rows of different lengths, or not an index for each row.
     """
     for value, index in zip(values, indices, strict=True):
         if value.dim() != 2 or index.shape != (1, len(value)) or value.shape[1] != values[0].shape[1]:

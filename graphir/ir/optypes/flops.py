@@ -31,7 +31,8 @@ def _convolution_backward(op: SizedOperator) -> int:
 
 
 def attention(products: int, query: int) -> Callable[[SizedOperator], int]:
-    """So many products of queries and keys; those of a causal mask are half empty, and not skipped everywhere."""
+    """So many products of queries and keys. Under a causal mask half of each is empty, but not every kernel skips that
+    half."""
     return lambda op: 2 * products * prod(op.operand(query).shape) * op.operand(query + 1).shape[-2]
 
 

@@ -72,7 +72,7 @@ def _is_raised(call: SizedOperator, common: str) -> bool:
 
 
 def _conditional(call: SizedOperator) -> int | None:
-    """What picks by a bool operand, which is read as it is."""
+    """A kernel that selects by a bool operand, which it reads as it is."""
     chosen = {call.blobs[name].dtype for name in call.op.inputs} - {"bool"}
     return 0 if len(chosen) <= 1 else None
 
@@ -117,7 +117,8 @@ def _over_dense(call: SizedOperator) -> int | None:
 
 
 def _rolled(call: SizedOperator) -> int | None:
-    """Along one dimension; along several, it is rolled along one after the other."""
+    """A kernel that rolls along one dimension. Along several it rolls along one after the other, which the rule does
+    not cover."""
     return _dense(0)(call) if len(call.args.get("dims", ())) <= 1 else None
 
 
@@ -136,7 +137,8 @@ def _equal_types(call: SizedOperator) -> int | None:
 
 
 def _indexed(call: SizedOperator) -> int | None:
-    """A kernel that is given whole numbers as indices: of a mask it makes some first, as many as it selects."""
+    """A kernel that takes whole numbers as indices. Of a mask it first makes such indices, as many as the mask
+    selects."""
     indices = {call.blobs[name].dtype for name in call.op.inputs[1:]} - {call.blobs[call.op.inputs[0]].dtype}
     return 0 if indices <= {"i64"} else None
 

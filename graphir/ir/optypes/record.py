@@ -21,8 +21,8 @@ class OperatorType(NamedTuple):
         registered: a user has registered it.
         hidden_writes: the names of the parameters that it overwrites without declaring it, given the arguments.
         hidden_views: its results alias its first operand without declaring it.
-        conjugates: its results are views whose elements are those in memory with another sign: a bit of the tensor says
-            so, and a copy, which has none, writes them out.
+        conjugates: its results are views whose elements are those in memory with another sign. A bit of the tensor says
+            so; a copy does not have the bit, and so writes the changed elements.
         unwritten: it makes memory that it does not write.
         only_elements: it reads nothing of its operands' storages but the operands' elements.
         geometry_only: of its first operand it takes the geometry, and not the value.
@@ -30,16 +30,17 @@ class OperatorType(NamedTuple):
         in_place: the type that takes the same arguments and writes the same bits over the first operand.
         nondeterministic: why the bits of two runs on the same values may differ; empty where they do not.
         strides_vary: the strides of its results are the backend's choice.
-        shapes_vary: so are the shapes of its results.
-        kept_varies: so are the shapes of all its results but the first, which are kept for a backward.
+        shapes_vary: the shapes of its results are the backend's choice, too.
+        kept_varies: the shapes of all its results but the first, which are kept for a backward, are the backend's
+            choice.
         kept_varies_in_evaluation: the same, where its argument ``training`` is not true.
         kernel_by_size: which of several kernels computes it, and with that the strides of its results, follows from
             sizes, threads and the machine.
         shaped_in_pieces: the shapes of its results are no polynomials of sizes everywhere.
-        flops: the additions and multiplications of a call, as far as they are what it takes its time for.
+        flops: the additions and multiplications of a call, if those are what it spends its time on.
         reads_rows: of its first operand it reads about as many bytes as it writes.
-        scratch: the bytes that a call allocates beside operands and results, at most at once, and has freed when it
-            returns; None for operands of which that is not known.
+        scratch: the most bytes that a call holds at once beside operands and results, and has freed when it returns;
+            None for operands of which that is not known.
     """
 
     type: str

@@ -29,7 +29,7 @@ _FIX_SCHEMA: Final = "write it as torch does: 'mylib::scale(Tensor x, float by=2
 _FIX_FAKE: Final = "pass as fake= what returns tensors like its results: fake=lambda x, by=2.0: torch.empty_like(x)"
 
 _libraries: Final[list[torch.library.Library]] = []
-"""What has defined operators and kernels, which would go with it."""
+"""The libraries that have defined operators and kernels. Torch drops these with their library."""
 
 _has_kernel: Final = torch._C._dispatch_has_kernel_for_dispatch_key
 
@@ -73,8 +73,9 @@ def register_operator(
 
     Raises:
         GraphirError: the schema cannot be read, or has what programs do not; the name or its namespace is taken; there
-            is no kernel or no fake; a function takes other arguments than the schema; on the *example*, an operand is
-            overwritten or aliased that is not declared so, or results are other ones than the fake's, or differ.
+            is no kernel or no fake; a function takes other arguments than the schema; on the *example*, it overwrites
+            or aliases an operand without declaring it, its results are not as the fake says, or two calls give
+            different bits.
     """
     _check_options(flops, scratch, nondeterministic, only_elements, example)
     if isinstance(operator, str) and not operator.isascii():
@@ -141,7 +142,7 @@ def _defined(
 def _check_options(
     flops: object, scratch: object, nondeterministic: object, only_elements: object, example: object
 ) -> None:
-    """Refuse options that would be noticed only when somebody asks for what they say."""
+    """Refuse wrong options now. They would otherwise be noticed only when a prediction or a certificate reads them."""
     wrong = {
         "flops": (flops, flops is None or callable(flops), "a function of a SizedOperator"),
         "scratch": (scratch, scratch is None or callable(scratch), "a function of a SizedOperator"),
@@ -248,8 +249,8 @@ def _has_fake(found: OpOverload) -> bool:
 
 
 def _check_functions(schema: Any, name: str, kernel: Kernels | None, fake: Callable[..., Any] | None) -> None:
-    """Raise where a function does not take what the schema says: all of it, and no more than what has no default,
-    since torch leaves out arguments that equal their defaults."""
+    """Raise where a function does not take every parameter of the schema, or requires one that has a default there:
+    torch leaves out arguments that equal their defaults."""
     given = {} if kernel is None else kernel if isinstance(kernel, Mapping) else {"": kernel}
     for kind in given:
         if kind and kind not in _KEYS:

@@ -52,7 +52,7 @@ def _batch_norm_backward(call: SizedOperator) -> int | None:
 
 
 def _channels_last(x: Operand) -> bool:
-    """As batch norms see it: each channel's elements lie apart, also where it has one of each sample."""
+    """As batch norms see it: each channel's elements lie apart, also where a channel has one element of each sample."""
     return x.channels_last or (x.contiguous and prod(x.shape[2:]) == 1)
 
 
@@ -105,14 +105,15 @@ def attention_backward(call: SizedOperator) -> int | None:
 
 
 def _each(call: SizedOperator, elements: int) -> int | None:
-    """The bytes of so many elements, where all operands are of one type that is computed in as it is."""
+    """The bytes of so many elements, where all operands are of one type and the kernel computes in that type."""
     types = {call.blobs[name].dtype for name in call.op.inputs}
     return elements * ITEMSIZE[types.pop() or "f32"] if len(types) == 1 and types <= set(_REAL) else None
 
 
 def _upsample(sources: int) -> Callable[[SizedOperator], int | None]:
-    """Small images are turned to channels last, so that the kernel for these runs, and the result turned back; others
-    have a table for each row and column that is made, of an index and a weight for each of its *sources*."""
+    """Small images are copied to channels last, for the kernel of that layout, and the result is copied back. For other
+    images the kernel makes tables: for each row and column of the result, an index and a weight for each of its
+    *sources*."""
 
     def formula(call: SizedOperator) -> int | None:
         x, y = call.operand(0), call.result()
@@ -136,7 +137,7 @@ def _upsample_backward(call: SizedOperator) -> int | None:
 
 
 def _safe_softmax(call: SizedOperator) -> int | None:
-    """Which elements are not infinite, which rows have such, and the number that the others get."""
+    """Which elements are not infinite, which rows have such elements, and the number that the other rows get."""
     x = call.operand(0)
     rows = prod(x.shape) // max(x.shape[-1], 1)
     last = call.args.get("dim") in (-1, len(x.shape) - 1)
@@ -180,7 +181,7 @@ def _logsumexp(call: SizedOperator) -> int:
 
 
 def _loss(tensors: int) -> Callable[[SizedOperator], int]:
-    """A loss that is reduced after it was computed for each element, of *tensors* such tensors at once."""
+    """A loss that is reduced after it was computed for each element: *tensors* tensors of its elements at once."""
     return lambda call: tensors * call.operand(0).nbytes if _reduced(call) else 0
 
 
@@ -189,7 +190,7 @@ def _reduced(call: SizedOperator) -> bool:
 
 
 def _cross_entropy_with_logits(call: SizedOperator) -> int:
-    """Logarithms, and each element's loss; where positives have a weight, that less one as well."""
+    """Logarithms, and each element's loss; where positives have a weight, also the weight minus one."""
     operands = groups(call.op.operands, len(call.op.inputs))
     of_positives = operands[3] if len(operands) > 3 else None
     less_one = call.operand(of_positives).nbytes if isinstance(of_positives, int) else 0

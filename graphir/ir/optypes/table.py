@@ -18,7 +18,7 @@ _registered: Final[dict[str, OperatorType]] = {}
 
 @lru_cache(maxsize=8192)
 def operator_type(type: str) -> OperatorType:
-    """What is known of *type*: nothing special, where it is a type of no record, or none at all."""
+    """What is known of *type*; a record that says nothing special where graphir has none of it, or it is no type."""
     found = OWN.get(type) or _registered.get(type)
     if found is not None:
         return found

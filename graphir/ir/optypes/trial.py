@@ -44,7 +44,7 @@ def disagreement(func: OpOverload, example: Sequence[Any], nondeterministic: boo
 def _undeclared(
     func: OpOverload, example: Sequence[Any], given: Sequence[Any], made: Sequence[Tensor]
 ) -> Disagreement | None:
-    """What it overwrites or aliases, and its schema does not say so."""
+    """What *func* overwrites or aliases without its schema saying so."""
     returned = {_memory(tensor) for tensor in made if tensor.numel()}
     declared = set().union(*[_aliases(result) for result in func._schema.returns])
     for argument, before, after in zip(func._schema.arguments, example, given, strict=False):

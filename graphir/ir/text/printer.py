@@ -59,7 +59,7 @@ def json_string(text: str) -> str:
 
 
 def key_text(name: str) -> str:
-    """A name where words that start something else cannot stand."""
+    """A name, for places where no word can start anything else."""
     return name if BARE_NAME.fullmatch(name) else json_string(name)
 
 

@@ -17,8 +17,9 @@ __all__ = ["BARE_NAME", "Line", "Lines"]
 
 T = TypeVar("T")
 
-# What an alternative looks through in vain, no later one looks through again, so that a line takes time in proportion
-# to its length: a string without an end is the rest of its line, and a bracket ends the search for another one's end.
+# No alternative looks again through text that an earlier one has looked through in vain, so that a line takes time in
+# proportion to its length: a string without an end is the rest of its line, and a bracket ends the search for another
+# one's end.
 _TOKEN: Final = re.compile(
     rf"""
       "(?:[^"\\]|\\.)*(?:"(?:;\d+)?|\\?$)  # a string, or a quoted name and its version

@@ -216,7 +216,8 @@ def _complaint(op: Operator, sig: Signature, effects: Effects) -> str:
 
 
 _CONSTANTS: Final = {"ScalarType": torch.dtype, "Layout": torch.layout, "MemoryFormat": torch.memory_format}
-"""By the type of a parameter, what torch takes for it. It would take any number, too, and read beyond its tables."""
+"""By the type of a parameter, the class of its values. Torch would take any number instead, too, and read beyond its
+tables."""
 
 
 class _Refused(Exception):

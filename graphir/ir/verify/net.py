@@ -5,8 +5,8 @@ Of every net, *well-formed*:
  1. A blob is kept under its own name.
  2. A view's storage is declared, owns its bytes, and has the view's device and role.
  3. External inputs are declared, once each, and no operator makes version 0 of one.
- 4. Blobs that an operator names, that which it runs beside included, are declared; a declared blob is external or made
-    by an operator.
+ 4. Blobs that an operator names are declared, the blob that it runs beside included; a declared blob is external or
+    made by an operator.
  5. The versions of a name count up from 0 in program order, one producer each.
  6. An operator reads the last version made before it.
  7. Nobody has written to a blob's storage, by whatever name, between its version and a read of it.
@@ -84,7 +84,8 @@ def verify(subject: Subject, *, dims: Dims | None = None, placed: bool = True) -
 
 @contextmanager
 def blamed(subject: Subject) -> Iterator[None]:
-    """What fails inside because *subject* breaks an invariant fails as that; placement is not asked for.
+    """If code in this context raises because *subject* breaks an invariant, raise the error for that invariant instead.
+    Placement is not checked.
 
     Raises:
         VerifyError: it did.
@@ -132,7 +133,7 @@ class _Walk:
         made_at: the state of its storage in which that version was made.
         state: of each storage: the position of its last writer, -1 before the first.
         geometries: of each blob, bound.
-        bindings: the same, by what the blobs are declared to be.
+        bindings: the geometries by what blobs are declared to be: each is bound once.
     """
 
     def __init__(self, net: Net, dims: Dims, placed: bool, complete: bool) -> None:
