@@ -88,8 +88,9 @@ class Kept(NamedTuple):
 
     Attributes:
         buffers: the buffer of each storage that is received in one, as in ``Plan.buffers``.
-        nbytes: by device, what its buffers have by now.
-        sizes: those of all steps so far, or since the last one that failed; a buffer is as large as the largest takes.
+        nbytes: by device, the bytes of its buffers so far.
+        sizes: the sizes of all steps so far, or since the last one that failed. A buffer is as large as the largest of
+            these steps needs.
     """
 
     buffers: Mapping[str, int] = MappingProxyType({})
@@ -121,10 +122,11 @@ class Held(NamedTuple):
 
 @runtime_checkable
 class OnDevices(Executor, Protocol):
-    """An executor that has devices of its own memory work behind the host."""
+    """An executor that issues work to devices with memory of their own, which do it behind the host."""
 
     def aside(self) -> AbstractContextManager[None]:
         """What the caller does with state in this context comes after the last step and before the next one."""
 
     def ledger(self) -> Mapping[Device, Held]:
-        """What each device holds: the plan's own bytes, and beside them the allocator's, of the sizes stepped last."""
+        """What each device holds at the sizes of the last step: the plan's own bytes, and beside them the
+        allocator's."""

@@ -89,8 +89,8 @@ class LearningRates:
     Args:
         program: whose.
         given: may have learning rates by blob, as :meth:`state` gives them; others are as captured.
-        beside: rates of another program with the same optimizer; both have the same groups. A program without
-            optimizer has none beside any.
+        beside: the rates of another program with the same optimizer, with which these share their groups. A program
+            without optimizer has no groups, whatever is beside it.
 
     Attributes:
         groups: one for each parameter group.
@@ -152,7 +152,8 @@ class LearningRates:
                 (name, value) for name, value in group.options.items() if name != "lr" and name in optimizer.defaults
             ]
             self._check_options(i, options, optimizer.param_groups[i])
-            # Their own objects, so that a step sees by identity that nothing has changed; a list may change unseen.
+            # The optimizer's own objects: a step sees by their identity that nothing has changed. A list may change
+            # unseen, so its items are kept.
             kept = [(name, optimizer.param_groups[i][name]) for name, _ in options]
             fixed.append([(name, tuple(value) if isinstance(value, list) else value) for name, value in kept])
         for own, options in zip(self.groups, fixed, strict=True):
@@ -269,7 +270,7 @@ def _equal(theirs: Any, ours: Any) -> bool:
 
 
 def _read_as_tensors(program: Program) -> set[str]:
-    """The blobs that some operator reads that is not an optimizer, or that a step hands back."""
+    """The blobs that an operator other than an optimizer reads, or that a step hands back."""
     found = set(program.step.external_outputs)
     for op in program.step.ops:
         if op.type not in UPDATES:

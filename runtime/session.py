@@ -53,7 +53,7 @@ _EXIT_SECONDS: Final = 10.0
 """How long all steps of other threads together are waited for at the interpreter's exit."""
 
 _LOOK_SECONDS: Final = 0.05
-"""How often a session that is being closed looks whether it is its own step that it waits for."""
+"""How often a session that is being closed checks whether the step that it waits for is its own."""
 
 
 class Session:
@@ -68,9 +68,10 @@ class Session:
     Args:
         plan: verified before anything else.
         state: the module's and the optimizer's own names, and ``step`` (how many steps were done), to tensors, as in
-            ``program.state``; entries under a blob's full name are for one replica, those of learning rates are the
-            first ones, as :meth:`state` gives both. They are copied. None that the program needs may be missing; others
-            are passed over, so that a program without optimizer, or with fewer replicas, goes on from a training one.
+            ``program.state``; an entry under a blob's full name is for one replica, and one of a learning rate is the
+            rate of the first step; :meth:`state` gives both. All are copied. No entry that the program needs may be
+            missing; others are passed over, so that a program without optimizer, or with fewer replicas, goes on from a
+            training one.
         binding: which real device each logical one is: ``cpu`` puts all on the host, ``cuda`` deals them out to the
             CUDA devices, a dict says it for each (``{"gpu:0": "cuda:0"}``). ``auto`` is ``cuda`` where there is any
             such device, unless the executor is one of the host's, and else ``cpu``.
@@ -376,8 +377,8 @@ class Session:
         """All state under the names of ``program.state``, copied: ``Session(plan, state)`` goes on from there.
 
         It has the learning rates too, by blob (``lr``), and each further replica's buffers under their full names
-        (``gpu_1/bn.running_mean``); where the forward overwrites parameters, all that is a replica's. With a *replica*,
-        all is that one's, and every replica would go on from it.
+        (``gpu_1/bn.running_mean``); where the forward overwrites parameters, all state of each replica. With a
+        *replica*, all entries are that one's, so that every replica would go on from it.
         """
         with self._between_steps():
             return {**self._state.all(replica), **self._rates.state()}
@@ -437,7 +438,8 @@ class Session:
             self._held.close()
 
     def _end_at_exit(self, waited: Stopwatch) -> None:
-        """Close it once the step that another thread is in has ended, or after a while not."""
+        """Close the session once the step that another thread is in has ended. If that takes too long, leave it
+        open."""
         while self._forks == FORKS[0] and self._progress.user[0] and waited.look() <= _EXIT_SECONDS:
             time.sleep(_LOOK_SECONDS)
         if self._forks == FORKS[0] and not self._progress.user[0]:
@@ -475,7 +477,8 @@ class Session:
 
     @contextmanager
     def _between_steps(self) -> Iterator[None]:
-        """What reads or overwrites state happens between two steps, of a session that is usable."""
+        """In this context the caller may read or overwrite state: it is between two steps of a session that is
+        usable."""
         self._check_open()
         if not self._running.acquire(blocking=False):
             raise self._busy()
@@ -497,7 +500,7 @@ class Session:
         return error
 
     def _busy(self) -> SessionError:
-        """The error for what cannot be done beside a step, or without the threads that make one."""
+        """The error for a call while a step runs, or in a forked process, which lacks the threads that run steps."""
         thread, what = self._progress.user
         what = f"{what or 'is using'} this session"
         if self._forks != FORKS[0]:

@@ -114,8 +114,8 @@ class Statements:
         """Write the line of an instruction, or hold it back: reductions that stand side by side become one call, and so
         do updates that follow each other.
 
-        What is freed between updates is freed after them; nothing takes its place meanwhile. What is waited for between
-        them is waited for before them, which delays nobody: whoever waits for the updates waits for a later record.
+        Frees that stand between updates come after them; nothing takes the memory meanwhile. Waits that stand between
+        updates come before them. This delays no lane: a lane that waits for the updates waits for a later record.
         """
         op = self.net.ops[instruction.op] if instruction.kind == "run" else None
         if instruction.kind == "collective":

@@ -23,7 +23,7 @@ class Values:
         slots: the position in ``x`` of each variable that another thread reads.
         of_storage: the variables to drop with a storage.
         kept: the tensors of the variables ``s0, s1, …``: state, and views of it.
-        shared: the values that another thread reads than makes them.
+        shared: the values that one thread makes and another one reads.
         uncalled: the views that need no call; where each instruction is observed, all are made.
     """
 

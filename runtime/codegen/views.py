@@ -23,14 +23,14 @@ _Value: TypeAlias = "tuple[str, int]"
 _PERMUTING: Final = frozenset(
     f"aten.{name}" for name in ("alias.default", "detach.default", "permute.default", "t.default", "transpose.int")
 )
-"""Types whose results have the strides of their operand, in another order at most: so at every size."""
+"""Types whose results have the strides of their operand, at most in another order, at every size."""
 
 
 class Uncalled(NamedTuple):
     """The values that views of a plan make without a call, as names and versions.
 
     Attributes:
-        same: what each of them is once more.
+        same: for each view that is an earlier value once more, that value.
         unread: those that only such views read, or nobody.
     """
 

@@ -9,13 +9,13 @@ One function issues all lanes in the plan's order, so that a wait always finds i
     e2()                         # gpu:1.copy_in: wait fc1 by gpu:0.compute
     e3(); e4(); v1 = c1(v0)      # copy fc1_gpu_1 <- fc1, its streams on both devices current
 
-Each lane has a stream of its own. A copy between two real devices is done by the *source's* current stream, which torch
-lets wait for the destination's current stream, and the latter for it afterwards; so the lane of a copy has a companion
-on each device that it copies from.
+Each lane has a stream of its own. Torch executes a copy between two real devices on the *source's* current stream. It
+lets this stream wait for the destination's current stream before the copy, and the destination's for the source's after
+it. So the lane of a copy has a companion stream on each device that it copies from.
 
-A lane of the host has no stream: what it does is done when it is issued. A wait of such a lane does not stop the host;
-it is remembered, and passed on to whoever waits for the lane. The host stops only where it touches memory that a stream
-still writes or reads.
+A lane of the host has no stream: what it does is done when it is issued. A wait of such a lane does not stop the host:
+it is remembered, and whoever waits for the lane waits for that too. The host stops only where it touches memory that a
+stream still writes or reads.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ class StreamStatements(Statements):
         return [self.wait(recorded.event, stream) for stream in beside for recorded in events], beside[0]
 
     def watched(self, position: int, at: str, op: Operator, stream: Stream) -> list[str]:
-        """Note a copy whose end the host, or who waits for a lane of the host, may need."""
+        """Note a copy that the host, or a lane that waits for a lane of the host, may have to wait for."""
         source, made = (self.net.blobs[name].storage for name in (op.inputs[0], op.outputs[0]))
         if self.in_buffer(source):
             return self.leave(position, stream, [source])
@@ -287,7 +287,7 @@ class StreamStatements(Statements):
         return statements
 
     def leave(self, position: int, stream: Stream, storages: Sequence[str]) -> list[str]:
-        """Note that a stream reads from buffers of the host, which may overwrite them."""
+        """Note that a stream reads buffers of the host: the host waits for it before it overwrites them."""
         event = self.lanes.machine.event()
         for storage in storages:
             self.leaving.setdefault(storage, []).append(event)
@@ -313,7 +313,8 @@ class StreamStatements(Statements):
         return self.place(storage).type == "cpu" and self.number(storage) in self.buffers
 
     def buffer_of(self, storage: str) -> Buffer | None:
-        """None: what one lane of the host copies to another takes memory anew, for streams may still read the old."""
+        """None: what one lane of the host copies to another takes new memory, since streams may still read the old
+        one."""
         return None
 
     def buffer(self, at: str, made: str) -> Buffer:

@@ -12,8 +12,9 @@ comes before and after a step is in order with it by the *gate*, one more stream
 So a step starts on every lane only after the one before it has ended on every lane, and the caller's work on its own
 current streams is ordered with steps as if they were one operator.
 
-Memory is that of the lane's device that frees it: ``record_stream`` is not needed, since the plan lets a compute lane
-wait for the last use elsewhere before it frees, and the allocator hands memory on in the order of its stream.
+Memory belongs to the compute stream of the device that frees it. ``record_stream`` is not needed: the plan lets a
+compute lane wait for the last use on other lanes before it frees, and the allocator hands memory on in the order of its
+stream.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class Fence:
         self.left: tuple[Stream, ...] = ()
 
     def enter(self, callers: Sequence[Stream]) -> None:
-        """Put what the gate is issued from now on behind what was issued so far to *callers*, and to the streams that
-        :meth:`leave` was given since the last call: they may still read what the step handed back."""
+        """Let work that is issued to the gate from now on come after work that was issued so far to *callers*, and to
+        the streams that :meth:`leave` was given since the last call, which may still read what the step handed back."""
         entering, self.left = dict.fromkeys((*callers, *self.left)), ()
         for stream in entering:
             event = self.called.get(stream)
@@ -86,7 +87,7 @@ class Fence:
             event.wait(self.gate)
 
     def leave(self, callers: Sequence[Stream]) -> None:
-        """Put what *callers* are issued from now on behind what was issued so far to the gate."""
+        """Let work that is issued to *callers* from now on come after work that was issued so far to the gate."""
         self.left = (*self.left, *callers)
         self.done.record(self.gate)
         for stream in callers:
@@ -190,7 +191,7 @@ class Cuda:
         return self.between(dims, step, lambda: self.issue(code, dims, inputs, first))
 
     def between(self, dims: Dims, step: int, issue: Callable[[], T]) -> T:
-        """Issue something between what the caller has issued and what it will."""
+        """Issue something after all that the caller has issued so far, and before all that it will issue."""
         self.dims = dims
         with neutral(self.intraop, self.kinds), torch.inference_mode(), self.machine.kept(self.real) as callers:
             try:
@@ -232,7 +233,7 @@ class Cuda:
         start_anew(self.buffers, self.plain, self.observed)
 
     def settle(self) -> None:
-        """Let the devices come to rest, so that what a failed step drops is in no stream's hands any more."""
+        """Let the devices come to rest, so that no stream uses what a failed step drops."""
         for stream in (*self.lanes.streams.values(), self.gate):
             try:
                 wait_for(stream, self.setting.deadline)
@@ -241,8 +242,9 @@ class Cuda:
                 return
 
     def forsake(self) -> None:
-        """Keep page-locked buffers for as long as the process lasts. A device that hangs may fill them yet, when others
-        have the memory; and where it is lost, torch ends the process: it cannot record an event when it frees them."""
+        """Keep page-locked buffers for as long as the process lasts. A device that hangs may still fill them when
+        others have the memory. Where a device is lost, torch cannot record an event when it frees them, and ends the
+        process."""
         for (device, _), buffer in self.buffers.items():
             if self.places[device].type == "cpu" and buffer.room is not None:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(buffer.room))

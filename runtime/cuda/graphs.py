@@ -115,7 +115,7 @@ class CudaGraphs(Cuda):
         return self.between(dims, step, lambda: self.replay(captured, dims, inputs, step))
 
     def start_anew(self) -> None:
-        """Give receive buffers back, but for what graphs have of them; sizes take theirs before a capture."""
+        """Give receive buffers back, except those that graphs use; each size takes its own again before its capture."""
         super().start_anew()
         self.warm.clear()
 
@@ -173,7 +173,7 @@ class CudaGraphs(Cuda):
         )
 
     def placed(self, value: Tensor) -> Tensor:
-        """Memory of the gate that looks like an input, for each replay's."""
+        """Memory of the gate's stream with the geometry of an input, into which each replay's input is copied."""
         return Buffer(lambda nbytes: self.machine.empty(nbytes, self.gate.device)).receive(value)
 
     def refusal(self, code: ThreadCode, failure: Exception, dims: Dims, step: int) -> RunError:
@@ -244,7 +244,8 @@ def late_instructions(plan: Plan, places: Mapping[Device, torch.device]) -> froz
 
 
 def _with_buffers_apart(plan: Plan, late: Collection[int]) -> Plan:
-    """The plan with receive buffers of their own for what the rest reads: the graph fills shared ones again before."""
+    """The plan in which copies that the late instructions read have receive buffers of their own: the graph would fill
+    shared ones again before these run."""
     ops = [plan.step.ops[plan.instructions[position].op] for position in late if plan.instructions[position].op >= 0]
     read = {plan.step.blobs[name].storage for op in ops for name in op.inputs}
     return plan.with_(buffers={storage: number for storage, number in plan.buffers.items() if storage not in read})

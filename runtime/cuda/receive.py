@@ -3,7 +3,7 @@
 A copy may be written long before the device that it is for gets to it, so its memory cannot come from what that device
 has just let go of: it is taken once and kept, in a receive buffer. What a collective makes is taken anew in each step.
 Both are memory of the owner's compute stream, on which the plan frees; the lane that writes waits until that stream has
-got to where it was taken.
+come to the point at which the memory was taken.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Owner:
 
 
 class PageLocked:
-    """Takes memory of the host for a buffer, and gives back what it took for it before once no stream uses that.
+    """Takes memory of the host for a buffer, and gives the memory that the buffer had before back once no stream uses
+    it.
 
     Torch waits by itself only for streams that use such memory from its first byte, at which a buffer need not begin.
 

@@ -82,13 +82,13 @@ class Machine(Protocol):
         """Make a stream the current one of its device, and that the current device."""
 
     def kept(self, places: Sequence[torch.device]) -> AbstractContextManager[Sequence[Stream]]:
-        """The current streams of these devices; they and the current device are so again afterwards."""
+        """The current streams of these devices; they, and the current device, are made current again afterwards."""
 
     def empty(self, nbytes: int, place: torch.device) -> Tensor:
         """Uninitialised bytes of the current stream's memory; on the host, page-locked."""
 
     def like(self, tensor: Tensor, place: torch.device) -> Tensor:
-        """Uninitialised memory of a device's current stream for what looks like *tensor*."""
+        """Uninitialised memory of a device's current stream, with the geometry of *tensor*."""
 
     def all_reduce(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], streams: Sequence[Stream]) -> None:
         """NCCL's sum, each participant on a device and a stream of its own."""

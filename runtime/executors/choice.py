@@ -26,7 +26,7 @@ from .segments import printable, unavailable
 __all__ = ["HOST_ONLY", "Choice", "choose", "predict"]
 
 _INTERPRETER_SECONDS: Final = 13e-6
-"""What an operator is reckoned to take longer where another thread calls operators too. ``python tests/bench lock``
+"""How much longer an operator is taken to last where another thread calls operators too. ``python tests/bench lock``
 measures 2 to 6 µs, and 20 µs where both threads want the lock at the same moments."""
 
 _SEGMENT_SECONDS: Final = 4e-6
@@ -36,7 +36,7 @@ _WAKE_SECONDS: Final = 30e-6
 """What it takes to wake a thread that waits for an event."""
 
 _GAIN: Final = 0.9
-"""What is less plain has to be predicted to take at most this part of the time of what is plainer."""
+"""An executor is preferred to a plainer one only if it is predicted to take at most this part of its time."""
 
 
 class Choice(NamedTuple):

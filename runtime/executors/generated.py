@@ -42,7 +42,7 @@ class Located(Exception):
 
 
 class Generated:
-    """The functions of all threads of a plan, and what they are bound to for the sizes of late.
+    """The functions of all threads of a plan, and what they are bound to for recent sizes.
 
     Args:
         setting: what they run.
@@ -170,8 +170,8 @@ class OnHost(ABC):
 
 
 def start_anew(buffers: Buffers, *variants: Generated | None) -> None:
-    """Give receive buffers back after a step that failed, and forget its sizes with all others: it has filled some of
-    them, or memory has run out for one."""
+    """Give receive buffers back after a step that failed, and forget the sizes of all steps: this one may have filled
+    some of the buffers, or memory may have run out while one was taken."""
     for buffer in buffers.values():
         buffer.let_go()
     for code in variants:

@@ -216,7 +216,8 @@ class Interpretation:
                 self.assign(name, version, results[position], view=position in dict(op.effects.views))
 
     def check_fresh(self, op: Operator, inputs: Sequence[Feedable], results: Mapping[int, Tensor]) -> None:
-        """Raise where a result that is no view lies in the memory of an operand, which may be freed before it is."""
+        """Raise where a result that is no view lies in the memory of an operand: the operand may be freed before the
+        result."""
         shown = {position for position, _ in (*op.effects.views, *op.effects.writes)}
         taken = {t.untyped_storage()._cdata for t in inputs if isinstance(t, Tensor)}
         for position, result in results.items():

@@ -12,8 +12,8 @@ numbers) a thread's operators are printed as TorchScript's IR, one line an opera
 TorchScript's interpreter calls the same kernels, in the same order, and nothing is optimized, so that bits stay equal.
 It resolves an operator's overload from the types of the arguments; where that would be another one than the plan's,
 the operator stays in Python. What an operator of a segment frees stays until the segment ends, so a segment is not
-longer than :data:`_LONGEST` operators. Only whole numbers are written as literals; all else is an argument, as names
-of the plan never are.
+longer than :data:`_LONGEST` operators. Only whole numbers are written as literals; everything else is passed as an
+argument. No name of the plan is in the text.
 
 The functions used are private to torch, and TorchScript is deprecated: :func:`unavailable` tries them out.
 """

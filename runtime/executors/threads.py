@@ -8,8 +8,8 @@ A thread executes its device's lanes, merged in issue order. A step::
 
 An event is a lock for each (record, wait) pair, taken beforehand: a record releases it ②, a wait acquires it ③, which
 leaves it ready for the next step. Where a thread fails, it releases all locks, and every wait after that stops its
-thread, so that nothing is left hanging. Waits of threads take no time limit: the caller, while it waits ④, watches
-them all (:mod:`graphir.runtime.failures.watch`), and does the same where they cannot go on.
+thread, so that nothing is left hanging. Waits of threads take no time limit: the caller, while it waits ④, watches all
+threads (:mod:`graphir.runtime.failures.watch`), and releases the locks itself where they cannot go on.
 """
 
 from __future__ import annotations

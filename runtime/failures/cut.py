@@ -34,7 +34,7 @@ _PARTS: Final = 16
 """A module that holds more than this part of a device's peak is taken apart."""
 
 _LEAST: Final = 0.05
-"""A cut by which the peak falls by less than this part of it is none."""
+"""A cut that lowers the peak by less than this part of it is not taken."""
 
 _LOSS: Final = "loss"
 """The module of what the loss runs, which is none of the model's."""
@@ -62,7 +62,7 @@ def cheapest_cut(plan: Plan, device: Device, target: Sequence[StorageUse], predi
     Args:
         plan: what was executed.
         device: which holds too much.
-        target: what the device holds already to which the modules would go.
+        target: what is held already by the device to which the modules would go.
         predicted: what the plan holds.
         room: bytes that a device has. Cuts after which one of the two holds more are taken only if there are no others.
     """
@@ -177,7 +177,7 @@ class _Model:
         return list(accumulate(change))[:-1]
 
     def patterns(self, first: int) -> Iterator[str]:
-        """The modules from one on, as few patterns of modules as that takes."""
+        """As few patterns as possible that name the modules from position *first* on."""
         moved = set(self.modules[first:])
         whole = self.whole("", moved)
         for (parent, numbered), alike in groupby(whole, _siblings):
@@ -199,7 +199,8 @@ class _Model:
 
 
 def _siblings(path: str) -> tuple[str, bool]:
-    """What modules have in common that one range of indices may name, and whether they have an index."""
+    """The part of a module's path that it shares with others if one range of indices may name them, and whether it has
+    an index."""
     parent, _, name = path.rpartition(".")
     return (parent, True) if name.isdecimal() else (path, False)
 

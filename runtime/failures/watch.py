@@ -104,7 +104,8 @@ class Watch:
         """The line of its function that each of these threads is at; without those that are in no line."""
         found = {}
         for index in threads:
-            # A name for all frames would be in a circle with this function's own: what others hold now would stay.
+            # A variable that holds all frames would be in a reference cycle with this function's own frame, and keep
+            # alive what the other frames hold.
             frame = _frame_of(self.codes[index].code, sys._current_frames().get(self.threads[index].ident or 0))
             if frame is not None and frame.f_lineno is not None:
                 found[index] = frame.f_lineno

@@ -50,7 +50,8 @@ def check_layouts(program: Program, dims: Dims, places: Mapping[Device, torch.de
         threads: how many threads one kernel may use.
 
     Raises:
-        CoverageError: one would. Captured at these sizes, in as many threads and on this machine, the program says so.
+        CoverageError: an operator would. A program that is captured at these sizes, in as many threads and on this
+            machine, has the right shapes and layouts.
     """
     seen: set[object] = set()
     blobs = program.step.blobs
@@ -75,7 +76,7 @@ def _geometry(blob: Blob, dims: Dims) -> _Geometry:
 def _check(
     program: Program, op: Operator, dims: Dims, inputs: Sequence[_Geometry], outputs: Sequence[_Geometry]
 ) -> None:
-    """Compare the results of one, asked of tensors without data, with their blobs."""
+    """Compare what an operator returns on tensors without data with the blobs of its results."""
     call = arrange(op)
     tensors = [torch.empty_strided(shape, strides, dtype=to_torch(dtype)) for shape, strides, dtype in inputs]
     positional, named = filled(call, tensors, lambda arg: evaluate(arg, dims), _HOST)

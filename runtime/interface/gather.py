@@ -24,7 +24,7 @@ class Gather:
     """Turns a step's external outputs into its result. Results are tensors of their own, outside inference mode.
 
     Attributes:
-        results: for each result, the positions of the replicas' among the external outputs.
+        results: for each result, the positions of the replicas' parts of it among the external outputs.
         others: name and position of each output that is no result, such as a gradient.
     """
 

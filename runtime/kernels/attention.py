@@ -43,8 +43,8 @@ Backward: TypeAlias = Callable[..., "tuple[Tensor, Tensor, Tensor]"]
 
 
 class Kernel(NamedTuple):
-    """A forward kernel, of query, key, value, mask, is_causal and scale, and its backward, which is given the gradient
-    before and the forward's results after the operands."""
+    """A forward kernel, of query, key, value, mask, is_causal and scale, and its backward, which takes the gradient,
+    the same operands, and the forward's results."""
 
     forward: Forward
     backward: Backward
@@ -238,8 +238,8 @@ def _in_one_order(
     is_causal: bool,
     scale: float,
 ) -> Sequence[Tensor]:
-    """The gradients of query, key and value. Blocks of keys are not split, whose parts would be added as they come; the
-    operator that torch has on top of this one cannot be told so."""
+    """The gradients of query, key and value. Keys are not split into blocks, whose parts would be added in the order in
+    which they are done. Torch's operator on top of this one has no argument for that."""
     grad_out, query, key, value, out = (tensor.transpose(1, 2) for tensor in (grad_out, query, key, value, out))
     seed = torch.empty((), dtype=torch.int64, device=query.device)
     lengths = None, None, query.size(1), key.size(1)

@@ -28,8 +28,8 @@ class Buffer:
         take: allocates so many bytes.
 
     Attributes:
-        nbytes: how many it holds by now; what lies before the first one, for the address, is not in them.
-        targets: its memory as it was received into, by geometry.
+        nbytes: how many it holds by now, without those that lie before the first one to align it.
+        targets: tensors over its memory that copies have filled, by geometry.
     """
 
     def __init__(self, take: Callable[[int], Tensor]) -> None:

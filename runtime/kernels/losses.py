@@ -32,4 +32,4 @@ LOSSES: Final[Mapping[str, Callable[..., Any]]] = {
         "aten.soft_margin_loss.default",
     )
 }
-"""Torch's types that keep it, and what calls them."""
+"""Torch's types whose result keeps that memory, and what calls them."""

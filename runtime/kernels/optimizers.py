@@ -51,8 +51,8 @@ def updater(type: str, options: Mapping[str, Any]) -> Update:
 def as_torch_has_it(kept: Mapping[str, Tensor], optimizer: str) -> dict[str, Any]:
     """The state that ``torch.optim`` has of a parameter for *kept*, the state of an operator, by the operator's names.
 
-    A momentum buffer whose next update is its first is none at all, since torch does not dampen that update.
-    ``SparseAdam`` counts its steps in Python: powers of a tensor would be rounded otherwise.
+    A momentum buffer that no update has changed yet is left out: torch has none before the first update, and does not
+    dampen that one. ``SparseAdam`` counts its steps in Python: powers of a tensor would be rounded otherwise.
     """
     own = {"next_dampening"}
     if "next_dampening" in kept and kept["next_dampening"] == 0:
@@ -114,9 +114,9 @@ def _momentum_sgd(
 ) -> None:
     """*update* for its commonest options; the tensors have one dtype.
 
-    On the CPU torch's calls for a list make the same calls for each item, in half the time that ours take. A tensor as
-    the factor takes half as long as a number. What is long is updated by itself, as long as caches hold it:
-    three calls for all parameters would bring each of them from memory three times.
+    On the CPU torch's functions over lists make the same calls for each item, in half the time that calls from here
+    take. A factor that is a tensor takes half as long as a number. A long parameter is updated by itself, while caches
+    hold it: three calls over all parameters would read each long one from memory three times.
     """
     factor = factors.get(buffers[0].dtype)
     if factor is None or not buffers[0].is_cpu:
@@ -148,8 +148,9 @@ def _fused_sgd(params: Tensors, grads: Tensors, buffers: Given, lr: Tensor | flo
 
 
 def _call(fused: Callable[..., None], lists: Sequence[Tensors], of_elements: int | None = None, **options: Any) -> None:
-    """Call one of torch's fused kernels with *lists*, the first of them of parameters; of those of a kind that it is
-    not to have, one is empty. The first *of_elements*, by default all, have an element for each of the parameter's.
+    """Call one of torch's fused kernels with *lists*, of which the first has the parameters. A list is empty where the
+    kernel shall have no tensors of its kind. The tensors of the first *of_elements* lists, by default of all, have an
+    element for each element of the parameter.
 
     On the CPU it wakes all threads for each parameter. They get parts that end at multiples of a vector, so that the
     bits are the same in one thread.

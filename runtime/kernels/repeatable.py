@@ -1,10 +1,11 @@
 """Kernels that add in one order, where torch's default ones add as their threads happen to come.
 
-On the host they do where they compute in one thread, and on CUDA an accumulating ``index_put`` does whatever is set.
-The rest torch chooses under ``torch.use_deterministic_algorithms``. That holds for the whole process, warns of every
-matrix product unless the environment configures cuBLAS, and fills all new memory; so it is held during these calls
-alone, and never so that it refuses operators: other threads call theirs meanwhile. Other matrix products and cuDNN need
-no more than :func:`~..machine.surroundings.neutral`: torch gives cuBLAS a workspace of its own for each stream.
+On the host kernels add in one order where they compute in one thread, and on CUDA an accumulating ``index_put`` always
+does. For the rest torch chooses such kernels under ``torch.use_deterministic_algorithms``. This mode is the whole
+process's: it warns of every matrix product unless the environment configures cuBLAS, and fills all new memory. So it is
+set during these calls alone, and never in the form that refuses operators, since other threads call theirs meanwhile.
+Other matrix products and cuDNN need no more than :func:`~..machine.surroundings.neutral`: torch gives cuBLAS a
+workspace of its own for each stream.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ _MEMORY: Final[Any] = deterministic
 
 
 def _set_mode(mode: int) -> None:
-    """Torch keeps the mode as two flags, deterministic and to be warned of only, and a kernel of another thread asks
-    for one after the other. So the second is set before the first, and stays: with the first alone it would refuse."""
+    """Torch keeps the mode as two flags, *deterministic* and *warn only*, and a kernel in another thread reads one
+    after the other. So *warn only* is set before *deterministic*, and stays set: with *deterministic* alone that kernel
+    would refuse to run."""
     if mode == _ERROR:
         torch.set_deterministic_debug_mode(mode)
         return

@@ -1,5 +1,5 @@
-"""Kernels in one thread: short ones, for which torch would wake others for however little there is to do, and those
-that add in an order of their own only there."""
+"""Kernels in one thread: short ones, for which torch would wake other threads however little there is to do, and those
+that add in one order only in one thread."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """How fast this machine runs operators: measured once a process, in some 20 ms.
 
-Each figure is the fastest of several runs, since whatever else the machine does only makes a run slower. A faster
-machine than the truth makes operators look shorter, and keeps the choice of an executor at one thread.
+Each figure is the fastest of several runs, since whatever else the machine does only makes a run slower. A rate that is
+too high makes operators look shorter, and keeps the choice of an executor at one thread.
 """
 
 from __future__ import annotations

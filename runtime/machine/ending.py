@@ -8,7 +8,8 @@ from typing import Final
 __all__ = ["ENDS_IN", "stay"]
 
 ENDS_IN: Final[list[int]] = []
-"""The thread that ends the interpreter, once it does; only those are beside it that Python does not wait for."""
+"""The thread that ends the interpreter, once one does. The threads that are left beside it are those that Python does
+not wait for."""
 
 
 def stay() -> None:

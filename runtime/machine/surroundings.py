@@ -1,4 +1,4 @@
-"""What of the thread and the process that a step is called in would change its bits, or hang it."""
+"""Settings of the thread and of the process that call a step, which would change its bits or make it hang."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def is_neutral(threads: int) -> bool:
 
 @contextmanager
 def neutral(threads: int, kinds: Collection[str] = ("cpu",)) -> Iterator[None]:
-    """Make it so, for these kinds of devices, and restore the thread's own settings afterwards.
+    """Let this thread run kernels in *threads* threads and without autocast, for these kinds of devices, and restore
+    its own settings afterwards.
 
     Only CUDA takes settings of the whole process: steps there overlap, since all hold the same.
     """
@@ -58,7 +59,7 @@ def neutral(threads: int, kinds: Collection[str] = ("cpu",)) -> Iterator[None]:
 
 @contextmanager
 def _without_autocast(kinds: Collection[str]) -> Iterator[None]:
-    """As ``torch.autocast(…, enabled=False)``, which empties at its end what all threads have cast."""
+    """As ``torch.autocast(…, enabled=False)``, except that that one, at its end, drops what all threads have cast."""
     cast = [kind for kind in kinds if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)]
     try:
         for kind in cast:

@@ -4,9 +4,10 @@ Every value costs one reduction: its sum is NaN or infinite where one of its ele
 so that what looks infinite is looked at again, exactly. Parameters and what else lasts, and the step's arguments, are
 looked at before the step.
 
-What is not finite may be meant: masks are made of infinities, and data may have NaN in place of what is missing. So an
-operator is stopped for NaN where no operand held NaN, and for infinities where its operands were finite and its own
-arguments name none; and for NaN that came from outside only once it reaches state or a result. Views make nothing.
+A value that is not finite may be meant: masks are made of infinities, and data may have NaN in place of what is
+missing. So a step stops at an operator that makes NaN if no operand held NaN, and at one that makes infinities if its
+operands were finite and its own arguments name no infinity. NaN that came from outside stops the step only once it
+reaches state or a result. Views make nothing.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _meant(op: Operator, kind: str) -> bool:
-    """Whether an operator's arguments say that it shall make such values, or its type that nobody knows them."""
+    """Whether an operator's arguments ask for such values, or its type makes memory whose values nobody knows."""
     if operator_type(op.type).unwritten:
         return True
     numbers = [arg for arg in op.args.values() if isinstance(arg, float)]

@@ -63,9 +63,9 @@ class Timer:
 class Ledger:
     """A probe that counts the bytes of the storages that are alive on each device, as the step's tensors show them.
 
-    State and arguments count too, from the beginning to the end, and so do the receive buffers that are kept: with
-    what they have when the step is finished, for a buffer is filled again before it lets go of anything. What a kernel
-    allocates for itself while it runs does not.
+    State and arguments count too, from the beginning to the end, and so do the receive buffers that are kept, with the
+    bytes that they have when the step is finished: a buffer gives no memory back before it is filled again. What a
+    kernel allocates for itself while it runs does not.
 
     Args:
         setting: what is executed.
@@ -130,7 +130,8 @@ class Ledger:
             self.peak[device] += kept
 
     def drop(self, storage: str) -> None:
-        """Take off what has died of a freed storage, and of those freed before that something still held."""
+        """Subtract the bytes of a freed storage that are alive no longer, and those of storages freed before that
+        something still held then."""
         device = self.blobs[storage].device
         freed = [*self.made.pop(storage, ()), *self.late[device]]
         self.late[device] = []

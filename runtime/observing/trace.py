@@ -6,9 +6,9 @@ that made a value to the copy that brings it, and from the copy to its reader. A
 its slice begins, by which viewers find the slice.
 
 Perfetto asks for more than the format does. It reads an arrow's ``id`` as a number, and leaves the arrow out where it
-is none. Its threads are known by their ``tid`` alone where they are named, and the one whose ``tid`` is the process's
-``pid`` is the main one, which stands first: so no two processes share one, and that of a process's first lane is its
-``pid``. Slices that overlap without one holding the other are left out, hence whole nanoseconds.
+is none. It names threads by their ``tid`` alone, so no two processes share a ``tid``. It takes the thread whose ``tid``
+is the ``pid`` for the main one, and shows it first, so a process's first lane has the ``pid`` as its ``tid``. It leaves
+slices out that overlap without one holding the other, hence whole nanoseconds.
 """
 
 from __future__ import annotations

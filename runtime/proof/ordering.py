@@ -8,8 +8,8 @@ carries the clock of its lane, and a wait merges it::
 
 A use is ordered behind another one if it is on the same lane, or if its lane's clock has reached the other's position.
 Of each storage it is enough to know the last write and every lane's last read since. Most storages have a *holder*, a
-lane that comes after all of these: no other lane has used the storage, or it waited for the holder before it. A holder
-may use, write and free the storage without a look at a clock. Storages are numbers here.
+lane that comes after all of these: no other lane has used the storage since, or this lane has waited for the holder
+before. A holder may use, write and free the storage without a look at a clock. Storages are numbers here.
 """
 
 from __future__ import annotations
@@ -344,8 +344,8 @@ class Ordering:
     def _require(
         self, kind: FindingKind, storage: int, uses: Mapping[str, int], did: str, by: tuple[str, int], does: str
     ) -> None:
-        """These uses, each by its lane, come before what is done by a lane at a position. Where nothing orders them the
-        sweep goes on as if something did."""
+        """Require that these uses, each on its lane, come before what is done *by* a lane at a position. Where nothing
+        orders them, that is a finding, and the sweep goes on as if something did."""
         at, position = by
         clock = self._clocks[at]
         for lane, used in uses.items():
