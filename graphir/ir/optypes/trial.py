@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from ..tensor import same_bits
+
 __all__ = ["Disagreement", "disagreement"]
 
 
@@ -50,7 +52,7 @@ def _undeclared(
     for argument, before, after in zip(func._schema.arguments, example, given, strict=False):
         info = argument.alias_info
         for old, new in zip(_tensors(before), _tensors(after), strict=True):
-            if not (info is not None and info.is_write) and not _same_bits(old, new):
+            if not (info is not None and info.is_write) and not same_bits(old, new):
                 return Disagreement(
                     f"overwrites {argument.name}, which its schema does not say",
                     f"declare it, Tensor(a!) {argument.name} (mutates_args=[{argument.name!r}] of a custom_op), "
@@ -87,7 +89,7 @@ def _other_than_fake(func: OpOverload, example: Sequence[Any], made: Sequence[Te
 
 
 def _unlike(made: Sequence[Tensor], again: Sequence[Tensor]) -> Disagreement | None:
-    if all(map(_same_bits, made, again)):
+    if all(map(same_bits, made, again)):
         return None
     return Disagreement(
         "gives other bits when it is called again", "say why: nondeterministic='adds in no fixed order'"
@@ -115,10 +117,3 @@ def _without_data(tensor: Tensor) -> Tensor:
 
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    ours, theirs = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
-    return torch.equal(ours, theirs)
