@@ -289,7 +289,7 @@ def test_an_import_above_the_ir_is_found(imported):
 
 
 def test_an_import_within_a_call_is_found():
-    assert list(late_faults(Example("graphir/ir/net.py", Import("graphir.ir.files", "save_net", 1, 1, "Net.save"))))
+    assert list(late_faults(Example("graphir/ir/net.py", Import("graphir.ir.files", "save", 1, 1, "Net.save"))))
 
 
 def test_imports_know_where_they_stand():

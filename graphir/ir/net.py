@@ -172,9 +172,9 @@ class Net:
         return f"<net {self.name!r}: {len(self.ops)} operators>"
 
     def __str__(self) -> str:
-        from .text import print_net
+        from .text import canonical_text
 
-        return print_net(self)
+        return canonical_text(self)
 
 
 def replaced(value: T, changes: Mapping[str, Any]) -> T:

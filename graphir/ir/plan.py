@@ -205,9 +205,9 @@ class Plan:
         return f"<plan {self.name!r}: {len(self.instructions)} instructions on {on or 'no device'}>"
 
     def __str__(self) -> str:
-        from .text import print_plan
+        from .text import canonical_text
 
-        return print_plan(self)
+        return canonical_text(self)
 
     def python(self, lane: str) -> str:
         """The Python that the host runs for the device of a lane; see :func:`graphir.runtime.python`."""
@@ -217,9 +217,9 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, whole or not at all."""
-        from .files import save_plan
+        from .files import save
 
-        save_plan(self, path)
+        save(self, path)
 
 
 def program_of(subject: Program | Plan) -> Program:

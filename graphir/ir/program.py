@@ -166,9 +166,9 @@ class Program:
         return f"<program {self.name!r}: {len(self.init.ops)} + {len(self.step.ops)} operators on {on or 'no device'}>"
 
     def __str__(self) -> str:
-        from .text import print_program
+        from .text import canonical_text
 
-        return print_program(self)
+        return canonical_text(self)
 
     def to_fx(self) -> torch.fx.GraphModule:
         """The step as a runnable graph of ``torch.fx``; see :func:`graphir.fx.to_fx`."""
@@ -187,6 +187,6 @@ class Program:
 
         The files are written whole or not at all.
         """
-        from .files import save_program
+        from .files import save
 
-        save_program(self, path, state=state)
+        save(self, path, state)

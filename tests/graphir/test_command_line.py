@@ -17,7 +17,7 @@ import pytest
 import graphir
 from graphir import passes, runtime
 from graphir.cli import main
-from graphir.ir.files import save_net
+from graphir.ir.files import save
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -169,6 +169,6 @@ def test_profile_measures_and_predicts(run: Run, tmp_path: Path) -> None:
 
 def test_profile_wants_a_program_or_a_plan(run: Run, tmp_path: Path) -> None:
     example = models.mlp(batch=2, features=4, hidden=4)
-    save_net(graphir.capture(example.model, inputs=example.inputs).step, tmp_path / "net.json")
+    save(graphir.capture(example.model, inputs=example.inputs).step, tmp_path / "net.json")
     status, _, error = run("profile", tmp_path / "net.json")
     assert status == 1 and error.startswith("graphir: profile takes a program or a plan, not a net")

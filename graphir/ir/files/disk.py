@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import BufferedIOBase
 from pathlib import Path
-from typing import BinaryIO, Final, TypeVar
+from typing import BinaryIO, Final
 
 import pydantic_core
 from pydantic import ValidationError
@@ -34,17 +34,11 @@ __all__ = [
     "atomic_write",
     "damaged",
     "load",
-    "load_net",
-    "load_plan",
-    "load_program",
     "load_stream",
     "path_of",
     "read_bytes",
     "read_stream",
     "save",
-    "save_net",
-    "save_plan",
-    "save_program",
     "to_json",
 ]
 
@@ -52,8 +46,6 @@ MOST_BYTES: Final = 1 << 30
 """The size above which a JSON file is not read (1 GiB)."""
 
 _CHUNK: Final = 1 << 20
-
-T = TypeVar("T", Net, Program, Plan)
 
 _FORMATS: Final[Mapping[str, type[AnyFile]]] = {
     "graphir.net": NetFile,
@@ -78,49 +70,22 @@ def save(x: Net | Program | Plan, path: str | Path, state: bool = False) -> None
         FileError: the file cannot be written; one that stood there before is as it was.
     """
     require(x, (Net, Program, Plan), "save")
-    if isinstance(x, Program):
-        save_program(x, path, state)
-        return
-    if state:
-        kind = type(x).__name__.lower()
-        raise GraphirError(f"a {kind} has no state to save", fix=f"save the {kind}, and its program with state=True")
-    _save(x, path_of(path))
-
-
-def save_net(net: Net, path: str | Path) -> None:
-    """Write a net as JSON.
-
-    Raises:
-        FileError: the file cannot be written; one that stood there before is as it was.
-    """
-    _save(net, path_of(path))
-
-
-def save_plan(plan: Plan, path: str | Path) -> None:
-    """Write a plan as JSON; raises as :func:`save_net`."""
-    _save(plan, path_of(path))
-
-
-def save_program(program: Program, path: str | Path, state: bool = False) -> None:
-    """Write a program as JSON, with *state* its tensors beside it as ``<path>.safetensors``.
-
-    Raises:
-        GraphirError: *state* is asked for and the program has none.
-        FileError: as :func:`save_net`.
-    """
     path = path_of(path)
     if not state:
-        _save(program, path)
+        _save(x, path)
         return
-    if not program.state:
+    if not isinstance(x, Program):
+        kind = type(x).__name__.lower()
+        raise GraphirError(f"a {kind} has no state to save", fix=f"save the {kind}, and its program with state=True")
+    if not x.state:
         raise GraphirError(
-            f"program {program.name!r} has no state to save", fix="capture a model that is not on meta, or state=False"
+            f"program {x.name!r} has no state to save", fix="capture a model that is not on meta, or state=False"
         )
-    tensors = dict(program.state)
+    tensors = dict(x.state)
     records = describe(tensors)
     with atomic_write(_tensors_path(path)) as beside:
         write_tensors(tensors, beside)
-        _save(program, path, records)
+        _save(x, path, records)
 
 
 def load(path: str | Path) -> Net | Program | Plan:
@@ -192,29 +157,6 @@ def _read(text: bytes, where: str) -> tuple[AnyFile, Net | Program | Plan]:
     except GraphirError as e:
         raise FileError(e.what, where=f"{where}, at {e.where}", fix=e.fix) from None
     return found, value
-
-
-def load_net(path: str | Path) -> Net:
-    """Read a net; raises as :func:`load`, and where the file holds something else."""
-    return _of_kind(path, Net)
-
-
-def load_program(path: str | Path) -> Program:
-    """Read a program; raises as :func:`load`, and where the file holds something else."""
-    return _of_kind(path, Program)
-
-
-def load_plan(path: str | Path) -> Plan:
-    """Read a plan; raises as :func:`load`, and where the file holds something else."""
-    return _of_kind(path, Plan)
-
-
-def _of_kind(path: str | Path, kind: type[T]) -> T:
-    found = load(path)
-    if not isinstance(found, kind):
-        held, wanted = type(found).__name__.lower(), kind.__name__.lower()
-        raise FileError(f"the file holds a {held}, not a {wanted}", where=str(path), fix=f"give the file of a {wanted}")
-    return found
 
 
 def path_of(path: object) -> Path:

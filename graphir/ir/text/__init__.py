@@ -2,16 +2,14 @@
 
 from .parse import parse
 from .printer import nbytes_text, quoted, type_name
-from .show import instruction_text, operator_text, print_net, print_plan, print_program, show
+from .show import canonical_text, instruction_text, operator_text, show
 
 __all__ = [
+    "canonical_text",
     "instruction_text",
     "nbytes_text",
     "operator_text",
     "parse",
-    "print_net",
-    "print_plan",
-    "print_program",
     "quoted",
     "show",
     "type_name",

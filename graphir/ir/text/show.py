@@ -37,25 +37,15 @@ from .printer import (
     value_text,
 )
 
-__all__ = ["instruction_text", "nbytes_text", "operator_text", "print_net", "print_plan", "print_program", "show"]
+__all__ = ["canonical_text", "instruction_text", "nbytes_text", "operator_text", "show"]
 
 _RAW: Final = re.compile(r'(?!["\s])(?:"(?:[^"\\\n]|\\.)*"|[^"#\n])*(?<!\s)')
 _RAW_PASS: Final = re.compile(r'(?!["\s])(?:"(?:[^"\\\n]|\\.)*"|[^|"#\n])+(?<!\s)')
 
 
-def print_net(net: Net) -> str:
-    """The canonical text of a net."""
-    return show(net, figures=False)
-
-
-def print_program(program: Program) -> str:
-    """The canonical text of a program, without its state and module."""
-    return show(program, figures=False)
-
-
-def print_plan(plan: Plan) -> str:
-    """The canonical text of a plan."""
-    return show(plan, figures=False)
+def canonical_text(x: Net | Program | Plan) -> str:
+    """The text that ``parse`` reads back: of a program without its state and module."""
+    return show(x, figures=False)
 
 
 def operator_text(op: Operator, net: Net) -> str:

@@ -10,7 +10,7 @@ import graphir
 from graphir.errors import FileError, GraphirError, ParseError
 from graphir.ir import admitted
 from graphir.ir.admitted import ADMITTED, allow_operators
-from graphir.ir.files import load, save_program
+from graphir.ir.files import load, save
 from graphir.ir.opset import overload
 from graphir.ir.program import Program
 
@@ -32,7 +32,7 @@ def program_with(type: str) -> Program:
 
 @pytest.mark.parametrize("type", [UNSAFE, "aten.set_.source_Tensor", "aten.binomial.default", "prims.fma.default"])
 def test_a_file_with_another_type_is_refused(tmp_path, type):
-    save_program(program_with(type), tmp_path / "p.json")
+    save(program_with(type), tmp_path / "p.json")
     with pytest.raises(FileError) as caught:
         load(tmp_path / "p.json")
     assert caught.value.what.startswith(f"a file may not name the operator '{type}'")
@@ -50,7 +50,7 @@ def test_a_text_with_another_type_is_refused():
 
 def test_what_the_user_allows_is_read(tmp_path):
     program = program_with("aten.binomial.default")
-    save_program(program, tmp_path / "p.json")
+    save(program, tmp_path / "p.json")
     graphir.allow_operators("aten.binomial.default", "aten.poisson.default")
     assert load(tmp_path / "p.json").step == program.step
     assert graphir.parse(str(program.step)) == program.step

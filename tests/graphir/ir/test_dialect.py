@@ -16,7 +16,7 @@ import graphir
 from graphir import caffe2
 from graphir.errors import GraphirError
 from graphir.ir.dialect import TORCH, dialect_called
-from graphir.ir.files.disk import save_net
+from graphir.ir.files.disk import save
 from graphir.ir.net import Net
 
 BODY = """
@@ -51,7 +51,7 @@ def test_copies_of_a_net_have_its_dialect(kept: Callable[[Net], Net], imported: 
 @pytest.mark.parametrize("imported", [False, True])
 def test_text_and_files_keep_the_dialect(imported: bool, tmp_path: Path) -> None:
     before = net(BODY, imported=imported)
-    save_net(before, tmp_path / "net.json")
+    save(before, tmp_path / "net.json")
     for after in (graphir.parse(str(before)), graphir.load(tmp_path / "net.json")):
         assert after == before
         assert after.dialect is before.dialect

@@ -19,7 +19,7 @@ from graphir.errors import FileError, GraphirError
 from graphir.ir.blob import Blob
 from graphir.ir.device import gpu
 from graphir.ir.files import disk as files
-from graphir.ir.files import load, load_net, load_plan, load_program, save_net, save_plan, save_program
+from graphir.ir.files import load, save
 from graphir.ir.files.records import BlobRecord, OperatorRecord
 from graphir.ir.net import Net
 from graphir.ir.operator import Effects, Operator, Symbol
@@ -50,14 +50,14 @@ def changed(path, *keys, to):
 @pytest.fixture
 def net_file(tmp_path):
     path = tmp_path / "net.json"
-    save_net(nets.random_program(1).step, path)
+    save(nets.random_program(1).step, path)
     return path
 
 
 @pytest.fixture
 def program_file(tmp_path):
     path = tmp_path / "program.json"
-    save_program(nets.random_program(1), path, state=True)
+    save(nets.random_program(1), path, state=True)
     return path
 
 
@@ -91,7 +91,7 @@ def test_a_plan_without_value_numbers_is_read(tmp_path):
 @pytest.mark.parametrize("seed", range(25))
 def test_nets_come_back(seed, tmp_path):
     net = nets.random_program(seed).init
-    save_net(net, str(tmp_path / "n.json"))
+    save(net, str(tmp_path / "n.json"))
     assert load(str(tmp_path / "n.json")) == net
 
 
@@ -118,7 +118,7 @@ def everything():
 
 def test_every_field_comes_back(tmp_path):
     program = everything()
-    save_program(program, tmp_path / "p.json")
+    save(program, tmp_path / "p.json")
     again = load(tmp_path / "p.json")
     assert again == program
     assert repr(again.step.ops[0].args) == repr(program.step.ops[0].args)
@@ -136,8 +136,8 @@ def test_files_of_version_2_are_read(tmp_path):
 def test_values_that_are_not_numbers_come_back(nan, tmp_path):
     op = Operator("FC", (), (), {"a": nan, "b": (1.0, (nan, 2)), "c": 3}, gpu(0))
     net = Net("n", (op,), {})
-    save_net(net, tmp_path / "n.json")
-    for again in (load_net(tmp_path / "n.json"), graphir.parse(str(net))):
+    save(net, tmp_path / "n.json")
+    for again in (load(tmp_path / "n.json"), graphir.parse(str(net))):
         assert math.isnan(again.ops[0].args["a"])
         assert again == net
         assert not again.ops[0] != op  # noqa: SIM202  # an operator of its own
@@ -192,7 +192,7 @@ def test_strides_come_back(tmp_path):
     init = Net("i", (Operator("graphir.load", (), ("w",), {"key": "weight"}, gpu(0), "init"),), {"w": blob})
     tensor = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     program = Program("p", init, Net("s", (), {"w": blob}, ("w",)), state={"weight": tensor})
-    save_program(program, tmp_path / "p.json", state=True)
+    save(program, tmp_path / "p.json", state=True)
     again = load(tmp_path / "p.json").state["weight"]
     assert again.stride() == tensor.stride()
     assert torch.equal(again, tensor)
@@ -202,23 +202,21 @@ def test_tensors_that_share_memory_are_saved(tmp_path):
     base = torch.randn(4, 4)
     net = Net("n", (), {})
     state = {"a": base, "b": base, "c": base[1], "d": base.t(), "e": base[:1].expand(3, 4)}
-    save_program(Program("p", net, net, state=state), tmp_path / "p.json", state=True)
+    save(Program("p", net, net, state=state), tmp_path / "p.json", state=True)
     again = load(tmp_path / "p.json").state
     assert all(torch.equal(again[n], t) for n, t in state.items())
 
 
 def test_a_program_without_state_cannot_save_it(tmp_path):
     with pytest.raises(GraphirError, match="program 'random1' has no state to save"):
-        save_program(nets.random_program(1).with_(state={}), tmp_path / "p.json", state=True)
+        save(nets.random_program(1).with_(state={}), tmp_path / "p.json", state=True)
     assert not list(tmp_path.iterdir())
 
 
 def test_tensors_without_bytes_cannot_be_saved(tmp_path):
     net = Net("n", (), {})
     with pytest.raises(FileError, match="the state cannot be written"):
-        save_program(
-            Program("p", net, net, state={"a": torch.empty(2, device="meta")}), tmp_path / "p.json", state=True
-        )
+        save(Program("p", net, net, state={"a": torch.empty(2, device="meta")}), tmp_path / "p.json", state=True)
     assert not list(tmp_path.iterdir())
 
 
@@ -278,14 +276,14 @@ def test_a_file_without_checksums_is_read(program_file):
 def test_every_type_has_a_checksum(tmp_path, dtype, shape):
     net = Net("n", (), {})
     tensor = torch.ones(shape).to(dtype)
-    save_program(Program("p", net, net, state={"a": tensor}), tmp_path / "p.json", state=True)
+    save(Program("p", net, net, state={"a": tensor}), tmp_path / "p.json", state=True)
     assert torch.equal(load(tmp_path / "p.json").state["a"], tensor)
 
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (1, 1)])
 def test_tensors_whose_strides_say_nothing_are_saved(tmp_path, shape):
     net = Net("n", (), {})
-    save_program(Program("p", net, net, state={"a": torch.zeros(()).expand(shape)}), tmp_path / "p.json", state=True)
+    save(Program("p", net, net, state={"a": torch.zeros(()).expand(shape)}), tmp_path / "p.json", state=True)
     assert torch.equal(load(tmp_path / "p.json").state["a"], torch.zeros(shape))
 
 
@@ -321,13 +319,13 @@ def test_a_failed_write_leaves_the_old_file(program_file, monkeypatch, state):
 
     monkeypatch.setattr(files.os, "fsync", full)
     with pytest.raises(FileError, match="cannot be written: No space left on device"):
-        save_program(nets.random_program(2), program_file, state=state)
+        save(nets.random_program(2), program_file, state=state)
     assert {path.name: path.read_bytes() for path in program_file.parent.iterdir()} == before
 
 
 def test_a_folder_that_does_not_exist_is_refused(tmp_path):
     with pytest.raises(FileError, match="the file cannot be written: No such file or directory"):
-        save_net(nets.random_program(1).step, tmp_path / "nowhere" / "n.json")
+        save(nets.random_program(1).step, tmp_path / "nowhere" / "n.json")
 
 
 def test_files_have_the_usual_permissions(program_file):
@@ -339,7 +337,7 @@ def test_files_have_the_usual_permissions(program_file):
 
 def test_names_that_are_not_unicode_cannot_be_saved(tmp_path):
     with pytest.raises(FileError, match="the value cannot be written as JSON"):
-        save_net(Net("\ud800", (), {}), tmp_path / "n.json")
+        save(Net("\ud800", (), {}), tmp_path / "n.json")
     assert not list(tmp_path.iterdir())
 
 
@@ -376,23 +374,6 @@ def test_a_newer_version_is_refused_before_its_content_is_read(net_file):
 def test_an_unknown_format_is_refused(net_file):
     with pytest.raises(FileError, match=r"files of format 'graphir\.nest' cannot be read; did you mean 'graphir\.net'"):
         load(changed(net_file, "format", to="graphir.nest"))
-
-
-@pytest.mark.parametrize(
-    ("load_other", "what"), [(load_program, "holds a net, not a program"), (load_plan, "holds a net, not a plan")]
-)
-def test_another_kind_is_refused(net_file, load_other, what):
-    with pytest.raises(FileError, match=what):
-        load_other(net_file)
-
-
-def test_kinds_are_told_apart(net_file, program_file, tmp_path):
-    save_plan(nets.random_plan(1), tmp_path / "plan.json")
-    assert load_net(net_file)
-    assert load_program(program_file)
-    assert load_plan(tmp_path / "plan.json")
-    with pytest.raises(FileError, match="holds a program, not a net"):
-        load_net(program_file)
 
 
 @pytest.mark.parametrize(
@@ -521,7 +502,7 @@ def test_damaged_nets_are_refused(net_file, keys, value, what, place):
 )
 def test_damaged_plans_are_refused(tmp_path, keys, value, what, place):
     path = tmp_path / "plan.json"
-    save_plan(nets.random_plan(4), path)
+    save(nets.random_plan(4), path)
     with pytest.raises(FileError) as caught:
         load(changed(path, *keys, to=value))
     assert what in caught.value.what
@@ -572,7 +553,7 @@ def test_a_pipe_is_read(tmp_path):
 def test_what_would_be_too_large_is_not_written(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "MOST_BYTES", 100)
     with pytest.raises(FileError, match="more than 100 are not read"):
-        save_net(nets.random_program(1).step, tmp_path / "n.json")
+        save(nets.random_program(1).step, tmp_path / "n.json")
     assert not list(tmp_path.iterdir())
 
 
