@@ -98,8 +98,8 @@ def edited(*pairs: tuple[str, str]) -> Plan:
     return plan_of(text.split("\n")).with_(values=SOUND.values)
 
 
-def reused(wait: str) -> Plan:
-    """``b_gpu_1`` is received where ``a_gpu_1`` was, after this wait of the copy's lane for the computation."""
+def received_twice(between: str) -> Plan:
+    """``b_gpu_1`` is received where ``a_gpu_1`` was, after these instructions, the last of which is the copy's wait."""
     plan = plan_of(
         f"""
 gpu:0.compute: run a : f32[4] @gpu:0 = aten.mul.Tensor(x, w)
@@ -110,10 +110,7 @@ gpu:1.copy_in: wait b by gpu:0.compute
 gpu:1.copy_in: copy a_gpu_1 : f32[4] @gpu:1 <- a
 gpu:1.copy_in: record a_gpu_1
 gpu:1.compute: wait a_gpu_1 by gpu:1.copy_in
-gpu:1.compute: run d : f32[4] @gpu:1 = aten.relu(a_gpu_1)
-gpu:1.compute: record a_gpu_1
-gpu:1.compute: free a_gpu_1
-{wait}
+{between.strip()}
 gpu:1.copy_in: copy b_gpu_1 : f32[4] @gpu:1 <- b
 gpu:1.copy_in: record b_gpu_1
 gpu:1.compute: wait b_gpu_1 by gpu:1.copy_in
@@ -128,36 +125,26 @@ gpu:0.compute: free b
     return plan.with_(buffers={"a_gpu_1": 0, "b_gpu_1": 0})
 
 
+def reused(wait: str) -> Plan:
+    """The copy's lane waits so for the computation."""
+    return received_twice(f"""
+gpu:1.compute: run d : f32[4] @gpu:1 = aten.relu(a_gpu_1)
+gpu:1.compute: record a_gpu_1
+gpu:1.compute: free a_gpu_1
+{wait}
+""")
+
+
 def reused_after_a_write(event: str) -> Plan:
-    """The same where ``a_gpu_1`` is overwritten by the lane that then reads it; the copy waits for one of the two."""
-    plan = plan_of(
-        f"""
-gpu:0.compute: run a : f32[4] @gpu:0 = aten.mul.Tensor(x, w)
-gpu:0.compute: run b : f32[4] @gpu:0 = aten.mul.Tensor(x, a)
-gpu:0.compute: record b
-gpu:0.compute: free x
-gpu:1.copy_in: wait b by gpu:0.compute
-gpu:1.copy_in: copy a_gpu_1 : f32[4] @gpu:1 <- a
-gpu:1.copy_in: record a_gpu_1
-gpu:1.compute: wait a_gpu_1 by gpu:1.copy_in
+    """``a_gpu_1`` is overwritten by the lane that then reads it; the copy waits for one of the two."""
+    return received_twice(f"""
 gpu:1.compute: run a_gpu_1;1 = aten.add_.Tensor(a_gpu_1, v)
 gpu:1.compute: record a_gpu_1;1
 gpu:1.compute: run d : f32[4] @gpu:1 = aten.relu(a_gpu_1)
 gpu:1.compute: record d
 gpu:1.compute: free a_gpu_1
 gpu:1.copy_in: wait {event} by gpu:1.compute
-gpu:1.copy_in: copy b_gpu_1 : f32[4] @gpu:1 <- b
-gpu:1.copy_in: record b_gpu_1
-gpu:1.compute: wait b_gpu_1 by gpu:1.copy_in
-gpu:1.compute: run output c : f32[4] @gpu:1 = aten.mul.Tensor(d, b_gpu_1)
-gpu:1.compute: free d
-gpu:1.compute: free b_gpu_1
-gpu:0.compute: wait b_gpu_1 by gpu:1.copy_in
-gpu:0.compute: free a
-gpu:0.compute: free b
-""".strip().split("\n")
-    )
-    return plan.with_(buffers={"a_gpu_1": 0, "b_gpu_1": 0})
+""")
 
 
 HANDED_BACK = """
