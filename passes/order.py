@@ -3,8 +3,9 @@
 Operators keep their program order, except that
 
 * a transfer (a copy or a collective) is issued as soon as its operands are there. A copy is issued no earlier than
-  :data:`_AHEAD` operators of its destination before its place in the program, since it takes memory there. Small
-  ones have their place before their first reader, and are gathered until their destination comes near to one;
+  :data:`_AHEAD` operators of its destination before its place in the program, since it takes memory there. A small copy
+  counts as standing directly before its first reader, and is gathered with others until the destination comes near the
+  first of these;
 * in a program that reduces gradients, what follows from a reduction is issued as soon as it can be: an update once its
   gradient is reduced and every reader of the parameter is issued, not after the whole backward. Reductions of small
   gradients are gathered until they come to :data:`_BUCKET` bytes;

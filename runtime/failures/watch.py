@@ -4,12 +4,12 @@ While it waits for the threads, the caller looks now and then where each of them
 says which instruction it executes. Three things end a step::
 
     a thread has died                     nobody will finish its lanes
-    a circle of waits                     gpu:0 waits for what gpu:1 has not recorded yet, and gpu:1 for gpu:0
+    a cycle of waits                      gpu:0 waits for what gpu:1 has not recorded yet, and gpu:1 for gpu:0
     nobody has moved since the deadline   whatever the reason: an operator that hangs, an event that got lost
 
-A circle is certain as soon as it is seen: threads only go forward, so where two looks find every thread at the same
+A cycle is certain as soon as it is seen: threads only go forward, so where two looks find every thread at the same
 line, they were there at the same time; and a thread that waits for an event whose record another has yet to reach
-goes on only after that one does. An operator that takes long is no circle.
+goes on only after that one does. An operator that takes long is no cycle.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class Watch:
             RunError: they cannot go on, or none has moved since the deadline.
         """
         lines = self.lines(unfinished)
-        circle = self.circle(lines)
-        if circle and lines == self.lines(unfinished):
-            raise self.error("a deadlock: lanes wait for each other", "emit the plan again", lines, circle)
+        cycle = self.cycle(lines)
+        if cycle and lines == self.lines(unfinished):
+            raise self.error("a deadlock: lanes wait for each other", "emit the plan again", lines, cycle)
         if lines != self.seen:
             self.seen = lines
             self.still.restart()
@@ -124,7 +124,7 @@ class Watch:
         giver = self.thread[self.plan.instructions[record].lane]
         return _Wait(record, giver, self.codes[giver].instructions.index(record))
 
-    def circle(self, lines: Mapping[int, int]) -> list[int]:
+    def cycle(self, lines: Mapping[int, int]) -> list[int]:
         """The threads of which each waits for what another of them has yet to record."""
         waits = {index: self.wait(index, line) for index, line in lines.items()}
         stuck = {index: wait for index, wait in waits.items() if wait is not None}

@@ -15,22 +15,22 @@ __all__ = ["collectives_in_order", "unsatisfied_waits"]
 def unsatisfied_waits(plan: Plan, waits: Sequence[int]) -> list[Finding]:
     """What is wrong with *waits*, positions of waits for events that nothing records before them in issue order.
 
-    One finding for each ring of lanes that wait for each other, and one for each wait that is in no ring.
+    One finding for each cycle of lanes that wait for each other, and one for each wait that is in no cycle.
     """
     if not waits:
         return []
     recorded = _first_records(plan)
     findings = []
-    rings = _rings(plan, recorded)
-    for ring in rings:
-        links = [f"#{wait} waits for #{recorded[_event(plan, wait)]}" for wait in ring]
-        lanes = list(dict.fromkeys([plan.instructions[wait].lane for wait in ring]))
+    cycles = _cycles(plan, recorded)
+    for cycle in cycles:
+        links = [f"#{wait} waits for #{recorded[_event(plan, wait)]}" for wait in cycle]
+        lanes = list(dict.fromkeys([plan.instructions[wait].lane for wait in cycle]))
         what = f"{' and '.join(lanes)} wait for each other: {', '.join(links)}"
-        first, second = recorded[_event(plan, ring[0])], ring[0]
+        first, second = recorded[_event(plan, cycle[0])], cycle[0]
         event = plan.instructions[second].event
         assert event is not None
         findings.append(Finding("cycle", what, event.blob, first, second, f"#{first} before #{second}", plan))
-    known = {wait for ring in rings for wait in ring}
+    known = {wait for cycle in cycles for wait in cycle}
     for wait in waits:
         if wait in known:
             continue
@@ -60,7 +60,7 @@ def collectives_in_order(plan: Plan, parts: Sequence[int]) -> list[Finding]:
 
 
 def _disagreement(plan: Plan, positions: Sequence[int]) -> list[Finding]:
-    """A ring of collectives each of which some lane has directly before another one."""
+    """A cycle of collectives each of which some lane has directly before another one."""
     lanes: dict[str, dict[int, int]] = {}
     for position in positions:
         instruction = plan.instructions[position]
@@ -72,7 +72,7 @@ def _disagreement(plan: Plan, positions: Sequence[int]) -> list[Finding]:
     try:
         TopologicalSorter(before).prepare()
     except CycleError as e:
-        members = e.args[1][:0:-1]  # each has the next one before it; the last closes the ring
+        members = e.args[1][:0:-1]  # each has the next one before it; the last closes the cycle
     else:
         return []
     names = {member: plan.step.ops[member].outputs[0] for member in members}
@@ -100,10 +100,10 @@ def _first_records(plan: Plan) -> dict[Event, int]:
     return found
 
 
-def _rings(plan: Plan, recorded: Mapping[Event, int]) -> list[list[int]]:
+def _cycles(plan: Plan, recorded: Mapping[Event, int]) -> list[list[int]]:
     """The waits of lanes that wait for each other when each lane goes as far as it can."""
     stuck = _stuck(plan)
-    rings = []
+    cycles = []
     seen: set[str] = set()
     for start in stuck:
         path: dict[str, None] = {}
@@ -114,9 +114,9 @@ def _rings(plan: Plan, recorded: Mapping[Event, int]) -> list[list[int]]:
             lane = event.lane if event in recorded else ""
         if lane in path:
             members = list(path)
-            rings.append([stuck[member] for member in members[members.index(lane) :]])
+            cycles.append([stuck[member] for member in members[members.index(lane) :]])
         seen.update(path)
-    return rings
+    return cycles
 
 
 def _stuck(plan: Plan) -> dict[str, int]:
