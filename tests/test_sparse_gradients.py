@@ -259,6 +259,7 @@ def test_gradients_of_a_table_cross_once_to_each_device(to: dict[str, Any], cros
     assert not [source.name for source, device in copies if source.device == device]
     rows = [(s.name[:6], str(to)) for s, to in copies if s.role == "gradient" and s.dtype == "f32"]
     assert sorted(rows) == crossing
+    assert passes.inject_copies(result).step == result.step
 
 
 def refused(text: str, model: nn.Module, make: Make | None) -> None:
