@@ -37,7 +37,6 @@ from graphir.ir.device import Device
 from graphir.ir.operator import Operator
 from graphir.ir.opset import ACCUMULATES
 from graphir.ir.program import Program
-from graphir.ir.size import Dims
 
 from .following import may_leave
 from .pieces import Pieces
@@ -108,6 +107,7 @@ class _Values:
     """What the step's operators hand to each other.
 
     Attributes:
+        made: by name of a storage, the unit that makes it, or where it lives.
         found: by name of a storage, the value that it holds after the operators so far.
         all: every value, those that were overwritten too.
     """
@@ -115,64 +115,59 @@ class _Values:
     def __init__(
         self, program: Program, placed: Mapping[int, Device], homes: Mapping[str, Device], free: Mapping[int, None]
     ) -> None:
-        self.blobs: Mapping[str, Blob] = program.step.blobs
-        self.dims: Dims = program.dims
-        self.inputs = dict.fromkeys(program.step.external_inputs)
+        step, self.dims, self.pieces = program.step, program.dims, Pieces(program.step, program.dims)
+        self.blobs: Mapping[str, Blob] = step.blobs
+        self.units: Mapping[int, _Unit] = {**{i: i for i in free}, **placed}
         self.found: dict[str, _Value] = {}
         self.all: list[_Value] = []
-        self.pieces = Pieces(program.step, program.dims)
-        made: dict[str, _Unit] = {name: homes.get(name, name) for name in program.step.external_inputs}
-        for i, op in enumerate(program.step.ops):  # a function's operators belong to its result, which comes after them
-            if i in placed or i in free:
-                for name in op.outputs:
-                    if name not in self.inputs and not self.blobs[name].is_view:
-                        made[name] = placed.get(i, i)
-        for name in self.inputs:
-            self.hold(name, made[name])
-        changed: dict[str, None] = {}
-        for i, op in enumerate(program.step.ops):
-            if op.phase == "reduce":
-                continue
-            unit = self.unit(i, op, placed, free, made)
-            for name in op.inputs:
-                self.value(name, made).readers[unit] = None
-            for name in op.outputs:
-                if not self.blobs[name].is_view and name not in self.found:
-                    self.hold(name, made.setdefault(name, unit))
-            if op.phase == "forward":
-                for output, _ in op.effects.writes:
-                    storage = self.blobs[op.outputs[output]].storage
-                    self.hold(storage, unit)
-                    changed[storage] = None
+        inputs: dict[str, _Unit] = {name: homes.get(name, name) for name in step.external_inputs}
+        self.made = dict(inputs)
+        for i, op in enumerate(step.ops):  # a function's operators belong to its result, which comes after them
+            if i in self.units:
+                own = [name for name in op.outputs if name not in inputs and not self.blobs[name].is_view]
+                self.made.update(dict.fromkeys(own, self.units[i]))
+        for name, unit in inputs.items():
+            self.hold(name, unit)
+        changed = [storage for i, op in enumerate(step.ops) if op.phase != "reduce" for storage in self.add(i, op)]
         for name in changed:
-            if name in self.inputs:
-                self.found[name].readers[made[name]] = None
+            if name in inputs:
+                self.found[name].readers[inputs[name]] = None
+
+    def add(self, i: int, op: Operator) -> list[str]:
+        """Note what an operator reads and makes; the storages that it overwrites in the forward."""
+        unit = self.unit(i, op)
+        for name in op.inputs:
+            self.value(name).readers[unit] = None
+        for name in op.outputs:
+            if not self.blobs[name].is_view and name not in self.found:
+                self.hold(name, self.made.setdefault(name, unit))
+        writes = op.effects.writes if op.phase == "forward" else ()
+        overwritten = [self.blobs[op.outputs[output]].storage for output, _ in writes]
+        for storage in overwritten:
+            self.hold(storage, unit)
+        return overwritten
 
     def hold(self, storage: str, producer: _Unit) -> None:
         """Let a storage hold another value from here on."""
         value = self.found[storage] = _Value(producer, dense_nbytes(self.blobs[storage], self.dims))
         self.all.append(value)
 
-    def unit(
-        self, i: int, op: Operator, placed: Mapping[int, Device], free: Mapping[int, None], made: Mapping[str, _Unit]
-    ) -> _Unit:
-        if i in placed:
-            return placed[i]
-        if i in free:
-            return i
+    def unit(self, i: int, op: Operator) -> _Unit:
+        """What an operator goes with."""
+        if i in self.units:
+            return self.units[i]
         if op.effects.shows or op.phase == "update":
-            return made.get(self.blobs[op.inputs[0]].storage, op.device) if op.inputs else op.device
+            return self.made.get(self.blobs[op.inputs[0]].storage, op.device) if op.inputs else op.device
         if not op.of:
             return op.device
-        owner = made.get(self.blobs[op.of].storage, op.device)
-        return i if may_leave(op, self.blobs) else owner
+        return i if may_leave(op, self.blobs) else self.made.get(self.blobs[op.of].storage, op.device)
 
-    def value(self, name: str, made: Mapping[str, _Unit]) -> _Value:
+    def value(self, name: str) -> _Value:
         """The value that is read by *name*."""
         blob = self.blobs[name]
         storage = self.found.get(blob.storage)
         if storage is None:
-            storage = self.found[blob.storage] = _Value(made.get(blob.storage, blob.device), 0)
+            storage = self.found[blob.storage] = _Value(self.made.get(blob.storage, blob.device), 0)
             self.all.append(storage)
         if blob.is_view:
             nbytes = dense_nbytes(blob, self.dims)
