@@ -19,9 +19,9 @@ from graphir.optim import update_rows
 
 from .bounds import CHECKED
 from .communication import all_reduce, mean_weights
+from .slots import SLOT_BY_SLOT, check_slots
 
 __all__ = ["SPARSE", "SPARSE_UPDATES"]
-
 
 _UNCHECKED: Final[Callable[..., Tensor]] = torch.ops.aten._sparse_coo_tensor_unsafe.default
 """Makes a sparse tensor, and trusts the indices."""
@@ -35,11 +35,7 @@ def _tensor(indices: Tensor, values: Tensor, rows: int) -> Tensor:
     Raises:
         IndexError: an index is neither that of a row nor -1.
     """
-    lowest, highest = (int(bound) for bound in indices.aminmax()) if indices.numel() else (0, -1)
-    if lowest < -1 or highest >= rows:
-        wrong = highest if highest >= rows else lowest
-        raise IndexError(f"the sparse index {wrong} is out of bounds for {rows} rows")
-    if lowest < 0:
+    if not check_slots(indices, rows):
         present = indices[0] >= 0
         indices, values = indices[:, present], values[present]
     return _UNCHECKED(indices, values, (rows, *values.shape[1:]))
@@ -96,8 +92,9 @@ def embedding_bag_backward(
 SPARSE: Final[Mapping[str, Callable[..., Any]]] = {
     "graphir.sparse_sum": sparse_sum,
     "graphir.embedding_bag_backward": embedding_bag_backward,
+    **SLOT_BY_SLOT,
 }
-"""The kernels of the types that make sparse gradients."""
+"""The kernels of the types that make sparse gradients, and of those that update rows slot by slot."""
 
 
 def _sgd(

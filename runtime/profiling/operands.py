@@ -20,6 +20,8 @@ from graphir.ir.opset import signature
 from graphir.ir.size import Dims, bind
 from graphir.ir.symbols import to_torch
 
+from ..kernels.slots import SLOT_BY_SLOT
+
 __all__ = ["Geometry", "geometries", "variants"]
 
 
@@ -184,6 +186,7 @@ _SPARSE: Final[Sequence[Mapping[str, Values]]] = (
 )
 
 _SPECIAL: Final[Mapping[str, Sequence[Mapping[str, Values]]]] = {
+    **dict.fromkeys(SLOT_BY_SLOT, _SPARSE),
     "graphir.sparse_sum": _SPARSE,
     "graphir.sparse_sgd": _SPARSE,
     "graphir.sparse_adagrad": _SPARSE,

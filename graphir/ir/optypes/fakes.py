@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -104,14 +104,27 @@ def embedding_bag_backward(grad: Tensor, indices: Tensor, *others: Any, **option
     return indices.new_empty((1, len(indices))), grad.new_empty((len(indices), grad.shape[1]))
 
 
-def updated(type: str, names: Sequence[str]) -> Callable[..., None]:
-    """The fake of an optimizer's type, whose parameters that take tensors have these *names*."""
+_SINGLE: Final = ("alpha_inverse", "correction", "found_inf", "keep", "lr", "next_dampening", "step")
+"""Operands of optimizers that are one number."""
 
-    def fake(*tensors: Tensor | None, **options: Any) -> None:
+
+def updated(type: str, names: Sequence[str], *, returns: bool = False) -> Callable[..., Tensor | None]:
+    """The fake of an optimizer's type.
+
+    Args:
+        type: the optimizer's.
+        names: of its parameters that take tensors.
+        returns: whether it returns a tensor like the values of its sparse gradient.
+    """
+
+    def fake(*tensors: Tensor | None, by_rows: bool = False, **options: Any) -> Tensor | None:
         given = {name: tensor for name, tensor in zip(names, tensors, strict=False) if tensor is not None}
         param = given["param"].shape
-        special: dict[str, tuple[int, ...]] = dict.fromkeys(("lr", "step", "next_dampening", "found_inf"), ())
+        special: dict[str, tuple[int, ...]] = dict.fromkeys(_SINGLE, ())
         special["row_sum"] = tuple(param[:1])
+        special["n_z"] = (*param, 2)
+        if by_rows:  # the squares have one number for each row
+            special["moment" if "moment" in given else "moment_2"] = tuple(param[:1])
         if "indices" in given:
             lookups = given["indices"].shape[-1:]
             special |= {"indices": (1, *lookups), "values": (*lookups, *param[1:])}
@@ -119,6 +132,7 @@ def updated(type: str, names: Sequence[str]) -> Callable[..., None]:
             wanted = special.get(name, param)
             if tensor.shape != wanted:
                 raise Refused(f"{type} takes {name} of shape {list(wanted)}, not {_shown(tensor)}")
+        return torch.empty_like(given["values"]) if returns else None
 
     return fake
 

@@ -25,9 +25,18 @@ def _record(type: str, schema: str, fake: Callable[..., Any], **known: Any) -> O
 
 def _optimizer(type: str, schema: str, **known: Any) -> OperatorType:
     """A type that updates one parameter, and its state."""
+    return _record(type, schema, fakes.updated(type, _tensors(schema)), **known)
+
+
+def _slot_by_slot(type: str, schema: str) -> OperatorType:
+    """A type that updates the rows of a parameter, and their state, as one of Caffe2's sparse optimizers does."""
+    return _record(type, schema, fakes.updated(type, _tensors(schema), returns="->Tensor" in schema.replace(" ", "")))
+
+
+def _tensors(schema: str) -> list[str]:
+    """The names of the parameters that take tensors."""
     arguments = torch._C.parse_schema(f"graphir::{schema}").arguments
-    names = [argument.name for argument in arguments if "Tensor" in str(argument.type)]
-    return _record(type, schema, fakes.updated(type, names), **known)
+    return [argument.name for argument in arguments if "Tensor" in str(argument.type)]
 
 
 _RECORDS: Final = (
@@ -136,6 +145,37 @@ _RECORDS: Final = (
         "Tensor(d!) step, Tensor lr, Tensor? found_inf=None, *, float beta1=0.9, float beta2=0.999, "
         "float eps=1e-08, bool maximize=False) -> ()",
     ),
+    _slot_by_slot(
+        "graphir.caffe2_sparse_adagrad",
+        "caffe2_sparse_adagrad(Tensor(a!) param, Tensor(b!) moment, Tensor indices, Tensor values, Tensor lr, *, "
+        "float epsilon=1e-05, float weight_decay=0., bool by_rows=False) -> ()",
+    ),
+    _slot_by_slot(
+        "graphir.caffe2_sparse_adam",
+        "caffe2_sparse_adam(Tensor(a!) param, Tensor(b!) moment_1, Tensor(c!) moment_2, Tensor indices, "
+        "Tensor values, Tensor lr, Tensor correction, *, float beta1=0.9, float beta2=0.999, float epsilon=1e-05, "
+        "bool by_rows=False, bool adapted=False) -> Tensor",
+    ),
+    _slot_by_slot(
+        "graphir.caffe2_sparse_momentum_sgd",
+        "caffe2_sparse_momentum_sgd(Tensor(a!) param, Tensor(b!) buffer, Tensor indices, Tensor values, Tensor lr, *, "
+        "float momentum=0., bool nesterov=False) -> Tensor",
+    ),
+    _slot_by_slot(
+        "graphir.caffe2_sparse_ftrl",
+        "caffe2_sparse_ftrl(Tensor(a!) param, Tensor(b!) n_z, Tensor indices, Tensor values, Tensor alpha_inverse, *, "
+        "float beta=1., float lambda1=0.001, float lambda2=0.001) -> ()",
+    ),
+    _slot_by_slot(
+        "graphir.caffe2_sparse_adadelta",
+        "caffe2_sparse_adadelta(Tensor(a!) param, Tensor(b!) moment, Tensor(c!) delta, Tensor indices, Tensor values, "
+        "Tensor lr, *, float epsilon=1e-05, float decay=0.95) -> ()",
+    ),
+    _slot_by_slot(
+        "graphir.caffe2_sparse_storm",
+        "caffe2_sparse_storm(Tensor(a!) param, Tensor(b!) moment, Tensor indices, Tensor values, Tensor lr, "
+        "Tensor keep) -> ()",
+    ),
 )
 
 OWN: Final[Mapping[str, OperatorType]] = {record.type: record for record in _RECORDS}
@@ -155,5 +195,6 @@ Attention is torch's ``scaled_dot_product_attention`` without dropout, by the ke
 A sparse gradient is two tensors, ``indices`` (1, n) and ``values`` (n, d): ``values[k]`` is added to row
 ``indices[0, k]``, and -1 marks a slot that holds nothing. ``embedding_bag_backward`` and ``sparse_sum`` return such a
 pair. The sum is that of sparse tensors in torch, in the order of the operands, with ``reduction`` and ``shares`` as for
-``AllReduce``.
+``AllReduce``. The ``sparse_`` optimizers add the slots of a row up and update it once, as torch does. Those called
+``caffe2_sparse_`` are Caffe2's: each slot updates its row and the row's state by itself, in the order of the slots.
 """
