@@ -13,7 +13,7 @@ from ..ir.device import Device
 from ..ir.dialect import Dialect, HostOperands, register_dialect
 from ..ir.operator import Operator
 
-__all__ = ["CAFFE2", "IN_PLACE", "meaning_of_text", "mentioned"]
+__all__ = ["CAFFE2", "IN_PLACE", "counts_unseen", "meaning_of_text", "mentioned"]
 
 _HOST: Final = {
     "Adam": HostOperands(inputs=(5,)),
@@ -44,6 +44,7 @@ _SECOND: Final = ((1, 0),)
 _EITHER: Final = ((0, 0), (1, 0))
 
 IN_PLACE: Final[Mapping[str, tuple[tuple[int, int], ...]]] = {
+    "Adadelta": ((0, 0), (1, 1), (2, 2)),
     "Adagrad": ((0, 0), (1, 1)),
     "Adam": ((0, 0), (1, 1), (2, 2)),
     "Add": _EITHER,
@@ -51,6 +52,7 @@ IN_PLACE: Final[Mapping[str, tuple[tuple[int, int], ...]]] = {
     "ConstantFill": _FIRST,
     "Dropout": _FIRST,
     "DropoutGrad": _FIRST,
+    "Ftrl": ((0, 0), (1, 1)),
     "GaussianFill": _FIRST,
     "Iter": _FIRST,
     "MSRAFill": _FIRST,
@@ -61,19 +63,28 @@ IN_PLACE: Final[Mapping[str, tuple[tuple[int, int], ...]]] = {
     "Scale": _FIRST,
     "RmsProp": ((0, 0), (1, 1), (2, 2)),
     "RowWiseSparseAdagrad": ((0, 0), (1, 1)),
+    "RowWiseSparseAdam": ((0, 0), (1, 1), (2, 2)),
     "ScatterWeightedSum": _FIRST,
     "Sigmoid": _FIRST,
     "SigmoidGradient": _SECOND,
+    "SparseAdadelta": ((0, 0), (1, 1), (2, 2)),
     "SparseAdagrad": ((0, 0), (1, 1)),
+    "SparseAdam": ((0, 0), (1, 1), (2, 2)),
+    "SparseFtrl": ((0, 0), (1, 1)),
+    "SparseMomentumSGDUpdate": ((1, 1), (3, 2)),
+    "SparseStorm": ((0, 0), (1, 1), (2, 2)),
+    "SparseWngrad": ((0, 0), (1, 1)),
     "SpatialBN": ((0, 0), (3, 1), (4, 2), (5, 3), (6, 4)),
     "SpatialBNGradient": ((5, 1), (6, 2)),
     "StopGradient": _FIRST,
+    "Storm": ((0, 0), (1, 1), (2, 2)),
     "Sum": _FIRST,
     "Tanh": _FIRST,
     "TanhGradient": _SECOND,
     "UniformFill": _FIRST,
     "UniformIntFill": _FIRST,
     "WeightedSum": _FIRST,
+    "Wngrad": ((0, 0), (1, 1)),
     "XavierFill": _FIRST,
 }
 """The (input, output) positions at which Caffe2's operator schemas allow (or demand) one name for both. A type that is
@@ -118,7 +129,8 @@ class _Caffe2(Dialect):
         return memory.is_host is device.is_host
 
     def mentions(self, op: Operator) -> tuple[str, ...]:
-        return mentioned(op.proto) if op.proto else ()
+        """Also the counter of an ``Iter`` that reads what it wrote a step before."""
+        return (*(mentioned(op.proto) if op.proto else ()), *(op.outputs if counts_unseen(op) else ()))
 
     def nested(self, op: Operator) -> tuple[str, ...]:
         return mentioned(op.proto) if _has_nets(op) else ()
@@ -127,8 +139,10 @@ class _Caffe2(Dialect):
         return meaning_of_text(op.proto)
 
     def is_ordered(self, op: Operator) -> bool:
-        """An operator with nets in its arguments is, if one of theirs is."""
-        return op.type in _ORDERED or (_has_nets(op) and any(f'type: "{inner}"' in op.proto for inner in _ORDERED))
+        """An operator with nets in its arguments is, if one of theirs is; so is a counter without an input."""
+        if op.type in _ORDERED or counts_unseen(op):
+            return True
+        return _has_nets(op) and any(f'type: "{inner}"' in op.proto for inner in _ORDERED)
 
     def in_place(self, op: Operator) -> tuple[tuple[int, int], ...]:
         if op.type == "NCCLAllreduce":
@@ -145,6 +159,11 @@ class _Caffe2(Dialect):
     def infers(self, type: str) -> bool:
         """Nothing of Caffe2's types, its ``Copy`` included; a type with a dot is torch's, and no file can hold it."""
         return "." in type
+
+
+def counts_unseen(op: Operator) -> bool:
+    """Whether an operator is an ``Iter`` of old nets: without an input, it counts on from what its output holds."""
+    return op.type == "Iter" and not op.inputs and bool(op.outputs)
 
 
 def _has_nets(op: Operator) -> bool:

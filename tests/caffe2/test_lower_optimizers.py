@@ -2,11 +2,14 @@
 
 import math
 
+import definitions
+import numpy as np
 import pytest
 import torch
-from lowering import close, generator, op, run
+from lowering import close, generator, net, op, program, run
 
-from graphir import GraphirError
+import graphir
+from graphir import GraphirError, caffe2, passes
 
 
 def tensor(seed, *shape):
@@ -74,6 +77,76 @@ def test_adam(outputs, iteration):
     adapted = correction * m / (v.sqrt() + 1e-3)
     for mine, theirs in zip(found, (state["w"] - 0.1 * adapted, m, v, adapted), strict=False):
         close(mine, theirs)
+
+
+def near(found, wanted, rtol=2e-6):
+    for mine, theirs in zip(found, wanted, strict=True):
+        close(mine, torch.from_numpy(theirs), rtol)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("args", [{}, {"alpha": 0.1, "beta": 0.5, "lambda1": 2.0, "lambda2": 0.1}], ids=str)
+@pytest.mark.parametrize("shape", [(3, 4, 2), (24,)], ids=["pairs", "flat"])
+def test_ftrl(seed, steps, args, shape):
+    g, state = tensor(seed), {"w": tensor(seed + 1), "nz": tensor(seed + 2, 3, 4, 2).abs().view(shape)}
+    found = run([op("Ftrl", "w nz g", "w nz", **args)], {"g": g}, "w nz", state=state, steps=steps)
+    w, n_z = state["w"].numpy().copy(), state["nz"].view(3, 4, 2).numpy().copy()
+    for _ in range(steps):
+        definitions.ftrl(w, n_z, g.numpy(), **args)
+    near(found, [w, n_z.reshape(shape)], 5e-5)  # 1 by alpha multiplies what rounding makes of roots
+
+
+def test_ftrl_with_its_rate_as_an_input():
+    state = {"w": tensor(1), "nz": tensor(2, 3, 4, 2).abs()}
+    inputs = {"g": tensor(3), "a": torch.tensor([0.03])}
+    given = run([op("Ftrl", "w nz g a", "w nz")], inputs, "w nz", state=state)
+    named = run([op("Ftrl", "w nz g", "w nz", alpha=0.03)], {"g": tensor(3)}, "w nz", state=state)
+    assert all(map(torch.equal, given, named))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("args", [{}, {"decay": 0.8, "epsilon": 1e-3}], ids=str)
+def test_adadelta(seed, args):
+    g, state = tensor(seed), {"w": tensor(seed + 1), "h": tensor(seed + 2).abs(), "d": tensor(seed + 3).abs()}
+    inputs = {"g": g, "lr": torch.tensor([-0.1])}
+    found = run([op("Adadelta", "w h d g lr", "w h d", **args)], inputs, "w h d", state=state, steps=3)
+    wanted = [state[name].numpy().copy() for name in "whd"]
+    for _ in range(3):
+        definitions.adadelta(*wanted, g.numpy(), -0.1, **args)
+    near(found, wanted, 5e-6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("outputs", ["w b", "w b rate", "w b rate growth"])
+def test_wngrad(seed, outputs):
+    g, state = tensor(seed), {"w": tensor(seed + 1), "b": torch.tensor([1.5])}
+    inputs = {"g": g, "lr": torch.tensor(-0.1)}
+    found = run([op("Wngrad", "w b g lr", outputs, epsilon=0.01)], inputs, outputs, state=state)
+    w, b = state["w"].numpy().copy(), state["b"].numpy().copy()
+    rate, growth = definitions.wngrad(w, b, g.numpy(), -0.1, epsilon=0.01)
+    near(found, [w, b, np.array([rate]), growth][: len(found)])
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("args", [{}, {"momentum": 2.0, "beta": 0.5}], ids=str)
+def test_storm(seed, args):
+    g, state = tensor(seed), {"w": tensor(seed + 1), "m": tensor(seed + 2), "s": torch.tensor([0.5])}
+    inputs = {"g": g, "lr": torch.tensor(-0.1)}
+    found = run([op("Storm", "w m s g lr", "w m s", **args)], inputs, "w m s", state=state, steps=3)
+    w, m, s = [state[name].numpy().copy() for name in "wms"]
+    for _ in range(3):
+        definitions.storm(w, m, g.numpy(), *definitions.storm_rates(s, g.numpy(), -0.1, **args))
+    near(found, [w, m, s])
+
+
+def test_defaults_are_numbers_of_float32():
+    """0.999 is 0.99900001 in Caffe2, which the correction of Adam's bias multiplies."""
+    state = {"w": tensor(2), "m": tensor(3), "v": tensor(4).abs(), "it": torch.tensor([3])}
+    inputs = {"g": tensor(1), "lr": torch.tensor(-0.1)}
+    (adapted,) = run([op("Adam", "w m v g lr it", "w m v a")], inputs, "a", state=state)
+    wanted = [state[name].numpy().copy() for name in "wmv"]
+    near([adapted], [definitions.adam(*wanted, tensor(1).numpy(), -0.1, 3, adapted=True)], 1e-6)
 
 
 def test_results_beside_their_operands_leave_those_alone():
@@ -174,6 +247,10 @@ UPDATES = [
     op("Adagrad", "w m g lr", "w m"),
     op("RmsProp", "g m v lr", "g2 m v"),
     op("Adam", "w m v g lr it", "w m v"),
+    op("Ftrl", "w m g", "w m"),
+    op("Adadelta", "w m v g lr", "w m v"),
+    op("Storm", "w m s g lr", "w m s"),
+    op("Wngrad", "w s g lr", "w s"),
 ]
 
 
@@ -186,6 +263,25 @@ def test_gradients_that_do_not_fit_are_refused(update, grad):
     reason = "'g' should have one element" if list(update.input) == ["w", "g"] else r"f(32|64)\[(3,)?4\]"
     with pytest.raises(GraphirError, match=rf"{update.type} cannot be translated: .*{reason}(.|\n)*operator 0"):
         run([update], given, update.output[-1], state=state)
+
+
+@pytest.mark.parametrize(
+    "update, reason",
+    [
+        (op("Ftrl", "w m g", "w m"), r"n and z are f32\[3,4\], the parameter f32\[3,4\]"),
+        (op("Ftrl", "w nz g lr", "w nz", alpha=0.1), "alpha is an input and an argument"),
+        (op("Adadelta", "w m v g lr", "w m v", decay=0.0), "argument 'decay' is 0.0"),
+        (op("Storm", "w m v g lr", "w m v"), "'v' should have one element"),
+        (op("Wngrad", "w m g lr", "w m"), "cannot be seen as"),
+    ],
+    ids=lambda o: getattr(o, "type", o),
+)
+def test_state_and_arguments_that_make_no_sense_are_refused(update, reason):
+    inputs = {"g": tensor(1), "lr": torch.tensor(0.1)}
+    given = {name: inputs[name] for name in update.input if name in inputs}
+    state = {name: tensor(2, *(3, 4, 2)[: 3 if name == "nz" else 2]) for name in update.input if name not in inputs}
+    with pytest.raises(GraphirError, match=f"{update.type} cannot be translated: .*{reason}"):
+        run([update], given, "w", state=state)
 
 
 @pytest.mark.parametrize(
@@ -208,9 +304,58 @@ def test_a_result_that_overwrites_what_is_still_read_is_refused():
         run([adagrad], {"g": tensor(3), "lr": torch.tensor(0.1)}, "w", state={"w": tensor(1), "m": tensor(2)})
 
 
-def test_a_counter_that_is_no_input_is_refused():
-    with pytest.raises(GraphirError, match="the counter is no input"):
-        run([op("Iter", "", "it")], {}, "it")
+def counting(step, init=(), state=None, steps=3):
+    """The counter after each step."""
+    lowered = caffe2.lower(program(step, state or {}, init), state=state, outputs=["it"])
+    with graphir.runtime.Session(passes.emit(lowered), lowered.state) as session:
+        found = [session.step()["it"] for _ in range(steps)]
+        assert torch.equal(session.state_dict().get("it", found[-1]), found[-1])
+    assert all(number.dtype == torch.int64 for number in found)
+    return [number.tolist() for number in found]
+
+
+LEGACY = op("Iter", "", "it")
+
+
+def test_a_counter_without_an_input_begins_at_nothing_and_goes_on():
+    assert counting([LEGACY]) == [[1], [2], [3]]
+    assert counting([LEGACY, LEGACY]) == [[2], [4], [6]]
+
+
+def test_a_counter_without_an_input_counts_on_from_what_there_is():
+    fill = op("ConstantFill", "", "it", shape=[1], value=7, dtype=10)
+    assert counting([LEGACY], [fill]) == [[8], [9], [10]]
+    assert counting([LEGACY], [LEGACY]) == [[2], [3], [4]]
+    assert counting([LEGACY], [fill, LEGACY]) == [[9], [10], [11]]
+    assert counting([LEGACY], state={"it": torch.tensor([5])}) == [[6], [7], [8]]
+    assert counting([fill, LEGACY]) == [[8], [8], [8]]
+
+
+def test_a_counter_without_an_input_drives_a_rate_and_keeps_its_blob():
+    """Sharing names leaves the counter its own, and copies leave it on the host."""
+    rate = op("LearningRate", "it", "lr", "gpu:0", base_lr=-1.0, policy="exp", gamma=0.5)
+    ops = [op("Iter", "", "it", "gpu:0"), rate, op("Scale", "x", "a"), op("Scale", "a", "b"), op("Scale", "b", "c")]
+    imported = program(ops, {"x": tensor(1)})
+    placed = passes.inject_copies(imported)
+    graphir.certify(imported, placed)
+    shared = passes.share_storage(placed)
+    assert [o.outputs for o in shared.step.ops if "it" in (*o.inputs, *o.outputs)] == [("it",), ("lr",)]
+    lowered = caffe2.lower(shared, outputs=["lr", "c"])
+    with graphir.runtime.Session(passes.emit(lowered), lowered.state) as session:
+        assert [session.step(x=tensor(1))["lr"].item() for _ in range(3)] == [-0.5, -0.25, -0.125]
+
+
+def test_two_counters_without_an_input_are_no_one_counter():
+    twice = program([LEGACY, LEGACY], {})
+    with pytest.raises(GraphirError, match="'it'"):
+        graphir.certify(twice, program([LEGACY], {}))
+
+
+def test_lowering_leaves_a_net_with_such_a_counter_as_it_is():
+    imported = caffe2.load_program(net([LEGACY], (), ("it",), "step"))
+    before = str(imported.step)
+    caffe2.lower(imported)
+    assert str(imported.step) == before and imported.step.external_inputs == ()
 
 
 def test_periods_of_nothing_are_refused():

@@ -6,6 +6,7 @@ written with. Each other module holds the translations of one subject.
 
 from . import (  # noqa: F401  # importing them registers their translations
     convolution,
+    counters,
     dense,
     fills,
     losses,
@@ -15,6 +16,7 @@ from . import (  # noqa: F401  # importing them registers their translations
     schedules,
     shapes,
     sparse,
+    sparse_optimizers,
     transfers,
 )
 from .program import lower

@@ -1,34 +1,18 @@
-"""Updates of parameters, and the iteration counter.
+"""Updates of whole parameters; those of rows are in :mod:`.sparse_optimizers`.
 
-Sources: ``momentum_sgd_op.h``, ``adagrad_op.h``, ``adam_op.h``, ``rmsprop_op.cc``, ``iter_op.h`` of ``caffe2/sgd``,
-``utility_ops.h`` of ``caffe2/operators``. What a Caffe2 operator overwrites is overwritten here.
+Sources: ``momentum_sgd_op.h``, ``adagrad_op.h``, ``adam_op.h``, ``rmsprop_op.cc``, ``ftrl_op.cc``, ``adadelta_op.h``,
+``wngrad_op.h``, ``storm_op.h`` of ``caffe2/sgd``, ``utility_ops.h`` of ``caffe2/operators``. What a Caffe2 operator
+overwrites is overwritten here.
 """
 
 from __future__ import annotations
 
+from math import prod
+
 from .builder import Value
 from .registry import Lowering, refuse, translates
 
-__all__ = ()
-
-
-@translates("Iter")
-def _iter(c: Lowering) -> None:
-    _count(c, 0)
-
-
-@translates("AtomicIter")
-def _atomic_iter(c: Lowering) -> None:
-    """The lock at input 0 is left out: a program's order is fixed."""
-    _count(c, 1)
-
-
-def _count(c: Lowering, position: int) -> None:
-    if not c.count:
-        raise refuse("the counter is no input", "let it be input and output, and fill it in the init net")
-    counter = c.updated(position, 0)
-    device = c.builder.device(counter)
-    c.bind(0, c.one("aten.add_.Scalar", [counter], {"other": 1}, device=device))
+__all__ = ["alpha_inverse", "correction", "decay", "storm"]
 
 
 @translates("WeightedSum")
@@ -128,26 +112,27 @@ def _adam(c: Lowering) -> None:
     second = c.one("aten.addcmul_.default", [second, grad, grad], {"value": 1.0 - beta2})
     c.bind(1, first)
     c.bind(2, second)
-    correction, lr = _correction(c, beta1, beta2), c.scalar(4)
+    unbiased, lr = correction(c, 5), c.scalar(4)
     root = c.one("aten.sqrt.default", [second])
     root = c.one("aten.add.Scalar", [root], {"other": c.number("epsilon", 1e-5)})
     if len(c.op.outputs) > 3:
-        corrected = c.one("aten.mul.Tensor", [first, correction])
+        corrected = c.one("aten.mul.Tensor", [first, unbiased])
         adapted = c.one("aten.div.Tensor", [corrected, root], {}, 3)
         c.bind(0, c.one("aten.addcmul_.default", [param, adapted, lr]))
     else:
-        rate = c.one("aten.mul.Tensor", [lr, correction])
+        rate = c.one("aten.mul.Tensor", [lr, unbiased])
         c.bind(0, c.one("aten.addcdiv_.default", [param, c.one("aten.mul.Tensor", [first, rate]), root]))
 
 
-def _correction(c: Lowering, beta1: float, beta2: float) -> Value:
-    """``sqrt(1 - beta2^t) / (1 - beta1^t)`` with t one more than the iteration, on the host.
+def correction(c: Lowering, position: int) -> Value:
+    """``sqrt(1 - beta2^t) / (1 - beta1^t)`` with t one more than the iteration at an input, on the host.
 
     Updates that read the same iteration share it.
     """
-    key = ("Adam", c[5], beta1, beta2)
+    beta1, beta2 = c.number("beta1", 0.9), c.number("beta2", 0.999)
+    key = ("Adam", c[position], beta1, beta2)
     if key not in c.builder.notes:
-        number = c.host_number(5)
+        number = c.host_number(position)
         host = c.builder.device(number)
         t = c.one("aten.add.Scalar", [c.cast(number, "f64")], {"other": 1}, device=host)
 
@@ -160,3 +145,130 @@ def _correction(c: Lowering, beta1: float, beta2: float) -> Value:
         quotient = c.one("aten.div.Tensor", [root, of_first], device=host)
         c.builder.notes[key] = c.cast(quotient, "f32")
     return c.builder.notes[key]
+
+
+@translates("Ftrl")
+def _ftrl(c: Lowering) -> None:
+    """From parameter, n and z side by side in a last dimension, gradient and, where it is no argument, alpha.
+
+    ``n' = n + g²`` and ``z' = z + g - (sqrt(n') - sqrt(n)) w / alpha``. The parameter is 0 where z' is at most lambda1
+    in magnitude, and else ``(lambda1 sign(z') - z') / ((beta + sqrt(n')) / alpha + lambda2)``.
+    """
+    c.alike(0, 2)
+    param, state, grad = c.updated(0, 0), c.updated(1, 1), c[2]
+    if prod(state.shape) != 2 * prod(param.shape):
+        raise refuse(f"n and z are {state.geometry}, the parameter {param.geometry}", "give two numbers for each")
+    pairs = c.reshaped(state, (*param.shape, 2))
+    inverse = alpha_inverse(c, 3)
+    n, z = [c.one("aten.select.int", [pairs], {"dim": len(param.shape), "index": i}) for i in (0, 1)]
+    total = c.one("aten.add.Tensor", [n, c.one("aten.mul.Tensor", [grad, grad])])
+    root = c.one("aten.sqrt.default", [total])
+    grown = c.one("aten.sub.Tensor", [root, c.one("aten.sqrt.default", [n])])
+    grown = c.one("aten.mul.Tensor", [c.one("aten.mul.Tensor", [grown, inverse]), param])
+    new = c.one("aten.sub.Tensor", [c.one("aten.add.Tensor", [z, grad]), grown])
+    lambda1 = c.number("lambda1", 0.001)
+    above = c.one("aten.sub.Tensor", [_times(c, c.one("aten.sign.default", [new]), lambda1), new])
+    below = c.one("aten.mul.Tensor", [_plus(c, root, c.number("beta", 1.0)), inverse])
+    weight = c.one("aten.div.Tensor", [above, _plus(c, below, c.number("lambda2", 0.001))])
+    small = c.one("aten.le.Scalar", [c.one("aten.abs.default", [new])], {"other": lambda1})
+    weight = c.one("aten.masked_fill.Scalar", [weight, small], {"value": 0.0})
+    joined = c.one("aten.stack.default", [[total, new]], {"dim": len(param.shape)})
+    c.bind(1, c.one("aten.copy_.default", [state, c.reshaped(joined, state.shape)]))
+    c.bind(0, c.one("aten.copy_.default", [param, weight]))
+
+
+def alpha_inverse(c: Lowering, position: int) -> Value:
+    """1 by Ftrl's alpha, which is an input or an argument."""
+    if position >= c.count:
+        return c.full((), 1.0 / c.number("alpha", 0.005))
+    if "alpha" in c.op.args:
+        raise refuse("alpha is an input and an argument", "give one of them")
+    return c.cast(c.one("aten.reciprocal.default", [c.cast(c.scalar(position), "f64")]), "f32")
+
+
+@translates("Adadelta")
+def _adadelta(c: Lowering) -> None:
+    """From parameter, mean squares h of gradients and d of steps, gradient and learning rate: ``h = decay h +
+    (1 - decay) g²``, the step ``s = sqrt(d + epsilon) / sqrt(h + epsilon) g``, ``d = decay d + (1 - decay) s²``, and
+    the parameter grows by ``lr s``."""
+    c.alike(0, 1, 2, 3)
+    param, squares, deltas = c.updated(0, 0), c.updated(1, 1), c.updated(2, 2)
+    kept, epsilon, grad = decay(c), c.number("epsilon", 1e-5), c[3]
+    above = c.one("aten.sqrt.default", [_plus(c, deltas, epsilon)])
+    squares = _mean_squares(c, squares, grad, kept)
+    below = c.one("aten.sqrt.default", [_plus(c, squares, epsilon)])
+    step = c.one("aten.mul.Tensor", [c.one("aten.div.Tensor", [above, below]), grad])
+    c.bind(1, squares)
+    c.bind(2, _mean_squares(c, deltas, step, kept))
+    c.bind(0, c.one("aten.add_.Tensor", [param, c.one("aten.mul.Tensor", [step, c.scalar(4)])]))
+
+
+def decay(c: Lowering) -> float:
+    """The share of the old mean squares that Adadelta keeps."""
+    kept = c.number("decay", 0.95)
+    if not 0 < kept < 1:
+        raise refuse(f"argument 'decay' is {kept}", "it is more than 0 and less than 1")
+    return kept
+
+
+def _mean_squares(c: Lowering, mean: Value, values: Value, kept: float) -> Value:
+    squares = c.one("aten.mul.Tensor", [_times(c, values, 1.0 - kept), values])
+    return c.one("aten.add_.Tensor", [c.one("aten.mul_.Scalar", [mean], {"other": kept}), squares])
+
+
+@translates("Wngrad")
+def _wngrad(c: Lowering) -> None:
+    """From parameter, a number b, gradient and learning rate: the parameter grows by ``lr / (b + epsilon) g``, and b by
+    the sum of g² over ``b + epsilon``. The effective learning rate and the growth are outputs 2 and 3, where they are
+    wanted."""
+    c.alike(0, 2)
+    param, total, grad = c.updated(0, 0), c.updated(1, 1), c[2]
+    shifted, wanted = _plus(c, c.reshaped(total, ()), c.number("epsilon", 1e-5)), len(c.op.outputs)
+    rate = c.one("aten.div.Tensor", [c.scalar(3), shifted])
+    if wanted > 2:
+        c.reshaped(rate, total.shape, 2)
+        growth = c.one("aten.mul.Tensor", [grad, rate], {}, 3 if wanted > 3 else None)
+    else:
+        growth = c.one("aten.div.Tensor", [c.one("aten.mul.Tensor", [grad, c.scalar(3)]), shifted])
+    c.bind(0, c.one("aten.add_.Tensor", [param, growth]))
+    c.bind(1, c.one("aten.add_.Tensor", [total, c.one("aten.div.Tensor", [_sum_of_squares(c, grad), shifted])]))
+
+
+@translates("Storm")
+def _storm(c: Lowering) -> None:
+    """From parameter, moment, sum of all squares, gradient and learning rate; see :func:`storm`. With its rate and
+    share, the moment becomes ``m = g + share (m - g)``, and the parameter grows by ``rate m``."""
+    c.alike(0, 1, 3)
+    param, moment, grad = c.updated(0, 0), c.updated(1, 1), c[3]
+    rate, share = storm(c, grad, 4)
+    rest = c.one("aten.mul.Tensor", [c.one("aten.sub.Tensor", [moment, grad]), share])
+    moment = c.one("aten.copy_.default", [moment, c.one("aten.add.Tensor", [grad, rest])])
+    c.bind(1, moment)
+    c.bind(0, c.one("aten.add_.Tensor", [param, c.one("aten.mul.Tensor", [moment, rate])]))
+
+
+def storm(c: Lowering, grad: Value, lr: int) -> tuple[Value, Value]:
+    """Storm's rate ``lr / cbrt(beta + s)``, where s is the sum of all squares, which input 2 and output 2 hold, and the
+    share ``1 - momentum rate²`` of the old moment that is kept."""
+    total = c.updated(2, 2)
+    if prod(total.shape) != 1:
+        raise refuse(f"{c.op.inputs[2]!r} should have one element, but is {total.geometry}")
+    total = c.one("aten.add_.Tensor", [total, _sum_of_squares(c, grad)])
+    c.bind(2, total)
+    shifted = c.cast(_plus(c, c.reshaped(total, ()), c.number("beta", 0.1)), "f64")
+    power = c.one("aten.pow.Tensor_Scalar", [shifted], {"exponent": -1.0 / 3.0})
+    rate = c.cast(c.one("aten.mul.Tensor", [power, c.cast(c.scalar(lr), "f64")]), "f32")
+    square = c.one("aten.mul.Tensor", [_times(c, rate, c.number("momentum", 10.0)), rate])
+    return rate, c.one("aten.rsub.Scalar", [square], {"other": 1})
+
+
+def _sum_of_squares(c: Lowering, values: Value) -> Value:
+    return c.one("aten.sum.default", [c.one("aten.mul.Tensor", [values, values])])
+
+
+def _plus(c: Lowering, value: Value, number: float) -> Value:
+    return c.one("aten.add.Scalar", [value], {"other": number})
+
+
+def _times(c: Lowering, value: Value, number: float) -> Value:
+    return c.one("aten.mul.Scalar", [value], {"other": number})

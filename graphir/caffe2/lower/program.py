@@ -19,6 +19,7 @@ from ...ir.text import operator_text
 from ...ir.verify import require
 from ...ir.verify.infer import Geometry
 from .builder import ABSENT, Absent, Builder, Known, Static, Value
+from .counters import with_explicit_counters
 from .evaluate import evaluate
 from .registry import TRANSLATIONS, Lowering
 
@@ -60,6 +61,7 @@ def lower(
     require(program, (Program,), "lower")
     _refuse_untranslated(program)
     given = _given(program, {} if state is None else state)
+    program = with_explicit_counters(program, given)
     wanted = _default_outputs(program.step) if outputs is None else _names(outputs)
     first, filled = _run_init(program.init, given)
     builder, kept = _lower_step(program.step, wanted, first, given)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Final, TypeAlias
 
+import torch
+
 from ...errors import GraphirError, counted
 from ...ir.device import CPU, Device
 from ...ir.operator import Arg, Operator, Symbol
@@ -125,8 +127,9 @@ class Lowering:
         return int(self._arg(name, (int,), default))  # type: ignore[arg-type]  # checked
 
     def number(self, name: str, default: float = 0.0) -> float:
-        """A number, with float32's digits as in the file."""
-        return float(self._arg(name, (float, int), default))  # type: ignore[arg-type]  # checked
+        """A number that float32 has: as in the file, or the nearest one to *default*, as in Caffe2."""
+        value = float(self._arg(name, (float, int), default))  # type: ignore[arg-type]  # checked
+        return value if name in self.op.args else torch.tensor(value, dtype=torch.float32, device="cpu").item()
 
     def text(self, name: str, default: str = "") -> str:
         """A text argument."""

@@ -3,23 +3,23 @@
 Sources: ``lengths_reducer_ops.h``, ``segment_reduction_op.h``, ``unique_ops.cc`` of ``caffe2/operators``.
 
 ``Unique`` gives as many rows as there are different indices, which is known only when it runs. Shapes here are fixed,
-so its result is *padded*: the first rows are Caffe2's, in the same (ascending) order; those after them repeat indices
-that are among the first. ``UnsortedSegmentSum`` gives such rows zeros, to which a sparse optimizer then does nothing.
-No other operator may read a padded blob.
+so its result is *padded*: the first rows are Caffe2's, in the same (ascending) order; those after them hold -1, which
+names no row. ``UnsortedSegmentSum`` gives such rows zeros, and a sparse optimizer passes over them. No other operator
+may read a padded blob.
 """
 
 from __future__ import annotations
 
 from math import prod
 
-from ...ir.operator import Arg, Symbol
+from ...ir.operator import Arg
 from .builder import Value
 from .registry import Lowering, refuse, translates
 
-__all__ = ()
+__all__ = ["indices"]
 
 
-def _indices(c: Lowering, position: int) -> Value:
+def indices(c: Lowering, position: int) -> Value:
     """The indices at an input, in a row."""
     found = c.counts(position)
     return c.reshaped(found, (prod(found.shape),))
@@ -41,7 +41,7 @@ def _segments(c: Lowering, lengths: Value, total: int) -> Value:
 @translates("SparseLengthsSum")
 def _sparse_lengths_sum(c: Lowering) -> None:
     """From data, indices and lengths: for each length, the sum of the rows that so many of the indices name."""
-    data, index, lengths = c.floating(0), _indices(c, 1), _lengths(c, 2)
+    data, index, lengths = c.floating(0), indices(c, 1), _lengths(c, 2)
     rows = c.one("aten.index_select.default", [data, index], {"dim": 0})
     segments = _segments(c, lengths, index.shape[0])
     zeros = c.full((lengths.shape[0], *data.shape[1:]), 0.0)
@@ -72,7 +72,8 @@ def _unique(c: Lowering) -> None:
         starts = c.one("aten.cat.default", [[starts, differs]])
     places = c.one("aten.cumsum.default", [starts], {"dim": 0})
     out = None if c.op.inputs[0] == c.output(0) else 0
-    unique = c.one("aten.scatter.src", [ordered, places, ordered], {"dim": 0}, out)
+    nothing = c.full((count,), -1, index.dtype)
+    unique = c.one("aten.scatter.src", [nothing, places, ordered], {"dim": 0}, out)
     c.bind(0, unique._replace(padded=True))
     if len(c.op.outputs) > 1:
         zeros = c.full((count,), 0, "i32")
@@ -113,50 +114,3 @@ def _scatter_weighted_sum(c: Lowering) -> None:
         update = c.one("aten.mul.Tensor", [c.reshaped(c[i], (count, *shape[1:])), c.scalar(i + 1)])
         data = c.one("aten.index_add_.default", [data, index, update], dim)
     c.bind(0, data)
-
-
-@translates("SparseAdagrad", "RowWiseSparseAdagrad")
-def _sparse_adagrad(c: Lowering) -> None:
-    """Adagrad on the rows that the indices name, one after the other, so that a row may come several times.
-
-    From parameter, moment, indices, gradients and learning rate. With h the moment, an occurrence adds ``g²`` to h and
-    ``lr g / (sqrt(h) + epsilon)`` to the row. The h that it sees has the squares of all occurrences before it: their
-    sum by a triangular matrix of the occurrences. Rows from ``Unique`` come once and need none. By rows, there is one h
-    for each, and the mean of a row's squares is added to it.
-    """
-    by_rows = c.op.type == "RowWiseSparseAdagrad"
-    if c.number("weight_decay") != 0 or c.number("decay", 1.0) != 1:
-        raise refuse("decay and weight_decay are not translated", "leave them out")
-    once = c.padded(2).padded
-    param, moment, index, lr = c.updated(0, 0), c.updated(1, 1), _indices(c, 2), c.scalar(4)
-    shape = (index.shape[0], *param.shape[1:])
-    moment_shape, grad = moment.shape, c.reshaped(c.padded(3), shape)
-    if moment_shape != (param.shape[:1] if by_rows else param.shape):
-        raise refuse(f"the moment is {moment.geometry}, the parameter {param.geometry}")
-    dim: dict[str, Arg] = {"dim": 0}
-    square = c.one("aten.mul.Tensor", [grad, grad])
-    if by_rows:
-        square = c.one("aten.mean.dim", [c.reshaped(square, (shape[0], prod(shape[1:])))], {"dim": (1,)})
-    if once:
-        moment = c.one("aten.index_add_.default", [moment, index, square], dim)
-        seen = c.one("aten.index_select.default", [moment, index], dim)
-    else:
-        before = c.one("aten.index_select.default", [moment, index], dim)
-        seen = c.one("aten.add.Tensor", [before, _up_to(c, index, square)])
-        moment = c.one("aten.index_add_.default", [moment, index, square], dim)
-    root = c.one("aten.add.Scalar", [c.one("aten.sqrt.default", [seen])], {"other": c.number("epsilon", 1e-5)})
-    if by_rows:
-        root = c.reshaped(root, (shape[0],) + (1,) * len(shape[1:]))
-    update = c.one("aten.div.Tensor", [c.one("aten.mul.Tensor", [grad, lr]), root])
-    c.bind(0, c.one("aten.index_add_.default", [param, index, update], dim))
-    c.bind(1, moment)
-
-
-def _up_to(c: Lowering, index: Value, values: Value) -> Value:
-    """For each row of *values*, the sum of all rows with the same index up to it."""
-    count = index.shape[0]
-    column, row = c.reshaped(index, (count, 1)), c.reshaped(index, (1, count))
-    same = c.one("aten.eq.Tensor", [column, row])
-    before = c.one("aten.tril.default", [c.one("aten._to_copy.default", [same], {"dtype": Symbol(values.dtype)})])
-    matrix = c.reshaped(values, (count, prod(values.shape[1:])))
-    return c.reshaped(c.one("aten.mm.default", [before, matrix]), values.shape)
