@@ -163,7 +163,7 @@ def test_uneven_padding_that_does_not_count_is_refused(args):
 @pytest.mark.parametrize(
     "args, reason",
     [
-        ({"kernel": 2, "order": "NHWC"}, "order is 'NHWC'"),
+        ({"kernel": 2, "order": "CHWN"}, "order is 'CHWN'"),
         ({}, "a positive kernel size"),
         ({"kernel": 0}, "a positive kernel size"),
         ({"kernels": [2]}, "kernel has 1 sizes"),

@@ -12,6 +12,7 @@ from . import (  # noqa: F401  # importing them registers their translations
     losses,
     normalisation,
     optimizers,
+    order,
     pooling,
     schedules,
     shapes,

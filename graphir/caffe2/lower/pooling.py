@@ -10,20 +10,22 @@ from math import inf, prod
 
 from ...ir.operator import Arg
 from .builder import Value
+from .order import Images
 from .registry import Lowering, refuse, translates
 from .windows import Windows, padded, unpadded, windows
 
 __all__ = ()
 
 
-def _image(c: Lowering) -> Windows:
-    shape = c[0].shape
-    if len(shape) != 4:
+def _image(c: Lowering) -> tuple[Images, Value, Windows]:
+    images = Images(c)
+    x = images[0]
+    if len(x.shape) != 4:
         raise refuse(f"{c[0].geometry} is no batch of images with two dimensions")
-    w = windows(c, shape[2:])
+    w = windows(c, x.shape[2:])
     if any(n != 1 for n in w.dilation):
         raise refuse("poolings have no dilation")
-    return w
+    return images, x, w
 
 
 def _args(w: Windows) -> dict[str, Arg]:
@@ -35,33 +37,39 @@ def _direct(w: Windows) -> bool:
     return w.symmetric and all(2 * pad <= size for pad, size in zip(w.head, w.kernel, strict=True))
 
 
-def _maxima(c: Lowering, x: Value, w: Windows, out: int | None) -> Value:
+def _maxima(images: Images, x: Value, w: Windows, out: int | None) -> Value:
     """Max pooling; its indices."""
-    return c.emit("aten.max_pool2d_with_indices.default", [x], _args(w), [out])[1]
+    return images.emit("aten.max_pool2d_with_indices.default", [x], _args(w), [out])[1]
+
+
+def _noted(images: Images, w: Windows) -> tuple[object, ...]:
+    """Under what the indices of a pooling are handed on."""
+    return "MaxPool", images.c[0], images.last, w
 
 
 @translates("MaxPool")
 def _max_pool(c: Lowering) -> None:
-    x, w = c[0], _image(c)
+    images, x, w = _image(c)
     if _direct(w):
-        c.builder.notes["MaxPool", x, w] = _maxima(c, x, w, 0)
+        key = _noted(images, w)
+        c.builder.notes[key] = _maxima(images, x, w, 0)
     else:
-        _maxima(c, padded(c, x, w, -inf), w.unpadded(), 0)
+        _maxima(images, padded(c, x, w, -inf), w.unpadded(), 0)
 
 
 @translates("MaxPoolGradient")
 def _max_pool_gradient(c: Lowering) -> None:
     """From the input, the output and its gradient. The forward operator's indices are used, if they are at hand."""
-    x, grad, w = c[0], c[2], _image(c)
+    images, x, w = _image(c)
     direct = _direct(w)
     image, inner = (x, w) if direct else (padded(c, x, w, -inf), w.unpadded())
-    indices = c.builder.notes.get(("MaxPool", x, w)) or _maxima(c, image, inner, None)
+    indices = c.builder.notes.get(_noted(images, w)) or _maxima(images, image, inner, None)
     args: dict[str, Arg] = {**_args(inner), "dilation": (1, 1)}
-    operands = [grad, image, indices]
+    operands = [images[2], image, indices]
     if direct:
-        c.one("aten.max_pool2d_with_indices_backward.default", operands, args, 0)
+        images.one("aten.max_pool2d_with_indices_backward.default", operands, args, 0)
     else:
-        unpadded(c, c.one("aten.max_pool2d_with_indices_backward.default", operands, args), w, 0)
+        unpadded(images, images.one("aten.max_pool2d_with_indices_backward.default", operands, args), w, 0)
 
 
 def _average(c: Lowering, w: Windows) -> tuple[dict[str, Arg], bool]:
@@ -81,17 +89,17 @@ def _average(c: Lowering, w: Windows) -> tuple[dict[str, Arg], bool]:
 
 @translates("AveragePool")
 def _average_pool(c: Lowering) -> None:
-    x, w = c[0], _image(c)
+    images, x, w = _image(c)
     args, pad = _average(c, w)
-    c.one("aten.avg_pool2d.default", [padded(c, x, w, 0.0) if pad else x], args, 0)
+    images.one("aten.avg_pool2d.default", [padded(c, x, w, 0.0) if pad else x], args, 0)
 
 
 @translates("AveragePoolGradient")
 def _average_pool_gradient(c: Lowering) -> None:
-    x, grad, w = c[0], c[2], _image(c)
+    images, x, w = _image(c)
     args, pad = _average(c, w)
     if pad:
-        operands = [grad, padded(c, x, w, 0.0)]
-        unpadded(c, c.one("aten.avg_pool2d_backward.default", operands, args), w, 0)
+        operands = [images[2], padded(c, x, w, 0.0)]
+        unpadded(images, images.one("aten.avg_pool2d_backward.default", operands, args), w, 0)
     else:
-        c.one("aten.avg_pool2d_backward.default", [grad, x], args, 0)
+        images.one("aten.avg_pool2d_backward.default", [images[2], x], args, 0)

@@ -9,13 +9,17 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from .builder import Value
+from .order import Images
 from .registry import Lowering, refuse
 
-__all__ = ["Windows", "padded", "unpadded", "windows"]
+__all__ = ["VALID_OR_SAME", "Windows", "each", "padded", "unpadded", "windows"]
 
 _VALID: Final = 1
 _SAME: Final = 2
 _CAFFE_POOLING: Final = 3
+
+VALID_OR_SAME: Final = (_VALID, _SAME)
+"""Values of ``legacy_pad`` by which the padding follows from sizes."""
 
 
 class Windows(NamedTuple):
@@ -49,18 +53,16 @@ def windows(c: Lowering, image: Sequence[int]) -> Windows:
     """The windows of a convolution or a pooling on an image of these sizes, without batch and channels.
 
     Raises:
-        GraphirError: the arguments make no sense, or the order is not NCHW.
+        GraphirError: the arguments make no sense.
     """
-    if c.text("order", "NCHW") != "NCHW":
-        raise refuse(f"order is {c.text('order')!r}", "only NCHW is translated")
     rank = len(image)
     if c.integer("global_pooling"):
         ones, none = (1,) * rank, (0,) * rank
         return Windows(tuple(image), ones, ones, none, none, False)
-    kernel = _each(c, "kernel", rank, None)
+    kernel = each(c, "kernel", rank, None)
     if kernel is None or not all(n > 0 for n in kernel):
         raise refuse("a positive kernel size is needed")
-    stride, dilation = _each(c, "stride", rank, 1), _each(c, "dilation", rank, 1)
+    stride, dilation = each(c, "stride", rank, 1), each(c, "dilation", rank, 1)
     assert stride is not None and dilation is not None
     if not all(n > 0 for n in stride + dilation):
         raise refuse(f"stride {list(stride)} and dilation {list(dilation)} are not all positive")
@@ -74,7 +76,7 @@ def windows(c: Lowering, image: Sequence[int]) -> Windows:
     return Windows(kernel, stride, dilation, head, tail, legacy == _CAFFE_POOLING)
 
 
-def _each(c: Lowering, name: str, rank: int, default: int | None) -> tuple[int, ...] | None:
+def each(c: Lowering, name: str, rank: int, default: int | None) -> tuple[int, ...] | None:
     """``kernels``, or ``kernel``, or ``kernel_h`` and ``kernel_w``."""
     found = c.integers(name + "s")
     if name in c.op.args:
@@ -113,13 +115,13 @@ def _same(
 
 
 def padded(c: Lowering, x: Value, w: Windows, fill: float) -> Value:
-    """*x* with its padding."""
+    """*x*, which has channels first, with its padding."""
     return c.one("aten.constant_pad_nd.default", [x], {"pad": _pairs(w, 1), "value": fill})
 
 
-def unpadded(c: Lowering, x: Value, w: Windows, out: int) -> Value:
+def unpadded(images: Images, x: Value, w: Windows, out: int) -> None:
     """*x* without it, as an output."""
-    return c.one("aten.constant_pad_nd.default", [x], {"pad": _pairs(w, -1)}, out)
+    images.one("aten.constant_pad_nd.default", [x], {"pad": _pairs(w, -1)}, out)
 
 
 def _pairs(w: Windows, sign: int) -> tuple[int, ...]:
