@@ -14,6 +14,7 @@ from graphir.caffe2.convert import decode
 from graphir.caffe2.schema import messages
 from graphir.ir.device import KINDS
 from graphir.ir.net import Net
+from graphir.ir.symbols import to_torch
 
 SHORT = {torch.float32: "f32", torch.float64: "f64", torch.int32: "i32", torch.int64: "i64", torch.bool: "bool"}
 
@@ -74,6 +75,18 @@ def run(
         for _ in range(steps):
             found = session.step(**{feed.blob: inputs[feed.blob] for feed in lowered.interface.feeds if feed.blob})
     return [found[name] for name in names]
+
+
+def fed(lowered: Program, seed: int = 0) -> dict[str, Tensor]:
+    """Numbers for what a step is given: labels are 0."""
+    blobs, g = lowered.step.blobs, torch.Generator().manual_seed(seed)
+    found = {}
+    for feed in lowered.interface.feeds:
+        blob = blobs[feed.blob or ""]
+        shape = tuple([int(n) for n in blob.shape or ()])
+        floats = blob.dtype == "f32"
+        found[blob.name] = torch.rand(shape, generator=g) if floats else torch.zeros(shape, dtype=to_torch(blob.dtype))
+    return found
 
 
 def close(found: Tensor, wanted: Tensor, rtol: float = 1e-5) -> None:

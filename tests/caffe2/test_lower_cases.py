@@ -4,7 +4,9 @@ import cases
 import numpy as np
 import pytest
 import torch
+from dlrm import dlrm_batch, dlrm_program
 from graphir.runtime import Session
+from lowering import fed
 
 import graphir
 from graphir import caffe2, passes
@@ -46,17 +48,6 @@ def test_training_gives_every_blob_that_caffe2_recorded(case, executor):
             found, wanted = session.step(**of(recording, f"input{k}")), of(recording, f"step{k + 1}")
             differences = {name: difference(found[name], wanted[name]) for name in kept}
             assert max(differences.values()) <= TOLERANCE, max(differences.items(), key=lambda item: item[1])
-
-
-def fed(lowered, seed=0):
-    """Numbers for what a step is given: labels are 0."""
-    blobs, g = lowered.step.blobs, torch.Generator().manual_seed(seed)
-    names = [feed.blob for feed in lowered.interface.feeds]
-    return {
-        n: torch.rand(*map(int, blobs[n].shape), generator=g) if blobs[n].dtype == "f32"
-        else torch.zeros(*map(int, blobs[n].shape), dtype=getattr(torch, graphir.ir.dtype.TORCH_NAME[blobs[n].dtype]))
-        for n in names
-    }  # fmt: skip
 
 
 def trained(lowered, steps=2):
@@ -109,64 +100,6 @@ def test_a_shift_changes_no_bit(case):
     assert [name for name in state if not torch.equal(state[name], found_state[name])] == []
     for step, found in zip(outputs, found_outputs, strict=True):
         assert [name for name in step if not torch.equal(step[name], found[name])] == []
-
-
-BATCH, POOLED = 4, 2
-
-
-def dlrm_inputs(case, net):
-    """Shapes of what is fed each step, and values of what is kept: tables, layers, and which pairs interact."""
-    record, g = case.record, torch.Generator().manual_seed(0)
-    recorded = {blob["blob"]: blob["shape"] for blob in record["expected"]["fed_blobs"]}
-    replicas = max(record["inputs"]["ndevices"], 1)
-    rows = BATCH // replicas if replicas > 1 else BATCH
-    features = record["inputs"]["arch_mlp_bot"][0]
-    interacting = [len(op.inputs) for op in net.ops if op.type == "Concat" and op.args.get("add_axis")]
-    shapes, state = {}, {}
-    for name in net.external_inputs:
-        base = name.rpartition("/")[2]
-        if "tril" in base:
-            pairs = [i * interacting[0] + j for i in range(interacting[0]) for j in range(i)]
-            state[name] = torch.tensor(pairs, dtype=torch.int32)
-        elif base.endswith(("_i", "_l")):
-            shapes[name] = ([BATCH * (POOLED if base.endswith("_i") else 1)], "i32")
-        elif base == "dense_in":
-            shapes[name] = ([rows, features], "f32")
-        elif base == "target":
-            shapes[name] = ([rows, 1], "i32" if record["inputs"]["loss_function"] == "bce" else "f32")
-        elif name in recorded:
-            shape = recorded[name]
-            state[name] = torch.zeros(shape) if "momentum" in name else torch.randn(*shape, generator=g) * 0.1
-    return shapes, state
-
-
-def dlrm_batch(lowered):
-    found = fed(lowered)
-    for name, tensor in found.items():
-        if name.endswith("_l"):
-            tensor.fill_(POOLED)
-        elif name.endswith("_i"):
-            tensor.copy_(torch.tensor([0, 1] * (tensor.numel() // 2)))
-    return found
-
-
-def dlrm_program(case, step):
-    shapes, state = dlrm_inputs(case, caffe2.load_net(case.net(step)))
-    devices = case.record["inputs"]["ndevices"]
-    return case.program(step, devices=range(devices) if devices > 1 else (), shapes=shapes), state
-
-
-@pytest.mark.parametrize("case", cases.params("dlrm"))
-def test_dlrm_runs_and_learns(case):
-    for step in filter(case.has, ("forward", "train")):
-        imported, state = dlrm_program(case, step)
-        lowered = caffe2.lower(passes.inject_copies(imported), state=state)
-        with Session(passes.emit(lowered), lowered.state) as session:
-            results = [session.step(**dlrm_batch(lowered)) for _ in range(5)]
-        losses = [torch.stack([value.mean() for value in result.values()]).sum() for result in results]
-        assert all(loss.isfinite() for loss in losses)
-        if step == "train":
-            assert losses[-1] < losses[0]
 
 
 def traced(imported, lowered, given, params):
