@@ -74,6 +74,9 @@ def run(
     with Session(passes.emit(lowered), lowered.state, executor=executor) as session:
         for _ in range(steps):
             found = session.step(**{feed.blob: inputs[feed.blob] for feed in lowered.interface.feeds if feed.blob})
+    for name, fetch in zip(names, lowered.interface.fetches, strict=True):
+        blob = lowered.step.blobs[fetch.blob or ""]
+        assert (blob.shape, to_torch(blob.dtype)) == (found[name].shape, found[name].dtype), f"{name} is not {blob}"
     return [found[name] for name in names]
 
 

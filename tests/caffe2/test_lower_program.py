@@ -1,5 +1,8 @@
 """Lowered programs as a whole: state, inputs and outputs, devices, names, and what is refused."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from graphir.runtime import Session
@@ -7,6 +10,7 @@ from lowering import generator, net, op, program, run
 
 import graphir
 from graphir import GraphirError, caffe2, passes
+from graphir.caffe2.lower.registry import TRANSLATIONS
 from graphir.ir.program import Slot
 
 SGD = [op("FC", "x w b", "y"), op("AveragedLoss", "y", "loss"), op("ConstantFill", "loss", "loss_grad", value=1.0)]
@@ -324,3 +328,11 @@ def test_only_an_axis_that_is_given_can_be_added():
     c, d, e = run(ops, inputs, "c d e")
     assert torch.equal(c, torch.cat([inputs["a"], inputs["b"]], 1))
     assert torch.equal(d, inputs["a"]) and torch.equal(e, inputs["b"])
+
+
+def test_the_documentation_lists_every_type_that_is_translated():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "caffe2.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- translated -->")[2].partition("<!-- end translated -->")[0]
+    listed = set(re.findall(r"`(\w+)`", table))
+    assert listed <= TRANSLATIONS.keys()
+    assert [type for type in TRANSLATIONS if not {type, type.removesuffix("Gradient")} & listed] == []

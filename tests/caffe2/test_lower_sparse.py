@@ -134,6 +134,50 @@ def test_scattered_sums_count_every_occurrence(dtype, factor):
     close(found, wanted)
 
 
+@INDICES
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+@pytest.mark.parametrize("kind", ["Sum", "Mean"])
+def test_duplicates_that_were_joined_are_scattered_once(dtype, seed, factor, kind):
+    """Row 0 is multiplied only where it is named, though empty slots stand for it."""
+    data, index, grads = table(seed), named(seed, 7, 4, dtype) + seed % 2, table(seed + 20, 7)
+    inputs = {"w0": torch.tensor([factor]), "i": index, "g": grads, "lr": torch.tensor(-0.1)}
+    ops = [
+        op("Unique", "i", "u r"),
+        op(f"UnsortedSegment{kind}", "g r", "s"),
+        op("ScatterWeightedSum", "data w0 u s lr", "data"),
+    ]
+    (found,) = run(ops, inputs, "data", state={"data": data})
+    wanted = data.clone()
+    for row in index.unique().tolist():
+        rows = grads[index == row]
+        wanted[row] = wanted[row] * factor - 0.1 * (rows.sum(0) if kind == "Sum" else rows.mean(0))
+    close(found, wanted)
+
+
+def test_several_tables_are_scattered_in_turn():
+    data, index, first, second = table(1), torch.tensor([2, 0]), table(2, 2), table(3, 2)
+    inputs = {"i": index, "a": first, "b": second, "one": torch.ones(1), "w": torch.tensor([0.5])}
+    (found,) = run([op("ScatterWeightedSum", "data one i a w b one", "data")], inputs, "data", state={"data": data})
+    close(found, data.index_add(0, index, 0.5 * first + second))
+
+
+@pytest.mark.parametrize("inputs", ["data one i", "data one i a", "data one i a one b"])
+def test_scattered_sums_without_pairs_are_refused(inputs):
+    given = {"one": torch.ones(1), "i": torch.tensor([1]), "a": table(1, 1), "b": table(2, 1)}
+    each = op("ScatterWeightedSum", inputs, "data")
+    state = {"data": table(1)}
+    with pytest.raises(GraphirError, match="inputs are not a table, its weight, indices, and pairs"):
+        caffe2.lower(program([each], {**{n: given[n] for n in given if n in inputs.split()}, **state}), state=state)
+
+
+def test_means_of_segments_that_are_counted():
+    inputs = {"x": table(1, 4), "s": torch.tensor([0, 2, 0, 1])}
+    (y,) = run([op("UnsortedSegmentMean", "x s", "y", num_segments=4)], inputs, "y")
+    x = inputs["x"]
+    close(y, torch.stack([x[[0, 2]].mean(0), x[3], x[1], torch.zeros(3)]))
+
+
 def adagrad(param, moment, indices, grads, lr, epsilon):
     """Caffe2's SparseAdagrad: one occurrence after the other."""
     param, moment = param.clone(), moment.clone()

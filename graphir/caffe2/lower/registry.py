@@ -54,7 +54,7 @@ class Lowering:
         if value.padded:
             raise refuse(
                 f"how many rows {self.op.inputs[position]!r} has depends on values, and {self.op.type} reads it",
-                "only UnsortedSegmentSum and the sparse optimizers can read what Unique gives",
+                "only sums and means of unsorted segments and the sparse optimizers can read what Unique gives",
             )
         return value
 

@@ -4,8 +4,8 @@ Sources: ``lengths_reducer_ops.h``, ``segment_reduction_op.h``, ``unique_ops.cc`
 
 ``Unique`` gives as many rows as there are different indices, which is known only when it runs. Shapes here are fixed,
 so its result is *padded*: the first rows are Caffe2's, in the same (ascending) order; those after them hold -1, which
-names no row. ``UnsortedSegmentSum`` gives such rows zeros, and a sparse optimizer passes over them. No other operator
-may read a padded blob.
+names no row. ``UnsortedSegmentSum`` and ``UnsortedSegmentMean`` give such rows zeros, and updates of rows pass over
+them. No other operator may read a padded blob.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["indices"]
 def indices(c: Lowering, position: int) -> Value:
     """The indices at an input, in a row."""
     found = c.counts(position)
-    return c.reshaped(found, (prod(found.shape),))
+    return c.reshaped(found, (prod(found.shape),))._replace(padded=found.padded)
 
 
 def _lengths(c: Lowering, position: int) -> Value:
@@ -81,9 +81,9 @@ def _unique(c: Lowering) -> None:
         c.bind(1, remapping._replace(remapping=True))
 
 
-@translates("UnsortedSegmentSum")
-def _unsorted_segment_sum(c: Lowering) -> None:
-    """From rows and the segment of each: the sum of each segment."""
+@translates("UnsortedSegmentSum", "UnsortedSegmentMean")
+def _unsorted_segments(c: Lowering) -> None:
+    """From rows and the segment of each: the sum or the mean of each segment, 0 where there is no row."""
     c.counts(1)
     data, segments, count = c[0], c[1], c.integer("num_segments", -1)
     if count < 0 and not segments.remapping:
@@ -91,26 +91,45 @@ def _unsorted_segment_sum(c: Lowering) -> None:
             f"the number of segments is the largest number in {c.op.inputs[1]!r}",
             "give it an argument 'num_segments', or segments that Unique makes",
         )
+    mean = c.op.type == "UnsortedSegmentMean"
     rows = segments.shape[0] if count < 0 else count
     zeros = c.full((rows, *data.shape[1:]), 0.0, data.dtype)
-    total = c.one("aten.index_add.default", [zeros, segments, data], {"dim": 0}, 0)
-    c.bind(0, total._replace(padded=count < 0))
+    found = c.one("aten.index_add.default", [zeros, segments, data], {"dim": 0}, None if mean else 0)
+    if mean:
+        ones, none = [c.full((n,), fill, data.dtype) for n, fill in ((segments.shape[0], 1.0), (rows, 0.0))]
+        number = c.one("aten.index_add.default", [none, segments, ones], {"dim": 0})
+        number = c.one("aten.clamp_min.default", [number], {"min": 1.0})
+        number = c.reshaped(number, (rows,) + (1,) * len(data.shape[1:]))
+        found = c.one("aten.div.Tensor", [found, number], {}, 0)
+    c.bind(0, found._replace(padded=count < 0))
 
 
 @translates("ScatterWeightedSum")
 def _scatter_weighted_sum(c: Lowering) -> None:
     """``X0[i] = X0[i] * w0 + X1 * w1 + …`` for the rows i of X0 that the indices name, once for each time they do."""
-    data, index = c.updated(0, 0), c.reshaped(c.cast(c[2], "i64"), (prod(c[2].shape),))
+    data, index, ones = c.updated(0, 0), *_named(c, 2)
     (count,), shape = index.shape, data.shape
+    if c.count < 5 or c.count % 2 == 0:
+        raise refuse(f"{c.count} inputs are not a table, its weight, indices, and pairs of rows and their weight")
     dim: dict[str, Arg] = {"dim": 0}
-    ones, zeros = c.full((count,), 1.0), c.full((shape[0],), 0.0)
-    times = c.one("aten.index_add.default", [zeros, index, ones], dim)
+    times = c.one("aten.index_add.default", [c.full((shape[0],), 0.0), index, ones], dim)
     times = c.one("aten.index_select.default", [times, index], dim)
     factor = c.one("aten.pow.Tensor_Tensor", [c[1], times])
     factor = c.reshaped(factor, (count,) + (1,) * (len(shape) - 1))
     rows = c.one("aten.mul.Tensor", [c.one("aten.index_select.default", [data, index], dim), factor])
     data = c.one("aten.index_copy_.default", [data, index, rows], dim)
     for i in range(3, c.count, 2):
-        update = c.one("aten.mul.Tensor", [c.reshaped(c[i], (count, *shape[1:])), c.scalar(i + 1)])
+        update = c.one("aten.mul.Tensor", [c.reshaped(c.padded(i), (count, *shape[1:])), c.scalar(i + 1)])
         data = c.one("aten.index_add_.default", [data, index, update], dim)
     c.bind(0, data)
+
+
+def _named(c: Lowering, position: int) -> tuple[Value, Value]:
+    """The rows that the indices at an input name, and for each how often: once. What ``Unique`` leaves empty names row
+    0 no time."""
+    found = indices(c, position)
+    rows = c.cast(found, "i64")
+    if not found.padded:
+        return rows, c.full(rows.shape, 1.0)
+    present = c.one("aten.ge.Scalar", [rows], {"other": 0})
+    return c.one("aten.clamp_min.default", [rows], {"min": 0}), c.cast(present, "f32")
