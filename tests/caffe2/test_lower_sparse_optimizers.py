@@ -6,7 +6,8 @@ import pytest
 import torch
 from lowering import close, generator, op, program, run
 
-from graphir import GraphirError, caffe2
+import graphir
+from graphir import GraphirError, caffe2, passes
 
 ROWS, SLOTS = 6, 9
 SEEDS = pytest.mark.parametrize("seed", range(4))
@@ -217,6 +218,24 @@ def test_executors_and_steps_agree(type, executor):
     ]
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, wanted, strict=True))
     assert not torch.equal(found[0], state["w"])
+
+
+@pytest.mark.parametrize("type", ALL)
+def test_a_gpu_updates_rows_by_a_counter_on_the_host(type):
+    inputs = {"i": named(1, torch.int32), "g": drawn(2, SLOTS, 3), "lr": torch.tensor(-0.1)}
+    inputs = {name: inputs[name] for name in inputs if name in ALL[type][0].split()}
+    update = prepared(type)
+    update.device_option.device_type, update.device_option.device_id = 1, 1
+    state, kept = state_of(type), " ".join(ALL[type][2])
+    imported = passes.inject_copies(program([update], {**inputs, **state}))
+    lowered = caffe2.lower(imported, state=state, outputs=kept.split())
+    graphir.verify(lowered)
+    assert {o.device for o in lowered.step.ops if o.type.startswith("graphir.caffe2")} <= {"gpu:1"}
+    with graphir.runtime.Session(passes.emit(lowered), lowered.state, binding="cpu") as session:
+        found = session.step(**inputs)
+    wanted = run([prepared(type)], inputs, kept, state=state)
+    for name, value in zip(kept.split(), wanted, strict=True):
+        assert torch.equal(found[name], value)
 
 
 @pytest.mark.parametrize("type", sorted(ALL.keys() - {"SparseWngrad"}))
