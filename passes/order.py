@@ -28,6 +28,8 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Final, TypeAlias
 
+from graphir.analysis.hazards import Hazards
+from graphir.analysis.instructions import Issue
 from graphir.ir.blob import STATE_ROLES
 from graphir.ir.device import Device
 from graphir.ir.net import Net
@@ -35,12 +37,7 @@ from graphir.ir.operator import Operator
 from graphir.ir.plan import issued_as, issued_on, parts_of
 from graphir.ir.size import Dims
 
-from .hazards import Hazards
-
-__all__ = ["Issue", "issue_order"]
-
-Issue: TypeAlias = "tuple[int, ...] | str"
-"""An operator by position, several transfers that belong together, or a storage that is freed."""
+__all__ = ["issue_order"]
 
 _Task: TypeAlias = "int | str"
 """An operator by position, or the free of a storage."""

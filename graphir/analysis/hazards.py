@@ -1,16 +1,16 @@
 """What orders the operators of a net: the storages that they touch.
 
 Two operators that touch a storage keep their order if one of them writes it, and an operator that reads a view comes
-after the one that made it. Operators of one lane keep their order anyway. :mod:`.order` chooses among the orders that
-are left, and :mod:`.emit` puts in the events that hold lanes to it.
+after the one that made it. Operators of one lane keep their order anyway. :func:`graphir.passes.emit` chooses among the
+orders that are left, and :mod:`.instructions` puts in the events that hold lanes to it.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from graphir.ir.net import Net
-from graphir.ir.plan import issued_as
+from ..ir.net import Net
+from ..ir.plan import issued_as
 
 __all__ = ["Hazards", "hazards"]
 

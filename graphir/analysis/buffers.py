@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from graphir.ir.blob import Blob
-from graphir.ir.device import Device
-from graphir.ir.net import Net
-from graphir.ir.size import Dims
+from ..ir.blob import Blob
+from ..ir.device import Device
+from ..ir.net import Net
+from ..ir.size import Dims
 
 __all__ = ["Buffers"]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from graphir.passes.hazards import hazards
 from small import program_of
+
+from graphir.analysis.hazards import hazards
 
 
 def test_hazards_are_found_between_the_nearest_operators_only() -> None:
