@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -16,36 +16,35 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor
 
-from graphir.errors import RunError, SessionError, counted
+from graphir.analysis.short_batch import short_batch
+from graphir.errors import GraphirError, RunError, SessionError, counted
 from graphir.ir.plan import Plan
 from graphir.ir.program import Program
+from graphir.ir.size import Dims
 
 from .cuda.executor import Collectives, Cuda
-from .executor import Feedable, OnDevices, Setting
-from .executors.choice import choose
+from .executor import Feedable, OnDevices
 from .executors.threads import end_threads_at_exit
 from .failures.faults import fault, reason_of, writes_state
 from .interface.gather import Gather
-from .interface.scatter import Scatter
-from .interface.witness import witness_of
+from .interface.scatter import FewerShares
 from .kernels.repeatable import unrepeatable
 from .learning_rates import Group, LearningRates
 from .loop import run_loader
 from .machine.calibration import host_rates
 from .machine.ending import ENDS_IN, stay
 from .machine.heap import kept_heap
-from .machine.places import Binding, generator_on, places_of
+from .machine.places import Binding, places_of
 from .machine.stopwatch import Stopwatch
 from .machine.surroundings import FORKS, follow_forks
 from .memory_limit import MemoryLimit, Most
-from .observing.finite import FiniteWatch
 from .observing.measurement import Measurement
-from .observing.observed import Observed
-from .observing.report import Report, report
+from .observing.report import Report
 from .observing.trace import write_trace
 from .options import ExecutorName, Options
 from .proof.admission import admit
 from .state import State, Use
+from .stepping import Common, Stepping
 
 __all__ = ["Session"]
 
@@ -56,7 +55,7 @@ _LOOK_SECONDS: Final = 0.05
 """How often a session that is being closed checks whether the step that it waits for is its own."""
 
 
-class Session:
+class Session(Stepping):
     """Runs the steps of a plan on its own copy of the state.
 
     ::
@@ -140,7 +139,7 @@ class Session:
         options.check_places(places)
         self._intraop = threads or torch.get_num_threads()
         limit = MemoryLimit(plan, places, self._intraop, memory_limit)
-        self.plan, self._closed = plan, False
+        self._closed = False
         self._running: threading.Lock = threading.Lock() if beside is None else beside._running
         follow_forks()
         self._forks = FORKS[0]
@@ -148,26 +147,12 @@ class Session:
         self._state: State = State(program, state, None if beside is None else beside._state, places)
         self._rates: LearningRates = LearningRates(program, state, None if beside is None else beside._rates)
         self._progress = self._state.progress
-        checks = [limit.check] if witness is None else [limit.check, witness_of(witness, program)]
-        self._scatter = Scatter(program, places, threads, checks)
-        self._gather = Gather(program)
+        self._places = places
+        self._common = Common(self._state, self._rates, places, options, self._intraop, witness, check_finite)
+        super().__init__(plan, self._common, limit)
+        self._short: dict[int, Stepping] = {}
         self._outputs: tuple[Tensor, ...] = ()
-        setting = Setting(
-            plan,
-            self._state.of_step(),
-            (*self._scatter.names, *self._rates.names),
-            places,
-            {device: generator_on(place) for device, place in places.items()},
-            deadline,
-        )
-        self._setting, self._places = setting, places
-        self._choice = choose(plan, executor, places, self._intraop)
-        self._executor = options.make(setting, self._choice)
-        self._watch = FiniteWatch(plan) if check_finite else None
-        self._observed: Observed | None = None
-        if self._watch is not None:
-            self._observed = Observed(self._executor, setting, self._watch)
-        self._measurement: Measurement | None = None
+        self._handed: Gather = self._gather
         self._results: list[Any] = []
         self._held = ExitStack()
         if keep_heap:
@@ -179,7 +164,8 @@ class Session:
         """One step on a batch: inputs, then targets, then keyword arguments, as they were captured.
 
         Tensors are split over the replicas along their batch dimension by torch.chunk's rule; other batch sizes than
-        the captured one are fine unless ``plan.program.fixed`` says otherwise.
+        the captured one are fine unless ``plan.program.fixed`` says otherwise. A replica that gets no rows computes
+        nothing but its update, with the gradients of the others.
 
         Returns:
             The loss as a 0-dim tensor: the mean over replicas, weighted by their shares. For a program without loss,
@@ -200,25 +186,57 @@ class Session:
                 self._check_usable()
             step = progress.steps_done
             try:
-                dims, shares = self._scatter.split(args, kwargs)
+                taken, dims, shares = self._split(args, kwargs)
             except RuntimeError as e:  # of a device that has no memory for its share, or is lost
                 raise self._failed(step, e, usable=True) from e
             inputs: list[Feedable] = [*shares, *self._rates.now()] if self._rates.names else list(shares)
             self._outputs = ()
             try:
-                outputs = (self._observed or self._executor).run(dims, inputs, step)
+                outputs = (taken._observed or taken._executor).run(dims, inputs, step)
                 progress.steps_done += self._state.counted
             except BaseException as e:
                 if not (isinstance(e, RunError) and e.usable):
                     progress.broken = _broken(step, e)
                 raise
-            if self._gather.others:
-                self._outputs = tuple(outputs)
+            if taken._gather.others:
+                self._outputs, self._handed = tuple(outputs), taken._gather
             try:
-                return self._gather.result(outputs, dims)
+                return taken._gather.result(outputs, dims)
             except RuntimeError as e:
-                written = any(writes_state(self.plan, instruction) for instruction in self.plan.instructions)
+                written = any(writes_state(taken.plan, instruction) for instruction in taken.plan.instructions)
                 raise self._failed(step, e, usable=not written) from e
+
+    def _split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Stepping, Dims, list[Tensor]]:
+        """What takes a step, the dimensions, and the tensor of each of its inputs."""
+        try:
+            return self, *self._scatter.split(args, kwargs)
+        except FewerShares as e:
+            if not e.shares:
+                raise
+            taken = self._short.get(e.shares) or self._shortened(e)
+        return taken, *taken._scatter.split(args, kwargs)
+
+    def _shortened(self, fewer: FewerShares) -> Stepping:
+        """What takes the steps in which only so many replicas have rows, from now on.
+
+        Raises:
+            SessionError: there is no such plan.
+        """
+        try:
+            plan = short_batch(self.plan, fewer.shares)
+            admit(plan)
+        except GraphirError as e:
+            raise SessionError(f"{fewer.what}; {e.what}", at=e.at, where=fewer.where, fix=fewer.fix) from e
+        places, options = self._common.places, self._common.options
+        limit = MemoryLimit(plan, places, self._intraop, options.memory_limit)
+        taken = self._short[fewer.shares] = Stepping(plan, self._common, limit)
+        if self._observed is not None and self._observed.measurement is not None:
+            taken._measure()
+        return taken
+
+    def _all(self) -> list[Stepping]:
+        """All that take steps, those with the most replicas that have rows first."""
+        return [self, *(self._short[count] for count in sorted(self._short, reverse=True))]
 
     @property
     def usable(self) -> bool:
@@ -263,23 +281,24 @@ class Session:
         """Measure the steps that are done in this context, for :meth:`report`.
 
         They are steps like all others, with the same bits. The first one counts bytes, which takes time, and those
-        after it are timed; where there is only one, it does both.
+        after it are timed; where there is only one, it does both. Steps with fewer rows than replicas are measured
+        apart, and told of where there are no others.
 
         Raises:
             SessionError: steps are being measured already, or the session cannot be used any more.
         """
         self._check_usable()
-        before = self._observed
-        if before is not None and before.measurement is not None:
+        if self._observed is not None and self._observed.measurement is not None:
             raise SessionError(
                 "the session's steps are being measured already", where=self._where(), fix="leave that context first"
             )
-        self._measurement = Measurement(self._setting, self._executor.clock, self._executor.kept)
-        self._observed = Observed(self._executor, self._setting, self._watch, self._measurement)
+        for taken in self._all():
+            taken._measure()
         try:
             yield
         finally:
-            self._observed = before
+            for taken in self._all():
+                taken._observe(None)
 
     def report(self) -> Report:
         """What the steps of the last :meth:`measured` took: seconds by lane and by operator, bytes by device against
@@ -288,8 +307,8 @@ class Session:
         Raises:
             SessionError: no step was measured.
         """
-        held = self._executor.ledger() if isinstance(self._executor, OnDevices) else {}
-        return report(self._measured_steps(), self._places, *self._choice, held)
+        taken, measurement = self._measured_steps()
+        return taken._reported(measurement, self._places)
 
     def trace(self, path: str | Path) -> None:
         """Write the last step of the last :meth:`measured` as a trace for Perfetto or Chrome's tracing page: each
@@ -303,16 +322,15 @@ class Session:
             SessionError: no step was measured.
             FileError: the file cannot be written.
         """
-        measurement = self._measured_steps()
+        taken, measurement = self._measured_steps()
         on_host = all(place.type == "cpu" for place in self._places.values())
-        write_trace(path, measurement, *self._choice, host_rates(self._intraop) if on_host else None)
+        write_trace(path, measurement, *taken._choice, host_rates(self._intraop) if on_host else None)
 
-    def _measured_steps(self) -> Measurement:
-        if self._measurement is None or not self._measurement.steps:
-            raise SessionError(
-                "no step was measured", where=self._where(), fix="with session.measured(): session.step(…)"
-            )
-        return self._measurement
+    def _measured_steps(self) -> tuple[Stepping, Measurement]:
+        for taken in self._all():
+            if taken._measurement is not None and taken._measurement.steps:
+                return taken, taken._measurement
+        raise SessionError("no step was measured", where=self._where(), fix="with session.measured(): session.step(…)")
 
     @property
     def executor(self) -> str:
@@ -409,7 +427,7 @@ class Session:
             if not self._outputs:
                 what, fix = "no step was done yet, so there are no gradients", "call step() first"
                 raise SessionError(what, where=self._where(), fix=fix)
-            return self._gather.gradients(self._outputs, replica)
+            return self._handed.gradients(self._outputs, replica)
 
     def close(self) -> None:
         """End the session's threads. A closed session refuses everything else. A step in another thread is waited for.
@@ -434,7 +452,8 @@ class Session:
         """End what this thread has the use of."""
         with Use(self._progress, "is closing"):
             self._closed = True  # Ctrl-C may strike while threads end
-            self._executor.close()
+            for taken in self._all():
+                taken._executor.close()
             self._held.close()
 
     def _end_at_exit(self, waited: Stopwatch) -> None:
@@ -483,8 +502,10 @@ class Session:
         if not self._running.acquire(blocking=False):
             raise self._busy()
         try:
-            aside = self._executor.aside() if isinstance(self._executor, OnDevices) else nullcontext()
-            with Use(self._progress, "is reading or overwriting the state of"), aside:
+            with Use(self._progress, "is reading or overwriting the state of"), ExitStack() as aside:
+                for taken in self._all():
+                    if isinstance(taken._executor, OnDevices):
+                        aside.enter_context(taken._executor.aside())
                 self._check_usable()
                 yield
         except torch.AcceleratorError as e:  # of a kernel of a step

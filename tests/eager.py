@@ -19,6 +19,8 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 class ShareByShare:
     """One module copy a replica; each sees its share only; gradients are averaged in replica order.
 
+    Where torch.chunk makes fewer shares than there are replicas, the last ones only take the update.
+
     The mean of unequal shares scales replica r's gradient by ``shares[r] * n / sum(shares)`` before the sum, and is
     the plain mean where the shares are equal: what ``AllReduce`` says it does, written independently of it.
     """
@@ -36,7 +38,7 @@ class ShareByShare:
     def step_on(self, shares: Sequence[tuple[tuple[Any, ...], tuple[Any, ...], Mapping[str, Any]]]) -> Tensor:
         """A step on each replica's inputs, targets and keyword arguments; the first tensor's length is its share."""
         losses, gradients = [], []
-        for replica, (model, (inputs, targets, kwargs)) in enumerate(zip(self.models, shares, strict=True)):
+        for replica, (model, (inputs, targets, kwargs)) in enumerate(zip(self.models, shares, strict=False)):
             params = list(model.parameters())
             with graphir.seeded(self.steps_done, replica):
                 loss = total_loss(self.loss(model(*inputs, **kwargs), *targets))

@@ -11,9 +11,9 @@ from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
 from ..ir.program import Scalar
+from ..ir.size import BATCH
 from ..ir.tensor import PLAIN
 from .dimensions import read_dims
-from .grid import BATCH
 from .structures import named_leaves, written_structure
 
 __all__ = ["Arguments", "Leaf", "read_arguments"]

@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
-from .grid import BATCH
+from ..ir.size import BATCH
 
 __all__ = ["read_dims"]
 

@@ -13,8 +13,8 @@ from typing import Final, NamedTuple
 
 from ..errors import CaptureError
 from ..ir.guard import Guard
-from ..ir.size import Dims, dimension
-from .grid import BATCH, Grid, NotPolynomial, point_text
+from ..ir.size import BATCH, Dims, dimension
+from .grid import Grid, NotPolynomial, point_text
 from .guards import guards_of, simplified, steady_in
 from .recorded_step import Recording
 from .recording import Step, record

@@ -24,12 +24,9 @@ from itertools import product
 from math import prod
 from typing import Final
 
-from ..ir.size import Dims, Monomial, Polynomial, Size, bind
+from ..ir.size import BATCH, Dims, Monomial, Polynomial, Size, bind
 
-__all__ = ["BATCH", "Grid", "NotPolynomial", "point_text"]
-
-BATCH: Final = "batch"
-"""The dimension that is split over replicas."""
+__all__ = ["Grid", "NotPolynomial", "point_text"]
 
 _MULTIPLIED: Final = 4
 """As many dimensions may be multiplied; of more, each is a term by itself."""

@@ -17,8 +17,8 @@ from typing import Any, Final
 import torch
 
 from ..errors import CaptureError
+from ..ir.size import BATCH
 from .arguments import Arguments, Leaf
-from .grid import BATCH
 from .recorder import Recorder
 from .values import Call, Value
 

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from ..ir.blob import contiguous_strides
 from ..ir.operator import Arg
-from ..ir.size import Shape, Size, product, size_dims
+from ..ir.size import BATCH, Shape, Size, product, size_dims
 from ..ir.tensor import same_bits
 from .comparison import differing_part
 from .extents import Axis, Extents
-from .grid import BATCH, Grid, NotPolynomial, point_text
+from .grid import Grid, NotPolynomial, point_text
 from .guards import guards_of
 from .recorded_step import Recording
 from .values import Call, Value

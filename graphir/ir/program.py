@@ -14,6 +14,7 @@ from pydantic import BeforeValidator
 from .device import Device
 from .guard import Guard
 from .net import Net, replaced
+from .size import BATCH
 
 if TYPE_CHECKING:
     import torch
@@ -149,6 +150,15 @@ class Program:
         prefix = self.replicas[replica]
         having = self.interface.placed.get(name)
         return (prefix if having is None or prefix in having else having[0]) + name
+
+    @cached_property
+    def sharing(self) -> tuple[str, ...]:
+        """The prefixes of the replicas that a batch is split over.
+
+        Those that have a batch dimension: all of them, but in the program of a step with fewer rows than replicas (see
+        :func:`graphir.analysis.short_batch.short_batch`); and all where sizes are fixed.
+        """
+        return tuple([prefix for prefix in self.replicas if prefix + BATCH in self.dims]) or self.replicas
 
     @cached_property
     def params(self) -> tuple[str, ...]:

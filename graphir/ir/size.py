@@ -16,6 +16,7 @@ from typing import Final, NamedTuple, TypeAlias
 from ..errors import GraphirError, ParseError
 
 __all__ = [
+    "BATCH",
     "HIGHEST_DEGREE",
     "LARGEST",
     "LONGEST_TEXT",
@@ -42,6 +43,9 @@ Dims: TypeAlias = Mapping[str, int]
 
 Monomial: TypeAlias = tuple[str, ...]
 """A product of dimensions: their names in order, each as often as it is a factor; empty for the constant."""
+
+BATCH: Final = "batch"
+"""The dimension along which a step's arguments are split over replicas; a replica's has its prefix."""
 
 LARGEST: Final = 1 << 48
 """The largest value of a dimension, and the largest number of elements, that is taken for a real one."""

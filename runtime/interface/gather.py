@@ -12,7 +12,7 @@ from torch import Tensor
 from graphir.errors import SessionError, counted
 from graphir.ir.names import base_name
 from graphir.ir.program import Program, Scalar, Slot
-from graphir.ir.size import Dims
+from graphir.ir.size import BATCH, Dims
 
 from ..kernels.communication import all_reduce, mean_weights
 from .structure import paths, read_structure, unflatten
@@ -34,7 +34,7 @@ class Gather:
         interface = program.interface
         names = [fetch.blob for fetch in interface.fetches] if interface.loss is None else [interface.loss]
         self.results = [
-            [] if name is None else [self.result_at(p + name) for p in interface.placed.get(name, program.replicas)]
+            [] if name is None else [self.result_at(p + name) for p in interface.placed.get(name, program.sharing)]
             for name in names
         ]
         self.structure = read_structure(interface.results) if interface.results is not None else None
@@ -85,8 +85,8 @@ class Gather:
             return all_reduce(here, len(here), mean_weights(self.shares(dims)))
 
     def shares(self, dims: Dims) -> list[int]:
-        """Each replica's share of the batch; 1 each where sizes are fixed."""
-        return [dims.get(prefix + "batch", 1) for prefix in self.program.replicas]
+        """The share of each replica that shares in the batch; 1 each where sizes are fixed."""
+        return [dims.get(prefix + BATCH, 1) for prefix in self.program.sharing]
 
     def gradients(self, outputs: Sequence[Tensor], replica: int) -> dict[str, Tensor]:
         """Copies of a replica's remaining outputs, those that others have alone included: gradients by their

@@ -20,7 +20,7 @@ from graphir.ir.device import Device
 from graphir.ir.guard import Guard
 from graphir.ir.names import base_name
 from graphir.ir.program import Program, Scalar
-from graphir.ir.size import Dims, Polynomial, Size, bind, rename_dims, size_dims
+from graphir.ir.size import BATCH, Dims, Polynomial, Size, bind, rename_dims, size_dims
 from graphir.ir.symbols import to_symbol, to_torch
 from graphir.ir.tensor import PLAIN, not_dense
 
@@ -28,7 +28,7 @@ from ..kernels.communication import allocate, copy
 from .arguments import Arguments
 from .coverage import check_layouts
 
-__all__ = ["Fit", "Scatter", "Share"]
+__all__ = ["FewerShares", "Fit", "Scatter", "Share"]
 
 _KEPT_FITS: Final = 256
 """For how many geometries of the arguments the fit is kept."""
@@ -36,6 +36,16 @@ _KEPT_FITS: Final = 256
 
 _HOST: Final = torch.device("cpu")
 _SCALARS: Final = bool, int, float, str, type(None)
+
+
+class FewerShares(SessionError):
+    """The rows of an argument are fewer than the replicas take that share in the batch.
+
+    Attributes:
+        shares: how many torch.chunk makes; 0 where sizes do not follow the rows.
+    """
+
+    shares = 0
 
 
 class Share(NamedTuple):
@@ -172,8 +182,9 @@ class Scatter:
             if dim is not None:
                 if i not in rows:
                     rows[i] = self.chunks(i, leaves[i], dim)
-                start, length = rows[i][replica]
-                shape[dim] = length
+                if i not in self.placed:
+                    start, length = rows[i][replica]
+                    shape[dim] = length
             whole = dim is None or len(self.program.replicas) == 1 or i in self.placed
             share = Share(i, None if whole else dim, start, length, None)
             cut.append((share, self.program.step.blobs[name], tuple(leaves[i].shape if whole else shape)))
@@ -193,7 +204,7 @@ class Scatter:
         for i in self.placed:
             name, times = self.rows(i) or ("", 1)
             if i in rows and name:
-                for prefix, (_, length) in zip(self.program.replicas, rows[i], strict=True):
+                for prefix, (_, length) in zip(self.program.sharing, rows[i], strict=True):
                     found[f"{prefix}{name}"] = length // times
         return found
 
@@ -263,9 +274,10 @@ class Scatter:
         return None if name is None else self.program.step.blobs.get(self.program.blob_of(name))
 
     def chunks(self, i: int, leaf: Tensor, dim: int) -> list[tuple[int, int]]:
-        """Start and length of each replica's rows, by torch.chunk's rule; micro-batches are equally long."""
-        size, replicas = leaf.shape[dim], len(self.program.replicas)
-        _, parts = self.rows(i) or ("", 1)
+        """Start and length of the rows of each replica that shares in the batch, by torch.chunk's rule; micro-batches
+        are equally long."""
+        size, replicas, sharing = leaf.shape[dim], len(self.program.replicas), len(self.program.sharing)
+        rows, parts = self.rows(i) or ("", 1)
         if size % parts:
             raise SessionError(
                 f"{self.arguments.names[i]} has {counted(size, 'row')} along dimension {dim}, which {parts} "
@@ -275,9 +287,16 @@ class Scatter:
             )
         most = -(-size // parts // replicas) * parts
         shares = [(start, min(most, size - start)) for start in range(0, size, max(most, 1))]
-        if len(shares) < replicas:
-            least = parts * replicas
+        if len(shares) > sharing:
             raise SessionError(
+                f"{self.arguments.names[i]} has {counted(size, 'row')} along dimension {dim}, which torch.chunk makes "
+                f"{counted(len(shares), 'share')} of for {replicas} replicas; of another argument it makes {sharing}",
+                where=f"program {self.program.name!r}",
+                fix="give rows that are split into as many shares",
+            )
+        if len(shares) < sharing:
+            least = parts * replicas
+            error = FewerShares(
                 f"{self.arguments.names[i]} has {counted(size, 'row')} along dimension {dim}, too few for "
                 f"{counted(replicas, 'replica')}: torch.chunk makes {counted(len(shares), 'share')} of at most {most}",
                 where=f"program {self.program.name!r}",
@@ -285,6 +304,8 @@ class Scatter:
                 if replicas == 1
                 else f"give at least {least} rows, and such that ceil(rows / {least}) leaves some for the last",
             )
+            error.shares = len(shares) if rows == BATCH else 0
+            raise error
         return shares
 
     def solve(

@@ -43,10 +43,10 @@ def witness_of(given: Program, program: Program) -> Callable[[Dims], None]:
             where=where,
             fix="pass the program that the plan was made of",
         )
-    replicas = program.replicas
+    sharing = program.sharing
 
     def check(dims: Dims) -> None:
-        for prefix in replicas:
+        for prefix in sharing:
             witness({dim[len(prefix) :]: value for dim, value in dims.items() if dim.startswith(prefix)})
 
     return check

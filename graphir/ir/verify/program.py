@@ -5,8 +5,9 @@
 17. ``init`` makes every blob of ``step`` that lives from step to step, with the same geometry, role and device; only
     what Caffe2 feeds into a workspace is not made.
 18. ``graphir.load`` names an entry of ``program.state`` (where there is one) of the blob's shape and element type.
-19. Every replica has each blob of the interface: inputs, parameters, buffers and optimizer state before the step, the
-    loss or the outputs after it. A placed blob only the replicas have that ``placed`` names, at least one.
+19. Every replica has each blob of the interface: parameters, buffers and optimizer state before the step, gradients after
+    it; and, if it shares in the batch, inputs before the step, the loss or the outputs after it. A placed blob only the
+    replicas have that ``placed`` names, at least one.
 20. Learning rates are inputs ``f64[] @cpu:0``.
 21. Every dimension in a size has a value (found while shapes are compared), and so has every one in a guard.
 """
@@ -101,10 +102,11 @@ def _interface(program: Program) -> Iterator[Problem]:
     for name, prefixes in interface.placed.items():
         if name not in known or not prefixes or not set(prefixes) <= set(program.replicas):
             yield Problem(f"{name!r} cannot be placed on {', '.join(map(repr, prefixes)) or 'no replica'}")
+    rows = {"input", "loss", "output"}
     for wanted, names, role in ((before, given, "an external input"), (after, handed, "an external output")):
         for kind, blobs in wanted.items():
             for name in dict.fromkeys(blobs):
-                for prefix in interface.placed.get(name, program.replicas):
+                for prefix in interface.placed.get(name, program.sharing if kind in rows else program.replicas):
                     if prefix + name not in names:
                         yield Problem(f"{kind} {prefix + name!r} of the interface is not {role} of step")
     for group in interface.param_groups:
