@@ -45,10 +45,10 @@ class Idioms:
         losses = [
             self.backward(replica, *share)
             for replica, share in enumerate(zip(x.split(shares), y.split(shares), strict=True))
-        ]
+        ]  # where there are fewer shares than replicas, the last ones only take the update
         for params in zip(*(model.parameters() for model in self.models), strict=True):
             if len(params) > 1 and params[0].grad is not None:
-                mean = weighted_mean([p.grad for p in params], units)
+                mean = weighted_mean([p.grad for p in params[: len(units)]], units)
                 for p in params:
                     p.grad = mean.clone()
         for replica in range(len(self.models)):

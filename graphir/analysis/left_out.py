@@ -56,10 +56,16 @@ class LeftOut:
             reduction is followed by copies.
 
     Raises:
-        PlanError: an update reads what is left out.
+        PlanError: a replica has no batch dimension, or an update reads what is left out.
     """
 
     def __init__(self, program: Program, count: int) -> None:
+        for prefix in program.replicas:
+            if prefix + BATCH not in program.dims:
+                raise PlanError(
+                    f"replica {prefix} of program {program.name!r} has no batch dimension",
+                    fix="capture the model so that its sizes follow the batch",
+                )
         self._whole, self._net = program, program.step
         self._first, self._without = program.replicas[0], frozenset(program.replicas[count:])
         self._rows = frozenset([prefix + BATCH for prefix in self._without])

@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..collector import collector_paused
+from ..ir.device import Device
 from ..ir.plan import Plan
 from .buffers import Buffers
-from .hazards import hazards
+from .hazards import Hazards, hazards
 from .instructions import Issue, instructions
 from .left_out import LeftOut
 from .values import value_numbers
@@ -29,31 +30,50 @@ def short_batch(plan: Plan, count: int) -> Plan:
     the same updates. ``program.sharing`` are those that have rows; the others have no dimensions any more.
 
     Args:
-        plan: of a program whose every replica has a batch dimension.
+        plan: of a program in which every replica has a batch dimension.
         count: at least 1.
 
     Raises:
-        PlanError: an update reads what only a replica without rows computes.
+        PlanError: a replica has none, or an update reads what only a replica without rows computes.
     """
     with collector_paused():
         left = LeftOut(plan.program, count)
         step = left.program.step
-        buffers = Buffers(step, left.program.dims)
+        found, buffers = hazards(step), Buffers(step, left.program.dims)
         return Plan(
             program=left.program,
             dims={dim: value for dim, value in plan.dims.items() if dim in left.program.dims},
-            instructions=instructions(step, list(_order(plan, left)), hazards(step), buffers),
+            instructions=instructions(step, list(_order(plan, left, found)), found, buffers),
             values=value_numbers(left.program),
         )
 
 
-def _order(plan: Plan, left: LeftOut) -> Iterator[Issue]:
-    """What is left, in the order of the plan's instructions."""
-    blobs, issued = left.program.step.blobs, set[int]()
+def _order(plan: Plan, left: LeftOut, found: Hazards) -> Iterator[Issue]:
+    """What is left, in the order of the plan's instructions; reductions that are a group there are one here."""
+    blobs, issued, reductions = left.program.step.blobs, set[int](), list[int]()
     for instruction in plan.instructions:
-        if instruction.kind == "free":
-            if instruction.storage in blobs:
-                yield instruction.storage
-        elif instruction.op >= 0 and instruction.op not in issued:
-            issued.add(instruction.op)
-            yield from ((position,) for position in left.became[instruction.op])
+        if instruction.kind == "record":
+            continue
+        became = left.became[instruction.op] if instruction.op >= 0 and instruction.op not in issued else ()
+        issued.add(instruction.op)
+        if instruction.kind == "collective":
+            if became and not set(found.earlier[became[0]]).isdisjoint(reductions):
+                yield from _group(reductions, left)
+            reductions += became
+            continue
+        yield from _group(reductions, left)
+        if instruction.kind != "free":
+            yield from ((position,) for position in became)
+        elif instruction.storage in blobs:
+            yield instruction.storage
+    yield from _group(reductions, left)
+
+
+def _group(positions: list[int], left: LeftOut) -> Iterator[Issue]:
+    """Reductions at once, then the copies of their results, those to one device at once. *positions* is empty then."""
+    groups: dict[Device | None, list[int]] = {}
+    for position in positions:
+        op = left.program.step.ops[position]
+        groups.setdefault(op.device if op.type == "Copy" else None, []).append(position)
+    positions.clear()
+    yield from map(tuple, groups.values())

@@ -300,8 +300,8 @@ class Scatter:
                 f"{self.arguments.names[i]} has {counted(size, 'row')} along dimension {dim}, too few for "
                 f"{counted(replicas, 'replica')}: torch.chunk makes {counted(len(shares), 'share')} of at most {most}",
                 where=f"program {self.program.name!r}",
-                fix=f"give at least {counted(least, 'row')}"
-                if replicas == 1
+                fix=f"give at least {counted(parts, 'row')}"
+                if replicas == 1 or (rows == BATCH and not size)
                 else f"give at least {least} rows, and such that ceil(rows / {least}) leaves some for the last",
             )
             error.shares = len(shares) if rows == BATCH else 0
@@ -320,7 +320,9 @@ class Scatter:
         ]
         # Sizes of one dimension first: they give the values by which those of several are checked.
         for size, actual, (i, blob, shape) in sorted(sizes, key=lambda entry: len(size_dims(entry[0])) > 1):
-            _meet(size, actual, found)
+            # Lookups are whole inputs of one dimension: there may be none, where all bags are empty.
+            lookups = len(shape) == 1 and self.program.interface.feeds[i].batch_dim is None
+            _meet(size, actual, found, 0 if lookups else 1)
             if bind(size, {**self.program.dims, **found}) != actual:
                 met = [(dim, found[dim], first[dim]) for dim in size_dims(size) if dim in first]
                 raise self.misshapen(i, blob.shape or (), leaves[i], shape, met)
@@ -397,13 +399,13 @@ class Scatter:
         return share._replace(layout=(size, strides, place))
 
 
-def _meet(size: Size, actual: int, found: dict[str, int]) -> None:
-    """Add the value of the only dimension of *size* that is not known yet, if one gives *actual*."""
+def _meet(size: Size, actual: int, found: dict[str, int], lowest: int) -> None:
+    """Add the value of the only dimension of *size* that is not known yet, if one from *lowest* up gives *actual*."""
     unknown = [dim for dim in size_dims(size) if dim not in found]
     if len(unknown) == 1:
         least, next_ = (bind(size, {**found, unknown[0]: value}) for value in (0, 1))
         value, rest = divmod(actual - least, next_ - least) if next_ != least else (0, 1)
-        if rest == 0 and value > 0:
+        if rest == 0 and value >= lowest:
             found[unknown[0]] = value
 
 

@@ -443,5 +443,6 @@ def test_a_session_refuses_shares_that_do_not_fit() -> None:
     with runtime.Session(passes.emit(program), program.state, binding="cpu") as session:
         with pytest.raises(graphir.SessionError, match=r"has 8 rows, argument 2\[0\] \('offsets\.0'\) 7"):
             session.step(batch.dense, batch.indices, other.offsets, batch.target)
-        with pytest.raises(graphir.SessionError, match="too few for 2 replicas"):
-            session.step(*clicks(CONFIG, 1, 3).inputs, batch.target[:1])
+        none = [batch.dense[:0], [indices[:0] for indices in batch.indices], [table[:0] for table in batch.offsets]]
+        with pytest.raises(graphir.SessionError, match="has 0 rows along dimension 0, too few for 2 replicas"):
+            session.step(*none, batch.target[:0])
