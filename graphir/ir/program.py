@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
 
@@ -155,10 +156,10 @@ class Program:
     def sharing(self) -> tuple[str, ...]:
         """The prefixes of the replicas that a batch is split over.
 
-        Those that have a batch dimension: all of them, but in the program of a step with fewer rows than replicas (see
-        :func:`graphir.analysis.short_batch.short_batch`); and all where sizes are fixed.
+        The first ones, as far as they have a batch dimension: all but in the program of a step with fewer rows than
+        replicas (see :func:`graphir.analysis.short_batch.short_batch`). All where sizes are fixed.
         """
-        return tuple([prefix for prefix in self.replicas if prefix + BATCH in self.dims]) or self.replicas
+        return tuple(takewhile(lambda prefix: prefix + BATCH in self.dims, self.replicas)) or self.replicas
 
     @cached_property
     def params(self) -> tuple[str, ...]:

@@ -112,6 +112,12 @@ def _interface(program: Program) -> Iterator[str]:
             continue
         if not 0 <= dim < len(blob.shape):
             yield f"{kind} {name!r} has {len(blob.shape)} dimensions; its batch dimension cannot be {dim}"
+    for feed in interface.feeds:
+        if feed.blob is None or feed.batch_dim is None or feed.blob in interface.placed:
+            continue
+        for prefix in program.replicas[len(program.sharing) :]:
+            if prefix + feed.blob in program.step.external_inputs:
+                yield f"input {prefix + feed.blob!r} has rows, but its replica has no batch dimension"
     for i, group in enumerate(interface.param_groups):
         lr = group.options.get("lr")
         if isinstance(lr, bool) or not isinstance(lr, (int, float)) or math.isnan(lr):

@@ -205,7 +205,6 @@ def measured(executor: str, rows: Sequence[int], path: Path) -> tuple[Any, Any]:
     _, program, placed = programs("resnet")
     plan = passes.emit(placed["replicated"])
     with Session(plan, program.state, binding="cpu", executor=executor) as session:  # type: ignore[arg-type]
-        session.step(*batch("resnet", 1, 0))
         with session.measured():
             for step, count in enumerate(rows):
                 session.step(*batch("resnet", count, step))

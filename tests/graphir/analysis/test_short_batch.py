@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import models
 import nets
@@ -17,7 +18,7 @@ from torch import nn
 import graphir
 from graphir import PlanError, passes
 from graphir.analysis.short_batch import short_batch
-from graphir.demo.dlrm import Config, Dlrm
+from graphir.demo.dlrm import Config, Dlrm, clicks
 from graphir.ir.names import prefix_of
 from graphir.ir.plan import Plan
 from graphir.ir.program import Program
@@ -38,9 +39,9 @@ def shifted(program: Program, count: int = 4) -> Program:
 
 
 def mlp() -> Program:
-    """Of one hidden layer; its batch norm has running statistics."""
+    """With running statistics."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
     example = models.Example(model, (torch.randn(4, 3),), (torch.randn(4, 2),), nn.functional.mse_loss)
     return captured(example, torch.optim.SGD(model.parameters(), lr=0.1))
 
@@ -95,6 +96,34 @@ def test_sharded_plans_are_sound(count: int, sparse: bool) -> None:
     (join,) = [op for op in plan.step.ops if op.outputs[0] == "gpu_2/emb_l.2_grad"]
     (split,) = [op for op in plan.step.ops if op.inputs == ("gpu_2/emb_l.2",)]
     assert len(join.inputs) == len(split.outputs) == count
+
+
+@pytest.mark.parametrize("executor", ["reference", "threads", "adversarial"])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_sharded_plans_compute_what_so_many_replicas_do(sparse: bool, executor: Any) -> None:
+    config = Config(sparse=sparse)
+    torch.manual_seed(0)
+    model = Dlrm(config)
+    program = captured_dlrm(config, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    placement = {"emb_l.0": 1, "emb_l.1": 0, "emb_l.2": 1}
+    ours, theirs = (
+        Session(
+            passes.emit(passes.inject_copies(passes.shard(program, placement, devices))),
+            program.state,
+            binding="cpu",
+            executor=executor,
+        )
+        for devices in (range(4), range(2))
+    )
+    with ours, theirs:
+        for step in range(4):
+            batch = clicks(config, 2, step)
+            loss = ours.step(*batch.inputs, batch.target)
+            assert torch.equal(loss, theirs.step(*batch.inputs, batch.target))
+        for replica in range(4):
+            expected = theirs.state_dict(min(replica, 1))
+            for name, tensor in ours.state_dict(replica).items():
+                assert torch.equal(tensor, expected[name]), (replica, name)
 
 
 @pytest.mark.parametrize("plan", [lambda: passes.emit(shifted(mlp())), sharded], ids=["shifted", "sharded"])

@@ -205,6 +205,10 @@ BROKEN: dict[str, tuple[Program, str]] = {
     ),
     "19 replica": (
         TINY.with_(replicas=("", "gpu_1/")),
+        "module state 'gpu_1/w' of the interface is not an external input of step",
+    ),
+    "19 sharing": (
+        TINY.with_(replicas=("", "gpu_1/"), dims={**TINY.dims, "gpu_1/batch": 2}),
         "input 'gpu_1/x' of the interface is not an external input of step",
     ),
     "19 loss": (interface(loss="lss"), "loss 'lss' of the interface is not an external output of step"),

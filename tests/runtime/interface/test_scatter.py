@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from graphir.runtime.interface.scatter import Scatter
+from graphir.runtime.interface.scatter import FewerShares, Scatter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree
 
@@ -83,6 +83,45 @@ def test_replicas_get_whole_micro_batches():
     with pytest.raises(SessionError, match="12 rows along dimension 0, too few for 3 replicas") as refused:
         split(program, X)  # 4 thirds: 2 and 2
     assert refused.value.fix == "give at least 9 rows, and such that ceil(rows / 9) leaves some for the last"
+
+
+def test_arguments_have_as_many_shares_each():
+    program = program_of(
+        4,
+        args=(0, 0),
+        feeds=(Slot("x", 0), Slot("z", 0)),
+        x=lambda p: (batch(p), 3),
+        z=lambda p: (Polynomial.of({(f"{p}length",): 1}), 3),
+    )
+    with pytest.raises(FewerShares) as fewer:
+        split(program, X[:2], X)
+    assert fewer.value.shares == 2
+    with pytest.raises(FewerShares) as fewer:
+        split(program, X, X[:2])
+    assert fewer.value.shares == 0  # rows of other dimensions than the batch are never missing
+    names = "gpu_0/x", "gpu_1/x", "gpu_0/z", "gpu_1/z"
+    blobs = {name: program.step.blobs[name] for name in names}
+    dims = {"gpu_0/batch": 4, "gpu_1/batch": 4, "gpu_0/length": 4, "gpu_1/length": 4}
+    two = program.with_(step=program.step.with_(blobs=blobs, external_inputs=names), dims=dims)
+    assert two.sharing == ("gpu_0/", "gpu_1/")
+    assert [len(share) for share in split(two, X[:2], X[2:4])[1]] == [1, 1, 1, 1]
+    with pytest.raises(SessionError) as refused:
+        split(two, X[:2], X)
+    assert refused.value.what == (
+        "argument 1 ('z') has 12 rows along dimension 0, which torch.chunk makes 4 shares of for 4 replicas; of "
+        "another argument it makes 2"
+    )
+    assert refused.value.fix == "give rows that are split into as many shares"
+
+
+def test_there_may_be_no_lookups():
+    program = program_of(
+        args=(0, 0),
+        feeds=(Slot("x", 0), Slot("i", None)),
+        x=lambda p: (batch(p), 3),
+        i=lambda p: (Polynomial.of({("lookups",): 1}),),
+    )
+    assert split(program, X, X[:0, 0])[0] == {"batch": 12, "lookups": 0}
 
 
 def test_what_has_no_batch_dimension_goes_whole_to_each():

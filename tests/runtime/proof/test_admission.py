@@ -9,8 +9,9 @@ from runnable import captured, sgd
 
 from graphir import passes
 from graphir.errors import PlanError
+from graphir.ir.operator import map_arg
 from graphir.ir.plan import Instruction
-from graphir.ir.size import Polynomial
+from graphir.ir.size import Polynomial, dimension, substitute
 
 
 @pytest.fixture(scope="module")
@@ -91,3 +92,28 @@ def test_shares_that_give_no_mean_are_refused(program, args, message):
 def test_an_optimizers_wrong_option_is_refused(program, args, message):
     plan = passes.emit(program)
     refuse(plan.with_(program=with_args(program, "graphir.sgd", **args)), message)
+
+
+def test_rows_of_a_replica_without_a_batch_are_refused(program):
+    """Its rows are as many as were captured, while those of the other replica follow the batch."""
+    fixed = {"gpu_1/batch": program.dims["gpu_1/batch"]}
+
+    def bound(size):
+        return substitute(size, lambda dim: fixed.get(dim, dimension(dim)))
+
+    def of_arg(arg):
+        return map_arg(arg, lambda scalar: bound(scalar) if isinstance(scalar, Polynomial) else scalar)
+
+    def of(blob):
+        shape, strides = (sizes and tuple(map(bound, sizes)) for sizes in (blob.shape, blob.strides))
+        return blob._replace(shape=shape, strides=strides, offset=bound(blob.offset))
+
+    step = dataclasses.replace(
+        program.step,
+        blobs={name: of(blob) for name, blob in program.step.blobs.items()},
+        ops=tuple(op._replace(args={key: of_arg(arg) for key, arg in op.args.items()}) for op in program.step.ops),
+    )
+    dims = {dim: value for dim, value in program.dims.items() if dim not in fixed}
+    plan = passes.emit(program.with_(step=step, dims=dims))
+    assert plan.program.sharing == ("gpu_0/",)
+    refuse(plan, "input 'gpu_1/x' has rows, but its replica has no batch dimension")
