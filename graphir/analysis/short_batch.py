@@ -49,31 +49,35 @@ def short_batch(plan: Plan, count: int) -> Plan:
 
 
 def _order(plan: Plan, left: LeftOut, found: Hazards) -> Iterator[Issue]:
-    """What is left, in the order of the plan's instructions; reductions that are a group there are one here."""
-    blobs, issued, reductions = left.program.step.blobs, set[int](), list[int]()
+    """What is left, in the order of the plan's instructions; transfers that are a group there are one here."""
+    blobs, issued = left.program.step.blobs, set[int]()
+    kind, transfers = "", list[int]()
     for instruction in plan.instructions:
         if instruction.kind == "record":
             continue
         became = left.became[instruction.op] if instruction.op >= 0 and instruction.op not in issued else ()
         issued.add(instruction.op)
-        if instruction.kind == "collective":
-            if became and not set(found.earlier[became[0]]).isdisjoint(reductions):
-                yield from _group(reductions, left)
-            reductions += became
-            continue
-        yield from _group(reductions, left)
-        if instruction.kind != "free":
+        together = instruction.kind == kind and not any(
+            set(found.earlier[position]).intersection(transfers) for position in became[:1]
+        )
+        if not together:
+            yield from _groups(transfers, left)
+        kind = instruction.kind
+        if kind in ("copy", "collective"):
+            transfers += became
+        elif kind != "free":
             yield from ((position,) for position in became)
         elif instruction.storage in blobs:
             yield instruction.storage
-    yield from _group(reductions, left)
+    yield from _groups(transfers, left)
 
 
-def _group(positions: list[int], left: LeftOut) -> Iterator[Issue]:
-    """Reductions at once, then the copies of their results, those to one device at once. *positions* is empty then."""
-    groups: dict[Device | None, list[int]] = {}
-    for position in positions:
-        op = left.program.step.ops[position]
-        groups.setdefault(op.device if op.type == "Copy" else None, []).append(position)
-    positions.clear()
+def _groups(transfers: list[int], left: LeftOut) -> Iterator[Issue]:
+    """Reductions at once, and copies from one device to another. *transfers* is empty then."""
+    step, groups = left.program.step, dict[tuple[Device, ...], list[int]]()
+    for position in transfers:
+        op = step.ops[position]
+        route = (step.blobs[op.inputs[0]].device, op.device) if op.type == "Copy" else ()
+        groups.setdefault(route, []).append(position)
+    transfers.clear()
     yield from map(tuple, groups.values())

@@ -138,8 +138,8 @@ def test_a_replica_without_rows_only_receives_and_updates(plan: Callable[[], Pla
     assert "gpu_3/batch" in str(whole) and "gpu_3/batch" not in str(short)
 
 
-def test_reductions_stay_in_groups() -> None:
-    """Waits are for several reductions at once, as in the plan."""
+def test_transfers_stay_in_groups() -> None:
+    """Waits are for several reductions, or several pieces of placed modules, at once, as in the plan."""
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(20)])
     program = graphir.capture(
         model,
@@ -148,9 +148,34 @@ def test_reductions_stay_in_groups() -> None:
         loss=nn.functional.mse_loss,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
     )
-    whole = passes.emit(replicated(program))
-    waits = [sum(i.kind == "wait" for i in plan.instructions) for plan in (whole, short_batch(whole, 3))]
-    assert waits[1] <= waits[0]
+    for whole in (passes.emit(replicated(program)), sharded()):
+        waits = [sum(i.kind == "wait" for i in plan.instructions) for plan in (whole, short_batch(whole, 3))]
+        assert waits[1] <= waits[0]
+
+
+def test_a_reduction_takes_no_gradient_of_a_replica_without_rows() -> None:
+    """Not even one that is there without them."""
+    body = "\n".join(
+        f"""
+        param gpu_{r}/w : f32[2] @gpu:{r}
+        input gpu_{r}/x : f32[gpu_{r}/batch,2] @gpu:{r}
+        gpu_{r}/g : f32[2] @gpu:{r} = aten.neg(gpu_{r}/w) {{phase=backward}}
+        """
+        for r in range(2)
+    )
+    body += """
+        [gpu_0/s : f32[2] @gpu:0, gpu_1/s : f32[2] @gpu:1] = AllReduce([gpu_0/g, gpu_1/g]) {phase=reduce}
+        gpu_0/w;1 = aten.add_.Tensor(gpu_0/w, gpu_0/s) {phase=update, writes=[0:0]}
+        gpu_1/w;1 = aten.add_.Tensor(gpu_1/w, gpu_1/s) {phase=update, writes=[0:0]}
+    """
+    program = program_of(body, dims={"gpu_0/batch": 2, "gpu_1/batch": 2}, replicas=("gpu_0/", "gpu_1/"))
+    plan = short_batch(passes.emit(program), 1)
+    assert [(op.type, op.inputs, op.outputs) for op in plan.step.ops if op.phase in ("backward", "reduce")] == [
+        ("aten.neg.default", ("gpu_0/w",), ("gpu_0/g",)),
+        ("AllReduce", ("gpu_0/g",), ("gpu_0/s",)),
+        ("Copy", ("gpu_0/s",), ("gpu_1/s",)),
+    ]
+    assert check(plan) == []
 
 
 def test_a_state_that_only_the_forward_of_a_left_out_replica_writes_stays() -> None:
