@@ -5,9 +5,9 @@
 17. ``init`` makes every blob of ``step`` that lives from step to step, with the same geometry, role and device; only
     what Caffe2 feeds into a workspace is not made.
 18. ``graphir.load`` names an entry of ``program.state`` (where there is one) of the blob's shape and element type.
-19. Every replica has each blob of the interface: parameters, buffers and optimizer state before the step, gradients after
-    it; and, if it shares in the batch, inputs before the step, the loss or the outputs after it. A placed blob only the
-    replicas have that ``placed`` names, at least one.
+19. Every replica has each blob of the interface: parameters, buffers and optimizer state before the step, gradients
+    after it; and, if it shares in the batch, inputs before the step, the loss or the outputs after it. A placed blob
+    only the replicas have that ``placed`` names, at least one.
 20. Learning rates are inputs ``f64[] @cpu:0``.
 21. Every dimension in a size has a value (found while shapes are compared), and so has every one in a guard.
 """
