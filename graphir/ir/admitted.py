@@ -20,7 +20,8 @@ _TYPES: Final = """
     _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward
     _amp_foreach_non_finite_check_and_unscale _amp_update_scale_ _assert_async _assert_async.msg _cdist_forward
     _chunk_cat _conj _conj_physical _efficient_attention_forward _efficientzerotensor _embedding_bag
-    _embedding_bag_backward _embedding_bag_forward_only _fft_c2c _fft_c2r _fft_r2c _flash_attention_forward
+    _embedding_bag_backward _embedding_bag_forward_only _embedding_bag_per_sample_weights_backward
+    _fft_c2c _fft_c2r _fft_r2c _flash_attention_forward
     _grouped_mm _histogramdd_bin_edges _histogramdd_from_bin_cts _histogramdd_from_bin_tensors _linalg_check_errors
     _linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd _log_softmax _log_softmax_backward_data
     _native_batch_norm_legit _neg_view _pdist_forward _prelu_kernel _prelu_kernel_backward _safe_softmax _softmax

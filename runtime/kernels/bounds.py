@@ -19,7 +19,7 @@ from torch import Tensor
 
 from graphir.ir.opset import overload
 
-__all__ = ["CHECKED", "check_attention", "check_dense"]
+__all__ = ["CHECKED", "check_attention", "check_dense", "check_lookups"]
 
 
 def _refuse(what: str, *tensors: Tensor | None) -> None:
@@ -266,6 +266,23 @@ def _embedding_bag_backward(
         _within(maximum_indices, -1, num_weights, "the index")
 
 
+def _embedding_bag_weights_backward(
+    grad: Tensor, weight: Tensor, indices: Tensor, offsets: Tensor, offset2bag: Tensor, mode: int, *_: Any
+) -> None:
+    vectors = (indices, offsets, offset2bag)
+    if grad.dim() != 2 or weight.dim() != 2 or any(vector.dim() != 1 for vector in vectors):
+        _refuse("gradient and weight are matrices, indices and offsets vectors, not", grad, weight, *vectors)
+    if grad.shape[1] != weight.shape[1]:
+        _refuse("the gradient has other columns than the weight", grad, weight)
+    bags, count = grad.shape[0], indices.numel()
+    _within(indices, 0, weight.shape[0], "the index")
+    _within(offsets, 0, count + 1, "the offset")
+    _hold(offset2bag if offset2bag.numel() else None, count, "offset2bag")
+    _within(offset2bag, 0, bags, "the bag")
+    if offsets.numel() not in (bags, bags + 1):
+        _refuse("there is an offset for each bag", grad, offsets)
+
+
 def _transformed(self: Tensor, dim: Sequence[int], *_: Any) -> None:
     if not all(0 <= d < self.dim() for d in dim) or len(set(dim)) != len(dim):
         _refuse(f"the operand cannot be transformed along {list(dim)}", self)
@@ -366,6 +383,15 @@ def check_dense(lists: Sequence[Sequence[Tensor]]) -> None:
                 _refuse("a parameter, its gradient and its state have other elements", *tensors)
             if not tensor.is_contiguous() and not torch.ops.aten.is_non_overlapping_and_dense(tensor):
                 _refuse(f"a tensor with the strides {list(tensor.stride())} has gaps, or shows an element twice")
+
+
+def check_lookups(indices: Tensor, least: int, end: int | None) -> None:
+    """Indices are from *least* up to, not including, *end*, where that is known; on CUDA nobody looks.
+
+    Raises:
+        IndexError: one is not.
+    """
+    _within(indices, least, torch.iinfo(indices.dtype).max if end is None else end, "the index")
 
 
 def check_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *results: Tensor) -> None:

@@ -49,6 +49,7 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "_embedding_bag": lambda: (_x(7, 4), *_BAGS, False, 0, False, _x(5)),
     "_embedding_bag_backward": lambda: (_x(2, 4), *_BAGS, *_TO_BAG, _zeros(2, 4), 7, False, 0, False, _x(5)),
     "_embedding_bag_forward_only": lambda: (_x(7, 4), *_BAGS, False, 1, False, None),
+    "_embedding_bag_per_sample_weights_backward": lambda: (_x(2, 4), _x(7, 4), *_BAGS, _TO_BAG[0], 0),
     "_fft_c2c": lambda: (_x(3, 4).to(torch.complex64), [0, 1], 0, True),
     "_fft_c2r": lambda: (_x(3, 3).to(torch.complex64), [0, 1], 0, 4),
     "_fft_r2c": lambda: (_x(3, 4), [1], 0, True),
