@@ -40,6 +40,7 @@ class Exchange:
         rows: of each replica's share.
         local: what a site reads in the place of a captured blob of another region, by that blob and the site's device.
         parts: each replica's rows of a replicated blob at a site, likewise.
+        scaled: for each share of a gradient that is joined, that of a mean over the whole batch.
     """
 
     def __init__(self, regions: Regions, *, mean: bool, by: str) -> None:
@@ -51,10 +52,13 @@ class Exchange:
         self.blobs: dict[str, Blob] = {}
         self.local: dict[tuple[str, str], str] = {}
         self.parts: dict[tuple[str, str], list[str]] = {}
-        self.activations = {  # of gradients that come back
+        self.scaled: dict[str, str] = {}
+        gradients = regions.net.gradients.items()
+        others = {gradient for activation, gradient in gradients if regions.of(activation) == REPLICATED}
+        self.activations = {  # of gradients that come back, and are those of nothing that is replicated
             gradient: activation
-            for activation, gradient in regions.net.gradients.items()
-            if gradient in self.crossings.joined and activation in self.crossings.split
+            for activation, gradient in gradients
+            if gradient in self.crossings.joined and activation in self.crossings.split and gradient not in others
         }
         if len(self.replicas) > 1:
             for gradient, activation in self.activations.items():
@@ -79,12 +83,12 @@ class Exchange:
         if here == there:
             return site.blob_name(name)
         rows = self.crossings.views.get(name, name)
-        if op.phase == "update" or not (rows in self.crossings.split or rows in self.crossings.joined):
-            # What replicas have alike is read where it is on the same device.
+        if REPLICATED not in (here, there) or not (rows in self.crossings.split or rows in self.crossings.joined):
+            # What another placed module has is read whole; what replicas have alike, where it is on the same device.
             return (site if there == REPLICATED else self.regions.sites(there)[0]).blob_name(name)
         if there == REPLICATED:
             self.join(rows, site, op)
-        return self.view(name, site, op.phase)
+        return self.view(name, site, _phase(op))
 
     def beside(self, name: str, site: Site) -> str:
         """The blob that a captured one is at a site: of what is placed, a replica has a piece."""
@@ -107,7 +111,7 @@ class Exchange:
         else:
             before = site.resized(net.blobs[source].offset)
             made = made._replace(offset=add(base.offset, add(made.offset, multiply(-1, before))))
-        made = made._replace(name=fresh(f"{site.prefix}{name}", self.blobs))
+        made = made._replace(name=fresh(f"{site.prefix}{name}", _Taken(self.blobs, net.blobs, name)))
         self.blobs[made.name] = made
         again = site.op(maker)._replace(inputs=(base.name,), outputs=(made.name,), phase=phase, by=self.by)
         self.ops.append(again)
@@ -164,12 +168,14 @@ class Exchange:
         """Each replica's rows of a replicated blob, at a site."""
         if len(self.replicas) == 1:
             return [site.blob_name(name)]
-        captured, phase = self.regions.net.blobs[name], reader.phase
+        captured, phase = self.regions.net.blobs[name], _phase(reader)
         parts = []
         for replica, rows in zip(self.replicas, self.rows, strict=True):
             share = replica.blob_name(name)
             if self.mean and captured.role == "gradient":
-                part = self._scaled(share, rows, self.regions.whole_batch, replica, phase)
+                if share not in self.scaled:  # once, wherever it is brought to
+                    self.scaled[share] = self._scaled(share, rows, self.regions.whole_batch, replica, phase)
+                part = self.scaled[share]
             else:
                 part = share if replica.device == site.device else self._dense(share, replica, phase)
             if replica.device != site.device:
@@ -203,7 +209,7 @@ class Exchange:
                 (joined,),
                 {},
                 site.device,
-                op.phase,
+                _phase(op),
                 op.module,
                 self.by,
                 operands=f"[{'t' * len(parts)}]",
@@ -249,9 +255,25 @@ class Exchange:
                     yield site.blob_name(activation), site.blob_name(gradient)
                 elif (gradient, site.device) in self.local:
                     yield site.blob_name(activation), self.local[gradient, site.device]
-            if len(self.replicas) > 1 and gradient in self.activations:
+            if len(self.replicas) > 1 and gradient in self.crossings.joined and activation in self.crossings.split:
                 for site in self.replicas:
-                    yield self.local[self.activations[gradient], site.device], site.blob_name(gradient)
+                    yield self.local[activation, site.device], site.blob_name(gradient)
+
+
+def _phase(reader: Operator) -> Phase:
+    """The phase in which rows are brought to an operator: those that an update reads, before it."""
+    return "backward" if reader.phase == "update" else reader.phase
+
+
+class _Taken:
+    """The names that a captured blob may not have at a site: those of blobs, and of other captured ones there."""
+
+    def __init__(self, blobs: Mapping[str, Blob], captured: Mapping[str, Blob], name: str) -> None:
+        self.blobs, self.captured, self.name = blobs, captured, name
+
+    def __contains__(self, name: object) -> bool:
+        base = base_name(str(name))
+        return name in self.blobs or (base in self.captured and base != self.name)
 
 
 def _permuted(base: Blob, maker: Operator, made: Blob) -> Blob:

@@ -6,7 +6,8 @@ placed module is found as for a shift: its forward moves, and everything else fo
 are told apart, what is replicated stands on gpu:0 and the k-th device's modules on gpu:k.
 
 A value that is read in another region crosses: its rows are split or joined. What the update reads has no rows (the
-gradients' norm, a found infinity), and crosses as it is.
+gradients' norm, a found infinity), and crosses as it is; but the values of an embedding's sparse gradient are the rows
+of what the replicas hand back.
 """
 
 from __future__ import annotations
@@ -187,7 +188,9 @@ class Regions:
             for name in op.inputs:
                 there = self.of(name)
                 storage = self.net.blobs[self.net.blobs[name].storage]
-                if there == here or op.phase == "update" or storage.device.is_host or storage.role == "constant":
+                if there == here or storage.device.is_host or storage.role == "constant":
+                    continue
+                if op.phase == "update" and (storage.role in STATE_ROLES or self._rows_of(name) is None):
                     continue
                 if storage.role in STATE_ROLES:
                     raise self._shared(storage, op)

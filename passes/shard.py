@@ -110,7 +110,12 @@ def _spread(regions: Regions, reduction: Reduction) -> Program:
     outputs = tuple([site.blob_name(name) for name in net.external_outputs for site in regions.sites_of(name)])
     gradients = dict(exchange.gradients())
     spread = Net(net.name, tuple(exchange.ops), exchange.blobs, external, outputs, gradients)
-    alone = {name for name in net.blobs if regions.of(name) != REPLICATED}
+    crossings = exchange.crossings
+    alone = {
+        name
+        for name in net.blobs
+        if regions.of(name) != REPLICATED or crossings.views.get(name, name) in crossings.joined
+    }
     step = reduced(spread, program, regions.replicas, reduction, regions.by, alone)
     handed = dict(zip(outputs, step.external_outputs, strict=True))
     return program.with_(

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from tables import Sequences, batch_of
+from tables import captured as table_captured
 from torch import nn
 
 import graphir
@@ -176,3 +178,26 @@ def test_an_overflow_in_one_table_makes_every_device_skip() -> None:
             for name, value in session.state_dict(replica).items():
                 assert torch.equal(value, before[name]), name
         assert session.loss_scaler_state_dict()["scale"] == 2.0**59
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_an_embedding_whose_rows_are_flattened_behind_it(sparse: bool) -> None:
+    """Views of what a placed module hands on are made again at each replica; the values of its sparse gradient are
+    rows that the replicas hand back."""
+    torch.manual_seed(0)
+    model = Sequences(sparse=sparse).double()
+    theirs = copy.deepcopy(model)
+    eager = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    program = table_captured(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    plan = passes.emit(passes.inject_copies(passes.shard(program, {"table": 1}, [0, 1])))
+    with runtime.Session(plan, program.state, binding="cpu") as session:
+        for step, rows in enumerate((8, 7, 9)):
+            batch = batch_of(model, rows, step + 1)
+            ours = session.step(*batch.inputs, batch.target)
+            eager.zero_grad()
+            whole = nn.functional.mse_loss(theirs(*batch.inputs), batch.target)
+            whole.backward()
+            eager.step()
+            assert_close(ours, whole.detach(), 1e-10, f"loss of step {step}")
+        for name, value in theirs.state_dict().items():
+            assert_close(session.state_dict()[name], value, 1e-10, name)
