@@ -35,6 +35,7 @@ __all__ = [
     "Run",
     "Shifts",
     "Timing",
+    "as_gpu",
     "build",
     "parse_pipeline",
     "printed_device",
@@ -108,14 +109,15 @@ def _device(given: Any) -> Device:
         raise ValueError(f"{e.what}; {e.fix}") from None
 
 
-def _gpu(given: Any) -> int:
+def as_gpu(given: Any) -> int:
+    """The number of a gpu, given as it is printed or by its number; a field's validator."""
     device = _device(given)
     if device.kind != "gpu":
         raise ValueError(f"{device} is not a gpu; write 'gpu:0', 'gpu:1', … or its number")
     return device.index
 
 
-Gpu: TypeAlias = Annotated[int, BeforeValidator(_gpu)]
+Gpu: TypeAlias = Annotated[int, BeforeValidator(as_gpu)]
 """An option that is a gpu: given as it is printed or by its number, kept and printed as its number."""
 
 

@@ -112,8 +112,7 @@ class Regions:
     def _hosted(self) -> dict[str, str]:
         """What the optimizer keeps on the host, such as its count of steps, and the parameter."""
         blobs = self.net.blobs
-        states = self.program.interface.optimizer_state.items()
-        return {name: param for param, own in states for name in own.values() if blobs[name].device.is_host}
+        return {name: param for name, param in self.program.interface.owners() if blobs[name].device.is_host}
 
     def at(self, device: Device) -> Device:
         """The region of what :attr:`net` has on a device."""

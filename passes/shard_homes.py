@@ -58,7 +58,7 @@ def homes_of(program: Program, placement: Mapping[str, str], devices: Sequence[D
 def module_nbytes(program: Program, roots: Iterable[str]) -> dict[str, int]:
     """The bytes of parameters, buffers and optimizer state of each module, all that is inside of it included."""
     found = dict.fromkeys(roots, 0)
-    owner = {blob: param for param, own in program.interface.optimizer_state.items() for blob in own.values()}
+    owner = dict(program.interface.owners())
     for name in program.step.external_inputs:
         blob = program.step.blobs[name]
         if blob.role in STATE_ROLES:

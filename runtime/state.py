@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -16,12 +16,14 @@ from graphir.errors import RunError, SessionError, nearest
 from graphir.ir.blob import Blob, bound_layout
 from graphir.ir.device import Device
 from graphir.ir.operator import Operator
+from graphir.ir.parts import Parts, whole_shape
 from graphir.ir.program import Program
 from graphir.ir.symbols import to_torch
 from graphir.ir.tensor import not_dense
 from graphir.ir.text import operator_text
 
 from .failures.faults import reason_of
+from .joined import Joined, overwrite, where_once
 from .kernels.communication import copy
 from .kernels.invoke import fill
 from .kernels.optimizers import as_torch_has_it
@@ -98,6 +100,7 @@ class State:
         untouched: what the module has and no step touches, by its own names, to be handed back as it was given.
         common: those of them that states beside this one have too.
         optimizer_state: as in the interface, common as well: a parameter may have a gradient in some programs only.
+        parts: likewise.
         progress: common to them as well.
         counted: whether its steps are among those that *progress* counts: not those of a program without optimizer,
             such as an evaluation's, beside one with.
@@ -129,10 +132,12 @@ class State:
             self.untouched = {
                 name: given[blob].clone()
                 for name, blob in program.interface.module_state.items()
-                if program.blob_of(blob) not in self.tensors and blob in given
+                if self.tensors.keys().isdisjoint(program.blobs_of(blob)) and blob in given
             }
         self.optimizer_state: dict[str, Mapping[str, str]] = {} if beside is None else beside.optimizer_state
         self.optimizer_state.update(program.interface.optimizer_state)
+        self.parts: dict[str, Parts] = {} if beside is None else beside.parts
+        self.parts.update(program.interface.parts)
         self.progress: _Progress = _Progress(steps_done) if beside is None else beside.progress
         self.counted: bool = beside is None or (beside.counted and (_trains(program) or not _trains(beside.program)))
 
@@ -145,7 +150,7 @@ class State:
             if name in self.common:
                 values[name] = _taken(init.blob(name), self.common[name])
             elif op.type == "graphir.load":
-                values[name] = _load(init.blob(name), str(op.args["key"]), given)
+                values[name] = _load(init.blob(name), op, given, self.program)
             else:
                 values.update(_fill(op, values, self.program))
         return values
@@ -168,10 +173,19 @@ class State:
         """The tensors that a step takes."""
         return {name: self.tensors[name] for name in self.program.step.external_inputs if name in self.tensors}
 
-    def of_module(self, name: str, replica: int) -> Tensor | None:
-        """A replica's tensor under its name in ``module.state_dict()``, where it was given one."""
-        blob = self.program.blob_of(self.program.interface.module_state[name], replica)
-        return self.tensors.get(blob, self.untouched.get(name))
+    def joined(self, name: str, replica: int, tensors: Mapping[str, Tensor]) -> Joined | None:
+        """What a replica has under a name of the interface; None where that is not among the *tensors*."""
+        dim, blobs = self.parts.get(name, (None, (name,)))
+        found = [tensors.get(self.program.blob_of(blob, replica)) for blob in blobs]
+        held = [tensor for tensor in found if tensor is not None]
+        return Joined(dim, held) if len(held) == len(found) else None
+
+    def of_module(self, name: str, replica: int) -> Joined | None:
+        """A replica's value under its name in ``module.state_dict()``, where it was given one."""
+        found = self.joined(self.program.interface.module_state[name], replica, self.tensors)
+        if found is None and name in self.untouched:
+            found = Joined(None, [self.untouched[name]])
+        return found
 
     def check_replica(self, replica: int) -> None:
         """Raise a SessionError unless there is such a replica."""
@@ -190,17 +204,22 @@ class State:
         """
         self.check_replica(replica or 0)
         named = partial(self.program.blob_of, replica=replica or 0)
-        found = {key: self.tensors[blob].clone() for blob, key in self.keys.items() if blob == named(key)}
+        found: dict[str, Tensor] = {}
+        for blob, key in self.keys.items():
+            if blob == named(key):
+                found[key] = self.tensors[blob].clone()
+            elif key in self.parts and key not in found and (joined := self.joined(key, 0, self.tensors)):
+                found[key] = joined.clone()
         # Of a state beside, too: a parameter that has no gradient here may have one there.
         for blob in [blob for own in self.optimizer_state.values() for blob in own.values()]:
-            if blob not in found and named(blob) in self.common:
-                found[blob] = self.common[named(blob)].clone()
+            if blob not in found and (kept := self.joined(blob, replica or 0, self.common)):
+                found[blob] = kept.clone()
         for name, tensor in self.untouched.items():
             found.setdefault(self.program.interface.module_state[name], tensor.clone())
         if replica is None:
             own = self._roles_of_their_own()
             for blob, key in self.keys.items():
-                if blob != named(key) and self.program.init.blob(blob).role in own:
+                if blob != named(key) and key not in self.parts and self.program.init.blob(blob).role in own:
                     found[blob] = self.tensors[blob].clone()
         return {**found, "step": torch.tensor(self.progress.steps_done, device="cpu")}
 
@@ -245,14 +264,15 @@ class State:
             if ours is None:
                 _check(name, given[name])
             else:
-                _check(name, given[name], tuple(ours.shape), ours.dtype)
-                _check_expanded(name, given[name], ours)
+                _check(name, given[name], ours.shape, ours.dtype)
+                for place, target in zip(ours.places(given[name]), ours.tensors, strict=True):
+                    _check_expanded(name, place, target)
         with torch.inference_mode():
             for name in known:
                 for replica in range(len(self.program.replicas)):
-                    target = self.of_module(name, replica)
-                    if target is not None:
-                        _overwrite(target, given[name])
+                    held = self.of_module(name, replica)
+                    if held is not None:
+                        held.overwrite(given[name])
 
     def optimizer(self, groups: Sequence[Mapping[str, Any]], replica: int) -> dict[str, Any]:
         """Copies in the format of ``torch.optim.Optimizer.state_dict()``."""
@@ -265,8 +285,8 @@ class State:
             count += len(indices)
             for index, param in zip(indices, group["params"], strict=True):
                 own = self.optimizer_state.get(param, {})
-                blobs = {name: self.program.blob_of(blob, replica) for name, blob in own.items()}
-                found = {name: self.common[blob] for name, blob in blobs.items() if blob in self.common}
+                joined = {name: self.joined(blob, replica, self.common) for name, blob in own.items()}
+                found = {name: each for name, each in joined.items() if each is not None}
                 kept = as_torch_has_it(found, self.program.interface.optimizer)
                 if kept:
                     state[index] = kept
@@ -324,29 +344,25 @@ def _steps_done(given: Mapping[str, Tensor]) -> int:
     return int(step)
 
 
-def _load(blob: Blob, key: str, given: Mapping[str, Tensor]) -> Tensor:
-    """A blob's own tensor, with its geometry and the value that is given under its name, or else under its key."""
+def _load(blob: Blob, op: Operator, given: Mapping[str, Tensor], program: Program) -> Tensor:
+    """A blob's own tensor, with its geometry and the value that is given under its name, or else its place in that
+    under the key of *op*, which loads it."""
+    key, dim = str(op.args["key"]), op.args.get("dim")
     name = blob.name if blob.name in given else key
     source = given[name]
     if blob.shape is None or blob.dtype is None:
         return source.clone()
     (shape, strides), dtype = bound_layout(blob, {}), to_torch(blob.dtype)
-    _check(name, source, shape, dtype)
+    if name == key and isinstance(dim, int):
+        shapes = [bound_layout(program.init.blob(part), {})[0] for part in program.blobs_of(key)]
+        _check(name, source, whole_shape(dim, shapes), dtype)
+        source = source.narrow(dim, cast("int", op.args.get("first", 0)), shape[dim])
+    else:
+        _check(name, source, shape, dtype)
     made = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
     _check_expanded(name, source, made)
-    _overwrite(made, source)
+    overwrite(made, source)
     return made
-
-
-def _overwrite(target: Tensor, source: Tensor) -> None:
-    """Give *target*, which may be expanded, the values of *source*."""
-    once = _once(target)
-    target[once].copy_(source[once])
-
-
-def _once(tensor: Tensor) -> tuple[slice, ...]:
-    """Where each element of the tensor's memory is once: torch does not write to dimensions that are expanded."""
-    return tuple([slice(1) if stride == 0 else slice(None) for stride in tensor.stride()])
 
 
 def _taken(blob: Blob, tensor: Tensor) -> Tensor:
@@ -383,12 +399,23 @@ def _check_beside(ours: Program, theirs: Program) -> None:
             where=where,
             fix="give one of the same model, or make a session of its own",
         )
+    apart = {name for name in ours.interface.module_state.values() if _parts_of(ours, name) != _parts_of(theirs, name)}
+    if apart:
+        raise SessionError(
+            f"{min(apart)!r} lives in other parts than in the session beside",
+            where=where,
+            fix="shard both programs alike, or make a session of its own from the other one's state()",
+        )
     if ours.replicas != theirs.replicas:
         raise SessionError(
             f"the replicas are {_replicas(ours)}, those of the session beside are {_replicas(theirs)}",
             where=where,
             fix="replicate both programs alike, or make a session of its own from the other one's state()",
         )
+
+
+def _parts_of(program: Program, name: str) -> Parts | None:
+    return program.interface.parts.get(name)
 
 
 def _replicas(program: Program) -> str:
@@ -425,7 +452,7 @@ def _check(name: str, tensor: Tensor, shape: tuple[int, ...] | None = None, dtyp
 def _check_expanded(name: str, source: Tensor, target: Tensor) -> None:
     """Raise a SessionError where *source* has different values for one element of *target*'s memory."""
     if 0 in target.stride() and target.numel():
-        rows = source[_once(target)].expand_as(source)
+        rows = source[where_once(target)].expand_as(source)
         if not bool(((rows == source) | (source != source)).all()):
             raise SessionError(
                 f"{name!r} in the state has values of its own along a dimension that was captured expanded",

@@ -104,7 +104,7 @@ def placed(program_or_plan: Program | Plan) -> PlacedModules:
         )
     program, dims = program_of(program_or_plan), sizes_of(program_or_plan)
     interface, blobs = program.interface, program.step.blobs
-    owner = {name: param for param, own in interface.optimizer_state.items() for name in own.values()}
+    owner = dict(interface.owners())
     parameters: Counter[str] = Counter()
     state: Counter[str] = Counter()
     devices: dict[str, Device] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
@@ -15,6 +15,7 @@ from pydantic import BeforeValidator
 from .device import Device
 from .guard import Guard
 from .net import Net, replaced
+from .parts import Parts
 from .size import BATCH
 
 if TYPE_CHECKING:
@@ -83,6 +84,8 @@ class Interface:
         gradients: each parameter whose gradient a training step without optimizer hands back, and the gradient's blob.
         placed: the prefixes of the replicas that have a blob named here, where not every replica does. Such an input is
             passed whole, and such an output is handed back as it is.
+        parts: for each name of module state, optimizer state, parameters or gradients here that is no blob's, the blobs
+            that hold its value. Callers give and get the whole value under that name.
     """
 
     arguments: str = ""
@@ -97,6 +100,18 @@ class Interface:
     one_replica: bool = False
     gradients: Mapping[str, str] = field(default_factory=dict)
     placed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    parts: Mapping[str, Parts] = field(default_factory=dict)
+
+    def blobs_of(self, name: str) -> tuple[str, ...]:
+        """The blobs, without prefix, that hold what has a name here: the one so called, or its parts."""
+        found = self.parts.get(name)
+        return (name,) if found is None else found.blobs
+
+    def owners(self) -> Iterator[tuple[str, str]]:
+        """Each blob of the optimizer's state, and the blob of the parameter that it belongs to."""
+        for param, own in self.optimizer_state.items():
+            for name in own.values():
+                yield from zip(self.blobs_of(name), self.blobs_of(param), strict=False)  # verify compares how many
 
 
 @dataclass(frozen=True, repr=False)
@@ -151,6 +166,10 @@ class Program:
         prefix = self.replicas[replica]
         having = self.interface.placed.get(name)
         return (prefix if having is None or prefix in having else having[0]) + name
+
+    def blobs_of(self, name: str, replica: int = 0) -> tuple[str, ...]:
+        """The blobs that hold the value of a name of the interface in a replica: one, or its parts in their order."""
+        return tuple([self.blob_of(blob, replica) for blob in self.interface.blobs_of(name)])
 
     @cached_property
     def sharing(self) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from graphir.ir.names import base_name
 from graphir.ir.program import Program, Scalar, Slot
 from graphir.ir.size import BATCH, Dims
 
+from ..joined import Joined
 from ..kernels.communication import all_reduce, mean_weights
 from .structure import paths, read_structure, unflatten
 
@@ -91,7 +92,14 @@ class Gather:
     def gradients(self, outputs: Sequence[Tensor], replica: int) -> dict[str, Tensor]:
         """Copies of a replica's remaining outputs, those that others have alone included: gradients by their
         parameters' names, others by base name."""
-        params = {gradient: param for param, gradient in self.program.interface.gradients.items()}
+        interface = self.program.interface
+        params = {gradient: param for param, gradient in interface.gradients.items()}
+        wholes = {blob: name for name, parts in interface.parts.items() for blob in parts.blobs}
         named = partial(self.program.blob_of, replica=replica)
-        found = [(base_name(name), outputs[i]) for name, i in self.others if name == named(base_name(name))]
-        return {params.get(name, name): tensor.clone() for name, tensor in found}
+        held = {base_name(name): outputs[i] for name, i in self.others if name == named(base_name(name))}
+        found: dict[str, Tensor] = {}
+        for name in dict.fromkeys(wholes.get(blob, blob) for blob in held):
+            dim = interface.parts[name].dim if name in interface.parts else None
+            tensors = [held[blob] for blob in interface.blobs_of(name)]
+            found[params.get(name, name)] = Joined(dim, tensors).clone()
+        return found

@@ -17,6 +17,7 @@ from torch import Tensor
 from graphir.ir.opset import overload
 
 from .attention import ATTENTION
+from .blocks import BLOCKS
 from .bounds import CHECKED
 from .communication import scale
 from .losses import LOSSES
@@ -72,6 +73,7 @@ FAST: Final[dict[str, Callable[..., Any]]] = {**_table(), "aten.view.default": v
 
 OWN_KERNELS: Final[Mapping[str, Callable[..., Any]]] = {
     **ATTENTION,
+    **BLOCKS,
     **CHECKED,
     **LOSSES,
     **SPARSE,

@@ -331,6 +331,7 @@ _CHECKS: Final[Mapping[str, Callable[..., None]]] = {
     "_embedding_bag": _embedding_bag,
     "_embedding_bag_backward": _embedding_bag_backward,
     "_embedding_bag_forward_only": _embedding_bag,
+    "_embedding_bag_per_sample_weights_backward": _embedding_bag_weights_backward,
     "_fft_c2c": _transformed,
     "_fft_c2r": _transformed_back,
     "_fft_r2c": _transformed,

@@ -20,6 +20,7 @@ from graphir.ir.opset import signature
 from graphir.ir.tensor import GRAIN_SIZE
 from graphir.optim import update_dense
 
+from ..joined import Joined
 from .bounds import check_dense
 from .short import in_one_thread
 from .sparse import SPARSE_UPDATES
@@ -48,17 +49,17 @@ def updater(type: str, options: Mapping[str, Any]) -> Update:
     return UPDATES[type](**defaults | dict(options))
 
 
-def as_torch_has_it(kept: Mapping[str, Tensor], optimizer: str) -> dict[str, Any]:
+def as_torch_has_it(kept: Mapping[str, Joined], optimizer: str) -> dict[str, Any]:
     """The state that ``torch.optim`` has of a parameter for *kept*, the state of an operator, by the operator's names.
 
     A momentum buffer that no update has changed yet is left out: torch has none before the first update, and does not
     dampen that one. ``SparseAdam`` counts its steps in Python: powers of a tensor would be rounded otherwise.
     """
     own = {"next_dampening"}
-    if "next_dampening" in kept and kept["next_dampening"] == 0:
+    if "next_dampening" in kept and kept["next_dampening"].clone() == 0:
         own.add("momentum_buffer")
     counts = {"step"} if optimizer == "SparseAdam" else set()
-    return {key: int(t) if key in counts else t.clone() for key, t in kept.items() if key not in own}
+    return {key: int(t.clone()) if key in counts else t.clone() for key, t in kept.items() if key not in own}
 
 
 def _sgd(

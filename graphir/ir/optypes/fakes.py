@@ -37,7 +37,7 @@ def copy(source: Tensor) -> Tensor:
     return source.new_empty_strided(source.shape, source.stride())
 
 
-def load(*, key: str) -> Tensor:
+def load(*, key: str, dim: int | None = None, first: int = 0) -> Tensor:
     """No fake: the geometry of what is loaded is known only once it is there."""
     raise NotImplementedError
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 
 from . import fakes, flops, scratch
+from .blocks import BLOCKS
 from .record import OperatorType
 
 __all__ = ["OWN"]
@@ -53,7 +54,7 @@ _RECORDS: Final = (
         fakes.scale,
         scratch=scratch.nothing,
     ),
-    _record("graphir.load", "load(*, str key) -> Tensor", fakes.load),
+    _record("graphir.load", "load(*, str key, int? dim=None, int first=0) -> Tensor", fakes.load),
     _optimizer(
         "graphir.sgd",
         "sgd(Tensor(a!) param, Tensor grad, Tensor(b!)? momentum_buffer, Tensor lr, Tensor? found_inf=None, *, "
@@ -178,14 +179,15 @@ _RECORDS: Final = (
     ),
 )
 
-OWN: Final[Mapping[str, OperatorType]] = {record.type: record for record in _RECORDS}
+OWN: Final[Mapping[str, OperatorType]] = {**{record.type: record for record in _RECORDS}, **BLOCKS}
 """graphir's own types.
 
 ``Copy`` brings a blob to its device, strides kept. ``AllReduce`` gives every participant the sum of all inputs, added
 in participant order; with ``reduction="mean"`` input r is first scaled by ``shares[r] * n / sum(shares)`` (not at all
 where the shares are equal) and the sum divided by n. ``graphir.scale`` multiplies by a ratio of sizes, and its result
 has no gaps: gradients of the mean over a replica's rows become those of the mean over all, or the other way round.
-``graphir.load`` reads ``program.state[key]``. The optimizers update one parameter in place, as ``torch.optim`` does in
+``graphir.load`` reads ``program.state[key]``, or with ``dim`` the part of it that begins at ``first`` along that
+dimension, and is as long as the blob. The optimizers update one parameter in place, as ``torch.optim`` does in
 its ``fused`` or its ``for_loop`` form, or as :class:`graphir.optim.RowWiseAdagrad` does; where ``found_inf`` is given
 and not zero they leave parameter and state as they are, as ``GradScaler.step`` does. ``next_dampening`` is the
 dampening of the next update: torch dampens none before the second, so it is 0 at first and then ``dampening``.
@@ -197,4 +199,6 @@ A sparse gradient is two tensors, ``indices`` (1, n) and ``values`` (n, d): ``va
 pair. The sum is that of sparse tensors in torch, in the order of the operands, with ``reduction`` and ``shares`` as for
 ``AllReduce``. The ``sparse_`` optimizers add the slots of a row up and update it once, as torch does. Those called
 ``caffe2_sparse_`` are Caffe2's: each slot updates its row and the row's state by itself, in the order of the slots.
+
+Those that begin with ``block_`` look up a block of a table's rows, see :mod:`.blocks`.
 """

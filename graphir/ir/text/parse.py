@@ -12,6 +12,7 @@ from typing import Any, Final, cast
 from ...errors import ParseError, nearest
 from ..guard import Guard, parse_guard
 from ..net import Net
+from ..parts import Parts
 from ..plan import KINDS, STREAMS, Event, Instruction, Kind, Plan
 from ..program import Interface, ParamGroup, Program, Scalar, Slot
 from .parse_net import NetReader, read_net
@@ -162,6 +163,7 @@ def _interface(reader: Lines, line: Line) -> Interface:
     module_state: dict[str, str] = {}
     optimizer_state: dict[str, dict[str, str]] = {}
     placed: dict[str, tuple[str, ...]] = {}
+    parts: dict[str, Parts] = {}
     others: dict[str, Any] = {}
     while True:
         line = reader.next("} of the interface")
@@ -176,6 +178,7 @@ def _interface(reader: Lines, line: Line) -> Interface:
                 optimizer_state=optimizer_state,
                 param_groups=tuple(groups),
                 placed=placed,
+                parts=parts,
                 **others,
             )
         if word in ("arguments", "results"):
@@ -203,11 +206,16 @@ def _interface(reader: Lines, line: Line) -> Interface:
             name = line.name()
             line.expect(":", "write placed NAME : PREFIX, …")
             placed[name] = line.names()
+        elif word == "parts":
+            name = line.name()
+            dim = line.take_integer() if line.accept("dim") else None
+            line.expect(":", "write parts NAME dim NUMBER : BLOB, …")
+            parts[name] = Parts(dim, line.names())
         else:
             raise line.error(
                 f"unknown statement {word!r}",
                 "an interface has arguments, feed, loss, output, results, one_replica, gradient, module, optimizer, "
-                "group, state, placed",
+                "group, state, placed, parts",
             )
         line.end()
 

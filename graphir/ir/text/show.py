@@ -153,6 +153,9 @@ def _interface(interface: Interface) -> Iterator[str]:
         yield f"  state {quoted(param)} : {', '.join(parts)}".rstrip()
     for name, prefixes in interface.placed.items():
         yield f"  placed {quoted(name)} : {', '.join(map(quoted, prefixes))}".rstrip()
+    for name, (dim, blobs) in interface.parts.items():
+        along = "" if dim is None else f" dim {dim}"
+        yield f"  parts {quoted(name)}{along} : {', '.join(map(quoted, blobs))}".rstrip()
     yield "}"
 
 

@@ -4,10 +4,12 @@
 16. Operators of ``init`` have the phase init, those of ``step`` another one.
 17. ``init`` makes every blob of ``step`` that lives from step to step, with the same geometry, role and device; only
     what Caffe2 feeds into a workspace is not made.
-18. ``graphir.load`` names an entry of ``program.state`` (where there is one) of the blob's shape and element type.
+18. ``graphir.load`` names an entry of ``program.state`` (where there is one) of the blob's shape and element type, or
+    of those of the value that the blob is a part of.
 19. Every replica has each blob of the interface: parameters, buffers and optimizer state before the step, gradients
     after it; and, if it shares in the batch, inputs before the step, the loss or the outputs after it. A placed blob
-    only the replicas have that ``placed`` names, at least one.
+    only the replicas have that ``placed`` names, at least one. Of a name that lives in parts (:mod:`.parts`), they have
+    the parts.
 20. Learning rates are inputs ``f64[] @cpu:0``.
 21. Every dimension in a size has a value (found while shapes are compared), and so has every one in a guard.
 """
@@ -17,11 +19,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...errors import GraphirError
-from ..blob import STATE_ROLES
+from ..blob import STATE_ROLES, Blob
 from ..device import CPU
 from ..dtype import TORCH_NAME
+from ..parts import whole_shape
 from ..program import Program
 from ..size import bind_shape
+from .parts import parts_problems
 from .problems import Problem
 
 __all__ = ["program_problems"]
@@ -76,12 +80,24 @@ def _loads(program: Program) -> Iterator[Problem]:
             yield Problem(f"program.state has no entry {key!r}", op, program.init)
         elif blob is not None and blob.shape is not None and blob.dtype is not None:
             try:
-                shape = bind_shape(blob.shape, program.dims)
+                shape = _loaded_shape(program, blob, key)
             except GraphirError:  # reported by the net's own check
                 continue
             if tuple(value.shape) != shape or str(value.dtype) != f"torch.{TORCH_NAME.get(blob.dtype)}":
                 actual = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
                 yield Problem(f"program.state[{key!r}] is {actual}, unlike blob {blob.name!r}", op, program.init)
+
+
+def _loaded_shape(program: Program, blob: Blob, key: object) -> tuple[int, ...]:
+    """The shape of the value that a blob is loaded from, or is a part of."""
+    parts = program.interface.parts.get(key) if isinstance(key, str) else None
+    names = [blob.name] if parts is None else program.blobs_of(str(key))
+    blobs = [program.init.blobs[name] for name in names if name in program.init.blobs]
+    shapes = [bind_shape(each.shape or (), program.dims) for each in blobs]
+    dim = None if parts is None or len({blob.name, *names}) != len(names) else parts.dim
+    if dim is None or not all(dim < len(shape) for shape in shapes):
+        return bind_shape(blob.shape or (), program.dims)
+    return whole_shape(dim, shapes)
 
 
 def _interface(program: Program) -> Iterator[Problem]:
@@ -98,17 +114,22 @@ def _interface(program: Program) -> Iterator[Problem]:
         "gradient": list(interface.gradients.values()),
     }
     given, handed = set(program.step.external_inputs), set(program.step.external_outputs)
-    known = {name for blobs in (*before.values(), *after.values()) for name in blobs}
+    known = {
+        blob for names in (*before.values(), *after.values()) for name in names for blob in interface.blobs_of(name)
+    }
     for name, prefixes in interface.placed.items():
         if name not in known or not prefixes or not set(prefixes) <= set(program.replicas):
             yield Problem(f"{name!r} cannot be placed on {', '.join(map(repr, prefixes)) or 'no replica'}")
     rows = {"input", "loss", "output"}
     for wanted, names, role in ((before, given, "an external input"), (after, handed, "an external output")):
         for kind, blobs in wanted.items():
-            for name in dict.fromkeys(blobs):
-                for prefix in interface.placed.get(name, program.sharing if kind in rows else program.replicas):
-                    if prefix + name not in names:
-                        yield Problem(f"{kind} {prefix + name!r} of the interface is not {role} of step")
+            for blob in dict.fromkeys(blob for name in blobs for blob in interface.blobs_of(name)):
+                for prefix in interface.placed.get(blob, program.sharing if kind in rows else program.replicas):
+                    if prefix + blob not in names:
+                        yield Problem(f"{kind} {prefix + blob!r} of the interface is not {role} of step")
+    yield from parts_problems(
+        program, [name for names in before.values() for name in names], [n for names in after.values() for n in names]
+    )
     for group in interface.param_groups:
         lr = program.step.blobs.get(group.lr)
         if lr is None or group.lr not in given:
