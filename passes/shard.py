@@ -25,19 +25,34 @@ from graphir.ir.net import Net
 from graphir.ir.operator import Operator
 from graphir.ir.program import Interface, Program
 
-from .base import Gpu, Pass, build, printed_device, register
+from .base import Gpu, Pass, as_gpu, build, printed_device, register
 from .exchange import Exchange
+from .module_patterns import claims
 from .regions import REPLICATED, Regions
 from .replicas import distinct, reduced, require_captured
 from .shard_homes import STRATEGIES, homes_of
+from .table_blocks import KINDS, Kind, tables_of
+from .table_split import split_tables
 
 __all__ = ["Shard", "shard"]
 
 Reduction: TypeAlias = Literal["mean", "sum"]
 
 
-def _target(given: object) -> str:
-    return str(given) if given in STRATEGIES else printed_device(given)
+Target: TypeAlias = str | tuple[Kind, tuple[int, ...]]
+"""Where a module goes: to a device, as a strategy says, or in blocks to several gpus."""
+
+
+def _target(given: object) -> Target:
+    if isinstance(given, str | int):
+        return str(given) if given in STRATEGIES else printed_device(given)
+    match given:
+        case ["rows" | "columns" as kind, [*devices]]:
+            return kind, distinct(tuple(map(as_gpu, devices)))
+    raise ValueError(
+        f"{given!r} says nowhere to go; give a gpu, {' or '.join(map(repr, STRATEGIES))}, or a kind and gpus: "
+        f"{' or '.join(repr((kind, [0, 1])) for kind in KINDS)}"
+    )
 
 
 @register
@@ -46,7 +61,7 @@ class Shard(Pass):
 
     name: ClassVar[str] = "shard"
 
-    placement: dict[str, Annotated[str, BeforeValidator(_target)]]
+    placement: dict[str, Annotated[Target, BeforeValidator(_target)]]
     devices: Annotated[tuple[Gpu, ...], AfterValidator(distinct)]
     reduction: Reduction = "mean"
 
@@ -56,13 +71,22 @@ class Shard(Pass):
                 f"the operators of {program.name!r} do not say which module they came from", fix="capture the model"
             )
         require_captured(program, len(self.devices))
-        homes = homes_of(program, self.placement, [gpu(device) for device in self.devices])
+        devices = [gpu(device) for device in self.devices]
+        claims(program, self.placement)  # of the modules that there are, before there are blocks
+        splits = {pattern: target for pattern, target in self.placement.items() if not isinstance(target, str)}
+        tables = tables_of(program, splits, devices)
+        several = [table for table in tables if len(table.blocks) > 1]
+        program = split_tables(program, several, self.name)
+        whole = {pattern: target for pattern, target in self.placement.items() if isinstance(target, str)}
+        blocks = {block.path: str(block.device) for table in several for block in table.blocks}
+        blocks.update({table.module: str(table.blocks[0].device) for table in tables if table not in several})
+        homes = homes_of(program, {**whole, **blocks}, devices)
         return _spread(Regions(program, homes, self.devices, self.name), self.reduction)
 
 
 def shard(
     program: Program,
-    placement: Mapping[str, str | int],
+    placement: Mapping[str, str | int | tuple[str, Sequence[int | str]]],
     devices: Sequence[int | str],
     *,
     reduction: Reduction = "mean",
@@ -77,15 +101,17 @@ def shard(
         program: captured at the size of one replica's share.
         placement: by pattern (``"emb_l.0"``, ``"emb_l.*"``), the gpu to which the modules go; or ``"round_robin"``: to
             one gpu after the other; or ``"balanced"``: the largest first, each to the gpu with the fewest bytes of
-            placed modules so far.
+            placed modules so far; or ``("rows", [0, 1])``, ``("columns", [0, 1])``: the table of an ``nn.Embedding`` or
+            ``nn.EmbeddingBag`` in blocks, one on each of these gpus.
         devices: numbers of gpus, or gpus as they are printed: replica r lives on ``gpu:<devices[r]>``.
         reduction: ``mean``: the loss is a mean over rows, so that each replica counts by its share; ``sum``: gradients
             are added up.
 
     Raises:
         PassError: a pattern names no module, two name the same one, or a device is none of *devices*; a placed module
-            hands on what has no batch as its first dimension, or shares a parameter with one that is not placed; the
-            program has micro-batches, or is replicated or placed already. Nothing has changed then.
+            hands on what has no batch as its first dimension, or shares a parameter with one that is not placed; what
+            is to be split is no table, or cannot be; the program has micro-batches, or is replicated or placed already.
+            Nothing has changed then.
     """
     return build(Shard, placement=placement, devices=devices, reduction=reduction)(program)
 
@@ -177,11 +203,11 @@ def _interface(regions: Regions, handed: Mapping[str, str]) -> Interface:
     named += [name for group in interface.param_groups for name in group.params]
     placed = {
         name: tuple(site.prefix for site in regions.sites_of(name))
-        for name in dict.fromkeys(named)
+        for name in dict.fromkeys(blob for name in named for blob in interface.blobs_of(name))
         if name in regions.net.blobs and regions.of(name) != REPLICATED
     }
     gradients = {
-        param: grad if grad in placed else handed[first + grad].removeprefix(first)
+        param: grad if grad in placed or grad in interface.parts else handed[first + grad].removeprefix(first)
         for param, grad in interface.gradients.items()
     }
     return replace(interface, gradients=gradients, placed=placed)
