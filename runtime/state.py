@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from graphir.ir.blob import Blob, bound_layout
 from graphir.ir.device import Device
 from graphir.ir.operator import Operator
 from graphir.ir.parts import Parts, whole_shape
-from graphir.ir.program import Program
+from graphir.ir.program import Interface, Program
 from graphir.ir.symbols import to_torch
 from graphir.ir.tensor import not_dense
 from graphir.ir.text import operator_text
@@ -50,6 +51,20 @@ class _Progress:
 
 
 _NOBODY: Final = 0, ""
+
+
+class _Names(NamedTuple):
+    """What the interfaces of programs with a common state say of it: fields of an interface."""
+
+    optimizer_state: dict[str, Mapping[str, str]]
+    parts: dict[str, Parts]
+    placed: dict[str, tuple[str, ...]]
+
+    def add(self, interface: Interface) -> None:
+        """Add what another program says."""
+        self.optimizer_state.update(interface.optimizer_state)
+        self.parts.update(interface.parts)
+        self.placed.update(interface.placed)
 
 
 class Use:
@@ -99,8 +114,8 @@ class State:
         tensors: by blob.
         untouched: what the module has and no step touches, by its own names, to be handed back as it was given.
         common: those of them that states beside this one have too.
-        optimizer_state: as in the interface, common as well: a parameter may have a gradient in some programs only.
-        parts: likewise.
+        named: the program, whose interface names what is common as well: a parameter may have a gradient, and with that
+            optimizer state, in some programs only.
         progress: common to them as well.
         counted: whether its steps are among those that *progress* counts: not those of a program without optimizer,
             such as an evaluation's, beside one with.
@@ -134,10 +149,9 @@ class State:
                 for name, blob in program.interface.module_state.items()
                 if self.tensors.keys().isdisjoint(program.blobs_of(blob)) and blob in given
             }
-        self.optimizer_state: dict[str, Mapping[str, str]] = {} if beside is None else beside.optimizer_state
-        self.optimizer_state.update(program.interface.optimizer_state)
-        self.parts: dict[str, Parts] = {} if beside is None else beside.parts
-        self.parts.update(program.interface.parts)
+        self.names: _Names = _Names({}, {}, {}) if beside is None else beside.names
+        self.names.add(program.interface)
+        self.named: Program = program.with_(interface=replace(program.interface, **self.names._asdict()))
         self.progress: _Progress = _Progress(steps_done) if beside is None else beside.progress
         self.counted: bool = beside is None or (beside.counted and (_trains(program) or not _trains(beside.program)))
 
@@ -175,10 +189,10 @@ class State:
 
     def joined(self, name: str, replica: int, tensors: Mapping[str, Tensor]) -> Joined | None:
         """What a replica has under a name of the interface; None where that is not among the *tensors*."""
-        dim, blobs = self.parts.get(name, (None, (name,)))
-        found = [tensors.get(self.program.blob_of(blob, replica)) for blob in blobs]
+        parts = self.names.parts.get(name)
+        found = [tensors.get(blob) for blob in self.named.blobs_of(name, replica)]
         held = [tensor for tensor in found if tensor is not None]
-        return Joined(dim, held) if len(held) == len(found) else None
+        return Joined(None if parts is None else parts.dim, held) if len(held) == len(found) else None
 
     def of_module(self, name: str, replica: int) -> Joined | None:
         """A replica's value under its name in ``module.state_dict()``, where it was given one."""
@@ -203,15 +217,15 @@ class State:
         names.
         """
         self.check_replica(replica or 0)
-        named = partial(self.program.blob_of, replica=replica or 0)
+        named = partial(self.named.blob_of, replica=replica or 0)
         found: dict[str, Tensor] = {}
         for blob, key in self.keys.items():
             if blob == named(key):
                 found[key] = self.tensors[blob].clone()
-            elif key in self.parts and key not in found and (joined := self.joined(key, 0, self.tensors)):
+            elif key in self.names.parts and key not in found and (joined := self.joined(key, 0, self.tensors)):
                 found[key] = joined.clone()
         # Of a state beside, too: a parameter that has no gradient here may have one there.
-        for blob in [blob for own in self.optimizer_state.values() for blob in own.values()]:
+        for blob in [blob for own in self.names.optimizer_state.values() for blob in own.values()]:
             if blob not in found and (kept := self.joined(blob, replica or 0, self.common)):
                 found[blob] = kept.clone()
         for name, tensor in self.untouched.items():
@@ -219,7 +233,7 @@ class State:
         if replica is None:
             own = self._roles_of_their_own()
             for blob, key in self.keys.items():
-                if blob != named(key) and key not in self.parts and self.program.init.blob(blob).role in own:
+                if blob != named(key) and key not in self.names.parts and self.program.init.blob(blob).role in own:
                     found[blob] = self.tensors[blob].clone()
         return {**found, "step": torch.tensor(self.progress.steps_done, device="cpu")}
 
@@ -284,7 +298,7 @@ class State:
             indices = list(range(count, count + len(group["params"])))
             count += len(indices)
             for index, param in zip(indices, group["params"], strict=True):
-                own = self.optimizer_state.get(param, {})
+                own = self.names.optimizer_state.get(param, {})
                 joined = {name: self.joined(blob, replica, self.common) for name, blob in own.items()}
                 found = {name: each for name, each in joined.items() if each is not None}
                 kept = as_torch_has_it(found, self.program.interface.optimizer)
