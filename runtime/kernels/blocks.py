@@ -70,7 +70,8 @@ def _own(indices: Tensor, offsets: Tensor, rows: int | None, include_last_offset
     check_lookups(indices, -1, rows)
     count = indices.shape[0]
     check_lookups(offsets, 0, count + 1)
-    bags = torch.searchsorted(offsets, torch.arange(count, dtype=offsets.dtype, device=offsets.device), right=True) - 1
+    bags = torch.searchsorted(offsets, torch.arange(count, dtype=offsets.dtype, device=offsets.device), right=True)
+    bags.sub_(1)
     last = offsets.shape[0] - (2 if include_last_offset else 1)
     mine = (indices >= 0).logical_and_(bags >= 0).logical_and_(bags <= last)
     before = torch.nn.functional.pad(mine.cumsum(0, dtype=offsets.dtype), (1, 0))

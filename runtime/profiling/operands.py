@@ -185,6 +185,8 @@ _SPARSE: Final[Sequence[Mapping[str, Values]]] = (
     {"indices": _with_an_empty_slot},
 )
 
+_BAGS: Final[Sequence[Mapping[str, Values]]] = ({"offsets": _offsets, "bag_size": _bag_sizes},)
+
 _SPECIAL: Final[Mapping[str, Sequence[Mapping[str, Values]]]] = {
     **dict.fromkeys(SLOT_BY_SLOT, _SPARSE),
     "graphir.sparse_sum": _SPARSE,
@@ -193,6 +195,11 @@ _SPECIAL: Final[Mapping[str, Sequence[Mapping[str, Values]]]] = {
     "graphir.sparse_adam": _SPARSE,
     "graphir.sparse_row_wise_adagrad": _SPARSE,
     "graphir.embedding_bag_backward": ({"offsets": _offsets, "offset2bag": _bag_of_each, "bag_size": _bag_sizes},),
+    "graphir.block_embedding_bag": _BAGS,
+    "graphir.block_embedding_bag_backward": _BAGS,
+    "graphir.block_embedding_bag_per_sample_weights_backward": ({"offsets": _offsets},),
+    "graphir.block_embedding_bag_sparse_backward": _BAGS,
+    "graphir.bag_sizes": ({"offsets": _offsets},),
     "aten._embedding_bag.default": ({"offsets": _offsets},),
     "aten._embedding_bag_forward_only.default": ({"offsets": _offsets},),
     "aten._grouped_mm.default": ({"offs": _group_ends},),
