@@ -6,12 +6,11 @@ A block reads as a module inside of its table: ``emb.rows_0`` has the parameter 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import pairwise
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from graphir.errors import PassError
-from graphir.ir.blob import STATE_ROLES
 from graphir.ir.device import Device, gpu
 from graphir.ir.net import Net
 from graphir.ir.operator import Operator
@@ -103,41 +102,68 @@ def tables_of(
                     fix=f"devices: {', '.join(devices)}",
                 )
     claimed = claims(program, splits)
-    return [_table(program, module, *splits[claimed[module]]) for module in outermost(claimed)]
+    owned = _owned(program, claimed)
+    readers = _readers(program.step, {name for names in owned.values() for name in names})
+    return [
+        _table(program, module, owned.get(module, []), readers, *splits[claimed[module]])
+        for module in outermost(claimed)
+    ]
 
 
-def _table(program: Program, module: str, kind: Kind, devices: Sequence[int]) -> Table:
+def _owned(program: Program, modules: Container[str]) -> dict[str, list[str]]:
+    """The parameters and buffers of each of some modules, and of those inside of it."""
+    named = set(program.interface.module_state.values())
+    found: dict[str, list[str]] = {}
+    for name in program.step.external_inputs:
+        path = name
+        while name in named and (path := path.rpartition(".")[0]):
+            if path in modules:
+                found.setdefault(path, []).append(name)
+    return found
+
+
+def _readers(step: Net, states: Container[str]) -> dict[str, list[Operator]]:
+    """The operators that read a storage, updates aside."""
+    found: dict[str, list[Operator]] = {}
+    for op in step.ops:
+        if op.phase != "update":
+            for storage in dict.fromkeys(step.blobs[name].storage for name in op.inputs):
+                if storage in states:
+                    found.setdefault(storage, []).append(op)
+    return found
+
+
+def _table(
+    program: Program,
+    module: str,
+    own: Sequence[str],
+    readers: Mapping[str, Sequence[Operator]],
+    kind: Kind,
+    devices: Sequence[int],
+) -> Table:
     """A module as a table in blocks.
 
     Raises:
         PassError: it cannot be one.
     """
     step = program.step
-    own = [name for name in step.external_inputs if name.startswith(f"{module}.") and _is_of_module(program, name)]
-    lookups = [op for op in step.ops if op.type in LOOKUPS and op.inputs[0] in own]
+    lookups = [op for name in own for op in readers.get(name, ()) if op.type in LOOKUPS and op.inputs[0] == name]
     if len(own) != 1 or not lookups:
         has = ", ".join(map(repr, own)) or "no parameter that the step reads"
         raise PassError(
             f"module {module!r} is no embedding table: it has {has}",
             fix="rows and columns are of an nn.Embedding or nn.EmbeddingBag alone; place other modules whole",
         )
-    _require_lookups(step, module, own[0])
+    _require_lookups(readers[own[0]], module, own[0])
     for op in lookups:
         _require_splittable(op, module, kind)
     rows, columns = bind_shape(step.blobs[own[0]].shape or (), program.dims)
     return Table(module, own[0], kind, (rows, columns), _blocks(module, kind, (rows, columns), devices))
 
 
-def _is_of_module(program: Program, name: str) -> bool:
-    """Whether a blob is a parameter or a buffer."""
-    return program.step.blobs[name].role in STATE_ROLES and name in program.interface.module_state.values()
-
-
-def _require_lookups(step: Net, module: str, param: str) -> None:
+def _require_lookups(readers: Sequence[Operator], module: str, param: str) -> None:
     """Refuse a table that is read otherwise than by lookups of its module, and updates."""
-    for op in step.ops:
-        if param not in [step.blobs[name].storage for name in op.inputs] or op.phase == "update":
-            continue
+    for op in readers:
         inside = op.module == module or op.module.startswith(f"{module}.")
         if op.type == "aten.embedding_renorm_.default":
             raise PassError(

@@ -24,9 +24,9 @@ from graphir.ir.tensor import not_dense
 from graphir.ir.text import operator_text
 
 from .failures.faults import reason_of
-from .joined import Joined, overwrite, where_once
 from .kernels.communication import copy
 from .kernels.invoke import fill
+from .kernels.joined import Joined, overwrite, where_once
 from .kernels.optimizers import as_torch_has_it
 from .machine.ending import ENDS_IN, stay
 

@@ -14,8 +14,8 @@ from graphir.ir.names import base_name
 from graphir.ir.program import Program, Scalar, Slot
 from graphir.ir.size import BATCH, Dims
 
-from ..joined import Joined
 from ..kernels.communication import all_reduce, mean_weights
+from ..kernels.joined import Joined
 from .structure import paths, read_structure, unflatten
 
 __all__ = ["Gather"]

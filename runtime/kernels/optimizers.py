@@ -20,8 +20,8 @@ from graphir.ir.opset import signature
 from graphir.ir.tensor import GRAIN_SIZE
 from graphir.optim import update_dense
 
-from ..joined import Joined
 from .bounds import check_dense
+from .joined import Joined
 from .short import in_one_thread
 from .sparse import SPARSE_UPDATES
 
