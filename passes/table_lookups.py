@@ -109,7 +109,8 @@ class Lookups:
         for k, block in enumerate(table.blocks):
             outputs = (found[k], *draft.parts(op.outputs[1:], k))
             inputs = draft.parts(op.inputs, k)
-            draft.ops.append(op._replace(inputs=inputs, outputs=outputs, module=block.path, by=draft.by))
+            changed = op._replace(inputs=inputs, outputs=outputs, module=block.path, by=draft.by)
+            draft.ops.append(changed._replace(of=self._repeated(op, k)))
         draft.emit(
             "aten.cat.default", found, op.outputs[:1], {"dim": last}, op, op.module, of=op.of, operands=_list(found)
         )
@@ -126,7 +127,13 @@ class Lookups:
             lookup.local.append(self._local(lookup, k, op, indices, lookup.padding if lookup.bags else -1))
             if op.type == EMBEDDING:
                 draft.emit(
-                    "graphir.block_embedding", (weight, lookup.local[k]), (found[k],), {}, op, block.path, of=op.of
+                    "graphir.block_embedding",
+                    (weight, lookup.local[k]),
+                    (found[k],),
+                    {},
+                    op,
+                    block.path,
+                    of=self._repeated(op, k),
                 )
                 continue
             if op.args.get("mode") == _MEAN:
@@ -140,11 +147,16 @@ class Lookups:
                 lookup.last,
                 op,
                 block.path,
-                of=op.of,
+                of=self._repeated(op, k),
                 operands=operands,
             )
         draft.add_up(found, op.outputs[0], op, op.module, op.of)
         return lookup
+
+    def _repeated(self, op: Operator, k: int) -> str:
+        """What a block's lookup repeats, where a checkpoint looks up rows again."""
+        lookup = self.of.get(op.of)
+        return op.of if lookup is None else lookup.found[k]
 
     def _local(self, lookup: Lookup, k: int, like: Operator, indices: str, padding: int, name: str = "local") -> str:
         """Append the indices of a block."""
@@ -154,7 +166,7 @@ class Lookups:
         args: dict[str, Arg] = {"first": block.first, "rows": block.size, "num_weights": table.shape[0]}
         if padding >= 0:
             args["padding_idx"] = padding
-        of = lookup.found[k] if like.phase == "backward" else like.of
+        of = lookup.found[k] if like.phase == "backward" and like is not lookup.op else self._repeated(like, k)
         draft.emit("graphir.block_indices", (indices,), (made,), args, like, block.path, of=of)
         return made
 
@@ -167,7 +179,7 @@ class Lookups:
         args = dict(lookup.last)
         if lookup.padding >= 0:
             args["padding_idx"] = lookup.padding
-        draft.emit("graphir.bag_sizes", (indices, offsets), (made,), args, op, block.path, of=op.of)
+        draft.emit("graphir.bag_sizes", (indices, offsets), (made,), args, op, block.path, of=self._repeated(op, k))
         return made
 
     def _bag_operands(self, lookup: Lookup, k: int) -> tuple[str, ...]:

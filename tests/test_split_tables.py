@@ -10,9 +10,11 @@ import pytest
 import torch
 from tables import OPTIMIZERS, Bags, Last, Sequences, Weighted, batch_of, captured
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import graphir
 from graphir import Program, passes, runtime
+from graphir.demo.dlrm import Config, Dlrm, batch_dims, clicks, loss
 
 KINDS = ("rows", "columns")
 
@@ -165,3 +167,56 @@ def test_blocks_go_to_any_of_the_devices(kind: str, over: list[int]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_replica(kind: str) -> None:
     assert_trains_as_one_device(Sequences, kind, [2], UNEVEN)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_splits_of_several_tables(seed: int) -> None:
+    """Each table whole, by rows or by columns, on any of the devices."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    width, replicas = draw(4, 10), draw(2, 6)
+    config = Config(
+        bottom=(5, width), tables=tuple(draw(6, 40) for _ in range(4)), lookups=draw(2, 6), sparse=seed % 2 > 0
+    )
+    placement: dict[str, Any] = {}
+    for table in range(3):
+        among = torch.randperm(replicas, generator=generator)[: draw(1, min(replicas, 3) + 1)].tolist()
+        placement[f"emb_l.{table}"] = (("rows", among), ("columns", among[:2]), among[0])[draw(0, 3)]
+    torch.manual_seed(seed)
+    model = Dlrm(config).double()
+    theirs = copy.deepcopy(model)
+    first = clicks(config, 4, 0, torch.float64)
+    held, eager = (torch.optim.Adagrad(each.parameters(), lr=0.05) for each in (model, theirs))
+    options = {"targets": (first.target,), "loss": loss, "optimizer": held, "batch_dims": batch_dims(config)}
+    program = sharded(
+        graphir.capture(model, first.inputs, **options), {**placement, "emb_l.3": "balanced"}, range(replicas)
+    )
+    with runtime.Session(passes.emit(program), program.state, binding="cpu") as session:
+        for step in range(4):
+            batch = clicks(config, draw(4, 9) * replicas, step + 1, torch.float64)
+            ours = session.step(*batch.inputs, batch.target)
+            eager.zero_grad()
+            whole = loss(theirs(*batch.inputs), batch.target)
+            whole.backward()
+            eager.step()
+            assert_close(ours, whole.detach(), 1e-10, f"loss of step {step}")
+        for name, value in theirs.state_dict().items():
+            assert_close(session.state_dict()[name], value, 1e-10, name)
+
+
+class Checkpointed(Bags):
+    """A table whose lookups the backward repeats."""
+
+    def found(self, *lookups: torch.Tensor) -> torch.Tensor:
+        def scaled(*given: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.table(*given)) ** 2
+
+        return checkpoint(scaled, *lookups, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lookups_that_the_backward_repeats(kind: str) -> None:
+    assert_trains_as_one_device(lambda: Checkpointed(mode="mean"), kind, [0, 1], UNEVEN)

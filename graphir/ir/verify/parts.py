@@ -17,7 +17,7 @@ from ..parts import Parts, starts
 from ..program import Program
 from .problems import Problem
 
-__all__ = ["parts_problems"]
+__all__ = ["part_names", "parts_problems"]
 
 
 def parts_problems(program: Program, before: Iterable[str], after: Iterable[str]) -> Iterator[Problem]:
@@ -34,7 +34,7 @@ def parts_problems(program: Program, before: Iterable[str], after: Iterable[str]
     loads = {op.outputs[0]: op for op in program.init.ops if op.type == "graphir.load" and op.outputs}
     placed: set[str] = set()
     for name, parts in interface.parts.items():
-        names = program.blobs_of(name)
+        names = part_names(program, name)
         placed.update(names)
         found = [blobs[part] for part in names if part in blobs]
         if name not in known or name in held or any(prefix + name in blobs for prefix in program.replicas):
@@ -43,7 +43,7 @@ def parts_problems(program: Program, before: Iterable[str], after: Iterable[str]
             yield Problem(f"the parts of {name!r} are not blobs of its own")
         elif any(len(interface.placed.get(part, program.replicas)) > 1 for part in parts.blobs):
             yield Problem(f"a part of {name!r} is in more than one replica")
-        elif len(found) == len(names):  # the interface's own check has the others
+        elif found and len(found) == len(names):  # the interface's own check has the others
             if not _fit(parts, found):
                 shapes = ", ".join(f"{blob.name!r}" for blob in found)
                 yield Problem(f"the parts {shapes} do not make up {name!r} along dimension {parts.dim}")
@@ -58,6 +58,13 @@ def parts_problems(program: Program, before: Iterable[str], after: Iterable[str]
         for name in own.values():
             if len(interface.blobs_of(name)) != len(interface.blobs_of(param)):
                 yield Problem(f"optimizer state {name!r} does not live in as many parts as {param!r}")
+
+
+def part_names(program: Program, name: str) -> tuple[str, ...]:
+    """The blobs that a name lives in; none where a part is in no replica, which is a problem of its own."""
+    interface = program.interface
+    everywhere = all(interface.placed.get(part, program.replicas) for part in interface.blobs_of(name))
+    return program.blobs_of(name) if everywhere and program.replicas else ()
 
 
 def _fit(parts: Parts, blobs: list[Blob]) -> bool:

@@ -25,7 +25,7 @@ from ..dtype import TORCH_NAME
 from ..parts import whole_shape
 from ..program import Program
 from ..size import bind_shape
-from .parts import parts_problems
+from .parts import part_names, parts_problems
 from .problems import Problem
 
 __all__ = ["program_problems"]
@@ -90,14 +90,13 @@ def _loads(program: Program) -> Iterator[Problem]:
 
 def _loaded_shape(program: Program, blob: Blob, key: object) -> tuple[int, ...]:
     """The shape of the value that a blob is loaded from, or is a part of."""
-    parts = program.interface.parts.get(key) if isinstance(key, str) else None
-    names = [blob.name] if parts is None else program.blobs_of(str(key))
+    own, parts = bind_shape(blob.shape or (), program.dims), program.interface.parts.get(str(key))
+    names = () if parts is None else part_names(program, str(key))
+    if parts is None or parts.dim is None or blob.name not in names:
+        return own
     blobs = [program.init.blobs[name] for name in names if name in program.init.blobs]
     shapes = [bind_shape(each.shape or (), program.dims) for each in blobs]
-    dim = None if parts is None or len({blob.name, *names}) != len(names) else parts.dim
-    if dim is None or not all(dim < len(shape) for shape in shapes):
-        return bind_shape(blob.shape or (), program.dims)
-    return whole_shape(dim, shapes)
+    return whole_shape(parts.dim, shapes) if all(0 <= parts.dim < len(shape) for shape in shapes) else own
 
 
 def _interface(program: Program) -> Iterator[Problem]:

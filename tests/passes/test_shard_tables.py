@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,15 @@ from graphir.ir.parts import Parts
 KINDS = ("rows", "columns")
 
 
+@cache
+def of_bags() -> Program:
+    torch.manual_seed(0)
+    return program_of(Bags())
+
+
 def program_of(model: nn.Module | None = None, optimizer: str | None = "adagrad", **options: Any) -> Program:
+    if model is None and optimizer == "adagrad" and not options:
+        return of_bags()
     torch.manual_seed(0)
     model = Bags() if model is None else model
     return captured(model, OPTIMIZERS[optimizer](model.parameters()) if optimizer else None, **options)
@@ -395,6 +404,19 @@ def test_parts_that_do_not_fit_break_an_invariant(found: Parts, message: str) ->
     with pytest.raises(VerifyError) as caught:
         graphir.verify(_parts(split("rows"), table_weight=found))
     assert message in str(caught.value)
+
+
+def test_whatever_a_file_says_of_parts_is_refused() -> None:
+    program = split("rows")
+    interface = program.interface
+    for prefixes in ((), ("gpu_7/",), ("gpu_0/", "gpu_1/")):
+        placed = {**interface.placed, "table.rows_1.weight": prefixes, "x": prefixes}
+        for blobs in ((), ROWS, ROWS[:1], ("", "x"), ("top.weight",), ("table.rows_0.weight.step",) * 2):
+            for dim in (None, 0, 1, 2, -1, -5, 2**70):
+                parts = {**interface.parts, "table.weight": Parts(dim, blobs)}
+                wrong = program.with_(interface=replace(interface, placed=placed, parts=parts))
+                with pytest.raises(VerifyError):
+                    graphir.verify(wrong)
 
 
 def test_a_name_that_is_a_blob_does_not_live_in_parts() -> None:
