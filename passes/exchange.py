@@ -158,32 +158,27 @@ class Exchange:
                 here = self._scaled(here, self.regions.whole_batch, rows, site, phase)
             self.local[name, site.device] = here
 
-    def hand_over(self, name: str) -> None:
-        """Bring all rows of a replicated blob to the devices of the placed modules that read it."""
+    def pack(self, name: str) -> None:
+        """Make a replicated blob's rows ready to be joined by placed modules: weighted, and without gaps where they
+        cross. It is done where the blob is made, so that the copies may be issued long before they are read."""
+        if len(self.replicas) == 1:
+            return
         for region, reader in self.crossings.joined.get(name, {}).items():
             for site in self.regions.sites(region):
-                self.parts[name, site.device] = self._parts(name, site, reader)
+                self.parts[name, site.device] = self._packed(name, site, _phase(reader))
 
-    def _parts(self, name: str, site: Site, reader: Operator) -> list[str]:
-        """Each replica's rows of a replicated blob, at a site."""
-        if len(self.replicas) == 1:
-            return [site.blob_name(name)]
-        captured, phase = self.regions.net.blobs[name], _phase(reader)
+    def _packed(self, name: str, site: Site, phase: Phase) -> list[str]:
+        """Each replica's rows of a replicated blob, where that replica is, for a site."""
+        weighted = self.mean and self.regions.net.blobs[name].role == "gradient"
         parts = []
         for replica, rows in zip(self.replicas, self.rows, strict=True):
             share = replica.blob_name(name)
-            if self.mean and captured.role == "gradient":
+            if weighted:
                 if share not in self.scaled:  # once, wherever it is brought to
                     self.scaled[share] = self._scaled(share, rows, self.regions.whole_batch, replica, phase)
-                part = self.scaled[share]
+                parts.append(self.scaled[share])
             else:
-                part = share if replica.device == site.device else self._dense(share, replica, phase)
-            if replica.device != site.device:
-                there = (
-                    f"{site.prefix}{base_name(share)}" if name in self.activations else copy_name(share, site.device)
-                )
-                part = self._copy(part, fresh(there, self.blobs), site, phase, self._of(name, site, reader))
-            parts.append(part)
+                parts.append(share if replica.device == site.device else self._dense(share, replica, phase))
         return parts
 
     def _of(self, name: str, site: Site, reader: Operator) -> str:
@@ -191,13 +186,20 @@ class Exchange:
         return self.beside(self.activations.get(name) or reader.of, site)
 
     def join(self, name: str, site: Site, op: Operator) -> None:
-        """Join the rows of a replicated blob at a placed module's device, for *op* and all that follow."""
+        """Bring all rows of a replicated blob to a placed module's device, for *op* and all that follow."""
         if (name, site.device) in self.local:
             return
-        parts = self.parts[name, site.device]
-        if len(parts) == 1:
-            self.local[name, site.device] = parts[0]
+        if len(self.replicas) == 1:
+            self.local[name, site.device] = site.blob_name(name)
             return
+        parts = []
+        for replica, part in zip(self.replicas, self.parts[name, site.device], strict=True):
+            if replica.device != site.device:
+                share = replica.blob_name(name)
+                own = name in self.activations
+                there = f"{site.prefix}{base_name(share)}" if own else copy_name(share, site.device)
+                part = self._copy(part, fresh(there, self.blobs), site, _phase(op), self._of(name, site, op))
+            parts.append(part)
         captured = self.regions.net.blobs[name]
         joined = fresh(site.blob_name(name) if name in self.activations else f"{site.prefix}{name}_joined", self.blobs)
         shape = site.shape(captured.shape)

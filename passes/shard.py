@@ -126,13 +126,13 @@ def _spread(regions: Regions, reduction: Reduction) -> Program:
     external = tuple(exchange.blobs)
     for name in net.external_inputs:
         exchange.split(name)
-        exchange.hand_over(name)
+        exchange.pack(name)
     for op in _in_order(regions):
         for site in regions.sites(regions.at(op.device)):
             exchange.execute(op, site)
         for name in op.outputs:
             exchange.split(name)
-            exchange.hand_over(name)
+            exchange.pack(name)
     outputs = tuple([site.blob_name(name) for name in net.external_outputs for site in regions.sites_of(name)])
     gradients = dict(exchange.gradients())
     spread = Net(net.name, tuple(exchange.ops), exchange.blobs, external, outputs, gradients)

@@ -100,15 +100,15 @@ def test_pieces_of_all_tables_are_waited_for_together() -> None:
     assert waits[0] == waits[1]
 
 
-def test_what_replicas_hand_over_is_under_way_before_placed_modules_go_back() -> None:
-    """Gradients' pieces are copied as soon as they are there, the tables' backward comes behind the bottom MLP's."""
+def test_placed_modules_go_back_behind_the_replicas() -> None:
+    """Their gradients' pieces are ready to be copied before the bottom MLP's backward begins."""
     ops = sharded({"emb_l.*": "round_robin"}).step.ops
     backward = [i for i, op in enumerate(ops) if op.phase == "backward"]
     bottom = [i for i in backward if ops[i].module.startswith("bot_l")]
     tables = [i for i in backward if ops[i].module.startswith("emb_l")]
-    pieces = [i for i in backward if ops[i].type == "Copy"]
-    assert len(pieces) == len(CONFIG.tables)
-    assert max(pieces) < min(bottom) < max(bottom) < min(tables)
+    ready = [i for i in backward if ops[i].type == "graphir.scale"]
+    assert len(ready) == len(CONFIG.tables) * 2
+    assert max(ready) < min(bottom) < max(bottom) < min(tables)
 
 
 class Counting(nn.Module):
