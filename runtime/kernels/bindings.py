@@ -17,6 +17,7 @@ from torch import Tensor
 from graphir.ir.opset import overload
 
 from .attention import ATTENTION
+from .batch_norm import BATCH_NORM
 from .blocks import BLOCKS
 from .bounds import CHECKED
 from .communication import scale
@@ -73,6 +74,7 @@ FAST: Final[dict[str, Callable[..., Any]]] = {**_table(), "aten.view.default": v
 
 OWN_KERNELS: Final[Mapping[str, Callable[..., Any]]] = {
     **ATTENTION,
+    **BATCH_NORM,
     **BLOCKS,
     **CHECKED,
     **LOSSES,

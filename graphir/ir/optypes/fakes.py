@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 from ..symbols import to_symbol
 
@@ -15,11 +16,14 @@ __all__ = [
     "all_reduce",
     "attention",
     "attention_backward",
+    "batch_norm_moments",
     "copy",
     "embedding_bag_backward",
     "load",
     "scale",
     "sparse_sum",
+    "synchronised_batch_norm",
+    "synchronised_batch_norm_backward",
     "updated",
 ]
 
@@ -166,3 +170,89 @@ def _check_attention(query: Tensor, key: Tensor, value: Tensor) -> None:
         fits and query.shape[1] % key.shape[1] == 0,
         lambda: f"query, key and value are [batch, heads, sequence, size], not {shapes}",
     )
+
+
+def batch_norm_moments(input: Tensor, *, participant: int, participants: int) -> Tensor:
+    """A row of counts, means and sums of squares for each participant.
+
+    Raises:
+        Refused: there is no such participant, or the input has no channels.
+    """
+    if not 0 <= participant < participants:
+        raise Refused(f"graphir.batch_norm_moments is for participant {participant} of {participants}")
+    return input.new_empty((participants, 3, _channels(input)), dtype=torch.float64)
+
+
+def synchronised_batch_norm(
+    input: Tensor,
+    moments: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    *,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What torch's batch norm in training returns, laid out as that.
+
+    Raises:
+        Refused: moments, parameters or statistics are not those of the input's channels.
+    """
+    given = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
+    _check_channels(input, moments, given)
+    statistics = next((tensor.dtype for tensor in given.values() if tensor is not None), input.dtype)
+    saved = [input.new_empty((_channels(input),), dtype=statistics) for _ in range(2)]
+    return _laid_out(input), saved[0], saved[1]
+
+
+def synchronised_batch_norm_backward(
+    grad_out: Tensor,
+    input: Tensor,
+    moments: Tensor,
+    weight: Tensor | None,
+    save_mean: Tensor,
+    save_invstd: Tensor,
+    grad_weight: Tensor,
+    grad_bias: Tensor,
+    *,
+    numerator: int = 1,
+    denominator: int = 1,
+) -> Tensor:
+    """The gradient of the input, laid out as torch's batch norm has it.
+
+    Raises:
+        Refused: operands are not those of the input's channels, or the factor is no number.
+    """
+    if grad_out.shape != input.shape:
+        raise Refused(f"{_BACKWARD} takes a gradient of shape {list(input.shape)}, not {_shown(grad_out)}")
+    saved = {"save_mean": save_mean, "save_invstd": save_invstd}
+    _check_channels(input, moments, {"weight": weight, **saved, "grad_weight": grad_weight, "grad_bias": grad_bias})
+    if denominator == 0:
+        raise Refused(f"{_BACKWARD} has the factor {numerator}/{denominator}")
+    return _laid_out(input)
+
+
+_BACKWARD: Final = "graphir.synchronised_batch_norm_backward"
+
+
+def _channels(input: Tensor) -> int:
+    if input.dim() < 2 or not input.dtype.is_floating_point:
+        raise Refused(f"a batch norm takes real numbers with channels in dimension 1, not {_shown(input)}")
+    return input.shape[1]
+
+
+def _check_channels(input: Tensor, moments: Tensor, given: Mapping[str, Tensor | None]) -> None:
+    channels = _channels(input)
+    if moments.dim() != 3 or moments.shape[1:] != (3, channels) or moments.dtype != torch.float64:
+        raise Refused(f"moments of {channels} channels are f64[participants,3,{channels}], not {_shown(moments)}")
+    for name, tensor in given.items():
+        if tensor is not None and tensor.shape != (channels,):
+            raise Refused(f"a batch norm of {channels} channels takes as many numbers as {name}, not {_shown(tensor)}")
+
+
+def _laid_out(input: Tensor) -> Tensor:
+    """A tensor as torch's batch norms lay out results: as the input, where it is dense with the channels last or
+    second, else contiguous."""
+    memory_format = torch.contiguous_format if input.is_contiguous() else suggest_memory_format(input)
+    return torch.empty_like(input, memory_format=memory_format)

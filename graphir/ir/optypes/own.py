@@ -120,6 +120,27 @@ _RECORDS: Final = (
         only_elements=False,
     ),
     _record(
+        "graphir.batch_norm_moments",
+        "batch_norm_moments(Tensor input, *, int participant, int participants) -> Tensor",
+        fakes.batch_norm_moments,
+        scratch=scratch.batch_norm_moments,
+    ),
+    _record(
+        "graphir.synchronised_batch_norm",
+        "synchronised_batch_norm(Tensor input, Tensor moments, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
+        "Tensor(b!)? running_var, *, float momentum, float eps) -> (Tensor out, Tensor save_mean, Tensor save_invstd)",
+        fakes.synchronised_batch_norm,
+        scratch=scratch.synchronised_batch_norm,
+    ),
+    _record(
+        "graphir.synchronised_batch_norm_backward",
+        "synchronised_batch_norm_backward(Tensor grad_out, Tensor input, Tensor moments, Tensor? weight, "
+        "Tensor save_mean, Tensor save_invstd, Tensor grad_weight, Tensor grad_bias, *, SymInt numerator=1, "
+        "SymInt denominator=1) -> Tensor",
+        fakes.synchronised_batch_norm_backward,
+        scratch=scratch.synchronised_batch_norm_backward,
+    ),
+    _record(
         "graphir.sparse_sum",
         "sparse_sum(Tensor[] values, Tensor[] indices, *, SymInt rows, str reduction='sum', SymInt[] shares=[]) "
         "-> (Tensor, Tensor)",
@@ -193,6 +214,14 @@ and not zero they leave parameter and state as they are, as ``GradScaler.step`` 
 dampening of the next update: torch dampens none before the second, so it is 0 at first and then ``dampening``.
 Attention is torch's ``scaled_dot_product_attention`` without dropout, by the kernel of the device that it runs on; its
 ``logsumexp`` has a number for each query of each head, from which any device's backward kernel finds the weights again.
+
+A batch norm over several replicas is three types, and an ``AllReduce`` after each of the first two steps.
+``batch_norm_moments`` gives f64 (participants, 3, channels), of which row *participant* holds for each channel the
+number of values, their mean, and the sum of the squares of their distances from it; the other rows are zero, so that
+the sum over all participants has a row of each. ``synchronised_batch_norm`` merges the rows as Chan, Golub and LeVeque
+do ("Updating formulae and a pairwise algorithm for computing sample variances", 1979), in double precision, and goes on
+as ``aten.native_batch_norm``. ``synchronised_batch_norm_backward`` gives the gradient of the input; the gradients of
+weight and bias that it takes are the sums over all values of all participants, times denominator / numerator.
 
 A sparse gradient is two tensors, ``indices`` (1, n) and ``values`` (n, d): ``values[k]`` is added to row
 ``indices[0, k]``, and -1 marks a slot that holds nothing. ``embedding_bag_backward`` and ``sparse_sum`` return such a

@@ -20,7 +20,17 @@ from .convolutions import convolution, convolution_backward
 from .plain_kernels import PLAIN, nothing
 from .sized import Operand, SizedOperator, copied
 
-__all__ = ["SCRATCH", "all_reduce", "attention", "attention_backward", "nothing", "update"]
+__all__ = [
+    "SCRATCH",
+    "all_reduce",
+    "attention",
+    "attention_backward",
+    "batch_norm_moments",
+    "nothing",
+    "synchronised_batch_norm",
+    "synchronised_batch_norm_backward",
+    "update",
+]
 
 
 _REAL: Final = ("f32", "f64")
@@ -236,6 +246,34 @@ def all_reduce(call: SizedOperator) -> int:
     """A share of the batch that differs from the others scales its gradient before it is added."""
     shares = {bind(share, call.dims) for share in call.args.get("shares", ())}
     return 0 if len(shares) <= 1 else call.result().nbytes
+
+
+def batch_norm_moments(call: SizedOperator) -> int | None:
+    """Mean and variance of each channel; of dense operands also two sums, and with channels last one for each thread."""
+    x = call.operand(0)
+    if x.dtype not in _REAL:
+        return None
+    numbers = 4 + call.threads if _channels_last(x) else 4 if _channels_first(x) else 2
+    return numbers * x.shape[1] * ITEMSIZE[x.dtype]
+
+
+def synchronised_batch_norm(call: SizedOperator) -> int | None:
+    """Of each channel the merged moments in double precision, and the factors by which torch's kernel normalises."""
+    x = call.operand(0)
+    if x.dtype not in _REAL:
+        return None
+    strided = not (_channels_first(x) or _channels_last(x))
+    return x.shape[1] * (8 * (4 if x.dtype == "f64" else 5) + strided * ITEMSIZE[x.dtype])
+
+
+def synchronised_batch_norm_backward(call: SizedOperator) -> int | None:
+    """Of each channel three numbers in double precision, in single precision too where the operand is so, and its
+    weight."""
+    x = call.operand(1)
+    if x.dtype not in _REAL:
+        return None
+    weighted = isinstance(groups(call.op.operands, len(call.op.inputs))[3], int)
+    return 8 * x.shape[1] * ((3 if x.dtype == "f64" else 5) + weighted)
 
 
 def update(fixed: int, coupled: bool = True) -> Callable[[SizedOperator], int]:
