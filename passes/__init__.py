@@ -1,30 +1,38 @@
 """What one can do to a program: one pass a file, each a function from program to program.
 
-In the order in which they are usually run: replicate or shard, shift_modules or shift_activations, inject_copies,
+In the order in which they are usually run: replicate or shard, sync_batch_norm, shift_modules or shift_activations, inject_copies,
 share_storage, emit.
 """
 
 from .activations import find_activations
 from .base import Gpu, Pass, Pipeline, Run, Timing, build, register
+from .callbacks import CallbackContext
 from .copies import InjectCopies, inject_caffe2_copies, inject_copies
 from .emit import emit
+from .replica import Replica
 from .replicate import Replicate, replicate
+from .replication_callback import ReplicationCallback, replication_callback
 from .shard import Shard, shard
 from .shift import ShiftActivations, shift_activations
 from .shift_modules import ShiftModules, shift_modules
 from .storage import ShareStorage, share_storage
+from .sync_batch_norm import SyncBatchNorm, sync_batch_norm
 
 __all__ = [
+    "CallbackContext",
     "Gpu",
     "InjectCopies",
     "Pass",
     "Pipeline",
+    "Replica",
     "Replicate",
+    "ReplicationCallback",
     "Run",
     "Shard",
     "ShareStorage",
     "ShiftActivations",
     "ShiftModules",
+    "SyncBatchNorm",
     "Timing",
     "build",
     "emit",
@@ -33,8 +41,10 @@ __all__ = [
     "inject_copies",
     "register",
     "replicate",
+    "replication_callback",
     "shard",
     "share_storage",
     "shift_activations",
     "shift_modules",
+    "sync_batch_norm",
 ]

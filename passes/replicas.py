@@ -24,7 +24,7 @@ from graphir.ir.size import Polynomial, Shape, Size, dimension, rename_dims
 
 from .sparse_reduction import reduce_sparse, sparse_gradients
 
-__all__ = ["Site", "distinct", "reduced", "replica_sites", "require_captured", "shares_of"]
+__all__ = ["Site", "distinct", "gradient_reduction", "reduced", "replica_sites", "require_captured", "shares_of"]
 
 
 def distinct(devices: tuple[int, ...]) -> tuple[int, ...]:
@@ -195,6 +195,15 @@ def reduced(
         blobs=blobs,
         external_outputs=tuple([renamed.get(name, name) for name in net.external_outputs]),
     )
+
+
+def gradient_reduction(program: Program) -> Mapping[str, Arg]:
+    """How a program reduces gradients over its replicas: ``reduction`` and ``shares`` as ``AllReduce`` takes them.
+    Empty where it adds up, or reduces none."""
+    for op in program.step.ops:
+        if op.phase == "reduce" and op.type in ("AllReduce", "graphir.sparse_sum"):
+            return {name: op.args[name] for name in ("reduction", "shares") if name in op.args}
+    return {}
 
 
 def _reduced_gradients(step: Net) -> list[str]:

@@ -23,6 +23,7 @@ from graphir.ir.net import Net
 from graphir.ir.program import Interface, Program
 
 from .base import Gpu, Pass, build, register
+from .callbacks import Callback, OnReplica, defines_callback, with_callbacks
 from .replicas import Site, distinct, reduced, replica_sites, require_captured
 
 __all__ = ["Replicate", "replicate"]
@@ -36,8 +37,16 @@ class Replicate(Pass):
 
     devices: Annotated[tuple[Gpu, ...], AfterValidator(distinct)]
     reduction: Literal["mean", "sum"] = "mean"
+    on_replica: OnReplica = None
 
     def rewrite(self, program: Program) -> Program:
+        replicated = self._copied(program)
+        if self.on_replica is None and not defines_callback(program.module):
+            return replicated
+        function = None if self.on_replica is None else self.on_replica.required(self.name)
+        return with_callbacks(replicated, function, self.name, own=True)
+
+    def _copied(self, program: Program) -> Program:
         require_captured(program, len(self.devices))
         sites = replica_sites(program, self.devices, self.name)
         copied = _interleave(program.step, sites)
@@ -52,7 +61,13 @@ class Replicate(Pass):
         )
 
 
-def replicate(program: Program, devices: Sequence[int | str], *, reduction: Literal["mean", "sum"] = "mean") -> Program:
+def replicate(
+    program: Program,
+    devices: Sequence[int | str],
+    *,
+    reduction: Literal["mean", "sum"] = "mean",
+    on_replica: Callback | None = None,
+) -> Program:
     """One replica of a captured program per device, gradients averaged (or summed) in replica order.
 
     *devices* are numbers of gpus, or gpus as they are printed (``"gpu:1"``). Replica r lives on ``gpu:<devices[r]>``
@@ -60,11 +75,16 @@ def replicate(program: Program, devices: Sequence[int | str], *, reduction: Lite
     replica counts by its share of the batch. The reference is eager PyTorch run share by share with the gradients added
     in replica order and divided by their number.
 
+    ``on_replica(ctx, copy_id, replica)`` is called for every copy of every module, as
+    :func:`~graphir.passes.replication_callback` does. A module that defines ``__data_parallel_replicate__(ctx,
+    copy_id)`` is called without asking, on its copy, before it.
+
     Raises:
         PassError: devices are missing, no gpus, or repeated, the program is replicated or placed already, or the
-            results of several replicas can't be put together.
+            results of several replicas can't be put together; there is a callback and the program was loaded, so that
+            it has no module, or the callback raises. Nothing has changed then.
     """
-    return build(Replicate, devices=devices, reduction=reduction)(program)
+    return build(Replicate, devices=devices, reduction=reduction, on_replica=on_replica)(program)
 
 
 def _interleave(net: Net, sites: Sequence[Site]) -> Net:

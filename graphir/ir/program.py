@@ -135,6 +135,8 @@ class Program:
         witness: records the step of the captured module once more, with other sizes of its dimensions (those of one
             replica, without prefix), and raises a CoverageError where it is not the step of the program; None where
             there is no witness. Not saved, pickled or copied, not part of equality.
+        module_copies: for each replica a shallow copy of the captured module, as replication callbacks left it; empty
+            where there were none. Not saved, pickled or copied, not part of equality.
     """
 
     name: str
@@ -149,6 +151,7 @@ class Program:
     state: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
     module: torch.nn.Module | None = field(default=None, compare=False)
     witness: Callable[[Mapping[str, int]], None] | None = field(default=None, compare=False)
+    module_copies: tuple[torch.nn.Module, ...] = field(default=(), compare=False)
 
     def with_(self, **changes: Any) -> Program:  # dataclasses.replace has this signature
         """This program with some attributes replaced."""
@@ -189,7 +192,7 @@ class Program:
         return hash((self.name, self.init, self.step))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "module": None, "witness": None}
+        return {**self.__dict__, "module": None, "witness": None, "module_copies": ()}
 
     def __repr__(self) -> str:
         on = ", ".join(self.devices)

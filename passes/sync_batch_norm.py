@@ -1,0 +1,178 @@
+"""Batch norms whose statistics are those of the whole batch, over all replicas.
+
+Each training batch norm of a chosen module becomes, in every replica::
+
+    forward    gpu_0/conv ─▶ batch_norm_moments ─▶ AllReduce ─▶ synchronised_batch_norm ─▶ gpu_0/bn
+    backward   gpu_0/bn_grad ─▶ native_batch_norm_backward: gradients of weight and bias ─▶ AllReduce
+               ─▶ synchronised_batch_norm_backward ─▶ gpu_0/conv_grad
+
+The forward keeps its results, running statistics included, which are so the same on all replicas. The gradients of
+weight and bias are each replica's own, as captured, and reduced with all others. What they are reduced to here, before
+the optimizer's reduction, are the two sums over the batch that the gradient of the input needs.
+
+Each replica's gradients are those of its own loss, which counts by its share s_r of the batch. So what the
+others' rows contribute is weighted: with the weighted mean of the sums, times sum(s) / s_r, the gradient of an input
+row, times s_r / sum(s), is that of one device which has the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from typing import Annotated, Any, ClassVar, Final
+
+from pydantic import BeforeValidator
+from torch import nn
+
+from graphir.errors import PassError
+from graphir.ir.operator import Arg, Operator
+from graphir.ir.opset import signature
+from graphir.ir.optypes.table import operator_type
+from graphir.ir.program import Program
+from graphir.ir.size import Size, add
+from graphir.ir.text import operator_text
+
+from .base import Pass, build, register
+from .callbacks import require_replicated, visit
+from .module_patterns import claims
+from .replica import Replica
+
+__all__ = ["SyncBatchNorm", "sync_batch_norm"]
+
+_FORWARD: Final = "aten.native_batch_norm.default"
+_BACKWARD: Final = "aten.native_batch_norm_backward.default"
+_ALL: Final = "**"
+
+
+@register
+class SyncBatchNorm(Pass):
+    """See :func:`sync_batch_norm`."""
+
+    name: ClassVar[str] = "sync_batch_norm"
+
+    modules: Annotated[
+        tuple[str, ...], BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)
+    ] = (_ALL,)
+
+    def rewrite(self, program: Program) -> Program:
+        require_replicated(program, self.name)
+        paths = {path: None for pattern in self.modules for path in claims(program, [pattern])}
+        if _ALL in self.modules:
+            paths[""] = None  # a model that calls batch_norm itself
+        if len(program.replicas) == 1:
+            return program
+        return visit(program, list(paths), _Synchronised(program), self.name)
+
+
+def sync_batch_norm(program: Program, modules: str | Sequence[str] = _ALL) -> Program:
+    """Let training batch norms of a replicated program normalise by the statistics of the whole batch.
+
+    Forward and backward then compute what one device with the whole batch would, up to rounding, and running statistics
+    are equal on all replicas. Each replica counts by the rows that it has, one is enough. Batch norms in evaluation and
+    instance norms stay as they are, and so do statistics that are synchronised already.
+
+    Args:
+        program: replicated, or sharded.
+        modules: patterns over module paths, as :func:`shift_modules` takes them; all by default.
+
+    Raises:
+        PassError: the program is not replicated, a pattern names no module, or a batch norm is by another operator than
+            torch's own. Nothing has changed then.
+    """
+    return build(SyncBatchNorm, modules=modules)(program)
+
+
+class _Synchronised:
+    """The callback.
+
+    Attributes:
+        moments: for each mean that a converted forward saves, its moments over all replicas.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.moments: dict[str, str] = {}
+
+    def __call__(self, ctx: object, copy_id: int, replica: Replica) -> None:
+        for op in replica.ops:
+            if op.type == _BACKWARD:
+                self.backward(op, replica)
+            elif operator_type(op.type).batch_norm and op.args.get("training", True):
+                self.forward(op, replica)
+
+    def forward(self, op: Operator, replica: Replica) -> None:
+        if not self.is_over_batch(op):
+            return
+        if op.type != _FORWARD:
+            raise PassError(
+                f"sync_batch_norm does not convert {op.type}",
+                at=operator_text(op, self.program.step),
+                where=f"module {op.module!r}",
+                fix="normalise by torch.nn.functional.batch_norm, or leave the module out",
+            )
+        given = _by_name(op)
+        own = {"participant": replica.copy_id, "participants": replica.copies}
+        moments = replica.insert_before(op, "graphir.batch_norm_moments", [given["input"]], own)
+        total = replica.all_reduce(moments, moments.outputs[0])
+        inputs = [given["input"], total, *[given.get(n) for n in ("weight", "bias", "running_mean", "running_var")]]
+        args = {name: op.args[name] for name in ("momentum", "eps")}
+        new = replica.replace(op, "graphir.synchronised_batch_norm", inputs, args)
+        self.moments[new.outputs[1]] = total
+
+    def backward(self, op: Operator, replica: Replica) -> None:
+        given = _by_name(op)
+        moments = self.moments.get(given.get("save_mean", ""))
+        mask = op.args.get("output_mask")
+        if moments is None or not isinstance(mask, tuple) or not mask[0]:
+            return  # without a gradient of the input, the two others follow from what the forward saved
+        made = list(_results(op, mask))
+        names = [None, *[name or f"{made[0]}.{kind}" for name, kind in zip(made[1:], ("weight", "bias"), strict=True)]]
+        inputs = [given.get(param.name) for param in signature(_BACKWARD).tensors]
+        args: dict[str, Arg] = {**op.args, "output_mask": (False, True, True)}
+        sums = replica.replace(op, _BACKWARD, inputs, args, names=names)
+        totals = [replica.all_reduce(sums, name, weighted=True) for name in sums.outputs]
+        operands = [given["grad_out"], given["input"], moments, given.get("weight")]
+        operands += [given["save_mean"], given["save_invstd"], *totals]
+        factor = _share(replica.reduction, replica.copy_id)
+        replica.insert_after(sums, "graphir.synchronised_batch_norm_backward", operands, factor, names=made[:1])
+
+    def is_over_batch(self, op: Operator) -> bool:
+        """Whether statistics are over the batch: not those of each sample, whose channels an instance norm takes for
+        the channels of one."""
+        module = _module(self.program, op.module)
+        if isinstance(module, nn.modules.instancenorm._InstanceNorm):
+            return False
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            return True
+        shape = self.program.step.blobs[op.inputs[0]].shape or ()
+        return len(shape) > 1 and isinstance(shape[1], int) and shape[0] != 1
+
+
+def _module(program: Program, path: str) -> nn.Module | None:
+    """The module at a path of the captured model, where the program knows it."""
+    found: Any = program.module
+    for name in path.split(".") if path else []:
+        found = getattr(found, "_modules", {}).get(name)
+    return found if isinstance(found, nn.Module) else None
+
+
+def _by_name(op: Operator) -> dict[str, str]:
+    """An operator's inputs by the parameters that they are given for."""
+    return dict(zip(signature(op.type).names(op.operands, len(op.inputs)), op.inputs, strict=True))
+
+
+def _results(op: Operator, mask: tuple[Arg, ...]) -> Iterator[str | None]:
+    """The gradients that an operator makes, None for each that it does not."""
+    made = iter(op.outputs)
+    marks = op.results or "t" * len(mask)
+    for mark in marks:
+        yield next(made) if mark == "t" else None
+
+
+def _share(reduction: Mapping[str, Arg], copy: int) -> dict[str, Arg]:
+    """By what a weighted mean of sums becomes, in one copy, the sum of all in the scale of its own gradients."""
+    shares: Any = reduction.get("shares", ())
+    if reduction.get("reduction") != "mean" or not shares:
+        return {}
+    total: Size = reduce(add, shares)
+    return {"numerator": total, "denominator": shares[copy]}
