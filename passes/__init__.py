@@ -1,7 +1,7 @@
 """What one can do to a program: one pass a file, each a function from program to program.
 
-In the order in which they are usually run: replicate or shard, sync_batch_norm, shift_modules or shift_activations, inject_copies,
-share_storage, emit.
+In the order in which they are usually run: replicate or shard, replication_callback, sync_batch_norm, shift_modules or
+shift_activations, inject_copies, share_storage, emit.
 """
 
 from .activations import find_activations

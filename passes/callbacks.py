@@ -23,7 +23,16 @@ from graphir.ir.program import Program
 from .edits import StepEdits
 from .replica import CopiedOperators, Replica
 
-__all__ = ["Callback", "CallbackContext", "Named", "OnReplica", "copies_of", "defines_callback", "visit", "with_callbacks"]
+__all__ = [
+    "Callback",
+    "CallbackContext",
+    "Named",
+    "OnReplica",
+    "copies_of",
+    "defines_callback",
+    "visit",
+    "with_callbacks",
+]
 
 OWN_CALLBACK: Final = "__data_parallel_replicate__"
 """The method by which a module asks to be called: ``module.__data_parallel_replicate__(ctx, copy_id)``."""
@@ -171,7 +180,9 @@ def _blamed(name: str, path: str, copy_id: int) -> Iterator[None]:
         raise PassError(f"callback {name}: {e.what}", at=e.at, where=where, fix=e.fix) from e
     except Exception as e:
         raise PassError(
-            f"callback {name} raised {type(e).__name__}: {e}", where=where, fix="nothing was replicated; mend the callback"
+            f"callback {name} raised {type(e).__name__}: {e}",
+            where=where,
+            fix="nothing was replicated; mend the callback",
         ) from e
 
 

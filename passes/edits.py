@@ -30,9 +30,10 @@ from .shapes import results_of
 
 __all__ = ["Operands", "StepEdits"]
 
-Operands: TypeAlias = "Sequence[str | None | Sequence[str]]"
+Operands: TypeAlias = "Sequence[str | Sequence[str] | None]"
 """What an operator reads, one entry for each parameter of its type that takes tensors: a blob's name, a list of them
 where the parameter takes a list, or None where it is absent."""
+
 
 class StepEdits:
     """The step of a replicated program while it is edited.

@@ -140,7 +140,7 @@ class _Order:
 
     def take(self, item: Operator | Ticket) -> None:
         reads, writes = self._touched(item)
-        waits = not self.open.isdisjoint(reads) or self.waiting and self._depends(reads, writes)
+        waits = not self.open.isdisjoint(reads) or (bool(self.waiting) and self._depends(reads, writes))
         if waits:
             self.waiting.append(item)
             self._read |= reads

@@ -251,6 +251,10 @@ class Replica:
         """
         self._edits.require_made()
 
+    def fresh(self, name: str) -> str:
+        """*name* with the replica's prefix, and a number behind it where a blob is called so."""
+        return self._edits.fresh(self._own(name))
+
     # Names
 
     def _position(self, op: Operator) -> int:
@@ -289,7 +293,7 @@ class Replica:
             raise self._foreign(name)
         return name if prefix else self.prefix + name
 
-    def _inputs(self, inputs: Operands) -> list[str | None | Sequence[str]]:
+    def _inputs(self, inputs: Operands) -> list[str | Sequence[str] | None]:
         if isinstance(inputs, str):
             raise PassError(f"inputs are a list of names, not {inputs!r}", fix=f"write [{inputs!r}]")
         return [

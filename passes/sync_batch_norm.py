@@ -24,12 +24,15 @@ from typing import Annotated, Any, ClassVar, Final
 from pydantic import BeforeValidator
 from torch import nn
 
-from graphir.errors import PassError
+from graphir.capture.grid import BATCH
+from graphir.capture.single_values import REFUSAL, single_values_allowed
+from graphir.errors import GraphirError, PassError
+from graphir.ir.guard import Guard
 from graphir.ir.operator import Arg, Operator
 from graphir.ir.opset import signature
 from graphir.ir.optypes.table import operator_type
 from graphir.ir.program import Program
-from graphir.ir.size import Size, add
+from graphir.ir.size import Polynomial, Size, add
 from graphir.ir.text import operator_text
 
 from .base import Pass, build, register
@@ -61,7 +64,8 @@ class SyncBatchNorm(Pass):
             paths[""] = None  # a model that calls batch_norm itself
         if len(program.replicas) == 1:
             return program
-        return visit(program, list(paths), _Synchronised(program), self.name)
+        synchronised = visit(program, list(paths), _Synchronised(program), self.name)
+        return synchronised.with_(guards=_guards(synchronised))
 
 
 def sync_batch_norm(program: Program, modules: str | Sequence[str] = _ALL) -> Program:
@@ -126,7 +130,8 @@ class _Synchronised:
         if moments is None or not isinstance(mask, tuple) or not mask[0]:
             return  # without a gradient of the input, the two others follow from what the forward saved
         made = list(_results(op, mask))
-        names = [None, *[name or f"{made[0]}.{kind}" for name, kind in zip(made[1:], ("weight", "bias"), strict=True)]]
+        new = [replica.fresh(f"{replica.path or 'model'}.{what}") for what in ("backward_products", "backward_sum")]
+        names = [None, *[name or own for name, own in zip(made[1:], new, strict=True)]]
         inputs = [given.get(param.name) for param in signature(_BACKWARD).tensors]
         args: dict[str, Arg] = {**op.args, "output_mask": (False, True, True)}
         sums = replica.replace(op, _BACKWARD, inputs, args, names=names)
@@ -146,6 +151,42 @@ class _Synchronised:
             return True
         shape = self.program.step.blobs[op.inputs[0]].shape or ()
         return len(shape) > 1 and isinstance(shape[1], int) and shape[0] != 1
+
+
+def _guards(program: Program) -> tuple[Guard, ...]:
+    """The guards of a program whose batch norms are over all replicas: together these have to have two rows, where each
+    had to, if torch refused a single one and nothing else is another there."""
+    single = [guard for guard in program.guards if _is_of_single_rows(guard)]
+    norms = [op for op in program.step.ops if operator_type(op.type).batch_norm and op.args.get("training", True)]
+    callback = _Synchronised(program)
+    if not single or any(map(callback.is_over_batch, norms)) or not _takes_single_rows(program):
+        return program.guards
+    rows = [guard.size for guard in single]
+    together = Guard(reduce(_sum, rows), ">=", 2, 0, f"{REFUSAL}: all replicas have one row together")
+    return (*[guard for guard in program.guards if guard not in single], together)
+
+
+def _is_of_single_rows(guard: Guard) -> bool:
+    """Whether a guard asks for two rows because torch refuses to normalise one."""
+    return (guard.relation, guard.number, guard.modulus) == (">=", 2, 0) and REFUSAL in guard.reason
+
+
+def _sum(a: Polynomial, b: Polynomial) -> Polynomial:
+    total = add(a, b)
+    assert isinstance(total, Polynomial)
+    return total
+
+
+def _takes_single_rows(program: Program) -> bool:
+    """Whether the captured step is the program's at one row, but for what torch refuses there: it is recorded there."""
+    if program.witness is None:
+        return False
+    try:
+        with single_values_allowed():
+            program.witness({BATCH: 1})
+    except GraphirError:
+        return False
+    return True
 
 
 def _module(program: Program, path: str) -> nn.Module | None:

@@ -118,18 +118,20 @@ def _by_column(matrices: Tensor) -> Tensor:
     return matrices.new_empty((*batch, columns, rows)).transpose(-2, -1)
 
 
-def _with_types(type: str, types_of: Callable[[Sequence[Any]], tuple[torch.dtype, ...]]) -> Callable[..., Any]:
-    """The rule of *type*, whose results have the element types that *types_of* finds in its arguments.
+def _with_types(
+    type: str, types_of: Callable[[Sequence[Any]], tuple[torch.dtype, ...]], rule: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """The rule of *type* (or *rule*), whose results have the element types that *types_of* finds in its arguments.
 
     Torch's rules differ between fake tensors and those on the meta device, where an operand is of half precision.
     """
-    func = LAYOUTS.get(type) or overload(type)
+    func = rule or LAYOUTS.get(type) or overload(type)
 
-    def rule(*args: Any, **kwargs: Any) -> Any:
+    def typed(*args: Any, **kwargs: Any) -> Any:
         returned = func(*args, **kwargs)
         return tuple([_of_type(t, dtype) for t, dtype in zip(returned, types_of(args), strict=True)])
 
-    return rule
+    return typed
 
 
 def _of_type(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -150,6 +152,18 @@ def _group_norm_backward(args: Sequence[Any]) -> tuple[torch.dtype, ...]:
     data, weight = args[1].dtype, args[4]
     params = data if weight is None else weight.dtype
     return data, params, params
+
+
+def _batch_norm(*args: Any) -> tuple[Tensor, ...]:
+    """What a batch norm returns, of one value a channel, too: torch's rule updates running statistics there, and divides
+    by the number of values less one. The results do not depend on them."""
+    data, weight, bias, mean, var, training, *options = args
+    if training and data.numel() == data.shape[1]:
+        mean = var = None
+    returned: tuple[Tensor, ...] = LAYOUTS["aten.native_batch_norm.default"](
+        data, weight, bias, mean, var, training, *options
+    )
+    return returned
 
 
 def _masked_batch_norm_backward(*args: Any) -> tuple[Tensor | None, ...]:
@@ -182,7 +196,7 @@ META: Final[Mapping[str, Callable[..., Any]]] = {
     "aten.linalg_eig.default": _with_matrices_by_column("aten.linalg_eig.default", (1,)),
     "aten.view.default": _view_of("aten.view.default"),
     **LAYOUTS,
-    "aten.native_batch_norm.default": _with_types("aten.native_batch_norm.default", _normalised),
+    "aten.native_batch_norm.default": _with_types("aten.native_batch_norm.default", _normalised, _batch_norm),
     "aten.native_batch_norm_backward.default": _masked_batch_norm_backward,
     "aten.native_group_norm.default": _with_types("aten.native_group_norm.default", _normalised),
     "aten.native_group_norm_backward.default": _with_types(

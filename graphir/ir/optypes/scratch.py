@@ -249,7 +249,7 @@ def all_reduce(call: SizedOperator) -> int:
 
 
 def batch_norm_moments(call: SizedOperator) -> int | None:
-    """Mean and variance of each channel; of dense operands also two sums, and with channels last one for each thread."""
+    """Mean and variance of each channel; where dense two sums too, with channels last one for each thread."""
     x = call.operand(0)
     if x.dtype not in _REAL:
         return None
