@@ -94,7 +94,8 @@ class Replica:
 
     @property
     def reduction(self) -> Mapping[str, Arg]:
-        """How the program reduces gradients: ``reduction`` and ``shares`` as ``AllReduce`` has them. Empty: it sums."""
+        """How the program reduces gradients: ``reduction`` and ``shares`` as ``AllReduce`` has them. Empty: it sums.
+        Without gradients it is the mean."""
         return self._edits.reduction
 
     def insert_before(

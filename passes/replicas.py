@@ -199,11 +199,15 @@ def reduced(
 
 def gradient_reduction(program: Program) -> Mapping[str, Arg]:
     """How a program reduces gradients over its replicas: ``reduction`` and ``shares`` as ``AllReduce`` takes them.
-    Empty where it adds up, or reduces none."""
+    Empty where it adds them up; where it has none, the mean."""
     for op in program.step.ops:
         if op.phase == "reduce" and op.type in ("AllReduce", "graphir.sparse_sum"):
             return {name: op.args[name] for name in ("reduction", "shares") if name in op.args}
-    return {}
+    rows = [f"{prefix}batch" for prefix in program.replicas]
+    shares: tuple[Arg, ...] = (1,) * len(rows)
+    if all(dim in program.dims for dim in rows):
+        shares = tuple(map(dimension, rows))
+    return {"reduction": "mean", "shares": shares}
 
 
 def _reduced_gradients(step: Net) -> list[str]:

@@ -18,9 +18,10 @@ PUBLIC = {
         show traffic verify
     """,
     "graphir.passes": """
-        Gpu InjectCopies Pass Pipeline Replicate Run Shard ShareStorage ShiftActivations ShiftModules
-        Timing build emit find_activations inject_caffe2_copies inject_copies register replicate shard share_storage
-        shift_activations shift_modules
+        CallbackContext Gpu InjectCopies Pass Pipeline Replica Replicate ReplicationCallback Run Shard ShareStorage
+        ShiftActivations ShiftModules SyncBatchNorm Timing build emit find_activations inject_caffe2_copies
+        inject_copies register replicate replication_callback shard share_storage shift_activations shift_modules
+        sync_batch_norm
     """,
     "graphir.runtime": """
         Finding Report Session check python

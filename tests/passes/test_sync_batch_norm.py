@@ -332,7 +332,10 @@ def test_replicas_need_two_rows_together() -> None:
     assert [str(guard) for guard in after.guards] == ["gpu_0/batch+gpu_1/batch+gpu_2/batch>=2"]
     some = passes.sync_batch_norm(before, "stem")
     assert some.guards == before.guards, "the others still need two rows each"
-    with runtime.Session(passes.emit(some), some.state) as session, pytest.raises(graphir.CoverageError, match="batch>=2"):
+    with (
+        runtime.Session(passes.emit(some), some.state) as session,
+        pytest.raises(graphir.CoverageError, match="batch>=2"),
+    ):
         session.step(*batch(3))
 
 
@@ -373,7 +376,9 @@ def test_bad_modules_are_refused(modules: Any, message: str) -> None:
 
 
 def test_a_program_without_replicas_is_refused() -> None:
-    with pytest.raises(PassError, match=r"program 'normed' is not replicated\n  fix  replicate it first, then sync_batch"):
+    with pytest.raises(
+        PassError, match=r"program 'normed' is not replicated\n  fix  replicate it first, then sync_batch"
+    ):
         passes.sync_batch_norm(captured(Normed().double()))
 
 
@@ -384,7 +389,9 @@ def test_other_operators_are_refused() -> None:
         for op in program.step.ops
     ]
     odd = program.with_(step=program.step.with_(ops=tuple(ops)))
-    with pytest.raises(PassError, match=r"sync_batch_norm does not convert aten\.cudnn_batch_norm\.default(.|\n)*'rows'"):
+    with pytest.raises(
+        PassError, match=r"sync_batch_norm does not convert aten\.cudnn_batch_norm\.default(.|\n)*'rows'"
+    ):
         passes.sync_batch_norm(odd)
 
 

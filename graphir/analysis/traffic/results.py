@@ -212,7 +212,8 @@ def _reductions(reduced: Sequence[Reduced]) -> Iterator[str]:
     for one in reduced[:_MOST_NAMED]:
         size = _total(one.nbytes, one.unknown, one.collectives)
         size = "an unknown number of bytes" if size == "unknown" else size
-        yield from _wrapped(f"  reduced over {some(one.devices, 8)}: {size} of {one.kind}s", 4)
+        kind = "temporaries" if one.kind == "temporary" else f"{one.kind}s"
+        yield from _wrapped(f"  reduced over {some(one.devices, 8)}: {size} of {kind}", 4)
     if len(reduced) > _MOST_NAMED:
         yield f"  and over {len(reduced) - _MOST_NAMED} more groups of devices"
     if reduced:
