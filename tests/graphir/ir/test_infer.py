@@ -174,3 +174,61 @@ def test_geometry_of_a_blob() -> None:
     assert geometry(blob, {"batch": 5}) == Geometry((5, 2), "f32", (1, 5), 11)
     assert str(geometry(blob, {"batch": 5})) == "f32[5,2] strides [1,5] offset 11"
     assert geometry(blob._replace(shape=None), {}) is None
+
+
+MOMENTS = Geometry((2, 3, 3), "f64")
+CHANNELS = Geometry((3,), "f32")
+NORMED: dict[str, tuple[str, list[Geometry | None], dict[str, Any], str]] = {
+    "no such participant": (
+        "graphir.batch_norm_moments",
+        [X],
+        {"participant": 2, "participants": 2},
+        "graphir.batch_norm_moments is for participant 2 of 2",
+    ),
+    "no channels": (
+        "graphir.batch_norm_moments",
+        [CHANNELS],
+        {"participant": 0, "participants": 2},
+        "a batch norm takes real numbers with channels in dimension 1, not f32[3]",
+    ),
+    "moments of other channels": (
+        "graphir.synchronised_batch_norm",
+        [X, Geometry((2, 3, 4), "f64")],
+        {"momentum": 0.1, "eps": 1e-5},
+        "moments of 3 channels are f64[participants,3,3], not f64[2,3,4]",
+    ),
+    "a weight of other channels": (
+        "graphir.synchronised_batch_norm",
+        [X, MOMENTS, Geometry((4,), "f32")],
+        {"momentum": 0.1, "eps": 1e-5},
+        "a batch norm of 3 channels takes as many numbers as weight, not f32[4]",
+    ),
+    "a gradient of another shape": (
+        "graphir.synchronised_batch_norm_backward",
+        [Geometry((3, 3), "f32"), X, MOMENTS, CHANNELS, CHANNELS, CHANNELS, CHANNELS, CHANNELS],
+        {},
+        "graphir.synchronised_batch_norm_backward takes a gradient of shape [2, 3], not f32[3,3]",
+    ),
+    "no rows": (
+        "graphir.synchronised_batch_norm_backward",
+        [X, X, MOMENTS, CHANNELS, CHANNELS, CHANNELS, CHANNELS, CHANNELS],
+        {"numerator": 4, "denominator": 0},
+        "graphir.synchronised_batch_norm_backward has the factor 4/0",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NORMED)
+def test_batch_norms_over_replicas_refuse_what_does_not_fit(case: str) -> None:
+    type, inputs, args, complaint = NORMED[case]
+    outputs = 3 if type == "graphir.synchronised_batch_norm" else 1
+    pattern = "t" * len(inputs)
+    assert call(type, inputs, outputs, operands=pattern, args=args).complaint == complaint
+
+
+def test_batch_norms_over_replicas_are_laid_out_as_torch_s() -> None:
+    last = Geometry((2, 3, 4, 4), "f32", (48, 1, 12, 3))
+    made = call("graphir.synchronised_batch_norm", [last, MOMENTS], 3, args={"momentum": 0.1, "eps": 1e-5})
+    assert made.outputs == (last, CHANNELS, CHANNELS)
+    found = call("graphir.batch_norm_moments", [last], args={"participant": 1, "participants": 2})
+    assert found.outputs == (MOMENTS,)
