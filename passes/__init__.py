@@ -6,7 +6,6 @@ shift_activations, inject_copies, share_storage, emit.
 
 from .activations import find_activations
 from .base import Gpu, Pass, Pipeline, Run, Timing, build, register
-from .callbacks import CallbackContext
 from .copies import InjectCopies, inject_caffe2_copies, inject_copies
 from .emit import emit
 from .replica import Replica
@@ -19,7 +18,6 @@ from .storage import ShareStorage, share_storage
 from .sync_batch_norm import SyncBatchNorm, sync_batch_norm
 
 __all__ = [
-    "CallbackContext",
     "Gpu",
     "InjectCopies",
     "Pass",

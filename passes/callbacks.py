@@ -19,13 +19,13 @@ from torch import nn
 
 from graphir.errors import GraphirError, PassError
 from graphir.ir.program import Program
+from graphir.replication import CallbackContext
 
 from .edits import StepEdits
 from .replica import CopiedOperators, Replica
 
 __all__ = [
     "Callback",
-    "CallbackContext",
     "Named",
     "OnReplica",
     "copies_of",
@@ -36,10 +36,6 @@ __all__ = [
 
 OWN_CALLBACK: Final = "__data_parallel_replicate__"
 """The method by which a module asks to be called: ``module.__data_parallel_replicate__(ctx, copy_id)``."""
-
-
-class CallbackContext:
-    """What the copies of one module share: an object without attributes, which callbacks set."""
 
 
 Callback: TypeAlias = Callable[[Any, int, Replica], object]

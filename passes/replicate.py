@@ -25,6 +25,7 @@ from graphir.ir.program import Interface, Program
 from .base import Gpu, Pass, build, register
 from .callbacks import Callback, OnReplica, defines_callback, with_callbacks
 from .replicas import Site, distinct, reduced, replica_sites, require_captured
+from .sync_batch_norm import SyncBatchNorm, asking_modules
 
 __all__ = ["Replicate", "replicate"]
 
@@ -45,6 +46,12 @@ class Replicate(Pass):
             return replicated
         function = None if self.on_replica is None else self.on_replica.required(self.name)
         return with_callbacks(replicated, function, self.name, own=True)
+
+    def recorded(self, program: Program) -> Program:
+        """Replicate, and synchronise the batch norms that say so; the history has both."""
+        replicated = super().recorded(program)
+        asking = asking_modules(program.module)
+        return build(SyncBatchNorm, modules=asking).recorded(replicated) if asking else replicated
 
     def _copied(self, program: Program) -> Program:
         require_captured(program, len(self.devices))
@@ -77,7 +84,8 @@ def replicate(
 
     ``on_replica(ctx, copy_id, replica)`` is called for every copy of every module, as
     :func:`~graphir.passes.replication_callback` does. A module that defines ``__data_parallel_replicate__(ctx,
-    copy_id)`` is called without asking, on its copy, before it.
+    copy_id)`` is called without asking, on its copy, before it. A batch norm whose class has
+    ``statistics_over_replicas = True`` is synchronised as by :func:`~graphir.passes.sync_batch_norm`.
 
     Raises:
         PassError: devices are missing, no gpus, or repeated, the program is replicated or placed already, or the

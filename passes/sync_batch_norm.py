@@ -40,7 +40,7 @@ from .callbacks import require_replicated, visit
 from .module_patterns import claims
 from .replica import Replica
 
-__all__ = ["SyncBatchNorm", "sync_batch_norm"]
+__all__ = ["SyncBatchNorm", "asking_modules", "sync_batch_norm"]
 
 _FORWARD: Final = "aten.native_batch_norm.default"
 _BACKWARD: Final = "aten.native_batch_norm_backward.default"
@@ -84,6 +84,13 @@ def sync_batch_norm(program: Program, modules: str | Sequence[str] = _ALL) -> Pr
             torch's own. Nothing has changed then.
     """
     return build(SyncBatchNorm, modules=modules)(program)
+
+
+def asking_modules(model: nn.Module | None) -> list[str]:
+    """Patterns for the modules that want statistics over all replicas, wherever the model is replicated: they have the
+    attribute ``statistics_over_replicas``, and it is true."""
+    found = [] if model is None else model.named_modules()
+    return [path or _ALL for path, module in found if getattr(module, "statistics_over_replicas", False) is True]
 
 
 class _Synchronised:

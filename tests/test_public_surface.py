@@ -18,7 +18,7 @@ PUBLIC = {
         show traffic verify
     """,
     "graphir.passes": """
-        CallbackContext Gpu InjectCopies Pass Pipeline Replica Replicate ReplicationCallback Run Shard ShareStorage
+        Gpu InjectCopies Pass Pipeline Replica Replicate ReplicationCallback Run Shard ShareStorage
         ShiftActivations ShiftModules SyncBatchNorm Timing build emit find_activations inject_caffe2_copies
         inject_copies register replicate replication_callback shard share_storage shift_activations shift_modules
         sync_batch_norm

@@ -17,6 +17,7 @@ import graphir
 from graphir import passes
 from graphir.errors import PassError, VerifyError
 from graphir.ir.program import Program
+from graphir.replication import CallbackContext
 
 
 class Plain(nn.Module):
@@ -79,7 +80,7 @@ def test_a_context_is_shared_by_the_copies_of_a_module_and_nothing_else() -> Non
     passes.replication_callback(passes.replicate(plain(), [0, 1]), seen)
     for shared in seen.contexts.values():
         assert len(shared) == 2 and shared[0] is shared[1]
-        assert isinstance(shared[0], passes.CallbackContext)
+        assert isinstance(shared[0], CallbackContext)
     assert len({id(shared[0]) for shared in seen.contexts.values()}) == len(seen.contexts)
 
 

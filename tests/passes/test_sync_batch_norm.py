@@ -402,3 +402,15 @@ def test_one_row_in_all_is_refused() -> None:
         pytest.raises((SessionError, graphir.CoverageError)),
     ):
         session.step(*batch(1))
+
+
+def test_modules_that_say_so_need_no_pass() -> None:
+    class Whole(nn.BatchNorm1d):
+        statistics_over_replicas = True
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(126, 5), Whole(5), nn.BatchNorm1d(5)).double()
+    program = replicated(2, model)
+    assert program.history == ("replicate{devices=[0, 1]}", 'sync_batch_norm{modules=["2"]}')
+    assert {op.module for op in program.step.ops if op.type == FORWARD} == {"2"}
+    trained(passes.sync_batch_norm(program), copy.deepcopy(model), [6, 5])
