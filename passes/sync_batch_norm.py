@@ -24,7 +24,6 @@ from typing import Annotated, Any, ClassVar, Final
 from pydantic import BeforeValidator
 from torch import nn
 
-from graphir.capture.grid import BATCH
 from graphir.capture.single_values import REFUSAL, single_values_allowed
 from graphir.errors import GraphirError, PassError
 from graphir.ir.guard import Guard
@@ -32,7 +31,7 @@ from graphir.ir.operator import Arg, Operator
 from graphir.ir.opset import signature
 from graphir.ir.optypes.table import operator_type
 from graphir.ir.program import Program
-from graphir.ir.size import Polynomial, Size, add
+from graphir.ir.size import BATCH, Polynomial, Size, add
 from graphir.ir.text import operator_text
 
 from .base import Pass, build, register

@@ -155,8 +155,8 @@ def _group_norm_backward(args: Sequence[Any]) -> tuple[torch.dtype, ...]:
 
 
 def _batch_norm(*args: Any) -> tuple[Tensor, ...]:
-    """What a batch norm returns, of one value a channel, too: there torch's rule divides by the number of values less one
-    to update running statistics, on which the results do not depend."""
+    """What a batch norm returns, of one value a channel, too: there torch's rule divides by the number of values less
+    one to update running statistics, on which the results do not depend."""
     data, weight, bias, mean, var, training, *options = args
     if training and data.numel() == data.shape[1]:
         mean = var = None
