@@ -149,7 +149,8 @@ def visit(
         for path in paths:
             module = modules[copy_id][path] if modules else None
             function(contexts[path], copy_id, Replica(edits, operators, path, copy_id, module))
-    return program.with_(step=edits.finished()) if edits.changed else program
+    step = edits.finished()
+    return program.with_(step=step) if edits.changed else program
 
 
 def require_replicated(program: Program, by: str) -> None:

@@ -59,7 +59,7 @@ class StepEdits:
         self._numbered: dict[tuple[str, int], Meeting] = {}
         self._reduced: dict[str, None] = {}
         self._dropped: dict[tuple[str, int], Operator] = {}
-        self.changed = False
+        self.changed, self.over = False, False
 
     # What one edit does
 
@@ -358,6 +358,7 @@ class StepEdits:
         Raises:
             PassError: copies have not come to a meeting, or there is no such order.
         """
+        self.over = True
         meetings = list(self._numbered.values())
         for meeting in meetings:
             meeting.require_all(self.blobs)

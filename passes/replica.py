@@ -259,6 +259,11 @@ class Replica:
     # Names
 
     def _position(self, op: Operator) -> int:
+        if self._edits.over:
+            raise PassError(
+                f"the program with copy {self.copy_id} of module {self.path!r} is made, and is edited no more",
+                fix="edit in a callback: passes.replication_callback calls one for the new program",
+            )
         for at, own in enumerate(self._ops):
             if own is op:
                 return at

@@ -27,6 +27,7 @@ from torch import nn
 from graphir.capture.single_values import REFUSAL, single_values_allowed
 from graphir.errors import GraphirError, PassError
 from graphir.ir.guard import Guard
+from graphir.ir.names import base_name
 from graphir.ir.operator import Arg, Operator
 from graphir.ir.opset import signature
 from graphir.ir.optypes.table import operator_type
@@ -111,7 +112,7 @@ class _Synchronised:
                 self.forward(op, replica)
 
     def forward(self, op: Operator, replica: Replica) -> None:
-        if not self.is_over_batch(op):
+        if not self.is_over_batch(op) or not self.is_everywhere(op):
             return
         if op.type != _FORWARD:
             raise PassError(
@@ -146,6 +147,11 @@ class _Synchronised:
         operands += [given["save_mean"], given["save_invstd"], *totals]
         factor = _share(replica.reduction, replica.copy_id)
         replica.insert_after(sums, "graphir.synchronised_batch_norm_backward", operands, factor, names=made[:1])
+
+    def is_everywhere(self, op: Operator) -> bool:
+        """Whether all replicas have this batch norm: a placed module has the whole batch already."""
+        made = base_name(op.outputs[0])
+        return all(prefix + made in self.program.step.blobs for prefix in self.program.replicas)
 
     def is_over_batch(self, op: Operator) -> bool:
         """Whether statistics are over the batch: not those of each sample, whose channels an instance norm takes for

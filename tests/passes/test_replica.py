@@ -390,3 +390,11 @@ def test_copies_that_wait_for_each_other_are_refused() -> None:
         PassError, match="the copies of module 'relu' wait for each other: one comes to an all_reduce after"
     ):
         edited(edit)
+
+
+def test_what_is_kept_of_a_replica_edits_nothing_later() -> None:
+    kept: list[tuple[passes.Replica, Operator]] = []
+    edited(lambda replica, relu: kept.append((replica, relu)))
+    replica, relu = kept[0]
+    with pytest.raises(PassError, match="the program with copy 0 of module 'relu' is made, and is edited no more"):
+        replica.insert_before(relu, "aten.neg.default", ["fc1"])

@@ -442,3 +442,24 @@ def test_modules_that_say_so_need_no_pass() -> None:
     assert program.history == ("replicate{devices=[0, 1]}", 'sync_batch_norm{modules=["2"]}')
     assert {op.module for op in program.step.ops if op.type == FORWARD} == {"2"}
     trained(passes.sync_batch_norm(program), copy.deepcopy(model), [6, 5])
+
+
+def test_a_sharded_program_is_synchronised_where_it_is_replicated() -> None:
+    """A placed module has the whole batch already."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(126, 6), nn.BatchNorm1d(6), nn.Linear(6, 5), nn.BatchNorm1d(5)
+    ).double()
+    whole = copy.deepcopy(model)
+    program = passes.shard(captured(model, torch.optim.SGD(model.parameters(), lr=0.1)), {"2": "gpu:1"}, [0, 1])
+    program = passes.sync_batch_norm(program)
+    assert {op.module for op in program.step.ops if op.type == FORWARD} == {"4"}
+    reference = torch.optim.SGD(whole.parameters(), lr=0.1)
+    with runtime.Session(passes.emit(program), program.state) as session:
+        for seed, size in enumerate((6, 5)):
+            x, y = batch(size, seed)
+            session.step(x, y)
+            reference.zero_grad()
+            F.cross_entropy(whole(x), y).backward()
+            reference.step()
+        close(session.state_dict(), dict(whole.state_dict()))
