@@ -32,6 +32,7 @@ from .errors import (
     PlanError,
     ProfileWarning,
     RecaptureWarning,
+    ReplicationError,
     RunError,
     SessionError,
     VerifyError,
@@ -51,6 +52,13 @@ from .version import __version__ as __version__
 
 # These stand on passes and runtime, which import all of the above.
 from .compile import Compiled, compile  # isort: skip
+from .parallel import (  # isort: skip
+    DataParallel,
+    ReplicationCallbackDataParallel,
+    data_parallel,
+    exec_data_parallel_replication_callback,
+    patch_replication_callback,
+)
 from .profile import profile  # isort: skip
 
 __all__ = [
@@ -59,6 +67,7 @@ __all__ = [
     "Certificate",
     "Compiled",
     "CoverageError",
+    "DataParallel",
     "Device",
     "Diff",
     "EquivalenceError",
@@ -77,6 +86,8 @@ __all__ = [
     "ProfileWarning",
     "Program",
     "RecaptureWarning",
+    "ReplicationCallbackDataParallel",
+    "ReplicationError",
     "RunError",
     "SessionError",
     "Traffic",
@@ -85,10 +96,13 @@ __all__ = [
     "capture",
     "certify",
     "compile",
+    "data_parallel",
     "diff",
+    "exec_data_parallel_replication_callback",
     "load",
     "memory",
     "parse",
+    "patch_replication_callback",
     "placed",
     "profile",
     "register_operator",

@@ -26,6 +26,7 @@ __all__ = [
     "PlanError",
     "ProfileWarning",
     "RecaptureWarning",
+    "ReplicationError",
     "RunError",
     "SessionError",
     "VerifyError",
@@ -115,6 +116,10 @@ class RunError(GraphirError):
         super().__init__(what, at=at, where=where, fix=fix)
         self.live, self.usable = live, usable
         self.args = (_message(what, ("at", at), ("in", where), ("live", live), ("fix", fix)),)
+
+
+class ReplicationError(GraphirError):
+    """Replicas that cannot be made, run or gathered; also of the type that torch raises there, else a ValueError."""
 
 
 class ProfileWarning(UserWarning):

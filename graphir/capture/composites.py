@@ -68,12 +68,17 @@ _asked: Final = threading.local()
 
 
 @contextlib.contextmanager
-def values_alone_asked() -> Iterator[None]:
-    """While this is active, torch's functions say whether they want values alone, where one of graphir's modes is."""
+def values_alone_asked(applies: Callable[[object], bool] | None = None) -> Iterator[None]:
+    """While this is active, torch's functions say whether they want values alone, where one of graphir's modes is.
 
-    def applies(instance: object) -> bool:
+    Args:
+        applies: says whether one is, as :func:`replaced` takes it; by default, whether a mode has seed ids.
+    """
+
+    def has_ids(instance: object) -> bool:
         return active_ids() is not None
 
+    applies = applies or has_ids
     with contextlib.ExitStack() as stack:
         for table, alone in ((_ALONE, True), (_TOGETHER, False)):
             for owner, names in table.items():

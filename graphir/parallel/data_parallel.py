@@ -1,0 +1,194 @@
+"""A module on several devices: its batch is split, replicas run at the same time, their outputs are put together. ::
+
+    inputs ──scatter──▶ shares ─┐
+                                ├─ parallel_apply ──▶ outputs ──gather──▶ output
+    module ──replicate─▶ copies ┘
+
+Each arrow is a method that a subclass can override, as of ``torch.nn.DataParallel``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, Final, TypeVar, cast
+
+import torch
+from torch import nn
+
+from ..capture.randomness import active_ids
+from .apply import apply_replicas
+from .devices import Binding, DeviceId, device_id, ids_of, places_of_ids
+from .errors import ReplicationRuntimeError
+from .gather import gather
+from .replicas import replicate
+from .scatter import scatter_kwargs
+
+__all__ = ["DataParallel", "data_parallel"]
+
+_M = TypeVar("_M", bound=nn.Module)
+_FORWARD: Final = "DataParallel.forward"
+
+
+class DataParallel(nn.DataParallel[Any]):
+    """``torch.nn.DataParallel``, also on logical devices, and with random numbers that do not depend on timing.
+
+    The batch is split along *dim* by torch's ``chunk`` rule. Each share goes through a replica of the module, in a
+    thread of its own, and the outputs are put together. Gradients are summed into the module's own parameters, in
+    replica order; one that no replica has used gets zeros, as in torch. What replica 0 writes into parameters and
+    buffers in place stays; everything else that a replica changes in itself is lost.
+
+    It differs from torch's in this: without any GPU explicit ids are logical devices on the host; replicas keep
+    autocast's element type and inference mode; each draws from a generator of its own, derived from torch's; and each
+    share is a tensor of its own, also where it stays on its device.
+
+    Args:
+        module: what is replicated; its parameters and buffers are on the first device.
+        device_ids: one replica on each, as numbers, devices or texts; all GPUs if it is left out, and without a GPU the
+            module itself runs. So it does with one device.
+        output_device: where outputs are gathered; -1 is the host. By default the first device.
+        dim: the dimension along which tensors are split and put together.
+        binding: on which real device each id is, as :class:`graphir.runtime.Session` takes it. ``auto``: the GPU of
+            that number, or the host where there is none. ``cpu``: the host anywhere. ``cuda``, or a dict such as
+            ``{"gpu:0": "cuda:0", "gpu:1": "cuda:0"}``, lets several share a GPU.
+
+    Attributes:
+        module: the module.
+        device_ids: the numbers of the devices; empty where the module itself runs.
+
+    Raises:
+        ReplicationIndexError: *device_ids* is empty.
+        ReplicationValueError: a device is none or is named twice; the binding does not fit.
+        ReplicationRuntimeError: there are fewer GPUs, and the binding shares none.
+    """
+
+    _moves: bool = True
+    """Whether a module for one device is moved there, as torch's class does and its function does not."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[DeviceId] | None = None,
+        output_device: DeviceId | None = None,
+        dim: int = 0,
+        *,
+        binding: Binding = "auto",
+    ) -> None:
+        nn.Module.__init__(self)
+        ids = ids_of(device_ids, binding)
+        self.module = module
+        self.dim = dim
+        self.binding = binding
+        self.device_ids = cast(Any, ids)
+        if not ids:
+            return
+        output = ids[0] if output_device is None else device_id(output_device, "output_device")
+        self.places = places_of_ids(ids, output, binding)
+        self.output_device = output
+        self.src_device_obj = self.places[ids[0]]
+        if len(ids) == 1 and self._moves:
+            module.to(self.src_device_obj)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """What the module returns for the whole batch.
+
+        Raises:
+            ReplicationRuntimeError: a parameter or buffer is not on the first device; tensors cannot be split; outputs
+                cannot be put together; the module cannot be replicated.
+            ReplicationTypeError, ReplicationValueError, ReplicationIndexError: outputs cannot be put together.
+            Exception: of a replica, with its number and its device.
+        """
+        with torch.autograd.profiler.record_function(_FORWARD):
+            if not self.device_ids:
+                return self.module(*inputs, **kwargs)
+            self._check_module()
+            args, named = self.scatter(inputs, kwargs, self.device_ids)
+            if not args and not named:
+                args, named = ((),), ({},)
+            if len(self.device_ids) == 1:
+                return self.module(*args[0], **named[0])
+            replicas = self.replicate(self.module, self.device_ids[: len(args)])
+            outputs = self.parallel_apply(replicas, args, named)
+            return self.gather(outputs, self.output_device)
+
+    def scatter(
+        self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None, device_ids: Sequence[DeviceId]
+    ) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
+        """The arguments of each replica, positional and keyword; see :func:`graphir.parallel.scatter_kwargs`."""
+        return scatter_kwargs(inputs, kwargs, self._places(device_ids), self.dim)
+
+    def replicate(self, module: _M, device_ids: Sequence[int | torch.device]) -> list[_M]:
+        """A copy of the module for each device; without gradients where they are switched off."""
+        return replicate(module, self._places(device_ids), not torch.is_grad_enabled())
+
+    def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        """What each replica returns for its arguments, all called at the same time."""
+        ids = [device_id(device, "device_ids") for device in self.device_ids[: len(replicas)]]
+        return apply_replicas(replicas, inputs, kwargs, ids, self._places(ids))
+
+    def gather(self, outputs: Any, output_device: int | torch.device) -> Any:
+        """The outputs as one, on the output's device."""
+        return gather(outputs, self._places([output_device])[0], self.dim)
+
+    def _places(self, devices: Sequence[DeviceId]) -> list[torch.device]:
+        ids = [device_id(device, "device_ids") for device in devices]
+        missing = [device for device in ids if device not in self.places]
+        if missing:
+            self.places = {**self.places, **places_of_ids(missing, missing[0], self.binding)}
+        return [self.places[device] for device in ids]
+
+    def _check_module(self) -> None:
+        recording = active_ids()
+        if recording is not None and not recording.draws:
+            raise ReplicationRuntimeError(
+                "a DataParallel cannot be captured",
+                where=_FORWARD,
+                fix="capture the module in it, `.module`, on one replica's share, then graphir.passes.replicate",
+            )
+        for tensor in chain(self.module.parameters(), self.module.buffers()):
+            if tensor.device != self.src_device_obj:
+                raise ReplicationRuntimeError(
+                    f"module must have its parameters and buffers on device {self.src_device_obj} (device_ids[0]) but "
+                    f"found one of them on device: {tensor.device}",
+                    where=f"{_FORWARD}, {self._named(tensor)}",
+                    fix=f"module.to({str(self.src_device_obj)!r})",
+                )
+
+    def _named(self, wanted: torch.Tensor) -> str:
+        tensors = chain(self.module.named_parameters(), self.module.named_buffers())
+        return next((name for name, tensor in tensors if tensor is wanted), "")
+
+
+class _Call(DataParallel):
+    """One call's, which leaves the module where it is."""
+
+    _moves = False
+
+
+def data_parallel(
+    module: nn.Module,
+    inputs: Any,
+    device_ids: Sequence[DeviceId] | None = None,
+    output_device: DeviceId | None = None,
+    dim: int = 0,
+    module_kwargs: Mapping[str, Any] | None = None,
+    *,
+    binding: Binding = "auto",
+) -> Any:
+    """Call a module once as :class:`DataParallel` does; ``torch.nn.parallel.data_parallel``'s signature.
+
+    Args:
+        module: as of :class:`DataParallel`, like the other arguments.
+        inputs: a tuple of positional arguments, or the only one; None: there are none.
+        device_ids: the devices.
+        output_device: where outputs are gathered.
+        dim: along which tensors are split and put together.
+        module_kwargs: keyword arguments of the module.
+        binding: the real device of each id.
+
+    Raises:
+        ReplicationError: as :class:`DataParallel`.
+    """
+    if not isinstance(inputs, tuple):
+        inputs = () if inputs is None else (inputs,)
+    return _Call(module, device_ids, output_device, dim, binding=binding).forward(*inputs, **dict(module_kwargs or {}))

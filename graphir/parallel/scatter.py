@@ -1,0 +1,133 @@
+"""A call's arguments as shares, one for each replica, by the rules of torch's ``scatter_kwargs``.
+
+Tensors are split along a dimension as ``torch.chunk`` splits them; tuples, lists, dicts and named tuples are mapped;
+everything else is handed to each replica as it is. Where a batch has fewer rows than there are devices, there are fewer
+shares, and only as many replicas run.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import counted
+from .errors import ReplicationIndexError, ReplicationRuntimeError
+
+__all__ = ["Share", "is_namedtuple", "scatter", "scatter_kwargs"]
+
+Share = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of one replica."""
+
+
+def scatter(inputs: Any, places: Sequence[torch.device], dim: int = 0) -> Sequence[Any]:
+    """Split the tensors of a structure along *dim*.
+
+    Each share is a tensor of its own: what a replica writes into it in place, the caller's tensor does not see.
+    Gradients flow back.
+
+    Args:
+        inputs: tensors within tuples, lists, dicts and named tuples; of other types each share gets the object itself.
+        places: the real device of each replica.
+        dim: the dimension that is split.
+
+    Returns:
+        The structure once for each share.
+
+    Raises:
+        ReplicationRuntimeError: a tensor has no dimensions, or holds no data.
+        ReplicationIndexError: a tensor has no dimension *dim*.
+    """
+    return _Scatter(places, dim).shares(inputs)
+
+
+def scatter_kwargs(
+    inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None, places: Sequence[torch.device], dim: int = 0
+) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
+    """Split positional and keyword arguments: those of each replica, both tuples of the same length.
+
+    Where some tensors make fewer shares than others, torch drops what is left over: rows within the positional
+    arguments, or arguments of the last replicas. So does this, with a warning.
+
+    Raises:
+        ReplicationRuntimeError, ReplicationIndexError: as :func:`scatter`.
+    """
+    splitting = _Scatter(places, dim)
+    args = list(splitting.shares(inputs)) if inputs else []
+    named = list(splitting.shares(dict(kwargs))) if kwargs else []
+    if len(splitting.numbers) > 1:
+        few, many = min(splitting.numbers), max(splitting.numbers)
+        warnings.warn(
+            f"some tensors were split into {counted(few, 'share')} along dimension {dim}, others into {many}: what is "
+            "left over of the longer ones is not used; give all tensors the same size there",
+            stacklevel=3,
+        )
+    if len(args) < len(named):
+        args += [()] * (len(named) - len(args))
+    elif len(named) < len(inputs):  # torch compares with the arguments, not with their shares: others it refuses
+        named += [{} for _ in range(len(args) - len(named))]
+    return tuple(args), tuple(named)
+
+
+def is_namedtuple(value: object) -> bool:
+    """Whether a value is of a type that ``collections.namedtuple`` or ``typing.NamedTuple`` made."""
+    return isinstance(value, tuple) and hasattr(value, "_asdict") and hasattr(value, "_fields")
+
+
+class _Scatter:
+    """Splits structures.
+
+    Attributes:
+        numbers: into how many shares tensors were split.
+    """
+
+    def __init__(self, places: Sequence[torch.device], dim: int) -> None:
+        self._places, self._dim = places, dim
+        self.numbers: set[int] = set()
+
+    def shares(self, value: Any) -> Sequence[Any]:
+        """One for each replica, as many as the first tensors make."""
+        if isinstance(value, torch.Tensor):
+            return self._split(value)
+        if is_namedtuple(value):
+            return [type(value)(*fields) for fields in self._mapped(value)]
+        if isinstance(value, tuple) and value:
+            return self._mapped(value)
+        if isinstance(value, list) and value:
+            return [list(items) for items in self._mapped(value)]
+        if isinstance(value, dict) and value:
+            return [type(value)(items) for items in self._mapped(value.items())]
+        return [value for _ in self._places]
+
+    def _mapped(self, values: Any) -> list[tuple[Any, ...]]:
+        return list(zip(*map(self.shares, values), strict=False))
+
+    def _split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        described = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+        if not tensor.dim():
+            raise ReplicationRuntimeError(
+                f"a tensor without dimensions cannot be split: {described}",
+                where="DataParallel.scatter",
+                fix="pass a number, or a tensor with one row for each sample",
+            )
+        if not -tensor.dim() <= self._dim < tensor.dim():
+            raise ReplicationIndexError(
+                f"a tensor has no dimension {self._dim} to split: {described}",
+                where="DataParallel.scatter",
+                fix="choose dim so that each tensor has it",
+            )
+        if tensor.is_meta:
+            raise ReplicationRuntimeError(
+                f"a tensor without data cannot be split: {described}",
+                where="DataParallel.scatter",
+                fix=f"make it on {self._places[0]}",
+            )
+        chunks = tensor.chunk(len(self._places), self._dim)
+        self.numbers.add(len(chunks))
+        return tuple(_moved(chunk, place) for chunk, place in zip(chunks, self._places, strict=False))
+
+
+def _moved(chunk: torch.Tensor, place: torch.device) -> torch.Tensor:
+    return chunk.clone() if chunk.device == place else chunk.to(place, non_blocking=True)
