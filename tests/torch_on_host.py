@@ -74,7 +74,13 @@ def on_host() -> Iterator[None]:
         current_accelerator=lambda: SimpleNamespace(type="cpu"),
         device_index=lambda device: contextlib.nullcontext(),
     )
-    seen = SimpleNamespace(**{**vars(torch), "accelerator": accelerator})
+    threads = torch.get_num_threads()
+
+    def set_grad_enabled(mode: bool) -> object:
+        torch.set_num_threads(threads)  # MKL would take more in a new thread than in this one
+        return torch.set_grad_enabled(mode)
+
+    seen = SimpleNamespace(**{**vars(torch), "accelerator": accelerator, "set_grad_enabled": set_grad_enabled})
     functions, replicas, apply, whole = (
         importlib.import_module(f"{_PACKAGE}.{name}")
         for name in ("_functions", "replicate", "parallel_apply", "data_parallel")

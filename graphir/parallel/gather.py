@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ _WHERE = "DataParallel.gather"
 def gather(outputs: Sequence[Any], place: torch.device, dim: int = 0) -> Any:
     """Put the tensors of the replicas' outputs behind each other along *dim*, in replica order.
 
-    Tuples, lists, named tuples and dicts are mapped, by the keys of the first replica's; None stays None. Gradients
-    flow back, to each replica those of its rows. Where all replicas return a tensor without dimensions, such as a
+    Tuples, lists, named tuples and dicts are mapped, by the keys of the first replica's, and so is what else is made
+    of an iterable of its parts, such as a cache of transformers; None stays None. Gradients flow back, to each replica those of its rows. Where all replicas return a tensor without dimensions, such as a
     loss, the result is a vector, with torch's warning.
 
     Args:
@@ -47,14 +47,14 @@ def _gathered(outputs: list[Any], place: torch.device, dim: int, path: str) -> A
         _same_keys(outputs, path)
         kind: Any = type(first)
         return kind((key, _gathered([o[key] for o in outputs], place, dim, f"{path}[{key!r}]")) for key in first)
-    if not isinstance(first, (tuple, list)):
+    if isinstance(first, (str, bytes)) or not isinstance(first, Iterable):
         raise ReplicationTypeError(
             f"{path} is of type {type(first).__name__}, which cannot be gathered",
             where=_WHERE,
             fix="return tensors, None, or tuples, lists and dicts of them; a number as torch.tensor([number])",
         )
-    _same_lengths(outputs, path)
-    items = [_gathered(list(values), place, dim, f"{path}[{i}]") for i, values in enumerate(zip(*outputs, strict=True))]
+    parts = _same_lengths(outputs, path)
+    items = [_gathered(list(values), place, dim, f"{path}[{i}]") for i, values in enumerate(zip(*parts, strict=True))]
     made: Any = type(first)
     return made._make(items) if is_namedtuple(first) else made(items)
 
@@ -104,12 +104,15 @@ def _same_keys(outputs: list[Any], path: str) -> None:
             )
 
 
-def _same_lengths(outputs: list[Any], path: str) -> None:
-    for replica, output in enumerate(outputs):
-        if not isinstance(output, (tuple, list)) or len(output) != len(outputs[0]):
-            found = len(output) if isinstance(output, (tuple, list)) else type(output).__name__
+def _same_lengths(outputs: list[Any], path: str) -> list[list[Any]]:
+    """What each output holds."""
+    parts = [list(output) if isinstance(output, Iterable) else None for output in outputs]
+    for replica, (part, output) in enumerate(zip(parts, outputs, strict=True)):
+        if part is None or parts[0] is None or len(part) != len(parts[0]):
+            found = type(output).__name__ if part is None else len(part)
             raise ReplicationValueError(
-                f"{path} has length {len(outputs[0])} in replica 0 and {found} in replica {replica}",
+                f"{path} has length {len(parts[0] or ())} in replica 0 and {found} in replica {replica}",
                 where=_WHERE,
                 fix="return the same structure in each replica",
             )
+    return [part for part in parts if part is not None]

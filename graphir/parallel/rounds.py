@@ -50,6 +50,7 @@ class Round:
         self._visits: dict[tuple[object, int], int] = {}
         self._waiting: dict[int, _Meeting] = {}
         self._gone: set[int] = set()
+        self._stuck = ""
 
     @contextmanager
     def attend(self, copy: int) -> Iterator[None]:
@@ -110,26 +111,23 @@ class Round:
     def _refuse_vain(self, meeting: _Meeting) -> None:
         """Raise where somebody will never come to a meeting."""
         missing = [copy for copy in range(self.copies) if copy not in meeting.given]
-        gone = [copy for copy in missing if copy in self._gone]
-        if gone or (meeting.results is None and 0 in self._gone):
-            raise Desertion(
-                f"{meeting.what} waits for replica {gone[0] if gone else 0}, which is done or has failed without it",
-                where="a forward of replicas",
-                fix="let each replica run the same modules, in the same order",
-            )
-        stuck = all(
-            copy in self._gone or (copy in self._waiting and not self._may_go(copy, self._waiting[copy]))
-            for copy in range(self.copies)
-        )
-        if stuck:
-            elsewhere = ", ".join(f"replica {copy} at {self._waiting[copy].what}" for copy in sorted(self._waiting))
-            self._gone.update(range(self.copies))
+        gone = [copy for copy in missing if copy in self._gone] or [0] * (meeting.results is None and 0 in self._gone)
+        if not self._stuck and self._all_wait():
+            places = ", ".join(f"replica {copy} at {self._waiting[copy].what}" for copy in sorted(self._waiting))
+            self._stuck = f"the replicas wait for each other: {places}"
             self._changed.notify_all()
+        if self._stuck or gone:
             raise Desertion(
-                f"the replicas wait for each other: {elsewhere}",
+                self._stuck or f"{meeting.what} waits for replica {gone[0]}, which is done or has failed without it",
                 where="a forward of replicas",
                 fix="let each replica run the same modules, in the same order",
             )
+
+    def _all_wait(self) -> bool:
+        """Whether every replica waits for others, and none for one that has gone."""
+        return all(copy in self._waiting for copy in range(self.copies)) and not any(
+            self._may_go(copy, meeting) for copy, meeting in self._waiting.items()
+        )
 
 
 class Attendance(NamedTuple):
