@@ -54,7 +54,13 @@ def examples(page: str) -> Iterator[Example]:
 OF_PARTS = {"ir.md", "tutorial.md"}
 """Pages that show what is inside, too."""
 
-PUBLIC = {"graphir": graphir, "passes": passes, "runtime": runtime, "caffe2": graphir.caffe2}
+PUBLIC = {
+    "graphir": graphir,
+    "passes": passes,
+    "runtime": runtime,
+    "caffe2": graphir.caffe2,
+    "parallel": graphir.parallel,
+}
 """What users import, by the names that pages give it."""
 
 SHOWN = {"graphir.demo.digits", "graphir.demo.model"}

@@ -13,7 +13,14 @@ import networkx
 import pytest
 from sources import FOLDERS, ROOT, Import, Source, sources
 
-ON_TOP = ("graphir/cli.py", "graphir/compile.py", "graphir/fx.py", "graphir/profile.py", "graphir/demo/")
+ON_TOP = (
+    "graphir/cli.py",
+    "graphir/compile.py",
+    "graphir/fx.py",
+    "graphir/parallel/",
+    "graphir/profile.py",
+    "graphir/demo/",
+)
 """The part of graphir/ that stands on passes and runtime."""
 
 TEXT, FILES = "the text form prints it", "files are written of it"

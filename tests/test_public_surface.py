@@ -11,11 +11,19 @@ from sources import FOLDERS, Source, sources
 
 PUBLIC = {
     "graphir": """
-        Blob Certificate Compiled Device Diff Memory Net Operator PlacedModules Plan Profile Program Traffic
+        Blob Certificate Compiled DataParallel Device Diff Memory Net Operator PlacedModules Plan Profile Program
+        ReplicationCallbackDataParallel Traffic
         CaptureError CoverageError EquivalenceError FileError GraphirError ParseError PassError PlacementError PlanError
-        ProfileWarning RecaptureWarning RunError SessionError VerifyError
-        allow_operators capture certify compile diff load memory parse placed profile register_operator save seeded
-        show traffic verify
+        ProfileWarning RecaptureWarning ReplicationError RunError SessionError VerifyError
+        allow_operators capture certify compile data_parallel diff exec_data_parallel_replication_callback load memory
+        parse patch_replication_callback placed profile register_operator save seeded show traffic verify
+    """,
+    "graphir.parallel": """
+        CallbackContext DataParallel ReplicationAssertionError ReplicationCallbackDataParallel ReplicationIndexError
+        ReplicationRuntimeError ReplicationTypeError ReplicationValueError SynchronizedBatchNorm1d
+        SynchronizedBatchNorm2d SynchronizedBatchNorm3d all_gather convert_sync_batch_norm data_parallel
+        exec_data_parallel_replication_callback gather parallel_apply patch_replication_callback replicate scatter
+        scatter_kwargs
     """,
     "graphir.passes": """
         Gpu InjectCopies Pass Pipeline Replica Replicate ReplicationCallback Run Shard ShareStorage

@@ -1,7 +1,7 @@
 """torch's own ``DataParallel`` on a machine without GPUs: its code runs as it is, on what stands in for GPUs.
 
-Replaced are its four primitives of communication, by the same on the host, and the questions that it asks about devices.
-What it does with structures, modules, gradients and errors is torch's.
+Replaced are its four primitives of communication, by the same on the host, and the questions that it asks about
+devices. What it does with structures, modules, gradients and errors is torch's.
 """
 
 from __future__ import annotations

@@ -19,9 +19,10 @@ _WHERE = "DataParallel.gather"
 def gather(outputs: Sequence[Any], place: torch.device, dim: int = 0) -> Any:
     """Put the tensors of the replicas' outputs behind each other along *dim*, in replica order.
 
-    Tuples, lists, named tuples and dicts are mapped, by the keys of the first replica's, and so is what else is made
-    of an iterable of its parts, such as a cache of transformers; None stays None. Gradients flow back, to each replica those of its rows. Where all replicas return a tensor without dimensions, such as a
-    loss, the result is a vector, with torch's warning.
+    Tuples, lists, named tuples and dicts are mapped, by the keys of the first replica's, and so is what else is made of
+    an iterable of its parts, such as a cache of transformers; None stays None. Gradients flow back, to each replica
+    those of its rows. Where all replicas return a tensor without dimensions, such as a loss, the result is a vector,
+    with torch's warning.
 
     Args:
         outputs: one for each replica, of the same structure.

@@ -8,14 +8,15 @@ the original's by one function whose backward adds the replicas' gradients in re
     module.weight.grad ◀── grad 0 + grad 1
 
 Replica 0 shares storage with the original, so that what it writes into parameters and buffers in place, such as running
-statistics, stays; what other replicas write is lost.
+statistics, stays; what other replicas write is lost. So are hooks that a replica registers on itself; torch leaves them
+on the original.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,16 @@ from .errors import ReplicationRuntimeError
 __all__ = ["replicate"]
 
 _M = TypeVar("_M", bound=nn.Module)
+
+_HOOKS: Final = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
 
 
 def replicate(network: _M, places: Sequence[torch.device], detach: bool = False) -> list[_M]:
@@ -83,6 +94,8 @@ def _refuse(network: nn.Module) -> None:
 
 def _shallow(module: nn.Module) -> Any:
     copy: Any = module._replicate_for_data_parallel()
+    # A hook that a replica registers, as transformers' modules do in their first forward, is its own.
+    vars(copy).update({name: hooks.copy() for name, hooks in vars(copy).items() if name in _HOOKS})
     copy._former_parameters = OrderedDict()  # torch's name, for code that looks for a replica's parameters
     return copy
 

@@ -1,7 +1,7 @@
 """What users of ``torch.nn.DataParallel`` rely on: each behaviour is observed of torch's own code and of ours.
 
-A behaviour is a function that is given how to wrap a module, and returns what it saw: tensors, structures, numbers, or the
-exception. Both must be equal, tensors bit for bit.
+A behaviour is a function that is given how to wrap a module, and returns what it saw: tensors, structures, numbers, or
+the exception. Both must be equal, tensors bit for bit.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from graphir import parallel
 class Told(nn.Module):
     """Notes each callback: of which module, with which context, of which copy."""
 
-    calls: list[tuple[str, Any, int]] = []
+    calls: ClassVar[list[tuple[str, Any, int]]] = []
 
     def __init__(self, name: str, *children: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Synchronised batch norm over replicas is batch norm of one device over the whole batch, to 1e-6 in double precision."""
+"""Synchronised batch norm over replicas is batch norm of one device on the whole batch, to 1e-6 in double precision."""
 
 from __future__ import annotations
 
