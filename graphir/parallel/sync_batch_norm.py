@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from torch.overrides import TorchFunctionMode
 
-from ..replication import CallbackContext
 from .collective import all_gather
 from .errors import ReplicationRuntimeError, ReplicationValueError
 from .rounds import Attendance, here
@@ -38,13 +37,12 @@ class _Place:
 class _Synchronized(_BatchNorm):
     """Lets the forward of a batch norm, torch's or a subclass's, normalise over all copies' rows."""
 
+    statistics_over_replicas = True
+    """So that ``graphir.passes.replicate`` synchronises it in a program, too."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._place: object = _Place()
-
-    def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
-        """The copies meet at what they share; without callbacks that is an attribute."""
-        self._place = ctx
+        self._place = _Place()
 
     def forward(self, input: Tensor) -> Tensor:
         attendance = here()
@@ -147,7 +145,7 @@ def _synchronized(kind: type[_BatchNorm]) -> type[_Synchronized]:
 class _OverAllCopies(TorchFunctionMode):
     """While it is active, ``torch.nn.functional.batch_norm`` normalises over the rows of all copies."""
 
-    def __init__(self, attendance: Attendance, place: object, described: str) -> None:
+    def __init__(self, attendance: Attendance, place: _Place, described: str) -> None:
         super().__init__()
         self._attendance, self._place, self._described = attendance, place, described
 
