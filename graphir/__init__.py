@@ -15,9 +15,11 @@ if (_root / "passes" / "base.py").is_file() and (_root / "runtime" / "session.py
 from . import caffe2 as caffe2
 from .analysis.certify import Certificate, certify
 from .analysis.diff import Diff, diff
+from .analysis.estimate import Estimate
 from .analysis.memory import Memory, memory
 from .analysis.placed import PlacedModules, placed
 from .analysis.profiles import Profile
+from .analysis.topology import Topology
 from .analysis.traffic import Traffic, traffic
 from .capture import capture, seeded
 from .errors import (
@@ -59,6 +61,7 @@ from .parallel import (  # isort: skip
     exec_data_parallel_replication_callback,
     patch_replication_callback,
 )
+from .estimate import estimate  # isort: skip
 from .profile import profile  # isort: skip
 
 __all__ = [
@@ -71,6 +74,7 @@ __all__ = [
     "Device",
     "Diff",
     "EquivalenceError",
+    "Estimate",
     "FileError",
     "GraphirError",
     "Memory",
@@ -90,6 +94,7 @@ __all__ = [
     "ReplicationError",
     "RunError",
     "SessionError",
+    "Topology",
     "Traffic",
     "VerifyError",
     "allow_operators",
@@ -98,6 +103,7 @@ __all__ = [
     "compile",
     "data_parallel",
     "diff",
+    "estimate",
     "exec_data_parallel_replication_callback",
     "load",
     "memory",

@@ -31,7 +31,6 @@ from .interface.scatter import FewerShares
 from .kernels.repeatable import unrepeatable
 from .learning_rates import Group, LearningRates
 from .loop import run_loader
-from .machine.calibration import host_rates
 from .machine.ending import ENDS_IN, stay
 from .machine.heap import kept_heap
 from .machine.places import Binding, places_of
@@ -323,8 +322,8 @@ class Session(Stepping):
             FileError: the file cannot be written.
         """
         taken, measurement = self._measured_steps()
-        on_host = all(place.type == "cpu" for place in self._places.values())
-        write_trace(path, measurement, *taken._choice, host_rates(self._intraop) if on_host else None)
+        predicted = taken._predicted(measurement.last_dims)
+        write_trace(path, measurement, *taken._choice, None if predicted is None else predicted.schedule.intervals())
 
     def _measured_steps(self) -> tuple[Stepping, Measurement]:
         for taken in self._all():

@@ -10,16 +10,20 @@ from typing import NamedTuple
 
 import torch
 
+from graphir.analysis.estimate import Estimate, estimated
+from graphir.analysis.profile_files import cached
 from graphir.ir.device import Device
 from graphir.ir.plan import Plan
 from graphir.ir.program import Program
+from graphir.ir.size import Dims
 
 from .executor import OnDevices, Setting
-from .executors.choice import Choice, choose
+from .executors.choice import HOST_ONLY, Choice, choose, execution_of
 from .interface.gather import Gather
 from .interface.scatter import Scatter
 from .interface.witness import witness_of
 from .learning_rates import LearningRates
+from .machine.calibration import host_topology
 from .machine.places import generator_on
 from .memory_limit import MemoryLimit
 from .observing.finite import FiniteWatch
@@ -66,7 +70,7 @@ class Stepping:
 
     def __init__(self, plan: Plan, common: Common, limit: MemoryLimit) -> None:
         program, (state, rates, places, options, intraop, witness, check_finite) = plan.program, common
-        self.plan = plan
+        self.plan, self._intraop = plan, intraop
         checks = [limit.check] if witness is None else [limit.check, witness_of(witness, program)]
         self._scatter = Scatter(program, places, options.threads, checks)
         self._gather = Gather(program)
@@ -99,4 +103,13 @@ class Stepping:
     def _reported(self, measurement: Measurement, places: Mapping[Device, torch.device]) -> Report:
         """The report of steps that were measured here, on these real devices."""
         held = self._executor.ledger() if isinstance(self._executor, OnDevices) else {}
-        return report(measurement, places, *self._choice, held)
+        return report(measurement, places, *self._choice, held, self._predicted(measurement.last_dims))
+
+    def _predicted(self, dims: Dims) -> Estimate | None:
+        """What a step of these sizes should take; None where the plan is not on the host alone."""
+        if any(place.type != "cpu" for place in self._setting.binding.values()):
+            return None
+        topology, profile = host_topology(self.plan.step.devices, self._intraop), cached()
+        executor = self._choice.executor if self._choice.executor in HOST_ONLY else "serial"
+        execution = execution_of(self.plan, executor, topology, self._intraop, profile)
+        return estimated(self.plan, topology, execution, dims, profile, self._intraop)

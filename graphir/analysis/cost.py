@@ -1,22 +1,36 @@
 """What an operator costs: its arithmetic and the bytes that it moves, from shapes, and the seconds that follow.
 
-The prediction is a roofline: an operator takes as long as the longer one of its arithmetic and its memory traffic,
-and a constant for being called. It leaves out what a kernel loses on small matrices and gains in caches, so it tells
-short operators from long ones, and not much more.
+Where a :class:`~.profiles.Profile` has the operator's call, its seconds are those. Else the prediction is a roofline:
+an operator takes as long as the longer one of its arithmetic and its memory traffic, and a constant for being called.
+It leaves out what a kernel loses on small matrices and gains in caches, so it tells short operators from long ones, and
+not much more.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Final, Literal, NamedTuple, TypeAlias
 
-from ..ir.blob import dense_nbytes
+from ..ir.blob import Blob, dense_nbytes
+from ..ir.device import Device
 from ..ir.net import Net
 from ..ir.operator import Operator
 from ..ir.optypes.sized import SizedOperator, UnknownShape
 from ..ir.optypes.table import operator_type
+from ..ir.plan import issued_as
 from ..ir.size import Dims
+from .profiles import Profile
+from .scratch import is_called
 
-__all__ = ["Rates", "Work", "operator_seconds", "work"]
+__all__ = ["Cost", "CostSource", "Rates", "Work", "operator_costs", "work"]
+
+CostSource: TypeAlias = Literal["profile", "registered", "roofline", "link", "nothing"]
+"""Where an operator's seconds come from: its call was measured, in a *profile*; it is a *roofline*, of the arithmetic
+that a user has *registered* or of graphir's formulas; what it moves crosses a *link*; or no kernel runs: *nothing* but
+the call of a view."""
+
+_DTYPE: Final = "f32"
+"""The element type whose rate holds for what has none of its own."""
 
 
 class Work(NamedTuple):
@@ -26,53 +40,103 @@ class Work(NamedTuple):
         flops: additions and multiplications of matrix products, convolutions and registered operators that say theirs;
             0 for every other type.
         nbytes: bytes of the operands that it reads and the results that it writes; 0 for views.
+        dtype: the element type that it computes in; ``f32`` where it is not known.
     """
 
     flops: int
     nbytes: int
+    dtype: str = _DTYPE
 
 
 class Rates(NamedTuple):
     """How fast a device works.
 
     Attributes:
-        flops_per_second: of large matrix products.
+        flops_per_second: of large matrix products, by element type; the figure of ``f32`` holds for others.
         bytes_per_second: of large elementwise operators.
         seconds_per_call: what calling an operator takes, however small it is.
+        seconds_per_view: what calling one takes that makes nothing but views.
     """
 
-    flops_per_second: float
+    flops_per_second: Mapping[str, float]
     bytes_per_second: float
     seconds_per_call: float
+    seconds_per_view: float = 0.0
 
     def seconds(self, work: Work) -> float:
         """How long an operator with this work takes."""
-        return self.seconds_per_call + max(work.flops / self.flops_per_second, work.nbytes / self.bytes_per_second)
+        rates = self.flops_per_second
+        arithmetic = work.flops / (rates[work.dtype] if work.dtype in rates else rates[_DTYPE]) if work.flops else 0.0
+        return self.seconds_per_call + max(arithmetic, work.nbytes / self.bytes_per_second)
+
+
+class Cost(NamedTuple):
+    """What one instruction of an operator takes: the operator itself, or a part of a collective."""
+
+    seconds: float
+    source: CostSource
 
 
 def work(op: Operator, net: Net, dims: Dims) -> Work:
     """The work of an operator of *net* at these sizes. What has no shape counts nothing."""
-    if len(op.effects.views) == len(op.outputs) and op.outputs:
+    if op.outputs and not is_called(op):
         return Work(0, 0)
+    return _work(op, net.blobs, dims, {})
+
+
+def _work(op: Operator, blobs: Mapping[str, Blob], dims: Dims, sizes: dict[str, int]) -> Work:
+    """The work of an operator; *sizes* keeps the bytes of blobs from one to the next."""
     known = operator_type(op.type)
-    touched = op.outputs if known.reads_rows else (*op.outputs, *op.inputs)
-    nbytes = sum([dense_nbytes(net.blob(name), dims) for name in touched])
+    nbytes = 0
+    for name in op.outputs if known.reads_rows else (*op.outputs, *op.inputs):
+        size = sizes.get(name)
+        if size is None:
+            size = sizes[name] = dense_nbytes(blobs[name], dims)
+        nbytes += size
     if known.flops is None:
         return Work(0, nbytes)
     try:
-        return Work(known.flops(SizedOperator(op, net.blobs, dims, 1)), nbytes)
+        flops = known.flops(SizedOperator(op, blobs, dims, 1))
     except UnknownShape:
         return Work(0, nbytes)
+    return Work(flops, nbytes, blobs[op.outputs[0]].dtype or _DTYPE if op.outputs else _DTYPE)
 
 
-def operator_seconds(net: Net, dims: Dims, rates: Rates) -> list[float]:
-    """What one instruction of each operator takes. A part of a collective reads all that the collective reads, and
-    makes one of its results."""
-    found = []
+def operator_costs(
+    net: Net, dims: Dims, rates: Callable[[Device], Rates], profile: Profile | None = None, threads: int = 1
+) -> list[Cost]:
+    """What one instruction of each operator takes, in the net's order.
+
+    Copies take what their bytes take in the memory that they are written to: what lies between two devices is known of
+    a :class:`~.topology.Topology`. A part of a collective reads all that the collective reads, and makes one of its
+    results.
+
+    Args:
+        net: whose operators.
+        dims: the value of each dimension.
+        rates: how fast a device works.
+        profile: what was measured of calls, which goes before what shapes say.
+        threads: how many threads one kernel uses, as the profile has it.
+    """
+    found: list[Cost] = []
+    sizes: dict[str, int] = {}
+    of_device: dict[Device, Rates] = {}
     for op in net.ops:
-        done = work(op, net, dims)
-        if op.type == "AllReduce":
+        speed = of_device.get(op.device)
+        if speed is None:
+            speed = of_device[op.device] = rates(op.device)
+        if op.outputs and not is_called(op):
+            found.append(Cost(speed.seconds_per_view, "nothing"))
+            continue
+        kind = issued_as(op)
+        measured = None if profile is None or kind != "run" else profile.find(op, net.blobs, dims, threads)
+        if measured is not None:
+            found.append(Cost(measured.seconds, "profile"))
+            continue
+        done = _work(op, net.blobs, dims, sizes)
+        if kind == "collective":
             read = done.nbytes // 2
             done = done._replace(nbytes=read + read // len(op.inputs))
-        found.append(rates.seconds(done))
+        own = operator_type(op.type).registered and done.flops
+        found.append(Cost(speed.seconds(done), "registered" if own else "roofline"))
     return found

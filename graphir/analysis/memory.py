@@ -26,7 +26,17 @@ from .profile_files import cached
 from .profiles import Measured, Profile
 from .sources import OperatorScratch, Source, measured_of, scratch_of
 
-__all__ = ["CATEGORIES", "Frees", "Memory", "StorageUse", "check_dims", "check_threads", "live_bytes", "memory"]
+__all__ = [
+    "CATEGORIES",
+    "Frees",
+    "Memory",
+    "StorageUse",
+    "check_dims",
+    "check_profile",
+    "check_threads",
+    "live_bytes",
+    "memory",
+]
 
 CATEGORIES: Final = (
     "parameters",
@@ -310,14 +320,19 @@ def memory(
 
 def _check_arguments(subject: Program | Plan, frees: str, threads: int | None, profile: object) -> None:
     require(subject, (Program, Plan), "memory")
-    if not (profile is None or profile == "cached" or isinstance(profile, Profile)):
-        fix = "give what graphir.profile returned, 'cached', or None"
-        raise GraphirError(f"profile is a {type(profile).__name__}, not a Profile", fix=fix)
+    check_profile(profile)
     if frees not in get_args(Frees):
         raise GraphirError(f"frees is {frees!r}", fix="give 'last use' or 'operators'")
     if isinstance(subject, Plan) and frees != "last use":
         raise GraphirError("a plan frees its storages itself", fix="leave frees out, or give the plan's program")
     check_threads(threads)
+
+
+def check_profile(profile: object) -> None:
+    """Refuse what no prediction takes as a profile."""
+    if not (profile is None or profile == "cached" or isinstance(profile, Profile)):
+        fix = "give what graphir.profile returned, 'cached', or None"
+        raise GraphirError(f"profile is a {type(profile).__name__}, not a Profile", fix=fix)
 
 
 def check_threads(threads: int | None) -> None:

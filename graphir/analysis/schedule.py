@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..ir.plan import Event, Plan
+from ..errors import GraphirError
+from ..ir.blob import dense_nbytes
+from ..ir.net import Net
+from ..ir.plan import Event, Instruction, Plan
+from ..ir.size import Dims
+from ..ir.text import operator_text
+from .execution import Execution
+from .liveness import liveness
+from .simulation import Holdings, Sharing, Tasks, Times, shared, simulate
+from .topology import Topology
 
-__all__ = ["Interval", "schedule"]
+__all__ = ["Crossing", "Interval", "Schedule", "holdings", "schedule"]
 
 
 class Interval(NamedTuple):
@@ -22,33 +32,159 @@ class Interval(NamedTuple):
         return self.end - self.start
 
 
+class Crossing(NamedTuple):
+    """What an instruction brings from one device to another.
+
+    Attributes:
+        link: the number of the directed link, in :attr:`Schedule.links`.
+        nbytes: what is brought.
+        seconds: what that takes when it has the link to itself.
+    """
+
+    link: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When each instruction of a plan is executed, by its position.
+
+    Attributes:
+        plan: what is executed.
+        tasks: its instructions: those of operators take time, records and frees none, waits until their event.
+        times: when.
+        crossings: what copies and parts of collectives bring over links; of others nothing.
+        links: the directed links, as pairs of devices.
+    """
+
+    plan: Plan
+    tasks: Tasks
+    times: Times
+    crossings: Mapping[int, tuple[Crossing, ...]]
+    links: tuple[tuple[str, str], ...]
+
+    def intervals(self) -> dict[int, Interval]:
+        """The interval of each instruction; that of a wait begins when its worker comes to it."""
+        free, starts, ends, _ = self.times
+        return {
+            position: Interval(free[position] if instruction.kind == "wait" else starts[position], ends[position])
+            for position, instruction in enumerate(self.plan.instructions)
+        }
+
+
 def schedule(
-    plan: Plan, seconds: Sequence[float], worker: Callable[[str], str], wake: float = 0.0
-) -> dict[int, Interval]:
+    plan: Plan, dims: Dims, seconds: Sequence[float], execution: Execution, topology: Topology | None = None
+) -> Schedule:
     """A list schedule: each worker executes its lanes' instructions in issue order, each as early as it can.
 
     Args:
         plan: what is executed.
-        seconds: what an instruction of each operator takes, by the operator's position in the step. Records and frees
-            take no time, waits until the event is recorded.
-        worker: who executes a lane: a stream of its own, or a thread that has others too.
-        wake: seconds that pass until a worker that waits goes on, after the event is recorded.
+        dims: the value of each dimension.
+        seconds: what an instruction of each operator takes, by the operator's position in the step; of what crosses a
+            link of the *topology*, the link says it.
+        execution: who executes a lane.
+        topology: the links, and what threads of a host take from each other; None: copies take their *seconds*, and
+            nothing queues or is shared.
 
-    Returns:
-        The interval of each instruction by its position in the plan.
+    Raises:
+        GraphirError: the topology lacks a link that a copy needs.
     """
-    free: dict[str, float] = {worker(lane): 0.0 for lane in plan.lanes}
-    recorded: dict[Event, float] = {}
-    found = {}
+    routes = _Routes(plan.step, dims, topology)
+    tasks = _tasks(plan, seconds, execution, routes)
+    times = simulate(tasks, execution.wake, execution.patience, execution.issue)
+    host = None if topology is None else topology.host
+    if host is not None and max(tasks.workers, default=0):
+        lock = [0.0] * len(tasks.workers)
+        if execution.lock is not None:
+            of_op = [execution.lock(op) for op in plan.step.ops]
+            lock = [of_op[instruction.op] if instruction.op >= 0 else 0.0 for instruction in plan.instructions]
+        tasks = tasks._replace(seconds=shared(tasks, times, Sharing(host.cores, host.slowdown, lock)))
+        times = simulate(tasks, execution.wake, execution.patience, execution.issue)
+    return Schedule(plan, tasks, times, routes.crossings, tuple(routes.numbers))
+
+
+def _tasks(plan: Plan, seconds: Sequence[float], execution: Execution, routes: _Routes) -> Tasks:
+    """The instructions of a plan as tasks."""
+    numbers: dict[str, int] = {}
+    of_lane = {lane: numbers.setdefault(execution.worker(lane), len(numbers)) for lane in plan.lanes}
+    recorded: dict[Event, int] = {}
+    workers: list[int] = []
+    taken: list[float] = []
+    after: list[tuple[int, ...]] = []
+    links: list[tuple[int, ...]] = []
     for position, instruction in enumerate(plan.instructions):
-        here = worker(instruction.lane)
-        start = end = free[here]
-        if instruction.op >= 0:
-            end = start + seconds[instruction.op]
-        elif instruction.kind == "record" and instruction.event is not None:
-            recorded[instruction.event] = start
-        elif instruction.event is not None and (ready := recorded.get(instruction.event, start)) > start:
-            end = ready + wake
-        free[here] = end
-        found[position] = Interval(start, end)
-    return found
+        kind, lane, op, _, event, _ = instruction
+        workers.append(of_lane[lane])
+        others: tuple[int, ...] = ()
+        crossed: tuple[int, ...] = ()
+        spent = 0.0
+        if op >= 0:
+            spent = seconds[op]
+            if kind != "run" and (found := routes.of(position, instruction)):
+                crossed = tuple([crossing.link for crossing in found])
+                spent = routes.seconds(kind, spent, found)
+        elif event is not None:
+            if kind == "record":
+                recorded[event] = position
+            elif event in recorded:
+                others = (recorded[event],)
+        taken.append(spent)
+        after.append(others)
+        links.append(crossed)
+    return Tasks(workers, taken, after, links)
+
+
+class _Routes:
+    """What instructions bring over links."""
+
+    def __init__(self, net: Net, dims: Dims, topology: Topology | None) -> None:
+        self.net, self.dims, self.topology = net, dims, topology
+        self.numbers: dict[tuple[str, str], int] = {}
+        self.crossings: dict[int, tuple[Crossing, ...]] = {}
+
+    def of(self, position: int, instruction: Instruction) -> tuple[Crossing, ...]:
+        """What a copy brings, or a part of a collective from each other participant's device."""
+        op, blobs = self.net.ops[instruction.op], self.net.blobs
+        target = blobs[op.outputs[instruction.part]].device
+        sources = [blobs[name] for name in op.inputs if blobs[name].device != target]
+        if self.topology is None or not sources:
+            return ()
+        found = []
+        for blob in sources:
+            pair = str(blob.device), str(target)
+            try:
+                link = self.topology.link(*pair)
+            except GraphirError as e:
+                raise GraphirError(e.what, at=operator_text(op, self.net), fix=e.fix) from None
+            nbytes = dense_nbytes(blob, self.dims)
+            found.append(Crossing(self.numbers.setdefault(pair, len(self.numbers)), nbytes, link.seconds(nbytes)))
+        self.crossings[position] = tuple(found)
+        return self.crossings[position]
+
+    def seconds(self, kind: str, spent: float, crossings: Sequence[Crossing]) -> float:
+        """What an instruction takes that brings these: a copy that alone. A part of a collective brings one operand
+        after the other and adds them; threads of a host read them where they are."""
+        brought = sum([crossing.seconds for crossing in crossings])
+        if kind == "copy":
+            return brought
+        on_host = self.topology is not None and self.topology.host is not None
+        return max(spent, brought) if on_host else spent + brought
+
+
+def holdings(plan: Plan, dims: Dims) -> Holdings:
+    """What a plan's storages hold, for :func:`.simulation.held`: devices by their position in ``plan.step.devices``.
+
+    State, inputs and outputs stay; scratch and receive buffers are not in it.
+    """
+    numbers = {device: number for number, device in enumerate(plan.step.devices)}
+    blobs, count = plan.step.blobs, len(plan.instructions)
+    given = {blobs[name].storage for name in plan.step.external_inputs}
+    devices, nbytes, first, last = [], [], [], []
+    for storage, (start, end) in liveness(plan).items():
+        blob = blobs[storage]
+        devices.append(numbers[blob.device])
+        nbytes.append(blob.nbytes(dims))
+        first.append(-1 if storage in given else start)
+        last.append(-1 if end >= count or storage in given else end)
+    return Holdings(devices, nbytes, first, last)

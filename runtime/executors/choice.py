@@ -8,32 +8,29 @@ each executor from what its operators cost.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 import torch
 
-from graphir.analysis.cost import Rates, operator_seconds
+from graphir.analysis.cost import operator_costs
+from graphir.analysis.execution import INTERPRETER_SECONDS, ONE_THREAD, STREAMS, THREADS, Execution
+from graphir.analysis.profile_files import cached
+from graphir.analysis.profiles import Profile
 from graphir.analysis.schedule import schedule
-from graphir.errors import SessionError
+from graphir.analysis.topology import Topology
+from graphir.errors import GraphirError, SessionError
 from graphir.ir.device import Device
+from graphir.ir.operator import Operator
 from graphir.ir.plan import Plan, lane_device
 
-from ..machine.calibration import host_rates
+from ..machine.calibration import cores, host_topology
 from .segments import printable, unavailable
 
-__all__ = ["HOST_ONLY", "Choice", "choose", "predict"]
-
-_INTERPRETER_SECONDS: Final = 13e-6
-"""How much longer an operator is taken to last where another thread calls operators too. ``python tests/bench lock``
-measures 2 to 6 µs, and 20 µs where both threads want the lock at the same moments."""
+__all__ = ["HOST_ONLY", "Choice", "choose", "execution_of", "predict"]
 
 _SEGMENT_SECONDS: Final = 4e-6
-"""The same where segments run without the interpreter's lock: 2 to 5 µs."""
-
-_WAKE_SECONDS: Final = 30e-6
-"""What it takes to wake a thread that waits for an event."""
+"""What an operator takes longer beside others where segments run without the interpreter's lock: 2 to 5 µs."""
 
 _GAIN: Final = 0.9
 """An executor is preferred to a plainer one only if it is predicted to take at most this part of its time."""
@@ -81,42 +78,74 @@ def choose(plan: Plan, asked: str, places: Mapping[Device, torch.device], thread
         return Choice("reference", "the plan is not bound to the host")
     if devices < 2:
         return Choice("serial", "the plan has one device")
-    side_by_side = min(devices, _cores() // threads)
-    if side_by_side < 2:
-        return Choice("serial", f"too few cores for two kernels at a time: {_cores()}, with threads={threads}")
-    predicted = predict(plan, host_rates(threads), side_by_side)
-    if unavailable():
-        del predicted["segments"]
+    if min(devices, cores() // threads) < 2:
+        return Choice("serial", f"too few cores for two kernels at a time: {cores()}, with threads={threads}")
+    predicted = predict(plan, host_topology(plan.step.devices, threads), cached(), threads)
+    figures = ", ".join([f"{executor} {seconds * 1e3:.2f} ms" for executor, seconds in predicted.items()])
+    return Choice(_fastest(predicted), f"predicted for a step: {figures}")
+
+
+def _fastest(predicted: Mapping[str, float]) -> str:
+    """The plainest executor that nothing less plain gains enough over."""
     chosen = "serial"
     for executor, seconds in predicted.items():
         if seconds <= _GAIN * predicted[chosen]:
             chosen = executor
-    figures = ", ".join([f"{executor} {seconds * 1e3:.2f} ms" for executor, seconds in predicted.items()])
-    return Choice(chosen, f"predicted for a step: {figures}")
+    return chosen
 
 
-def _cores() -> int:
-    """How many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def _in_segments(op: Operator) -> float:
+    return _SEGMENT_SECONDS if printable(op) else INTERPRETER_SECONDS
 
 
-def predict(plan: Plan, rates: Rates, side_by_side: int) -> dict[str, float]:
-    """How many seconds a step takes by each executor, the plainest first.
+_EXECUTIONS: Final[Mapping[str, Execution]] = {
+    "serial": ONE_THREAD,
+    "threads": THREADS,
+    "segments": THREADS._replace(executor="segments", lock=_in_segments),
+}
+"""How the executors of the host execute lanes, the plainest first."""
+
+
+def predict(plan: Plan, topology: Topology, profile: Profile | None, threads: int) -> dict[str, float]:
+    """How many seconds a step takes by each executor of the host that this torch has, the plainest first.
 
     Args:
-        plan: what is executed; a device's lanes are merged in issue order.
-        rates: how fast kernels are.
-        side_by_side: how many threads can compute at the same time.
+        plan: what is executed, at its own sizes.
+        topology: a host.
+        profile: what was measured of calls there.
+        threads: how many threads one kernel uses.
     """
-    seconds = operator_seconds(plan.step, plan.dims, rates)
-    serial = sum(seconds[i.op] for i in plan.instructions if i.op >= 0)
-    locked = [_INTERPRETER_SECONDS] * len(seconds)
-    free = [_SEGMENT_SECONDS if printable(op) else _INTERPRETER_SECONDS for op in plan.step.ops]
-    found = {"serial": serial}
-    for executor, extra in (("threads", locked), ("segments", free)):
-        costs = [a + b for a, b in zip(seconds, extra, strict=True)]
-        ends = (interval.end for interval in schedule(plan, costs, lane_device, _WAKE_SECONDS).values())
-        found[executor] = max((serial / side_by_side, *ends))
-    return found
+    costs = operator_costs(plan.step, plan.dims, lambda device: topology.speed(device).rates(), profile, threads)
+    seconds = [cost.seconds for cost in costs]
+    return {
+        name: schedule(plan, plan.dims, seconds, execution, topology).times.seconds
+        for name, execution in _EXECUTIONS.items()
+        if name != "segments" or not unavailable()
+    }
+
+
+def execution_of(plan: Plan, executor: str, topology: Topology, threads: int, profile: Profile | None) -> Execution:
+    """How an executor executes the lanes of a plan on a machine.
+
+    Args:
+        plan: what is executed.
+        executor: its name; ``auto``: the one that a session would choose there.
+        topology: the machine.
+        threads: how many threads one kernel uses.
+        profile: what was measured of calls there.
+
+    Raises:
+        GraphirError: the machine cannot have it.
+    """
+    on_host = topology.host is not None
+    if executor != "auto" and on_host is (executor == "cuda"):
+        kind = "a host" if on_host else "no host"
+        raise GraphirError(
+            f"the executor {executor!r} does not run on topology {topology.name!r}, which is {kind}",
+            fix="leave executor out, or give another topology",
+        )
+    if not on_host:
+        return STREAMS
+    if len({lane_device(lane) for lane in plan.lanes}) < 2:
+        return ONE_THREAD
+    return _EXECUTIONS[_fastest(predict(plan, topology, profile, threads)) if executor == "auto" else executor]

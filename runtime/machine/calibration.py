@@ -1,4 +1,4 @@
-"""How fast this machine runs operators: measured once a process, in some 20 ms.
+"""How fast this machine runs operators: measured once a process, in some 60 ms.
 
 Each figure is the fastest of several runs, since whatever else the machine does only makes a run slower. A rate that is
 too high makes operators look shorter, and keeps the choice of an executor at one thread.
@@ -6,18 +6,25 @@ too high makes operators look shorter, and keeps the choice of an executor at on
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import permutations
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from graphir.analysis.cost import Rates
+from graphir.analysis.profiles import machine
+from graphir.analysis.topology import Host, Link, Speed, Topology
+from graphir.ir.device import Device
 
+from .capacity import capacity
 from .surroundings import neutral
 
-__all__ = ["host_rates"]
+__all__ = ["cores", "host_rates", "host_topology", "topology_at_hand"]
 
 _RUNS: Final = 7
 _SIDE: Final = 256
@@ -26,25 +33,91 @@ _SIDE: Final = 256
 _ELEMENTS: Final = 2**20
 """Of a vector: three of them do not fit the cache of one core."""
 
-_CALLS: Final = 100
+_CALLS: Final = 64
+"""Sets of operands for short operators: as many as a step has, so that none finds its own in the first cache."""
+
+_SHORT: Final = 16
+_DTYPES: Final = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16}
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @cache
 def host_rates(threads: int) -> Rates:
     """The rates of kernels that use so many threads."""
     with neutral(threads), torch.inference_mode():
-        square, long, short = torch.ones(_SIDE, _SIDE), torch.ones(_ELEMENTS), torch.ones(1)
-        result, sums = torch.empty_like(square), torch.empty_like(long)
+        long = torch.ones(_ELEMENTS)
+        sums, short = torch.empty_like(long), torch.ones(1)
+        flops = {name: 2 * _SIDE**3 / _fastest(_product(dtype)) for name, dtype in _DTYPES.items()}
+        nbytes = 3 * long.nbytes / _fastest(lambda: torch.add(long, long, out=sums))
 
-        def calls() -> None:
+        def views() -> None:
             for _ in range(_CALLS):
-                torch.add(short, short)
+                short.view(1, 1)
 
-        return Rates(
-            2 * _SIDE**3 / _fastest(lambda: torch.mm(square, square, out=result)),
-            3 * long.nbytes / _fastest(lambda: torch.add(long, long, out=sums)),
-            _fastest(calls) / _CALLS,
-        )
+        return Rates(flops, nbytes, _seconds_per_call(), _fastest(views) / _CALLS)
+
+
+def _product(dtype: torch.dtype) -> Callable[[], object]:
+    square = torch.ones(_SIDE, _SIDE, dtype=dtype)
+    result = torch.empty_like(square)
+    return lambda: torch.mm(square, square, out=result)
+
+
+def _seconds_per_call() -> float:
+    """What short operators take that follow each other as in a step: of several types in turn, each on operands of its
+    own. The same one called again and again takes a third of it."""
+    types: Sequence[Callable[[Tensor], object]] = (
+        lambda x: torch.addmm(x[0], x, x),
+        torch.relu,
+        lambda x: torch.mul(x, x),
+        lambda x: torch.sum(x, [0]),
+        lambda x: torch.native_layer_norm(x, [_SHORT], None, None, 1e-5),
+        torch.tanh,
+    )
+    operands = [torch.ones(_SHORT, _SHORT) for _ in range(_CALLS)]
+
+    def calls() -> None:
+        for x in operands:
+            for call in types:
+                call(x)
+
+    return _fastest(calls) / (_CALLS * len(types))
+
+
+def host_topology(devices: Sequence[Device], threads: int) -> Topology:
+    """This host, where each of these devices is a thread whose kernels use so many threads."""
+    rates = host_rates(threads)
+    speed = Speed(
+        flops_per_second=dict(rates.flops_per_second),
+        bytes_per_second=rates.bytes_per_second,
+        memory=capacity(torch.device("cpu")),
+        seconds_per_call=rates.seconds_per_call,
+        seconds_per_view=rates.seconds_per_view,
+    )
+    # A copy reads and writes what it brings; an elementwise operator of the same bytes takes as long.
+    across = {"bytes_per_second": rates.bytes_per_second / 2, "latency": rates.seconds_per_call}
+    return Topology(
+        name="this host",
+        devices=dict.fromkeys(map(str, devices), speed),
+        links=tuple([Link(source=a, destination=b, **across) for a, b in permutations(map(str, devices), 2)]),
+        host=Host(cores=max(cores() // threads, 1)),
+        machine=str(machine()),
+    )
+
+
+def topology_at_hand(devices: Sequence[Device], threads: int) -> Topology | None:
+    """This machine, if it has these devices: as many cores as there are devices beside the host. None where it has
+    CUDA devices, or too few cores."""
+    placed = [device for device in devices if not device.is_host]
+    if torch.cuda.device_count() or len(placed) > max(cores() // threads, 1):
+        return None
+    return host_topology(devices, threads)
 
 
 def _fastest(run: Callable[[], object]) -> float:

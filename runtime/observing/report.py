@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict
 
+from graphir.analysis.estimate import Estimate
 from graphir.analysis.memory import Memory
+from graphir.analysis.tables import seconds_text, table
 from graphir.errors import counted
 from graphir.ir.device import Device
 from graphir.ir.plan import Plan
@@ -35,12 +37,14 @@ class LaneTime(_Entry):
         busy: executing operators, copies, parts of collectives and frees.
         waiting: for the events of other lanes.
         idle: the rest of the step, as when it has nothing to do, or its thread is busy with another of its lanes.
+        predicted: the busy seconds that :func:`graphir.estimate` says; None where the speed of the devices is unknown.
     """
 
     lane: str
     busy: float
     waiting: float
     idle: float
+    predicted: float | None = None
 
 
 class DeviceBytes(_Entry):
@@ -128,6 +132,7 @@ class Report(_Entry):
         reason: why this one.
         steps: how many steps the times are the mean of.
         seconds: of a step, from the beginning of its first instruction to the end of its last one.
+        predicted: the same, as :func:`graphir.estimate` says; None where the speed of the devices is unknown.
         lanes: in the plan's order.
         devices: in the plan's order; bytes of the first measured step.
         allocators: of the CUDA devices.
@@ -145,19 +150,19 @@ class Report(_Entry):
     allocators: tuple[AllocatorUse, ...]
     copies: tuple[CopyUse, ...]
     operators: tuple[OperatorTime, ...]
+    predicted: float | None = None
 
     def to_json(self) -> str:
         """The whole report as JSON text."""
         return self.model_dump_json()
 
     def __str__(self) -> str:
-        lines = [f"report of {self.name!r}: {_seconds(self.seconds)} a step, mean of {counted(self.steps, 'step')}"]
+        lines = [f"report of {self.name!r}: {seconds_text(self.seconds)} a step, mean of {counted(self.steps, 'step')}"]
         lines.append(f"  executor {self.executor}: {self.reason}")
-        lines += _table(
-            ("lane", "busy", "waiting", "idle"),
-            [(t.lane, _seconds(t.busy), _seconds(t.waiting), _seconds(t.idle)) for t in self.lanes],
-        )
-        lines += _table(
+        if self.predicted is not None:
+            lines.append(f"  predicted: {seconds_text(self.predicted)} a step, {self.predicted / self.seconds:.0%}")
+        lines += self._lanes()
+        lines += table(
             ("device", "on", "state", "predicted", "peak", "predicted"),
             [
                 (d.device, d.place, *map(nbytes_text, (d.state, d.predicted_state, d.peak, d.predicted_peak)))
@@ -168,18 +173,29 @@ class Report(_Entry):
         for a in self.allocators:
             sizes = a.predicted_peak, a.received, a.allocated, a.allocated_peak, a.reserved_peak
             allocators.append((a.place, *map(nbytes_text, sizes), str(a.shortages)))
-        lines += _table(("allocator", "predicted", "buffers", "allocated", "peak", "reserved", "shortages"), allocators)
+        lines += table(("allocator", "predicted", "buffers", "allocated", "peak", "reserved", "shortages"), allocators)
         copies = []
         for c in self.copies:
             nbytes, rate = nbytes_text(round(c.nbytes)), f"{nbytes_text(round(c.bytes_per_second))}/s"
-            copies.append((f"{c.source} -> {c.destination}", str(c.copies), nbytes, _seconds(c.seconds), rate))
-        lines += _table(("copies", "number", "bytes", "time", "bandwidth"), copies)
+            copies.append((f"{c.source} -> {c.destination}", str(c.copies), nbytes, seconds_text(c.seconds), rate))
+        lines += table(("copies", "number", "bytes", "time", "bandwidth"), copies)
         shown = self.operators[:_MOST_PRINTED]
-        slowest = [(o.module or "-", o.type, str(o.calls), _seconds(o.seconds)) for o in shown]
-        lines += _table(("module", "operator", "calls", "time"), slowest, left=2)
+        slowest = [(o.module or "-", o.type, str(o.calls), seconds_text(o.seconds)) for o in shown]
+        lines += table(("module", "operator", "calls", "time"), slowest, left=2)
         if len(self.operators) > len(shown):
             lines.append(f"  and {len(self.operators) - len(shown)} more")
         return "\n".join(lines)
+
+    def _lanes(self) -> list[str]:
+        """The table of lanes, with the prediction where there is one."""
+        head = ("lane", "busy", "predicted", "waiting", "idle")
+        rows = [
+            (t.lane, *("-" if s is None else seconds_text(s) for s in (t.busy, t.predicted, t.waiting, t.idle)))
+            for t in self.lanes
+        ]
+        if self.predicted is not None:
+            return table(head, rows)
+        return table((*head[:2], *head[3:]), [(*row[:2], *row[3:]) for row in rows])
 
 
 def report(
@@ -188,6 +204,7 @@ def report(
     executor: str,
     reason: str,
     held: Mapping[Device, Held],
+    predicted: Estimate | None = None,
 ) -> Report:
     """The report of what was measured.
 
@@ -197,24 +214,27 @@ def report(
         executor: what executed the steps.
         reason: why this one.
         held: what the executor says that its devices hold; nothing on the host.
+        predicted: what the step was predicted to take, if anybody knows how fast the devices are.
     """
     plan, timed = measurement.setting.plan, measurement.timed
-    predicted = measurement.buffers.predicted(plan, measurement.dims)
+    memory = measurement.buffers.predicted(plan, measurement.dims)
     return Report(
         name=plan.name,
         executor=executor,
         reason=reason,
         steps=timed.steps,
         seconds=timed.seconds / timed.steps,
-        lanes=tuple(_lanes(plan, timed)),
-        devices=tuple(_devices(measurement, predicted, binding)),
-        allocators=tuple(_allocators(predicted, held)),
+        lanes=tuple(_lanes(plan, timed, predicted)),
+        devices=tuple(_devices(measurement, memory, binding)),
+        allocators=tuple(_allocators(memory, held)),
         copies=tuple(_copies(plan, timed)),
         operators=tuple(_operators(plan, timed)),
+        predicted=None if predicted is None else predicted.seconds,
     )
 
 
-def _lanes(plan: Plan, timed: Timed) -> list[LaneTime]:
+def _lanes(plan: Plan, timed: Timed, predicted: Estimate | None) -> list[LaneTime]:
+    expected = {} if predicted is None else {use.lane: use.busy for use in predicted.lanes}
     busy = dict.fromkeys(plan.lanes, 0.0)
     waiting = dict.fromkeys(plan.lanes, 0.0)
     for position, seconds in timed.totals.items():
@@ -223,7 +243,13 @@ def _lanes(plan: Plan, timed: Timed) -> list[LaneTime]:
         spent[instruction.lane] += seconds / timed.steps
     step = timed.seconds / timed.steps
     return [
-        LaneTime(lane=lane, busy=busy[lane], waiting=waiting[lane], idle=max(step - busy[lane] - waiting[lane], 0.0))
+        LaneTime(
+            lane=lane,
+            busy=busy[lane],
+            waiting=waiting[lane],
+            idle=max(step - busy[lane] - waiting[lane], 0.0),
+            predicted=expected.get(lane),
+        )
         for lane in plan.lanes
     ]
 
@@ -295,23 +321,3 @@ def _operators(plan: Plan, timed: Timed) -> list[OperatorTime]:
         for (module, type), seconds in found.items()
     ]
     return sorted(times, key=lambda time: -time.seconds)
-
-
-def _seconds(seconds: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= scale:
-            return f"{seconds / scale:.2f} {unit}"
-    return f"{seconds * 1e6:.1f} µs"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Lines of columns, the first *left* of them aligned to the left; none where there are no rows."""
-    if not rows:
-        return []
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-
-    def line(row: Sequence[str]) -> str:
-        cells = [f"{c:<{w}}" if i < left else f"{c:>{w}}" for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-        return "  " + "  ".join(cells)
-
-    return [line(row) for row in (head, *rows)]

@@ -18,11 +18,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from graphir.analysis.cost import Rates, operator_seconds
-from graphir.analysis.schedule import Interval, schedule
+from graphir.analysis.schedule import Interval
 from graphir.ir.blob import dense_nbytes
 from graphir.ir.files.disk import atomic_write, path_of
-from graphir.ir.plan import Event, Instruction, Plan, lane_device
+from graphir.ir.plan import Event, Instruction, Plan
 from graphir.ir.size import Dims
 from graphir.ir.text import operator_text
 
@@ -35,7 +34,9 @@ _SHOWN: Final = frozenset({"run", "copy", "collective", "wait"})
 _Slices: TypeAlias = Mapping[int, Interval]
 
 
-def write_trace(path: str | Path, measurement: Measurement, executor: str, reason: str, rates: Rates | None) -> None:
+def write_trace(
+    path: str | Path, measurement: Measurement, executor: str, reason: str, predicted: _Slices | None
+) -> None:
     """Write the last measured step and its prediction as a trace, whole or not at all.
 
     Args:
@@ -43,7 +44,7 @@ def write_trace(path: str | Path, measurement: Measurement, executor: str, reaso
         measurement: of at least one step.
         executor: what executed it, by name.
         reason: why it was this one, in words.
-        rates: how fast the lanes work; None where nobody knows, so that there is no prediction.
+        predicted: when each instruction would have been executed; None where nobody knows how fast the lanes work.
 
     Raises:
         FileError: the file cannot be written.
@@ -51,19 +52,12 @@ def write_trace(path: str | Path, measurement: Measurement, executor: str, reaso
     path, plan, dims = path_of(path), measurement.setting.plan, measurement.last_dims
     first, second = 1, 1 + len(plan.lanes)
     events = trace_events(plan, dims, measurement.timed.intervals, first, "measured")
-    if rates is not None:
-        worker = lane_device if executor in ("threads", "segments") else _one
-        seconds = operator_seconds(plan.step, dims, rates)
-        events += trace_events(plan, dims, schedule(plan, seconds, worker), second, "predicted")
+    if predicted is not None:
+        events += trace_events(plan, dims, predicted, second, "predicted")
     about = {"plan": plan.name, "executor": executor, "reason": reason}
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
     with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
-
-
-def _one(lane: str) -> str:
-    """Who executes a lane where one thread executes all."""
-    return ""
 
 
 def trace_events(plan: Plan, dims: Dims, slices: _Slices, process: int, name: str) -> list[dict[str, Any]]:

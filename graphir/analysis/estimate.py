@@ -1,0 +1,341 @@
+"""What a step of a plan would take: seconds of each lane and each link, and what they go into."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal, NamedTuple, TypeAlias, get_args
+
+from ..errors import GraphirError, counted
+from ..ir.plan import Instruction, Plan
+from ..ir.size import Dims
+from ..ir.text import nbytes_text
+from .cost import Cost, CostSource, operator_costs
+from .execution import Execution
+from .profiles import Profile
+from .schedule import Crossing, Schedule, schedule
+from .simulation import ISSUED, WORKER
+from .tables import cut, seconds_text, table
+from .topology import Topology
+
+__all__ = ["Estimate", "LaneUse", "LinkUse", "ModuleTime", "OperatorCost", "PathStep", "SourceTime", "estimated"]
+
+Cause: TypeAlias = Literal["start", "worker", "event", "link", "issue"]
+"""What a step of the critical path began after: the *start* of the step; its *worker*'s instruction before; an *event*
+of another lane; the copy that had the *link* before; or that the host had come to *issue* it."""
+
+_MOST_PRINTED: Final = 10
+_NAME: Final = 32
+
+
+class LaneUse(NamedTuple):
+    """Seconds of a lane in a step: *busy* with its own instructions, *idle* for the rest, and the busy share."""
+
+    lane: str
+    busy: float
+    idle: float
+    share: float
+
+
+class LinkUse(NamedTuple):
+    """What crosses a directed link.
+
+    Attributes:
+        source: the device that is read.
+        destination: the one that is written.
+        copies: how many copies and parts of collectives bring something.
+        nbytes: what they bring.
+        seconds: what that takes.
+        queued: seconds for which what could have begun waited for the link, as others had it.
+    """
+
+    source: str
+    destination: str
+    copies: int
+    nbytes: int
+    seconds: float
+    queued: float
+
+
+class PathStep(NamedTuple):
+    """An instruction of the critical path: what the next one waited for.
+
+    Attributes:
+        instruction: its position in the plan.
+        kind: ``run``, ``copy`` or ``collective``.
+        lane: what executes it.
+        blob: the first that it makes; its type where it makes none.
+        type: of the operator.
+        module: of the operator.
+        start: seconds since the step began.
+        seconds: what it takes.
+        cause: why it began then and not before.
+        event: of a wait that it began after, as plans print it.
+        delay: seconds from the end of what it began after to its start, as for a thread that is woken.
+    """
+
+    instruction: int
+    kind: str
+    lane: str
+    blob: str
+    type: str
+    module: str
+    start: float
+    seconds: float
+    cause: Cause
+    event: str = ""
+    delay: float = 0.0
+
+
+class ModuleTime(NamedTuple):
+    """Instructions of the critical path that belong to a module, and their seconds; copies and collectives stand under
+    those words."""
+
+    module: str
+    instructions: int
+    seconds: float
+
+
+class SourceTime(NamedTuple):
+    """How many instructions have their seconds from a source, and how many seconds that is in all."""
+
+    source: CostSource
+    instructions: int
+    seconds: float
+
+
+class OperatorCost(NamedTuple):
+    """What an operator takes each time that an instruction executes it, beside nothing else; and whence that is
+    known."""
+
+    blob: str
+    type: str
+    module: str
+    seconds: float
+    source: CostSource
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a step would take. Prints as tables.
+
+    Attributes:
+        name: of the plan.
+        topology: the name of the machine.
+        executor: what would execute it.
+        dims: the value of each dimension.
+        seconds: of a step.
+        lanes: in the plan's order.
+        links: those that something crosses.
+        path: the critical path, in order of time: no step can be shorter than what these take one after the other.
+        modules: those of the critical path, the longest first.
+        sources: where seconds come from.
+        operators: in the order of the plan's step.
+        schedule: when each instruction would be executed.
+    """
+
+    name: str
+    topology: str
+    executor: str
+    dims: Mapping[str, int]
+    seconds: float
+    lanes: tuple[LaneUse, ...]
+    links: tuple[LinkUse, ...]
+    path: tuple[PathStep, ...] = field(repr=False)
+    modules: tuple[ModuleTime, ...]
+    sources: tuple[SourceTime, ...]
+    operators: tuple[OperatorCost, ...] = field(repr=False)
+    schedule: Schedule = field(repr=False, compare=False)
+
+    def to_json(self) -> str:
+        """The whole estimate, without the schedule, as JSON text."""
+        lists = {
+            name: [entry._asdict() for entry in getattr(self, name)]
+            for name in ("lanes", "links", "path", "modules", "sources", "operators")
+        }
+        about = {"name": self.name, "topology": self.topology, "executor": self.executor, "dims": dict(self.dims)}
+        return json.dumps({**about, "seconds": self.seconds, **lists}, ensure_ascii=False)
+
+    def __str__(self) -> str:
+        head = f"estimate of {cut(self.name, _NAME)!r} on {cut(self.topology, _NAME)}: {seconds_text(self.seconds)}"
+        lines = [f"{head} a step", f"  executor {self.executor}"]
+        lanes = [(u.lane, seconds_text(u.busy), seconds_text(u.idle), f"{u.share:.1%}") for u in self.lanes]
+        lines += table(("lane", "busy", "idle", "share"), lanes)
+        links = [
+            (f"{u.source} -> {u.destination}", str(u.copies), nbytes_text(u.nbytes), *map(seconds_text, u[4:]))
+            for u in self.links
+        ]
+        lines += table(("link", "copies", "bytes", "time", "queued"), links)
+        whence = [(s.source, str(s.instructions), seconds_text(s.seconds)) for s in self.sources]
+        lines += table(("seconds from", "number", "time"), whence)
+        lines.append(f"  critical path: {counted(len(self.path), 'instruction')}, by module")
+        modules = [(cut(m.module, _NAME), str(m.instructions), seconds_text(m.seconds)) for m in self.modules]
+        lines += table(("module", "number", "time"), modules[:_MOST_PRINTED])
+        lines += _more(len(modules))
+        lines += self._longest()
+        return "\n".join(lines)
+
+    def _longest(self) -> Iterator[str]:
+        """The longest instructions of the critical path, in order of time."""
+        longest = sorted(self.path, key=lambda step: -step.seconds)[:_MOST_PRINTED]
+        rows = []
+        for step in sorted(longest, key=lambda step: step.start):
+            what = cut(f"{step.kind} {step.blob}", _NAME)
+            rows.append((what, step.lane, step.cause, seconds_text(step.start), seconds_text(step.seconds)))
+        yield from table(("its longest", "lane", "began after", "at", "time"), rows, left=3)
+        yield from _more(len(self.path))
+
+
+def _more(count: int) -> list[str]:
+    return [f"  and {count - _MOST_PRINTED} more"] if count > _MOST_PRINTED else []
+
+
+def estimated(
+    plan: Plan, topology: Topology, execution: Execution, dims: Dims, profile: Profile | None = None, threads: int = 1
+) -> Estimate:
+    """What a step of *plan* would take.
+
+    Args:
+        plan: what is executed.
+        topology: where.
+        execution: how.
+        dims: the value of each dimension.
+        profile: what was measured of calls, on that machine.
+        threads: how many threads one kernel uses.
+
+    Raises:
+        GraphirError: the topology does not have a device of the plan, or a link that a copy needs; or the plan is not
+            well-formed.
+    """
+    for device in plan.step.devices:
+        topology.speed(device)
+    try:
+        costs = operator_costs(plan.step, dims, lambda device: topology.speed(device).rates(), profile, threads)
+        found = schedule(plan, dims, [cost.seconds for cost in costs], execution, topology)
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as e:
+        what = f"the time of {plan.name!r} cannot be computed: {type(e).__name__}: {e}"
+        raise GraphirError(what, fix="verify it: it is not well-formed") from None
+    path = tuple(_path(found))
+    return Estimate(
+        name=plan.name,
+        topology=topology.name,
+        executor=execution.executor,
+        dims=dict(dims),
+        seconds=found.times.seconds,
+        lanes=_lanes(found),
+        links=_links(found),
+        path=path,
+        modules=_modules(path),
+        sources=_sources(found, costs),
+        operators=_operators(found, costs),
+        schedule=found,
+    )
+
+
+def _lanes(found: Schedule) -> tuple[LaneUse, ...]:
+    busy = dict.fromkeys(found.plan.lanes, 0.0)
+    for instruction, seconds in zip(found.plan.instructions, found.tasks.seconds, strict=True):
+        busy[instruction.lane] += seconds
+    step = found.times.seconds
+    return tuple([LaneUse(lane, b, max(step - b, 0.0), b / step if step else 0.0) for lane, b in busy.items()])
+
+
+def _links(found: Schedule) -> tuple[LinkUse, ...]:
+    over: list[list[Crossing]] = [[] for _ in found.links]
+    queued = [0.0] * len(found.links)
+    for position, crossings in found.crossings.items():
+        for crossing in crossings:
+            over[crossing.link].append(crossing)
+        cause = found.times.causes[position]
+        if cause >= 0 and cause in found.crossings:
+            start = found.times.starts[position]
+            ready = max([found.times.free[position], *[found.times.ends[i] for i in found.tasks.after[position]]])
+            shared = {c.link for c in crossings} & {c.link for c in found.crossings[cause]}
+            queued[min(shared)] += start - ready
+    return tuple(
+        [
+            LinkUse(*pair, len(o), sum(c.nbytes for c in o), sum(c.seconds for c in o), q)
+            for pair, o, q in zip(found.links, over, queued, strict=True)
+        ]
+    )
+
+
+def _path(found: Schedule) -> list[PathStep]:
+    """The critical path, from the instruction that ends last back to the start."""
+    plan, tasks, times = found.plan, found.tasks, found.times
+    if not times.ends:
+        return []
+    before: list[int] = []
+    last: dict[int, int] = {}
+    for position, worker in enumerate(tasks.workers):
+        before.append(last.get(worker, -1))
+        last[worker] = position
+    found_back: list[tuple[int, Cause, str]] = []
+    position = max(range(len(times.ends)), key=times.ends.__getitem__)
+    while position >= 0:
+        if tasks.seconds[position]:
+            found_back.append((position, "worker", ""))
+        cause = times.causes[position]
+        if cause != WORKER and found_back and found_back[-1][1] == "worker":
+            # What came before stands where the instruction is, or at a wait that its worker came to before it.
+            found_back[-1] = found_back[-1][0], *_edge(plan.instructions[position], cause)
+        position = cause if cause >= 0 else before[position] if cause == WORKER else -1
+    steps: list[PathStep] = []
+    end = 0.0
+    for position, why, event in reversed(found_back):
+        instruction = plan.instructions[position]
+        op = plan.step.ops[instruction.op]
+        blob = next(iter(instruction.makes(op.outputs)), op.type)
+        what = position, instruction.kind, instruction.lane, blob, op.type, op.module
+        start = times.starts[position]
+        steps.append(PathStep(*what, start, tasks.seconds[position], why, event, max(start - end, 0.0)))
+        end = times.ends[position]
+    return steps
+
+
+def _edge(instruction: Instruction, cause: int) -> tuple[Cause, str]:
+    """Why an instruction began when it did, and the event that it waited for, if that is it."""
+    if cause < 0:
+        return ("issue" if cause == ISSUED else "start"), ""
+    if instruction.event is None:
+        return "link", ""
+    return "event", f"{instruction.event.blob} by {instruction.event.lane}"
+
+
+def _modules(path: tuple[PathStep, ...]) -> tuple[ModuleTime, ...]:
+    counts: Counter[str] = Counter()
+    seconds: dict[str, float] = {}
+    for step in path:
+        module = {"copy": "copies", "collective": "collectives"}.get(step.kind, step.module or "-")
+        counts[module] += 1
+        seconds[module] = seconds.get(module, 0.0) + step.seconds
+    found = [ModuleTime(module, counts[module], spent) for module, spent in seconds.items()]
+    return tuple(sorted(found, key=lambda time: -time.seconds))
+
+
+def _sources(found: Schedule, costs: list[Cost]) -> tuple[SourceTime, ...]:
+    counts: Counter[CostSource] = Counter()
+    seconds: dict[CostSource, float] = dict.fromkeys(get_args(CostSource), 0.0)
+    for position, instruction in enumerate(found.plan.instructions):
+        if instruction.op >= 0:
+            source = _source(found, costs, position)
+            counts[source] += 1
+            seconds[source] += found.tasks.seconds[position]
+    return tuple([SourceTime(source, counts[source], seconds[source]) for source in counts])
+
+
+def _source(found: Schedule, costs: list[Cost], position: int) -> CostSource:
+    return "link" if position in found.crossings else costs[found.plan.instructions[position].op].source
+
+
+def _operators(found: Schedule, costs: list[Cost]) -> tuple[OperatorCost, ...]:
+    crossing = {found.plan.instructions[position].op: position for position in found.crossings}
+    rows = []
+    for position, (op, cost) in enumerate(zip(found.plan.step.ops, costs, strict=True)):
+        seconds, source = cost
+        if position in crossing:
+            seconds, source = found.tasks.seconds[crossing[position]], "link"
+        rows.append(OperatorCost(op.outputs[0] if op.outputs else op.type, op.type, op.module, seconds, source))
+    return tuple(rows)

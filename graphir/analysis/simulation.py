@@ -1,0 +1,216 @@
+"""When tasks are executed that share workers and links, and what the devices hold meanwhile.
+
+A task is anything that takes time: an operator, a copy, a part of a collective. Tasks stand in issue order, and each
+worker (a stream, a thread) executes its own in that order, each as early as it can: after its worker's task before,
+after the tasks that it waits for, and, if it is a copy, after the copies that were issued before it on the same
+directed link, which queue. That is a longest-path sweep, one visit a task, and what a search evaluates plans with::
+
+    times = simulate(Tasks(workers=[0, 1, 1], seconds=[2e-3, 1e-3, 4e-3], after=[(), (0,), ()], links=[(), (0,), ()]))
+    times.seconds                                    # of the step
+    held(Holdings(...), times)[0].peak               # bytes of device 0
+
+Workers, links and devices are numbers from 0, tasks their positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["ISSUED", "NOTHING", "WORKER", "Held", "Holdings", "Sharing", "Tasks", "Times", "held", "shared", "simulate"]
+
+NOTHING: Final = -1
+"""The cause of a task that starts with the step."""
+
+WORKER: Final = -2
+"""The cause of a task that starts when its worker is free."""
+
+ISSUED: Final = -3
+"""The cause of a task that starts when the host has issued it."""
+
+
+class Tasks(NamedTuple):
+    """What is executed, in issue order.
+
+    Attributes:
+        workers: who executes each task.
+        seconds: what each takes.
+        after: the earlier tasks that each waits for.
+        links: the directed links that each has to itself while it runs; empty for all but what moves bytes.
+    """
+
+    workers: Sequence[int]
+    seconds: Sequence[float]
+    after: Sequence[Sequence[int]]
+    links: Sequence[Sequence[int]]
+
+
+class Times(NamedTuple):
+    """Seconds since a step began, by task.
+
+    Attributes:
+        free: when the task's worker was done with the task before.
+        starts: when the task began.
+        ends: when it was done.
+        causes: what it began after: an earlier task that it waited for or that had its link, or :data:`NOTHING`,
+            :data:`WORKER` or :data:`ISSUED`.
+    """
+
+    free: Sequence[float]
+    starts: Sequence[float]
+    ends: Sequence[float]
+    causes: Sequence[int]
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        return max(self.ends, default=0.0)
+
+
+def simulate(tasks: Tasks, wake: float = 0.0, patience: float = 0.0, issue: float = 0.0) -> Times:
+    """When each task is executed.
+
+    Args:
+        tasks: in issue order.
+        wake: seconds that pass until a worker that sleeps for another one's task goes on.
+        patience: seconds for which a worker waits without going to sleep.
+        issue: seconds that one host thread needs to issue a task that takes time; a worker cannot start it before.
+    """
+    workers, after, links = tasks.workers, tasks.after, tasks.links
+    worker_free = [0.0] * (max(workers, default=-1) + 1)
+    link_free: dict[int, tuple[float, int]] = {}
+    free: list[float] = []
+    starts: list[float] = []
+    ends: list[float] = []
+    causes: list[int] = []
+    issued = 0.0
+    for position, (worker, seconds) in enumerate(zip(workers, tasks.seconds, strict=True)):
+        begun = start = worker_free[worker]
+        cause = WORKER if start else NOTHING
+        for other in after[position]:
+            end = ends[other]
+            if end - begun > patience and workers[other] != worker:
+                end += wake
+            if end > start:
+                start, cause = end, other
+        for link in links[position]:
+            if link in link_free and link_free[link][0] > start:
+                start, cause = link_free[link]
+        if issue and seconds:
+            issued += issue
+            if issued > start:
+                start, cause = issued, ISSUED
+        end = start + seconds
+        for link in links[position]:
+            link_free[link] = end, position
+        worker_free[worker] = end
+        free.append(begun)
+        starts.append(start)
+        ends.append(end)
+        causes.append(cause)
+    return Times(free, starts, ends, causes)
+
+
+class Sharing(NamedTuple):
+    """What workers that are threads of one host take from each other while they compute at the same time.
+
+    Attributes:
+        cores: how many can compute at once; each of more has its share of them.
+        slowdown: how many times as long a task takes beside another: caches and memory are shared.
+        lock: seconds that each task takes longer beside others, as for the interpreter's lock.
+    """
+
+    cores: int
+    slowdown: float
+    lock: Sequence[float]
+
+
+def shared(tasks: Tasks, times: Times, sharing: Sharing) -> list[float]:
+    """What tasks take where they share a host, from *times* of tasks that do not.
+
+    What overlaps without sharing is taken to overlap with it too, for the same part of each task; so one more sweep
+    with these seconds is the prediction.
+    """
+    seconds = np.asarray(tasks.seconds, np.float64)
+    starts, ends = np.asarray(times.starts, np.float64), np.asarray(times.ends, np.float64)
+    workers = np.asarray(tasks.workers, np.int64)
+    beside = np.zeros(len(seconds))
+    busy = seconds > 0
+    for worker in range(int(workers.max(initial=-1)) + 1):
+        own = busy & (workers == worker)
+        others = busy & (workers != worker)
+        if own.any():
+            beside[others] += _overlap(starts[own], ends[own], starts[others], ends[others])
+    beside[busy] /= seconds[busy]
+    part = np.minimum(beside, 1.0)
+    crowded = np.maximum((1.0 + beside) / sharing.cores, 1.0)
+    longer = seconds * crowded * (1.0 + part * (sharing.slowdown - 1.0)) + part * np.asarray(sharing.lock)
+    found: list[float] = np.where(busy, longer, 0.0).tolist()
+    return found
+
+
+def _overlap(
+    starts: NDArray[np.float64], ends: NDArray[np.float64], begins: NDArray[np.float64], until: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """How long one worker's tasks, which follow each other, run between each *begins* and *until*."""
+    done = np.concatenate([[0.0], (ends - starts).cumsum()])
+
+    def busy(at: NDArray[np.float64]) -> NDArray[np.float64]:
+        last = starts.searchsorted(at, "right")
+        since: NDArray[np.float64] = done[last] - np.maximum(ends[np.maximum(last - 1, 0)] - at, 0.0) * (last > 0)
+        return since
+
+    return busy(until) - busy(begins)
+
+
+class Holdings(NamedTuple):
+    """What is held on devices, one entry for each storage.
+
+    Attributes:
+        devices: where it is.
+        nbytes: how many bytes it has.
+        first: the task at whose start it is taken; -1: it is there from the beginning.
+        last: the task at whose end it is freed; -1: it stays to the end.
+    """
+
+    devices: Sequence[int]
+    nbytes: Sequence[int]
+    first: Sequence[int]
+    last: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Held:
+    """The bytes of one device over time.
+
+    Attributes:
+        seconds: when they change, ascending.
+        nbytes: what is held from then on; what is freed at a time is gone before anything is taken at it.
+        peak: the most.
+    """
+
+    seconds: NDArray[np.float64]
+    nbytes: NDArray[np.int64]
+    peak: int
+
+
+def held(holdings: Holdings, times: Times) -> dict[int, Held]:
+    """What each device holds over time."""
+    devices = np.asarray(holdings.devices, np.int64)
+    nbytes = np.asarray(holdings.nbytes, np.int64)
+    taken = np.concatenate([np.asarray(times.starts, np.float64), [0.0]])[np.asarray(holdings.first, np.int64)]
+    freed = np.concatenate([np.asarray(times.ends, np.float64), [np.inf]])[np.asarray(holdings.last, np.int64)]
+    found = {}
+    for device in np.unique(devices).tolist():
+        here = devices == device
+        at = np.concatenate([taken[here], freed[here]])
+        change = np.concatenate([nbytes[here], -nbytes[here]])
+        order = np.lexsort((change, at))
+        ended = int(np.isfinite(at).sum())
+        at, live = at[order][:ended], change[order].cumsum()[:ended]
+        found[device] = Held(at, live, int(live.max(initial=0)))
+    return found

@@ -1,0 +1,84 @@
+"""How long a step of a plan would take, on the machine at hand or on another one."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import torch
+
+from graphir.runtime.executors.choice import execution_of
+from graphir.runtime.machine.calibration import topology_at_hand
+
+from .analysis.estimate import Estimate, estimated
+from .analysis.memory import check_dims, check_profile, check_threads
+from .analysis.profile_files import cached
+from .analysis.profiles import Profile
+from .analysis.topology import Topology
+from .errors import GraphirError, nearest
+from .ir.plan import Plan, sizes_of
+from .ir.size import Dims
+from .ir.verify import require
+
+__all__ = ["EXECUTORS", "estimate"]
+
+EXECUTORS: Final = ("auto", "serial", "threads", "segments", "cuda")
+"""What may execute a plan, in an estimate."""
+
+
+def estimate(
+    plan: Plan,
+    topology: Topology | None = None,
+    *,
+    executor: str = "auto",
+    dims: Dims | None = None,
+    threads: int | None = None,
+    profile: Profile | Literal["cached"] | None = "cached",
+) -> Estimate:
+    """Predict the seconds of a step, of its lanes and of its links, and the critical path.
+
+    Operators take what :func:`graphir.profile` measured of their calls, else what their arithmetic and their bytes say
+    at the topology's rates. Copies take what their link says; those that are on one directed link at a time queue in
+    issue order. Workers execute their lanes in issue order: on CUDA a stream for each lane, which one host thread
+    issues to; on the host a thread for each device, with all its lanes.
+
+    Args:
+        plan: what would be executed.
+        topology: where. None: this machine, if it has no CUDA devices and as many cores as the plan has devices, with
+            rates that are measured once a process; else ``Topology.named("h200x8")``.
+        executor: ``serial``, ``threads`` or ``segments`` where the topology is a host; ``cuda`` elsewhere; by default
+            what a session would choose.
+        dims: the value of each dimension; those that the plan was emitted for by default.
+        threads: how many threads one kernel uses; as many as torch now uses by default.
+        profile: what :func:`graphir.profile` measured, on the machine of the topology. By default what this machine's
+            file has, for topologies that were measured here. None: shapes alone.
+
+    Raises:
+        GraphirError: *plan* is no plan; *topology* is none, or lacks a device or a link; an unknown executor, or one
+            that the topology cannot have; *dims*, *threads* or *profile* are none.
+
+    Warns:
+        ProfileWarning: this machine's file cannot be used; it says so once.
+    """
+    require(plan, (Plan,), "estimate")
+    check_threads(threads)
+    check_dims("dims", {} if dims is None else dims, plan)
+    check_profile(profile)
+    if executor not in EXECUTORS:
+        raise GraphirError(f"no executor {executor!r}{nearest(executor, EXECUTORS)}", fix=", ".join(EXECUTORS))
+    if not isinstance(topology, Topology | None):
+        raise GraphirError(
+            f"topology is a {type(topology).__name__}, not a Topology",
+            fix="give Topology.named('h200x8'), Topology.load(path), one made by hand, or None",
+        )
+    count = threads or torch.get_num_threads()
+    place = topology_at_hand(plan.step.devices, count) if topology is None else topology
+    if place is None:
+        place = Topology.named("h200x8")
+    figures: Profile | None
+    if profile == "cached":
+        found = cached() if place.machine else None
+        figures = found if found is not None and str(found.machine) == place.machine else None
+    else:
+        figures = profile
+    sizes = {**sizes_of(plan), **(dims or {})}
+    return estimated(plan, place, execution_of(plan, executor, place, count, figures), sizes, figures, count)
