@@ -15,8 +15,11 @@ import typer
 from graphir.runtime import check as findings_of
 
 from .analysis.memory import memory
+from .analysis.topology import Topology
 from .analysis.traffic import traffic as traffic_of
 from .errors import GraphirError
+from .estimate import EXECUTORS
+from .estimate import estimate as estimate_of
 from .ir.files import load, load_stream, to_json
 from .ir.net import Net
 from .ir.plan import Plan
@@ -140,6 +143,35 @@ def profile(
         )
     else:
         print(found, predicted, sep="\n")
+
+
+@app.command(short_help="Predict how long a step takes, and what it goes into.")
+def estimate(
+    file: Annotated[str, typer.Argument(help="The file of a plan; - is standard input.")],
+    topology: Annotated[
+        str | None,
+        typer.Option(help="h200x8, a100x8, cpu, or the file of a topology; by default this machine, else h200x8."),
+    ] = None,
+    executor: Annotated[str, typer.Option(help=f"One of {', '.join(EXECUTORS)}.")] = "auto",
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="How many threads one kernel uses; as many as torch does by default.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print every figure and the critical path as JSON.")] = False,
+) -> None:
+    """Predict the seconds of a step, of its lanes and links, and its critical path, without running it."""
+    loaded = _load(file)
+    if not isinstance(loaded, Plan):
+        raise GraphirError(
+            f"estimate takes a plan, not a {type(loaded).__name__.lower()}", where=file, fix="passes.emit makes a plan"
+        )
+    place = None if topology is None else _topology(topology)
+    found = estimate_of(loaded, place, executor=executor, threads=threads)
+    print(found.to_json() if json else found)
+
+
+def _topology(given: str) -> Topology:
+    """The topology of a file, or of a name where there is no such file."""
+    return Topology.load(given) if Path(given).suffix or Path(given).exists() else Topology.named(given)
 
 
 @app.command(short_help="Print what a step copies between devices, and why.")

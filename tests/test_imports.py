@@ -16,6 +16,7 @@ from sources import FOLDERS, ROOT, Import, Source, sources
 ON_TOP = (
     "graphir/cli.py",
     "graphir/compile.py",
+    "graphir/estimate.py",
     "graphir/fx.py",
     "graphir/parallel/",
     "graphir/profile.py",
@@ -33,6 +34,7 @@ WITHIN_CALLS = {
     ("graphir.ir.program", "Program.to_fx"): ("graphir.fx", "graphs of torch.fx are made of it"),
     ("graphir.ir.program", "Program.to_exported"): ("graphir.fx", "graphs of torch.fx are made of it"),
     ("graphir.ir.plan", "Plan.python"): ("graphir.runtime", "the runtime generates code of it"),
+    ("graphir.analysis.topology", "Topology.named"): ("graphir.analysis.machines", "machines are made of it"),
     ("graphir.analysis.profiles", "Profile.load"): ("graphir.analysis.profile_files", "files are read into it"),
 }
 """What a call imports: by module and method, the module, which stands on the method's class, and how.

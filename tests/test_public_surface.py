@@ -11,12 +11,12 @@ from sources import FOLDERS, Source, sources
 
 PUBLIC = {
     "graphir": """
-        Blob Certificate Compiled DataParallel Device Diff Memory Net Operator PlacedModules Plan Profile Program
-        ReplicationCallbackDataParallel Traffic
+        Blob Certificate Compiled DataParallel Device Diff Estimate Memory Net Operator PlacedModules Plan Profile
+        Program ReplicationCallbackDataParallel Topology Traffic
         CaptureError CoverageError EquivalenceError FileError GraphirError ParseError PassError PlacementError PlanError
         ProfileWarning RecaptureWarning ReplicationError RunError SessionError VerifyError
-        allow_operators capture certify compile data_parallel diff exec_data_parallel_replication_callback load memory
-        parse patch_replication_callback placed profile register_operator save seeded show traffic verify
+        allow_operators capture certify compile data_parallel diff estimate exec_data_parallel_replication_callback load
+        memory parse patch_replication_callback placed profile register_operator save seeded show traffic verify
     """,
     "graphir.parallel": """
         CallbackContext DataParallel ReplicationAssertionError ReplicationCallbackDataParallel ReplicationIndexError

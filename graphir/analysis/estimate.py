@@ -27,7 +27,7 @@ Cause: TypeAlias = Literal["start", "worker", "event", "link", "issue"]
 of another lane; the copy that had the *link* before; or that the host had come to *issue* it."""
 
 _MOST_PRINTED: Final = 10
-_NAME: Final = 32
+_NAME: Final = 26
 
 
 class LaneUse(NamedTuple):
@@ -63,8 +63,8 @@ class PathStep(NamedTuple):
     """An instruction of the critical path: what the next one waited for.
 
     Attributes:
-        instruction: its position in the plan.
-        kind: ``run``, ``copy`` or ``collective``.
+        instruction: its position in the plan; -1 of ``issue``.
+        kind: ``run``, ``copy`` or ``collective``; ``issue`` stands for all that the host thread has issued until then.
         lane: what executes it.
         blob: the first that it makes; its type where it makes none.
         type: of the operator.
@@ -284,6 +284,11 @@ def _path(found: Schedule) -> list[PathStep]:
         position = cause if cause >= 0 else before[position] if cause == WORKER else -1
     steps: list[PathStep] = []
     end = 0.0
+    if found_back and found_back[-1][1] == "issue":
+        first = found_back[-1][0]
+        end = times.starts[first]
+        count = sum(1 for seconds in tasks.seconds[: first + 1] if seconds)
+        steps.append(PathStep(-1, "issue", "host", counted(count, "instruction"), "issue", "", 0.0, end, "start"))
     for position, why, event in reversed(found_back):
         instruction = plan.instructions[position]
         op = plan.step.ops[instruction.op]
@@ -308,7 +313,7 @@ def _modules(path: tuple[PathStep, ...]) -> tuple[ModuleTime, ...]:
     counts: Counter[str] = Counter()
     seconds: dict[str, float] = {}
     for step in path:
-        module = {"copy": "copies", "collective": "collectives"}.get(step.kind, step.module or "-")
+        module = {"copy": "copies", "collective": "collectives", "issue": "issuing"}.get(step.kind, step.module or "-")
         counts[module] += 1
         seconds[module] = seconds.get(module, 0.0) + step.seconds
     found = [ModuleTime(module, counts[module], spent) for module, spent in seconds.items()]

@@ -43,9 +43,9 @@ def _locked(op: Operator) -> float:
     return INTERPRETER_SECONDS
 
 
-INTERPRETER_SECONDS: Final = 13e-6
-"""What an operator is reckoned to take longer where another thread calls operators too. ``python tests/bench lock``
-measures 2 to 6 µs, and 20 µs where both threads want the lock at the same moments."""
+INTERPRETER_SECONDS: Final = 5e-6
+"""What an operator takes longer where another thread calls operators too. ``python tests/bench lock`` measures 2 to
+6 µs, and 20 µs where both threads want the lock at the same moments."""
 
 _WAKE_SECONDS: Final = 30e-6
 """What it takes to wake a thread that waits for an event."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..collector import collector_paused
 from ..errors import GraphirError
 from ..ir.blob import dense_nbytes
 from ..ir.net import Net
@@ -15,7 +16,7 @@ from ..ir.text import operator_text
 from .execution import Execution
 from .liveness import liveness
 from .simulation import Holdings, Sharing, Tasks, Times, shared, simulate
-from .topology import Topology
+from .topology import Link, Topology
 
 __all__ = ["Crossing", "Interval", "Schedule", "holdings", "schedule"]
 
@@ -91,6 +92,13 @@ def schedule(
         GraphirError: the topology lacks a link that a copy needs.
     """
     routes = _Routes(plan.step, dims, topology)
+    with collector_paused():
+        return _scheduled(plan, seconds, execution, topology, routes)
+
+
+def _scheduled(
+    plan: Plan, seconds: Sequence[float], execution: Execution, topology: Topology | None, routes: _Routes
+) -> Schedule:
     tasks = _tasks(plan, seconds, execution, routes)
     times = simulate(tasks, execution.wake, execution.patience, execution.issue)
     host = None if topology is None else topology.host
@@ -141,6 +149,7 @@ class _Routes:
     def __init__(self, net: Net, dims: Dims, topology: Topology | None) -> None:
         self.net, self.dims, self.topology = net, dims, topology
         self.numbers: dict[tuple[str, str], int] = {}
+        self.links: dict[tuple[str, str], Link] = {}
         self.crossings: dict[int, tuple[Crossing, ...]] = {}
 
     def of(self, position: int, instruction: Instruction) -> tuple[Crossing, ...]:
@@ -152,13 +161,16 @@ class _Routes:
             return ()
         found = []
         for blob in sources:
-            pair = str(blob.device), str(target)
-            try:
-                link = self.topology.link(*pair)
-            except GraphirError as e:
-                raise GraphirError(e.what, at=operator_text(op, self.net), fix=e.fix) from None
+            pair = blob.device, target
+            link = self.links.get(pair)
+            if link is None:
+                try:
+                    link = self.links[pair] = self.topology.link(*pair)
+                except GraphirError as e:
+                    raise GraphirError(e.what, at=operator_text(op, self.net), fix=e.fix) from None
+                self.numbers[pair] = len(self.numbers)
             nbytes = dense_nbytes(blob, self.dims)
-            found.append(Crossing(self.numbers.setdefault(pair, len(self.numbers)), nbytes, link.seconds(nbytes)))
+            found.append(Crossing(self.numbers[pair], nbytes, link.seconds(nbytes)))
         self.crossings[position] = tuple(found)
         return self.crossings[position]
 

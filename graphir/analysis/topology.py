@@ -259,7 +259,7 @@ class Topology(_Record):
             self.speed(destination)
             raise GraphirError(
                 f"topology {self.name!r} has no link from {source} to {destination}",
-                fix=f"add Link(source={source!r}, destination={destination!r}, bytes_per_second=…) to its links",
+                fix=f"add {{'source': '{source}', 'destination': '{destination}', 'bytes_per_second': …}} to its links",
             )
         return found
 

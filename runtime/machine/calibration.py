@@ -37,6 +37,10 @@ _CALLS: Final = 64
 """Sets of operands for short operators: as many as a step has, so that none finds its own in the first cache."""
 
 _SHORT: Final = 16
+_SLOWDOWN: Final = 1.03
+"""How many times as long a kernel takes beside another: ``python tests/bench parallel`` has two threads that have
+nothing to do with each other at 0.97 to 0.99 of one."""
+
 _DTYPES: Final = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16}
 
 
@@ -106,7 +110,7 @@ def host_topology(devices: Sequence[Device], threads: int) -> Topology:
         name="this host",
         devices=dict.fromkeys(map(str, devices), speed),
         links=tuple([Link(source=a, destination=b, **across) for a, b in permutations(map(str, devices), 2)]),
-        host=Host(cores=max(cores() // threads, 1)),
+        host=Host(cores=max(cores() // threads, 1), slowdown=_SLOWDOWN),
         machine=str(machine()),
     )
 

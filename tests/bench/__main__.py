@@ -3,8 +3,8 @@
 A figure that misses its limit is in bold there, the last lines name its row, and the exit status is 1.
 
 python tests/bench [capture] [scale] [passes] [synthetic] [caffe2] [step] [check] [parallel] [lock] [small] [memory]
-                   [profile] [profiling] [start] [bits] [whole] [cuda] [mutants] [certificates] [proofs]
-                   [compare] [elements] [--write]
+                   [profile] [profiling] [estimate] [simulate] [start] [bits] [whole] [cuda] [mutants] [certificates]
+                   [proofs] [compare] [elements] [--write]
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import certifying
 import checking
 import comparing
 import cutting
+import estimating
 import exactness
 import importing
 import locking
@@ -62,6 +63,8 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "memory": allocating.rows,
     "profile": profiling.rows,
     "profiling": profiling.cost_rows,
+    "estimate": estimating.rows,
+    "simulate": estimating.simulation_rows,
     "start": starting.rows,
     "bits": exactness.bit_rows,
     "whole": exactness.whole_batch_rows,

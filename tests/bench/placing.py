@@ -16,7 +16,7 @@ from graphir import passes
 from graphir.ir.net import Net
 from graphir.ir.program import Program
 
-__all__ = ["resnet50_rows", "synthetic_rows"]
+__all__ = ["program_of_net", "resnet50_rows", "synthetic_rows"]
 
 REPLICAS = 8
 SIZES = (10_000, 100_000, 1_000_000)
@@ -54,7 +54,8 @@ def resnet50_rows(runs: int = 5) -> Iterator[str]:
     yield f"| in all | {sum(totals):.3f} | (included) |"
 
 
-def _program(net: Net) -> Program:
+def program_of_net(net: Net) -> Program:
+    """A program of one replica with this step."""
     return Program("synthetic", Net("synthetic.init", (), {}), net, replicas=("gpu_0/",))
 
 
@@ -66,7 +67,7 @@ def synthetic_rows(runs: int = 3) -> Iterator[str]:
     )
     yield "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
     for size in SIZES:
-        program = _program(nets.synthetic_net(size, devices=2, cross=0.1))
+        program = program_of_net(nets.synthetic_net(size, devices=2, cross=0.1))
         chosen = passes.find_activations(program)
         chosen = chosen[len(chosen) // 2 :]
         shift = passes.ShiftActivations(activations=tuple(chosen), shifts={0: 2, 1: 3})

@@ -92,9 +92,10 @@ def test_help_is_plain(run: Run) -> None:
     status, text, _ = run("--help")
     assert status == 0
     assert "  --version  Print the version.\n" in text and text.isascii()
-    assert "  check    Prove that a plan runs right, or print what can go wrong.\n" in text
-    assert "  profile  Measure what the operators of a step take on this machine.\n" in text
-    assert "  traffic  Print what a step copies between devices, and why.\n" in text
+    assert "  check     Prove that a plan runs right, or print what can go wrong.\n" in text
+    assert "  estimate  Predict how long a step takes, and what it goes into.\n" in text
+    assert "  profile   Measure what the operators of a step take on this machine.\n" in text
+    assert "  traffic   Print what a step copies between devices, and why.\n" in text
 
 
 @pytest.mark.parametrize(
@@ -172,3 +173,31 @@ def test_profile_wants_a_program_or_a_plan(run: Run, tmp_path: Path) -> None:
     save(graphir.capture(example.model, inputs=example.inputs).step, tmp_path / "net.json")
     status, _, error = run("profile", tmp_path / "net.json")
     assert status == 1 and error.startswith("graphir: profile takes a program or a plan, not a net")
+
+
+def test_estimate_predicts(run: Run, tmp_path: Path) -> None:
+    example = models.mlp(batch=2, features=4, hidden=4)
+    program = graphir.capture(example.model, inputs=example.inputs)
+    plan = passes.emit(passes.replicate(program, [0, 1]))
+    plan.save(tmp_path / "plan.json")
+    status, text, _ = run("estimate", tmp_path / "plan.json", "--topology", "a100x8")
+    assert status == 0 and text.startswith("estimate of 'mlp' on a100x8: ")
+    graphir.Topology.named("a100x8").save(tmp_path / "machine.json")
+    status, text, _ = run("estimate", tmp_path / "plan.json", "--topology", tmp_path / "machine.json", "--json")
+    assert status == 0
+    assert text.strip() == graphir.estimate(plan, graphir.Topology.named("a100x8")).to_json()
+
+
+def test_estimate_wants_a_plan_and_a_topology(run: Run, tmp_path: Path) -> None:
+    example = models.mlp(batch=2, features=4, hidden=4)
+    program = graphir.capture(example.model, inputs=example.inputs)
+    program.save(tmp_path / "mlp.json")
+    passes.emit(program).save(tmp_path / "plan.json")
+    status, _, error = run("estimate", tmp_path / "mlp.json")
+    assert status == 1 and error.startswith("graphir: estimate takes a plan, not a program")
+    status, _, error = run("estimate", tmp_path / "plan.json", "--topology", "h200")
+    assert status == 1 and error.startswith("graphir: no topology has the name 'h200'; did you mean 'h200x8'")
+    status, _, error = run("estimate", tmp_path / "plan.json", "--topology", "plan.json")
+    assert status == 1 and error.startswith("graphir: the file cannot be read")
+    status, _, error = run("estimate", tmp_path / "plan.json", "--executor", "thread")
+    assert status == 1 and error.startswith("graphir: no executor 'thread'; did you mean 'threads'?")

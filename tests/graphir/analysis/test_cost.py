@@ -8,7 +8,10 @@ from torch.utils import flop_counter
 from torch.utils.flop_counter import FlopCounterMode
 
 import graphir
-from graphir.analysis.cost import Rates, Work, work
+from graphir.analysis.cost import Cost, Rates, Work, operator_costs, work
+from graphir.analysis.profiles import Machine, Measured, Profile
+from graphir.ir.optypes.record import OperatorType
+from graphir.ir.optypes.table import add_registered, registered_types
 from graphir.ir.size import bind_shape
 
 
@@ -75,7 +78,55 @@ def test_bytes_are_those_read_and_written():
 
 
 def test_an_operator_takes_the_longer_of_its_arithmetic_and_its_bytes():
-    rates = Rates(100.0, 10.0, 1.0)
+    rates = Rates({"f32": 100.0, "bf16": 400.0}, 10.0, 1.0)
     assert rates.seconds(Work(200, 5)) == 3.0
     assert rates.seconds(Work(200, 50)) == 6.0
     assert rates.seconds(Work(0, 0)) == 1.0
+    assert rates.seconds(Work(200, 0, "bf16")) == 1.5
+    assert rates.seconds(Work(200, 0, "f16")) == 3.0
+
+
+def costs_of(body, profile=None):
+    net = program_of(body).step
+    rates = Rates({"f32": 100.0}, 10.0, 1.0, 0.25)
+    return operator_costs(net, {"batch": 4}, lambda device: rates, profile, threads=1)
+
+
+COSTS = """
+    input x : f32[batch,5] @gpu:0
+    a : f32[batch,5] @gpu:0 = aten.neg(x)
+    b : f32[5,batch] strides [1,5] in a @gpu:0 = aten.t(a) {views=[0:0]}
+    c : f32[5,5] @gpu:0 = aten.mm(b, a)
+    """
+
+
+def test_costs_say_where_their_seconds_come_from():
+    net = program_of(COSTS).step
+    profile = Profile(
+        Machine("a", "b", "c"), {Profile.key(net.ops[2], net.blobs, {"batch": 4}, 1): Measured(0, 0, 7.0)}
+    )
+    assert costs_of(COSTS) == [Cost(17.0, "roofline"), Cost(0.25, "nothing"), Cost(27.0, "roofline")]
+    assert costs_of(COSTS, profile)[2] == Cost(7.0, "profile")
+
+
+def test_a_registered_operator_costs_what_it_says():
+    registered = OperatorType("mylib.costly.default", registered=True, flops=lambda op: 1000 * op.result().shape[0])
+    before = dict(registered_types())
+    add_registered(registered)
+    try:
+        (found,) = costs_of("input x : f32[batch,5] @gpu:0\na : f32[batch,5] @gpu:0 = mylib.costly.default(x)")
+        assert found == Cost(1.0 + 40.0, "registered")
+    finally:
+        registered_types().pop("mylib.costly.default")
+        assert dict(registered_types()) == before
+
+
+def test_a_part_of_a_collective_reads_all_and_makes_one():
+    (found,) = costs_of(
+        """
+        input x : f32[10] @gpu:0
+        input y : f32[10] @gpu:1
+        [a : f32[10] @gpu:0, b : f32[10] @gpu:1] = AllReduce([x, y])
+        """
+    )
+    assert found == Cost(1.0 + 12.0, "roofline")

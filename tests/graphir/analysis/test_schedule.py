@@ -6,6 +6,7 @@ import pytest
 from small import program_of
 
 from graphir import passes
+from graphir.analysis.execution import Execution
 from graphir.analysis.schedule import Interval, schedule
 from graphir.ir.plan import lane_device
 
@@ -23,7 +24,7 @@ SECONDS = [2.0, 5.0, 1.0, 4.0]
 
 def of_operators(worker):
     plan = passes.emit(program_of(TWO_DEVICES))
-    found = schedule(plan, SECONDS, worker)
+    found = schedule(plan, plan.dims, SECONDS, Execution("any", worker)).intervals()
     return {plan.instructions[p].op: i for p, i in found.items() if plan.instructions[p].op >= 0}, plan, found
 
 

@@ -12,10 +12,13 @@ from runnable import captured, forward_plan, sgd
 
 from graphir import passes
 from graphir.analysis.cost import Rates
+from graphir.analysis.execution import INTERPRETER_SECONDS, THREADS
+from graphir.analysis.profiles import Machine, Measured, Profile
+from graphir.analysis.topology import Host, Link, Speed, Topology
 from graphir.errors import SessionError
 from graphir.ir.device import gpu
 
-SLOW, FAST = Rates(1e9, 1e7, 1e-6), Rates(1e15, 1e15, 1e-9)
+SLOW, FAST = Rates({"f32": 1e9}, 1e7, 1e-6), Rates({"f32": 1e15}, 1e15, 1e-9)
 """On one of these machines the smallest operator takes 20 µs and more, on the other one none does."""
 
 
@@ -39,8 +42,9 @@ CHAIN = """
 def machine(monkeypatch):
     def of(cores, rates, segments=None):
         monkeypatch.setattr(choice, "unavailable", lambda: segments)
-        monkeypatch.setattr(choice, "_cores", lambda: cores)
-        monkeypatch.setattr(choice, "host_rates", lambda threads: rates)
+        for module in (choice, calibration):
+            monkeypatch.setattr(module, "cores", lambda: cores)
+        monkeypatch.setattr(calibration, "host_rates", lambda threads: rates)
 
     return of
 
@@ -80,7 +84,7 @@ def test_devices_that_wait_for_each_other_run_in_one_thread(machine):
 
 
 def test_one_device_takes_one_thread_and_no_measurement(monkeypatch):
-    monkeypatch.setattr(choice, "host_rates", None)
+    monkeypatch.setattr(choice, "host_topology", None)
     plan, state = replicas(1)
     with Session(plan, state) as session:
         assert session.executor == "serial"
@@ -106,20 +110,40 @@ def test_a_prediction_adds_what_follows_and_overlaps_what_does_not():
         output="b",
     )
     each = 8000 / 1e6 + 0.5
-    locked, free = choice._INTERPRETER_SECONDS, choice._SEGMENT_SECONDS
-    assert choice.predict(plan, Rates(1.0, 1e6, 0.5), 2) == pytest.approx(
-        {"serial": 3 * each, "threads": 2 * (each + locked), "segments": 2 * (each + free)}, rel=1e-9
+    locked, free = INTERPRETER_SECONDS, choice._SEGMENT_SECONDS
+    two, one = (host(Rates({"f32": 1.0}, 1e6, 0.5), cores) for cores in (2, 1))
+    assert choice.predict(plan, two, None, 1) == pytest.approx(
+        {"serial": 3 * each, "threads": 2 * each + locked, "segments": 2 * each + free}, rel=1e-9
     )
-    assert choice.predict(plan, Rates(1.0, 1e6, 0.5), 1)["threads"] == pytest.approx(3 * each)
+    assert choice.predict(plan, one, None, 1)["threads"] == pytest.approx(3 * each + locked)
+
+
+def host(rates, cores):
+    """A topology of two devices that share so many cores."""
+    speed = Speed(
+        flops_per_second=rates.flops_per_second,
+        bytes_per_second=rates.bytes_per_second,
+        seconds_per_call=rates.seconds_per_call,
+    )
+    pairs = (("gpu:0", "gpu:1"), ("gpu:1", "gpu:0"))
+    links = [Link(source=a, destination=b, bytes_per_second=rates.bytes_per_second) for a, b in pairs]
+    return Topology(name="two", devices={"gpu:0": speed, "gpu:1": speed}, links=links, host=Host(cores=cores))
 
 
 def test_a_thread_that_waits_is_woken():
-    predicted = choice.predict(forward_plan(CHAIN, "x", output="c"), FAST, 2)
-    assert predicted["threads"] >= predicted["serial"] + 5 * choice._INTERPRETER_SECONDS + 2 * choice._WAKE_SECONDS
+    predicted = choice.predict(forward_plan(CHAIN, "x", output="c"), host(SLOW, 2), None, 1)
+    assert predicted["threads"] == pytest.approx(predicted["serial"] + 2 * THREADS.wake, rel=1e-9)
 
 
-MIDDLING = Rates(1e15, 1e15, 12e-6)
-"""Calls of 12 µs: too short for Python's lock, long enough without it."""
+def test_a_profile_goes_before_rates():
+    plan = forward_plan(CHAIN, "x", output="c")
+    key = Profile.key(plan.step.ops[0], plan.step.blobs, plan.dims, 1)
+    profile = Profile(Machine("a", "b", "c"), {key: Measured(0, 0, 2.0)})
+    assert choice.predict(plan, host(FAST, 2), profile, 1)["serial"] == pytest.approx(6.0, rel=1e-6)
+
+
+MIDDLING = Rates({"f32": 1e15}, 1e15, 6e-6)
+"""Calls of 6 µs: too short for Python's lock, long enough without it."""
 
 
 @pytest.mark.parametrize(("missing", "executor"), [(None, "segments"), ("torch has none", "serial")])
@@ -140,6 +164,7 @@ def test_segments_that_torch_cannot_execute_are_refused(machine):
 def test_the_machine_is_measured_once_and_left_as_it_was():
     before = torch.get_num_threads()
     rates = calibration.host_rates(1)
-    assert min(rates) > 0
+    assert min(*rates.flops_per_second.values(), *rates[1:]) > 0
+    assert rates.seconds_per_view < rates.seconds_per_call
     assert calibration.host_rates(1) is rates
     assert torch.get_num_threads() == before

@@ -13,6 +13,7 @@ from graphir.runtime.observing.measurement import Ledger, Measurement
 from graphir.runtime.observing.report import report
 from runnable import captured, forward_plan, setting_of, sgd, spread
 
+import graphir
 from graphir import passes
 from graphir.analysis.schedule import Interval
 from graphir.errors import RunError, SessionError
@@ -203,9 +204,10 @@ def test_it_prints_as_a_table_and_as_json(plan):
     assert lines[0].startswith("report of 'small': ")
     assert lines[0].endswith(" a step, mean of 1 step")
     assert lines[1] == "  executor threads: it was asked for"
+    assert lines[2].startswith("  predicted: ") and " a step, " in lines[2]
     heads = [line.split() for line in lines if line.split()[0] in ("lane", "device", "copies", "module")]
     assert heads == [
-        ["lane", "busy", "waiting", "idle"],
+        ["lane", "busy", "predicted", "waiting", "idle"],
         ["device", "on", "state", "predicted", "peak", "predicted"],
         ["copies", "number", "bytes", "time", "bandwidth"],
         ["module", "operator", "calls", "time"],
@@ -213,6 +215,23 @@ def test_it_prints_as_a_table_and_as_json(plan):
     assert max(map(len, lines)) <= 100
     assert type(found).model_validate_json(found.to_json()) == found
     assert json.loads(found.to_json())["lanes"][0]["lane"] == "gpu:0.compute"
+
+
+def test_a_prediction_stands_beside_what_was_measured(plan):
+    found = measured(plan, "threads", steps=2)
+    expected = graphir.estimate(plan, executor="threads")
+    assert found.predicted == expected.seconds > 0
+    assert [(t.lane, t.predicted) for t in found.lanes] == [(use.lane, use.busy) for use in expected.lanes]
+
+
+def test_a_device_of_unknown_speed_has_no_prediction():
+    plan = forward_plan("input x : f32[2] @gpu:0\nc : f32[2] @gpu:0 = aten.neg(x)", "x", output="c")
+    with Session(plan, {}, binding={"gpu:0": "meta"}) as session:
+        with session.measured():
+            session.step(torch.ones(2))
+        found = session.report()
+    assert found.predicted is None and found.lanes[0].predicted is None
+    assert str(found).splitlines()[2].split() == ["lane", "busy", "waiting", "idle"]
 
 
 def test_a_plan_without_copies_has_no_table_of_them():

@@ -1,0 +1,110 @@
+"""When tasks run that share workers, links and cores, and what is held meanwhile; against a slower simulation."""
+
+import random
+
+import numpy as np
+import pytest
+
+from graphir.analysis.simulation import ISSUED, NOTHING, WORKER, Holdings, Sharing, Tasks, held, shared, simulate
+
+
+def random_tasks(seed, count=200, workers=4, links=3):
+    rng = random.Random(seed)
+    after = [tuple(rng.sample(range(i), min(i, rng.randrange(3)))) for i in range(count)]
+    crossed = [tuple(rng.sample(range(links), rng.randrange(2))) for _ in range(count)]
+    seconds = [rng.choice([0.0, rng.random()]) for _ in range(count)]
+    return Tasks([rng.randrange(workers) for _ in range(count)], seconds, after, crossed)
+
+
+def by_events(tasks):
+    """Ends of tasks, found by going from one event to the next: whatever is ready is begun, in issue order."""
+    count = len(tasks.workers)
+    ends: dict[int, float] = {}
+    begun: set[int] = set()
+    now = 0.0
+    while len(ends) < count or now < max(ends.values()):
+        for i in range(count):
+            done = [j for j, end in ends.items() if end <= now]
+            earlier = [
+                j for j in range(i) if tasks.workers[j] == tasks.workers[i] or set(tasks.links[j]) & set(tasks.links[i])
+            ]
+            if i not in begun and {*earlier, *tasks.after[i]} <= set(done):
+                begun.add(i)
+                ends[i] = now + tasks.seconds[i]
+        later = [end for end in ends.values() if end > now]
+        if not later:
+            break
+        now = min(later)
+    return [ends[i] for i in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_sweep_finds_what_events_find(seed):
+    tasks = random_tasks(seed, count=60)
+    assert list(simulate(tasks).ends) == by_events(tasks)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_causes_end_where_their_tasks_begin(seed):
+    tasks = random_tasks(seed)
+    times = simulate(tasks)
+    for i, cause in enumerate(times.causes):
+        if cause >= 0:
+            assert times.ends[cause] == times.starts[i] and cause < i
+        else:
+            assert cause in (WORKER, NOTHING) and times.starts[i] == times.free[i]
+    assert times.seconds == max(times.ends)
+
+
+def test_copies_on_one_link_queue_in_issue_order():
+    times = simulate(Tasks([0, 1, 2], [2.0, 3.0, 1.0], [(), (), ()], [(0,), (0,), (1,)]))
+    assert (list(times.starts), list(times.causes)) == ([0.0, 2.0, 0.0], [NOTHING, 0, NOTHING])
+
+
+def test_a_worker_that_sleeps_is_woken_and_one_that_looks_is_not():
+    tasks = Tasks([0, 1, 1], [2.0, 0.5, 1.0], [(), (), (0,)], [(), (), ()])
+    assert simulate(tasks, wake=0.25).starts[2] == 2.25
+    assert simulate(tasks, wake=0.25, patience=1.6).starts[2] == 2.0
+    assert simulate(tasks._replace(workers=[0, 0, 0]), wake=0.25).starts[2] == 2.5
+
+
+def test_a_host_thread_issues_one_after_the_other():
+    times = simulate(Tasks([0, 1, 2], [0.5, 0.0, 0.5], [()] * 3, [()] * 3), issue=1.0)
+    assert (list(times.starts), list(times.causes)) == ([1.0, 0.0, 2.0], [ISSUED, NOTHING, ISSUED])
+
+
+def test_nothing_takes_no_time():
+    assert simulate(Tasks([], [], [], [])).seconds == 0.0
+    assert held(Holdings([], [], [], []), simulate(Tasks([], [], [], []))) == {}
+
+
+def test_what_runs_at_once_takes_longer_by_what_overlaps():
+    tasks = Tasks([0, 1, 1], [4.0, 2.0, 4.0], [()] * 3, [()] * 3)
+    times = simulate(tasks)
+    alone = Sharing(2, 1.0, [0.0] * 3)
+    assert shared(tasks, times, alone) == [4.0, 2.0, 4.0]
+    assert shared(tasks, times, alone._replace(slowdown=1.5)) == [6.0, 3.0, 5.0]
+    assert shared(tasks, times, alone._replace(lock=[1.0] * 3)) == [5.0, 3.0, 4.5]
+    assert shared(tasks, times, alone._replace(cores=1)) == [8.0, 4.0, 6.0]
+
+
+def test_bytes_are_held_from_the_start_of_one_task_to_the_end_of_another():
+    times = simulate(Tasks([0, 0, 1], [1.0, 2.0, 5.0], [()] * 3, [()] * 3))
+    found = held(Holdings([0, 0, 0, 1], [10, 1, 4, 7], [-1, 0, 1, 2], [-1, 0, -1, 2]), times)
+    assert (found[0].seconds.tolist(), found[0].nbytes.tolist()) == ([0.0, 0.0, 1.0, 1.0], [1, 11, 10, 14])
+    assert (found[0].peak, found[1].peak) == (14, 7)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_held_is_what_is_counted_at_each_time(seed):
+    rng = random.Random(seed)
+    times = simulate(random_tasks(seed))
+    first = [rng.randrange(-1, 150) for _ in range(80)]
+    begun = [times.starts[f] if f >= 0 else 0.0 for f in first]
+    last = [rng.choice([-1, *[i for i, end in enumerate(times.ends) if end > at]]) for at in begun]
+    devices, nbytes = [rng.randrange(3) for _ in first], [rng.randrange(1, 100) for _ in first]
+    for device, found in held(Holdings(devices, nbytes, first, last), times).items():
+        ends = [times.ends[i] if i >= 0 else np.inf for i in last]
+        for at, live in dict(zip(found.seconds.tolist(), found.nbytes.tolist(), strict=True)).items():
+            rows = zip(devices, nbytes, begun, ends, strict=True)
+            assert live == sum(n for d, n, s, e in rows if d == device and s <= at < e)
