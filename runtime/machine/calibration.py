@@ -55,10 +55,9 @@ def cores() -> int:
 def host_rates(threads: int) -> Rates:
     """The rates of kernels that use so many threads."""
     with neutral(threads), torch.inference_mode():
-        long = torch.ones(_ELEMENTS)
-        sums, short = torch.empty_like(long), torch.ones(1)
+        long, other, sums, short = torch.ones(_ELEMENTS), torch.ones(_ELEMENTS), torch.empty(_ELEMENTS), torch.ones(1)
         flops = {name: 2 * _SIDE**3 / _fastest(_product(dtype)) for name, dtype in _DTYPES.items()}
-        nbytes = 3 * long.nbytes / _fastest(lambda: torch.add(long, long, out=sums))
+        nbytes = 3 * long.nbytes / _fastest(lambda: torch.add(long, other, out=sums))
 
         def views() -> None:
             for _ in range(_CALLS):
