@@ -1,6 +1,6 @@
 """What an operator takes longer where another thread calls operators too, by how long it computes.
 
-The figures from which :mod:`graphir.runtime.executors.choice` predicts steps.
+The figures from which :mod:`graphir.analysis.execution` predicts steps.
 """
 
 from __future__ import annotations

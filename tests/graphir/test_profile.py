@@ -231,3 +231,27 @@ def test_what_is_not_well_formed_is_not_called() -> None:
     lying = program_of("input x : f32[4] @gpu:0\n a : f32[5] @gpu:0 = aten.relu(x)\n output a")
     with pytest.raises(VerifyError, match="relu"):
         graphir.profile(lying)
+
+
+@pytest.mark.parametrize(
+    ("at_once", "expected"),
+    [
+        pytest.param(1 << 20, "neg exp " * 6, id="in turn"),
+        pytest.param(1, "neg " * 6 + "exp " * 6, id="one group each"),
+    ],
+)
+def test_calls_are_timed_in_turn(at_once: int, expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plan = forward_plan(
+        "input x : f32[8] @gpu:0\na : f32[8] @gpu:0 = aten.neg(x)\nb : f32[8] @gpu:0 = aten.exp(a)", "x", output="b"
+    )
+    made, called = calls_of_runtime._call, []
+
+    def noted(subject: Any, inputs: Any) -> Any:
+        call = made(subject, inputs)
+        return lambda: (called.append(subject.op.type.split(".")[1]), call())[1]
+
+    monkeypatch.setattr(calls_of_runtime, "_call", noted)
+    monkeypatch.setattr(calls_of_runtime, "_MOST_AT_ONCE", at_once)
+    graphir.profile(plan, path=tmp_path / "profile.json")
+    timed = expected.split()
+    assert called[: len(timed)] == timed
