@@ -117,29 +117,22 @@ def _tasks(plan: Plan, seconds: Sequence[float], execution: Execution, routes: _
     numbers: dict[str, int] = {}
     of_lane = {lane: numbers.setdefault(execution.worker(lane), len(numbers)) for lane in plan.lanes}
     recorded: dict[Event, int] = {}
-    workers: list[int] = []
-    taken: list[float] = []
-    after: list[tuple[int, ...]] = []
-    links: list[tuple[int, ...]] = []
-    for position, instruction in enumerate(plan.instructions):
-        kind, lane, op, _, event, _ = instruction
-        workers.append(of_lane[lane])
-        others: tuple[int, ...] = ()
-        crossed: tuple[int, ...] = ()
-        spent = 0.0
-        if op >= 0:
-            spent = seconds[op]
-            if kind != "run" and (found := routes.of(position, instruction)):
-                crossed = tuple([crossing.link for crossing in found])
-                spent = routes.seconds(kind, spent, found)
-        elif event is not None:
-            if kind == "record":
-                recorded[event] = position
-            elif event in recorded:
-                others = (recorded[event],)
-        taken.append(spent)
-        after.append(others)
-        links.append(crossed)
+    count = len(plan.instructions)
+    workers = [of_lane[instruction.lane] for instruction in plan.instructions]
+    taken = [0.0] * count
+    after: list[tuple[int, ...]] = [()] * count
+    links: list[tuple[int, ...]] = [()] * count
+    for position, (kind, _, op, _, event, _) in enumerate(plan.instructions):
+        if kind == "run":
+            taken[position] = seconds[op]
+        elif kind == "record" and event is not None:
+            recorded[event] = position
+        elif kind == "wait" and event in recorded:
+            after[position] = (recorded[event],)
+        elif op >= 0:
+            found = routes.of(position, plan.instructions[position])
+            links[position] = tuple([crossing.link for crossing in found])
+            taken[position] = routes.seconds(kind, seconds[op], found) if found else seconds[op]
     return Tasks(workers, taken, after, links)
 
 

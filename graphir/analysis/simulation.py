@@ -80,24 +80,22 @@ def simulate(tasks: Tasks, wake: float = 0.0, patience: float = 0.0, issue: floa
         patience: seconds for which a worker waits without going to sleep.
         issue: seconds that one host thread needs to issue a task that takes time; a worker cannot start it before.
     """
-    workers, after, links = tasks.workers, tasks.after, tasks.links
+    workers = tasks.workers
     worker_free = [0.0] * (max(workers, default=-1) + 1)
     link_free: dict[int, tuple[float, int]] = {}
-    free: list[float] = []
-    starts: list[float] = []
-    ends: list[float] = []
-    causes: list[int] = []
+    free, starts, ends = ([0.0] * len(workers) for _ in range(3))
+    causes = [NOTHING] * len(workers)
     issued = 0.0
-    for position, (worker, seconds) in enumerate(zip(workers, tasks.seconds, strict=True)):
+    for position, (worker, seconds, others, crossed) in enumerate(zip(*tasks, strict=True)):
         begun = start = worker_free[worker]
         cause = WORKER if start else NOTHING
-        for other in after[position]:
+        for other in others:
             end = ends[other]
             if end - begun > patience and workers[other] != worker:
                 end += wake
             if end > start:
                 start, cause = end, other
-        for link in links[position]:
+        for link in crossed:
             if link in link_free and link_free[link][0] > start:
                 start, cause = link_free[link]
         if issue and seconds:
@@ -105,13 +103,13 @@ def simulate(tasks: Tasks, wake: float = 0.0, patience: float = 0.0, issue: floa
             if issued > start:
                 start, cause = issued, ISSUED
         end = start + seconds
-        for link in links[position]:
+        for link in crossed:
             link_free[link] = end, position
         worker_free[worker] = end
-        free.append(begun)
-        starts.append(start)
-        ends.append(end)
-        causes.append(cause)
+        free[position] = begun
+        starts[position] = start
+        ends[position] = end
+        causes[position] = cause
     return Times(free, starts, ends, causes)
 
 
