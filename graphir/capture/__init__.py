@@ -69,6 +69,7 @@ def capture(
     targets: Sequence[Any] = (),
     loss: Callable[..., Any] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    backward: bool = False,
     batch_dims: Any = None,
     clip_grad_norm: float | None = None,
     clip_grad_value: float | None = None,
@@ -91,8 +92,12 @@ def capture(
         kwargs: its keyword arguments.
         targets: what the loss is given after the model's output.
         loss: called with the output and the targets; returns a scalar tensor, or a dict of them, which is summed.
-            Without it the program is a forward only and returns the model's outputs.
+            Without it the program is a forward only and returns the model's outputs; see *backward*.
         optimizer: SGD, Adam, AdamW, Adagrad, RMSprop or SparseAdam; without it the parameters' gradients are outputs.
+        backward: without a loss, whether the step has a backward. It is given one argument more, after the inputs: a
+            tuple of the gradients of those outputs that need one, in their order, each laid out as its output. It
+            returns a pair: the model's outputs, and a dict of the gradients of those inputs that require one, by the
+            names of their blobs. The parameters' gradients are outputs, as without an optimizer.
         batch_dims: which dimension of each tensor is the batch: an int; None for a tensor that is passed whole; or
             a dict that names dimensions, such as ``{0: "batch", 1: "length"}``. One for all, or a tree of them over
             ``(inputs, kwargs, targets)``. By default dimension 0 of every tensor whose dimension 0 is as long as the
@@ -124,6 +129,13 @@ def capture(
     refuse_loss(loss, targets)
     if optimizer is not None and loss is None:
         raise CaptureError("an optimizer is given, but no loss", fix="pass loss=, or leave the optimizer out")
+    if type(backward) is not bool:
+        raise CaptureError(f"backward={backward!r}: a step has one or not", fix="give True or False")
+    if backward and loss is not None:
+        raise CaptureError(
+            "backward=True is given, and a loss, whose backward starts from the loss itself",
+            fix="leave backward out; or leave the loss out, and give the gradients of the outputs to the step",
+        )
     options = read_options(
         clip_grad_norm,
         clip_grad_value,
@@ -144,6 +156,7 @@ def capture(
             state=state,
             arguments=per_micro_batch(arguments, options.accumulate),
             loss=loss,
+            joint=backward,
             allowed=allowed,
             attributes=attributes_of(model, allowed),
             random=RandomState(),

@@ -57,6 +57,17 @@ class Arguments(NamedTuple):
         args, kwargs = pytree.tree_unflatten(list(leaves), self.spec)
         return args[: self.inputs], kwargs, args[self.inputs :]
 
+    @property
+    def positional(self) -> int:
+        """How many leaves, from the first on, the positional arguments have."""
+        return self.spec.child(0).num_leaves
+
+    def with_tuple(self, count: int) -> Arguments:
+        """The structure with a tuple of *count* leaves as one more positional argument; the leaves are not added."""
+        leaf = object()
+        args, kwargs = pytree.tree_unflatten([leaf] * self.spec.num_leaves, self.spec)
+        return self._replace(spec=pytree.tree_structure(((*args, (leaf,) * count), kwargs)))
+
     def dumps(self) -> str:
         """The structure as JSON."""
         return written_structure(self.spec, "the arguments")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -18,8 +18,15 @@ __all__ = ["backward"]
 _aten: Final = torch.ops.aten
 
 
-def backward(total: torch.Tensor, recorder: Recorder, first_batch: bool) -> list[tuple[Value, Value]]:
+def backward(
+    start: torch.Tensor | Sequence[torch.Tensor],
+    recorder: Recorder,
+    first_batch: bool,
+    given: Callable[[], Sequence[torch.Tensor]] | None = None,
+) -> list[tuple[Value, Value]]:
     """Forward values and the values of their gradients, parameters first.
+
+    *start* is the loss; or outputs, whose gradients *given* makes once the backward has begun.
 
     In the *first_batch*, those of parameters are laid out as autograd lays out ``param.grad``. It adds the later ones
     to these whatever their layout is.
@@ -27,7 +34,7 @@ def backward(total: torch.Tensor, recorder: Recorder, first_batch: bool) -> list
     asked = sorted(recorder.start_backward(), key=lambda pair: (pair[0].kind != "param", pair[0].index))
     try:
         found: Sequence[torch.Tensor | None] = torch.autograd.grad(
-            total, [edge for _, edge in asked], allow_unused=True
+            start, [edge for _, edge in asked], given() if given is not None else None, allow_unused=True
         )
     except RuntimeError as e:
         if "checkpoint is incompatible" not in str(e):
@@ -77,6 +84,8 @@ def _own_gradient(param: Value, gradient: Value, shared: bool, recorder: Recorde
         dense = recorder.apply(_aten.clone.default, view, memory_format=torch.contiguous_format)
         back = sorted(range(len(wanted)), key=wanted.__getitem__)
         return recorder.apply(_aten.permute.default, dense, back)
+    if gradient.root.kind:  # what a step is given is the caller's
+        return recorder.apply(_aten.clone.default, gradient, memory_format=torch.preserve_format)
     if shared or gradient.phase == "forward":
         return recorder.apply(_aten.alias.default, gradient)
     return gradient

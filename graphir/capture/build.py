@@ -145,7 +145,8 @@ def _externals(
         *update.state_blobs,
         *(_blob(named, v, v.kind, sizes) for v in constants),  # type: ignore[arg-type]
     ]
-    given = [_blob(named, v, "input", sizes) for v in recording.inputs if v is not None]
+    inputs = [*recording.inputs, *(gradient for _, _, gradient in recording.given)]
+    given = [_blob(named, v, "input", sizes) for v in inputs if v is not None]
     return {b.name: b for b in lasting}, {b.name: b for b in [*update.rate_blobs, *given]}
 
 
@@ -189,10 +190,9 @@ def _refuse_sparse_outputs(recording: Recording, named: Sequence[str]) -> None:
 
 
 def _external_outputs(recording: Recording, named: Sequence[str], optimizer: str) -> tuple[str, ...]:
-    if recording.loss is None:
-        return tuple(dict.fromkeys(named[v.index] for v in recording.outputs))
-    gradients = [named[g.index] for _, g in recording.finished.gradients if not optimizer]
-    return (named[recording.loss.index], *gradients)
+    results = recording.outputs if recording.loss is None else [recording.loss]
+    gradients = [g for _, g in recording.finished.gradients if not optimizer]
+    return tuple(dict.fromkeys(named[v.index] for v in [*results, *gradients]))
 
 
 def _init(name: str, state: Mapping[str, Blob], recording: Recording, named: Sequence[str], update: Update) -> Net:
@@ -234,8 +234,12 @@ def _interface(
     for leaf, value in zip(step.arguments.leaves, recording.inputs, strict=True):
         scalar = None if isinstance(leaf.value, torch.Tensor) else leaf.value
         feeds.append(Slot(None if value is None else named[value.index], leaf.batch_dim, scalar))
+    arguments, end = step.arguments, step.arguments.positional
+    if step.joint:
+        arguments = arguments.with_tuple(len(recording.given))
+        feeds[end:end] = [Slot(named[g.index], gathered[position]) for position, _, g in recording.given]
     return Interface(
-        arguments=step.arguments.dumps(),
+        arguments=arguments.dumps(),
         feeds=tuple(feeds),
         loss=None if recording.loss is None else named[recording.loss.index],
         fetches=tuple([_slot(leaf, dim, named) for leaf, dim in zip(recording.returned, gathered, strict=True)]),

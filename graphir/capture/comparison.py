@@ -16,7 +16,10 @@ def outcome(recording: Recording) -> Mapping[str, object]:
     finished = recording.finished
     return {
         "the constants that it reads": [value.index for value, _ in recording.constants],
-        "its arguments": [None if value is None else value.index for value in recording.inputs],
+        "its arguments": (
+            [None if value is None else value.index for value in recording.inputs],
+            [(position, output.index, gradient.index) for position, output, gradient in recording.given],
+        ),
         "what the model returns": (
             [leaf.index if isinstance(leaf, Value) else repr(leaf) for leaf in recording.returned],
             recording.results,

@@ -93,6 +93,8 @@ def name_values(recording: Recording, names: Names, modules: frozenset[str]) -> 
             found[value.index] = (
                 found[value.root.index] if value.version else _forward_name(value, found, names, modules)
             )
+    for _, value, gradient in recording.given:
+        found[gradient.index] = names.take(found[value.index] + "_grad", modules)
     for value, gradient in recording.gradients:
         if gradient.index not in found:
             found[gradient.index] = names.take(_prefixed(gradient, found[value.index] + "_grad"), modules)

@@ -23,10 +23,12 @@ class Outcome:
 
     Attributes:
         loss: the scalar loss.
-        returned: the leaves of what a forward-only step returns, and ``results``, their structure.
+        returned: the leaves of what a step without loss returns, and ``results``, their structure.
         gradients: forward values and the values of their gradients, parameters first.
         parts: parameters, and gradients and sums of some micro-batches.
         finished: what the updates read, or the caller gets.
+        given: of a step that is given its outputs' gradients: for each of these the position among ``returned`` of its
+            output, the output, and the gradient.
     """
 
     loss: Value | None = None
@@ -35,10 +37,11 @@ class Outcome:
     gradients: Sequence[tuple[Value, Value]] = ()
     parts: Sequence[tuple[Value, Value]] = ()
     finished: Finished
+    given: Sequence[tuple[int, Value, Value]] = ()
 
     @property
     def outputs(self) -> list[Value]:
-        """The tensors that a forward-only step returns."""
+        """The tensors that a step without loss returns."""
         return [leaf for leaf in self.returned if isinstance(leaf, Value)]
 
 

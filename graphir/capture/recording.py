@@ -33,6 +33,7 @@ from .known import fakes_with_known_values_hidden
 from .micro_batches import Sums, micro_batch, prefix_of_micro_batch
 from .model_state import ModelState, attributes_kept, fakes_in_place
 from .options import LossScaler, Options
+from .output_gradients import joint_backward
 from .randomness import RandomState, drawn_from, rng_state_followed, seeding_refused
 from .recorded_step import Outcome, Recording
 from .recorder import Recorder
@@ -55,7 +56,8 @@ class Step(NamedTuple):
         model: the module.
         state: its parameters and buffers.
         arguments: of a step; their ``batch`` is that of one micro-batch.
-        loss: without it the step is a forward only.
+        loss: without it the step is a forward only, or is given the gradients of its outputs.
+        joint: it is given the gradients of its outputs, and has a backward.
         allowed: attributes of modules that the step may change.
         attributes: of each module, as the step finds them.
         random: the random states, as the step finds them.
@@ -69,6 +71,7 @@ class Step(NamedTuple):
     state: ModelState
     arguments: Arguments
     loss: Callable[..., Any] | None
+    joint: bool
     allowed: AllowedChanges
     attributes: Sequence[Attributes]
     random: RandomState
@@ -177,7 +180,7 @@ def _run(
         scale = step.options.loss_scale
         if isinstance(scale, LossScaler):
             scale = fake_scaler(scale, recorder)
-    grad = torch.enable_grad() if step.loss is not None else contextlib.nullcontext()
+    grad = torch.enable_grad() if step.loss is not None or step.joint else contextlib.nullcontext()
     with (
         step.caches.watch(recorder.tensors()),
         grad,
@@ -200,7 +203,9 @@ def _run(
         draws.follow(lines, scopes, recorder.between_operators) if draws is not None else contextlib.nullcontext(),
         _failures(recorder, lines),
     ):
-        if step.loss is None:
+        if step.joint:
+            outcome = _forward_backward(step, leaves, recorder, conditions)
+        elif step.loss is None:
             outcome = _forward_only(step, leaves, recorder, conditions)
         else:
             outcome = _training(step, leaves, scale, recorder, conditions)
@@ -230,6 +235,24 @@ def _forward_only(step: Step, leaves: Sequence[Any], recorder: Recorder, conditi
     with recorder.unseen():
         returned, results = _returned(output, recorder)
     return Outcome(returned=returned, results=results, finished=Finished([]))
+
+
+def _forward_backward(step: Step, leaves: Sequence[Any], recorder: Recorder, conditions: Conditions) -> Outcome:
+    output, _ = _forward(step, leaves, recorder, conditions)
+    recorder.end_forward()
+    with recorder.follow_step():
+        joint = joint_backward(output, recorder)
+    recorder.end_backward(0, joint.found)
+    with recorder.unseen():
+        returned, results = _returned((output, dict(joint.of_inputs)), recorder)
+    of_params = [pair for pair in joint.found if pair[0].kind == "param"]
+    return Outcome(
+        returned=returned,
+        results=results,
+        gradients=joint.found,
+        finished=Finished(of_params),
+        given=joint.given,
+    )
 
 
 def _training(
