@@ -14,11 +14,13 @@ from .replication_callback import ReplicationCallback, replication_callback
 from .shard import Shard, shard
 from .shift import ShiftActivations, shift_activations
 from .shift_modules import ShiftModules, shift_modules
+from .split_backward import Halves, split_backward
 from .storage import ShareStorage, share_storage
 from .sync_batch_norm import SyncBatchNorm, sync_batch_norm
 
 __all__ = [
     "Gpu",
+    "Halves",
     "InjectCopies",
     "Pass",
     "Pipeline",
@@ -44,5 +46,6 @@ __all__ = [
     "share_storage",
     "shift_activations",
     "shift_modules",
+    "split_backward",
     "sync_batch_norm",
 ]

@@ -244,6 +244,7 @@ def _interface(
         loss=None if recording.loss is None else named[recording.loss.index],
         fetches=tuple([_slot(leaf, dim, named) for leaf, dim in zip(recording.returned, gathered, strict=True)]),
         results=None if recording.results is None else written_structure(recording.results, "what the model returns"),
+        differentiable=tuple([position for position, _, _ in recording.given]),
         one_replica=batch_dims is None,
         gradients={} if optimizer else {named[p.index]: named[g.index] for p, g in recording.finished.gradients},
         module_state=step.state.module_state,

@@ -71,9 +71,12 @@ class Interface:
         arguments: ``torch.utils._pytree``'s JSON text of the structure ``(args, kwargs)`` of a step's arguments,
             targets appended to args.
         feeds: the leaves of that structure, in order.
-        loss: the blob of the scalar loss; None for a forward-only program.
-        fetches: the leaves of a forward-only program's result, in order.
+        loss: the blob of the scalar loss; None for a program without one.
+        fetches: the leaves of the result of a program without loss, in order.
         results: the JSON text of the structure of that result; None for a training step.
+        differentiable: of a step whose backward starts from given gradients, the positions among the leaves of the
+            model's outputs of those that have one. The last positional argument is the tuple of these gradients, and
+            the result is a pair: the outputs, and a dict of the gradients of inputs.
         module_state: each name of ``module.state_dict()`` and its blob; tied names share one.
         optimizer: name of the captured optimizer's class; empty where there is none.
         optimizer_state: for each parameter, its optimizer state's blobs by the optimizer's own names
@@ -93,6 +96,7 @@ class Interface:
     loss: str | None = None
     fetches: tuple[Slot, ...] = ()
     results: str | None = None
+    differentiable: tuple[int, ...] = ()
     module_state: Mapping[str, str] = field(default_factory=dict)
     optimizer: str = ""
     optimizer_state: Mapping[str, Mapping[str, str]] = field(default_factory=dict)

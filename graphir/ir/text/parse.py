@@ -187,6 +187,8 @@ def _interface(reader: Lines, line: Line) -> Interface:
             others[word] = line.name()
         elif word == "one_replica":
             others[word] = True
+        elif word == "differentiable":
+            others[word] = _positions(line)
         elif word == "feed":
             feeds.append(_slot(line))
         elif word == "output":
@@ -214,10 +216,17 @@ def _interface(reader: Lines, line: Line) -> Interface:
         else:
             raise line.error(
                 f"unknown statement {word!r}",
-                "an interface has arguments, feed, loss, output, results, one_replica, gradient, module, optimizer, "
-                "group, state, placed, parts",
+                "an interface has arguments, feed, loss, output, results, differentiable, one_replica, gradient, "
+                "module, optimizer, group, state, placed, parts",
             )
         line.end()
+
+
+def _positions(line: Line) -> tuple[int, ...]:
+    names = line.names()
+    if not all(name.isascii() and name.isdigit() for name in names):
+        raise line.error("a position is no whole number", "write differentiable 0, 2")
+    return tuple(map(int, names))
 
 
 def _slot(line: Line) -> Slot:

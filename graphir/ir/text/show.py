@@ -137,6 +137,8 @@ def _interface(interface: Interface) -> Iterator[str]:
         yield f"  output {_slot(fetch)}"
     if interface.results is not None:
         yield f"  results {_raw(interface.results)}"
+    if interface.differentiable:
+        yield f"  differentiable {', '.join(map(str, interface.differentiable))}"
     if interface.one_replica:
         yield "  one_replica"
     for param, gradient in interface.gradients.items():
