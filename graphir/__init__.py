@@ -25,6 +25,7 @@ from .capture import capture, seeded
 from .errors import (
     CaptureError,
     CoverageError,
+    EagerWarning,
     EquivalenceError,
     FileError,
     GraphirError,
@@ -73,6 +74,7 @@ __all__ = [
     "DataParallel",
     "Device",
     "Diff",
+    "EagerWarning",
     "EquivalenceError",
     "Estimate",
     "FileError",

@@ -17,6 +17,7 @@ from typing import Final
 __all__ = [
     "CaptureError",
     "CoverageError",
+    "EagerWarning",
     "EquivalenceError",
     "FileError",
     "GraphirError",
@@ -120,6 +121,10 @@ class RunError(GraphirError):
 
 class ReplicationError(GraphirError):
     """Replicas that cannot be made, run or gathered; also of the type that torch raises there, else a ValueError."""
+
+
+class EagerWarning(UserWarning):
+    """Replicas run operator by operator, since the compiled plan cannot stand for them; says why."""
 
 
 class ProfileWarning(UserWarning):

@@ -3,7 +3,8 @@
 A :class:`Session` takes a plan and the state that it starts from, splits each batch over the replicas, and lets an
 executor run the step. Beside it stand its :mod:`.options`, what it keeps from step to step (:mod:`.state`,
 :mod:`.learning_rates`), its way over a loader (:mod:`.loop`), and what it and every executor agree on
-(:mod:`.executor`). The rest has rooms:
+(:mod:`.executor`). A :class:`Function` is a plan without all that: it runs on tensors that it is handed. The rest has
+rooms:
 
 ============= =========================================================================================
 ``proof``     what must hold of a plan before it runs: :func:`check`
@@ -21,9 +22,10 @@ executor run the step. Beside it stand its :mod:`.options`, what it keeps from s
 """
 
 from .codegen.listing import python
+from .function import Function
 from .observing.report import Report
 from .proof.check import check
 from .proof.findings import Finding
 from .session import Session
 
-__all__ = ["Finding", "Report", "Session", "check", "python"]
+__all__ = ["Finding", "Function", "Report", "Session", "check", "python"]

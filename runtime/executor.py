@@ -36,6 +36,8 @@ class Setting:
         binding: the real device of each logical one.
         generators: a random generator for each logical device.
         deadline: after how many seconds without progress threads that wait for each other are stopped; None: never.
+        lasting: whether the outputs are ordinary tensors, as autograd and callers hand them on; else they are those of
+            inference mode, which costs a little less, and a session copies what it hands back.
     """
 
     plan: Plan
@@ -44,6 +46,11 @@ class Setting:
     binding: Mapping[Device, torch.device]
     generators: Mapping[Device, torch.Generator]
     deadline: float | None = None
+    lasting: bool = False
+
+    def mode(self) -> AbstractContextManager[None]:
+        """What operators run in."""
+        return torch.no_grad() if self.lasting else torch.inference_mode()
 
     def replica(self, op: Operator) -> int:
         """The replica whose random numbers *op* draws."""

@@ -69,7 +69,7 @@ def capture(
     targets: Sequence[Any] = (),
     loss: Callable[..., Any] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    backward: bool = False,
+    backward: bool | Sequence[int] = False,
     batch_dims: Any = None,
     clip_grad_norm: float | None = None,
     clip_grad_value: float | None = None,
@@ -97,7 +97,8 @@ def capture(
         backward: without a loss, whether the step has a backward. It is given one argument more, after the inputs: a
             tuple of the gradients of those outputs that need one, in their order, each laid out as its output. It
             returns a pair: the model's outputs, and a dict of the gradients of those inputs that require one, by the
-            names of their blobs. The parameters' gradients are outputs, as without an optimizer.
+            names of their blobs. The parameters' gradients are outputs, as without an optimizer. Positions, such as
+            ``[0, 2]``, are those of the outputs that have a gradient, among the leaves of all; True: all that need one.
         batch_dims: which dimension of each tensor is the batch: an int; None for a tensor that is passed whole; or
             a dict that names dimensions, such as ``{0: "batch", 1: "length"}``. One for all, or a tree of them over
             ``(inputs, kwargs, targets)``. By default dimension 0 of every tensor whose dimension 0 is as long as the
@@ -129,11 +130,11 @@ def capture(
     refuse_loss(loss, targets)
     if optimizer is not None and loss is None:
         raise CaptureError("an optimizer is given, but no loss", fix="pass loss=, or leave the optimizer out")
-    if type(backward) is not bool:
-        raise CaptureError(f"backward={backward!r}: a step has one or not", fix="give True or False")
-    if backward and loss is not None:
+    positions = _positions(backward)
+    joint = backward is not False
+    if joint and loss is not None:
         raise CaptureError(
-            "backward=True is given, and a loss, whose backward starts from the loss itself",
+            "backward is given, and a loss, whose backward starts from the loss itself",
             fix="leave backward out; or leave the loss out, and give the gradients of the outputs to the step",
         )
     options = read_options(
@@ -156,7 +157,8 @@ def capture(
             state=state,
             arguments=per_micro_batch(arguments, options.accumulate),
             loss=loss,
-            joint=backward,
+            joint=joint,
+            positions=positions,
             allowed=allowed,
             attributes=attributes_of(model, allowed),
             random=RandomState(),
@@ -174,6 +176,19 @@ def capture(
             step.caches.leave()
         step.caches.check()
         return program.with_(witness=Witness(step, allow_changes, program, outline, recorded, _capturing))
+
+
+def _positions(backward: object) -> tuple[int, ...] | None:
+    """Of the outputs that have a gradient; None where it is not said which."""
+    if type(backward) is bool:
+        return None
+    if isinstance(backward, Sequence) and not isinstance(backward, str) and backward:
+        if all(type(position) is int and position >= 0 for position in backward):
+            return tuple(sorted(set(backward)))
+    raise CaptureError(
+        f"backward={backward!r}: a step has one, or not, or one of some outputs",
+        fix="give True, False, or positions of outputs such as [0]",
+    )
 
 
 @contextlib.contextmanager

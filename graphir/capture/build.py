@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import torch
+from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
 from ..ir.blob import Blob, Role
@@ -243,7 +244,7 @@ def _interface(
         feeds=tuple(feeds),
         loss=None if recording.loss is None else named[recording.loss.index],
         fetches=tuple([_slot(leaf, dim, named) for leaf, dim in zip(recording.returned, gathered, strict=True)]),
-        results=None if recording.results is None else written_structure(recording.results, "what the model returns"),
+        results=_results(step, recording, named),
         differentiable=tuple([position for position, _, _ in recording.given]),
         one_replica=batch_dims is None,
         gradients={} if optimizer else {named[p.index]: named[g.index] for p, g in recording.finished.gradients},
@@ -252,6 +253,15 @@ def _interface(
         optimizer_state=update.optimizer_state,
         param_groups=update.param_groups,
     )
+
+
+def _results(step: Step, recording: Recording, named: Sequence[str]) -> str | None:
+    """The structure of what a step without loss returns."""
+    spec = recording.results
+    if spec is not None and step.joint:
+        output = pytree.tree_unflatten([None] * spec.num_leaves, spec)
+        spec = pytree.tree_structure((output, dict.fromkeys([named[v.index] for v in recording.of_inputs])))
+    return None if spec is None else written_structure(spec, "what the model returns")
 
 
 def _slot(leaf: Value | Scalar, batch_dim: int | None, named: Sequence[str]) -> Slot:

@@ -23,6 +23,7 @@ def outcome(recording: Recording) -> Mapping[str, object]:
         "what the model returns": (
             [leaf.index if isinstance(leaf, Value) else repr(leaf) for leaf in recording.returned],
             recording.results,
+            [value.index for value in recording.of_inputs],
         ),
         "its loss": recording.loss and recording.loss.index,
         "the gradients of activations": [

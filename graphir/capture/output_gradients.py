@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,25 +25,34 @@ class Joint(NamedTuple):
         found: forward values and their gradients, parameters first.
         given: of each output that needs a gradient: its position among the leaves of the outputs, its value, and the
             value of the gradient that the step is given for it.
-        of_inputs: the gradient of each input that requires one and has one, by the input's name.
+        of_inputs: each input that requires a gradient and has one, and that.
     """
 
     found: list[tuple[Value, Value]]
     given: list[tuple[int, Value, Value]]
-    of_inputs: Mapping[str, torch.Tensor]
+    of_inputs: list[tuple[Value, Value]]
 
 
-def joint_backward(output: Any, recorder: Recorder) -> Joint:
-    """Record the backward of every output that needs a gradient.
+def joint_backward(output: Any, positions: Sequence[int] | None, recorder: Recorder) -> Joint:
+    """Record the backward of the outputs that need a gradient: of all, or of those at *positions* among their leaves.
 
     The gradient of an output is laid out in memory as the output is; where that has gaps, or elements that share
     memory, without gaps.
 
     Raises:
-        CaptureError: no output needs a gradient.
+        CaptureError: no output needs a gradient, or one of *positions* needs none.
     """
     leaves = pytree.tree_leaves(output)
     starts = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if positions is not None:
+        needing = [i for i, _ in starts]
+        for i in positions:
+            if i not in needing:
+                raise CaptureError(
+                    f"backward names output {i}, which needs no gradient",
+                    fix=f"outputs that need one: {', '.join(map(str, needing)) or 'none'}",
+                )
+        starts = [(i, leaf) for i, leaf in starts if i in positions]
     if not starts:
         raise CaptureError(
             "no output of the model needs a gradient, so there is no backward",
@@ -66,15 +75,15 @@ def joint_backward(output: Any, recorder: Recorder) -> Joint:
     return Joint(found, given, _of_inputs(found, recorder))
 
 
-def _of_inputs(found: Sequence[tuple[Value, Value]], recorder: Recorder) -> dict[str, torch.Tensor]:
-    """Gradients of inputs, each a tensor that is no parameter's gradient: those of parameters are reduced over replicas."""
+def _of_inputs(found: Sequence[tuple[Value, Value]], recorder: Recorder) -> list[tuple[Value, Value]]:
+    """Gradients of inputs, in memory that no parameter's gradient has: those of parameters are reduced over replicas."""
     taken = {gradient.root.index for value, gradient in found if value.kind == "param"}
-    made = {}
+    made = []
     with recorder.unseen():
         for value, gradient in found:
             if value.kind != "input":
                 continue
             if gradient.root.index in taken or gradient.root.kind:
                 gradient = recorder.apply(_aten.clone.default, gradient, memory_format=torch.preserve_format)
-            made[value.label] = recorder.window(gradient)
+            made.append((value, gradient))
     return made

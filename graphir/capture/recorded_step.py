@@ -23,7 +23,9 @@ class Outcome:
 
     Attributes:
         loss: the scalar loss.
-        returned: the leaves of what a step without loss returns, and ``results``, their structure.
+        returned: the leaves of what the model of a step without loss returns, and ``results``, their structure; behind
+            them the gradients of inputs, if the step is given those of its outputs.
+        of_inputs: the inputs that have these.
         gradients: forward values and the values of their gradients, parameters first.
         parts: parameters, and gradients and sums of some micro-batches.
         finished: what the updates read, or the caller gets.
@@ -37,6 +39,7 @@ class Outcome:
     gradients: Sequence[tuple[Value, Value]] = ()
     parts: Sequence[tuple[Value, Value]] = ()
     finished: Finished
+    of_inputs: Sequence[Value] = ()
     given: Sequence[tuple[int, Value, Value]] = ()
 
     @property

@@ -58,6 +58,7 @@ class Step(NamedTuple):
         arguments: of a step; their ``batch`` is that of one micro-batch.
         loss: without it the step is a forward only, or is given the gradients of its outputs.
         joint: it is given the gradients of its outputs, and has a backward.
+        positions: of the outputs whose gradients it is given; None: of all that need one.
         allowed: attributes of modules that the step may change.
         attributes: of each module, as the step finds them.
         random: the random states, as the step finds them.
@@ -72,6 +73,7 @@ class Step(NamedTuple):
     arguments: Arguments
     loss: Callable[..., Any] | None
     joint: bool
+    positions: tuple[int, ...] | None
     allowed: AllowedChanges
     attributes: Sequence[Attributes]
     random: RandomState
@@ -241,14 +243,15 @@ def _forward_backward(step: Step, leaves: Sequence[Any], recorder: Recorder, con
     output, _ = _forward(step, leaves, recorder, conditions)
     recorder.end_forward()
     with recorder.follow_step():
-        joint = joint_backward(output, recorder)
+        joint = joint_backward(output, step.positions, recorder)
     recorder.end_backward(0, joint.found)
     with recorder.unseen():
-        returned, results = _returned((output, dict(joint.of_inputs)), recorder)
+        returned, results = _returned(output, recorder)
     of_params = [pair for pair in joint.found if pair[0].kind == "param"]
     return Outcome(
-        returned=returned,
+        returned=[*returned, *(gradient for _, gradient in joint.of_inputs)],
         results=results,
+        of_inputs=[value for value, _ in joint.of_inputs],
         gradients=joint.found,
         finished=Finished(of_params),
         given=joint.given,

@@ -89,8 +89,9 @@ class Witness:
         alone: Callable[[torch.nn.Module], AbstractContextManager[None]],
     ) -> None:
         self._step = step._replace(state=_NO_STATE, arguments=_without_data(step.arguments), attributes=())
-        self._allowed, self._alone = tuple(allowed), alone
-        self._program, self._outline = program, outline
+        self._allowed, self._alone, blobs = tuple(allowed), alone, program.step.blobs
+        compared = {k: t for k, t in program.state.items() if k in blobs and blobs[k].role == "constant"}
+        self._program, self._outline = program.with_(state=compared), outline
         self._modes = Modes(step.model)
         self._found: dict[tuple[int, ...], _Difference | None] = {self._point(dims): None for dims in recorded}
 

@@ -193,7 +193,7 @@ class Cuda:
     def between(self, dims: Dims, step: int, issue: Callable[[], T]) -> T:
         """Issue something after all that the caller has issued so far, and before all that it will issue."""
         self.dims = dims
-        with neutral(self.intraop, self.kinds), torch.inference_mode(), self.machine.kept(self.real) as callers:
+        with neutral(self.intraop, self.kinds), self.setting.mode(), self.machine.kept(self.real) as callers:
             try:
                 self.fence.enter(callers)
                 found = issue()

@@ -56,7 +56,7 @@ class Reference:
         """One step, with a probe where one is given."""
         plan, position = self.setting.plan, -1
         kinds = {place.type for place in self.setting.binding.values()}
-        with neutral(self.intraop, kinds), torch.inference_mode():
+        with neutral(self.intraop, kinds), self.setting.mode():
             interpretation = self.interpretation(dims, inputs, step)
             try:
                 for position in self.order(step):

@@ -46,9 +46,9 @@ class Serial(OnHost):
         given = inputs if len(code.inputs) == len(inputs) else [inputs[i] for i in code.inputs]
         try:
             if is_neutral(self.intraop):
-                with torch.inference_mode():
+                with self.setting.mode():
                     return function(*first, *given)
-            with neutral(self.intraop), torch.inference_mode():
+            with neutral(self.intraop), self.setting.mode():
                 return function(*first, *given)
         except Exception as e:
             error = generated.blame([e], dims, first[0])

@@ -22,10 +22,10 @@ import weakref
 from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache, partial
 from operator import methodcaller
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -54,6 +54,9 @@ _LOOK_SECONDS: Final = 0.05
 _GRACE_SECONDS: Final = 10.0
 """How long a thread that was told to stop may take to end the operator that it is in, before it is left to itself."""
 
+_Surroundings: TypeAlias = Sequence[Callable[[], AbstractContextManager[None]]]
+"""What a thread is in for as long as it lives."""
+
 _yield: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
@@ -79,7 +82,8 @@ class Threads(OnHost):
         devices = {device: i for i, device in enumerate(dict.fromkeys(map(lane_device, plan.lanes)))}
         of_lane = {lane: devices[lane_device(lane)] for lane in plan.lanes}
         self.handoffs, self.of_lane = handoffs(plan, of_lane), of_lane
-        self.team = _Team(len(devices), self.handoffs.total, threads or torch.get_num_threads(), self.surroundings)
+        intraop = threads or torch.get_num_threads()
+        self.team = _Team(len(devices), self.handoffs.total, intraop, (self.surroundings, setting.mode))
         try:
             handover = Handover(self.handoffs, *self.team.events(), self.team.values)
             self.generate = partial(generate, setting, of_lane, handover, buffers=self.buffers)
@@ -161,7 +165,7 @@ class _Brake:
 class _Team:
     """Persistent threads, and the locks by which they wait for each other."""
 
-    def __init__(self, size: int, events: int, intraop: int, surroundings: type[AbstractContextManager[None]]) -> None:
+    def __init__(self, size: int, events: int, intraop: int, surroundings: _Surroundings) -> None:
         self.locks = [_taken_lock() for _ in range(events)]
         self.brake = _Brake(self.locks)
         self.values: list[Tensor | None] = []
@@ -323,7 +327,7 @@ def _release(lock: Any) -> None:
         return
 
 
-def _serve(worker: _Worker, brake: _Brake, intraop: int, surroundings: type[AbstractContextManager[None]]) -> None:
+def _serve(worker: _Worker, brake: _Brake, intraop: int, surroundings: _Surroundings) -> None:
     """What a thread does until it is given nothing."""
     try:
         set_threads(intraop)
@@ -332,7 +336,9 @@ def _serve(worker: _Worker, brake: _Brake, intraop: int, surroundings: type[Abst
         worker.done.release()
         return
     try:
-        with surroundings(), torch.inference_mode():
+        with ExitStack() as stack:
+            for enter in surroundings:
+                stack.enter_context(enter())
             worker.done.release()
             while not brake.ended and _called(worker, brake):
                 continue

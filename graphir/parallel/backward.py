@@ -1,0 +1,219 @@
+"""The backward of a call: one node of autograd over a backward plan, or over eager replicas where that cannot do."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from graphir.passes import Halves, emit
+from graphir.runtime import Function
+from graphir.runtime.interface.structure import read_structure
+from graphir.runtime.machine.places import Binding
+
+from ..capture import seeded
+from ..capture.modes import Modes
+from ..ir.blob import bound_layout
+from ..ir.size import Dims
+from .calls import Call
+from .lent_state import LentState
+
+__all__ = ["BackwardPlan", "Differentiated", "Ran"]
+
+
+class Ran(NamedTuple):
+    """A forward that has run.
+
+    Attributes:
+        call: what was given.
+        dims: of the plans.
+        step: what seeds were mixed of.
+        shares: the replicas' inputs.
+        outputs: of the forward plan.
+        parts: of each tensor that the module returns, the replicas'.
+        gathered: the same, gathered.
+    """
+
+    call: Call
+    dims: Dims
+    step: int
+    shares: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    parts: Sequence[Sequence[Tensor]]
+    gathered: list[Tensor]
+
+
+class _Cut(NamedTuple):
+    """The share of an output's gradient that a replica is given: rows of it, and its layout."""
+
+    start: int
+    length: int
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class BackwardPlan:
+    """A backward plan, and what the node gives it and takes from it.
+
+    Args:
+        module: the replicated module.
+        dim: along which inputs are split and outputs gathered.
+        binding: as a session takes it.
+        halves: the programs, the forward's too.
+        state: of both plans.
+        entries: the module's parameters and buffers, by their blobs' names.
+        given: the blobs that the forward plan returns, and those that it was given.
+        call: of the kind that the plan is for.
+        told: called with the positions of the outputs for which gradients came, where these are others than expected.
+
+    Attributes:
+        params: the parameters that have a gradient.
+        differentiable: positions, among the tensors that the module returns, of those that need a gradient.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        dim: int,
+        binding: Binding,
+        halves: Halves,
+        state: LentState,
+        entries: Mapping[str, Tensor],
+        given: tuple[Sequence[str], Sequence[str]],
+        call: Call,
+        told: Callable[[tuple[int, ...]], None],
+    ) -> None:
+        backward, first = halves.backward, halves.backward.replicas[0]
+        self._module, self._dim, self._told, self._program = module, dim, told, backward
+        self._random = any(op.seed is not None for half in halves[:2] for op in half.step.ops)
+        self._modes = Modes(module)
+        self._function = Function(emit(backward), state.tensors, binding)
+        outputs, inputs = ({name: i for i, name in enumerate(names)} for names in given)
+        self._made = [outputs[name] for name in halves.saved if name in outputs]
+        self._shares = [inputs[name] for name in halves.saved if name not in outputs]
+        saved = sorted(halves.saved, key=lambda name: name not in outputs)
+        slots = [str(slot.blob) for slot in backward.interface.feeds]
+        order = {name: i for i, name in enumerate([*saved, *(p + slot for slot in slots for p in backward.replicas)])}
+        self._order = [order[name] for name in self._function.inputs]
+        leaves = [i for i, fetch in enumerate(halves.forward.interface.fetches) if fetch.blob is not None]
+        self._leaves, self._expected = leaves, [leaves.index(i) for i in halves.outputs]
+        self._slots = slots
+        self.differentiable = self._expected
+        at = {name: i for i, name in enumerate(self._function.outputs)}
+        gradients = backward.interface.gradients
+        self.params = [entries[name] for name in gradients]
+        self._of_params = [at[first + gradient] for gradient in gradients.values()]
+        feeds = [feed.blob for feed in halves.forward.interface.feeds]
+        of_inputs = dict(zip(read_structure(str(backward.interface.results)).keys, backward.interface.fetches, strict=True))
+        self._of_inputs = [
+            [at[p + str(of_inputs[feeds[i]].blob)] for p in backward.replicas] if feeds[i] in of_inputs else []
+            for i in call.at
+        ]
+        read = {name.removeprefix(first) for name in backward.step.external_inputs}
+        self._checked = [t for name, t in entries.items() if name in read and first + name not in state.written]
+        self._cuts: dict[tuple[int, ...], list[list[_Cut]]] = {}
+
+    def expect_of(self, needing: Sequence[int]) -> None:
+        """Say which outputs need a gradient, by their positions among all leaves, where the plan takes those of some."""
+        self.differentiable = [self._leaves.index(i) for i in needing]
+
+    def keep(self, ctx: Any, ran: Ran) -> None:
+        """Keep what the backward reads; torch frees it, and says where something of it was overwritten meanwhile."""
+        key = tuple(ran.dims.values())
+        if key not in self._cuts:
+            self._cuts[key] = [
+                list(self._cut(slot, ran.parts[i], ran.dims))
+                for slot, i in zip(self._slots, self._expected, strict=True)
+            ]
+        made, shares = [ran.outputs[i] for i in self._made], [ran.shares[i] for i in self._shares]
+        ctx.save_for_backward(*made, *shares, *self._checked)
+        ctx.ran = ran._replace(shares=(), outputs=(), parts=(), gathered=[])
+
+    def _cut(self, slot: str, parts: Sequence[Tensor], dims: Dims) -> list[_Cut]:
+        """How an output's gradient is cut for replicas that returned these *parts* of it."""
+        start, cuts = 0, []
+        for prefix, part in zip(self._program.replicas, parts, strict=True):
+            size, strides = bound_layout(self._program.step.blobs[prefix + slot], dims)
+            length = part.shape[self._dim] if part.dim() else 1
+            cuts.append(_Cut(start, length, size, strides))
+            start += length
+        return cuts
+
+    def __call__(self, ran: Ran, saved: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """The gradients of :attr:`params` and of the call's tensors."""
+        given = [grads[i] for i in self._expected]
+        came = [i for i, grad in enumerate(grads) if grad is not None]
+        if came != self._expected:
+            self._told(tuple([self._leaves[i] for i in came]))
+        elif not torch.is_grad_enabled() and all(map(_is_plain, given)):
+            return self._planned(ran, saved, given)
+        return self._eagerly(ran, came, grads)
+
+    def _planned(self, ran: Ran, saved: Sequence[Tensor], grads: Sequence[Any]) -> list[Tensor | None]:
+        values = list(saved[: len(self._made) + len(self._shares)])
+        for grad, cuts in zip(grads, self._cuts[tuple(ran.dims.values())], strict=True):
+            values += [_share(grad, self._dim, cut) for cut in cuts]
+        outputs = self._function(ran.dims, [values[i] for i in self._order], ran.step)
+        found: list[Tensor | None] = [outputs[i] for i in self._of_params]
+        for (i, *rest), tensor in zip([at or [-1] for at in self._of_inputs], ran.call.tensors, strict=True):
+            if i < 0:
+                found.append(None)
+                continue
+            found.append(torch.cat([outputs[part].to(tensor.device) for part in (i, *rest)], self._dim))
+        return found
+
+    def _eagerly(self, ran: Ran, came: Sequence[int], grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """The same by replicas that run once more, one after the other, so that their gradients have gradients."""
+        create = torch.is_grad_enabled()
+        buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
+        found: list[list[Tensor]] = []
+        with torch.enable_grad():
+            try:
+                for replica, (args, kwargs) in enumerate(ran.call.shares(self._dim, len(self._program.replicas))):
+                    drawing = seeded(ran.step, replica) if self._random else contextlib.nullcontext()
+                    with self._modes.held(), drawing:
+                        leaves = pytree.tree_leaves(self._module(*args, **kwargs))
+                    found.append([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+            finally:
+                for buffer, before in buffers:
+                    buffer.data.copy_(before)  # which no version counts: the graph may have kept the buffer
+            parts = [[tensors[i] for tensors in found] for i in came]
+            outputs = [torch.cat(part, self._dim) if part[0].dim() else torch.stack(part) for part in parts]
+        wanted, given = [*self.params, *ran.call.tensors], [grads[i] for i in came]
+        return torch.autograd.grad(outputs, wanted, given, create_graph=create, allow_unused=True)
+
+
+def _is_plain(grad: Tensor | None) -> TypeGuard[Tensor]:
+    """Whether a plan can be given it: no batch of gradients, as ``is_grads_batched`` makes them."""
+    return type(grad) is Tensor and grad.layout == torch.strided and not _wrapped(grad)
+
+
+_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def _share(grad: Tensor, dim: int, cut: _Cut) -> Tensor:
+    if not cut.size:
+        return grad[cut.start].clone()
+    share = grad.narrow(dim, cut.start, cut.length)
+    return share if share.stride() == cut.strides else share.new_empty_strided(cut.size, cut.strides).copy_(share)
+
+
+class Differentiated(torch.autograd.Function):
+    """The node: its inputs are the parameters and inputs that need a gradient, its outputs the module's tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: BackwardPlan, run: Callable[[], Ran], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ran = run()
+        ctx.plan = plan
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*[t for i, t in enumerate(ran.gathered) if i not in plan.differentiable])
+        plan.keep(ctx, ran)
+        return tuple(ran.gathered)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, None, *ctx.plan(ctx.ran, ctx.saved_tensors, grads))

@@ -1,0 +1,109 @@
+"""What a call gives to replicas: its leaves, and what kind of call it is."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from graphir.runtime.machine.surroundings import FORKS
+
+from ..capture.global_state import SETTINGS
+from ..ir.tensor import PLAIN
+
+__all__ = ["Call", "TooFewRows", "Unfit", "read_call"]
+
+
+class Unfit(Exception):
+    """Why no plan can stand for a call."""
+
+
+class TooFewRows(Exception):
+    """There are fewer shares than replicas, as torch.chunk cuts the batch."""
+
+
+class Call(NamedTuple):
+    """A call.
+
+    Attributes:
+        args, kwargs: as given.
+        tensors: those among their leaves that require a gradient, where gradients are computed, each once.
+        at: their positions among the leaves.
+        kind: equal for calls that one plan may stand for.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    tensors: tuple[Tensor, ...]
+    at: tuple[int, ...]
+    kind: Hashable
+
+    def shares(self, dim: int, replicas: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """The arguments of each replica, cut by torch.chunk's rule; gradients flow through them."""
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        cut: dict[int, tuple[Tensor, ...]] = {}
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and id(leaf) not in cut:
+                cut[id(leaf)] = leaf.chunk(replicas, dim)
+        return [
+            pytree.tree_unflatten([cut[id(x)][i] if isinstance(x, Tensor) else x for x in leaves], spec)
+            for i in range(replicas)
+        ]
+
+
+def read_call(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], dim: int, replicas: int, training: bool, place: torch.device
+) -> Call:
+    """Read a call of a module that is in *training* mode or not, whose parameters are on *place*.
+
+    Raises:
+        Unfit: no plan can stand for such a call.
+        TooFewRows: eager replicas take it, and fewer of them than there are.
+    """
+    if why := _surroundings():
+        raise Unfit(why)
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    graded = torch.is_grad_enabled()
+    seen: dict[int, int] = {}
+    described: list[Hashable] = []
+    rows = -1
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            if not isinstance(leaf, (bool, int, float, str, type(None))):
+                raise Unfit(f"an argument has a {type(leaf).__name__} in it")
+            described.append((type(leaf), repr(leaf)))
+            continue
+        if type(leaf) not in PLAIN or leaf.layout != torch.strided:
+            raise Unfit(f"an argument is a {type(leaf).__name__} of layout {leaf.layout}")
+        shape = leaf.shape
+        if len(shape) <= dim or leaf.device != place:
+            raise Unfit(f"an argument has no dimension {dim}, or is not on {place}")
+        if rows not in (-1, shape[dim]):
+            raise Unfit(f"arguments have {rows} and {shape[dim]} rows")
+        rows = shape[dim]
+        strides = None if leaf.is_contiguous() else leaf.stride()
+        first = seen.setdefault(id(leaf), i)
+        described.append((first, leaf.dtype, shape[:dim], shape[dim + 1 :], strides, graded and leaf.requires_grad))
+    if rows < 0:
+        raise Unfit("no argument is a tensor")
+    each = -(-rows // replicas)
+    if not rows or -(-rows // each) < replicas:
+        raise TooFewRows
+    settings = tuple([setting.get() for setting in SETTINGS.values()])
+    modes = training, torch.is_inference_mode_enabled(), torch.get_num_threads(), FORKS[0]
+    at = tuple([i for i in seen.values() if graded and leaves[i].requires_grad])
+    return Call(args, kwargs, tuple([leaves[i] for i in at]), at, (spec, tuple(described), settings, modes))
+
+
+def _surroundings() -> str:
+    """What watches the call's operators, each of which an eager replica would show it; empty where nothing does."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return "a mode of torch watches the operators"
+    if torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0:
+        return "a transform of torch.func, or forward differentiation, is active"
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return "the call is being compiled or traced"
+    return ""

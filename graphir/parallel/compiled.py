@@ -1,0 +1,183 @@
+"""The fast path of data parallelism: one node of autograd over two plans.
+
+::
+
+    x ──▶ shares ──▶ forward plan ──▶ outputs, gathered along the batch
+                           │ saved values, of each call its own
+    gradients of x  ◀── backward plan ◀── shares of the outputs' gradients
+    sums of the parameters' gradients ◀──┘
+
+The plans run on the module's own parameters and buffers. They are captured at the first call of a kind, and kept as
+long as the module is what it was. Whatever they cannot stand for is left to eager replicas.
+
+``calls`` reads a call, ``module_guard`` watches the module, ``lent_state`` lends its tensors to plans; ``plans`` has
+what runs forward and ``backward`` the node.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from graphir.runtime.machine.places import Binding
+from graphir.runtime.machine.surroundings import follow_forks
+
+from ..errors import CoverageError, EagerWarning, GraphirError
+from .calls import Call, TooFewRows, Unfit, read_call
+from .module_guard import ModuleGuard
+from .plans import Plans, Replicas
+
+__all__ = ["Compiled"]
+
+_MOST_KINDS: Final = 8
+"""How many kinds of calls have plans; those not used for longest make room."""
+
+_MOST_CAPTURES: Final = 4
+"""How often plans for calls of one kind are made anew because the module has changed."""
+
+
+class Compiled:
+    """Calls a module's replicas through plans, where plans can stand for them.
+
+    A call draws one number (``torch.randint(2**62, ())``) from torch's generator if the module draws any. Its masks
+    are made of that number, the replica and the operator, as those of :func:`graphir.seeded` with that number as the
+    step: after ``torch.manual_seed`` two runs give equal bits.
+
+    Args:
+        module: whose parameters and buffers are read, and written, where they are.
+        device_ids: of the replicas, at least two: numbers of logical devices.
+        output_device: where outputs go: the number of a logical device, a real device, or -1 for the CPU; by default
+            the first replica's.
+        dim: along which inputs are split and outputs gathered.
+        binding: the real device of each logical one, as :class:`graphir.runtime.Session` takes it.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        device_ids: Sequence[int],
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        binding: Binding = "auto",
+    ) -> None:
+        output = torch.device("cpu") if output_device == -1 else output_device
+        self._replicas = Replicas(
+            module, tuple(device_ids), dim, binding, output if isinstance(output, torch.device) else None
+        )
+        self._reset()
+
+    def _reset(self) -> None:
+        self._kinds: dict[Hashable, _Kind] = {}
+        self._told: set[str] = set()
+        self._lock = threading.RLock()
+        follow_forks()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_replicas": self._replicas}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
+        """The module's output for these arguments, gathered; None where eager replicas have to run.
+
+        Warns:
+            EagerWarning: says why they have to, once for each reason.
+
+        Raises:
+            RunError: an operator failed; its own exception is the cause.
+        """
+        try:
+            with self._lock:
+                call = self._read(tuple(args), dict(kwargs or {}))
+                return self._plans(call)(call)
+        except TooFewRows:
+            return None
+        except (Unfit, CoverageError) as e:
+            self._tell(str(e).partition("\n")[0])
+            return None
+
+    def _read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        module, devices, dim, *_ = self._replicas
+        first = next(module.parameters(), None)
+        place = torch.device("cpu") if first is None else first.device
+        return read_call(args, kwargs, dim, len(devices), module.training, place)
+
+    def _plans(self, call: Call) -> Plans:
+        """The plans for such a call, captured if need be.
+
+        Raises:
+            Unfit: there are none.
+        """
+        kind = self._kinds.pop(call.kind, None) or _Kind()
+        self._kinds[call.kind] = kind
+        if len(self._kinds) > _MOST_KINDS:
+            del self._kinds[next(iter(self._kinds))]
+        return kind.plans(self._replicas, call)
+
+    def _tell(self, why: str) -> None:
+        if why not in self._told:
+            self._told.add(why)
+            name = type(self._replicas.module).__name__
+            warnings.warn(f"the replicas of {name} run eagerly: {why}", EagerWarning, stacklevel=3)
+
+
+class _Kind:
+    """Calls of one kind, their plans, and the module that these were captured from.
+
+    Attributes:
+        guard: of that module.
+        found: the plans by the positions of the outputs whose gradients they take, or why there are none.
+        wanted: the positions of the outputs for which gradients came last; None: all that need one.
+        needing: those that need one, once that is known.
+        captures: how often the module was captured because it has changed.
+    """
+
+    def __init__(self) -> None:
+        self.guard: ModuleGuard | None = None
+        self.found: dict[tuple[int, ...] | None, Plans | str] = {}
+        self.wanted: tuple[int, ...] | None = None
+        self.needing: tuple[int, ...] | None = None
+        self.captures = 0
+
+    def plans(self, replicas: Replicas, call: Call) -> Plans:
+        if self.guard is None or not self.guard.holds():
+            self._start(replicas.module)
+        assert self.guard is not None
+        if self.guard.hooked():
+            raise Unfit("a module has hooks, which are called once for each replica")
+        found = self.found.get(self.wanted)
+        if found is None:
+            found = self.found[self.wanted] = self._made(replicas, call)
+            self.guard = ModuleGuard(replicas.module)  # the step may have set it up
+        if isinstance(found, str):
+            raise Unfit(found)
+        return found
+
+    def _start(self, module: torch.nn.Module) -> None:
+        """Begin with the module as it is now."""
+        if self.captures > _MOST_CAPTURES:
+            raise Unfit("the module's attributes, parameters or buffers are other ones again and again")
+        self.captures += 1
+        self.found.clear()
+        self.wanted = self.needing = None
+        self.guard = ModuleGuard(module)
+
+    def _made(self, replicas: Replicas, call: Call) -> Plans | str:
+        if any(hasattr(module, "__data_parallel_replicate__") for module in replicas.module.modules()):
+            return "a module has a callback, which is called for each replica"
+        try:
+            plans = Plans(replicas, call, self.wanted, self.needing, self._tell)
+        except GraphirError as e:
+            return f"it cannot be captured: {e.what}"
+        if self.wanted is None:
+            self.needing = plans.positions
+        return plans
+
+    def _tell(self, positions: tuple[int, ...]) -> None:
+        self.wanted = None if positions == self.needing else positions

@@ -1,0 +1,179 @@
+"""The plans of one kind of call: captured, split, and run forward."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphir.passes import emit, replicate, split_backward
+from graphir.runtime import Function
+from graphir.runtime.interface.scatter import Scatter
+from graphir.runtime.interface.structure import read_structure, unflatten
+from graphir.runtime.interface.witness import witness_of
+from graphir.runtime.machine.places import Binding
+
+from ..capture import capture
+from ..capture.model_state import read_state
+from ..errors import CaptureError
+from ..ir.program import Program
+from .backward import BackwardPlan, Differentiated, Ran
+from .calls import Call
+from .lent_state import LentState
+
+__all__ = ["Plans", "Replicas"]
+
+
+class Replicas(NamedTuple):
+    """What replicates a module.
+
+    Attributes:
+        module: the module.
+        devices: the number of a logical device for each replica.
+        dim: along which inputs are split and outputs gathered.
+        binding: the real device of each logical one.
+        output: the real device of the outputs; None: the first replica's.
+    """
+
+    module: torch.nn.Module
+    devices: tuple[int, ...]
+    dim: int
+    binding: Binding
+    output: torch.device | None
+
+
+class Plans:
+    """A forward plan, and a backward plan where the call has a backward.
+
+    Args:
+        replicas: what is replicated.
+        call: of this kind.
+        positions: of the outputs whose gradients the backward takes, among the leaves of all; None: all that need one.
+        needing: of the outputs that need a gradient, where *positions* are some of these.
+        told: called with the positions for which gradients came, where these are others.
+
+    Attributes:
+        positions: those of the outputs whose gradients the backward takes; empty where there is none.
+
+    Raises:
+        GraphirError: the module cannot be captured so, or plans cannot be made of it.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        call: Call,
+        positions: tuple[int, ...] | None,
+        needing: tuple[int, ...] | None,
+        told: Callable[[tuple[int, ...]], None],
+    ) -> None:
+        self.replicas = replicas
+        captured = _captured(replicas, call, positions)
+        self.positions = captured.interface.differentiable
+        program = replicate(captured, replicas.devices, reduction="sum")
+        halves = split_backward(program) if captured.interface.differentiable else None
+        forward = program if halves is None else halves.forward
+        entries = {entry.name: entry.tensor for entry in read_state(replicas.module).tensors}
+        parts = [forward] if halves is None else [halves.forward, halves.backward]
+        self._state = LentState(entries, captured.state, parts, replicas.binding)
+        self._forward = Function(emit(forward), self._state.tensors, replicas.binding)
+        self._scatter = Scatter(forward, self._forward.places, None, [witness_of(forward, forward)])
+        self._random = any(op.seed is not None for op in program.step.ops)
+        self._fetches = _fetches(forward, self._forward.outputs)
+        self._structure = read_structure(str(forward.interface.results))
+        self._backward = None
+        if halves is not None:
+            self._backward = BackwardPlan(
+                replicas.module,
+                replicas.dim,
+                replicas.binding,
+                halves,
+                self._state,
+                entries,
+                (self._forward.outputs, self._scatter.names),
+                call,
+                told,
+            )
+            if needing is not None:
+                self._backward.expect_of(needing)
+
+    def __call__(self, call: Call) -> Any:
+        """The module's output, gathered.
+
+        Raises:
+            CoverageError: the plans do not cover the call's sizes.
+            RunError: an operator failed.
+        """
+        dims, shares = self._scatter.split(call.args, call.kwargs)
+        step = int(torch.randint(2**62, ())) if self._random else 0
+
+        def run() -> Ran:
+            self._state.broadcast()
+            outputs = self._forward(dims, shares, step)
+            parts = [[outputs[i] for i in at] for _, at in self._fetches if at]
+            return Ran(call, dims, step, shares, outputs, parts, self._gathered(parts))
+
+        if self._backward is None:
+            gathered: Sequence[Tensor] = run().gathered
+        else:
+            params = self._backward.params
+            gathered = Differentiated.apply(self._backward, run, *params, *call.tensors)  # type: ignore[no-untyped-call]
+        made = iter(gathered)
+        leaves = [next(made) if at else value for value, at in self._fetches]
+        return unflatten(self._structure, iter(leaves))
+
+    def _gathered(self, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Each output of the replicas as one tensor, as ``torch.nn.parallel.gather`` makes it."""
+        with torch.no_grad():
+            return [self._gather(part) for part in parts]
+
+    def _gather(self, parts: Sequence[Tensor]) -> Tensor:
+        place = self.replicas.output or parts[0].device
+        here = [part.to(place) for part in parts]
+        if parts[0].dim():
+            return torch.cat(here, self.replicas.dim)
+        warnings.warn(
+            "Was asked to gather along dimension 0, but all input tensors were scalars; will instead unsqueeze "
+            "and return a vector.",
+            stacklevel=2,
+        )
+        return torch.stack(here)
+
+
+def _captured(replicas: Replicas, call: Call, positions: tuple[int, ...] | None) -> Program:
+    """The program of the first replica's share."""
+    args, kwargs = call.shares(replicas.dim, len(replicas.devices))[0]
+    args, kwargs = torch.utils._pytree.tree_map_only(Tensor, _leaf, (args, kwargs))
+    needing = torch.is_grad_enabled() and (
+        bool(call.tensors) or any(p.requires_grad for p in replicas.module.parameters())
+    )
+    backward: bool | tuple[int, ...] = needing if positions is None else positions
+    try:
+        return capture(replicas.module, args, kwargs=kwargs, batch_dims=replicas.dim, backward=backward)
+    except CaptureError as e:
+        if backward is not True or not e.what.startswith("no output of the model needs a gradient"):
+            raise
+    return capture(replicas.module, args, kwargs=kwargs, batch_dims=replicas.dim)
+
+
+def _leaf(share: Tensor) -> Tensor:
+    return share.detach().requires_grad_(share.requires_grad)
+
+
+def _fetches(program: Program, outputs: Sequence[str]) -> list[tuple[Any, list[int]]]:
+    """Of each leaf that the module returns, its value, or the positions of the replicas' tensors among *outputs*.
+
+    Raises:
+        CaptureError: a leaf is neither a tensor nor None, or there are no tensors.
+    """
+    at = {name: i for i, name in enumerate(outputs)}
+    fetches = program.interface.fetches
+    if not any(fetch.blob is not None for fetch in fetches):
+        raise CaptureError("the module returns no tensor")
+    for fetch in fetches:
+        if fetch.blob is None and fetch.value is not None:
+            raise CaptureError(f"the module returns {fetch.value!r}, which cannot be gathered")
+    return [(f.value, [] if f.blob is None else [at[p + f.blob] for p in program.replicas]) for f in fetches]
