@@ -274,7 +274,9 @@ def _backward(
     )
     net = _net(f"{program.name}.backward", step, ops, (*state, *given), dict.fromkeys(wanted))
     net = net.with_(
-        blobs={name: blob._replace(role="input") if name in given else blob for name, blob in net.blobs.items()}
+        blobs={
+            name: blob._replace(role="input") if blob.storage in given else blob for name, blob in net.blobs.items()
+        }
     )
     init = [op for op in program.init.ops if set(op.outputs) <= set(state)]
     return program.with_(
