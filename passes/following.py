@@ -23,7 +23,7 @@ from functools import cached_property
 from graphir.ir.blob import Blob, dense_nbytes
 from graphir.ir.device import Device
 from graphir.ir.net import Net
-from graphir.ir.operator import PURE, Operator
+from graphir.ir.operator import PURE, Operator, participants
 from graphir.ir.opset import ACCUMULATES
 from graphir.ir.program import Program
 from graphir.ir.size import Dims
@@ -85,8 +85,8 @@ class _Following:
             if device != before:
                 ops[i] = op.on(device, by)
             if op.type == "AllReduce":
-                for participant, result in zip(op.inputs, op.outputs, strict=True):
-                    self.move(blobs[result], self.place(participant))
+                for participant, result in zip(participants(op), op.outputs, strict=True):
+                    self.move(blobs[result], self.place(op.inputs[participant]))
                 continue
             if device != before and i not in self.moved:
                 self.made_by(op, device)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from graphir.errors import PassError
 from graphir.ir.blob import STATE_ROLES
@@ -43,7 +43,7 @@ class Halves(NamedTuple):
     Attributes:
         forward: takes the inputs; its external outputs are the model's outputs and the *saved* values.
         backward: takes the *saved* values and the gradients of the outputs; its external outputs are the gradients of
-            inputs, and of parameters on the first replica.
+            inputs, and of parameters, each of which one replica has alone.
         saved: the blobs that cross, prefixes included, in the order in which they are made. They have the same names in
             both programs; an input of the step is one of the backward, too.
         outputs: positions, among the leaves that the forward returns, of those whose gradients the backward takes, in
@@ -56,13 +56,15 @@ class Halves(NamedTuple):
     outputs: tuple[int, ...]
 
 
-def split_backward(program: Program) -> Halves:
+def split_backward(program: Program, sums: Literal["first", "spread"] = "first") -> Halves:
     """Split a program that was captured with ``backward=True``, replicated or not, between forward and backward.
 
     Each call of the forward has saved values of its own, so that backwards may follow in any order, and not at all.
 
     Args:
         program: with copies between devices or without; before ``share_storage``, by which values lose their memory.
+        sums: where the replicas' gradients of a parameter are added up: on the ``first`` replica's device; or
+            ``spread``, on each device some, so that all add about as many bytes.
 
     Raises:
         PassError: the program has no such backward; or the backward reads what the forward overwrites, as a later
@@ -75,9 +77,10 @@ def split_backward(program: Program) -> Halves:
     later = [op for op in ops if op.phase != "forward"]
     parts = _parts_of_interface(program)
     crossing = _Crossing(program.step, forward)
-    first = program.replicas[0]
     wanted = [p + slot.blob for slot in parts.of_inputs if slot.blob is not None for p in program.replicas]
-    wanted += [first + gradient for gradient in program.interface.gradients.values()]
+    homes = _homes(program, sums)
+    wanted += [prefix + gradient for gradient, prefix in homes.items()]
+    later = _without_unread_sums(later, wanted)
     for op in later:
         crossing.read_by(op)
     for name in wanted:
@@ -86,7 +89,7 @@ def split_backward(program: Program) -> Halves:
     saved = tuple([name for name in crossing.saved if name not in gradients])
     halves = Halves(
         _forward(program, forward, parts, saved, gradients),
-        _backward(program, [*crossing.views, *map(crossing.rebased, later)], parts, (*saved, *gradients), wanted),
+        _backward(program, [*crossing.views, *map(crossing.rebased, later)], parts, (*saved, *gradients), wanted, homes),
         saved,
         parts.outputs,
     )
@@ -254,7 +257,12 @@ def _forward(
 
 
 def _backward(
-    program: Program, ops: Sequence[Operator], parts: _Interface, given: Sequence[str], wanted: Sequence[str]
+    program: Program,
+    ops: Sequence[Operator],
+    parts: _Interface,
+    given: Sequence[str],
+    wanted: Sequence[str],
+    homes: Mapping[str, str],
 ) -> Program:
     step = program.step
     read = {name for op in ops for name in op.inputs} | set(wanted)
@@ -269,7 +277,7 @@ def _backward(
         fetches=parts.of_inputs,
         results=parts.returned,
         differentiable=(),
-        placed=_on_first(program),
+        placed={**program.interface.placed, **{gradient: (prefix,) for gradient, prefix in homes.items()}},
         module_state={k: name for k, name in program.interface.module_state.items() if name in everywhere},
     )
     net = _net(f"{program.name}.backward", step, ops, (*state, *given), dict.fromkeys(wanted))
@@ -288,11 +296,31 @@ def _backward(
     )
 
 
-def _on_first(program: Program) -> dict[str, tuple[str, ...]]:
-    """The gradients of parameters, which the first replica alone hands back."""
-    if len(program.replicas) == 1:
-        return dict(program.interface.placed)
-    return {**program.interface.placed, **dict.fromkeys(program.interface.gradients.values(), program.replicas[:1])}
+def _homes(program: Program, sums: str) -> dict[str, str]:
+    """The replica that hands back each parameter's gradient, by its prefix."""
+    gradients = list(dict.fromkeys(program.interface.gradients.values()))
+    first = program.replicas[0]
+    if sums == "first":
+        return dict.fromkeys(gradients, first)
+    nbytes = dict.fromkeys(program.replicas, 0)
+    homes = {}
+    for gradient in sorted(gradients, key=lambda name: -program.step.blobs[first + name].nbytes(program.dims)):
+        homes[gradient] = min(nbytes, key=nbytes.__getitem__)
+        nbytes[homes[gradient]] += program.step.blobs[first + gradient].nbytes(program.dims)
+    return homes
+
+
+def _without_unread_sums(ops: Sequence[Operator], wanted: Sequence[str]) -> list[Operator]:
+    """The operators; of sums, each participant leaves its result out that nobody reads."""
+    read = {*wanted, *(name for op in ops for name in op.inputs)}
+    found = []
+    for op in ops:
+        if op.type == "AllReduce" and not read.issuperset(op.outputs):
+            kept = [name for name in op.outputs if name in read]
+            results = "".join(["t" if name in read else "_" for name in op.outputs])
+            op = op._replace(outputs=tuple(kept), results=f"[{results}]", by=_NAME)
+        found.append(op)
+    return found
 
 
 def _net(name: str, net: Net, ops: Sequence[Operator], given: Sequence[str], handed: Mapping[str, None] | tuple[()]) -> Net:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from .blob import Blob
 from .device import CPU, Device
 from .dialect import Dialect, HostOperands
-from .operator import Operator
+from .operator import Operator, participants
 
 __all__ = ["blob_devices", "first_device", "is_host_scalar", "required_devices", "same_memory"]
 
@@ -40,11 +40,9 @@ def required_devices(op: Operator, blobs: Mapping[str, Blob], dialect: Dialect) 
         if op.type == "Copy":
             return [blobs[name].device for name in op.inputs], outputs
         if op.type in dialect.stays:
-            participants = [blobs[name].device for name in op.inputs]
-            made = (participants + outputs)[: len(outputs)]
-            return participants, [
-                blobs[name].device if name in op.inputs else made[i] for i, name in enumerate(op.outputs)
-            ]
+            given = [blobs[name].device for name in op.inputs]
+            made = [(given + outputs)[participant] for participant in participants(op)]
+            return given, [blobs[name].device if name in op.inputs else made[i] for i, name in enumerate(op.outputs)]
         host, rule = device if device.is_host else CPU, dialect.host[op.type]
         if op.type != "Split" or len(inputs) == 2:
             inputs = _with_host(inputs, rule.inputs, host)
@@ -100,6 +98,7 @@ def first_device(op: Operator, position: int, blobs: Mapping[str, Blob], dialect
 def _elsewhere(op: Operator, position: int, found: Mapping[str, Device], dialect: Dialect) -> Device:
     """The same for types in ``dialect.elsewhere``."""
     if op.type in dialect.stays:
+        position = participants(op)[position]
         return found.get(op.inputs[position], op.device) if position < len(op.inputs) else op.device
     rule = dialect.host.get(op.type, HostOperands())
     on_host = rule.outputs is None or position in rule.outputs

@@ -77,22 +77,22 @@ def issued_as(op: Operator) -> Kind:
 
 
 def parts_of(op: Operator) -> int:
-    """How many instructions execute an operator: of a collective, one for each participant."""
-    return len(op.inputs) if issued_as(op) == "collective" else 1
+    """How many instructions execute an operator: of a collective, one for each result."""
+    return len(op.outputs) if issued_as(op) == "collective" else 1
 
 
 def issued_on(op: Operator, blobs: Mapping[str, Blob], part: int = 0) -> str:
     """The lane that executes an operator, or a part of a collective.
 
     A run belongs to its device's ``compute``, a copy to the destination's ``copy_in``, or to the source's ``copy_out``
-    where the destination is the cpu. A part of a collective belongs to its participant's ``copy_in``, so that gradients
+    where the destination is the cpu. A part of a collective belongs to its result's ``copy_in``, so that gradients
     are reduced while others are still computed.
     """
     kind = issued_as(op)
     if kind == "run":
         return lane(op.device, "compute")
     if kind == "collective":
-        return lane(blobs[op.inputs[part]].device, "copy_in")
+        return lane(blobs[op.outputs[part]].device, "copy_in")
     if op.device.kind == "cpu":
         return lane(blobs[op.inputs[0]].device, "copy_out")
     return lane(op.device, "copy_in")
@@ -117,7 +117,7 @@ class Instruction(NamedTuple):
             event; ``free`` drops a storage.
         lane: the lane that executes it.
         op: position of the operator in ``plan.step.ops`` (run, copy, collective), else -1.
-        part: which participant of a collective this is.
+        part: which result of a collective this makes.
         event: of a record or a wait.
         storage: of a free.
     """

@@ -106,7 +106,7 @@ class BackwardPlan:
         at = {name: i for i, name in enumerate(self._function.outputs)}
         gradients = backward.interface.gradients
         self.params = [entries[name] for name in gradients]
-        self._of_params = [at[first + gradient] for gradient in gradients.values()]
+        self._of_params = [at[backward.blob_of(gradient)] for gradient in gradients.values()]
         feeds = [feed.blob for feed in halves.forward.interface.feeds]
         of_inputs = dict(zip(read_structure(str(backward.interface.results)).keys, backward.interface.fetches, strict=True))
         self._of_inputs = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from graphir.runtime import Function
 from graphir.runtime.interface.scatter import Scatter
 from graphir.runtime.interface.structure import read_structure, unflatten
 from graphir.runtime.interface.witness import witness_of
-from graphir.runtime.machine.places import Binding
+from graphir.runtime.machine.places import Binding, places_of
 
 from ..capture import capture
 from ..capture.model_state import read_state
@@ -74,7 +74,9 @@ class Plans:
         captured = _captured(replicas, call, positions)
         self.positions = captured.interface.differentiable
         program = replicate(captured, replicas.devices, reduction="sum")
-        halves = split_backward(program) if captured.interface.differentiable else None
+        on_host = all(place.type == "cpu" for place in places_of(replicas.binding, program.devices).values())
+        sums: Literal["first", "spread"] = "spread" if on_host else "first"  # in one memory it is all the same
+        halves = split_backward(program, sums) if self.positions else None
         forward = program if halves is None else halves.forward
         entries = {entry.name: entry.tensor for entry in read_state(replicas.module).tensors}
         parts = [forward] if halves is None else [halves.forward, halves.backward]

@@ -288,6 +288,12 @@ def _check_distinct(setting: Setting, places: Mapping[Device, torch.device]) -> 
     for op in setting.plan.step.ops:
         if op.type != "AllReduce":
             continue
+        if len(op.outputs) < len(op.inputs):
+            raise SessionError(
+                "collectives='native': NCCL gives the sum to all participants, and some want none",
+                where=f"plan {setting.plan.name!r}",
+                fix="leave collectives='ordered'",
+            )
         devices = [setting.plan.step.blobs[name].device for name in op.inputs]
         first: dict[torch.device, Device] = {}
         for device in devices:

@@ -3,7 +3,7 @@
 22. Instructions of an operator are of the kind that its type asks for. They are in program order or in another one that
     respects the hazards: what an operator reads is made before it, and no write of a storage comes before a read or
     write of it that it follows in the program.
-23. Every operator is issued exactly once; a collective once for each participant.
+23. Every operator is issued exactly once; a collective once for each result.
 24. An instruction is on the lane that it belongs to (:func:`graphir.ir.plan.issued_on`).
 25. A record is of a version that its own lane has made or read.
 26. A wait comes after a record of its event.
