@@ -89,7 +89,9 @@ def split_backward(program: Program, sums: Literal["first", "spread"] = "first")
     saved = tuple([name for name in crossing.saved if name not in gradients])
     halves = Halves(
         _forward(program, forward, parts, saved, gradients),
-        _backward(program, [*crossing.views, *map(crossing.rebased, later)], parts, (*saved, *gradients), wanted, homes),
+        _backward(
+            program, [*crossing.views, *map(crossing.rebased, later)], parts, (*saved, *gradients), wanted, homes
+        ),
         saved,
         parts.outputs,
     )
@@ -225,9 +227,7 @@ class _Crossing:
         """The operator with the versions that it has where the forward has made none."""
         if not op.input_versions and not op.output_versions:
             return op
-        versions = [
-            [version - self.last.get(name, 0) for name, version in values] for values in (op.reads, op.makes)
-        ]
+        versions = [[version - self.last.get(name, 0) for name, version in values] for values in (op.reads, op.makes)]
         return op._replace(input_versions=stored_versions(versions[0]), output_versions=stored_versions(versions[1]))
 
 
@@ -282,9 +282,7 @@ def _backward(
     )
     net = _net(f"{program.name}.backward", step, ops, (*state, *given), dict.fromkeys(wanted))
     net = net.with_(
-        blobs={
-            name: blob._replace(role="input") if blob.storage in given else blob for name, blob in net.blobs.items()
-        }
+        blobs={name: blob._replace(role="input") if blob.storage in given else blob for name, blob in net.blobs.items()}
     )
     init = [op for op in program.init.ops if set(op.outputs) <= set(state)]
     return program.with_(
@@ -323,7 +321,9 @@ def _without_unread_sums(ops: Sequence[Operator], wanted: Sequence[str]) -> list
     return found
 
 
-def _net(name: str, net: Net, ops: Sequence[Operator], given: Sequence[str], handed: Mapping[str, None] | tuple[()]) -> Net:
+def _net(
+    name: str, net: Net, ops: Sequence[Operator], given: Sequence[str], handed: Mapping[str, None] | tuple[()]
+) -> Net:
     """The part of a net that these operators are."""
     named = {*given, *handed, *(name for op in ops for name in (*op.inputs, *op.outputs))}
     named |= {net.blobs[name].storage for name in named}

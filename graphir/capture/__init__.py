@@ -182,9 +182,9 @@ def _positions(backward: object) -> tuple[int, ...] | None:
     """Of the outputs that have a gradient; None where it is not said which."""
     if type(backward) is bool:
         return None
-    if isinstance(backward, Sequence) and not isinstance(backward, str) and backward:
-        if all(type(position) is int and position >= 0 for position in backward):
-            return tuple(sorted(set(backward)))
+    positions = tuple(backward) if isinstance(backward, list | tuple) else ()
+    if positions and all(type(position) is int and position >= 0 for position in positions):
+        return tuple(sorted(set(positions)))
     raise CaptureError(
         f"backward={backward!r}: a step has one, or not, or one of some outputs",
         fix="give True, False, or positions of outputs such as [0]",

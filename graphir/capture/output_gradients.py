@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -15,7 +15,7 @@ from .values import Value
 
 __all__ = ["Joint", "joint_backward"]
 
-_aten = torch.ops.aten
+_aten: Final = torch.ops.aten
 
 
 class Joint(NamedTuple):
@@ -76,7 +76,7 @@ def joint_backward(output: Any, positions: Sequence[int] | None, recorder: Recor
 
 
 def _of_inputs(found: Sequence[tuple[Value, Value]], recorder: Recorder) -> list[tuple[Value, Value]]:
-    """Gradients of inputs, in memory that no parameter's gradient has: those of parameters are reduced over replicas."""
+    """Inputs and their gradients, in memory that no parameter's gradient has: those are reduced over replicas."""
     taken = {gradient.root.index for value, gradient in found if value.kind == "param"}
     made = []
     with recorder.unseen():

@@ -108,7 +108,9 @@ class BackwardPlan:
         self.params = [entries[name] for name in gradients]
         self._of_params = [at[backward.blob_of(gradient)] for gradient in gradients.values()]
         feeds = [feed.blob for feed in halves.forward.interface.feeds]
-        of_inputs = dict(zip(read_structure(str(backward.interface.results)).keys, backward.interface.fetches, strict=True))
+        of_inputs = dict(
+            zip(read_structure(str(backward.interface.results)).keys, backward.interface.fetches, strict=True)
+        )
         self._of_inputs = [
             [at[p + str(of_inputs[feeds[i]].blob)] for p in backward.replicas] if feeds[i] in of_inputs else []
             for i in call.at
@@ -118,7 +120,7 @@ class BackwardPlan:
         self._cuts: dict[tuple[int, ...], list[list[_Cut]]] = {}
 
     def expect_of(self, needing: Sequence[int]) -> None:
-        """Say which outputs need a gradient, by their positions among all leaves, where the plan takes those of some."""
+        """Say which outputs need a gradient, by their positions among all leaves, where the plan takes some."""
         self.differentiable = [self._leaves.index(i) for i in needing]
 
     def keep(self, ctx: Any, ran: Ran) -> None:

@@ -55,9 +55,16 @@ class Call(NamedTuple):
 
 
 def read_call(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], dim: int, replicas: int, training: bool, place: torch.device
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], dim: int, replicas: int, place: torch.device, modes: Hashable
 ) -> Call:
-    """Read a call of a module that is in *training* mode or not, whose parameters are on *place*.
+    """Read a call.
+
+    Args:
+        args, kwargs: of the call.
+        dim: along which tensors are cut.
+        replicas: how many there are.
+        place: the device of the module's parameters.
+        modes: of the module; calls in others are of another kind.
 
     Raises:
         Unfit: no plan can stand for such a call.
@@ -93,7 +100,7 @@ def read_call(
     if not rows or -(-rows // each) < replicas:
         raise TooFewRows
     settings = tuple([setting.get() for setting in SETTINGS.values()])
-    modes = training, torch.is_inference_mode_enabled(), torch.get_num_threads(), FORKS[0]
+    modes = modes, torch.is_inference_mode_enabled(), torch.get_num_threads(), FORKS[0]
     at = tuple([i for i in seen.values() if graded and leaves[i].requires_grad])
     return Call(args, kwargs, tuple([leaves[i] for i in at]), at, (spec, tuple(described), settings, modes))
 
@@ -104,6 +111,6 @@ def _surroundings() -> str:
         return "a mode of torch watches the operators"
     if torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0:
         return "a transform of torch.func, or forward differentiation, is active"
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
         return "the call is being compiled or traced"
     return ""

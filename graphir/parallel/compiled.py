@@ -26,7 +26,7 @@ import torch
 from graphir.runtime.machine.places import Binding
 from graphir.runtime.machine.surroundings import follow_forks
 
-from ..errors import CoverageError, EagerWarning, GraphirError
+from ..errors import CoverageError, EagerWarning, GraphirError, RunError
 from .calls import Call, TooFewRows, Unfit, read_call
 from .module_guard import ModuleGuard
 from .plans import Plans, Replicas
@@ -73,8 +73,14 @@ class Compiled:
     def _reset(self) -> None:
         self._kinds: dict[Hashable, _Kind] = {}
         self._told: set[str] = set()
+        self._watch()
         self._lock = threading.RLock()
         follow_forks()
+
+    def _watch(self) -> None:
+        """Note the modules and parameters whose modes tell kinds of calls apart."""
+        module = self._replicas.module
+        self._modules, self._params = list(module.modules()), list(module.parameters())
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_replicas": self._replicas}
@@ -89,24 +95,23 @@ class Compiled:
         Warns:
             EagerWarning: says why they have to, once for each reason.
 
-        Raises:
-            RunError: an operator failed; its own exception is the cause.
+        A call that fails is left to eager replicas, too, which raise PyTorch's own error. A backward that fails raises
+        a :class:`graphir.RunError`.
         """
         try:
             with self._lock:
                 call = self._read(tuple(args), dict(kwargs or {}))
                 return self._plans(call)(call)
-        except TooFewRows:
+        except (TooFewRows, RunError):  # what has failed is to fail in a replica, whose error says where
             return None
         except (Unfit, CoverageError) as e:
             self._tell(str(e).partition("\n")[0])
             return None
 
     def _read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-        module, devices, dim, *_ = self._replicas
-        first = next(module.parameters(), None)
-        place = torch.device("cpu") if first is None else first.device
-        return read_call(args, kwargs, dim, len(devices), module.training, place)
+        place = self._params[0].device if self._params else torch.device("cpu")
+        modes = tuple([m.training for m in self._modules]), tuple([p.requires_grad for p in self._params])
+        return read_call(args, kwargs, self._replicas.dim, len(self._replicas.devices), place, modes)
 
     def _plans(self, call: Call) -> Plans:
         """The plans for such a call, captured if need be.
@@ -118,6 +123,8 @@ class Compiled:
         self._kinds[call.kind] = kind
         if len(self._kinds) > _MOST_KINDS:
             del self._kinds[next(iter(self._kinds))]
+        if kind.guard is None or not kind.guard.holds():
+            self._watch()
         return kind.plans(self._replicas, call)
 
     def _tell(self, why: str) -> None:

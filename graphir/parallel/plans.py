@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from graphir.passes import emit, replicate, split_backward
 from graphir.runtime import Function
@@ -84,7 +85,7 @@ class Plans:
         self._forward = Function(emit(forward), self._state.tensors, replicas.binding)
         self._scatter = Scatter(forward, self._forward.places, None, [witness_of(forward, forward)])
         self._random = any(op.seed is not None for op in program.step.ops)
-        self._fetches = _fetches(forward, self._forward.outputs)
+        self._fetches = _fetches(forward, self._forward.outputs, replicas.dim)
         self._structure = read_structure(str(forward.interface.results))
         self._backward = None
         if halves is not None:
@@ -148,7 +149,12 @@ class Plans:
 def _captured(replicas: Replicas, call: Call, positions: tuple[int, ...] | None) -> Program:
     """The program of the first replica's share."""
     args, kwargs = call.shares(replicas.dim, len(replicas.devices))[0]
-    args, kwargs = torch.utils._pytree.tree_map_only(Tensor, _leaf, (args, kwargs))
+    leaves: dict[int, Tensor] = {}  # a tensor that is given twice stays one
+
+    def leaf(share: Tensor) -> Tensor:
+        return leaves.setdefault(id(share), _leaf(share))
+
+    args, kwargs = pytree.tree_map_only(Tensor, leaf, (args, kwargs))
     needing = torch.is_grad_enabled() and (
         bool(call.tensors) or any(p.requires_grad for p in replicas.module.parameters())
     )
@@ -162,14 +168,16 @@ def _captured(replicas: Replicas, call: Call, positions: tuple[int, ...] | None)
 
 
 def _leaf(share: Tensor) -> Tensor:
-    return share.detach().requires_grad_(share.requires_grad)
+    """A share without history; where it has gaps, without these."""
+    dense = torch.empty_like(share).copy_(share.detach())
+    return dense.requires_grad_(share.requires_grad)
 
 
-def _fetches(program: Program, outputs: Sequence[str]) -> list[tuple[Any, list[int]]]:
+def _fetches(program: Program, outputs: Sequence[str], dim: int) -> list[tuple[Any, list[int]]]:
     """Of each leaf that the module returns, its value, or the positions of the replicas' tensors among *outputs*.
 
     Raises:
-        CaptureError: a leaf is neither a tensor nor None, or there are no tensors.
+        CaptureError: a leaf is neither a tensor nor None, or cannot be gathered along *dim*; or there are no tensors.
     """
     at = {name: i for i, name in enumerate(outputs)}
     fetches = program.interface.fetches
@@ -178,4 +186,7 @@ def _fetches(program: Program, outputs: Sequence[str]) -> list[tuple[Any, list[i
     for fetch in fetches:
         if fetch.blob is None and fetch.value is not None:
             raise CaptureError(f"the module returns {fetch.value!r}, which cannot be gathered")
+        shape = None if fetch.blob is None else program.step.blobs[program.blob_of(fetch.blob)].shape
+        if shape and len(shape) <= dim:
+            raise CaptureError(f"the module returns a tensor without dimension {dim}, along which to gather it")
     return [(f.value, [] if f.blob is None else [at[p + f.blob] for p in program.replicas]) for f in fetches]

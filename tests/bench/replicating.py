@@ -29,7 +29,10 @@ EAGER = "eager replicas, a thread each, backward in one"
 
 def rows() -> Iterator[str]:
     """The table of a call with its backward and the sum of the gradients, each kernel in one thread."""
-    yield "| model | cores | run | ms | speed-up | at least | of two threads apart | at least | over shares in turn | at most |"
+    yield (
+        "| model | cores | run | ms | speed-up | at least | of two threads apart | at least "
+        "| over shares in turn | at most |"
+    )
     yield "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -70,7 +73,9 @@ def _taken(example: models.Example) -> dict[str, list[float]]:
 
         return in_turn(
             {
-                IN_TURN: _timed(model, lambda: [_call(model, model, *pair) for pair in zip(shares, grads, strict=True)]),
+                IN_TURN: _timed(
+                    model, lambda: [_call(model, model, *pair) for pair in zip(shares, grads, strict=True)]
+                ),
                 APART: _timed(copies, at_a_time),
                 PATH: _timed(model, lambda: path((x,)).backward(grad)),
                 EAGER: _timed(model, lambda: _eager(model, pool, shares).backward(grad)),
@@ -84,13 +89,13 @@ def _call(module: Callable[..., Tensor], _: nn.Module, x: Tensor, grad: Tensor) 
 
 
 def _eager(model: nn.Module, pool: ThreadPoolExecutor, shares: Sequence[Tensor]) -> Tensor:
-    """Replicas of the module's parameters, as ``torch.nn.parallel.replicate`` makes them: autograd adds up gradients."""
+    """Replicas that are views of the module's parameters, as ``torch.nn.parallel.replicate`` makes them."""
 
     def call(x: Tensor) -> Tensor:
         own = {name: param.view_as(param) for name, param in model.named_parameters()}
         return torch.func.functional_call(model, own, (x,))
 
-    return torch.cat([call(x) for x in shares[:0]] + list(pool.map(call, shares)))
+    return torch.cat(list(pool.map(call, shares)))
 
 
 def _timed(held: nn.Module | Sequence[nn.Module], call: Callable[[], object]) -> Callable[[], float]:

@@ -204,8 +204,9 @@ OWN: Final[Mapping[str, OperatorType]] = {**{record.type: record for record in _
 """graphir's own types.
 
 ``Copy`` brings a blob to its device, strides kept. ``AllReduce`` gives every participant the sum of all inputs, added
-in participant order; participants may be left out of the results (``[t_]``), as those of a reduction to one are. With ``reduction="mean"`` input r is first scaled by ``shares[r] * n / sum(shares)`` (not at all
-where the shares are equal) and the sum divided by n. ``graphir.scale`` multiplies by a ratio of sizes, and its result
+in participant order; participants may be left out of the results (``[t_]``), as those of a reduction to one are. With
+``reduction="mean"`` input r is first scaled by ``shares[r] * n / sum(shares)`` (not at all where the shares are equal)
+and the sum divided by n. ``graphir.scale`` multiplies by a ratio of sizes, and its result
 has no gaps: gradients of the mean over a replica's rows become those of the mean over all, or the other way round.
 ``graphir.load`` reads ``program.state[key]``, or with ``dim`` the part of it that begins at ``first`` along that
 dimension, and is as long as the blob. The optimizers update one parameter in place, as ``torch.optim`` does in
