@@ -191,10 +191,11 @@ class BackwardPlan:
 
 def _is_plain(grad: Tensor | None) -> TypeGuard[Tensor]:
     """Whether a plan can be given it: no batch of gradients, as ``is_grads_batched`` makes them."""
-    return type(grad) is Tensor and grad.layout == torch.strided and not _wrapped(grad)
+    batched = torch._C._functorch.is_legacy_batchedtensor
+    return type(grad) is Tensor and grad.layout == torch.strided and not (batched(grad) or _is_wrapped(grad))
 
 
-_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+_is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def _share(grad: Tensor, dim: int, cut: _Cut) -> Tensor:

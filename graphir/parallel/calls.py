@@ -32,6 +32,7 @@ class Call(NamedTuple):
         args, kwargs: as given.
         tensors: those among their leaves that require a gradient, where gradients are computed, each once.
         at: their positions among the leaves.
+        rows: of the batch.
         kind: equal for calls that one plan may stand for.
     """
 
@@ -39,7 +40,12 @@ class Call(NamedTuple):
     kwargs: Mapping[str, Any]
     tensors: tuple[Tensor, ...]
     at: tuple[int, ...]
+    rows: int
     kind: Hashable
+
+    def of_this_size(self) -> Call:
+        """The call as one of a kind that has these rows alone."""
+        return self._replace(kind=(self.kind, self.rows))
 
     def shares(self, dim: int, replicas: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """The arguments of each replica, cut by torch.chunk's rule; gradients flow through them."""
@@ -102,7 +108,7 @@ def read_call(
     settings = tuple([setting.get() for setting in SETTINGS.values()])
     modes = modes, torch.is_inference_mode_enabled(), torch.get_num_threads(), FORKS[0]
     at = tuple([i for i in seen.values() if graded and leaves[i].requires_grad])
-    return Call(args, kwargs, tuple([leaves[i] for i in at]), at, (spec, tuple(described), settings, modes))
+    return Call(args, kwargs, tuple([leaves[i] for i in at]), at, rows, (spec, tuple(described), settings, modes))
 
 
 def _surroundings() -> str:

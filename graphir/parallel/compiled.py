@@ -101,7 +101,11 @@ class Compiled:
         try:
             with self._lock:
                 call = self._read(tuple(args), dict(kwargs or {}))
-                return self._plans(call)(call)
+                try:
+                    return self._plans(call)(call)
+                except CoverageError:
+                    call = call.of_this_size()
+                    return self._plans(call)(call)
         except (TooFewRows, RunError):  # what has failed is to fail in a replica, whose error says where
             return None
         except (Unfit, CoverageError) as e:
