@@ -13,26 +13,26 @@ PUBLIC = {
     "graphir": """
         Blob Certificate Compiled DataParallel Device Diff Estimate Memory Net Operator PlacedModules Plan Profile
         Program ReplicationCallbackDataParallel Topology Traffic
-        CaptureError CoverageError EquivalenceError FileError GraphirError ParseError PassError PlacementError PlanError
+        CaptureError CoverageError EagerWarning EquivalenceError FileError GraphirError ParseError PassError PlacementError PlanError
         ProfileWarning RecaptureWarning ReplicationError RunError SessionError VerifyError
         allow_operators capture certify compile data_parallel diff estimate exec_data_parallel_replication_callback load
         memory parse patch_replication_callback placed profile register_operator save seeded show traffic verify
     """,
     "graphir.parallel": """
-        CallbackContext DataParallel ReplicationAssertionError ReplicationCallbackDataParallel ReplicationIndexError
+        CallbackContext Compiled DataParallel ReplicationAssertionError ReplicationCallbackDataParallel ReplicationIndexError
         ReplicationRuntimeError ReplicationTypeError ReplicationValueError SynchronizedBatchNorm1d
         SynchronizedBatchNorm2d SynchronizedBatchNorm3d all_gather convert_sync_batch_norm data_parallel
         exec_data_parallel_replication_callback gather parallel_apply patch_replication_callback replicate scatter
         scatter_kwargs
     """,
     "graphir.passes": """
-        Gpu InjectCopies Pass Pipeline Replica Replicate ReplicationCallback Run Shard ShareStorage
+        Gpu Halves InjectCopies Pass Pipeline Replica Replicate ReplicationCallback Run Shard ShareStorage
         ShiftActivations ShiftModules SyncBatchNorm Timing build emit find_activations inject_caffe2_copies
         inject_copies register replicate replication_callback shard share_storage shift_activations shift_modules
-        sync_batch_norm
+        split_backward sync_batch_norm
     """,
     "graphir.runtime": """
-        Finding Report Session check python
+        Finding Function Report Session check python
     """,
 }
 """The names that users write. A change here is a change of the interface: say it in docs/changelog.md."""

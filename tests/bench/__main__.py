@@ -2,9 +2,9 @@
 
 A figure that misses its limit is in bold there, the last lines name its row, and the exit status is 1.
 
-python tests/bench [capture] [scale] [passes] [synthetic] [caffe2] [step] [check] [parallel] [lock] [small] [memory]
-                   [profile] [profiling] [estimate] [simulate] [start] [bits] [whole] [cuda] [mutants] [certificates]
-                   [proofs] [compare] [elements] [--write]
+python tests/bench [capture] [scale] [passes] [synthetic] [caffe2] [step] [check] [parallel] [lock] [small]
+                   [replicas] [memory] [profile] [profiling] [estimate] [simulate] [start] [bits] [whole] [cuda]
+                   [mutants] [certificates] [proofs] [compare] [elements] [--write]
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ import placing
 import profiling
 import proving
 import reaching
+import replicating
 import scaling
 import sharding
 import starting
@@ -59,6 +60,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "parallel": parallel.rows,
     "lock": locking.rows,
     "small": parallel.small_rows,
+    "replicas": replicating.rows,
     "shard": sharding.rows,
     "memory": allocating.rows,
     "profile": profiling.rows,

@@ -639,6 +639,26 @@ def test_a_module_that_changes_again_and_again_is_left_to_eager_replicas() -> No
     assert made is None
 
 
+def test_every_replica_starts_from_the_modules_buffers() -> None:
+    """Also where a call overwrites them: the copies of further replicas are filled before each call."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls.add_(1)
+            return x * self.calls.clone()
+
+    model, x = Counting(), torch.ones(4, 2)
+    compiled = Compiled(model, [0, 1])
+    for start in (0.0, 5.0, 2.0):
+        model.calls.fill_(start)
+        assert torch.equal(compiled((x,)), x * (start + 1))
+        assert model.calls.item() == start + 1
+
+
 def test_values_that_are_set_anew_and_equal_change_nothing() -> None:
     model = Noted()
     compiled = Compiled(model, [0, 1])
