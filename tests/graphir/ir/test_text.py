@@ -362,6 +362,7 @@ HEAD = "net n {\n  input x : f32[2] @gpu:0\n"
         ("program p {\n  dimms batch=1\n}", "unknown statement 'dimms'", 2),
         ("program p {\n  passes a | | b\n}", "the passes cannot be read", 2),
         ("program p {\n  interface {\n    feeed x\n  }\n}", "unknown statement 'feeed'", 3),
+        ("program p {\n  interface {\n    differentiable 0, x\n  }\n}", "a position is no whole number", 3),
         ("plan p {\n  gpu:0.compute: free x\n}", "an instruction before the plan's nets", 2),
     ],
 )  # fmt: skip

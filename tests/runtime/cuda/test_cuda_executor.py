@@ -20,6 +20,7 @@ from graphir.runtime.cuda.graphs import CudaGraphs
 from graphir.runtime.failures.faults import fault
 from runnable import captured, forward_plan, sgd, spread
 
+import graphir
 from graphir import RunError, SessionError, memory, passes
 from graphir.ir.device import CPU
 from graphir.ir.plan import Plan
@@ -245,6 +246,18 @@ def test_nccl_needs_distinct_gpus(binding: dict[str, str], what: str) -> None:
     program, plan, _ = mlp()
     with pytest.raises(SessionError, match=f"NCCL reduces among distinct GPUs, but {what}(.|\n)*ordered"):
         watched(plan, program.state, binding, collectives="native")
+
+
+def test_nccl_gives_the_sum_to_all_participants() -> None:
+    captured = graphir.capture(torch.nn.Linear(3, 2), inputs=(torch.ones(4, 3),), backward=True)
+    halves = passes.split_backward(passes.replicate(captured, [0, 1], reduction="sum"))
+    with pytest.raises(SessionError) as caught:
+        watched(passes.emit(halves.backward), captured.state, APART, collectives="native")
+    assert str(caught.value) == (
+        "collectives='native': NCCL gives the sum to all participants, and some want none\n"
+        "  in   plan 'linear.backward'\n"
+        "  fix  leave collectives='ordered'"
+    )
 
 
 def test_a_failed_step_lets_the_devices_come_to_rest_and_names_the_operator() -> None:
