@@ -19,8 +19,8 @@ PUBLIC = {
         memory parse patch_replication_callback placed profile register_operator save seeded show traffic verify
     """,
     "graphir.parallel": """
-        CallbackContext Compiled DataParallel ReplicationAssertionError ReplicationCallbackDataParallel ReplicationIndexError
-        ReplicationRuntimeError ReplicationTypeError ReplicationValueError SynchronizedBatchNorm1d
+        CallbackContext Compiled DataParallel ReplicationAssertionError ReplicationCallbackDataParallel
+        ReplicationIndexError ReplicationRuntimeError ReplicationTypeError ReplicationValueError SynchronizedBatchNorm1d
         SynchronizedBatchNorm2d SynchronizedBatchNorm3d all_gather convert_sync_batch_norm data_parallel
         exec_data_parallel_replication_callback gather parallel_apply patch_replication_callback replicate scatter
         scatter_kwargs

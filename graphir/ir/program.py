@@ -74,9 +74,6 @@ class Interface:
         loss: the blob of the scalar loss; None for a program without one.
         fetches: the leaves of the result of a program without loss, in order.
         results: the JSON text of the structure of that result; None for a training step.
-        differentiable: of a step whose backward starts from given gradients, the positions among the leaves of the
-            model's outputs of those that have one. The last positional argument is the tuple of these gradients, and
-            the result is a pair: the outputs, and a dict of the gradients of inputs.
         module_state: each name of ``module.state_dict()`` and its blob; tied names share one.
         optimizer: name of the captured optimizer's class; empty where there is none.
         optimizer_state: for each parameter, its optimizer state's blobs by the optimizer's own names
@@ -89,6 +86,9 @@ class Interface:
             passed whole, and such an output is handed back as it is.
         parts: for each name of module state, optimizer state, parameters or gradients here that is no blob's, the blobs
             that hold its value. Callers give and get the whole value under that name.
+        differentiable: of a step whose backward starts from given gradients, the positions among the leaves of the
+            model's outputs of those that have one. The last positional argument is the tuple of these gradients, and
+            the result is a pair: the outputs, and a dict of the gradients of inputs.
     """
 
     arguments: str = ""
@@ -96,7 +96,6 @@ class Interface:
     loss: str | None = None
     fetches: tuple[Slot, ...] = ()
     results: str | None = None
-    differentiable: tuple[int, ...] = ()
     module_state: Mapping[str, str] = field(default_factory=dict)
     optimizer: str = ""
     optimizer_state: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -105,6 +104,7 @@ class Interface:
     gradients: Mapping[str, str] = field(default_factory=dict)
     placed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     parts: Mapping[str, Parts] = field(default_factory=dict)
+    differentiable: tuple[int, ...] = ()
 
     def blobs_of(self, name: str) -> tuple[str, ...]:
         """The blobs, without prefix, that hold what has a name here: the one so called, or its parts."""

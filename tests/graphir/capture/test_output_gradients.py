@@ -108,7 +108,9 @@ def test_a_parameters_gradient_that_is_the_outputs_own_is_reduced() -> None:
 
 
 def test_a_layout_that_is_not_contiguous_is_the_gradients_too() -> None:
-    program = graphir.capture(models.Applied(lambda x: x.t() * 2), inputs=(batch(4, 3, requires_grad=True),), backward=True)
+    program = graphir.capture(
+        models.Applied(lambda x: x.t() * 2), inputs=(batch(4, 3, requires_grad=True),), backward=True
+    )
     (feed,) = program.interface.feeds[1:]
     output = program.interface.fetches[0].blob
     assert program.step.blobs[str(feed.blob)].strides == program.step.blobs[str(output)].strides is not None

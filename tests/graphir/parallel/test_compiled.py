@@ -1,4 +1,4 @@
-"""graphir.parallel.Compiled: outputs, gradients and buffers are those of the shares in eager PyTorch, to the last bit."""
+"""graphir.parallel.Compiled: outputs, gradients and buffers are those of the shares in eager PyTorch, bit for bit."""
 
 from __future__ import annotations
 
@@ -223,10 +223,12 @@ def test_keyword_arguments_and_what_is_no_tensor() -> None:
     model, x, mask = Scaled(), batch(), batch(6, 3).relu()
     compiled = Compiled(model, [0, 1])
     for scale, given in ((2.0, None), (3.0, mask), (2.0, None)):
-        wanted = torch.cat([
-            model(part, scale=scale, mask=None if given is None else m)
-            for part, m in zip(x.chunk(2), mask.chunk(2), strict=True)
-        ])
+        wanted = torch.cat(
+            [
+                model(part, scale=scale, mask=None if given is None else m)
+                for part, m in zip(x.chunk(2), mask.chunk(2), strict=True)
+            ]
+        )
         assert torch.equal(compiled((x,), {"scale": scale, "mask": given}), wanted)
 
 
