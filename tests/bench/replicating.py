@@ -78,7 +78,7 @@ def _taken(example: models.Example) -> dict[str, list[float]]:
                 ),
                 APART: _timed(copies, at_a_time),
                 PATH: _timed(model, lambda: path((x,)).backward(grad)),
-                EAGER: _timed(model, lambda: _eager(model, pool, shares).backward(grad)),
+                EAGER: _timed(model, lambda: _eager(model, copies, pool, shares).backward(grad)),
             },
             ROUNDS,
         )
@@ -88,14 +88,16 @@ def _call(module: Callable[..., Tensor], _: nn.Module, x: Tensor, grad: Tensor) 
     module(x).backward(grad)
 
 
-def _eager(model: nn.Module, pool: ThreadPoolExecutor, shares: Sequence[Tensor]) -> Tensor:
-    """Replicas that are views of the module's parameters, as ``torch.nn.parallel.replicate`` makes them."""
+def _eager(
+    model: nn.Module, copies: Sequence[nn.Module], pool: ThreadPoolExecutor, shares: Sequence[Tensor]
+) -> Tensor:
+    """Replicas that compute on views of the module's parameters, as ``torch.nn.parallel.replicate`` makes them."""
 
-    def call(x: Tensor) -> Tensor:
+    def call(replica: nn.Module, x: Tensor) -> Tensor:
         own = {name: param.view_as(param) for name, param in model.named_parameters()}
-        return torch.func.functional_call(model, own, (x,))
+        return torch.func.functional_call(replica, own, (x,))
 
-    return torch.cat(list(pool.map(call, shares)))
+    return torch.cat(list(pool.map(call, copies, shares)))
 
 
 def _timed(held: nn.Module | Sequence[nn.Module], call: Callable[[], object]) -> Callable[[], float]:
