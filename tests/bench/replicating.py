@@ -88,9 +88,7 @@ def _call(module: Callable[..., Tensor], _: nn.Module, x: Tensor, grad: Tensor) 
     module(x).backward(grad)
 
 
-def _eager(
-    model: nn.Module, copies: Sequence[nn.Module], pool: ThreadPoolExecutor, shares: Sequence[Tensor]
-) -> Tensor:
+def _eager(model: nn.Module, copies: Sequence[nn.Module], pool: ThreadPoolExecutor, shares: Sequence[Tensor]) -> Tensor:
     """Replicas that compute on views of the module's parameters, as ``torch.nn.parallel.replicate`` makes them."""
 
     def call(replica: nn.Module, x: Tensor) -> Tensor:
