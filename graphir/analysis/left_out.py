@@ -29,7 +29,7 @@ from ..ir.blob import STATE_ROLES, Blob
 from ..ir.guard import Guard
 from ..ir.names import base_name, prefix_of
 from ..ir.net import Net
-from ..ir.operator import Operator, map_arg, stored_versions
+from ..ir.operator import Operator, map_arg, participants, stored_versions
 from ..ir.program import Program
 from ..ir.size import BATCH, Polynomial, Shape, Size, add, dimension, size_dims, substitute
 from ..ir.text import operator_text
@@ -368,9 +368,11 @@ def _of_participants(op: Operator, taking: Sequence[int], lists: int, net: Net) 
     )
     if op.type != "AllReduce":
         return op
+    made = participants(op)
+    left = [k for k, participant in enumerate(made) if participant in taking]
     return op._replace(
-        outputs=tuple([op.outputs[i] for i in taking]),
-        output_versions=stored_versions([makes[i][1] for i in taking]),
+        outputs=tuple([op.outputs[k] for k in left]),
+        output_versions=stored_versions([makes[k][1] for k in left]),
         device=net.blobs[op.inputs[0]].device,
-        results=pattern,
+        results=f"[{''.join(['t' if participant in made else '_' for participant in taking])}]",
     )
