@@ -74,7 +74,8 @@ class Plans:
         self.replicas = replicas
         captured = _captured(replicas, call, positions)
         self.positions = captured.interface.differentiable
-        program = replicate(captured, replicas.devices, reduction="sum")
+        # Without the copies of the parameters: the plans run on the module's own.
+        program = replicate(captured, replicas.devices, reduction="sum").with_(state={})
         on_host = all(place.type == "cpu" for place in places_of(replicas.binding, program.devices).values())
         sums: Literal["first", "spread"] = "spread" if on_host else "first"  # in one memory it is all the same
         halves = split_backward(program, sums) if self.positions else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
 import warnings
@@ -398,6 +399,16 @@ def test_gradients_are_handed_over_without_a_copy() -> None:
     assert all(p.grad._base is None and not p.grad.is_inference() for p in model.parameters())
     for param in model.parameters():
         param.grad.zero_()
+
+
+def test_no_copy_of_a_parameter_is_kept() -> None:
+    model = nn.Linear(17, 23)
+    compiled = Compiled(model, [0, 1])
+    made = compiled((batch(6, 17),))
+    gc.collect()
+    weights = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter) and set(t.shape) == {17, 23}]
+    assert made.requires_grad
+    assert {t.untyped_storage().data_ptr() for t in weights} == {model.weight.data_ptr()}
 
 
 def test_frozen_parameters_have_no_gradient() -> None:
