@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import graphir
-from graphir import parallel, passes, runtime
+from graphir import passes, runtime
 
 ROOT = Path(__file__).parent.parent
 CAFFE2_MODEL = ROOT / "tests/caffe2/data/models/mlp_2dev_sgd"
@@ -58,13 +58,8 @@ PUBLIC = {
     "graphir": graphir,
     "passes": passes,
     "runtime": runtime,
-<<<<<<< HEAD
     "caffe2": graphir.caffe2,
     "parallel": graphir.parallel,
-=======
-    "parallel": parallel,
-    "caffe2": graphir.caffe2,
->>>>>>> 41328bf (Docs: examples of Function and of the fast path run on their pages)
 }
 """What users import, by the names that pages give it."""
 
