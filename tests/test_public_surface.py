@@ -13,13 +13,13 @@ PUBLIC = {
     "graphir": """
         Blob Certificate Compiled DataParallel Device Diff Estimate Memory Net Operator PlacedModules Plan Profile
         Program ReplicationCallbackDataParallel Topology Traffic
-        CaptureError CoverageError EagerWarning EquivalenceError FileError GraphirError ParseError PassError PlacementError PlanError
-        ProfileWarning RecaptureWarning ReplicationError RunError SessionError VerifyError
+        CaptureError CoverageError EagerWarning EquivalenceError FileError GraphirError ParseError PassError
+        PlacementError PlanError ProfileWarning RecaptureWarning ReplicationError RunError SessionError VerifyError
         allow_operators capture certify compile data_parallel diff estimate exec_data_parallel_replication_callback load
         memory parse patch_replication_callback placed profile register_operator save seeded show traffic verify
     """,
     "graphir.parallel": """
-        CallbackContext Compiled DataParallel ReplicationAssertionError ReplicationCallbackDataParallel
+        CallbackContext CompiledReplicas DataParallel ReplicationAssertionError ReplicationCallbackDataParallel
         ReplicationIndexError ReplicationRuntimeError ReplicationTypeError ReplicationValueError SynchronizedBatchNorm1d
         SynchronizedBatchNorm2d SynchronizedBatchNorm3d all_gather convert_sync_batch_norm data_parallel
         exec_data_parallel_replication_callback gather parallel_apply patch_replication_callback replicate scatter

@@ -18,7 +18,7 @@ from .callbacks import (
     patch_replication_callback,
 )
 from .collective import all_gather
-from .compiled import Compiled
+from .compiled import CompiledReplicas
 from .data_parallel import DataParallel, data_parallel
 from .errors import (
     ReplicationAssertionError,
@@ -39,7 +39,7 @@ from .sync_batch_norm import (
 
 __all__ = [
     "CallbackContext",
-    "Compiled",
+    "CompiledReplicas",
     "DataParallel",
     "ReplicationAssertionError",
     "ReplicationCallbackDataParallel",

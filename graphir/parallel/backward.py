@@ -21,6 +21,7 @@ from ..ir.blob import bound_layout
 from ..ir.size import Dims
 from .calls import Call
 from .lent_state import LentState
+from .replicas import replicate
 
 __all__ = ["BackwardPlan", "Differentiated", "Ran"]
 
@@ -71,7 +72,7 @@ class BackwardPlan:
         told: called with the positions of the outputs for which gradients came, where these are others than expected.
 
     Attributes:
-        params: the parameters that have a gradient.
+        params: the parameters that need a gradient; those that no replica has used get zeros, as in torch.
         differentiable: positions, among the tensors that the module returns, of those that need a gradient.
     """
 
@@ -106,6 +107,10 @@ class BackwardPlan:
         at = {name: i for i, name in enumerate(self._function.outputs)}
         gradients = backward.interface.gradients
         self.params = [entries[name] for name in gradients]
+        with_gradients = set(map(id, self.params))
+        self._unused = [p for p in module.parameters() if p.requires_grad and id(p) not in with_gradients]
+        self.params += self._unused
+        self._place = self.params[0].device if self.params else torch.device("cpu")
         self._of_params = [at[backward.blob_of(gradient)] for gradient in gradients.values()]
         feeds = [feed.blob for feed in halves.forward.interface.feeds]
         of_inputs = dict(
@@ -161,6 +166,7 @@ class BackwardPlan:
             values += [_share(grad, self._dim, cut) for cut in cuts]
         outputs = self._function(ran.dims, [values[i] for i in self._order], ran.step)
         found: list[Tensor | None] = [outputs[i] for i in self._of_params]
+        found += map(torch.zeros_like, self._unused)
         for (i, *rest), tensor in zip([at or [-1] for at in self._of_inputs], ran.call.tensors, strict=True):
             if i < 0:
                 found.append(None)
@@ -175,10 +181,12 @@ class BackwardPlan:
         found: list[list[Tensor]] = []
         with torch.enable_grad():
             try:
-                for replica, (args, kwargs) in enumerate(ran.call.shares(self._dim, len(self._program.replicas))):
+                shares = ran.call.shares(self._dim, len(self._program.replicas))
+                copies = replicate(self._module, [self._place] * len(shares))
+                for replica, (copied, (args, kwargs)) in enumerate(zip(copies, shares, strict=True)):
                     drawing = seeded(ran.step, replica) if self._random else contextlib.nullcontext()
                     with self._modes.held(), drawing:
-                        leaves = pytree.tree_leaves(self._module(*args, **kwargs))
+                        leaves = pytree.tree_leaves(copied(*args, **kwargs))
                     found.append([leaf for leaf in leaves if isinstance(leaf, Tensor)])
             finally:
                 for buffer, before in buffers:
@@ -186,7 +194,13 @@ class BackwardPlan:
             parts = [[tensors[i] for tensors in found] for i in came]
             outputs = [torch.cat(part, self._dim) if part[0].dim() else torch.stack(part) for part in parts]
         wanted, given = [*self.params, *ran.call.tensors], [grads[i] for i in came]
-        return torch.autograd.grad(outputs, wanted, given, create_graph=create, allow_unused=True)
+        made: Sequence[Tensor | None] = torch.autograd.grad(
+            outputs, wanted, given, create_graph=create, allow_unused=True
+        )
+        return [
+            torch.zeros_like(tensor) if gradient is None and i < len(self.params) else gradient
+            for i, (tensor, gradient) in enumerate(zip(wanted, made, strict=True))
+        ]
 
 
 def _is_plain(grad: Tensor | None) -> TypeGuard[Tensor]:

@@ -31,7 +31,7 @@ from .calls import Call, TooFewRows, Unfit, read_call
 from .module_guard import ModuleGuard
 from .plans import Plans, Replicas
 
-__all__ = ["Compiled"]
+__all__ = ["CompiledReplicas"]
 
 _MOST_KINDS: Final = 8
 """How many kinds of calls have plans; those not used for longest make room."""
@@ -40,7 +40,7 @@ _MOST_CAPTURES: Final = 4
 """How often plans for calls of one kind are made anew because the module has changed."""
 
 
-class Compiled:
+class CompiledReplicas:
     """Calls a module's replicas through plans, where plans can stand for them.
 
     A call draws one number (``torch.randint(2**62, ())``) from torch's generator if the module draws any. Its masks
@@ -172,6 +172,8 @@ class _Kind:
 
     def _start(self, module: torch.nn.Module) -> None:
         """Begin with the module as it is now."""
+        if any(map(torch.nn.parameter.is_lazy, (*module.parameters(), *module.buffers()))):
+            raise Unfit("a parameter or buffer has no shape yet")
         if self.captures > _MOST_CAPTURES:
             raise Unfit("the module's attributes, parameters or buffers are other ones again and again")
         self.captures += 1
@@ -180,8 +182,11 @@ class _Kind:
         self.guard = ModuleGuard(module)
 
     def _made(self, replicas: Replicas, call: Call) -> Plans | str:
-        if any(hasattr(module, "__data_parallel_replicate__") for module in replicas.module.modules()):
+        module = replicas.module
+        if any(hasattr(inner, "__data_parallel_replicate__") for inner in module.modules()):
             return "a module has a callback, which is called for each replica"
+        if any(buffer.requires_grad for buffer in module.buffers()):
+            return "a buffer needs a gradient"
         try:
             plans = Plans(replicas, call, self.wanted, self.needing, self._tell)
         except GraphirError as e:

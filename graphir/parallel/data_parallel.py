@@ -4,20 +4,22 @@
                                 ├─ parallel_apply ──▶ outputs ──gather──▶ output
     module ──replicate─▶ copies ┘
 
-Each arrow is a method that a subclass can override, as of ``torch.nn.DataParallel``.
+Each arrow is a method that a subclass can override, as of ``torch.nn.DataParallel``. Where none is, a call runs as
+plans if these can stand for it (:mod:`.compiled`): the same bits but for random masks. A warning says once why not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
 
 from ..capture.randomness import active_ids
 from .apply import apply_replicas
+from .compiled import CompiledReplicas
 from .devices import Binding, DeviceId, device_id, ids_of, places_of_ids
 from .errors import ReplicationRuntimeError
 from .gather import gather
@@ -28,6 +30,10 @@ __all__ = ["DataParallel", "data_parallel"]
 
 _M = TypeVar("_M", bound=nn.Module)
 _FORWARD: Final = "DataParallel.forward"
+_STEPS: Final = ("scatter", "replicate", "parallel_apply", "gather")
+"""What a subclass can override; plans cannot stand for it then."""
+
+_Replicated: TypeAlias = tuple[nn.Module, tuple[int, ...], int, int, Binding]
 
 
 class DataParallel(nn.DataParallel[Any]):
@@ -61,6 +67,9 @@ class DataParallel(nn.DataParallel[Any]):
         ReplicationValueError: a device is none or is named twice; the binding does not fit.
         ReplicationRuntimeError: there are fewer GPUs, and the binding shares none.
     """
+
+    _compiled: tuple[_Replicated, CompiledReplicas] | None = None
+    """The fast path, and what it was made for."""
 
     _moves: bool = True
     """Whether a module for one device is moved there, as torch's class does and its function does not."""
@@ -102,6 +111,8 @@ class DataParallel(nn.DataParallel[Any]):
             if not self.device_ids:
                 return self.module(*inputs, **kwargs)
             self._check_module()
+            if (fast := self._fast_path()) is not None and (output := fast(inputs, kwargs)) is not None:
+                return output
             args, named = self.scatter(inputs, kwargs, self.device_ids)
             if not args and not named:
                 args, named = ((),), ({},)
@@ -110,6 +121,22 @@ class DataParallel(nn.DataParallel[Any]):
             replicas = self.replicate(self.module, self.device_ids[: len(args)])
             outputs = self.parallel_apply(replicas, args, named)
             return self.gather(outputs, self.output_device)
+
+    def _fast_path(self) -> CompiledReplicas | None:
+        """What runs the replicas as plans; None with one device, where steps are overridden, and within
+        :func:`graphir.seeded`, whose masks are those of eager replicas."""
+        if len(self.device_ids) < 2 or active_ids() is not None or any(map(self._overrides, _STEPS)):
+            return None
+        of = self.module, tuple(self.device_ids), self.output_device, self.dim, self.binding
+        if self._compiled is None or any(a is not b and a != b for a, b in zip(self._compiled[0], of, strict=True)):
+            self._compiled = of, CompiledReplicas(*of)
+        return self._compiled[1]
+
+    def _overrides(self, name: str) -> bool:
+        return name in self.__dict__ or getattr(type(self), name) is not getattr(DataParallel, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_compiled": None}
 
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None, device_ids: Sequence[DeviceId]

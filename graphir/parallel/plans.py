@@ -20,7 +20,9 @@ from graphir.runtime.machine.places import Binding, places_of
 from ..capture import capture
 from ..capture.model_state import read_state
 from ..errors import CaptureError
+from ..ir.names import base_name
 from ..ir.program import Program
+from ..ir.size import BATCH, size_dims
 from .backward import BackwardPlan, Differentiated, Ran
 from .calls import Call
 from .lent_state import LentState
@@ -188,6 +190,10 @@ def _fetches(program: Program, outputs: Sequence[str], dim: int) -> list[tuple[A
         if fetch.blob is None and fetch.value is not None:
             raise CaptureError(f"the module returns {fetch.value!r}, which cannot be gathered")
         shape = None if fetch.blob is None else program.step.blobs[program.blob_of(fetch.blob)].shape
-        if shape and len(shape) <= dim:
+        if shape is None:
+            continue
+        if dim and len(shape) <= dim:
             raise CaptureError(f"the module returns a tensor without dimension {dim}, along which to gather it")
+        if any(base_name(name) == BATCH for k, size in enumerate(shape) if k != dim for name in size_dims(size)):
+            raise CaptureError(f"the module returns a tensor that has rows of the batch not only along dimension {dim}")
     return [(f.value, [] if f.blob is None else [at[p + f.blob] for p in program.replicas]) for f in fetches]

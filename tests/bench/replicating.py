@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import models
 import torch
@@ -16,7 +17,7 @@ from parallel import CASES
 from timing import in_turn, warmed
 from torch import Tensor, nn
 
-from graphir.parallel import Compiled
+import graphir
 
 __all__ = ["rows"]
 
@@ -63,7 +64,8 @@ def _taken(example: models.Example) -> dict[str, list[float]]:
     """Seconds of a call in each way."""
     model, (x,) = example.model, example.inputs
     grad = torch.randn_like(model(x))
-    path = Compiled(model, range(REPLICAS), binding="cpu")
+    path = graphir.DataParallel(model, range(REPLICAS), binding="cpu")
+    eager = _Eager(model, range(REPLICAS), binding="cpu")
     shares, grads = x.chunk(REPLICAS), grad.chunk(REPLICAS)
     copies = [copy.deepcopy(model) for _ in range(REPLICAS)]
     with ThreadPoolExecutor(REPLICAS, initializer=torch.set_num_threads, initargs=(1,)) as pool:
@@ -77,8 +79,8 @@ def _taken(example: models.Example) -> dict[str, list[float]]:
                     model, lambda: [_call(model, model, *pair) for pair in zip(shares, grads, strict=True)]
                 ),
                 APART: _timed(copies, at_a_time),
-                PATH: _timed(model, lambda: path((x,)).backward(grad)),
-                EAGER: _timed(model, lambda: _eager(model, copies, pool, shares).backward(grad)),
+                PATH: _timed(model, lambda: path(x).backward(grad)),
+                EAGER: _timed(model, lambda: eager(x).backward(grad)),
             },
             ROUNDS,
         )
@@ -88,14 +90,11 @@ def _call(module: Callable[..., Tensor], _: nn.Module, x: Tensor, grad: Tensor) 
     module(x).backward(grad)
 
 
-def _eager(model: nn.Module, copies: Sequence[nn.Module], pool: ThreadPoolExecutor, shares: Sequence[Tensor]) -> Tensor:
-    """Replicas that compute on views of the module's parameters, as ``torch.nn.parallel.replicate`` makes them."""
+class _Eager(graphir.DataParallel):
+    """Replicas that are never plans: one of the steps is overridden."""
 
-    def call(replica: nn.Module, x: Tensor) -> Tensor:
-        own = {name: param.view_as(param) for name, param in model.named_parameters()}
-        return torch.func.functional_call(replica, own, (x,))
-
-    return torch.cat(list(pool.map(call, copies, shares)))
+    def gather(self, outputs: Any, output_device: int | torch.device) -> Any:
+        return super().gather(outputs, output_device)
 
 
 def _timed(held: nn.Module | Sequence[nn.Module], call: Callable[[], object]) -> Callable[[], float]:

@@ -1,4 +1,4 @@
-"""graphir.parallel.Compiled: outputs, gradients and buffers are those of the shares in eager PyTorch, bit for bit."""
+"""CompiledReplicas: outputs, gradients and buffers are those of the shares in eager PyTorch, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import graphir
-from graphir.parallel import Compiled
+from graphir.parallel import CompiledReplicas
 
 
 @pytest.fixture(autouse=True)
@@ -92,9 +92,9 @@ def in_turn(
     )
 
 
-def check(model: nn.Module, *inputs: Tensor, replicas: int = 2, seed: int = 7, times: int = 2) -> Compiled:
+def check(model: nn.Module, *inputs: Tensor, replicas: int = 2, seed: int = 7, times: int = 2) -> CompiledReplicas:
     """Compare some calls, one after the other, on one module."""
-    compiled = Compiled(model, range(replicas), binding="cpu")
+    compiled = CompiledReplicas(model, range(replicas), binding="cpu")
     for turn in range(times):
         step = drawn(seed + turn)
         with torch.no_grad():
@@ -167,7 +167,7 @@ def outputs_of(made: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
 
 def test_nested_outputs_some_of_which_need_no_gradient() -> None:
     model, x = Two(), batch()
-    made = Compiled(model, [0, 1])((x,))
+    made = CompiledReplicas(model, [0, 1])((x,))
     assert list(made) == ["left", "pair", "none"]
     assert made["none"] is None
     left, right, hidden = outputs_of(made)
@@ -183,10 +183,10 @@ def in_turn_of(model: nn.Module, x: Tensor, grads: list[Tensor | None]) -> Expec
     return in_turn(model, (x,), grads)
 
 
-def test_an_output_without_gradient_leaves_its_parameters_without_one() -> None:
-    """Eager PyTorch leaves ``right.weight.grad`` None: zeros would be another step of an optimizer with momentum."""
+def test_an_output_without_gradient_gives_its_parameters_zeros() -> None:
+    """As ``torch.nn.DataParallel`` does, whose broadcast makes zeros of what no replica has used."""
     model, x = Two(), batch()
-    compiled = Compiled(model, [0, 1])
+    compiled = CompiledReplicas(model, [0, 1])
     for _ in range(3):  # by eager replicas at first, then by plans for this output alone
         for param in model.parameters():
             param.grad = None
@@ -194,8 +194,12 @@ def test_an_output_without_gradient_leaves_its_parameters_without_one() -> None:
         grad = torch.randn_like(left)
         wanted = in_turn_of(model, x, [grad, None, None])
         left.backward(grad)
-        same([p.grad for p in model.parameters()], wanted.params)
-        assert model.right.weight.grad is None
+        zeros = [torch.zeros_like(p) for p in model.parameters()]
+        same(
+            [p.grad for p in model.parameters()],
+            [w if w is not None else z for w, z in zip(wanted.params, zeros, strict=True)],
+        )
+        assert model.right.weight.grad is not None and not model.right.weight.grad.any()
 
 
 def test_outputs_without_dimensions_become_a_vector() -> None:
@@ -222,7 +226,7 @@ def test_keyword_arguments_and_what_is_no_tensor() -> None:
             return made if mask is None else made * mask
 
     model, x, mask = Scaled(), batch(), batch(6, 3).relu()
-    compiled = Compiled(model, [0, 1])
+    compiled = CompiledReplicas(model, [0, 1])
     for scale, given in ((2.0, None), (3.0, mask), (2.0, None)):
         wanted = torch.cat(
             [
@@ -239,7 +243,7 @@ def test_a_tensor_that_is_given_twice() -> None:
             return a * b.tanh()
 
     x = batch(requires_grad=True)
-    made = Compiled(Product(), [0, 1])((x, x))
+    made = CompiledReplicas(Product(), [0, 1])((x, x))
     made.backward(grad := torch.randn_like(made))
     (wanted,) = torch.autograd.grad(x * x.tanh(), x, grad)
     assert torch.equal(x.grad, wanted)
@@ -255,7 +259,7 @@ def test_another_dimension_than_the_first() -> None:
             return self.fc(x.transpose(0, 1)).transpose(0, 1)
 
     model, x = Last(), batch(4, 6).requires_grad_()
-    made = Compiled(model, [0, 1], dim=1)((x,))
+    made = CompiledReplicas(model, [0, 1], dim=1)((x,))
     parts = [part.contiguous() for part in x.detach().chunk(2, 1)]
     assert torch.equal(made, torch.cat([model(part) for part in parts], 1))
     made.sum().backward()
@@ -264,7 +268,7 @@ def test_another_dimension_than_the_first() -> None:
 
 def test_batches_of_other_sizes_take_the_same_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     model = net()
-    compiled = Compiled(model, [0, 1])
+    compiled = CompiledReplicas(model, [0, 1])
     for rows in (6, 9, 4, 20):
         x = batch(rows)
         wanted = in_turn(model, (x,), [torch.ones(rows, 3)])
@@ -274,7 +278,7 @@ def test_batches_of_other_sizes_take_the_same_plans(monkeypatch: pytest.MonkeyPa
 
 def test_a_size_that_the_plans_do_not_cover_is_left_to_eager_replicas() -> None:
     """A share of one row has no variance: eager PyTorch refuses it."""
-    compiled = Compiled(net(), [0, 1])
+    compiled = CompiledReplicas(net(), [0, 1])
     compiled((batch(6),))
     with pytest.warns(graphir.errors.EagerWarning, match="batch is 1 in a replica's share, the program takes batch>=2"):
         assert compiled((batch(3),)) is None
@@ -285,7 +289,7 @@ def test_a_module_of_fixed_sizes_has_plans_for_each() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.pdist(x).sum() * x
 
-    compiled = Compiled(Pairs(), [0, 1])
+    compiled = CompiledReplicas(Pairs(), [0, 1])
     for rows in (4, 6, 8, 4):
         x = batch(rows)
         assert torch.equal(compiled((x,)), torch.cat([torch.pdist(part).sum() * part for part in x.chunk(2)]))
@@ -298,7 +302,7 @@ def test_training_with_an_optimizer_of_the_users_equals_eager_shares() -> None:
     ours, theirs, x = net(), net(), batch(8)
     target = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
     steps = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (ours, theirs)]
-    compiled = Compiled(ours, [0, 1])
+    compiled = CompiledReplicas(ours, [0, 1])
     for _ in range(4):
         F.cross_entropy(compiled((x,)), target).backward()
         with torch.no_grad():
@@ -322,7 +326,7 @@ def test_training_with_an_optimizer_of_the_users_equals_eager_shares() -> None:
 
 def test_two_forwards_before_one_backward_keep_saved_values_apart() -> None:
     model, x, other = net(), batch(), batch().flip(0) * 2
-    compiled = Compiled(model, [0, 1])
+    compiled = CompiledReplicas(model, [0, 1])
     grad = torch.randn(6, 3)
     alone = in_turn(model, (x,), [grad]).params
     first = compiled((x,))
@@ -334,7 +338,7 @@ def test_two_forwards_before_one_backward_keep_saved_values_apart() -> None:
 
 def test_one_forward_is_used_twice() -> None:
     model = net()
-    made = Compiled(model, [0, 1])((batch(),))
+    made = CompiledReplicas(model, [0, 1])((batch(),))
     grad = torch.randn(6, 3)
     made.backward(grad, retain_graph=True)
     once = [p.grad.clone() for p in model.parameters()]
@@ -346,7 +350,7 @@ def test_one_forward_is_used_twice() -> None:
 
 def test_parameters_that_were_updated_before_the_backward_are_refused_as_torch_does() -> None:
     model = net()
-    made = Compiled(model, [0, 1])((batch(),))
+    made = CompiledReplicas(model, [0, 1])((batch(),))
     with torch.no_grad():
         model[4].weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -356,7 +360,7 @@ def test_parameters_that_were_updated_before_the_backward_are_refused_as_torch_d
 def test_gradients_of_gradients_are_those_of_eager_shares() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 1))
     x = batch(requires_grad=True)
-    compiled = Compiled(model, [0, 1])
+    compiled = CompiledReplicas(model, [0, 1])
     step = drawn(3)
 
     def penalty(made: Tensor) -> list[Tensor]:
@@ -370,13 +374,13 @@ def test_gradients_of_gradients_are_those_of_eager_shares() -> None:
         with graphir.seeded(step, replica):
             parts.append(model(part))
     theirs = penalty(torch.cat(parts))
-    assert any(g is not None and bool(g.any()) for g in ours)
-    same(ours, theirs)
+    assert any(bool(g.any()) for g in ours)
+    same(ours, [torch.zeros_like(mine) if other is None else other for mine, other in zip(ours, theirs, strict=True)])
 
 
 def test_a_recomputed_forward_leaves_buffers_as_they_were() -> None:
     model, x = net(), batch(requires_grad=True)
-    made = Compiled(model, [0, 1])((x,))
+    made = CompiledReplicas(model, [0, 1])((x,))
     kept = [b.clone() for b in model.buffers()]
     torch.autograd.grad(made.sum(), x, create_graph=True)
     same(list(model.buffers()), kept)
@@ -384,7 +388,7 @@ def test_a_recomputed_forward_leaves_buffers_as_they_were() -> None:
 
 def test_batches_of_gradients_are_differentiated_eagerly() -> None:
     model, x = net(), batch(requires_grad=True)
-    made = Compiled(model, [0, 1])((x,))
+    made = CompiledReplicas(model, [0, 1])((x,))
     grads = torch.eye(3).repeat(1, 1)[:, None, :].expand(3, 6, 3)
     (ours,) = torch.autograd.grad(made, x, grads, is_grads_batched=True, retain_graph=True)
     for i in range(3):
@@ -395,7 +399,7 @@ def test_batches_of_gradients_are_differentiated_eagerly() -> None:
 def test_gradients_are_handed_over_without_a_copy() -> None:
     """autograd takes a gradient that nobody else holds as ``param.grad``."""
     model = net()
-    Compiled(model, [0, 1])((batch(),)).sum().backward()
+    CompiledReplicas(model, [0, 1])((batch(),)).sum().backward()
     assert all(p.grad._base is None and not p.grad.is_inference() for p in model.parameters())
     for param in model.parameters():
         param.grad.zero_()
@@ -403,7 +407,7 @@ def test_gradients_are_handed_over_without_a_copy() -> None:
 
 def test_no_copy_of_a_parameter_is_kept() -> None:
     model = nn.Linear(17, 23)
-    compiled = Compiled(model, [0, 1])
+    compiled = CompiledReplicas(model, [0, 1])
     made = compiled((batch(6, 17),))
     gc.collect()
     weights = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter) and set(t.shape) == {17, 23}]
@@ -413,7 +417,7 @@ def test_no_copy_of_a_parameter_is_kept() -> None:
 
 def test_frozen_parameters_have_no_gradient() -> None:
     model = net()
-    compiled = Compiled(model, [0, 1])
+    compiled = CompiledReplicas(model, [0, 1])
     for frozen in (True, False, True):
         model[0].requires_grad_(not frozen)
         for param in model.parameters():
@@ -428,7 +432,7 @@ def test_frozen_parameters_have_no_gradient() -> None:
 
 def test_evaluation_without_gradients_leaves_buffers_alone() -> None:
     model, x = net(0.5), batch()
-    compiled = Compiled(model, [0, 1])
+    compiled = CompiledReplicas(model, [0, 1])
     compiled((x,))
     model.eval()
     kept = [b.clone() for b in model.buffers()]
@@ -446,7 +450,7 @@ def test_evaluation_without_gradients_leaves_buffers_alone() -> None:
 
 def test_autocast_holds_in_every_replica() -> None:
     model, x = nn.Linear(4, 3), batch()
-    compiled = Compiled(model, [0, 1])
+    compiled = CompiledReplicas(model, [0, 1])
     with torch.autocast("cpu", torch.bfloat16):
         made, wanted = compiled((x,)), torch.cat([model(part) for part in x.chunk(2)])
     assert made.dtype == torch.bfloat16
@@ -456,7 +460,7 @@ def test_autocast_holds_in_every_replica() -> None:
 
 def test_masks_follow_the_seed_and_differ_from_call_to_call() -> None:
     model, x = nn.Dropout(0.5), torch.ones(64, 8)
-    compiled = Compiled(model, [0, 1])
+    compiled = CompiledReplicas(model, [0, 1])
     runs = []
     for _ in range(2):
         torch.manual_seed(11)
@@ -468,7 +472,7 @@ def test_masks_follow_the_seed_and_differ_from_call_to_call() -> None:
 
 
 def test_a_module_that_draws_nothing_leaves_the_generator_alone() -> None:
-    compiled = Compiled(net(), [0, 1])
+    compiled = CompiledReplicas(net(), [0, 1])
     compiled((batch(),))
     torch.manual_seed(0)
     before = torch.get_rng_state()
@@ -478,7 +482,7 @@ def test_a_module_that_draws_nothing_leaves_the_generator_alone() -> None:
 
 def test_threads_may_call_at_a_time() -> None:
     model = net().eval()
-    compiled = Compiled(model, [0, 1])
+    compiled = CompiledReplicas(model, [0, 1])
     inputs = [batch(rows) for rows in (4, 6, 8, 10)]
     with ThreadPoolExecutor(4, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         made = list(pool.map(lambda x: compiled((x,)), inputs))
@@ -488,7 +492,7 @@ def test_threads_may_call_at_a_time() -> None:
 
 
 def test_it_is_copied_and_pickled_without_its_plans() -> None:
-    compiled = Compiled(net(), [0, 1])
+    compiled = CompiledReplicas(net(), [0, 1])
     wanted = compiled((batch(),))
     for other in (copy.deepcopy(compiled), pickle.loads(pickle.dumps(compiled))):
         assert torch.equal(other((batch(),)), wanted)
@@ -498,8 +502,8 @@ def test_it_is_copied_and_pickled_without_its_plans() -> None:
 
 
 def test_too_few_rows_for_all_replicas_are_no_reason_to_warn() -> None:
-    assert Compiled(net(), [0, 1])((batch(1),)) is None
-    assert Compiled(net(), [0, 1, 2])((batch(4),)) is None  # chunks of 2
+    assert CompiledReplicas(net(), [0, 1])((batch(1),)) is None
+    assert CompiledReplicas(net(), [0, 1, 2])((batch(4),)) is None  # chunks of 2
 
 
 def hooked(model: nn.Module) -> None:
@@ -530,7 +534,7 @@ def reading(model: nn.Module) -> None:
 def test_a_module_that_plans_cannot_stand_for(change: Callable[[nn.Module], None], why: str) -> None:
     model = net()
     change(model)
-    compiled = Compiled(model, [0, 1])
+    compiled = CompiledReplicas(model, [0, 1])
     with pytest.warns(graphir.errors.EagerWarning, match=f"the replicas of Sequential run eagerly: {why}"):
         assert compiled((batch(),)) is None
     assert compiled((batch(),)) is None  # told once
@@ -538,7 +542,7 @@ def test_a_module_that_plans_cannot_stand_for(change: Callable[[nn.Module], None
 
 def test_hooks_that_come_later_are_called_by_eager_replicas() -> None:
     model = net()
-    compiled = Compiled(model, [0, 1])
+    compiled = CompiledReplicas(model, [0, 1])
     assert compiled((batch(),)) is not None
     handle = model[2].register_forward_hook(lambda *_: None)
     with pytest.warns(graphir.errors.EagerWarning, match="has hooks"):
@@ -559,11 +563,11 @@ def test_hooks_that_come_later_are_called_by_eager_replicas() -> None:
 )
 def test_arguments_that_plans_cannot_take(args: tuple[Any, ...], why: str) -> None:
     with pytest.warns(graphir.errors.EagerWarning, match=why):
-        assert Compiled(net(), [0, 1])(args) is None
+        assert CompiledReplicas(net(), [0, 1])(args) is None
 
 
 def test_modes_that_watch_operators_see_eager_ones() -> None:
-    compiled = Compiled(net(), [0, 1])
+    compiled = CompiledReplicas(net(), [0, 1])
     with graphir.seeded(0), pytest.warns(graphir.errors.EagerWarning, match="a mode of torch watches the operators"):
         assert compiled((batch(),)) is None
     with pytest.warns(graphir.errors.EagerWarning, match=r"a transform of torch.func"):
@@ -572,7 +576,7 @@ def test_modes_that_watch_operators_see_eager_ones() -> None:
 
 def test_an_operator_that_fails_is_left_to_eager_replicas() -> None:
     table = nn.Embedding(3, 2)
-    compiled = Compiled(table, [0, 1])
+    compiled = CompiledReplicas(table, [0, 1])
     assert compiled((torch.tensor([0, 1, 2, 0]),)) is not None
     assert compiled((torch.tensor([0, 1, 9, 0]),)) is None
     assert compiled((torch.tensor([0, 1, 2, 0]),)) is not None
@@ -634,7 +638,7 @@ def filled(model: Noted) -> None:
 @pytest.mark.parametrize("change", [rescaled, renamed, tabled, replaced, repointed, reset, shifted, filled])
 def test_a_module_that_has_changed_is_what_runs(change: Callable[[Noted], None]) -> None:
     model, x = Noted(), batch()
-    compiled = Compiled(model, [0, 1])
+    compiled = CompiledReplicas(model, [0, 1])
     for _ in range(2):
         assert torch.equal(compiled((x,)), torch.cat([model(part) for part in x.chunk(2)]))
         change(model)
@@ -643,7 +647,7 @@ def test_a_module_that_has_changed_is_what_runs(change: Callable[[Noted], None])
 
 def test_a_module_that_changes_again_and_again_is_left_to_eager_replicas() -> None:
     model, x = Noted(), batch()
-    compiled = Compiled(model, [0, 1])
+    compiled = CompiledReplicas(model, [0, 1])
     why = "the module's attributes, parameters or buffers are other ones again and again"
     with pytest.warns(graphir.errors.EagerWarning, match=why):
         for i in range(8):
@@ -665,7 +669,7 @@ def test_every_replica_starts_from_the_modules_buffers() -> None:
             return x * self.calls.clone()
 
     model, x = Counting(), torch.ones(4, 2)
-    compiled = Compiled(model, [0, 1])
+    compiled = CompiledReplicas(model, [0, 1])
     for start in (0.0, 5.0, 2.0):
         model.calls.fill_(start)
         assert torch.equal(compiled((x,)), x * (start + 1))
@@ -674,7 +678,7 @@ def test_every_replica_starts_from_the_modules_buffers() -> None:
 
 def test_values_that_are_set_anew_and_equal_change_nothing() -> None:
     model = Noted()
-    compiled = Compiled(model, [0, 1])
+    compiled = CompiledReplicas(model, [0, 1])
     for _ in range(8):
         model.scale = float("2.0")
         assert compiled((batch(),)) is not None

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from eager_only import EagerOnly
 from torch import Tensor, nn
 
 import graphir
@@ -153,7 +154,7 @@ def test_replicas_do_not_outlive_their_forward() -> None:
             replicas.append(weakref.ref(self))
             return super().forward(x)
 
-    y = graphir.DataParallel(Noted(4, 3), [0, 1])(x())
+    y = EagerOnly(Noted(4, 3), [0, 1])(x())
     import gc
 
     gc.collect()

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from eager_only import EagerOnly
 from torch import Tensor, nn
-
-import graphir
 
 SET = contextvars.ContextVar("SET", default=0)
 
@@ -28,7 +27,7 @@ class Of(nn.Module):
 
 def asked_in_replicas(question: Callable[[], Any]) -> list[Any]:
     found = []
-    graphir.DataParallel(Of(lambda m, x: (found.append(question()), m.fc(x))[1]), [0, 1])(torch.ones(4, 4))
+    EagerOnly(Of(lambda m, x: (found.append(question()), m.fc(x))[1]), [0, 1])(torch.ones(4, 4))
     return found
 
 
@@ -37,7 +36,7 @@ def test_autocast_s_element_type(dtype: torch.dtype) -> None:
     module = Of(lambda m, x: m.fc(x))
     x = torch.randn(5, 4)
     with torch.autocast("cpu", dtype=dtype):
-        ours = graphir.DataParallel(module, [0, 1])(x)
+        ours = EagerOnly(module, [0, 1])(x)
         plain = torch.cat([module(share) for share in x.chunk(2)])
     assert ours.dtype is dtype and torch.equal(ours, plain)
     ours.float().sum().backward()
@@ -58,14 +57,14 @@ def test_inference_mode() -> None:
     module = Of(lambda m, x: m.fc(x))
     with torch.inference_mode():
         assert asked_in_replicas(torch.is_inference_mode_enabled) == [True, True]
-        y = graphir.DataParallel(module, [0, 1])(torch.ones(4, 4))
+        y = EagerOnly(module, [0, 1])(torch.ones(4, 4))
     assert y.is_inference()
 
 
 def test_running_statistics_in_inference_mode() -> None:
     module = nn.BatchNorm1d(4)
     with torch.inference_mode():
-        graphir.DataParallel(module, [0, 1])(torch.ones(4, 4))
+        EagerOnly(module, [0, 1])(torch.ones(4, 4))
     assert module.running_mean is not None and torch.equal(module.running_mean, torch.full((4,), 0.1))
 
 
@@ -96,13 +95,13 @@ def test_threads_of_a_kernel(threads: int) -> None:
 def test_replicas_run_at_the_same_time() -> None:
     barrier = threading.Barrier(3, timeout=60)
     module = Of(lambda m, x: (barrier.wait(), m.fc(x))[1])
-    assert graphir.DataParallel(module, [0, 1, 2])(torch.ones(3, 4)).shape == (3, 3)
+    assert EagerOnly(module, [0, 1, 2])(torch.ones(3, 4)).shape == (3, 3)
 
 
 def test_a_single_replica_runs_in_the_calling_thread() -> None:
     found = []
     module = Of(lambda m, x: (found.append(threading.current_thread()), m.fc(x))[1])
-    graphir.DataParallel(module, [0, 1])(torch.ones(1, 4))
+    EagerOnly(module, [0, 1])(torch.ones(1, 4))
     assert found == [threading.current_thread()]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from eager_only import EagerOnly
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -30,7 +31,7 @@ class Of(nn.Module):
 
 def run(function: Callable[..., Any], *args: Any, replicas: int = 2, seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    return graphir.DataParallel(Of(function), list(range(replicas)))(*args)
+    return EagerOnly(Of(function), list(range(replicas)))(*args)
 
 
 def dropped(x: Tensor) -> Tensor:
@@ -97,7 +98,7 @@ def test_masks_do_not_depend_on_timing() -> None:
 
 
 def test_successive_calls_and_replicas_draw_other_numbers() -> None:
-    wrapped = graphir.DataParallel(Of(lambda x: F.dropout(x, 0.5)), [0, 1])
+    wrapped = EagerOnly(Of(lambda x: F.dropout(x, 0.5)), [0, 1])
     x = torch.ones(64, 8)
     first, second = wrapped(x), wrapped(x)
     assert not torch.equal(first, second)
@@ -120,7 +121,7 @@ def test_a_mask_is_that_of_the_step_the_replica_and_the_operator() -> None:
 def test_within_seeded_the_step_is_its() -> None:
     x = torch.randn(5, 4)
     with graphir.seeded(3):
-        ours = graphir.DataParallel(Of(dropped), [0, 1])(x)
+        ours = EagerOnly(Of(dropped), [0, 1])(x)
     shares = []
     for replica, share in enumerate(x.chunk(2)):
         with graphir.seeded(3, replica):
@@ -131,7 +132,7 @@ def test_within_seeded_the_step_is_its() -> None:
 def test_torch_s_generator_gives_one_number_to_a_forward_that_draws_and_none_to_another() -> None:
     x = torch.randn(4, 4)
     before = torch.get_rng_state()
-    graphir.DataParallel(Of(torch.tanh), [0, 1])(x)
+    EagerOnly(Of(torch.tanh), [0, 1])(x)
     assert torch.equal(before, torch.get_rng_state())
     run(dropped, x)
     after = torch.get_rng_state()
@@ -175,7 +176,7 @@ def test_a_replica_that_seeds_draws_what_torch_draws_and_changes_nothing_else() 
 
     torch.manual_seed(9)
     before = torch.get_rng_state()
-    ours = graphir.DataParallel(Of(forward), [0, 1])(torch.ones(6, 1))
+    ours = EagerOnly(Of(forward), [0, 1])(torch.ones(6, 1))
     assert torch.equal(ours, torch.cat([wanted, wanted]))
     torch.manual_seed(9)
     assert torch.equal(before, torch.get_rng_state())
@@ -201,7 +202,7 @@ def test_generators_of_the_user_are_used_as_they_are() -> None:
 
 
 def test_replicas_of_replicas_draw_numbers_of_their_own() -> None:
-    inner = graphir.DataParallel(Of(dropped), [0, 1])
+    inner = EagerOnly(Of(dropped), [0, 1])
     x = torch.ones(16, 8)
     found = [run(inner, x) for _ in range(RUNS)]
     assert all(torch.equal(found[0], other) for other in found)
