@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 
 from graphir.ir.blob import Blob, is_dense
 from graphir.ir.names import base_name, copy_name, fresh
+from graphir.ir.net import Net
 from graphir.ir.operator import Arg, Effects, Operator, Phase, Symbol
 from graphir.ir.size import Size, add, dimension, multiply, product
 
@@ -37,6 +38,7 @@ class Exchange:
     Attributes:
         ops: at every site.
         blobs: likewise.
+        differentials: captured blobs whose rows are weighed where they cross: those of a mean's gradient.
         rows: of each replica's share.
         local: what a site reads in the place of a captured blob of another region, by that blob and the site's device.
         parts: each replica's rows of a replicated blob at a site, likewise.
@@ -48,6 +50,7 @@ class Exchange:
         self.replicas = regions.replicas
         self.rows: list[Size] = [dimension(f"{site.prefix}batch") for site in self.replicas]
         self.crossings = regions.crossings()
+        self.differentials = _differentials(regions.net) if mean else frozenset()
         self.ops: list[Operator] = []
         self.blobs: dict[str, Blob] = {}
         self.local: dict[tuple[str, str], str] = {}
@@ -154,7 +157,7 @@ class Exchange:
         for site, rows, piece in zip(self.replicas, self.rows, pieces, strict=True):
             there = f"{site.prefix}{base_name(piece)}"
             here = piece if there == piece else self._copy(piece, there, site, phase, "")
-            if self.mean and whole.role == "gradient":
+            if name in self.differentials:
                 here = self._scaled(here, self.regions.whole_batch, rows, site, phase)
             self.local[name, site.device] = here
 
@@ -169,7 +172,7 @@ class Exchange:
 
     def _packed(self, name: str, site: Site, phase: Phase) -> list[str]:
         """Each replica's rows of a replicated blob, where that replica is, for a site."""
-        weighted = self.mean and self.regions.net.blobs[name].role == "gradient"
+        weighted = name in self.differentials
         parts = []
         for replica, rows in zip(self.replicas, self.rows, strict=True):
             share = replica.blob_name(name)
@@ -260,6 +263,16 @@ class Exchange:
             if len(self.replicas) > 1 and gradient in self.crossings.joined and activation in self.crossings.split:
                 for site in self.replicas:
                     yield self.local[activation, site.device], site.blob_name(gradient)
+
+
+def _differentials(net: Net) -> frozenset[str]:
+    """Gradients, and what the backward computes of them: summands of a gradient have no activation of their own, so
+    their role does not tell them. What a checkpoint repeats is none."""
+    found = {name for name, blob in net.blobs.items() if blob.role == "gradient"}
+    for op in net.ops:
+        if op.phase == "backward" and not found.isdisjoint(op.inputs):
+            found.update(op.outputs)
+    return frozenset([name for name in found if (net.blobs[name].dtype or "").startswith(("f", "bf", "c"))])
 
 
 def _phase(reader: Operator) -> Phase:

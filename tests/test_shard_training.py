@@ -137,6 +137,56 @@ def test_any_module_may_be_placed(placement: dict[str, Any]) -> None:
     assert_trains_as_one_device(Config(), placement, [0, 1], [8, 7, 1, 9])
 
 
+class Experts(nn.Module):
+    """Experts whose outputs a gate mixes: what they read is read beside them, too, and has a gradient from each."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.bottom, self.gate, self.top = nn.Linear(2, 3), nn.Linear(3, experts), nn.Linear(3, 1)
+        self.experts = nn.ModuleList(
+            [nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)) for _ in range(experts)]
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.bottom(x)
+        shares = self.gate(hidden).softmax(1)
+        mixed = [shares[:, k : k + 1] * expert(hidden) for k, expert in enumerate(self.experts)]
+        return self.top(sum(mixed))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("experts", "placement"),
+    [
+        (1, {"experts": 0}),
+        (2, {"experts": 1}),
+        (3, {"experts.*": "round_robin"}),
+        (3, {"experts.1": 0}),
+        (2, {"gate": 0, "experts.0": 1}),
+        (2, {"bottom": 0, "gate": 1}),
+    ],
+)
+def test_summands_of_a_gradient_count_by_their_shares(experts: int, placement: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Experts(experts).double()
+    theirs, mse = copy.deepcopy(model), nn.functional.mse_loss
+
+    def drawn(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(rows, 2, dtype=torch.float64), torch.rand(rows, 1, dtype=torch.float64)
+
+    x, target = drawn(4)
+    program = graphir.capture(model, (x,), targets=(target,), loss=mse)
+    plan = passes.emit(passes.inject_copies(passes.shard(program, placement, [0, 1])))
+    with runtime.Session(plan, program.state, binding="cpu") as session:
+        for rows in (8, 7, 1):
+            x, target = drawn(rows)
+            session.step(x, target)
+            theirs.zero_grad()
+            mse(theirs(x), target).backward()
+            for name, param in theirs.named_parameters():
+                assert param.grad is not None
+                assert_close(session.gradients()[name], param.grad, 1e-10, name)
+
+
 def test_steps_are_counted_where_the_table_is() -> None:
     """Adam's count of steps is on the host, and corrects its bias: each table has its own, whoever asks for it."""
     program = passes.inject_copies(
