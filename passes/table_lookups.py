@@ -293,16 +293,17 @@ class Lookups:
     # Sparse gradients of an embedding that is no bag's: indices, and the rows of a gradient as they are
 
     def gradient_shown(self, values: str, table: Table) -> tuple[Lookup, str] | None:
-        """The lookup in a table, and the gradient of what it found, that *values* show; None where they do not."""
+        """The lookup in a table, and the gradient of what it found, that *values* show, or are a copy of where its rows
+        lie apart; None where they are neither."""
         net, name = self.draft.net, values
         while True:
             for lookup in self.of.values():
                 if lookup.table is table and net.gradients.get(lookup.op.outputs[0]) == name:
                     return lookup, name
             maker = net.producer(name)
-            if maker is None or not maker.effects.shows:
+            if maker is None or not (maker.effects.shows or maker.type == "aten.clone.default"):
                 return None
-            name = maker.inputs[maker.effects.views[0][1]]
+            name = maker.inputs[maker.effects.views[0][1] if maker.effects.shows else 0]
 
     def slots(self, indices: str, lookup: Lookup, like: Operator) -> tuple[str, ...]:
         """Append the indices of each block's sparse gradient."""
@@ -321,7 +322,7 @@ class Lookups:
             layout: dict[str, Arg] = {"memory_format": Symbol("contiguous_format")}
             draft.emit("aten.clone.default", (part,), (dense,), layout, like, block.path, of=activation)
             found.append(draft.block_blob(blob, table, block, 1))
-            draft.blobs[found[-1]] = draft.blobs[found[-1]]._replace(storage=dense)
+            draft.blobs[found[-1]] = draft.blobs[found[-1]]._replace(storage=dense, role=draft.blobs[dense].role)
             args: dict[str, Arg] = {"size": draft.blobs[found[-1]].shape}
             effects = Effects(views=((0, 0),))
             draft.emit("aten.view.default", (dense,), found[-1:], args, like, block.path, effects=effects)

@@ -179,9 +179,18 @@ class _Splitting:
             raise self.unsplittable(op, table)
         if table.kind == "columns":
             self.draft.copied[values] = self.lookups.values(values, *found, like)
+            self.leave_out(values, found[1])
         else:
             source = maker.inputs[0] if maker is not None and maker.type == "aten.clone.default" else indices
             self.draft.copied[indices] = self.lookups.slots(source, found[0], like)
+
+    def leave_out(self, values: str, gradient: str) -> None:
+        """Leave out what makes *values* of a gradient, as far as nothing else reads it."""
+        name, kept = values, {*self.net.gradients.values(), *self.net.external_outputs, gradient}
+        while name not in kept and len(self.net.consumers(name)) == 1 and (maker := self.net.producer(name)):
+            self.draft.ops.remove(maker)
+            del self.draft.blobs[name]
+            name = maker.inputs[0]
 
     def of_split(self, op: Operator) -> None:
         """What reads something that is split: an update, or what is computed of a gradient."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import graphir
 from graphir import Program
 
-__all__ = ["OPTIMIZERS", "Bags", "Batch", "Last", "Sequences", "Weighted", "batch_of", "captured"]
+__all__ = ["OPTIMIZERS", "Bags", "Batch", "Joined", "Last", "Sequences", "Weighted", "batch_of", "captured"]
 
 OPTIMIZERS: Mapping[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
@@ -99,6 +99,19 @@ class Sequences(_Model):
 
     def found(self, *lookups: Tensor) -> Tensor:
         return (self.table(lookups[0]) * self.table(lookups[0].flip(1)).sigmoid()).sum(1)
+
+
+class Joined(Sequences):
+    """The same, of one sequence, joined and added up: its gradients are views that lie apart, or are expanded."""
+
+    def __init__(self, rows: int = 23, columns: int = 8, **options: Any) -> None:
+        super().__init__(rows, columns, **options)
+        self.top = nn.Linear(3 * columns, 1)
+
+    def forward(self, dense: Tensor, *lookups: Tensor) -> Tensor:
+        rows = torch.tanh(self.bottom(dense))
+        found = self.table(lookups[0]).sum(1), self.table(lookups[0].select(1, 0))
+        return self.top(torch.cat([rows, *found], 1))  # type: ignore[no-any-return]
 
 
 def batch_of(model: nn.Module, rows: int, seed: int) -> Batch:

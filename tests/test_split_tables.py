@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tables import OPTIMIZERS, Bags, Last, Sequences, Weighted, batch_of, captured
+from tables import OPTIMIZERS, Bags, Joined, Last, Sequences, Weighted, batch_of, captured
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -126,6 +126,22 @@ SPARSE: Mapping[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_sparse_gradients(kind: str, model: str) -> None:
     assert_trains_as_one_device(SPARSE[model], kind, [0, 1, 2], UNEVEN, optimizer="adagrad")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sparse_gradients_whose_rows_lie_apart(kind: str) -> None:
+    """Where a single row does not, a program takes two rows a share, and more."""
+    assert_trains_as_one_device(lambda: Joined(sparse=True), kind, [0, 1, 2], [8, 6, 9, 16], optimizer="adagrad")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_made_that_nobody_reads(kind: str) -> None:
+    model = Joined(sparse=True)
+    step = sharded(captured(model, torch.optim.SGD(model.parameters(), lr=0.1)), {"table": (kind, [0, 1])}, [0, 1]).step
+    read = {*step.external_outputs, *[name for op in step.ops for name in op.inputs]}
+    read |= {step.blobs[name].storage for name in read}
+    made = [op for op in step.ops if op.phase == "backward" and not op.effects.shows]
+    assert not [op.outputs for op in made if read.isdisjoint(op.outputs)]
 
 
 @pytest.mark.parametrize(
