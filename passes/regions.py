@@ -25,6 +25,7 @@ from graphir.ir.operator import Operator, leaves
 from graphir.ir.program import Program
 from graphir.ir.size import Polynomial, Size, add, dimension, size_dims, substitute
 
+from .bag_offsets import require_whole_offsets
 from .following import follow, follows
 from .module_patterns import claims
 from .replicas import Site, replica_sites
@@ -259,17 +260,8 @@ class Regions:
                     "micro-batches than the replicas",
                     fix="capture it without accumulate",
                 )
-        for op in self.net.ops:
-            if op.type == "aten._embedding_bag.default" and self.at(op.device) == REPLICATED and len(self.replicas) > 1:
-                indices, offsets = (self.net.blobs[name].storage for name in op.inputs[1:3])
-                if indices in rows or offsets in rows:
-                    counted = f", and {indices!r} too, as many as rows when captured" if indices in rows else ""
-                    raise PassError(
-                        f"module {op.module!r} is not placed, and its offsets {offsets!r} would be split along the "
-                        f"batch{counted}",
-                        fix="place it, too; where lookups were as many as rows when captured, name their number: "
-                        "capture(…, batch_dims=…)",
-                    )
+        if len(self.replicas) > 1:
+            require_whole_offsets(self.net, self.at, REPLICATED, rows)
 
 
 def _module_of(net: Net, name: str) -> str:

@@ -384,6 +384,74 @@ def test_lookups_that_count_as_rows_are_refused_unless_placed() -> None:
     passes.shard(program, {"bag": 0}, [0, 1])
 
 
+class Counted(nn.Module):
+    """A table whose offsets are counted from lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(9, 4, mode="sum")
+
+    def forward(self, indices: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return self.bag(indices, lengths.cumsum(0) - lengths)  # type: ignore[no-any-return]
+
+
+class BesideCounted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted, self.other = Counted(), nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor, indices: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return self.other(x) + self.counted(indices, lengths)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    ("placement", "message"),
+    [
+        ({"other": 0}, "module 'counted.bag' is not placed, and its offsets 'lengths' would be split along the batch"),
+        (
+            {"counted.bag": 0},
+            "module 'counted' is not placed, and computes 'counted.sub' for the offsets of 'counted.bag', which is",
+        ),
+        (
+            {"counted.bag": ("rows", [0, 1])},
+            "module 'counted' is not placed, and computes 'counted.sub' for the offsets of 'counted.bag.rows_0'",
+        ),
+    ],
+)
+def test_offsets_are_not_counted_by_replicas(placement: Any, message: str, grad: bool) -> None:
+    lengths = torch.tensor([3, 0, 2, 1])
+    batch = torch.randn(4, 3), torch.randint(9, (6,)), lengths
+    model, dims = BesideCounted(), (({0: "batch"}, {0: "lookups"}, {0: "batch"}), {}, ())
+    with torch.set_grad_enabled(grad):
+        program = graphir.capture(model, batch, batch_dims=dims)
+        with pytest.raises(PassError, match=message):
+            passes.shard(program, placement, [0, 1])
+        plan = passes.emit(passes.inject_copies(passes.shard(program, {"counted": 1}, [0, 1])))
+        with runtime.Session(plan, program.state, binding="cpu") as session:
+            assert torch.allclose(session.step(*batch), model(*batch))
+
+
+@pytest.mark.parametrize("lookups", [1, 3])
+def test_bags_of_one_size_may_be_replicated(lookups: int) -> None:
+    """Their offsets are made for each share."""
+
+    class Bags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bag, self.other = nn.EmbeddingBag(9, 4, mode="sum"), nn.Linear(3, 4)
+
+        def forward(self, x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+            return self.other(x) + self.bag(indices)  # type: ignore[no-any-return]
+
+    model = Bags()
+    batch = torch.randn(8, 3), torch.randint(9, (8, lookups))
+    program = graphir.capture(model, batch)
+    plan = passes.emit(passes.inject_copies(passes.shard(program, {"other": 0}, [0, 1])))
+    with runtime.Session(plan, program.state, binding="cpu") as session:
+        assert torch.allclose(session.step(*batch), model(*batch))
+
+
 @pytest.mark.parametrize(
     ("placement", "devices", "message"),
     [
