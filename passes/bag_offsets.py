@@ -1,7 +1,7 @@
 """Offsets of embedding bags count lookups from the first row of the batch: no replica has them by its own rows.
 
-A bag that is placed gets the offsets of the whole batch, if they are given, or computed where it is placed. A replicated
-bag gets its own rows of them, which say nothing of its lookups; only where every row has as many lookups, and these are
+A bag that is placed gets the offsets of the whole batch, if they are given, or computed where it is placed. A replica's
+bag gets some rows of them, which say nothing of its lookups; only where every row has as many lookups, and these are
 split, too, are offsets made for each share.
 """
 

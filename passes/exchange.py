@@ -202,6 +202,8 @@ class Exchange:
                 own = name in self.activations
                 there = f"{site.prefix}{base_name(share)}" if own else copy_name(share, site.device)
                 part = self._copy(part, fresh(there, self.blobs), site, _phase(op), self._of(name, site, op))
+                if _phase(op) == "forward":  # as the rows go where the module is shifted to
+                    self.ops[-1] = self.ops[-1]._replace(module=op.module)
             parts.append(part)
         captured = self.regions.net.blobs[name]
         joined = fresh(site.blob_name(name) if name in self.activations else f"{site.prefix}{name}_joined", self.blobs)

@@ -310,6 +310,17 @@ def test_tables_move_on_and_storage_is_shared() -> None:
         assert torch.equal(a.step(*batch.inputs, batch.target), b.step(*batch.inputs, batch.target))
 
 
+def test_what_a_module_reads_goes_where_it_is_moved_to() -> None:
+    """Straight from the replicas: nothing stops where the module was."""
+    program = passes.shard(captured(), {"top_l": 1, "emb_l.*": 0}, [0, 1])
+    moved = passes.inject_copies(passes.shift_modules(program, {"top_l": 2}))
+    assert graphir.certify(program, moved).holds
+    blobs = moved.step.blobs
+    made = {name for op in moved.step.ops if op.type == "Copy" for name in op.outputs}
+    again = [op.inputs[0] for op in moved.step.ops if op.type == "Copy" and blobs[op.inputs[0]].storage in made]
+    assert not again
+
+
 def test_tables_of_100_gb_are_planned_without_memory() -> None:
     config = Config(tables=(200_000_000,) * 4, bottom=(64, 32))
     with torch.device("meta"):
