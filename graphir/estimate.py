@@ -6,8 +6,8 @@ from typing import Final, Literal
 
 import torch
 
-from graphir.runtime.executors.choice import execution_of
-from graphir.runtime.machine.calibration import topology_at_hand
+from graphir.runtime.executors.choice import HOST_ONLY, execution_of
+from graphir.runtime.machine.calibration import host_topology, topology_at_hand
 
 from .analysis.estimate import Estimate, estimated
 from .analysis.memory import check_dims, check_profile, check_threads
@@ -43,8 +43,8 @@ def estimate(
 
     Args:
         plan: what would be executed.
-        topology: where. None: this machine, if it has no CUDA devices and as many cores as the plan has devices, with
-            rates that are measured once a process; else ``Topology.named("h200x8")``.
+        topology: where. None: this machine, if it has no CUDA devices and as many cores as the plan has devices, or if
+            *executor* is one of the host's, with rates that are measured once a process; else ``Topology.named("h200x8")``.
         executor: ``serial``, ``threads`` or ``segments`` where the topology is a host; ``cuda`` elsewhere; by default
             what a session would choose.
         dims: the value of each dimension; those that the plan was emitted for by default.
@@ -71,9 +71,7 @@ def estimate(
             fix="give Topology.named('h200x8'), Topology.load(path), one made by hand, or None",
         )
     count = threads or torch.get_num_threads()
-    place = topology_at_hand(plan.step.devices, count) if topology is None else topology
-    if place is None:
-        place = Topology.named("h200x8")
+    place = topology or _at_hand(plan, executor, count)
     figures: Profile | None
     if profile == "cached":
         found = cached() if place.machine else None
@@ -82,3 +80,10 @@ def estimate(
         figures = profile
     sizes = {**sizes_of(plan), **(dims or {})}
     return estimated(plan, place, execution_of(plan, executor, place, count, figures), sizes, figures, count)
+
+
+def _at_hand(plan: Plan, executor: str, threads: int) -> Topology:
+    """This host, for an executor that runs nowhere else; else this machine if it has the plan's devices."""
+    if executor in HOST_ONLY:
+        return host_topology(plan.step.devices, threads)
+    return topology_at_hand(plan.step.devices, threads) or Topology.named("h200x8")

@@ -225,8 +225,17 @@ class Exchange:
         )
         self.local[name, site.device] = joined
 
+    def add_up(self, loss: str) -> str:
+        """Make each replica's loss such that their mean over rows is their sum; its name without prefix."""
+        made = ""
+        for site, rows in zip(self.replicas, self.rows, strict=True):
+            own = site.blob_name(loss)
+            made = self._scaled(own, self.regions.whole_batch, rows, site, "forward").removeprefix(site.prefix)
+            self.blobs[own] = self.blobs[own]._replace(role="temporary")
+        return made
+
     def _scaled(self, name: str, numerator: Size, denominator: Size, site: Site, phase: Phase) -> str:
-        """The gradients of a mean over some rows as those of a mean over others."""
+        """What is of a mean over some rows, a gradient or a loss, as it is of a mean over others."""
         args: dict[str, Arg] = {"numerator": numerator, "denominator": denominator}
         return self._made("graphir.scale", name, "scaled", args, site, phase)
 

@@ -123,7 +123,7 @@ def _spread(regions: Regions, reduction: Reduction) -> Program:
     for name in net.external_inputs:
         for site in regions.sites_of(name):
             exchange.declare(name, site)
-    external = tuple(exchange.blobs)
+    external, loss, added = tuple(exchange.blobs), program.interface.loss, dict[str, str]()
     for name in net.external_inputs:
         exchange.split(name)
         exchange.pack(name)
@@ -133,7 +133,11 @@ def _spread(regions: Regions, reduction: Reduction) -> Program:
         for name in op.outputs:
             exchange.split(name)
             exchange.pack(name)
-    outputs = tuple([site.blob_name(name) for name in net.external_outputs for site in regions.sites_of(name)])
+            if name == loss and reduction == "sum" and len(regions.replicas) > 1:
+                added[name] = exchange.add_up(name)
+    outputs = tuple(
+        [site.blob_name(added.get(name, name)) for name in net.external_outputs for site in regions.sites_of(name)]
+    )
     gradients = dict(exchange.gradients())
     spread = Net(net.name, tuple(exchange.ops), exchange.blobs, external, outputs, gradients)
     crossings = exchange.crossings
@@ -147,7 +151,7 @@ def _spread(regions: Regions, reduction: Reduction) -> Program:
     return program.with_(
         init=_init(regions),
         step=step,
-        interface=_interface(regions, handed),
+        interface=replace(_interface(regions, handed), loss=added.get(str(loss), loss)),
         dims=regions.dims(),
         guards=tuple(dict.fromkeys(regions.guards())),
         replicas=tuple(site.prefix for site in regions.replicas),

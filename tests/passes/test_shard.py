@@ -247,7 +247,7 @@ def test_gradients_are_handed_back_without_an_optimizer() -> None:
                 assert torch.allclose(found[name], param.grad, rtol=1e-4, atol=1e-7), name
 
 
-def test_added_up_gradients_are_those_of_a_sum() -> None:
+def test_an_added_up_loss_and_its_gradients_are_those_of_a_sum() -> None:
     def summed(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return nn.functional.binary_cross_entropy(out, target, reduction="sum")
 
@@ -256,9 +256,10 @@ def test_added_up_gradients_are_those_of_a_sum() -> None:
     first = clicks(CONFIG, 4, 0)
     program = graphir.capture(model, first.inputs, targets=(first.target,), loss=summed, batch_dims=batch_dims(CONFIG))
     plan = passes.emit(passes.inject_copies(passes.shard(program, {"emb_l.*": 1, "top_l": 0}, [0, 1], reduction="sum")))
-    summed(model(*batch.inputs), batch.target).backward()
+    whole = summed(model(*batch.inputs), batch.target)
+    whole.backward()
     with runtime.Session(plan, program.state, binding="cpu") as session:
-        session.step(*batch.inputs, batch.target)
+        assert torch.allclose(session.step(*batch.inputs, batch.target), whole.detach(), rtol=1e-5)
         for name, param in model.named_parameters():
             assert param.grad is not None
             assert torch.allclose(session.gradients()[name], param.grad, rtol=1e-4, atol=1e-6), name
