@@ -19,28 +19,36 @@ from graphir.ir.program import Program
 from graphir.ir.verify import verify
 
 from .base import require_program
-from .order import issue_order
+from .order import AHEAD, issue_order
 
 __all__ = ["emit"]
 
 
-def emit(program: Program, dims: Mapping[str, int] | None = None) -> Plan:
+def emit(program: Program, dims: Mapping[str, int] | None = None, *, ahead: int = AHEAD) -> Plan:
     """The plan of a placed program.
 
     Args:
         program: every operand is where its operator needs it.
         dims: sizes for the plan's predictions, such as ``{"batch": 64}`` (a replica's; a prefixed name sets one
             replica's). The captured sizes by default. The instructions hold for any size.
+        ahead: how many operators of its destination before its first reader each copy is issued; a copy that stands
+            further ahead in the program, as those of :func:`park` do, is issued at its place. More of them hide slower
+            links, and hold what was copied for longer. A value that was copied is freed no later than so many operators
+            after that.
 
     Raises:
         PlacementError: an operand is elsewhere; inject_copies puts the copies in.
-        PassError: *dims* is no mapping, or has an unknown dimension or a size below 1.
+        PassError: *dims* is no mapping, or has an unknown dimension or a size below 1. Or *ahead* is no whole number
+            from 0 up.
     """
     require_program(program, "emit")
+    if not isinstance(ahead, int) or isinstance(ahead, bool) or ahead < 0:
+        raise PassError(f"ahead={ahead!r} is no number of operators", fix=f"give a whole number, {AHEAD} by default")
     with collector_paused():
         verify(program)
         bound, found = _bind(program, {} if dims is None else dims), hazards(program.step)
-        order, buffers = issue_order(program.step, program.dims, found), Buffers(program.step, program.dims)
+        order = issue_order(program.step, program.dims, found, ahead)
+        buffers = Buffers(program.step, program.dims)
         buffers.freed.update([issue for issue in order if isinstance(issue, str)])
         return Plan(
             program=program.with_(state={}, module=None),

@@ -2,10 +2,11 @@
 
 Operators keep their program order, except that
 
-* a transfer (a copy or a collective) is issued as soon as its operands are there. A copy is issued no earlier than
-  :data:`_AHEAD` operators of its destination before its place in the program, since it takes memory there. A small copy
-  counts as standing directly before its first reader, and is gathered with others until the destination comes near the
-  first of these;
+* a transfer (a copy or a collective) is issued as soon as its operands are there. A copy takes memory at its
+  destination, so it is issued no earlier than some operators of the destination before its first reader (*ahead*), or,
+  where it stands further ahead than that in the program, at its place. A small copy counts as standing directly before
+  its first reader, and is gathered with others until the destination comes near the first of these; but not what
+  :func:`.park.park` copies, since all of that would come back at once;
 * in a program that reduces gradients, what follows from a reduction is issued as soon as it can be: an update once its
   gradient is reduced and every reader of the parameter is issued, not after the whole backward. Reductions of small
   gradients are gathered until they come to :data:`_BUCKET` bytes;
@@ -37,12 +38,14 @@ from graphir.ir.operator import Operator
 from graphir.ir.plan import issued_as, issued_on, parts_of
 from graphir.ir.size import Dims
 
-__all__ = ["issue_order"]
+__all__ = ["AHEAD", "issue_order"]
 
 _Task: TypeAlias = "int | str"
 """An operator by position, or the free of a storage."""
 
-_AHEAD: Final = 8
+AHEAD: Final = 8
+"""Operators of its destination before its first reader at which a copy is issued, unless somebody says otherwise."""
+
 _SMALL: Final = 1 << 16
 """Bytes: a transfer of less takes no longer than the waits around it."""
 
@@ -54,15 +57,16 @@ else, so that overlap gains nothing and each wait costs what the replicas' times
 """
 
 
-def issue_order(net: Net, dims: Dims, found: Hazards) -> list[Issue]:
+def issue_order(net: Net, dims: Dims, found: Hazards, ahead: int = AHEAD) -> list[Issue]:
     """The order in which to issue a net's operators, and the frees between them.
 
     Args:
         net: the step of a placed program.
         dims: the sizes that say which transfers are small.
         found: its hazards.
+        ahead: how many operators of its destination before its first reader a copy is issued at the earliest.
     """
-    return _Order(net, dims, found).run()
+    return _Order(net, dims, found, ahead).run()
 
 
 class _Order:
@@ -80,6 +84,9 @@ class _Order:
         ahead: copies that are ready too early, by destination and the number of its operators to wait for.
         gathered: small reductions that are ready, and their bytes, by route.
         together: small copies that are ready and not due, by route.
+        places: for each copy, how many operators of its destination are issued before it at the least.
+        alone: whether an operator is never gathered with others.
+        late: delayed frees, by their device and the number of its operators after which they are delayed no longer.
         point: the number of the current point.
         moved: for each lane, the last point at which it was given a transfer.
         given: for each task, the lanes of the transfers that it depends on, and their points.
@@ -87,7 +94,8 @@ class _Order:
         held_by, held_on: the delayed tasks, by lane and by their own device.
     """
 
-    def __init__(self, net: Net, dims: Dims, found: Hazards) -> None:
+    def __init__(self, net: Net, dims: Dims, found: Hazards, least: int) -> None:
+        self.least = least
         self.net, self.dims, self.touched, ops = net, dims, found.touched, net.ops
         self.kinds = [issued_as(op) for op in ops]
         self.soon = _follow_reductions(ops, found.earlier)
@@ -103,7 +111,9 @@ class _Order:
             self.missing.append(len(earlier))
         self.uses = Counter(chain.from_iterable(self.touched))
         self.uses.update(_kept(net))
+        self.alone = [op.by == "park" for op in ops]
         self.places = self._places()
+        self.late: dict[tuple[Device, int], list[_Task]] = {}
         self.passed: dict[Device, int] = defaultdict(int)
         self.ahead: dict[tuple[Device, int], list[int]] = {}
         self.together: dict[tuple[str, ...], list[int]] = {}
@@ -121,22 +131,28 @@ class _Order:
         self.held_on: dict[Device, list[_Task]] = {}
 
     def _places(self) -> dict[int, int]:
-        """For each copy, how many operators of its destination stand in the program before it, or, where it is small,
-        before the first operator that reads it."""
+        """For each copy, how many operators of its destination are issued before it at the least.
+
+        That is *least* less than stand in the program before its first reader, or as many as stand before the copy if
+        these are fewer. For a small copy only its first reader counts.
+        """
         before: dict[Device, int] = defaultdict(int)
+        stands: dict[int, int] = {}
         found: dict[int, int] = {}
         unread: dict[str, int] = {}
         for i, op in enumerate(self.net.ops):
             for name in op.inputs if unread else ():
                 if (copy := unread.pop(name, None)) is not None:
-                    found[copy] = before[self.net.ops[copy].device]
+                    found[copy] = before[self.net.ops[copy].device] - self.least
             if self.kinds[i] == "copy":
-                found[i] = before[op.device]
-                if self.small(i):
-                    unread[op.outputs[0]] = i
+                stands[i] = before[op.device]
+                unread[op.outputs[0]] = i
             elif self.plain[i]:
                 before[op.device] += 1
-        return found
+        return {
+            i: min(place, found.get(i, place - self.least)) if not self.small(i) else found.get(i, place - self.least)
+            for i, place in stands.items()
+        }
 
     def run(self) -> list[Issue]:
         for i, missing in enumerate(self.missing):
@@ -158,8 +174,10 @@ class _Order:
                 self.settle()
             self.issue((i,))
             self.passed[op.device] += 1
-            for copy in self.ahead.pop((op.device, self.passed[op.device]), ()):
+            here = op.device, self.passed[op.device]
+            for copy in self.ahead.pop(here, ()):
                 self.due(copy)
+            self.let_go(self.late.pop(here, ()))
             self.settle()
         while self.held or self.gathered or self.together:
             self.release()
@@ -207,7 +225,7 @@ class _Order:
 
     def small(self, i: int) -> bool:
         """Whether a transfer may be one of a group."""
-        return self.nbytes(i) < (_BUCKET if self.gathers(i) else _SMALL)
+        return self.nbytes(i) < (_BUCKET if self.gathers(i) else _SMALL) and not self.alone[i]
 
     def gathers(self, i: int) -> bool:
         """Whether a transfer is a reduction of gradients."""
@@ -275,13 +293,16 @@ class _Order:
                 self.ready.append(task)
             return
         self.held[task] = len(lanes)
+        if isinstance(task, str):
+            device = self.net.blobs[task].device
+            self.late.setdefault((device, self.passed[device] + max(self.least, 1)), []).append(task)
         for at in lanes:
             self.held_by.setdefault(at, []).append(task)
         self.held_on.setdefault(self.device(task), []).append(task)
 
     def transfer(self, i: int) -> None:
         """A transfer is ready."""
-        wanted, device = self.places.get(i, 0) - _AHEAD, self.net.ops[i].device
+        wanted, device = self.places.get(i, 0), self.net.ops[i].device
         if self.gathers(i):
             gathered, nbytes = self.gathered.pop(route := self.route(i), ([], 0))
             gathered.append(i)
