@@ -83,12 +83,18 @@ def _given(a: Program, b: Program) -> _Pairs:
     else:
         yield "outputs of the step", a.step.external_outputs, b.step.external_outputs
     yield "inputs of the step", inputs[0], inputs[1]
-    kept = [{n for n, blob in p.step.blobs.items() if blob.role in STATE_ROLES} for p in (a, b)]
+    kept = [_holding_state(p.step) for p in (a, b)]
     shared = a.step.blobs.keys() & b.step.blobs.keys()
     yield "blobs that hold state", sorted(kept[0] & shared), sorted(kept[1] & shared)
     for name in a.step.external_inputs:
         if name in b.step.blobs:
             yield f"roles of {name!r}", a.step.blobs[name].role, b.step.blobs[name].role
+
+
+def _holding_state(step: Net) -> set[str]:
+    """The blobs that hold state, or are given as views of some. Views that operators make of it hold nothing."""
+    states = {name for name, blob in step.blobs.items() if blob.role in STATE_ROLES}
+    return {name for name in states if not step.blobs[name].is_view or name in step.external_inputs}
 
 
 def _state(a: Program, b: Program) -> _Pairs:
