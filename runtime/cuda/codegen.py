@@ -37,10 +37,10 @@ from ..codegen.values import Values
 from ..codegen.writer import ThreadCode, Writer
 from ..executor import Setting
 from ..kernels.buffers import Buffer, Buffers
-from .receive import NativeReduction, Owner, PageLocked, Reduction
+from .receive import Anew, NativeReduction, Owner, PageLocked, Reduction
 from .streams import Event, Machine, Stream, wait_for
 
-__all__ = ["Lanes", "StreamStatements", "StreamWriter", "generate_streams"]
+__all__ = ["Lanes", "StreamStatements", "StreamWriter", "generate_streams", "is_taken_anew"]
 
 
 class Lanes:
@@ -255,7 +255,8 @@ class StreamStatements(Statements):
         if made in self.setting.state:
             statements = [self.store(*next(iter(op.makes)), f"{read}, True")]
         else:
-            received = self.writer.bind(self.buffer(at, made).receive, "c", ("receive", self.number(made)))
+            receives = Anew(self.lanes.owner(at, op.device)) if is_taken_anew(op, places[1]) else self.buffer(at, made)
+            received = self.writer.bind(receives.receive, "c", ("receive", self.number(made)))
             statements = self.assign(*next(iter(op.makes)), f"{received}({read})")
         return [*before, *statements, *self.watched(position, at, op, stream)]
 
@@ -375,6 +376,11 @@ class StreamStatements(Statements):
         ]
         stops = [self.stop(event) for event in ways if event is not None]
         self.lines.line(len(self.setting.plan.instructions) - 1, stops)
+
+
+def is_taken_anew(op: Operator, place: torch.device) -> bool:
+    """Whether a copy to a *place* takes memory in each step, not a buffer that is kept: see :mod:`.receive`."""
+    return op.by == "park" and op.device.kind == "gpu" and place.type == "cuda"
 
 
 def generate_streams(

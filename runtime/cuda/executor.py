@@ -38,7 +38,7 @@ from ..failures.faults import fault
 from ..kernels.buffers import Buffers, bytes_of
 from ..machine.surroundings import neutral
 from ..observing.probes import Probe
-from .codegen import Lanes, generate_streams
+from .codegen import Lanes, generate_streams, is_taken_anew
 from .streams import Event, Machine, Stream, TorchCuda, wait_for
 
 __all__ = ["Collectives", "Cuda", "Fence", "StreamClock"]
@@ -274,6 +274,8 @@ class Cuda:
         for op in plan.step.ops:
             if op.type == "Copy" and not self.setting.state.keys() & set(op.outputs):
                 (source,), (made,) = op.inputs, op.outputs
+                if is_taken_anew(op, self.places[op.device]):
+                    continue
                 if any(self.places[blobs[name].device].type == "cuda" for name in (source, made)):
                     numbers[made] = plan.buffers.get(made, -1 - len(numbers))
         return Kept(numbers, bytes_of(self.buffers), sizes_of(self.plain, self.observed))

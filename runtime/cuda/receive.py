@@ -1,8 +1,9 @@
 """Memory for what comes in from other devices, and the reductions that write it.
 
 A copy may be written long before the device that it is for gets to it, so its memory cannot come from what that device
-has just let go of: it is taken once and kept, in a receive buffer. What a collective makes is taken anew in each step.
-Both are memory of the owner's compute stream, on which the plan frees; the lane that writes waits until that stream has
+has just let go of: it is taken once and kept, in a receive buffer. What a collective makes is taken anew in each step,
+and so is what is parked and comes back, since a buffer would keep the memory that parking gives back.
+All are memory of the owner's compute stream, on which the plan frees; the lane that writes waits until that stream has
 come to the point at which the memory was taken.
 """
 
@@ -13,10 +14,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..kernels.buffers import Buffer
 from ..kernels.communication import spanned
 from .streams import Machine, Stream
 
-__all__ = ["NativeReduction", "Owner", "PageLocked", "Reduction"]
+__all__ = ["Anew", "NativeReduction", "Owner", "PageLocked", "Reduction"]
 
 
 class Owner:
@@ -47,6 +49,17 @@ class Owner:
     def room(self, nbytes: int) -> Tensor:
         """Uninitialised bytes, for the lane to write."""
         return self.take(lambda: self.machine.empty(nbytes, self.place))
+
+
+class Anew:
+    """Receives copies, each into memory of its own, which goes back when the plan frees the copy."""
+
+    def __init__(self, owner: Owner) -> None:
+        self.owner = owner
+
+    def receive(self, source: Tensor) -> Tensor:
+        """See :meth:`.kernels.buffers.Buffer.receive`."""
+        return Buffer(self.owner.room).receive(source)
 
 
 class PageLocked:
