@@ -155,6 +155,8 @@ class _Explained:
     def reasons(self, crossing: Crossing, maker: Operator | None, reader: Operator | None) -> tuple[Reason, ...]:
         """The moves of the reader, and those of the value; where two replicas meet, that there are replicas."""
         op, blobs = self.net.ops[crossing.position], self.net.blobs
+        if op.by == "park":
+            return self.moves.parked(op.of or crossing.origin, maker.module if maker else "")
         found: list[Reason] = []
         if reader is not None and reader.outputs:
             found += self.of(crossing.reader, reader, blobs[op.outputs[0]].device)

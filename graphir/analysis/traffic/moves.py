@@ -13,11 +13,12 @@ from ...ir.history import PassText, parse_passes
 from ...ir.module_patterns import ModulePattern
 from ...ir.names import base_name, prefix_of
 from ...ir.program import Program
+from .wording import some
 
 __all__ = ["Moves", "Placed", "Reason"]
 
-_STAY: Final = frozenset({"replicate", "inject_copies", "inject_caffe2_copies", "share_storage"})
-"""Passes that move nothing."""
+_STAY: Final = frozenset({"replicate", "inject_copies", "inject_caffe2_copies", "share_storage", "park", "recompute"})
+"""Passes that move no operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,7 @@ class Moves:
         self.named = {entry.by for entry in self.entries}
         self.replicated = next((i for i, text in enumerate(program.history) if _name(text) == "replicate"), None)
         self.known: dict[tuple[int, str, str], Reason] = {}
+        self.parks = list(_parks(program))
 
     def of(self, placed: Placed) -> tuple[Reason, ...]:
         """The moves that can have brought it there, all of them where several can; none where it has not moved.
@@ -109,6 +111,16 @@ class Moves:
         leading = [e for e in self.entries if e.leads_to(placed) and (not moved or e.by == placed.by)]
         naming = [reason for entry in leading for reason in self._naming(entry, placed)]
         return tuple(naming or [reason for entry in leading for reason in self._leading(entry, placed)])
+
+    def parked(self, name: str, module: str) -> tuple[Reason, ...]:
+        """The passes ``park`` that can have parked a blob, which *module* makes: those that name it, else all."""
+        naming = [
+            self._reason(position, "park", what, to)
+            for position, options, to in self.parks
+            for what in options
+            if what in (name, base_name(name)) or _covers(what, module) or _covers(what, base_name(name))
+        ]
+        return tuple(naming[-1:] or [self._reason(position, "park", "", to) for position, _, to in self.parks])
 
     def between_replicas(self, a: str, b: str) -> tuple[Reason, ...]:
         """``replicate``, where the blobs *a* and *b* belong to two replicas."""
@@ -153,6 +165,19 @@ class Moves:
 
 def _name(text: str) -> str:
     return text.partition("{")[0].strip()
+
+
+def _parks(program: Program) -> Iterator[tuple[int, list[str], str]]:
+    """Of each ``park``: its position, what it was given, and where to."""
+    for position, text in enumerate(program.history):
+        if _name(text) == "park":
+            try:
+                (found,) = parse_passes(text)
+            except (GraphirError, ValueError):  # a history may say anything
+                found = PassText("park", {})
+            what, to = found.options.get("what"), found.options.get("to")
+            targets = [str(device) for device in to.values()] if isinstance(to, Mapping) else [str(to or "")]
+            yield position, [str(name) for name in what] if isinstance(what, list) else [], some(targets)
 
 
 def _entries(program: Program) -> Iterator[_Entry]:
