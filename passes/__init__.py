@@ -1,13 +1,15 @@
 """What one can do to a program: one pass a file, each a function from program to program.
 
 In the order in which they are usually run: replicate or shard, replication_callback, sync_batch_norm, shift_modules or
-shift_activations, inject_copies, share_storage, emit.
+shift_activations, recompute, park, inject_copies, share_storage, emit.
 """
 
 from .activations import find_activations
 from .base import Gpu, Pass, Pipeline, Run, Timing, build, register
 from .copies import InjectCopies, inject_caffe2_copies, inject_copies
 from .emit import emit
+from .park import Park, park
+from .recompute import Recompute, recompute
 from .replica import Replica
 from .replicate import Replicate, replicate
 from .replication_callback import ReplicationCallback, replication_callback
@@ -22,8 +24,10 @@ __all__ = [
     "Gpu",
     "Halves",
     "InjectCopies",
+    "Park",
     "Pass",
     "Pipeline",
+    "Recompute",
     "Replica",
     "Replicate",
     "ReplicationCallback",
@@ -39,6 +43,8 @@ __all__ = [
     "find_activations",
     "inject_caffe2_copies",
     "inject_copies",
+    "park",
+    "recompute",
     "register",
     "replicate",
     "replication_callback",

@@ -28,7 +28,7 @@ from graphir.ir.opset import ACCUMULATES
 from graphir.ir.program import Program
 from graphir.ir.size import Dims
 
-__all__ = ["follow", "follows", "may_leave"]
+__all__ = ["filled", "follow", "follows", "may_leave"]
 
 
 def follows(op: Operator) -> bool:
@@ -55,7 +55,7 @@ def follow(program: Program, moved: Mapping[int, Device], homes: Mapping[str, De
         by: the pass that moves them.
     """
     ops, blobs = _Following(program.step, program.dims, moved, homes, by).run()
-    return program.with_(init=_filled(program.init, blobs, by), step=program.step.with_(ops=ops, blobs=blobs))
+    return program.with_(init=filled(program.init, blobs, by), step=program.step.with_(ops=ops, blobs=blobs))
 
 
 class _Following:
@@ -189,7 +189,7 @@ class _Following:
         return found
 
 
-def _filled(init: Net, moved: Mapping[str, Blob], by: str) -> Net:
+def filled(init: Net, moved: Mapping[str, Blob], by: str) -> Net:
     """Fill every blob of the step where it now is."""
     blobs = {name: blob.on(moved[name].device) if name in moved else blob for name, blob in init.blobs.items()}
     ops: Sequence[Operator] = [

@@ -26,10 +26,10 @@ PUBLIC = {
         scatter_kwargs
     """,
     "graphir.passes": """
-        Gpu Halves InjectCopies Pass Pipeline Replica Replicate ReplicationCallback Run Shard ShareStorage
+        Gpu Halves InjectCopies Park Pass Pipeline Recompute Replica Replicate ReplicationCallback Run Shard ShareStorage
         ShiftActivations ShiftModules SyncBatchNorm Timing build emit find_activations inject_caffe2_copies
-        inject_copies register replicate replication_callback shard share_storage shift_activations shift_modules
-        split_backward sync_batch_norm
+        inject_copies park recompute register replicate replication_callback shard share_storage shift_activations
+        shift_modules split_backward sync_batch_norm
     """,
     "graphir.runtime": """
         Finding Function Report Session check python

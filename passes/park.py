@@ -1,0 +1,304 @@
+"""Keep on a peer or on the host what a device holds without using it.
+
+A saved activation leaves after its last use in the forward and comes back before its first use after that::
+
+    relu        @gpu:0 = aten.relu(bn1)              relu        @gpu:0 = aten.relu(bn1)
+    conv2       @gpu:0 = aten.convolution(relu, …)   conv2       @gpu:0 = aten.convolution(relu, …)
+                                                     relu_gpu_1  @gpu:1 = Copy(relu)            relu is freed
+    …                                                …
+                                                     relu_gpu_0  @gpu:0 = Copy(relu_gpu_1)
+    conv1_grad  @gpu:0 = …backward(g, relu)          conv1_grad  @gpu:0 = …backward(g, relu_gpu_0)
+
+State lives where it is parked, from step to step. It is brought in for each phase that uses it, and what the phase
+made of it goes back. Readers on other devices read a parked blob where it is parked, or what came back.
+
+When a copy back begins, its place in the program says (:mod:`.trips`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import ClassVar, Final, TypeAlias
+
+from pydantic import NonNegativeInt, field_validator
+
+from graphir.errors import PassError
+from graphir.ir.blob import STATE_ROLES, Blob
+from graphir.ir.device import Device, gpu
+from graphir.ir.names import copy_name
+from graphir.ir.net import Net
+from graphir.ir.operator import Operator, Phase
+from graphir.ir.program import Program
+
+from .base import Gpu, Pass, Placed, build, register
+from .following import filled
+from .saved import Use, choose, require_captured, saved_in, unsaved, uses_of
+from .substitutes import Substitutes, with_operands
+from .trips import Clock, Trip
+
+__all__ = ["Park", "park"]
+
+_PEER: Final = 10
+"""Bytes that a gpu's operators touch while one byte crosses to a peer: 4.8 TB/s of memory beside NVLink's 450 GB/s each
+way (H200)."""
+
+_HOST: Final = 80
+"""The same while one byte crosses to or from the host: beside 63 GB/s of PCIe 5.0 x16."""
+
+_Targets: TypeAlias = Callable[[Device], Device | None]
+"""Where what is on a device is parked; None if it stays."""
+
+
+@register
+class Park(Pass):
+    """See :func:`park`."""
+
+    name: ClassVar[str] = "park"
+
+    what: tuple[str, ...]
+    to: Placed | dict[Gpu, Placed]
+    ahead: NonNegativeInt | None = None
+
+    @field_validator("to")
+    @classmethod
+    def _moves(cls, to: str | dict[int, str]) -> str | dict[int, str]:
+        for source, target in to.items() if isinstance(to, dict) else ():
+            if gpu(source) == target:
+                raise ValueError(f"{target} is where it is already; give another device")
+        return to
+
+    def rewrite(self, program: Program) -> Program:
+        require_captured(program, self.name)
+        uses = uses_of(program.step)
+        stays = _Chosen(program, uses, self._target).stays(self.what)
+        if not stays:
+            return program
+        step = _Parking(program, uses, stays, self.ahead, self.name).run()
+        return program.with_(init=filled(program.init, step.blobs, self.name), step=step)
+
+    def _target(self, device: Device) -> Device | None:
+        if isinstance(self.to, str):
+            return Device.parse(self.to)
+        found = self.to.get(device.index) if device.kind == "gpu" else None
+        return None if found is None else Device.parse(found)
+
+
+def park(
+    program: Program,
+    what: str | Sequence[str],
+    to: str | int | Mapping[str, str | int] | Mapping[int, str | int] | Mapping[int | str, int | str],
+    *,
+    ahead: int | None = None,
+) -> Program:
+    """Keep saved activations or state on a peer or on the host while the device does not use them.
+
+    It goes after the shifts and before :func:`inject_copies`. No operator moves, and no value changes: certify holds.
+
+    Args:
+        program: captured, replicated or sharded.
+        what: names of activations, which stand for those of every replica, of other blobs, or patterns of modules as
+            for :func:`shift_modules`, which stand for all that the modules save for the backward. A pattern that
+            matches no module stands for state: ``"**.exp_avg"``.
+        to: where to: ``"gpu:1"``, ``1`` or ``"cpu"``; or for each gpu another device, as ``{0: 2, 1: 3}``.
+        ahead: how many operators of its device before its first reader a copy back begins, at least those that
+            :func:`emit` gives every copy. By default, so many that the copy should be there in time; see above.
+
+    Raises:
+        PassError: a name is unknown, or of what cannot be parked; the message says why. Nothing has changed then.
+    """
+    named = (what,) if isinstance(what, str) else what
+    return build(Park, what=named, to=to, ahead=ahead)(program)
+
+
+class _Chosen:
+    """Finds where each storage goes that a caller has named."""
+
+    def __init__(self, program: Program, uses: Mapping[str, Use], target: _Targets) -> None:
+        self.program, self.uses, self.target = program, uses, target
+
+    def stays(self, what: Sequence[str]) -> dict[str, Device]:
+        """By storage, the device where it is parked."""
+        chosen = choose(self.program, what, "park")
+        found: dict[str, Device] = {}
+        for name in chosen.blobs:
+            self.refuse(name)
+            to = self.elsewhere(name)
+            if to is not None:
+                found[name] = to
+        served = {chosen.blobs[name] for name in found}
+        for name, given in chosen.blobs.items():
+            if given not in served:
+                raise self.unused(self.program.step.blobs[name], given)
+        blobs, matched = self.program.step.blobs, dict.fromkeys(chosen.modules.values(), False)
+        for storage, pattern in saved_in(self.program, chosen.modules, self.uses).items():
+            to = self.target(blobs[storage].device)
+            if to is not None and to != blobs[storage].device and not blobs[storage].device.is_host:
+                found[storage], matched[pattern] = to, True
+        for pattern, some in matched.items():
+            if not some:
+                raise PassError(
+                    f"park: {pattern!r} saves nothing for the backward that is not where it would be parked",
+                    fix="name a module with saved activations, and another device than theirs",
+                )
+        return found
+
+    def elsewhere(self, name: str) -> Device | None:
+        """Where a named blob goes; None if it is on no source."""
+        blob = self.program.step.blobs[name]
+        to = self.target(blob.device)
+        if to == blob.device or (to is not None and to.is_host and blob.device.is_host):
+            raise PassError(f"park: {name!r} is on {blob.device} already", fix="park it on another device")
+        return to
+
+    def refuse(self, name: str) -> None:
+        """Refuse what cannot be parked."""
+        blob = self.program.step.blobs[name]
+        if blob.device.is_host:
+            raise PassError(
+                f"park: {name!r} is on the host, where parking saves no memory of a gpu", fix="leave it out"
+            )
+        if blob.role in STATE_ROLES and not blob.is_view:
+            use = self.uses[name]
+            if use.early < 0 and use.late < 0:
+                raise PassError(f"park: no operator of the step uses {name!r}", fix="leave it out, or shift its module")
+            step = self.program.step
+            views = [n for n in step.external_inputs if step.blobs[n].storage == name != n]
+            if views:
+                raise PassError(f"park: {name!r} is given together with its view {views[0]!r}", fix="leave it out")
+            return
+        why = unsaved(self.program, name, self.uses, "park")
+        if why is not None:
+            raise PassError(f"park: {name!r} {why[0]}", fix=why[1])
+
+    def unused(self, blob: Blob, given: str) -> PassError:
+        return PassError(f"park: {given!r} is on {blob.device}, and 'to' says nothing of it", fix="add it to 'to'")
+
+
+class _Parking(Substitutes):
+    """The sweep that puts the copies in.
+
+    Attributes:
+        stays: by storage, where it is parked.
+        homes: by storage, where its operators are.
+        runs: of each state, its uses: the first and the last position of every run of one phase.
+        parked: by activation, the blob that holds it where it is parked.
+        spread: by activation, the other devices that read it in the forward, and so have a copy for the backward.
+        kept: of each state, the version that its blob has so far.
+    """
+
+    def __init__(
+        self, program: Program, uses: Mapping[str, Use], stays: Mapping[str, Device], ahead: int | None, by: str
+    ) -> None:
+        super().__init__(program.step, by, "_parked", program.init.blobs)
+        blobs, self.dims, self.stays = self.net.blobs, program.dims, stays
+        self.homes = {storage: blobs[storage].device for storage in stays}
+        self.parked: dict[str, str] = {}
+        self.kept: dict[str, int] = {}
+        states = {storage for storage in stays if blobs[storage].role in STATE_ROLES}
+        self.runs = _runs(self.net, states)
+        for name, blob in blobs.items():
+            if blob.storage in states:
+                self.blobs[name] = blob.on(stays[blob.storage])
+        self.spread: dict[str, set[Device]] = {storage: set() for storage in stays if storage not in states}
+        self.leaves, self.comes, self.ends = self.schedule(uses, ahead)
+
+    def substitute(self, storage: str, reader: Device) -> str | None:
+        if reader in self.spread.get(storage, ()):
+            return None
+        if storage in self.parked and reader == self.stays[storage]:
+            return self.parked[storage]
+        return self.held.get(storage)
+
+    def touches(self, names: Iterable[str]) -> bool:
+        blobs, parked = self.net.blobs, self.parked
+        return any(blobs[name].storage in parked for name in names) or super().touches(names)
+
+    def schedule(
+        self, uses: Mapping[str, Use], ahead: int | None
+    ) -> tuple[dict[int, list[str]], dict[int, list[str]], dict[int, list[str]]]:
+        """Before which operators storages leave, come back, and, of state, go home."""
+        leaves, comes, ends = dict[int, list[str]](), dict[int, list[str]](), dict[int, list[str]]()
+        trips: dict[tuple[Device, Device], list[Trip]] = {}
+        first = self.first_readers(uses)
+        for storage, to in self.stays.items():
+            route = trips.setdefault((self.homes[storage], to), [])
+            earliest = 0
+            for start, end in self.runs.get(storage, ()):
+                route.append(Trip(storage, start, earliest))
+                ends.setdefault(earliest := end + 1, []).append(storage)
+            if storage in first:
+                leaves.setdefault(uses[storage].early + 1, []).append(storage)
+                if (needed := first[storage]) is not None:
+                    route.append(Trip(storage, needed, uses[storage].early + 1))
+        clocks = {home: Clock(self.net, home, self.dims) for home, _ in trips}
+        for (home, to), route in trips.items():
+            cost = _HOST if to.is_host else _PEER
+            sizes = [self.net.blobs[trip.storage].nbytes(self.dims) * cost for trip in route]
+            for trip, position in clocks[home].latest(route, sizes, ahead):
+                comes.setdefault(position, []).append(trip.storage)
+        return leaves, comes, ends
+
+    def first_readers(self, uses: Mapping[str, Use]) -> dict[str, int | None]:
+        """For each activation that leaves, the first operator that reads what comes back; None where nothing has to,
+        since all readers are where it is parked. What only devices read that have a copy anyway does not leave."""
+        found: dict[str, int | None] = {}
+        for i, op in enumerate(self.net.ops):
+            for storage in {self.net.blobs[name].storage for name in op.inputs} & self.spread.keys():
+                home, to, late = self.homes[storage], self.stays[storage], uses[storage].late
+                if i < late:
+                    self.spread[storage].update({op.device} - {home, to})
+                elif op.device not in self.spread[storage] and found.get(storage) is None:
+                    found[storage] = None if op.device == to else i
+        return found
+
+    def run(self) -> Net:
+        """The net with the copies."""
+        phase: Phase = "forward"
+        for i, op in enumerate((*self.net.ops, None)):
+            phase = phase if op is None else op.phase
+            for storage in self.ends.get(i, ()):
+                self.goes_home(storage)
+            for storage in self.leaves.get(i, ()):
+                self.parked[storage] = self.copied(storage, 0, storage, self.stays[storage], "forward")
+            for storage in self.comes.get(i, ()):
+                source = self.parked.get(storage, storage)
+                self.put(storage, self.copied(source, self.kept.get(storage, 0), storage, self.homes[storage], phase))
+            if op is not None:
+                self.append(op)
+        return self.result
+
+    def goes_home(self, storage: str) -> None:
+        """Bring what a phase has made of a state to where it lives."""
+        held, made = self.held[storage], self.now.get(storage, 0) - self.since[storage]
+        if made:
+            version = self.kept[storage] = self.kept.get(storage, 0) + 1
+            self.copy((held, made), (storage, version), storage, self.ops[-1].phase)
+        self.drop(storage)
+
+    def copied(self, source: str, version: int, of: str, device: Device, phase: Phase) -> str:
+        """A new blob on a device that a copy fills."""
+        made = self.declare(self.net.blobs[of], copy_name(of, device), device)
+        self.copy((source, version), (made, 0), of, phase)
+        return made
+
+    def copy(self, source: tuple[str, int], target: tuple[str, int], of: str, phase: Phase) -> None:
+        device = self.blobs[target[0]].device
+        blank = Operator("Copy", (), (), {}, device, phase, by=self.by, of=of)
+        self.ops.append(with_operands(blank, [source], [target]))
+
+
+def _runs(net: Net, states: Container[str]) -> dict[str, list[tuple[int, int]]]:
+    """Of each of some storages, the first and the last operator of every run of uses in one phase."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    phases: dict[str, Phase] = {}
+    for i, op in enumerate(net.ops):
+        for storage in {net.blobs[name].storage: None for name in (*op.inputs, *op.outputs)}:
+            if storage not in states:
+                continue
+            runs = found.setdefault(storage, [])
+            if runs and phases[storage] == op.phase:
+                runs[-1] = runs[-1][0], i
+            else:
+                runs.append((i, i))
+            phases[storage] = op.phase
+    return found

@@ -1,0 +1,246 @@
+"""Compute activations again in the backward instead of keeping them, as a checkpoint does.
+
+The operators that made an activation are repeated directly before its first reader in the backward, with their seed
+ids, so that they draw the same random numbers; and so are those that made what they read, back to what is kept anyway::
+
+    conv1  = aten.convolution(x, …)                 conv1      = aten.convolution(x, …)
+    relu   = aten.relu(conv1)                       relu       = aten.relu(conv1)         freed in the forward
+    …                                     ──▶       …
+                                                    relu_again = aten.relu(conv1)         in the backward, of relu
+    fc_grad = aten.mm(g.t, relu)                    fc_grad    = aten.mm(g.t, relu_again)
+
+Kept are state, inputs, and what the backward reads and nobody has named. Of a module, what other modules read is kept
+too: each module that a pattern matches is recomputed from what it was given, as by ``torch.utils.checkpoint``.
+
+Nothing is repeated that changes state. A batch norm in training computes its results without the running statistics
+that it updates, so it is repeated without these, by the same kernel.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from graphir.errors import PassError
+from graphir.ir.net import Net
+from graphir.ir.operator import Operator, positions
+from graphir.ir.opset import signature
+from graphir.ir.optypes.table import operator_type
+from graphir.ir.plan import issued_as
+from graphir.ir.program import Program
+from graphir.ir.text import operator_text
+
+from .base import Pass, build, register
+from .saved import Use, choose, require_captured, saved_in, unsaved, uses_of
+from .substitutes import Substitutes, with_operands
+
+__all__ = ["Recompute", "recompute"]
+
+_STATISTICS = ("running_mean", "running_var")
+
+
+@register
+class Recompute(Pass):
+    """See :func:`recompute`."""
+
+    name: ClassVar[str] = "recompute"
+
+    what: tuple[str, ...]
+
+    def rewrite(self, program: Program) -> Program:
+        require_captured(program, self.name)
+        uses = uses_of(program.step)
+        storages = _chosen(program, self.what, uses)
+        if not storages:
+            return program
+        return program.with_(step=_Recomputing(program, uses, storages, self.name).run())
+
+
+def recompute(program: Program, what: str | Sequence[str]) -> Program:
+    """Compute saved activations again in the backward, so that they need not be kept until then.
+
+    It goes after the shifts and before :func:`inject_copies`: what is repeated runs where it ran. No value changes:
+    certify holds, and random numbers are drawn again bit for bit.
+
+    Args:
+        program: captured, replicated or sharded.
+        what: names of activations, which stand for those of every replica, of other blobs, or patterns of modules as
+            for :func:`shift_modules`: each module that matches is recomputed from its inputs.
+
+    Raises:
+        PassError: a name is unknown, or of what cannot be recomputed; the message says why. Nothing has changed then.
+    """
+    return build(Recompute, what=(what,) if isinstance(what, str) else what)(program)
+
+
+def _chosen(program: Program, what: Sequence[str], uses: Mapping[str, Use]) -> dict[str, None]:
+    """The storages that are computed again."""
+    chosen = choose(program, what, "recompute")
+    for name in chosen.blobs:
+        why = unsaved(program, name, uses, "recompute")
+        if why is not None:
+            raise PassError(f"recompute: {name!r} {why[0]}", fix=why[1])
+    saved = saved_in(program, chosen.modules, uses)
+    for storage in _leaving(program.step, chosen.modules, saved):
+        del saved[storage]
+    for pattern in dict.fromkeys(chosen.modules.values()):
+        if pattern not in saved.values():
+            raise PassError(
+                f"recompute: {pattern!r} saves nothing for the backward but what other modules read",
+                fix="name a larger module, or the activations themselves",
+            )
+    return dict.fromkeys([*chosen.blobs, *saved])
+
+
+def _leaving(net: Net, modules: Mapping[str, str], saved: Mapping[str, str]) -> set[str]:
+    """The saved storages that operators of the forward read outside of the matched module that makes them."""
+    roots: dict[str, str] = {}
+
+    def root(module: str) -> str:
+        """The outermost module of a pattern's that *module* is in; empty where it is in none."""
+        if module not in roots:
+            parts = module.split(".")
+            above = (".".join(parts[: i + 1]) for i in range(len(parts)))
+            roots[module] = next((path for path in above if path in modules), "")
+        return roots[module]
+
+    home: dict[str, str] = {}
+    found: set[str] = set()
+    for op in net.ops:
+        if op.phase == "forward":
+            for name in op.inputs:
+                storage = net.blobs[name].storage
+                if storage in home and root(op.module) != home[storage] and not op.effects.shows:
+                    found.add(storage)
+            for name in op.outputs:
+                if name in saved:
+                    home[name] = root(op.module)
+    return found
+
+
+class _Recomputing(Substitutes):
+    """The sweep that repeats operators.
+
+    Attributes:
+        storages: what is computed again.
+        uses: where storages are touched.
+        written: of each storage, the positions of the operators that overwrite it.
+        position: of the operator that the sweep is at.
+    """
+
+    def __init__(self, program: Program, uses: Mapping[str, Use], storages: Mapping[str, None], by: str) -> None:
+        super().__init__(program.step, by, "_again", program.init.blobs)
+        self.program, self.uses, self.storages = program, uses, storages
+        self.position = 0
+        self.written: dict[str, list[int]] = {}
+        for i, op in enumerate(self.net.ops):
+            for output, _ in op.effects.writes:
+                self.written.setdefault(self.net.blobs[op.outputs[output]].storage, []).append(i)
+
+    def run(self) -> Net:
+        """The net with what is repeated."""
+        blobs = self.net.blobs
+        for position, op in enumerate(self.net.ops):
+            self.position = position
+            for name in op.inputs:
+                storage = blobs[name].storage
+                if storage in self.storages and position >= self.uses[storage].late and storage not in self.held:
+                    self.repeat(storage)
+            self.append(op)
+        return self.result
+
+    def repeat(self, storage: str) -> None:
+        """Repeat what made a storage, from what is kept."""
+        needed, left = set[int](), [storage]
+        while left:
+            made = self.uses[left.pop()].made
+            if made not in needed:
+                needed.add(made)
+                left += self.missing(self.repeatable(made))
+        for made in sorted(needed):
+            self.again(self.repeatable(made))
+
+    def missing(self, op: Operator) -> list[str]:
+        """The storages that an operator reads and that are not kept."""
+        found = dict.fromkeys([self.net.blobs[name].storage for name in op.inputs])
+        return [storage for storage in found if storage not in self.held and not self.is_kept(storage, op)]
+
+    def is_kept(self, storage: str, reader: Operator) -> bool:
+        """Whether a storage is still what it was when *reader* ran, without being computed again."""
+        use = self.uses[storage]
+        kept = use.made < 0 or (use.late >= 0 and storage not in self.storages)
+        written = self.written.get(storage, ())
+        if written:
+            since = bisect_right(written, self.uses[self.net.blobs[reader.outputs[0]].storage].made)
+            if since < bisect_right(written, self.position) or not kept:
+                by = self.net.ops[written[min(since, len(written) - 1)]]
+                raise self.error(
+                    reader, f"{storage!r}, which it reads, is overwritten in between by {by.type}", "leave it out"
+                )
+        return kept
+
+    def repeatable(self, position: int) -> Operator:
+        """An operator as it can be repeated: it changes nothing.
+
+        Raises:
+            PassError: it cannot be.
+        """
+        op = self.net.ops[position]
+        kind = operator_type(op.type)
+        if issued_as(op) == "collective":
+            raise self.error(op, "it runs on several devices", "name what is computed from its result")
+        if kind.nondeterministic:
+            raise self.error(op, f"it {kind.nondeterministic}", "keep its result")
+        if kind.unwritten:
+            raise self.error(op, "it leaves memory unwritten", "keep its result")
+        if not op.effects.writes:
+            return op
+        pure = _without_statistics(op)
+        if pure is None:
+            overwritten = op.outputs[op.effects.writes[0][0]]
+            raise self.error(op, f"it overwrites {overwritten!r}", "keep its result, or recompute before share_storage")
+        return pure
+
+    def again(self, op: Operator) -> None:
+        """Repeat an operator."""
+        reads = [self.read(*read, op.device, "backward") for read in op.reads]
+        makes = []
+        for name in op.outputs:
+            blob = self.net.blobs[name]
+            made = self.declare(blob, f"{name}_again", blob.device, "activation")
+            self.put(name, made)
+            makes.append((made, 0))
+        self.ops.append(with_operands(op, reads, makes)._replace(phase="backward", by=self.by, of=op.outputs[0]))
+
+    def error(self, op: Operator, why: str, fix: str) -> PassError:
+        return PassError(
+            f"recompute: {op.type} cannot be repeated in the backward: {why}", at=operator_text(op, self.net), fix=fix
+        )
+
+
+def _without_statistics(op: Operator) -> Operator | None:
+    """A batch norm in training that updates no statistics, and computes the same; None for any other operator."""
+    sig = signature(op.type)
+    optional = {p.name for p in sig.tensors if p.type.startswith("Optional") or "?" in p.type}
+    if not (operator_type(op.type).batch_norm and op.args.get("training", True)):
+        return None
+    pattern, kept, left = "", list[int](), list[int]()
+    for param, group in sig.filled(op.operands, len(op.inputs)):
+        dropped = param.name in _STATISTICS
+        if dropped and param.name not in optional:
+            return None
+        (left if dropped else kept).extend(positions(group))
+        pattern += "_" if dropped or group is None else "t"
+    if {source for _, source in op.effects.writes} - set(left):
+        return None
+    versions = op.input_versions
+    outputs = [name for i, name in enumerate(op.outputs) if i not in {output for output, _ in op.effects.writes}]
+    return op._replace(
+        inputs=tuple([op.inputs[i] for i in kept]),
+        input_versions=None if versions is None else tuple([versions[i] for i in kept]),
+        outputs=tuple(outputs),
+        output_versions=None,
+        operands=pattern,
+        effects=op.effects._replace(writes=()),
+    )

@@ -1,0 +1,76 @@
+"""When what is parked has to set out for home: late, so that it does not take memory for nothing, and in time.
+
+The clock of a device is counted in bytes: those that its operators touch, one after the other. While a copy of *n*
+bytes crosses, they touch some multiple of *n*. The copies of one route follow each other, so each of them ends before
+the next one begins, and before it is needed. From the last to the first, each gets the latest such time. Where a route
+cannot keep up, memory goes before time: no copy sets out more than :data:`_QUEUED` times as long before as it takes::
+
+    operators   |  c5  |    c4    | c3 | c2 |     c1     |
+    needed                          ^a        ^b
+    copies            [ a          ][   b    ]
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Final, NamedTuple
+
+from graphir.ir.blob import dense_nbytes
+from graphir.ir.device import Device
+from graphir.ir.net import Net
+from graphir.ir.size import Dims
+
+__all__ = ["Clock", "Trip"]
+
+
+_QUEUED: Final = 2
+"""How many times as long as it takes a copy may set out before it is needed."""
+
+
+class Trip(NamedTuple):
+    """A copy to where a storage is used.
+
+    Attributes:
+        storage: what comes.
+        needed: the position of its first reader.
+        earliest: the first position before which the copy may stand.
+    """
+
+    storage: str
+    needed: int
+    earliest: int
+
+
+class Clock:
+    """The operators of a device that compute, and the bytes that they touch."""
+
+    def __init__(self, net: Net, device: Device, dims: Dims) -> None:
+        blobs = net.blobs
+        busy = [(i, op) for i, op in enumerate(net.ops) if op.device == device and not op.effects.shows]
+        busy = [(i, op) for i, op in busy if op.type != "Copy"]
+        self.positions = [i for i, _ in busy]
+        touched = [sum([dense_nbytes(blobs[name], dims) for name in (*op.inputs, *op.outputs)]) for _, op in busy]
+        self.times = list(accumulate(touched, initial=0))
+
+    def latest(self, trips: Sequence[Trip], costs: Sequence[int], ahead: int | None) -> Iterator[tuple[Trip, int]]:
+        """For each trip of one route, the position before which its copy stands, in the order in which they are needed.
+
+        Args:
+            trips: of the route.
+            costs: by trip, how long it takes on this clock.
+            ahead: how many operators before its first reader each copy begins; None: as many as the clock says.
+        """
+        found = []
+        free = self.times[-1]
+        for cost, trip in sorted(zip(costs, trips, strict=True), key=lambda pair: -pair[1].needed):
+            reader = bisect_left(self.positions, trip.needed)
+            if ahead is None:
+                free = max(min(free, self.times[reader]) - cost, self.times[reader] - _QUEUED * cost)
+                begins = min(reader, max(bisect_right(self.times, free) - 1, 0))
+            else:
+                begins = max(reader - ahead, 0)
+            at = self.positions[begins] if begins < len(self.positions) else trip.needed
+            found.append((trip, max(min(at, trip.needed), trip.earliest)))
+        return reversed(found)
