@@ -189,6 +189,24 @@ def test_what_is_parked_on_the_host_passes_it_by() -> None:
     assert not [call for call in calls if call.startswith(("stop", "synchronize"))]
 
 
+@pytest.mark.parametrize("to", ["gpu:1", "cpu"])
+@pytest.mark.parametrize("binding", BINDINGS)
+def test_what_is_parked_takes_no_memory_that_is_kept(binding: str, to: str) -> None:
+    program, _, batch = resnet()
+    parked = passes.park(passes.park(program, "**", to, ahead=1), "**.momentum_buffer", to)
+    plan = passes.emit(passes.inject_copies(parked))
+    session, machine = watched(plan, program.state, BINDINGS[binding])
+    size = program.dims["batch"]
+    with session, Session(plan, program.state, executor="reference") as reference:
+        for _ in range(2):
+            given = [tensor[:size] for tensor in batch]
+            assert torch.equal(session.step(*given), reference.step(*given))
+            assert_equal(session, reference)
+        assert not machine.races
+        watch: Any = session._executor
+        assert not [device for device, _ in watch.executor.buffers if device == "gpu:0"]
+
+
 ON_HOST = """
     input x : f32[3] @gpu:0
     a : f32[3] @gpu:0 = aten.relu(x)

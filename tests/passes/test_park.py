@@ -1,0 +1,260 @@
+"""passes.park: what leaves, when it comes back, what it costs, and what is refused."""
+
+from __future__ import annotations
+
+import models
+import nets
+import parking
+import pytest
+from runnable import batch_of, captured, sgd
+from small import program_of
+
+import graphir
+from graphir import Program, passes
+from graphir.errors import PassError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def trained(example: models.Example, **options: object) -> Program:
+    return captured(example, sgd(example.model.parameters()), **options)
+
+
+def lines(program: Program, by: str = "park") -> list[str]:
+    """The operators that a pass made, as text without attributes."""
+    names = {op.outputs[0] for op in program.step.ops if op.by == by}
+    found = [line.strip() for line in str(program.step).splitlines() if " = " in line]
+    return [line.partition(" {")[0] for line in found if line.split()[0].partition(";")[0] in names and "Copy" in line]
+
+
+STEP = """
+    param w : f32[8,8] @gpu:0
+    input x : f32[8,8] @gpu:0
+    a : f32[8,8] @gpu:0 = aten.relu(x)
+    b : f32[8,8] @gpu:0 = aten.mm(a, w)
+    a.t : f32[8,8] strides [1,8] in a @gpu:0 = aten.t(a)
+    c : f32[8,8] @gpu:0 = aten.mm(b, a.t)
+    d : f32[8,8] @gpu:0 = aten.tanh(c)
+    c_grad : f32[8,8] @gpu:0 = aten.tanh_backward(d, d) {phase=backward, of=d}
+    b_grad : f32[8,8] @gpu:0 = aten.mm(c_grad, a.t) {phase=backward, of=c}
+    a_grad : f32[8,8] @gpu:0 = aten.threshold_backward(b_grad, a, threshold=0) {phase=backward, of=a}
+    output a_grad
+"""
+
+
+def test_an_activation_leaves_after_its_last_use_and_comes_back_before_its_first() -> None:
+    program = program_of(STEP)
+    parked = passes.park(program, "a", "gpu:1", ahead=0)
+    texts = [line.strip().partition(" {")[0] for line in str(parked.step).splitlines() if " = " in line]
+    assert texts[3:] == [
+        "c : f32[8,8] @gpu:0 = aten.mm(b, a.t)",
+        "a_gpu_1 : f32[8,8] @gpu:1 = Copy(a)",
+        "d : f32[8,8] @gpu:0 = aten.tanh(c)",
+        "c_grad : f32[8,8] @gpu:0 = aten.tanh_backward(d, d)",
+        "a_gpu_0 : f32[8,8] @gpu:0 = Copy(a_gpu_1)",
+        "a.t_parked : f32[8,8] strides [1,8] in a_gpu_0 @gpu:0 = aten.t(a_gpu_0)",
+        "b_grad : f32[8,8] @gpu:0 = aten.mm(c_grad, a.t_parked)",
+        "a_grad : f32[8,8] @gpu:0 = aten.threshold_backward(b_grad, a_gpu_0, threshold=0)",
+    ]
+    assert graphir.certify(program, parked).holds
+
+
+def test_ahead_counts_operators_of_the_device() -> None:
+    for ahead, after in ((0, "c_grad"), (1, "d"), (5, "a_gpu_1")):
+        ops = passes.park(program_of(STEP), "a", 1, ahead=ahead).step.ops
+        at = [op.outputs[0] for op in ops].index("a_gpu_0")
+        assert ops[at - 1].outputs[0] == after
+
+
+def test_by_default_a_copy_has_time_to_cross() -> None:
+    """A link to the host is slower than one to a peer, so its copies set out earlier."""
+    program = trained(models.gpt())
+    places = []
+    for to in ("gpu:1", "cpu"):
+        names = [op.outputs[0] for op in passes.park(program, "layers.1.mlp.1", to).step.ops]
+        places.append(names.index("layers.1.mlp.1_gpu_0"))
+    needed = [op.outputs[0] for op in passes.park(program, "layers.1.mlp.1", "cpu", ahead=0).step.ops]
+    assert places[1] < places[0] < needed.index("layers.1.mlp.1_gpu_0")
+
+
+def test_state_lives_where_it_is_parked() -> None:
+    program = trained(models.mlp())
+    parked = passes.park(program, "**.momentum_buffer", "cpu", ahead=0)
+    moved = {name for name, blob in parked.step.blobs.items() if blob.role == "state" and blob.device == "cpu:0"}
+    assert moved == {name for name, blob in program.step.blobs.items() if blob.role == "state" and not blob.is_view}
+    assert {op.device for op in parked.init.ops if op.outputs[0] in moved} == {"cpu:0"}
+    name = sorted(moved)[0]
+    of_it = [line for line in lines(parked) if line.startswith(name)]
+    assert of_it == [
+        f"{name}_gpu_0 : {of_it[0].split(' : ')[1]}",
+        f"{name};1 = Copy({name}_gpu_0;1)",
+    ]
+    made = parking.placed(program, parked)
+    assert graphir.memory(made).state["gpu:0"] < graphir.memory(program).state["gpu:0"]
+    parking.assert_runs_the_same(program, made, [(batch_of(models.mlp()), {})] * 3)
+
+
+def test_a_parameter_comes_in_for_each_phase() -> None:
+    program = trained(models.mlp())
+    parked = passes.park(program, "fc2.weight", 1, ahead=0)
+    assert [op.phase for op in parked.step.ops if op.by == "park" and op.type == "Copy"] == [
+        "forward",
+        "backward",
+        "update",
+        "update",
+    ]
+    made = parking.placed(program, parked)
+    parking.assert_runs_the_same(program, made, [(batch_of(models.mlp()), {})] * 3)
+
+
+@pytest.mark.parametrize("example", [models.resnet, models.gpt], ids=["resnet", "gpt"])
+@pytest.mark.parametrize("to", ["gpu:1", "cpu"])
+def test_all_that_is_saved(example: type, to: str) -> None:
+    program = trained(example())
+    made = parking.placed(program, passes.park(program, parking.saved(program), to, ahead=1))
+    assert parking.peak(made) < 0.9 * parking.peak(program)
+    parking.assert_runs_the_same(program, made, [(batch_of(example()), {})] * 2)
+
+
+def test_a_plan_holds_what_its_program_says() -> None:
+    """Neither receive buffers nor late frees keep on the device what is parked."""
+    program = trained(models.resnet())
+    made = parking.placed(program, passes.park(program, "**", 1, ahead=1))
+    plan = passes.emit(made, ahead=0)
+    assert not any(plan.step.blobs[name].device == "gpu:0" for name in plan.buffers)
+    assert parking.peak(made) < parking.peak(made, ahead=8) < parking.peak(program)
+
+
+def test_each_replica_parks_on_its_own_device() -> None:
+    program = passes.replicate(trained(models.resnet()), devices=[0, 1])
+    parked = passes.park(program, "relu", {0: 2, "gpu:1": "gpu:3"})
+    assert parked.history[-1] == "park{what=[relu], to={0: gpu:2, 1: gpu:3}}"
+    away = {op.of: op.device for op in parked.step.ops if op.by == "park" and op.phase == "forward"}
+    assert away == {"gpu_0/relu": "gpu:2", "gpu_1/relu": "gpu:3"}
+    one = passes.park(program, "gpu_1/relu", "cpu")
+    assert {op.of for op in one.step.ops if op.by == "park"} == {"gpu_1/relu"}
+    made = parking.placed(program, parked)
+    x, y = batch_of(models.resnet())
+    parking.assert_runs_the_same(program, made, [((x.repeat(2, 1, 1, 1), y.repeat(2)), {})] * 2)
+
+
+def test_with_shifts_recomputing_and_accumulation() -> None:
+    example = models.gpt(batch=2)
+    program = trained(example, accumulate=2)
+    made = passes.shift_modules(program, {"layers[1]": "gpu:1"})
+    made = passes.recompute(made, "layers[0]")
+    made = passes.park(made, "layers[1]", {1: 2}, ahead=1)
+    made = parking.placed(program, made)
+    assert parking.peak(made) < parking.peak(program)
+    parking.assert_runs_the_same(program, made, [(batch_of(example), {})] * 2)
+
+
+def test_readers_elsewhere_read_what_is_there() -> None:
+    """A device that has a copy from the forward reads it; one where the blob is parked reads that."""
+    body = STEP.replace("b_grad : f32[8,8] @gpu:0", "b_grad : f32[8,8] @gpu:1")
+    program = program_of(body)
+    parked = passes.park(program, "a", 1, ahead=0)
+    reads = {name for op in parked.step.ops for name in op.inputs if op.outputs == ("b_grad",)}
+    assert parked.step.blobs[next(n for n in reads if n.startswith("a"))].storage == "a_gpu_1"
+    assert graphir.certify(program, passes.inject_copies(parked)).holds
+
+
+def test_random_programs() -> None:
+    """Proved, and with no more memory: what leaves is on the device for a shorter time."""
+    parked = 0
+    for seed in range(60):
+        program = nets.random_program(seed, ops=40)
+        names = parking.saved(program)
+        if not names:
+            continue
+        parked += len(names)
+        made = parking.placed(program, passes.park(program, names, "gpu:1", ahead=0), share=False)
+        before, after = graphir.memory(program, profile=None), graphir.memory(made, profile=None)
+        assert after.peak_of_storages("gpu:0") <= before.peak_of_storages("gpu:0"), seed
+        if seed % 6 == 0:
+            given = (nets.example_inputs(program), {})
+            parking.assert_runs_the_same(program, made, [given, given], ["threads", "adversarial"])
+    assert parked > 100
+
+
+def test_traffic_says_why() -> None:
+    program = passes.inject_copies(passes.park(trained(models.resnet()), "blocks[1]", "cpu"))
+    found = graphir.traffic(program)
+    assert {str(reason) for copied in found.copies for reason in copied.reasons} == {"park blocks[1]: cpu:0"}
+    assert not found.warnings
+    assert "because of park blocks[1]: cpu:0" in str(found)
+
+
+def test_the_pass_round_trips() -> None:
+    program = trained(models.resnet())
+    parked = passes.park(program, ["relu", "blocks[1]"], "cpu", ahead=3)
+    assert parked.history == ('park{what=[relu, "blocks[1]"], to=cpu:0, ahead=3}',)
+    assert passes.Pipeline(parked.history[0])(program) == parked
+
+
+@pytest.mark.parametrize(
+    ("what", "to", "message"),
+    [
+        ("view", 1, "park: 'view' is a view of 'avgpool', which holds the bytes\n  fix  name 'avgpool'"),
+        (
+            "bn1",
+            1,
+            "park: 'bn1' is not read in the backward, so it is freed in the forward anyway\n  fix  leave it out",
+        ),
+        ("x", 1, "park: 'x' is an input of the step, which callers hold until it returns\n  fix  leave it out"),
+        ("loss", 1, "park: 'loss' is handed back, so it stays until the step ends\n  fix  leave it out"),
+        ("fc_grad", 1, "park: 'fc_grad' is made in the backward, not in the forward\n  fix  name an activation"),
+        ("relu", 0, "park: 'relu' is on gpu:0 already\n  fix  park it on another device"),
+        ("relu", {1: 2}, "park: 'relu' is on gpu:0, and 'to' says nothing of it\n  fix  add it to 'to'"),
+        ("lr", 1, "park: 'lr' is on the host, where parking saves no memory of a gpu\n  fix  leave it out"),
+        ("rleu", 1, "park: program 'resnet' has no blob and no module 'rleu'; did you mean 'relu'"),
+        ("loss[", 1, "'loss[' is not a pattern of modules"),
+    ],
+)
+def test_refusals(what: str, to: object, message: str) -> None:
+    program = trained(models.resnet())
+    with pytest.raises(PassError) as refused:
+        passes.park(program, what, to)
+    assert str(refused.value).startswith(message)
+
+
+def test_a_device_that_parks_on_itself_is_refused() -> None:
+    with pytest.raises(PassError, match="gpu:0 is where it is already; give another device"):
+        passes.park(trained(models.resnet()), "relu", {0: 0})
+
+
+def test_what_was_put_in_place_is_refused() -> None:
+    body = STEP.replace("d : f32[8,8] @gpu:0 = aten.tanh(c)", "d : f32[8,8] in c @gpu:0 = aten.tanh_(c)")
+    with pytest.raises(
+        PassError, match=r"'c' is overwritten by aten.tanh_.default\n  fix  run park before share_storage"
+    ):
+        passes.park(program_of(body), "c", 1)
+
+
+def test_state_that_is_not_alone_or_not_used_is_refused() -> None:
+    body = STEP.replace("input x", "param v : f32[64] in w @gpu:0\n    param u : f32[8] @gpu:0\n    input x")
+    with pytest.raises(PassError, match=r"park: 'w' is given together with its view 'v'\n  fix  leave it out"):
+        passes.park(program_of(body), "w", 1)
+    with pytest.raises(PassError, match=r"park: no operator of the step uses 'u'\n  fix  leave it out, or shift its"):
+        passes.park(program_of(body), "u", 1)
+
+
+def test_what_is_not_on_a_device_that_parks_is_left() -> None:
+    program = passes.replicate(trained(models.resnet()), devices=[0, 1])
+    parked = passes.park(program, ["relu", "blocks[1]"], {1: "cpu"})
+    assert {prefix for op in parked.step.ops if op.by == "park" for prefix in [op.of.partition("/")[0]]} == {"gpu_1"}
+    with pytest.raises(PassError) as refused:
+        passes.park(program, "blocks[1]", {2: "cpu"})
+    assert str(refused.value) == (
+        "park: 'blocks[1]' saves nothing for the backward that is not where it would be parked\n"
+        "  fix  name a module with saved activations, and another device than theirs"
+    )
+    text = "park{what=[relu], to={0: gpu:2, 1: cpu:0}, ahead=4}"
+    assert str(passes.Pipeline(text)) == text
+
+
+def test_emit_refuses_a_look_ahead_that_is_none() -> None:
+    with pytest.raises(
+        PassError, match=r"ahead=-1 is no number of operators\n  fix  give a whole number, 8 by default"
+    ):
+        passes.emit(trained(models.mlp()), ahead=-1)
