@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import parking
 import pytest
 import torch
 from tables import Sequences, batch_of
@@ -251,3 +252,19 @@ def test_an_embedding_whose_rows_are_flattened_behind_it(sparse: bool) -> None:
             assert_close(ours, whole.detach(), 1e-10, f"loss of step {step}")
         for name, value in theirs.state_dict().items():
             assert_close(session.state_dict()[name], value, 1e-10, name)
+
+
+def test_sharded_steps_park_and_recompute() -> None:
+    """A bottom MLP that is computed again, a top MLP that each replica parks on a device of its own."""
+    config = Config()
+    torch.manual_seed(1)
+    model = Dlrm(config)
+    program = passes.shard(
+        captured(config, model, OPTIMIZERS["momentum"](model.parameters())), {"emb_l.*": "balanced"}, [0, 1]
+    )
+    made = passes.park(passes.recompute(program, "bot_l"), "top_l", {0: 2, 1: 3})
+    placed = passes.inject_copies(made)
+    assert graphir.certify(program, placed).holds
+    batches = [clicks(config, 8, step, torch.float32) for step in range(2)]
+    given = [((*batch.inputs, batch.target), {}) for batch in batches]
+    parking.assert_runs_the_same(passes.inject_copies(program), placed, given, ["threads", "adversarial"])
