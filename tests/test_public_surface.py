@@ -26,8 +26,8 @@ PUBLIC = {
         scatter_kwargs
     """,
     "graphir.passes": """
-        Gpu Halves InjectCopies Park Pass Pipeline Recompute Replica Replicate ReplicationCallback Run Shard ShareStorage
-        ShiftActivations ShiftModules SyncBatchNorm Timing build emit find_activations inject_caffe2_copies
+        Gpu Halves InjectCopies Park Pass Pipeline Recompute Replica Replicate ReplicationCallback Run Shard
+        ShareStorage ShiftActivations ShiftModules SyncBatchNorm Timing build emit find_activations inject_caffe2_copies
         inject_copies park recompute register replicate replication_callback shard share_storage shift_activations
         shift_modules split_backward sync_batch_norm
     """,
