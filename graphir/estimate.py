@@ -44,7 +44,8 @@ def estimate(
     Args:
         plan: what would be executed.
         topology: where. None: this machine, if it has no CUDA devices and as many cores as the plan has devices, or if
-            *executor* is one of the host's, with rates that are measured once a process; else ``Topology.named("h200x8")``.
+            *executor* is one of the host's, with rates that are measured once a process; else
+            ``Topology.named("h200x8")``.
         executor: ``serial``, ``threads`` or ``segments`` where the topology is a host; ``cuda`` elsewhere; by default
             what a session would choose.
         dims: the value of each dimension; those that the plan was emitted for by default.
