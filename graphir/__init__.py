@@ -17,6 +17,7 @@ from .analysis.certify import Certificate, certify
 from .analysis.diff import Diff, diff
 from .analysis.estimate import Estimate
 from .analysis.memory import Memory, memory
+from .analysis.overlap import Overlap, overlap
 from .analysis.placed import PlacedModules, placed
 from .analysis.profiles import Profile
 from .analysis.topology import Topology
@@ -31,6 +32,7 @@ from .errors import (
     GraphirError,
     ParseError,
     PassError,
+    PipelineWarning,
     PlacementError,
     PlanError,
     ProfileWarning,
@@ -82,8 +84,10 @@ __all__ = [
     "Memory",
     "Net",
     "Operator",
+    "Overlap",
     "ParseError",
     "PassError",
+    "PipelineWarning",
     "PlacedModules",
     "PlacementError",
     "Plan",
@@ -109,6 +113,7 @@ __all__ = [
     "exec_data_parallel_replication_callback",
     "load",
     "memory",
+    "overlap",
     "parse",
     "patch_replication_callback",
     "placed",

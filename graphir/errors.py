@@ -23,6 +23,7 @@ __all__ = [
     "GraphirError",
     "ParseError",
     "PassError",
+    "PipelineWarning",
     "PlacementError",
     "PlanError",
     "ProfileWarning",
@@ -125,6 +126,10 @@ class ReplicationError(GraphirError):
 
 class EagerWarning(UserWarning):
     """Replicas run operator by operator, since the compiled plan cannot stand for them; says why."""
+
+
+class PipelineWarning(UserWarning):
+    """Micro-batches that have to wait for each other, so that devices cannot work on several at a time."""
 
 
 class ProfileWarning(UserWarning):

@@ -1,7 +1,7 @@
 """What one can do to a program: one pass a file, each a function from program to program.
 
 In the order in which they are usually run: replicate or shard, replication_callback, sync_batch_norm, shift_modules or
-shift_activations, recompute, park, inject_copies, share_storage, emit.
+shift_activations, recompute, park, inject_copies, pipeline, share_storage, emit.
 """
 
 from .activations import find_activations
@@ -9,6 +9,7 @@ from .base import Gpu, Pass, Pipeline, Run, Timing, build, register
 from .copies import InjectCopies, inject_caffe2_copies, inject_copies
 from .emit import emit
 from .park import Park, park
+from .pipeline import PipelineSchedule, pipeline
 from .recompute import Recompute, recompute
 from .replica import Replica
 from .replicate import Replicate, replicate
@@ -27,6 +28,7 @@ __all__ = [
     "Park",
     "Pass",
     "Pipeline",
+    "PipelineSchedule",
     "Recompute",
     "Replica",
     "Replicate",
@@ -44,6 +46,7 @@ __all__ = [
     "inject_caffe2_copies",
     "inject_copies",
     "park",
+    "pipeline",
     "recompute",
     "register",
     "replicate",

@@ -21,7 +21,7 @@ from graphir.ir.verify import verify
 from .base import require_program
 from .order import AHEAD, issue_order
 
-__all__ = ["emit"]
+__all__ = ["emit", "instructed"]
 
 
 def emit(program: Program, dims: Mapping[str, int] | None = None, *, ahead: int = AHEAD) -> Plan:
@@ -46,17 +46,21 @@ def emit(program: Program, dims: Mapping[str, int] | None = None, *, ahead: int 
         raise PassError(f"ahead={ahead!r} is no number of operators", fix=f"give a whole number, {AHEAD} by default")
     with collector_paused():
         verify(program)
-        bound, found = _bind(program, {} if dims is None else dims), hazards(program.step)
-        order = issue_order(program.step, program.dims, found, ahead)
-        buffers = Buffers(program.step, program.dims)
-        buffers.freed.update([issue for issue in order if isinstance(issue, str)])
-        return Plan(
-            program=program.with_(state={}, module=None),
-            dims=bound,
-            instructions=instructions(program.step, order, found, buffers),
-            values=value_numbers(program),
-            buffers=buffers.numbers,
-        )
+        bound = _bind(program, {} if dims is None else dims)
+        return instructed(program, ahead).with_(dims=bound, values=value_numbers(program))
+
+
+def instructed(program: Program, ahead: int = AHEAD) -> Plan:
+    """The plan of a program that is known to be well-formed and placed, without the values by which it is checked."""
+    net, found = program.step, hazards(program.step)
+    order, buffers = issue_order(net, program.dims, found, ahead), Buffers(net, program.dims)
+    buffers.freed.update([issue for issue in order if isinstance(issue, str)])
+    return Plan(
+        program=program.with_(state={}, module=None),
+        dims=program.dims,
+        instructions=instructions(net, order, found, buffers),
+        buffers=buffers.numbers,
+    )
 
 
 def _bind(program: Program, dims: Mapping[str, int]) -> dict[str, int]:

@@ -11,12 +11,13 @@ from sources import FOLDERS, Source, sources
 
 PUBLIC = {
     "graphir": """
-        Blob Certificate Compiled DataParallel Device Diff Estimate Memory Net Operator PlacedModules Plan Profile
-        Program ReplicationCallbackDataParallel Topology Traffic
+        Blob Certificate Compiled DataParallel Device Diff Estimate Memory Net Operator Overlap PlacedModules Plan
+        Profile Program ReplicationCallbackDataParallel Topology Traffic
         CaptureError CoverageError EagerWarning EquivalenceError FileError GraphirError ParseError PassError
-        PlacementError PlanError ProfileWarning RecaptureWarning ReplicationError RunError SessionError VerifyError
+        PipelineWarning PlacementError PlanError ProfileWarning RecaptureWarning ReplicationError RunError SessionError
+        VerifyError
         allow_operators capture certify compile data_parallel diff estimate exec_data_parallel_replication_callback load
-        memory parse patch_replication_callback placed profile register_operator save seeded show traffic verify
+        memory overlap parse patch_replication_callback placed profile register_operator save seeded show traffic verify
     """,
     "graphir.parallel": """
         CallbackContext CompiledReplicas DataParallel ReplicationAssertionError ReplicationCallbackDataParallel
@@ -26,10 +27,10 @@ PUBLIC = {
         scatter_kwargs
     """,
     "graphir.passes": """
-        Gpu Halves InjectCopies Park Pass Pipeline Recompute Replica Replicate ReplicationCallback Run Shard
-        ShareStorage ShiftActivations ShiftModules SyncBatchNorm Timing build emit find_activations inject_caffe2_copies
-        inject_copies park recompute register replicate replication_callback shard share_storage shift_activations
-        shift_modules split_backward sync_batch_norm
+        Gpu Halves InjectCopies Park Pass Pipeline PipelineSchedule Recompute Replica Replicate ReplicationCallback
+        Run Shard ShareStorage ShiftActivations ShiftModules SyncBatchNorm Timing build emit find_activations
+        inject_caffe2_copies inject_copies park pipeline recompute register replicate replication_callback shard
+        share_storage shift_activations shift_modules split_backward sync_batch_norm
     """,
     "graphir.runtime": """
         Finding Function Report Session check python

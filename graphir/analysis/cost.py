@@ -22,7 +22,7 @@ from ..ir.size import Dims
 from .profiles import Profile
 from .scratch import is_called
 
-__all__ = ["Cost", "CostSource", "Rates", "Work", "operator_costs", "work"]
+__all__ = ["NOMINAL", "Cost", "CostSource", "Rates", "Work", "operator_costs", "work"]
 
 CostSource: TypeAlias = Literal["profile", "registered", "roofline", "link", "nothing"]
 """Where an operator's seconds come from: its call was measured, in a *profile*; it is a *roofline*, of the arithmetic
@@ -75,6 +75,11 @@ class Cost(NamedTuple):
 
     seconds: float
     source: CostSource
+
+
+NOMINAL: Final = Rates({_DTYPE: 5e10}, bytes_per_second=1e10, seconds_per_call=2e-6, seconds_per_view=5e-7)
+"""Of one core, where nothing was measured. Orders are found by proportions: costs that are off by a third make a
+schedule longer by a percent."""
 
 
 def work(op: Operator, net: Net, dims: Dims) -> Work:

@@ -61,7 +61,10 @@ class Numbering:
         paths: of each path the one of the operand, and the number of the view operator.
         beyond: paths with an operator that reads beyond the elements of its operand.
         conjugate: paths with an odd number of conjugations or of negations.
+        counts_unread: values follow from operands too that an operator takes and does not read.
     """
+
+    counts_unread = False
 
     def __init__(self) -> None:
         self.numbers: dict[_Key, int] = {}
@@ -128,6 +131,8 @@ class Numbering:
 
 class _Digests(Numbering):
     """Numbers that mean the same in every table: each is a digest of its key, and so of all that it follows from."""
+
+    counts_unread = True  # as the numbers that files hold do
 
     def __init__(self) -> None:
         super().__init__()
@@ -354,6 +359,7 @@ class _Form:
         ignores_first: of their first operand only the layout matters. What it holds may be unwritten; the layout is
             what the operators that made the operand give it, so that its number counts all the same.
         batch_norm: they are a batch norm in training.
+        unread: the positions of operands that they do not read.
         ordered: what they do follows from other calls of such operators before.
         nested: blobs that they read beside their operands.
         paths: of the views that they make, by what each depends on: layers that repeat make the same ones.
@@ -372,6 +378,7 @@ class _Form:
         "paths",
         "reaches",
         "static",
+        "unread",
         "views",
     )
 
@@ -389,7 +396,8 @@ class _Form:
         self.nested = dialect.nested(op)
         self.paths: dict[_Key, int] = {}
         args = tuple(sorted((name, frozen(arg)) for name, arg in op.args.items()))
-        self.static = table.number(("operator", kind, op.operands, op.results, args, dialect.meaning(op)))
+        self.unread, operands = ((), op.operands) if table.counts_unread else _unread(op)
+        self.static = table.number(("operator", kind, operands, op.results, args, dialect.meaning(op)))
 
     def alias(self, run: Run, op: Operator) -> None:
         """Note how outputs lie in the storages of inputs, where they do."""
@@ -435,7 +443,10 @@ class _Form:
 
     def inputs(self, run: Run, op: Operator) -> list[int]:
         run.use(op.inputs[1:] if self.ignores_first else op.inputs)
-        return [run.read_storage(name) if self.reaches else run.read(name) for name in op.inputs]
+        names = op.inputs
+        if self.unread:
+            names = tuple([name for position, name in enumerate(names) if position not in self.unread])
+        return [run.read_storage(name) if self.reaches else run.read(name) for name in names]
 
     def compute(self, run: Run, op: Operator, step: int, part: int | None) -> None:
         """A value is what the operator does, and its inputs: of random numbers also where and when they are drawn."""
@@ -524,6 +535,18 @@ class _Form:
                 old = running["running_mean" if position == statistics else "running_var"]
                 key = (call, "running", position - statistics, momentum, old, geometry)
             run.write(name, table.number(key))
+
+
+def _unread(op: Operator) -> tuple[tuple[int, ...], str | None]:
+    """The positions of the operands that an operator does not read, and the pattern of the others."""
+    names = operator_type(op.type).unread_in_training
+    if not names or not op.args.get("train"):
+        return (), op.operands
+    params = [param.name for param in signature(op.type).tensors]
+    pattern = op.operands or "t" * len(params)
+    taken = [name for name, given in zip(params, pattern, strict=True) if given == "t"]
+    unread = tuple([position for position, name in enumerate(taken) if name in names])
+    return unread, "".join("_" if name in names else given for name, given in zip(params, pattern, strict=True))
 
 
 def _blobs(net: Net) -> Mapping[str, Blob]:

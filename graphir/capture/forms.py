@@ -12,6 +12,7 @@ import torch
 from ..errors import CaptureError, GraphirError
 from ..ir.operator import Arg
 from ..ir.opset import effects_of, is_random, signature
+from ..ir.optypes.table import operator_type
 from ..ir.symbols import to_symbol
 
 __all__ = ["Bound", "Form", "form_of", "normal_arg"]
@@ -79,6 +80,8 @@ class Form:
     __slots__ = (
         "_params",
         "_plain",
+        "_train",
+        "_unread",
         "_writes",
         "by_onednn",
         "default_dtype",
@@ -116,7 +119,17 @@ class Form:
             for p in params
         ]
         self._plain = not any(p.written for p in params) and not self._hides_writes()
+        names = [argument.name for argument in func._schema.arguments]
+        self._unread = frozenset(map(names.index, operator_type(self.type).unread_in_training))
+        self._train = names.index("train") if self._unread else 0
         self._writes: dict[tuple[object, ...], tuple[int, ...]] = {}
+
+    def without_unread(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of a call without tensors that it does not read: a batch norm's backward in training takes the
+        running statistics, which the next micro-batch overwrites."""
+        if not self._unread or len(args) <= self._train or not args[self._train]:
+            return args
+        return tuple([None if i in self._unread else arg for i, arg in enumerate(args)])
 
     def _hides_writes(self) -> bool:
         tensors = signature(self.type).tensors

@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 
 from ..errors import CaptureError
+from ..ir.names import micro_batch_prefix
 from ..ir.size import BATCH
 from .arguments import Arguments, Leaf
 from .recorder import Recorder
@@ -52,7 +53,7 @@ def per_micro_batch(arguments: Arguments, accumulate: int) -> Arguments:
 
 def prefix_of_micro_batch(i: int, accumulate: int) -> str:
     """What the names of a micro-batch's blobs start with; nothing where there is only one."""
-    return f"micro_{i}/" if accumulate > 1 else ""
+    return micro_batch_prefix(i) if accumulate > 1 else ""
 
 
 def micro_batch(

@@ -1,7 +1,8 @@
-"""What the name of a blob says: of whose replica it is, and which device it is a copy for.
+"""What the name of a blob says: of whose replica and of which micro-batch it is, and which device it is a copy for.
 
 ``gpu_0/conv1`` is the blob ``conv1`` of the replica whose prefix is ``gpu_0/``; ``gpu_0/conv1_gpu_1`` is its copy on
-``gpu:1``. A captured program has no prefix. No other module reads or writes prefixes.
+``gpu:1``; ``gpu_0/micro_2/conv1`` is that of the third micro-batch. A captured program has no replica's prefix. No
+other module reads or writes prefixes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Container
 
 from .device import Device
 
-__all__ = ["base_name", "copy_name", "fresh", "prefix_of", "replica_prefix"]
+__all__ = ["base_name", "copy_name", "fresh", "micro_batch_of", "micro_batch_prefix", "prefix_of", "replica_prefix"]
 
 
 def replica_prefix(device_index: int, kind: str = "gpu") -> str:
@@ -30,6 +31,18 @@ def prefix_of(name: str) -> str:
 def base_name(name: str) -> str:
     """``conv1`` of ``gpu_0/conv1``."""
     return name[len(prefix_of(name)) :]
+
+
+def micro_batch_prefix(position: int) -> str:
+    """``micro_<position>/``."""
+    return f"micro_{position}/"
+
+
+def micro_batch_of(name: str) -> int | None:
+    """2 of ``gpu_0/micro_2/conv1``; None where the name has no micro-batch's prefix."""
+    head, slash, _ = base_name(name).partition("/")
+    number = head.removeprefix("micro_")
+    return int(number) if slash and number != head and number.isdecimal() else None
 
 
 def copy_name(name: str, device: Device) -> str:

@@ -3,7 +3,8 @@
 A figure that misses its limit is in bold there, the last lines name its row, and the exit status is 1.
 
 python tests/bench [capture] [scale] [passes] [synthetic] [caffe2] [step] [check] [parallel] [lock] [small]
-                   [replicas] [memory] [profile] [profiling] [estimate] [simulate] [start] [bits] [whole] [cuda]
+                   [replicas] [pipeline] [pipelined] [memory] [profile] [profiling] [estimate] [simulate] [start] [bits]
+                   [whole] [cuda]
                    [mutants] [certificates] [proofs] [compare] [elements] [--write]
 """
 
@@ -30,6 +31,7 @@ import comparing
 import cutting
 import estimating
 import exactness
+import flowing
 import importing
 import locking
 import mutating
@@ -61,6 +63,8 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "lock": locking.rows,
     "small": parallel.small_rows,
     "replicas": replicating.rows,
+    "pipeline": flowing.rows,
+    "pipelined": flowing.predicted_rows,
     "shard": sharding.rows,
     "memory": allocating.rows,
     "profile": profiling.rows,

@@ -27,6 +27,7 @@ class OperatorType(NamedTuple):
         only_elements: it reads nothing of its operands' storages but the operands' elements.
         geometry_only: of its first operand it takes the geometry, and not the value.
         batch_norm: in training its results do not depend on the running statistics, which some of these types update.
+        unread_in_training: the names of tensor parameters that it does not read where its argument ``train`` is true.
         in_place: the type that takes the same arguments and writes the same bits over the first operand.
         nondeterministic: why the bits of two runs on the same values may differ; empty where they do not.
         strides_vary: the strides of its results are the backend's choice.
@@ -54,6 +55,7 @@ class OperatorType(NamedTuple):
     only_elements: bool = False
     geometry_only: bool = False
     batch_norm: bool = False
+    unread_in_training: tuple[str, ...] = ()
     in_place: str = ""
     nondeterministic: str = ""
     strides_vary: bool = False

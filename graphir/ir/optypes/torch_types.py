@@ -50,6 +50,10 @@ _NAMES_OF: Final[list[tuple[dict[str, Any], str]]] = [
         cudnn_batch_norm.default miopen_batch_norm.default native_batch_norm.default
         """,
     ),
+    (
+        {"unread_in_training": ("running_mean", "running_var")},
+        "batch_norm_backward.default native_batch_norm_backward.default",
+    ),
     # Some backends keep empty statistics in evaluation, others those that they were given.
     (
         {"kept_varies_in_evaluation": True},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
@@ -28,6 +29,7 @@ __all__ = [
     "default_role",
     "json_string",
     "key_text",
+    "nbytes_of",
     "nbytes_text",
     "net_lines",
     "net_phase",
@@ -106,6 +108,15 @@ def nbytes_text(nbytes: int) -> str:
         return f"{nbytes} B"
     power = min(int(math.log2(nbytes)) // 10, 4)
     return f"{nbytes / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
+
+
+_NBYTES: Final = re.compile(r"(\d{1,15}(?:\.\d{1,15})?) ?(B|KiB|MiB|GiB|TiB)")
+
+
+def nbytes_of(text: str) -> int | None:
+    """The bytes of ``16.0 MiB``, as :func:`nbytes_text` writes them; None where the text is none of bytes."""
+    found = _NBYTES.fullmatch(text.strip())
+    return None if found is None else int(float(found[1]) * 1024 ** ("B", "KiB", "MiB", "GiB", "TiB").index(found[2]))
 
 
 # Defaults, which the parser shares

@@ -1,0 +1,191 @@
+"""The work of a step by micro-batch and device: what a pipeline schedule chooses among.
+
+Each operator belongs to a micro-batch and to one of four kinds::
+
+    FORWARD    of the forward phase
+    INPUT      backward, and a transfer by which another device goes on with its backward waits for it
+    WEIGHT     backward otherwise: gradients of parameters, and of what nobody sends on
+    UPDATE     reductions, clipping, updates, and what follows from them
+
+An operator without a micro-batch in its names belongs to the last one of those that it comes after: a sum of gradients
+to the micro-batch whose gradient it adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+
+from graphir.analysis.cost import NOMINAL, operator_costs
+from graphir.analysis.hazards import hazards
+from graphir.analysis.sources import scratch_of
+from graphir.ir.blob import STATE_ROLES
+from graphir.ir.names import micro_batch_of
+from graphir.ir.net import Net
+from graphir.ir.operator import Operator
+from graphir.ir.opset import ACCUMULATES
+from graphir.ir.plan import issued_as, issued_on
+from graphir.ir.program import Program
+
+__all__ = ["FORWARD", "INPUT", "UPDATE", "WEIGHT", "Bytes", "Work", "micro_batches_of", "work_of"]
+
+FORWARD, INPUT, WEIGHT, UPDATE = range(4)
+
+
+class Bytes:
+    """What the operators of a step allocate and free, by device.
+
+    Attributes:
+        base: by device, what is there throughout: state and inputs.
+        made: for each operator, the storages that it makes: (device, bytes, whether it is a copy's).
+        used: for each operator, the storages that it touches and that the step frees, as numbers.
+        uses: of each of these, how many operators touch it.
+        freed: of each of these, (device, bytes, whether it is a copy's).
+        scratch: for each operator, what it allocates inside.
+    """
+
+    __slots__ = ("base", "freed", "made", "scratch", "used", "uses")
+
+    def __init__(self, program: Program, touched: Sequence[Sequence[str]], places: dict[str, int]) -> None:
+        net, dims = program.step, program.dims
+        blobs, given = net.blobs, {net.blobs[name].storage for name in net.external_inputs}
+        self.base = [0] * len(places)
+        for name in given:
+            self.base[places[blobs[name].device]] += blobs[name].nbytes(dims)
+        kept = given | {blobs[name].storage for name in net.external_outputs}
+        kept.update(name for name, blob in blobs.items() if blob.role in STATE_ROLES)
+        number: dict[str, int] = {}
+        self.made: list[list[tuple[int, int, bool]]] = []
+        self.freed: list[tuple[int, int, bool]] = []
+        for op in net.ops:
+            made = []
+            for name in op.outputs:
+                blob = blobs[name]
+                if blob.storage == name and name not in given and name not in number:
+                    made.append((places[blob.device], blob.nbytes(dims), op.type == "Copy"))
+                    number[name] = -1
+                    if name not in kept:
+                        number[name] = len(self.freed)
+                        self.freed.append(made[-1])
+            self.made.append(made)
+        self.used = [[n for storage in storages if (n := number.get(storage, -1)) >= 0] for storages in touched]
+        self.uses = [0] * len(self.freed)
+        for used in self.used:
+            for n in used:
+                self.uses[n] += 1
+        self.scratch = [0] * len(net.ops)
+        for call in scratch_of(program, dims, torch.get_num_threads(), {}):
+            self.scratch[call.position] = max(self.scratch[call.position], call.nbytes or 0)
+
+
+class Work:
+    """The operators of a step, by position in the program.
+
+    Attributes:
+        program: whose step it is.
+        count: of micro-batches.
+        devices: their names; a *place* is an index into them.
+        micro: the micro-batch of each operator; that of an update is ``count``.
+        kind: FORWARD, INPUT, WEIGHT or UPDATE.
+        place: where its results live.
+        lane: which lane executes it, as an index; a collective has one of its own.
+        lanes: how many there are. Those of the devices' computation come first.
+        seconds: what it is expected to take.
+        earlier, later: the operators that have to come before it and after it.
+    """
+
+    def __init__(self, program: Program, count: int) -> None:
+        self.program, self.count = program, count
+        net = program.step
+        found = hazards(net)
+        self.touched, self.earlier = found.touched, found.earlier
+        self.devices = [str(device) for device in net.devices]
+        self.places = {device: i for i, device in enumerate(self.devices)}
+        self.seconds = [cost.seconds for cost in operator_costs(net, program.dims, lambda _: NOMINAL)]
+        self.micro, self.kind = _assigned(net, self.earlier, count)
+        _hold_back(net, self.earlier, self.kind)
+        self.later: list[list[int]] = [[] for _ in net.ops]
+        for i, earlier in enumerate(self.earlier):
+            for other in earlier:
+                self.later[other].append(i)
+        self._tell_inputs(net)
+        self.place, self.lane = [], []
+        lanes = {f"{device}.compute": i for i, device in enumerate(self.devices)}
+        for op in net.ops:
+            home = net.blobs[op.outputs[0]].device if op.outputs else op.device
+            self.place.append(self.places[home])
+            at = "collectives" if issued_as(op) == "collective" else issued_on(op, net.blobs)
+            self.lane.append(lanes.setdefault(at, len(lanes)))
+        self.lanes = len(lanes)
+
+    @cached_property
+    def bytes(self) -> Bytes:
+        """What its operators allocate."""
+        return Bytes(self.program, self.touched, self.places)
+
+    def _tell_inputs(self, net: Net) -> None:
+        """Tell backward operators that another device waits for from the others."""
+        kind, ops, later = self.kind, net.ops, self.later
+        goes_on = [False] * len(ops)  # whether the backward goes on behind it
+        for i in range(len(ops) - 1, -1, -1):
+            if kind[i] != WEIGHT:
+                continue
+            behind = [other for other in later[i] if kind[other] in (INPUT, WEIGHT)]
+            goes_on[i] = any(goes_on[other] or _computes(ops[other]) for other in behind)
+            if (goes_on[i] and ops[i].type == "Copy") or any(kind[other] == INPUT for other in behind):
+                kind[i] = INPUT
+
+
+def micro_batches_of(net: Net) -> int:
+    """How many micro-batches a step has, by the names of its blobs; 1 where none is named."""
+    return max((micro_batch_of(name) or 0 for name in net.blobs), default=0) + 1
+
+
+def work_of(program: Program) -> Work:
+    """The work of a program with micro-batches."""
+    return Work(program, micro_batches_of(program.step))
+
+
+def _assigned(net: Net, earlier: Sequence[Sequence[int]], count: int) -> tuple[list[int], list[int]]:
+    """The micro-batch and the kind of each operator; backward operators are not told apart yet."""
+    micro: list[int] = []
+    kind: list[int] = []
+    for op, before in zip(net.ops, earlier, strict=True):
+        what = {"forward": FORWARD, "backward": WEIGHT}.get(op.phase, UPDATE)
+        own = micro_batch_of(op.outputs[0]) if op.outputs else None
+        mine = max([micro[other] for other in before], default=0)
+        if own is not None:
+            mine = max(mine, own)
+        if what == UPDATE or mine == count:
+            what, mine = UPDATE, count
+        micro.append(mine)
+        kind.append(what)
+    return micro, kind
+
+
+def _computes(op: Operator) -> bool:
+    """Whether an operator computes more than a sum of gradients."""
+    return op.type not in (ACCUMULATES, "Copy", "AllReduce") and not op.effects.shows
+
+
+def _hold_back(net: Net, earlier: list[list[int]], kind: Sequence[int]) -> None:
+    """Let a copy of what the forward made, which the backward reads, wait until its reader lacks nothing else: it takes
+    memory where it goes, and was put there to take it late."""
+    makers: dict[str, int] = {}
+    readers: dict[int, list[int]] = {}
+    copies = set()
+    for i, op in enumerate(net.ops):
+        if op.type == "Copy" and kind[i] == WEIGHT and kind[makers.get(op.inputs[0], i)] == FORWARD:
+            copies.add(i)
+        for name in op.outputs:
+            makers[name] = i
+    if not copies:
+        return
+    for i, before in enumerate(earlier):
+        for other in before:
+            if other in copies:
+                readers.setdefault(other, []).append(i)
+    for copy, found in readers.items():  # none of these comes after the copy: its first follower comes after them
+        earlier[copy] = [*earlier[copy], *(other for other in earlier[found[0]] if other not in copies)]

@@ -1,0 +1,299 @@
+"""Let micro-batches flow through layers that are on several devices: nothing but another order of the operators.
+
+As captured, a step takes one micro-batch after the other, and of each one device after the other. In another order that
+keeps to the same hazards, a device works on one micro-batch while another device works on the next::
+
+    as captured    gpu:0  0         0 1         1
+                   gpu:1    0 0         1 1
+
+    zero bubble    gpu:0  0 1 2 3 0 1 0 2 1 3 2 3        forward, what gpu:0 is waited for, gradients of parameters
+                   gpu:1    0 0 1 1 2 2 3 3 0 1 2 3
+
+GPipe (Huang et al., 2019), 1F1B (Narayanan et al., 2019) and zero bubble (Qi et al., 2024) are three rankings of what a
+device could do next (:mod:`.list_schedule`). There is no table of stages: any cut will do, with several parts of the
+model on one device, unlike devices, and replicas side by side.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias, get_args
+
+from pydantic import BeforeValidator
+
+from graphir.analysis.memory import memory
+from graphir.errors import PassError, PipelineWarning, nearest
+from graphir.ir.net import Net
+from graphir.ir.program import Program
+from graphir.ir.text import nbytes_of, nbytes_text
+
+from .base import Pass, Placed, build, register
+from .emit import instructed
+from .list_schedule import RANKS, Rules, Schedule, list_schedule
+from .micro_work import FORWARD, Work, micro_batches_of, work_of
+from .pipeline_needs import Needs, comes_back, most_in_flight, needs_of
+
+__all__ = ["PipelineSchedule", "Schedules", "pipeline"]
+
+Schedules: TypeAlias = Literal["zero_bubble", "1f1b", "gpipe"]
+
+_ATTEMPTS: Final = 6
+"""How often a limit is tightened by what the plan's own order of copies and frees adds."""
+
+_SHARES: Final = (1.0, 0.995, 1.01)
+"""Of 1F1B's peak, the limits to try: what is let in is reckoned a little above or below what it comes to."""
+
+_MORE: Final = 2
+_WORTHWHILE: Final = 0.97
+"""Where a forward comes back to a device, it waits there for others: up to so many more micro-batches are let in, each
+if the step becomes shorter than this share."""
+
+
+def _nbytes(given: Any) -> int:
+    nbytes = nbytes_of(given) if isinstance(given, str) else given
+    if type(nbytes) is not int or nbytes < 1:
+        raise ValueError(f"{given!r} is no number of bytes; write 24000000 or '24 MiB'")
+    return nbytes
+
+
+def _known_schedule(given: Any) -> Any:
+    if given not in get_args(Schedules):
+        known = ", ".join(map(repr, get_args(Schedules)))
+        raise ValueError(f"unknown schedule {given!r}{nearest(given, get_args(Schedules))}; schedules are {known}")
+    return given
+
+
+def _at_least_one(given: Any) -> Any:
+    if given is not None and (type(given) is not int or given < 1):
+        raise ValueError(f"{given!r} micro-batches cannot be in flight; give a whole number from 1 up")
+    return given
+
+
+@register
+class PipelineSchedule(Pass):
+    """See :func:`pipeline`."""
+
+    name: ClassVar[str] = "pipeline"
+
+    schedule: Annotated[Schedules, BeforeValidator(_known_schedule)] = "zero_bubble"
+    limits: dict[Placed, Annotated[int, BeforeValidator(_nbytes)]] | None = None
+    in_flight: Annotated[int | None, BeforeValidator(_at_least_one)] = None
+
+    def recorded(self, program: Program) -> Program:
+        """As of any pass; what this very pass has just ordered is left as it is."""
+        return program if program.history[-1:] == (str(self),) else super().recorded(program)
+
+    def rewrite(self, program: Program) -> Program:
+        _refuse_unfit(program)
+        work = work_of(program)
+        _warn_of_waiting(work)
+        return _Ordering(program, work, self).run()
+
+
+def pipeline(
+    program: Program,
+    schedule: Schedules = "zero_bubble",
+    *,
+    limits: Mapping[str | int, int | str] | None = None,
+    in_flight: int | None = None,
+) -> Program:
+    """The program in an order in which devices work on several micro-batches at a time. Changes no value.
+
+    For programs that were captured with ``accumulate``, after :func:`inject_copies` and before :func:`share_storage`.
+    The order is found by a simulation at nominal costs, at the captured sizes; it holds for any size.
+
+    Args:
+        program: with several micro-batches, whose layers are on several devices.
+        schedule: ``"gpipe"``: all forwards first, which holds every micro-batch's activations at once. ``"1f1b"``:
+            backwards first, with only as many micro-batches in flight as keep the busiest device busy.
+            ``"zero_bubble"``: gradients that other devices wait for first, then forwards; gradients of parameters fill
+            what would be idle.
+        limits: by device, the most that the plan may hold, as ``{"gpu:0": "24 MiB"}`` or in bytes: the peak of
+            ``graphir.memory(plan)`` at the captured sizes, with inputs, state and scratch. By default none for 1F1B and
+            GPipe; for zero bubble, on every gpu, what the simulation of 1F1B takes on the fullest one, which may differ
+            from a plan's peak by a few copies. ``{}`` is no limit.
+        in_flight: how many micro-batches may be on a device at a time, begun and not done; as 1F1B finds it, and any
+            number for the others, by default.
+
+    Raises:
+        PassError: the program has one micro-batch, nothing was moved, copies are missing, the schedule or a device of
+            *limits* is unknown, *in_flight* is below 1, or no order keeps within the limits; says the least that one
+            does. Nothing has changed then.
+
+    Warns:
+        PipelineWarning: an operator of one micro-batch's forward has to wait for the backward of an earlier one; names
+            the storage by which it does.
+    """
+    return build(PipelineSchedule, schedule=schedule, limits=limits, in_flight=in_flight)(program)
+
+
+def _refuse_unfit(program: Program) -> None:
+    net, where = program.step, f"program {program.name!r}"
+    if micro_batches_of(net) == 1:
+        raise PassError(
+            "a step with one micro-batch has nothing to overlap",
+            where=where,
+            fix="capture it with accumulate=4, or as many micro-batches as you like",
+        )
+    computing = {op.device for op in net.ops if op.phase in ("forward", "backward") and not op.device.is_host}
+    if len(computing) < 2 or (len(computing) == len(program.replicas) and not _crosses(net)):
+        raise PassError(
+            "nothing was moved: each replica has all its layers on one device",
+            where=where,
+            fix="move some by shift_modules or shift_activations, then inject_copies",
+        )
+    if not _crosses(net):
+        raise PassError(
+            "layers are on several devices, but nothing is copied between them",
+            where=where,
+            fix="run inject_copies before pipeline",
+        )
+
+
+def _crosses(net: Net) -> bool:
+    """Whether a transfer of the forward or the backward brings something from one device to another."""
+    return any(op.type == "Copy" and op.phase in ("forward", "backward") for op in net.ops)
+
+
+class _Ordering:
+    """The search for an order within limits.
+
+    Attributes:
+        measured: the program whose plan's peaks were predicted last, and these.
+    """
+
+    def __init__(self, program: Program, work: Work, options: PipelineSchedule) -> None:
+        self.program, self.work, self.options = program, work, options
+        self.measured: tuple[Program, Mapping[str, int]] | None = None
+
+    def run(self) -> Program:
+        schedule, limits = self.options.schedule, self.options.limits
+        if limits is None and schedule == "zero_bubble":
+            return self.within_1f1b()
+        if not limits:
+            return self.ordered(self.found(schedule).order)
+        self.refuse_unknown(limits)
+        return self.within(schedule, limits)
+
+    def found(
+        self, schedule: str, limits: Sequence[int | None] | None = None, in_flight: int | None = None
+    ) -> Schedule:
+        """What a schedule gives."""
+        work, ranks = self.work, RANKS[schedule]
+        needs = None if limits is None else self.needs
+        given = in_flight or self.options.in_flight
+        finishes = schedule == "1f1b"
+        if given or not finishes:
+            most = [given] * len(work.devices) if given else None
+            return list_schedule(work, Rules(ranks, most, limits, finishes), needs)
+        most = most_in_flight(work)
+        best = list_schedule(work, Rules(ranks, most, limits, finishes), needs)
+        for more in range(1, _MORE + 1) if comes_back(work) else ():
+            other = list_schedule(work, Rules(ranks, [n + more for n in most], limits, finishes), needs)
+            if other.seconds > _WORTHWHILE * best.seconds:
+                break
+            best = other
+        return best
+
+    @cached_property
+    def needs(self) -> Needs:
+        """What the micro-batches need."""
+        return needs_of(self.work)
+
+    def ordered(self, order: Sequence[int]) -> Program:
+        """The program with its operators in this order."""
+        net = self.program.step
+        ops = tuple([net.ops[i] for i in order])
+        blobs = {name: net.blobs[name] for name in net.external_inputs}
+        blobs.update([(name, net.blobs[name]) for op in ops for name in op.outputs if name not in blobs])
+        return self.program.with_(step=net.with_(ops=ops, blobs={**blobs, **net.blobs}))
+
+    def within_1f1b(self) -> Program:
+        """Zero bubble, on no gpu with more than 1F1B takes on the fullest one: 1F1B itself where that cannot be."""
+        plain, devices = self.found("1f1b"), self.work.devices
+        assert plain.peaks is not None
+        peaks = [peak for device, peak in zip(devices, plain.peaks, strict=True) if device.startswith("gpu")]
+        most = max(peaks)
+        for share in _SHARES:
+            inner = int(share * most)
+            found = self.found("zero_bubble", [inner if device.startswith("gpu") else None for device in devices])
+            assert found.peaks is not None
+            tops = [peak for device, peak in zip(devices, found.peaks, strict=True) if device.startswith("gpu")]
+            if found.seconds < plain.seconds and max(tops) <= most:
+                return self.ordered(found.order)
+        return self.ordered(plain.order)
+
+    def within(self, schedule: str, limits: Mapping[str, int]) -> Program:
+        """The program in the order of a schedule, or of a plainer one, whose plan keeps within the limits."""
+        least: Mapping[str, int] = {}
+        for program in self.attempts(schedule, limits):
+            peaks = self.peaks(program)
+            if all(peaks[device] <= limit for device, limit in limits.items()):
+                return program
+            if not least or _excess(peaks, limits) < _excess(least, limits):
+                least = peaks
+        exceeded = {device: least[device] for device, limit in limits.items() if least[device] > limit}
+        device = next(iter(exceeded))
+        raise PassError(
+            f"no order of the micro-batches keeps within {nbytes_text(limits[device])} on {device}",
+            where=f"program {self.program.name!r}",
+            fix=f"the least that can is limits={{{', '.join(f'{d!r}: {n}' for d, n in exceeded.items())}}}",
+        )
+
+    def attempts(self, schedule: str, limits: Mapping[str, int]) -> Iterator[Program]:
+        """Orders to try, the fastest first. A plan issues copies and frees in an order of its own, so that a limit
+        which is exceeded is tightened."""
+        inner = [limits.get(device) for device in self.work.devices]
+        for _ in range(_ATTEMPTS):
+            program = self.ordered(self.found(schedule, inner).order)
+            yield program
+            peaks = self.peaks(program)
+            for d, device in enumerate(self.work.devices):
+                limit = inner[d]
+                if limit is not None and peaks[device] > limits[device]:
+                    inner[d] = limit - (peaks[device] - limits[device])
+        yield self.ordered(self.found("1f1b", None, 1).order)
+        yield self.ordered(_one_after_the_other(self.work))
+
+    def peaks(self, program: Program) -> Mapping[str, int]:
+        """The most bytes on each device, as predicted for the plan."""
+        if self.measured is None or self.measured[0] is not program:
+            self.measured = program, memory(instructed(program)).peak
+        return self.measured[1]
+
+    def refuse_unknown(self, limits: Mapping[str, int]) -> None:
+        for device in limits:
+            if device not in self.work.devices:
+                raise PassError(
+                    f"limits has {device!r}, on which the step has nothing",
+                    where=f"program {self.program.name!r}",
+                    fix=f"its devices: {', '.join(self.work.devices)}",
+                )
+
+
+def _excess(peaks: Mapping[str, int], limits: Mapping[str, int]) -> int:
+    return sum(max(0, peaks[device] - limit) for device, limit in limits.items())
+
+
+def _one_after_the_other(work: Work) -> list[int]:
+    """The micro-batches as captured: each one done before the next begins."""
+    return sorted(range(len(work.micro)), key=lambda i: (work.micro[i], i))
+
+
+def _warn_of_waiting(work: Work) -> None:
+    """Warn where a forward has to wait for the backward of an earlier micro-batch."""
+    for i, kind in enumerate(work.kind):
+        for other in work.earlier[i] if kind == FORWARD else ():
+            if work.micro[other] < work.micro[i] and work.kind[other] != FORWARD:
+                ops, blobs = work.program.step.ops, work.program.step.blobs
+                written = {blobs[name].storage for op in (ops[i], ops[other]) for name in op.outputs}
+                shared = [name for name in work.touched[i] if name in work.touched[other] and name in written]
+                warnings.warn(
+                    f"{shared[0]!r} holds the micro-batches of {work.program.name!r} together: "
+                    f"{ops[i].outputs[0]!r} has to wait for {ops[other].outputs[0]!r} of an earlier one's backward",
+                    PipelineWarning,
+                    stacklevel=7,
+                )
+                return

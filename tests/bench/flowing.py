@@ -1,0 +1,228 @@
+"""Pipelines of micro-batches on two devices against one device, the bound, and torch.distributed.pipelining."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import models
+import torch
+from apart import apart
+from limits import limited
+from stepping import momentum_sgd
+from timing import in_turn, warmed
+from torch import Tensor, nn
+
+import graphir
+from graphir import passes, runtime
+from graphir.ir.program import Program
+
+__all__ = ["CASES", "Case", "predicted_rows", "rows"]
+
+_ROUNDS, _WARM, _STEPS = 10, 1, 1
+
+
+class Stack(nn.Module):
+    """Eight layers, each one linear and a relu."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _mlp(rows: int = 1024, width: int = 512) -> models.Example:
+    torch.manual_seed(0)
+    batch = (torch.randn(rows, width),), (torch.randn(rows, width),)
+    return models.Example(Stack(width), *batch, nn.functional.mse_loss)
+
+
+def _gpt() -> models.Example:
+    """With a head of its own: torch's pipelines have no weight on two stages."""
+    example = models.gpt(batch=16, length=64, width=128, heads=4, layers=8, vocabulary=256)
+    model = example.model
+    assert isinstance(model, models.GPT)
+    model.head.weight = nn.Parameter(model.token.weight.detach().clone())
+    return example
+
+
+def _resnet() -> models.Example:
+    return models.resnet(batch=32, blocks=6, channels=32, image=32)
+
+
+class Case(NamedTuple):
+    """Attributes:
+    make: makes the example.
+    second: the modules that are on the second device.
+    parts: of how many micro-batches.
+    rival: whether torch.distributed.pipelining takes part.
+    """
+
+    make: Callable[[], models.Example]
+    second: Sequence[str]
+    parts: int
+    rival: bool = True
+
+
+_GPT, _MLP = ["layers[4:8]", "norm", "head"], ["layers[4:8]"]
+
+CASES: dict[str, Case] = {
+    "GPT, m = 4": Case(_gpt, _GPT, 4),
+    "GPT, m = 8": Case(_gpt, _GPT, 8),
+    "MLP, m = 4": Case(_mlp, _MLP, 4),
+    "MLP, m = 8": Case(_mlp, _MLP, 8),
+    "ResNet, m = 8": Case(_resnet, ["blocks[2:6]", "avgpool", "fc"], 8, rival=False),
+}
+
+PLANS: dict[str, tuple[Callable[[Program], Program] | None, float | None]] = {
+    "as captured": (None, None),
+    "gpipe": (lambda program: passes.pipeline(program, "gpipe"), None),
+    "1f1b": (lambda program: passes.pipeline(program, "1f1b"), 0.90),
+    "zero bubble": (passes.pipeline, 0.95),
+    "zero bubble, no limit": (lambda program: passes.pipeline(program, limits={}), 1.0),
+}
+"""What orders each plan, and the least share of the bound that it is to reach."""
+
+RIVALS = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")
+"""The schedules of torch.distributed.pipelining that take two stages, or two in each of two processes."""
+
+
+def _programs(case: Case) -> tuple[models.Example, Program, dict[str, Program]]:
+    """The example, its program on one device, and the programs of :data:`PLANS`."""
+    example = case.make()
+    program = graphir.capture(
+        example.model,
+        inputs=example.inputs,
+        targets=example.targets,
+        loss=example.loss,
+        optimizer=momentum_sgd(example.model, fused=True),
+        accumulate=case.parts,
+    )
+    moved = passes.inject_copies(passes.shift_modules(program, dict.fromkeys(case.second, 1)))
+    return example, program, {name: order(moved) if order else moved for name, (order, _) in PLANS.items()}
+
+
+def rows() -> Iterator[str]:
+    """The table of steps on two devices, in the same rounds; a rival's row is that of its best schedule."""
+    yield (
+        "| model | order | step, ms | speed-up | at least | of the bound | at least | fullest, MiB | at most "
+        "| time against torch's best | at most |"
+    )
+    yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+    for name, case in CASES.items():
+        yield from _rows_of(name, case)
+
+
+def _rows_of(name: str, case: Case) -> Iterator[str]:
+    example, one, programs = _programs(case)
+    plans = {order: passes.emit(passes.share_storage(program)) for order, program in programs.items()}
+    fullest = {order: max(graphir.memory(plan).peak.values()) for order, plan in plans.items()}
+    taken = _taken(name, case, example, one, {"one device": passes.emit(passes.share_storage(one)), **plans})
+    alone = taken.pop("one device")
+    rivals = {order: taken.pop(order) for order in RIVALS if order in taken}
+    best = min(rivals, key=lambda order: statistics.median(rivals[order])) if rivals else ""
+    bound = 2 * case.parts / (case.parts + 1)
+    yield f"| {name} | one device | {statistics.median(alone) * 1e3:.1f} | 1.00 |  |  |  |  |  |  |  |"
+    for order, seconds in taken.items():
+        faster, share = _ratio(alone, seconds), PLANS[order][1]
+        least = 1.35 if not case.rival and order.startswith("zero bubble") else None
+        share = share if case.rival else None
+        most = fullest["1f1b"] if order == "zero bubble" else None
+        against, at_most = "", ""
+        if best:
+            late = 1.0 if order.startswith("zero bubble") else None
+            against, at_most = limited(f"{_ratio(seconds, rivals[best]):.2f}", at_most=late), str(late or "")
+        mib = limited(f"{fullest[order] / 2**20:.2f}", at_most=None if most is None else round(most / 2**20, 2))
+        yield (
+            f"| {name} | {order} | {statistics.median(seconds) * 1e3:.1f} "
+            f"| {limited(f'{faster:.2f}', at_least=least)} | {least or ''} "
+            f"| {limited(f'{faster / bound:.2f}', at_least=share)} | {share or ''} "
+            f"| {mib} | {'' if most is None else f'{most / 2**20:.2f}'} | {against} | {at_most} |"
+        )
+    if best:
+        seconds = rivals[best]
+        faster = _ratio(alone, seconds)
+        yield (
+            f"| {name} | torch.distributed.pipelining, {best} | {statistics.median(seconds) * 1e3:.1f} "
+            f"| {faster:.2f} |  | {faster / bound:.2f} |  |  |  | 1.00 |  |"
+        )
+
+
+def _taken(
+    name: str, case: Case, example: models.Example, one: Program, plans: dict[str, graphir.Plan]
+) -> dict[str, list[float]]:
+    """Seconds of a step, in rounds, by plan and by rival."""
+    given = (*example.inputs, *example.targets)
+    with ExitStack() as stack:
+        runs: dict[str, Callable[[], float]] = {}
+        for order, plan in plans.items():
+            executor = "serial" if order == "one device" else "threads"
+            made = stack.enter_context(runtime.Session(plan, one.state, binding="cpu", executor=executor, threads=1))
+            runs[order] = partial(_step_seconds, warmed(partial(made.step, *given), _WARM))
+        for order in RIVALS if case.rival else ():
+            scratch = stack.enter_context(tempfile.TemporaryDirectory())
+            processes = [(str(rank), str(Path(scratch) / "store"), name, order) for rank in range(2)]
+            runs[order] = partial(_step_seconds, stack.enter_context(apart("staged.py", processes)))
+        return in_turn(runs, _ROUNDS)
+
+
+def _step_seconds(run: Callable[[int], float]) -> float:
+    return run(_STEPS) / _STEPS
+
+
+def _ratio(over: Sequence[float], under: Sequence[float]) -> float:
+    """The median of the ratios, round by round."""
+    return statistics.median(a / b for a, b in zip(over, under, strict=True))
+
+
+def predicted_rows() -> Iterator[str]:
+    """The table of predicted speed-ups on more devices, and of what the pass takes."""
+    yield "| devices | m | order | predicted speed-up | at least | operators | the pass, µs an operator | at most |"
+    yield "| ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: |"
+    for devices in (4, 8):
+        for parts in (devices, 2 * devices):
+            program, moved = _deep(devices, parts)
+            alone = graphir.overlap(passes.emit(program)).seconds
+            for name, (order, _) in PLANS.items():
+                if order is None:
+                    continue
+                start = time.process_time()
+                ordered = order(moved)
+                each = (time.process_time() - start) / len(moved.step.ops) * 1e6
+                faster = alone / graphir.overlap(passes.emit(ordered)).seconds
+                least = 0.85 * devices if name == "zero bubble, no limit" and parts == 2 * devices else None
+                yield (
+                    f"| {devices} | {parts} | {name} | {limited(f'{faster:.2f}', at_least=least)} "
+                    f"| {f'{least:.2f}' if least else ''} | {len(moved.step.ops):,} "
+                    f"| {limited(f'{each:.1f}', at_most=40)} | 40 |"
+                )
+
+
+def _deep(devices: int, parts: int) -> tuple[Program, Program]:
+    """A GPT with two blocks a device: its program, and that with the blocks moved."""
+    example = models.gpt(batch=2 * parts, length=64, width=256, heads=4, layers=2 * devices, vocabulary=64)
+    model = example.model
+    assert isinstance(model, models.GPT)
+    model.head.weight = nn.Parameter(model.token.weight.detach().clone())
+    program = graphir.capture(
+        model,
+        inputs=example.inputs,
+        targets=example.targets,
+        loss=example.loss,
+        optimizer=momentum_sgd(model, fused=True),
+        accumulate=parts,
+    )
+    cut = {f"layers[{2 * d}:{2 * d + 2}]": d for d in range(1, devices)}
+    return program, passes.inject_copies(
+        passes.shift_modules(program, {**cut, "norm": devices - 1, "head": devices - 1})
+    )
