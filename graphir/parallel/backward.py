@@ -17,6 +17,7 @@ from graphir.runtime.machine.places import Binding
 
 from ..capture import seeded
 from ..capture.modes import Modes
+from ..errors import CaptureError
 from ..ir.blob import bound_layout
 from ..ir.size import Dims
 from .calls import Call
@@ -101,6 +102,8 @@ class BackwardPlan:
         order = {name: i for i, name in enumerate([*saved, *(p + slot for slot in slots for p in backward.replicas)])}
         self._order = [order[name] for name in self._function.inputs]
         leaves = [i for i, fetch in enumerate(halves.forward.interface.fetches) if fetch.blob is not None]
+        if not set(halves.outputs) <= set(leaves):
+            raise CaptureError("an output that needs a gradient is none of the tensors that the forward hands back")
         self._leaves, self._expected = leaves, [leaves.index(i) for i in halves.outputs]
         self._slots = slots
         self.differentiable = self._expected

@@ -18,7 +18,7 @@ from graphir import FileError, Net, caffe2
 from graphir.caffe2.convert import encode
 from graphir.caffe2.files import read_net
 from graphir.caffe2.schema import messages
-from graphir.ir.files import save_net as save_json
+from graphir.ir.files import save as save_json
 
 NET = OWN / "models/mlp_weightedsum_1dev/net.pb"
 TEXT = OWN / "models/mlp_weightedsum_1dev/net.pbtxt"

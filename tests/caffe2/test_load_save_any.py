@@ -16,7 +16,7 @@ from graphir.caffe2.convert import decode, encode
 from graphir.caffe2.files import read_net
 from graphir.caffe2.schema import messages
 from graphir.ir.device import Device, gpu
-from graphir.ir.files import save_net as save_json
+from graphir.ir.files import save as save_json
 from graphir.ir.operator import Operator
 
 # Any net
