@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from functools import reduce
+from operator import attrgetter
 from typing import Final
 
 from graphir.ir.blob import Blob
@@ -31,6 +32,7 @@ from graphir.ir.size import Size, add
 __all__ = ["reduce_sparse", "sparse_gradients", "ungathered"]
 
 _SUM: Final = "graphir.sparse_sum"
+_TYPE: Final = attrgetter("type")
 
 
 def sparse_gradients(step: Net) -> dict[tuple[str, str], str]:
@@ -98,9 +100,9 @@ def reduce_sparse(
 def ungathered(net: Net) -> Net:
     """The net whose sums of sparse gradients read every replica's gradient where it is made: without the copies that
     :func:`reduce_sparse` put before them, as far as nothing else reads those."""
-    sums = [op for op in net.ops if op.type == _SUM and op.phase == "reduce"]
-    if not sums:
+    if _SUM not in map(_TYPE, net.ops):  # without a line of Python for each operator: most nets have none
         return net
+    sums = [op for op in net.ops if op.type == _SUM and op.phase == "reduce"]
     read = {name for op in sums for name in op.inputs}
     kept = {name for op in net.ops if op.type != _SUM for name in op.inputs} | {*net.external_outputs}
     sources = {

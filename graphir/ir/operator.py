@@ -226,12 +226,14 @@ def positions(group: Group) -> list[int]:
     return [i for i in (group if isinstance(group, list) else [group]) if i is not None]
 
 
-def participants(op: Operator) -> list[int]:
+def participants(op: Operator) -> Sequence[int]:
     """Of each result of a collective, which participant gets it: those that want none may be left out (``[t_]``)."""
+    if op.results is None or "_" not in op.results:
+        return range(len(op.outputs))
     for group in groups(op.results, len(op.outputs)):
         if isinstance(group, list):
             return [participant for participant, result in enumerate(group) if result is not None]
-    return list(range(len(op.outputs)))
+    return range(len(op.outputs))
 
 
 def map_arg(arg: Any, of: Callable[[Any], Any], together: Callable[[list[Any]], Any] = tuple) -> Any:
