@@ -85,7 +85,7 @@ class _Order:
         gathered: small reductions that are ready, and their bytes, by route.
         together: small copies that are ready and not due, by route.
         places: for each copy, how many operators of its destination are issued before it at the least.
-        alone: whether an operator is never gathered with others.
+        small: the transfers that may be one of a group.
         late: delayed frees, by their device and the number of its operators after which they are delayed no longer.
         point: the number of the current point.
         moved: for each lane, the last point at which it was given a transfer.
@@ -111,7 +111,7 @@ class _Order:
             self.missing.append(len(earlier))
         self.uses = Counter(chain.from_iterable(self.touched))
         self.uses.update(_kept(net))
-        self.alone = [op.by == "park" for op in ops]
+        self.small = {i for i, kind in enumerate(self.kinds) if kind != "run" and self.is_small(i)}
         self.places = self._places()
         self.late: dict[tuple[Device, int], list[_Task]] = {}
         self.passed: dict[Device, int] = defaultdict(int)
@@ -149,10 +149,10 @@ class _Order:
                 unread[op.outputs[0]] = i
             elif self.plain[i]:
                 before[op.device] += 1
-        return {
-            i: min(place, found.get(i, place - self.least)) if not self.small(i) else found.get(i, place - self.least)
-            for i, place in stands.items()
-        }
+        for i, place in stands.items():
+            read = found.get(i, place - self.least)
+            found[i] = read if i in self.small else min(place, read)
+        return found
 
     def run(self) -> list[Issue]:
         for i, missing in enumerate(self.missing):
@@ -160,7 +160,7 @@ class _Order:
                 self.becomes_ready(i)
         self.settle()
         for i, op in enumerate(self.net.ops):
-            if self.soon[i] or (self.kinds[i] == "copy" and self.small(i)):
+            if self.soon[i] or (self.kinds[i] == "copy" and i in self.small):
                 continue
             self.point += 1
             if self.missing[i]:
@@ -220,12 +220,12 @@ class _Order:
     def grouped(self, transfers: Sequence[int]) -> Iterator[tuple[int, ...]]:
         groups: dict[object, list[int]] = {}
         for i in transfers:
-            groups.setdefault(self.route(i) if self.small(i) else i, []).append(i)
+            groups.setdefault(self.route(i) if i in self.small else i, []).append(i)
         return map(tuple, groups.values())
 
-    def small(self, i: int) -> bool:
+    def is_small(self, i: int) -> bool:
         """Whether a transfer may be one of a group."""
-        return self.nbytes(i) < (_BUCKET if self.gathers(i) else _SMALL) and not self.alone[i]
+        return self.nbytes(i) < (_BUCKET if self.gathers(i) else _SMALL) and self.net.ops[i].by != "park"
 
     def gathers(self, i: int) -> bool:
         """Whether a transfer is a reduction of gradients."""
@@ -314,7 +314,7 @@ class _Order:
         elif self.soon[i] or self.kinds[i] != "copy":
             self.transfers.append(i)
         else:
-            if self.small(i):
+            if i in self.small:
                 self.together.setdefault(self.route(i), []).append(i)
             if wanted <= self.passed[device]:
                 self.due(i)
@@ -325,7 +325,7 @@ class _Order:
         """Issue a copy next, and those that are gathered with it."""
         if self.issued[copy]:
             return
-        self.transfers += self.together.pop(self.route(copy), ()) if self.small(copy) else (copy,)
+        self.transfers += self.together.pop(self.route(copy), ()) if copy in self.small else (copy,)
 
     def turn(self, task: _Task) -> tuple[bool, Device]:
         """What tasks are sorted by: operators before frees, the tasks of one device side by side."""
