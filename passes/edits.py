@@ -19,7 +19,7 @@ from graphir.errors import PassError
 from graphir.ir.blob import Blob
 from graphir.ir.names import fresh
 from graphir.ir.net import Net
-from graphir.ir.operator import Arg, Operator, stored_versions
+from graphir.ir.operator import Arg, Operator, flattened, stored_versions
 from graphir.ir.opset import effects_of, signature
 from graphir.ir.program import Program
 from graphir.ir.text import operator_text
@@ -189,7 +189,7 @@ class StepEdits:
         Raises:
             PassError: there is no such type, it does not take this, or it does what an edit may not do.
         """
-        flat, pattern = _flat(inputs)
+        flat, pattern = flattened(inputs, str)
         versions = [self.version_at(name, anchor, after=after) for name in flat]
         known = {param.name: param for param in signature(type).params}
         stored = {
@@ -370,22 +370,6 @@ class StepEdits:
             blobs={name: self.blobs[name] for name in made},
             gradients={name: grad for name, grad in pairs if name in made and grad in made},
         )
-
-
-def _flat(inputs: Operands) -> tuple[list[str], str]:
-    """The names, and the pattern by which they fill the parameters of a type."""
-    names: list[str] = []
-    pattern = ""
-    for item in inputs:
-        if item is None:
-            pattern += "_"
-        elif isinstance(item, str):
-            names.append(item)
-            pattern += "t"
-        else:
-            names += item
-            pattern += f"[{'t' * len(item)}]"
-    return names, pattern.rstrip("_")
 
 
 def _equal(default: object, arg: object) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args
 
 from pydantic import NonNegativeInt
 
@@ -22,13 +22,17 @@ __all__ = [
     "Phase",
     "Symbol",
     "bind_arg",
+    "flattened",
     "groups",
     "leaves",
     "map_arg",
     "origin_of",
+    "participants",
     "positions",
     "stored_versions",
 ]
+
+_T = TypeVar("_T")
 
 Phase: TypeAlias = Literal["init", "forward", "backward", "reduce", "update"]
 PHASES: Final[tuple[str, ...]] = get_args(Phase)
@@ -219,6 +223,28 @@ def groups(pattern: str | None, count: int) -> list[Group]:
             else:
                 inner.append(item)
     return arranged
+
+
+def flattened(operands: Iterable[_T | Sequence[_T | None] | None], one: type[_T]) -> tuple[list[_T], str]:
+    """The operands in a row, and the pattern by which they fill parameters: the other way round than :func:`groups`.
+
+    Args:
+        operands: for each parameter what fills it, a list of that, or None.
+        one: the type of what fills a parameter.
+    """
+    flat: list[_T] = []
+    pattern = ""
+    for operand in operands:
+        if operand is None:
+            pattern += "_"
+        elif isinstance(operand, one):
+            flat.append(operand)
+            pattern += "t"
+        else:
+            items = cast("Sequence[_T | None]", operand)
+            flat += [item for item in items if item is not None]
+            pattern += f"[{''.join(['_' if item is None else 't' for item in items])}]"
+    return flat, pattern.rstrip("_")
 
 
 def positions(group: Group) -> list[int]:

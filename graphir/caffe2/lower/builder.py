@@ -17,7 +17,7 @@ from ...errors import GraphirError
 from ...ir.blob import ROLE_OF_PHASE, Blob, Role
 from ...ir.device import Device
 from ...ir.net import Net
-from ...ir.operator import Arg, Operator, Symbol, stored_versions
+from ...ir.operator import Arg, Operator, Symbol, flattened, stored_versions
 from ...ir.opset import effects_of, signature
 from ...ir.symbols import to_symbol
 from ...ir.verify.infer import Geometry, Inferred, infer, same_layout
@@ -190,7 +190,8 @@ class Builder:
             GraphirError: torch refuses the operands, one of them is overwritten already, or they have several
                 floating types.
         """
-        flat, pattern = _arrange(operands)
+        flat, arranged = flattened(operands, Value)
+        pattern = None if arranged == "t" * len(flat) else arranged  # each is a tensor
         self._check(flat)
         args = _without_defaults(type, args)
         count = len(signature(type).results) if results is None else results.count("t")
@@ -299,23 +300,6 @@ def op_name(op: Operator) -> str:
 def short_name(type: str) -> str:
     """``index_add`` of ``aten.index_add_.default``."""
     return type.split(".")[1].strip("_") if "." in type else type.lower()
-
-
-def _arrange(operands: Sequence[Operand]) -> tuple[list[Value], str | None]:
-    """The operands in a row, and the pattern by which they fill the parameters; None where each is a tensor."""
-    flat: list[Value] = []
-    pattern = ""
-    for operand in operands:
-        if operand is None:
-            pattern += "_"
-        elif isinstance(operand, Value):
-            flat.append(operand)
-            pattern += "t"
-        else:
-            flat += [item for item in operand if item is not None]
-            pattern += f"[{''.join(['_' if item is None else 't' for item in operand])}]"
-    pattern = pattern.rstrip("_")
-    return flat, None if pattern == "t" * len(flat) else pattern
 
 
 @cache
