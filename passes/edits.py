@@ -20,7 +20,7 @@ from graphir.ir.blob import Blob
 from graphir.ir.names import fresh
 from graphir.ir.net import Net
 from graphir.ir.operator import Arg, Operator, flattened, stored_versions
-from graphir.ir.opset import effects_of, signature
+from graphir.ir.opset import effects_of, without_defaults
 from graphir.ir.program import Program
 from graphir.ir.text import operator_text
 
@@ -191,12 +191,7 @@ class StepEdits:
         """
         flat, pattern = flattened(inputs, str)
         versions = [self.version_at(name, anchor, after=after) for name in flat]
-        known = {param.name: param for param in signature(type).params}
-        stored = {
-            key: arg
-            for key, arg in args.items()
-            if key not in known or known[key].required or not _equal(known[key].default, arg)
-        }
+        stored = without_defaults(type, args)
         results = "".join("_" if name is None else "t" for name in names)
         wanted = [name for name in names if name is not None]
         effects = effects_of(type, stored, pattern, len(flat), results, len(wanted))
@@ -370,7 +365,3 @@ class StepEdits:
             blobs={name: self.blobs[name] for name in made},
             gradients={name: grad for name, grad in pairs if name in made and grad in made},
         )
-
-
-def _equal(default: object, arg: object) -> bool:
-    return type(default) is type(arg) and default == arg

@@ -29,6 +29,7 @@ __all__ = [
     "is_random",
     "overload",
     "signature",
+    "without_defaults",
 ]
 
 NAMESPACES: Final = frozenset({"aten", "prims"})
@@ -268,3 +269,24 @@ def is_random(type: str, args: Mapping[str, Arg]) -> bool:
         return False
     # Attention kernels draw random numbers for their own dropout only.
     return args.get("dropout_p", 0.0) != 0.0 or all(p.name != "dropout_p" for p in signature(type).params)
+
+
+@cache
+def _defaults(type: str) -> Mapping[str, Any]:
+    return {param.name: param.default for param in signature(type).params if not param.required}
+
+
+def without_defaults(type: str, args: Mapping[str, Arg]) -> dict[str, Arg]:
+    """The arguments as an operator holds them: those that are not the type's defaults."""
+    defaults = _defaults(type)
+    missing = object()
+
+    def default(name: str) -> object:
+        value = defaults.get(name, missing)
+        return tuple(value) if isinstance(value, list) else value
+
+    return {name: value for name, value in args.items() if not _same(value, default(name))}
+
+
+def _same(a: object, b: object) -> bool:
+    return type(a) is type(b) and a == b

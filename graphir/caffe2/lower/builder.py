@@ -8,8 +8,7 @@ computes on the way gets names derived from the operator's first output.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import torch
 
@@ -18,7 +17,7 @@ from ...ir.blob import ROLE_OF_PHASE, Blob, Role
 from ...ir.device import Device
 from ...ir.net import Net
 from ...ir.operator import Arg, Operator, Symbol, flattened, stored_versions
-from ...ir.opset import effects_of, signature
+from ...ir.opset import effects_of, signature, without_defaults
 from ...ir.symbols import to_symbol
 from ...ir.verify.infer import Geometry, Inferred, infer, same_layout
 
@@ -193,7 +192,7 @@ class Builder:
         flat, arranged = flattened(operands, Value)
         pattern = None if arranged == "t" * len(flat) else arranged  # each is a tensor
         self._check(flat)
-        args = _without_defaults(type, args)
+        args = without_defaults(type, args)
         count = len(signature(type).results) if results is None else results.count("t")
         effects = effects_of(type, args, pattern, len(flat), results, count)
         hidden = [source for output, source in effects.writes if output >= count]
@@ -300,23 +299,3 @@ def op_name(op: Operator) -> str:
 def short_name(type: str) -> str:
     """``index_add`` of ``aten.index_add_.default``."""
     return type.split(".")[1].strip("_") if "." in type else type.lower()
-
-
-@cache
-def _defaults(type: str) -> Mapping[str, Any]:
-    return {param.name: param.default for param in signature(type).params if not param.required}
-
-
-def _without_defaults(type: str, args: Mapping[str, Arg]) -> dict[str, Arg]:
-    defaults = _defaults(type)
-    missing = object()
-
-    def default(name: str) -> object:
-        value = defaults.get(name, missing)
-        return tuple(value) if isinstance(value, list) else value
-
-    return {name: value for name, value in args.items() if not _same(value, default(name))}
-
-
-def _same(a: object, b: object) -> bool:
-    return type(a) is type(b) and a == b
