@@ -187,7 +187,7 @@ class _Crossing:
     def read_by(self, op: Operator) -> None:
         """An operator of the backward, in their order."""
         for name, version in op.reads:
-            if version < self.last.get(name, 0) or (self.last.get(name) == version and not _ignores_statistics(op)):
+            if version <= self.last.get(name, -1):
                 raise PassError(
                     f"the backward reads {name!r}, which the forward overwrites: the next forward would overwrite it "
                     "before this one's backward",
@@ -229,11 +229,6 @@ class _Crossing:
             return op
         versions = [[version - self.last.get(name, 0) for name, version in values] for values in (op.reads, op.makes)]
         return op._replace(input_versions=stored_versions(versions[0]), output_versions=stored_versions(versions[1]))
-
-
-def _ignores_statistics(op: Operator) -> bool:
-    """Whether it is the backward of a batch norm in training, which is given running statistics and reads none."""
-    return op.type == "aten.native_batch_norm_backward.default" and op.args.get("train") is True
 
 
 def _forward(

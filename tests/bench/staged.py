@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import models
 import torch
-import torch.distributed as dist
-from apart import serve
 from flowing import CASES
+from gloo import join, serve_steps
 from stepping import momentum_sgd
-from timing import seconds
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
@@ -44,8 +41,7 @@ class Part(nn.Module):
 
 def main(rank: int, store: str, name: str, form: str) -> None:
     """Serve steps of this process's stages, each kernel in one thread."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    join(rank, store)
     case = CASES[name]
     example = case.make()
     several = "Interleaved" in form
@@ -71,14 +67,7 @@ def main(rank: int, store: str, name: str, form: str) -> None:
                 schedule.step(target=target, losses=[])
             optimizer.step()
 
-    def timed(steps: int) -> float:
-        run(_WARM)
-        dist.barrier()
-        return seconds(lambda: run(steps))
-
-    serve(timed)
-    dist.barrier()
-    os._exit(0)  # gloo now and then aborts in its own clean-up
+    serve_steps(run, _WARM)
 
 
 main(int(sys.argv[1]), *sys.argv[2:])
