@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import BeforeValidator
 from torch import nn
 
 from graphir.errors import GraphirError, PassError
 from graphir.ir.program import Program
-from graphir.replication import CallbackContext
+from graphir.replication import HOOKS, OWN_CALLBACK, CallbackContext
 
 from .edits import StepEdits
 from .replica import CopiedOperators, Replica
@@ -33,10 +33,6 @@ __all__ = [
     "visit",
     "with_callbacks",
 ]
-
-OWN_CALLBACK: Final = "__data_parallel_replicate__"
-"""The method by which a module asks to be called: ``module.__data_parallel_replicate__(ctx, copy_id)``."""
-
 
 Callback: TypeAlias = Callable[[Any, int, Replica], object]
 """``f(ctx, copy_id, replica)``."""
@@ -197,6 +193,7 @@ def _shallow(model: nn.Module) -> nn.Module:
     for module in model.modules():
         made = copies[id(module)] = module.__new__(type(module))
         made.__dict__.update(module.__dict__)
+        made.__dict__.update({name: hooks.copy() for name, hooks in vars(module).items() if name in HOOKS})
         for name in ("_parameters", "_buffers", "_modules"):
             made.__dict__[name] = dict(module.__dict__[name])
     for made in copies.values():

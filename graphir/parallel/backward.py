@@ -38,6 +38,8 @@ class Ran(NamedTuple):
         outputs: of the forward plan.
         parts: of each tensor that the module returns, the replicas'.
         gathered: the same, gathered.
+        before: what the module's tensors that the forward overwrites were.
+        versions: of the parameters, once what the backward reads is kept.
     """
 
     call: Call
@@ -47,6 +49,8 @@ class Ran(NamedTuple):
     outputs: Sequence[Tensor]
     parts: Sequence[Sequence[Tensor]]
     gathered: list[Tensor]
+    before: Sequence[Tensor]
+    versions: Sequence[int] = ()
 
 
 class _Cut(NamedTuple):
@@ -92,7 +96,7 @@ class BackwardPlan:
         backward, first = halves.backward, halves.backward.replicas[0]
         self._module, self._dim, self._told, self._program = module, dim, told, backward
         self._random = any(op.seed is not None for half in halves[:2] for op in half.step.ops)
-        self._modes = Modes(module)
+        self._modes, self._overwritten = Modes(module), state.overwritten
         self._function = Function(emit(backward), state.tensors, binding)
         outputs, inputs = ({name: i for i, name in enumerate(names)} for names in given)
         self._made = [outputs[name] for name in halves.saved if name in outputs]
@@ -141,7 +145,9 @@ class BackwardPlan:
             ]
         made, shares = [ran.outputs[i] for i in self._made], [ran.shares[i] for i in self._shares]
         ctx.save_for_backward(*made, *shares, *self._checked)
-        ctx.ran = ran._replace(shares=(), outputs=(), parts=(), gathered=[])
+        ctx.ran = ran._replace(
+            shares=(), outputs=(), parts=(), gathered=[], versions=[param._version for param in self.params]
+        )
 
     def _cut(self, slot: str, parts: Sequence[Tensor], dims: Dims) -> list[_Cut]:
         """How an output's gradient is cut for replicas that returned these *parts* of it."""
@@ -179,11 +185,18 @@ class BackwardPlan:
 
     def _eagerly(self, ran: Ran, came: Sequence[int], grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """The same by replicas that run once more, one after the other, so that their gradients have gradients."""
+        if [param._version for param in self.params] != ran.versions:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                "parameter that a replica reads when it runs once more"
+            )
         create = torch.is_grad_enabled()
         buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
         found: list[list[Tensor]] = []
         with torch.enable_grad():
             try:
+                for tensor, value in zip(self._overwritten, ran.before, strict=True):
+                    tensor.data.copy_(value)
                 shares = ran.call.shares(self._dim, len(self._program.replicas))
                 copies = replicate(self._module, [self._place] * len(shares))
                 for replica, (copied, (args, kwargs)) in enumerate(zip(copies, shares, strict=True)):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import counted
-from ..replication import CallbackContext
+from ..replication import OWN_CALLBACK, CallbackContext
 from .data_parallel import DataParallel
 from .errors import ReplicationTypeError, ReplicationValueError
 from .rounds import Round
@@ -26,7 +26,6 @@ __all__ = [
 ]
 
 _M = TypeVar("_M", bound=nn.Module)
-_CALLBACK = "__data_parallel_replicate__"
 
 
 def exec_data_parallel_replication_callback(modules: Sequence[nn.Module]) -> None:
@@ -56,18 +55,18 @@ def exec_data_parallel_replication_callback(modules: Sequence[nn.Module]) -> Non
             )
     for copy_id, copied in enumerate(copies):
         for name, module, context in zip(names, copied, contexts, strict=True):
-            if hasattr(module, _CALLBACK):
+            if hasattr(module, OWN_CALLBACK):
                 _call(name, module, context, copy_id)
 
 
 def _call(name: str, module: Any, context: CallbackContext, copy_id: int) -> None:
     try:
-        module.__data_parallel_replicate__(context, copy_id)
+        getattr(module, OWN_CALLBACK)(context, copy_id)
     except Exception as e:
         raise ReplicationValueError(
             f"a replication callback failed: {type(e).__name__}: {e}",
             where=f"module {name or '(the outermost)'} of type {type(module).__name__}, copy {copy_id}",
-            fix=f"see the cause, raised in {type(module).__name__}.{_CALLBACK}",
+            fix=f"see the cause, raised in {type(module).__name__}.{OWN_CALLBACK}",
         ) from e
 
 

@@ -78,6 +78,8 @@ def read_call(
     """
     if why := _surroundings():
         raise Unfit(why)
+    if dim < 0:
+        raise Unfit(f"dim is {dim}, counted from the last dimension")
     leaves, spec = pytree.tree_flatten((args, kwargs))
     graded = torch.is_grad_enabled()
     seen: dict[int, int] = {}

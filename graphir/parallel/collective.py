@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["all_gather"]
+__all__ = ["all_gather", "summed"]
 
 
 def all_gather(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -36,13 +36,14 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         received = [gradient for gradient in gradients if gradient is not None]
-        return tuple(_sum([gradient[i].to(place) for gradient in received]) for i, place in enumerate(ctx.places))
+        return tuple(summed([gradient[i] for gradient in received], place) for i, place in enumerate(ctx.places))
 
 
-def _sum(parts: Sequence[Tensor]) -> Tensor | None:
-    if not parts:
-        return None
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
+def summed(gradients: Iterable[Tensor | None], place: torch.device) -> Tensor | None:
+    """The sum of those that there are, in their order, on *place*; None where there are none."""
+    total: Tensor | None = None
+    for gradient in gradients:
+        if gradient is not None:
+            moved = gradient.to(place)
+            total = moved if total is None else total + moved
     return total

@@ -27,7 +27,9 @@ from graphir.runtime.machine.places import Binding
 from graphir.runtime.machine.surroundings import follow_forks
 
 from ..errors import CoverageError, EagerWarning, GraphirError, RunError
+from ..replication import OWN_CALLBACK
 from .calls import Call, TooFewRows, Unfit, read_call
+from .devices import places_of_ids
 from .module_guard import ModuleGuard
 from .plans import Plans, Replicas
 
@@ -64,10 +66,10 @@ class CompiledReplicas:
         dim: int = 0,
         binding: Binding = "auto",
     ) -> None:
-        output = torch.device("cpu") if output_device == -1 else output_device
-        self._replicas = Replicas(
-            module, tuple(device_ids), dim, binding, output if isinstance(output, torch.device) else None
-        )
+        output = device_ids[0] if output_device is None else output_device
+        if not isinstance(output, torch.device):
+            output = places_of_ids(device_ids, output, binding)[output]
+        self._replicas = Replicas(module, tuple(device_ids), dim, binding, output)
         self._reset()
 
     def _reset(self) -> None:
@@ -129,6 +131,7 @@ class CompiledReplicas:
             del self._kinds[next(iter(self._kinds))]
         if kind.guard is None or not kind.guard.holds():
             self._watch()
+            kind.start(self._replicas.module)
         return kind.plans(self._replicas, call)
 
     def _tell(self, why: str) -> None:
@@ -157,8 +160,6 @@ class _Kind:
         self.captures = 0
 
     def plans(self, replicas: Replicas, call: Call) -> Plans:
-        if self.guard is None or not self.guard.holds():
-            self._start(replicas.module)
         assert self.guard is not None
         if self.guard.hooked():
             raise Unfit("a module has hooks, which are called once for each replica")
@@ -170,20 +171,20 @@ class _Kind:
             raise Unfit(found)
         return found
 
-    def _start(self, module: torch.nn.Module) -> None:
+    def start(self, module: torch.nn.Module) -> None:
         """Begin with the module as it is now."""
         if any(map(torch.nn.parameter.is_lazy, (*module.parameters(), *module.buffers()))):
             raise Unfit("a parameter or buffer has no shape yet")
         if self.captures > _MOST_CAPTURES:
             raise Unfit("the module's attributes, parameters or buffers are other ones again and again")
+        self.guard = ModuleGuard(module)
         self.captures += 1
         self.found.clear()
         self.wanted = self.needing = None
-        self.guard = ModuleGuard(module)
 
     def _made(self, replicas: Replicas, call: Call) -> Plans | str:
         module = replicas.module
-        if any(hasattr(inner, "__data_parallel_replicate__") for inner in module.modules()):
+        if any(hasattr(inner, OWN_CALLBACK) for inner in module.modules()):
             return "a module has a callback, which is called for each replica"
         if any(buffer.requires_grad for buffer in module.buffers()):
             return "a buffer needs a gradient"

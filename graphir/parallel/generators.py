@@ -80,8 +80,7 @@ class ReplicaDraws(DrawsMode):
 
     def draw(self, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any], place: torch.device) -> Any:
         if form.seedable is not None:
-            kwargs["generator"] = self.generator(place)
-            return form.seedable(*args[: form.generator], **kwargs)
+            return super().draw(form, args, kwargs, place)
         own, torchs = self.generator(place), _default_generator(place)
         with _SWAPPED:
             before = torchs.get_state()

@@ -30,6 +30,7 @@ class LentState:
 
     Attributes:
         tensors: by the blobs' full names.
+        overwritten: the module's own that a program overwrites.
     """
 
     def __init__(
@@ -40,12 +41,15 @@ class LentState:
         binding: Binding,
     ) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self.overwritten: list[Tensor] = []
         self._copies: list[Tensor] = []
         self._sources: list[Tensor] = []
         self.written = frozenset[str]().union(*(written_before_update(program.step) for program in programs))
         places = {device: place for p in programs for device, place in places_of(binding, p.devices).items()}
         for blob, key, first in _loaded(programs):
             source = module[key].detach() if key in module else constants[key]
+            if first and key in module and blob.name in self.written:
+                self.overwritten.append(source)
             place = places.get(blob.device, source.device)
             if place == source.device and (first or blob.name not in self.written):
                 self.tensors[blob.name] = source

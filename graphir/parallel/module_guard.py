@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
 from torch.nn.modules.module import _has_any_global_hook
+
+from .calls import Unfit
 
 __all__ = ["ModuleGuard"]
 
@@ -28,6 +31,9 @@ class ModuleGuard:
 
     Args:
         model: the module.
+
+    Raises:
+        Unfit: nobody can tell whether the module has changed.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -50,9 +56,15 @@ class ModuleGuard:
 
     def _remember(self, value: Any) -> None:
         if isinstance(value, torch.Tensor):
+            if value.is_inference():
+                raise Unfit("a module keeps an inference tensor, whose changes nothing counts")
             self._versions.append((value, value._version))
-        elif isinstance(value, _CONTAINERS):
+            return
+        if isinstance(value, _CONTAINERS):
             self._containers.append((value, _copied(value)))
+        if isinstance(value, (*_CONTAINERS, tuple)):
+            for item in value.values() if isinstance(value, dict) else value:
+                self._remember(item)
 
     def hooked(self) -> bool:
         """Whether a module has hooks, or all have."""
@@ -91,7 +103,7 @@ def _copied(value: Any) -> Any:
         return {key: _copied(item) for key, item in value.items()}
     if type(value) in (list, tuple, deque):
         return type(value)(map(_copied, value))
-    return value.copy() if isinstance(value, _CONTAINERS) else value
+    return copy.copy(value) if isinstance(value, _CONTAINERS) else value
 
 
 def _same(value: Any, before: Any) -> bool:

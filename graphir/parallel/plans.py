@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -25,6 +24,7 @@ from ..ir.program import Program
 from ..ir.size import BATCH, size_dims
 from .backward import BackwardPlan, Differentiated, Ran
 from .calls import Call
+from .gather import gather
 from .lent_state import LentState
 
 __all__ = ["Plans", "Replicas"]
@@ -38,14 +38,14 @@ class Replicas(NamedTuple):
         devices: the number of a logical device for each replica.
         dim: along which inputs are split and outputs gathered.
         binding: the real device of each logical one.
-        output: the real device of the outputs; None: the first replica's.
+        output: the real device of the outputs.
     """
 
     module: torch.nn.Module
     devices: tuple[int, ...]
     dim: int
     binding: Binding
-    output: torch.device | None
+    output: torch.device
 
 
 class Plans:
@@ -118,9 +118,10 @@ class Plans:
 
         def run() -> Ran:
             self._state.broadcast()
+            before = [] if self._backward is None else [tensor.clone() for tensor in self._state.overwritten]
             outputs = self._forward(dims, shares, step)
             parts = [[outputs[i] for i in at] for _, at in self._fetches if at]
-            return Ran(call, dims, step, shares, outputs, parts, self._gathered(parts))
+            return Ran(call, dims, step, shares, outputs, parts, self._gathered(parts), before)
 
         if self._backward is None:
             gathered: Sequence[Tensor] = run().gathered
@@ -132,21 +133,9 @@ class Plans:
         return unflatten(self._structure, iter(leaves))
 
     def _gathered(self, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Each output of the replicas as one tensor, as ``torch.nn.parallel.gather`` makes it."""
+        """Each output of the replicas as one tensor."""
         with torch.no_grad():
-            return [self._gather(part) for part in parts]
-
-    def _gather(self, parts: Sequence[Tensor]) -> Tensor:
-        place = self.replicas.output or parts[0].device
-        here = [part.to(place) for part in parts]
-        if parts[0].dim():
-            return torch.cat(here, self.replicas.dim)
-        warnings.warn(
-            "Was asked to gather along dimension 0, but all input tensors were scalars; will instead unsqueeze "
-            "and return a vector.",
-            stacklevel=2,
-        )
-        return torch.stack(here)
+            return [gather(part, self.replicas.output, self.replicas.dim) for part in parts]
 
 
 def _captured(replicas: Replicas, call: Call, positions: tuple[int, ...] | None) -> Program:

@@ -15,27 +15,19 @@ on the original.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from typing import Any, Final, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from ..replication import HOOKS
+from .collective import summed
 from .errors import ReplicationRuntimeError
 
 __all__ = ["replicate"]
 
 _M = TypeVar("_M", bound=nn.Module)
-
-_HOOKS: Final = (
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-)
 
 
 def replicate(network: _M, places: Sequence[torch.device], detach: bool = False) -> list[_M]:
@@ -95,7 +87,7 @@ def _refuse(network: nn.Module) -> None:
 def _shallow(module: nn.Module) -> Any:
     copy: Any = module._replicate_for_data_parallel()
     # A hook that a replica registers, as transformers' modules do in their first forward, is its own.
-    vars(copy).update({name: hooks.copy() for name, hooks in vars(copy).items() if name in _HOOKS})
+    vars(copy).update({name: hooks.copy() for name, hooks in vars(copy).items() if name in HOOKS})
     copy._former_parameters = OrderedDict()  # torch's name, for code that looks for a replica's parameters
     return copy
 
@@ -143,19 +135,9 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         number = len(ctx.like)
-        sums = (_sum(gradients[i::number], ctx.like[i][2]) for i in range(number))
+        sums = (summed(gradients[i::number], ctx.like[i][2]) for i in range(number))
         # A parameter that no replica has used gets zeros, as in torch.
         return None, *(
             torch.zeros(shape, dtype=dtype, device=device) if found is None else found
             for found, (shape, dtype, device) in zip(sums, ctx.like, strict=True)
         )
-
-
-def _sum(gradients: Iterable[Tensor | None], place: torch.device) -> Tensor | None:
-    """The sum in replica order, on *place*."""
-    total: Tensor | None = None
-    for gradient in gradients:
-        if gradient is not None:
-            moved = gradient.to(place)
-            total = moved if total is None else total + moved
-    return total

@@ -16,10 +16,7 @@ import torch
 from ..errors import counted
 from .errors import ReplicationIndexError, ReplicationRuntimeError
 
-__all__ = ["Share", "is_namedtuple", "scatter", "scatter_kwargs"]
-
-Share = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments of one replica."""
+__all__ = ["is_namedtuple", "scatter", "scatter_kwargs"]
 
 
 def scatter(inputs: Any, places: Sequence[torch.device], dim: int = 0) -> Sequence[Any]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from torch.overrides import TorchFunctionMode
 
+from ..capture.single_values import REFUSAL
 from .collective import all_gather
 from .errors import ReplicationRuntimeError, ReplicationValueError
 from .rounds import Attendance, here
@@ -173,7 +174,7 @@ class _OverAllCopies(TorchFunctionMode):
         count, mean, squares = self._statistics(x)
         if count <= 1:
             raise ReplicationValueError(
-                f"Expected more than 1 value per channel when training, got input size {tuple(input.shape)}",
+                f"{REFUSAL}, got input size {tuple(input.shape)}",
                 where=f"{self._described}, over all replicas",
                 fix="train on more rows",
             )

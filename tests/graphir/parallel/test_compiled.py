@@ -379,6 +379,41 @@ def test_gradients_of_gradients_are_those_of_eager_shares() -> None:
     same(ours, [torch.zeros_like(mine) if other is None else other for mine, other in zip(ours, theirs, strict=True)])
 
 
+class Counted(nn.Module):
+    """A forward that overwrites a buffer and computes with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+        self.register_buffer("calls", torch.zeros(()))
+        self.calls: Tensor
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        return self.fc(x) ** 2 * self.calls.clone(), self.fc(x)
+
+
+@pytest.mark.parametrize("create_graph", [True, False])
+def test_replicas_that_run_once_more_begin_with_the_buffers_of_the_call(create_graph: bool) -> None:
+    """Without a graph, since a gradient comes for one output of two."""
+    model, x = Counted(), batch(requires_grad=True)
+    plain, compiled = copy.deepcopy(model), CompiledReplicas(model, [0, 1])
+    for _ in range(3):
+        (slope,) = torch.autograd.grad(compiled((x,))[0].sum(), x, create_graph=create_graph)
+        (wanted,) = torch.autograd.grad(plain(x)[0].sum(), x, create_graph=create_graph)
+        torch.testing.assert_close(slope, wanted)
+        same(list(model.buffers()), list(plain.buffers()))
+
+
+def test_a_parameter_that_was_overwritten_is_told_where_replicas_run_once_more() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh()), batch(requires_grad=True)
+    made = CompiledReplicas(model, [0, 1])((x,))
+    with torch.no_grad():
+        model[0].bias.add_(1)
+    with pytest.raises(RuntimeError, match="has been modified by an inplace operation: a parameter"):
+        torch.autograd.grad(made.sum(), x, create_graph=True)
+
+
 def test_a_recomputed_forward_leaves_buffers_as_they_were() -> None:
     model, x = net(), batch(requires_grad=True)
     made = CompiledReplicas(model, [0, 1])((x,))
@@ -604,11 +639,11 @@ class Noted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.fc = nn.Linear(4, 4)
-        self.scale, self.names, self.table = 2.0, ["relu"], torch.ones(4)
+        self.scale, self.names, self.table, self.tables = 2.0, ["relu"], torch.ones(4), [torch.ones(4)]
         self.register_buffer("shift", torch.zeros(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        made = self.fc(x) * self.scale * self.table + self.shift
+        made = self.fc(x) * self.scale * self.table * self.tables[0] + self.shift
         for name in self.names:
             made = getattr(torch, name)(made)
         return made
@@ -624,6 +659,10 @@ def renamed(model: Noted) -> None:
 
 def tabled(model: Noted) -> None:
     model.table[1] = 5
+
+
+def listed(model: Noted) -> None:
+    model.tables[0][1] = 5
 
 
 def replaced(model: Noted) -> None:
@@ -648,7 +687,7 @@ def filled(model: Noted) -> None:
         model.shift.fill_(2)
 
 
-@pytest.mark.parametrize("change", [rescaled, renamed, tabled, replaced, repointed, reset, shifted, filled])
+@pytest.mark.parametrize("change", [rescaled, renamed, tabled, listed, replaced, repointed, reset, shifted, filled])
 def test_a_module_that_has_changed_is_what_runs(change: Callable[[Noted], None]) -> None:
     model, x = Noted(), batch()
     compiled = CompiledReplicas(model, [0, 1])
@@ -656,6 +695,38 @@ def test_a_module_that_has_changed_is_what_runs(change: Callable[[Noted], None])
         assert torch.equal(compiled((x,)), torch.cat([model(part) for part in x.chunk(2)]))
         change(model)
     assert torch.equal(compiled((x,)), torch.cat([model(part) for part in x.chunk(2)]))
+
+
+class Attributes(dict[str, float]):
+    """A dict of a type of its own, as configurations are."""
+
+
+def test_a_container_of_another_type_is_the_same_as_long_as_it_holds_the_same() -> None:
+    model, x = Noted(), batch()
+    model.configuration = Attributes(a=1.0)
+    compiled = CompiledReplicas(model, [0, 1])
+    for _ in range(7):
+        assert compiled((x,)) is not None
+
+
+def test_an_inference_tensor_is_left_to_eager_replicas() -> None:
+    model = Noted()
+    with torch.inference_mode():
+        model.table = torch.ones(4)
+    compiled = CompiledReplicas(model, [0, 1])
+    with pytest.warns(graphir.errors.EagerWarning, match="a module keeps an inference tensor, whose changes nothing"):
+        assert compiled((batch(),)) is None
+
+
+def test_a_negative_dimension_is_left_to_eager_replicas() -> None:
+    with pytest.warns(graphir.errors.EagerWarning, match="dim is -2, counted from the last dimension"):
+        assert CompiledReplicas(net(), [0, 1], dim=-2)((batch(),)) is None
+
+
+def test_outputs_go_to_the_output_device() -> None:
+    binding = {"gpu:0": "cpu", "gpu:1": "meta"}
+    made = CompiledReplicas(nn.Linear(4, 3), [0, 1], output_device=1, binding=binding)((batch(),))
+    assert made.device.type == "meta"
 
 
 def test_a_module_that_changes_again_and_again_is_left_to_eager_replicas() -> None:
