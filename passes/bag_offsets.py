@@ -65,9 +65,11 @@ def _require_own_lookups(net: Net, bag: Operator, rows: Container[str]) -> None:
 
 def _require_given(net: Net, bag: Operator, at: Callable[[Device], Device], replicated: Device) -> None:
     """What replicas make of offsets for a placed bag, they make row by row."""
-    pending = list(bag.inputs[2:3])
+    pending, seen = list(bag.inputs[2:3]), set[str]()
     while pending:
-        maker = net.producer(pending.pop())
+        name = pending.pop()
+        maker = None if name in seen else net.producer(name)
+        seen.add(name)
         if maker is None:
             continue
         if at(maker.device) == replicated and not maker.effects.shows and maker.type not in _BY_ROW:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import NamedTuple
 
+from graphir.analysis.hazards import touches
 from graphir.errors import PassError
 from graphir.ir.blob import Blob
 from graphir.ir.operator import Arg, Operator, Phase, stored_versions
@@ -160,10 +161,7 @@ class _Order:
         if isinstance(item, Ticket):
             name, _ = item.meeting.given[item.copy]
             return {name, self.blobs[name].storage}, set()
-        views = item.effects.viewing
-        reads = {*item.inputs, *[self.blobs[name].storage for name in item.inputs]}
-        fresh = [self.blobs[name].storage for n, name in enumerate(item.outputs) if n not in views]
-        return reads, {*item.outputs, *fresh}
+        return touches(item, self.blobs)
 
     def _comes(self, meeting: Meeting) -> None:
         come = self._come[id(meeting)] = self._come.get(id(meeting), 0) + 1

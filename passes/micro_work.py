@@ -167,7 +167,7 @@ def _assigned(net: Net, earlier: Sequence[Sequence[int]], count: int) -> tuple[l
 
 def _computes(op: Operator) -> bool:
     """Whether an operator computes more than a sum of gradients."""
-    return op.type not in (ACCUMULATES, "Copy", "AllReduce") and not op.effects.shows
+    return issued_as(op) == "run" and op.type != ACCUMULATES and not op.effects.shows
 
 
 def _hold_back(net: Net, earlier: list[list[int]], kind: Sequence[int]) -> None:

@@ -152,14 +152,14 @@ class _Recomputing(Substitutes):
 
     def repeat(self, storage: str) -> None:
         """Repeat what made a storage, from what is kept."""
-        needed, left = set[int](), [storage]
+        needed, left = dict[int, Operator](), [storage]
         while left:
             made = self.uses[left.pop()].made
             if made not in needed:
-                needed.add(made)
-                left += self.missing(self.repeatable(made))
+                needed[made] = self.repeatable(made)
+                left += self.missing(needed[made])
         for made in sorted(needed):
-            self.again(self.repeatable(made))
+            self.again(needed[made])
 
     def missing(self, op: Operator) -> list[str]:
         """The storages that an operator reads and that are not kept."""
@@ -222,7 +222,7 @@ class _Recomputing(Substitutes):
 def _without_statistics(op: Operator) -> Operator | None:
     """A batch norm in training that updates no statistics, and computes the same; None for any other operator."""
     sig = signature(op.type)
-    optional = {p.name for p in sig.tensors if p.type.startswith("Optional") or "?" in p.type}
+    optional = {p.name for p in sig.tensors if p.type.startswith("Optional")}
     if not (operator_type(op.type).batch_norm and op.args.get("training", True)):
         return None
     pattern, kept, left = "", list[int](), list[int]()
@@ -234,13 +234,7 @@ def _without_statistics(op: Operator) -> Operator | None:
         pattern += "_" if dropped or group is None else "t"
     if {source for _, source in op.effects.writes} - set(left):
         return None
-    versions = op.input_versions
-    outputs = [name for i, name in enumerate(op.outputs) if i not in {output for output, _ in op.effects.writes}]
-    return op._replace(
-        inputs=tuple([op.inputs[i] for i in kept]),
-        input_versions=None if versions is None else tuple([versions[i] for i in kept]),
-        outputs=tuple(outputs),
-        output_versions=None,
-        operands=pattern,
-        effects=op.effects._replace(writes=()),
-    )
+    reads, updated = list(op.reads), {output for output, _ in op.effects.writes}
+    makes = [made for i, made in enumerate(op.makes) if i not in updated]
+    pure = with_operands(op, [reads[i] for i in kept], makes)
+    return pure._replace(operands=pattern, effects=op.effects._replace(writes=()))

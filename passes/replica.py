@@ -239,10 +239,13 @@ class Replica:
         """The meeting whose turn it is; the first copy that comes opens it."""
         number, self._meetings = self._meetings, self._meetings + 1
         of = op.of or (op.outputs[0] if op.outputs else "")
-        wanted = [self._edits.fresh(f"{prefix}{base_name(name)}_reduced") for prefix in self._edits.program.replicas]
-        return self._edits.meeting(
-            (self.path, number), lambda: Meeting(self.path, args, wanted, op.phase, of, self._edits.by), args
-        )
+        edits = self._edits
+
+        def opened() -> Meeting:
+            wanted = [edits.fresh(f"{prefix}{base_name(name)}_reduced") for prefix in edits.program.replicas]
+            return Meeting(self.path, args, wanted, op.phase, of, edits.by)
+
+        return edits.meeting((self.path, number), opened, args)
 
     def close(self) -> None:
         """Refuse what the callback left undone.

@@ -50,7 +50,7 @@ class Replicate(Pass):
     def recorded(self, program: Program) -> Program:
         """Replicate, and synchronise the batch norms that say so; the history has both."""
         replicated = super().recorded(program)
-        asking = asking_modules(program.module)
+        asking = asking_modules(program)
         return build(SyncBatchNorm, modules=asking).recorded(replicated) if asking else replicated
 
     def _copied(self, program: Program) -> Program:

@@ -41,11 +41,9 @@ def results_of(op: Operator, blobs: Mapping[str, Blob], dims: Dims) -> list[Made
         PassError: the type does not take such operands or arguments, or its results do not follow the dimensions as
             polynomials, or are not known without computing them.
     """
-    used = _dims_of(op, blobs)
-    grid = Grid({dim: dims[dim] for dim in used})
-    points = grid.points if used else [{}]
-    found = [_at(op, blobs, point) for point in points]
-    return [_fitted(op, [results[k] for results in found], grid if used else None) for k in range(len(found[0]))]
+    grid = Grid({dim: dims[dim] for dim in _dims_of(op, blobs)})
+    found = [_at(op, blobs, point) for point in grid.points]
+    return [_fitted(op, [results[k] for results in found], grid) for k in range(len(found[0]))]
 
 
 def _dims_of(op: Operator, blobs: Mapping[str, Blob]) -> dict[str, None]:
@@ -68,11 +66,11 @@ def _at(op: Operator, blobs: Mapping[str, Blob], point: Dims) -> list[Geometry]:
     return [made for made in known.outputs if made is not None]
 
 
-def _fitted(op: Operator, made: Sequence[Geometry], grid: Grid | None) -> Made:
+def _fitted(op: Operator, made: Sequence[Geometry], grid: Grid) -> Made:
     def size(numbers: Sequence[int]) -> Size:
         if len(set(numbers)) == 1:
             return numbers[0]
-        found = None if grid is None else grid.fit(numbers)
+        found = grid.fit(numbers)
         if found is None:
             raise PassError(
                 f"the results of {op.type} are no polynomials of the program's dimensions",

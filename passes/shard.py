@@ -19,6 +19,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator
 
+from graphir.analysis.hazards import touches
 from graphir.errors import PassError
 from graphir.ir.device import gpu
 from graphir.ir.net import Net
@@ -180,9 +181,7 @@ def _free(net: Net, order: Iterable[int], may: Sequence[bool]) -> Iterator[int]:
     storage that either of them writes is touched by the other."""
     read, written = set[str](), set[str]()
     for i in order:
-        op, views = net.ops[i], net.ops[i].effects.viewing
-        reads = {*op.inputs, *[net.blobs[name].storage for name in op.inputs]}
-        writes = {*op.outputs, *[net.blobs[name].storage for n, name in enumerate(op.outputs) if n not in views]}
+        reads, writes = touches(net.ops[i], net.blobs)
         if may[i] and written.isdisjoint(reads) and written.isdisjoint(writes) and read.isdisjoint(writes):
             yield i
         else:

@@ -108,8 +108,14 @@ def ungathered(net: Net) -> Net:
     sources = {
         op.outputs[0]: op.inputs[0]
         for op in net.ops
-        if op.type == "Copy" and op.phase == "reduce" and op.outputs[0] in read and op.outputs[0] not in kept
+        if op.type == "Copy"
+        and op.phase == "reduce"
+        and op.input_versions is None
+        and op.outputs[0] in read
+        and op.outputs[0] not in kept
     }
+    if not sources:
+        return net
     ops = [
         op if op.type != _SUM else op._replace(inputs=tuple([sources.get(name, name) for name in op.inputs]))
         for op in net.ops

@@ -37,7 +37,7 @@ from graphir.ir.text import operator_text
 
 from .base import Pass, build, register
 from .callbacks import require_replicated, visit
-from .module_patterns import claims
+from .module_patterns import claims, module_paths
 from .replica import Replica
 
 __all__ = ["SyncBatchNorm", "asking_modules", "sync_batch_norm"]
@@ -59,7 +59,8 @@ class SyncBatchNorm(Pass):
 
     def rewrite(self, program: Program) -> Program:
         require_replicated(program, self.name)
-        paths = {path: None for pattern in self.modules for path in claims(program, [pattern])}
+        named = [pattern for pattern in self.modules if pattern != _ALL or module_paths(program)]
+        paths = {path: None for pattern in named for path in claims(program, [pattern])}
         if _ALL in self.modules:
             paths[""] = None  # a model that calls batch_norm itself
         if len(program.replicas) == 1:
@@ -86,11 +87,13 @@ def sync_batch_norm(program: Program, modules: str | Sequence[str] = _ALL) -> Pr
     return build(SyncBatchNorm, modules=modules)(program)
 
 
-def asking_modules(model: nn.Module | None) -> list[str]:
+def asking_modules(program: Program) -> list[str]:
     """Patterns for the modules that want statistics over all replicas, wherever the model is replicated: they have the
-    attribute ``statistics_over_replicas``, and it is true."""
-    found = [] if model is None else model.named_modules()
-    return [path or _ALL for path, module in found if getattr(module, "statistics_over_replicas", False) is True]
+    attribute ``statistics_over_replicas``, and it is true. Those that do not run and have no state are left out."""
+    found = [] if program.module is None else program.module.named_modules()
+    asking = [path for path, module in found if getattr(module, "statistics_over_replicas", False) is True]
+    known = module_paths(program)
+    return [path or _ALL for path in asking if not path or path in known]
 
 
 class _Synchronised:

@@ -81,13 +81,12 @@ class Draft:
             self.copied[name] = tuple(names)
         self.each(op, table)
 
-    def each(self, op: Operator, table: Table, **changes: object) -> None:
+    def each(self, op: Operator, table: Table) -> None:
         """Append an operator once for each block, with what the block has in the place of what it reads and makes."""
         for k, block in enumerate(table.blocks):
             of = self.part(op.of, k) if op.of else ""
             inputs, outputs = self.parts(op.inputs, k), self.parts(op.outputs, k)
-            again = op._replace(inputs=inputs, outputs=outputs, module=block.path, by=self.by, of=of)
-            self.ops.append(again._replace(**changes))  # type: ignore[arg-type]
+            self.ops.append(op._replace(inputs=inputs, outputs=outputs, module=block.path, by=self.by, of=of))
 
     def emit(
         self,

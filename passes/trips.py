@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Final, NamedTuple
 
-from graphir.ir.blob import dense_nbytes
+from graphir.analysis.cost import work
 from graphir.ir.device import Device
 from graphir.ir.net import Net
 from graphir.ir.size import Dims
@@ -47,11 +47,10 @@ class Clock:
     """The operators of a device that compute, and the bytes that they touch."""
 
     def __init__(self, net: Net, device: Device, dims: Dims) -> None:
-        blobs = net.blobs
         busy = [(i, op) for i, op in enumerate(net.ops) if op.device == device and not op.effects.shows]
         busy = [(i, op) for i, op in busy if op.type != "Copy"]
         self.positions = [i for i, _ in busy]
-        touched = [sum([dense_nbytes(blobs[name], dims) for name in (*op.inputs, *op.outputs)]) for _, op in busy]
+        touched = [work(op, net, dims).nbytes for _, op in busy]
         self.times = list(accumulate(touched, initial=0))
 
     def latest(self, trips: Sequence[Trip], costs: Sequence[int], ahead: int | None) -> Iterator[tuple[Trip, int]]:

@@ -136,8 +136,8 @@ class Session(Stepping):
         admit(plan)
         places = places_of(binding, plan.devices, host_only=options.host_only)
         options.check_places(places)
-        self._intraop = threads or torch.get_num_threads()
-        limit = MemoryLimit(plan, places, self._intraop, memory_limit)
+        intraop = threads or torch.get_num_threads()
+        limit = MemoryLimit(plan, places, intraop, memory_limit)
         self._closed = False
         self._running: threading.Lock = threading.Lock() if beside is None else beside._running
         follow_forks()
@@ -147,7 +147,7 @@ class Session(Stepping):
         self._rates: LearningRates = LearningRates(program, state, None if beside is None else beside._rates)
         self._progress = self._state.progress
         self._places = places
-        self._common = Common(self._state, self._rates, places, options, self._intraop, witness, check_finite)
+        self._common = Common(self._state, self._rates, places, options, intraop, witness, check_finite)
         super().__init__(plan, self._common, limit)
         self._short: dict[int, Stepping] = {}
         self._outputs: tuple[Tensor, ...] = ()

@@ -250,10 +250,8 @@ def _links(found: Schedule) -> tuple[LinkUse, ...]:
             over[crossing.link].append(crossing)
         cause = found.times.causes[position]
         if cause >= 0 and cause in found.crossings:
-            start = found.times.starts[position]
-            ready = max([found.times.free[position], *[found.times.ends[i] for i in found.tasks.after[position]]])
             shared = {c.link for c in crossings} & {c.link for c in found.crossings[cause]}
-            queued[min(shared)] += start - ready
+            queued[min(shared)] += found.times.starts[position] - found.times.free[position]
     return tuple(
         [
             LinkUse(*pair, len(o), sum(c.nbytes for c in o), sum(c.seconds for c in o), q)

@@ -7,12 +7,15 @@ orders that are left, and :mod:`.instructions` puts in the events that hold lane
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
+from ..ir.blob import Blob
 from ..ir.net import Net
+from ..ir.operator import Operator
 from ..ir.plan import issued_as
 
-__all__ = ["Hazards", "hazards"]
+__all__ = ["Hazards", "hazards", "touches"]
 
 
 class Hazards(NamedTuple):
@@ -75,3 +78,11 @@ def hazards(net: Net) -> Hazards:
         if issued_as(op) != "run":
             found.shared.update(touched)
     return found
+
+
+def touches(op: Operator, blobs: Mapping[str, Blob]) -> tuple[set[str], set[str]]:
+    """The blobs and storages that an operator reads, and those that it makes or overwrites: of two operators one of
+    which writes what the other touches, the order is to be kept."""
+    views = op.effects.viewing
+    made = [blobs[name].storage for n, name in enumerate(op.outputs) if n not in views]
+    return {*op.inputs, *[blobs[name].storage for name in op.inputs]}, {*op.outputs, *made}

@@ -191,13 +191,14 @@ class LeftOut:
     def _reduced(self, op: Operator) -> Iterator[Operator]:
         """A reduction of the participants that have rows, and the copies of its result for those that have none."""
         taking = self._taking(op.inputs)
-        if not taking or any(op.inputs[i] in self._gone for i in taking):
+        made = dict(zip(participants(op), op.makes, strict=True))
+        sources = [made[i] for i in made if i in taking]
+        if not sources or any(op.inputs[i] in self._gone for i in taking):
             self._leave(op)
             return
         yield self._resized(_of_participants(op, taking, 1, self._net))
-        makes = list(op.makes)
-        (source, read) = makes[taking[0]]
-        for i, (name, version) in enumerate(makes):
+        source, read = sources[0]
+        for i, (name, version) in made.items():
             if i not in taking:
                 yield Operator(
                     "Copy",
@@ -248,11 +249,12 @@ class LeftOut:
         elif not kept or not isinstance(sizes, tuple) or len(sizes) != len(op.outputs):
             self._leave(op)
         else:
+            makes = list(op.makes)
             self._gone.update([name for name in op.outputs if self._is_empty(name)])
             yield self._resized(
                 op._replace(
                     outputs=tuple([op.outputs[i] for i in kept]),
-                    output_versions=stored_versions([version for _, version in [list(op.makes)[i] for i in kept]]),
+                    output_versions=stored_versions([makes[i][1] for i in kept]),
                     args={**op.args, "split_sizes": tuple([sizes[i] for i in kept])},
                     results=f"[{'t' * len(kept)}]",
                     effects=op.effects._replace(views=tuple([(k, 0) for k in range(len(kept))])),

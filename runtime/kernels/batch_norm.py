@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
 
 from graphir.ir.opset import overload
+from graphir.ir.optypes.fakes import laid_out
 
 from .bounds import CHECKED
 
@@ -93,8 +93,7 @@ def _backward(
     scale = inverse if weight is None else inverse * weight
     slope = (scale * inverse).mul_(grad_weight).mul_(factor).neg_()
     shift = (scale * grad_bias).mul_(factor).neg_()
-    memory_format = torch.contiguous_format if input.is_contiguous() else suggest_memory_format(input)
-    found = torch.empty_like(input, memory_format=memory_format)
+    found = laid_out(input)
     x, grad = _at_least_single(input), _at_least_single(grad_out)
     made = found if x is input else torch.empty_like(found, dtype=x.dtype)
 

@@ -74,7 +74,7 @@ def _product(dtype: torch.dtype) -> Callable[[], object]:
 
 def _seconds_per_call() -> float:
     """What short operators take that follow each other as in a step: of several types in turn, each on operands of its
-    own. The same one called again and again takes a third of it."""
+    own. The same one called again and again takes less."""
     types: Sequence[Callable[[Tensor], object]] = (
         lambda x: torch.addmm(x[0], x, x),
         torch.relu,

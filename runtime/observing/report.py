@@ -160,7 +160,8 @@ class Report(_Entry):
         lines = [f"report of {self.name!r}: {seconds_text(self.seconds)} a step, mean of {counted(self.steps, 'step')}"]
         lines.append(f"  executor {self.executor}: {self.reason}")
         if self.predicted is not None:
-            lines.append(f"  predicted: {seconds_text(self.predicted)} a step, {self.predicted / self.seconds:.0%}")
+            share = f", {self.predicted / self.seconds:.0%}" if self.seconds else ""
+            lines.append(f"  predicted: {seconds_text(self.predicted)} a step{share}")
         lines += self._lanes()
         lines += table(
             ("device", "on", "state", "predicted", "peak", "predicted"),

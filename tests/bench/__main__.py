@@ -2,10 +2,9 @@
 
 A figure that misses its limit is in bold there, the last lines name its row, and the exit status is 1.
 
-python tests/bench [capture] [scale] [passes] [synthetic] [caffe2] [step] [check] [parallel] [lock] [small]
+python tests/bench [capture] [scale] [passes] [synthetic] [caffe2] [step] [check] [parallel] [lock] [small] [shard]
                    [replicas] [pipeline] [pipelined] [memory] [profile] [profiling] [estimate] [simulate] [start] [bits]
-                   [whole] [cuda]
-                   [mutants] [certificates] [proofs] [compare] [elements] [--write]
+                   [whole] [cuda] [mutants] [certificates] [proofs] [cuts] [compare] [elements] [--write]
 """
 
 from __future__ import annotations

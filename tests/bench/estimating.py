@@ -68,15 +68,19 @@ def rows() -> Iterator[str]:
         "| without a profile, ms |"
     )
     yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     counted = 0
-    for name, size in SIZES.items():
-        torch.manual_seed(0)
-        for kind, program, batch in _programs(name, size):
-            plan = passes.emit(passes.share_storage(program))
-            row, long = _row(plan, program, batch)
-            counted += long
-            yield f"| {name}, batch {size} | {kind} | {row} |"
+    try:
+        for name, size in SIZES.items():
+            torch.manual_seed(0)
+            for kind, program, batch in _programs(name, size):
+                plan = passes.emit(passes.share_storage(program))
+                row, long = _row(plan, program, batch)
+                counted += long
+                yield f"| {name}, batch {size} | {kind} | {row} |"
+    finally:
+        torch.set_num_threads(threads)
     yield ""
     yield f"{limited(str(counted), at_least=PLANS)} plans whose operators average at least {LONG * 1e6:.0f} µs."
 

@@ -16,7 +16,7 @@ import torch
 from apart import apart
 from limits import limited
 from stepping import momentum_sgd
-from timing import in_turn, warmed
+from timing import in_turn, ratio, warmed
 from torch import Tensor, nn
 
 import graphir
@@ -134,14 +134,14 @@ def _rows_of(name: str, case: Case) -> Iterator[str]:
     bound = 2 * case.parts / (case.parts + 1)
     yield f"| {name} | one device | {statistics.median(alone) * 1e3:.1f} | 1.00 |  |  |  |  |  |  |  |"
     for order, seconds in taken.items():
-        faster, share = _ratio(alone, seconds), PLANS[order][1]
+        faster, share = ratio(alone, seconds), PLANS[order][1]
         least = 1.35 if not case.rival and order.startswith("zero bubble") else None
         share = share if case.rival else None
         most = fullest["1f1b"] if order == "zero bubble" else None
         against, at_most = "", ""
         if best:
             late = 1.0 if order.startswith("zero bubble") else None
-            against, at_most = limited(f"{_ratio(seconds, rivals[best]):.2f}", at_most=late), str(late or "")
+            against, at_most = limited(f"{ratio(seconds, rivals[best]):.2f}", at_most=late), str(late or "")
         mib = limited(f"{fullest[order] / 2**20:.2f}", at_most=None if most is None else round(most / 2**20, 2))
         yield (
             f"| {name} | {order} | {statistics.median(seconds) * 1e3:.1f} "
@@ -151,7 +151,7 @@ def _rows_of(name: str, case: Case) -> Iterator[str]:
         )
     if best:
         seconds = rivals[best]
-        faster = _ratio(alone, seconds)
+        faster = ratio(alone, seconds)
         yield (
             f"| {name} | torch.distributed.pipelining, {best} | {statistics.median(seconds) * 1e3:.1f} "
             f"| {faster:.2f} |  | {faster / bound:.2f} |  |  |  | 1.00 |  |"
@@ -178,11 +178,6 @@ def _taken(
 
 def _step_seconds(run: Callable[[int], float]) -> float:
     return run(_STEPS) / _STEPS
-
-
-def _ratio(over: Sequence[float], under: Sequence[float]) -> float:
-    """The median of the ratios, round by round."""
-    return statistics.median(a / b for a, b in zip(over, under, strict=True))
 
 
 def predicted_rows() -> Iterator[str]:

@@ -14,7 +14,7 @@ import torch
 from apart import apart
 from limits import limited
 from stepping import DispatchBound, momentum_sgd
-from timing import in_turn, warmed
+from timing import in_turn, ratio, warmed
 from torch import Tensor, nn
 
 import graphir
@@ -110,11 +110,11 @@ def rows() -> Iterator[str]:
             ours = kept[_one_of(kept, name)]
             least, most = (0.9, 0.65) if name.startswith("auto") else (None, None)
             yield (
-                f"| {case} | {name} | {statistics.median(mine) * 1e3:.2f} | {_ratio(one, mine):.2f} "
-                f"| {limited(f'{_ratio(ideal, mine):.2f}', at_least=least)} | {least or ''} "
-                f"| {limited(f'{_ratio(mine, ddp):.2f}', at_most=most)} | {most or ''} "
-                f"| {statistics.median(ours) * 1e3:.2f} | {_ratio(list(kept.values())[1], ours):.2f} "
-                f"| {_ratio(ours, list(kept.values())[-1]):.2f} |"
+                f"| {case} | {name} | {statistics.median(mine) * 1e3:.2f} | {ratio(one, mine):.2f} "
+                f"| {limited(f'{ratio(ideal, mine):.2f}', at_least=least)} | {least or ''} "
+                f"| {limited(f'{ratio(mine, ddp):.2f}', at_most=most)} | {most or ''} "
+                f"| {statistics.median(ours) * 1e3:.2f} | {ratio(list(kept.values())[1], ours):.2f} "
+                f"| {ratio(ours, list(kept.values())[-1]):.2f} |"
             )
 
 
@@ -155,10 +155,5 @@ def small_rows() -> Iterator[str]:
             runs = {"serial": timed(serial, given, 10 * STEPS), "auto": timed(chosen, given, 10 * STEPS)}
             taken = in_turn(runs, ROUNDS)
         one, ours = statistics.median(taken["serial"]), statistics.median(taken["auto"])
-        ratio = limited(f"{_ratio(taken['auto'], taken['serial']):.2f}", at_most=1.1)
-        yield f"| {case} | {chosen.executor} | {one * 1e3:.3f} | {ours * 1e3:.3f} | {ratio} | 1.1 |"
-
-
-def _ratio(over: list[float], under: list[float]) -> float:
-    """The median of the ratios, round by round."""
-    return statistics.median(a / b for a, b in zip(over, under, strict=True))
+        over = limited(f"{ratio(taken['auto'], taken['serial']):.2f}", at_most=1.1)
+        yield f"| {case} | {chosen.executor} | {one * 1e3:.3f} | {ours * 1e3:.3f} | {over} | 1.1 |"

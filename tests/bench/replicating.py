@@ -8,13 +8,13 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
 
 import models
 import torch
+from eager_only import EagerOnly
 from limits import limited
 from parallel import CASES
-from timing import in_turn, warmed
+from timing import in_turn, ratio, warmed
 from torch import Tensor, nn
 
 import graphir
@@ -48,15 +48,15 @@ def rows() -> Iterator[str]:
 
 def _rows(case: str, cores: int, taken: dict[str, list[float]]) -> Iterator[str]:
     turn, apart = taken[IN_TURN], taken[APART]
+    reached = ratio(turn, apart) >= 1.8
     for name, mine in taken.items():
         two, one = name == PATH and cores == 2, name == PATH and cores == 1
-        control = statistics.median(a / b for a, b in zip(turn, apart, strict=True))
-        speed = 1.6 if two and control >= 1.8 else None
+        speed = 1.6 if two and reached else None
         yield (
             f"| {case} | {cores} | {name} | {statistics.median(mine) * 1e3:.2f} "
-            f"| {limited(f'{_ratio(turn, mine):.2f}', at_least=speed)} | {speed or ''} "
-            f"| {limited(f'{_ratio(apart, mine):.2f}', at_least=0.9 if two else None)} | {0.9 if two else ''} "
-            f"| {limited(f'{_ratio(mine, turn):.2f}', at_most=1.1 if one else None)} | {1.1 if one else ''} |"
+            f"| {limited(f'{ratio(turn, mine):.2f}', at_least=speed)} | {speed or ''} "
+            f"| {limited(f'{ratio(apart, mine):.2f}', at_least=0.9 if two else None)} | {0.9 if two else ''} "
+            f"| {limited(f'{ratio(mine, turn):.2f}', at_most=1.1 if one else None)} | {1.1 if one else ''} |"
         )
 
 
@@ -65,19 +65,17 @@ def _taken(example: models.Example) -> dict[str, list[float]]:
     model, (x,) = example.model, example.inputs
     grad = torch.randn_like(model(x))
     path = graphir.DataParallel(model, range(REPLICAS), binding="cpu")
-    eager = _Eager(model, range(REPLICAS), binding="cpu")
+    eager = EagerOnly(model, range(REPLICAS), binding="cpu")
     shares, grads = x.chunk(REPLICAS), grad.chunk(REPLICAS)
     copies = [copy.deepcopy(model) for _ in range(REPLICAS)]
     with ThreadPoolExecutor(REPLICAS, initializer=torch.set_num_threads, initargs=(1,)) as pool:
 
         def at_a_time() -> None:
-            list(pool.map(_call, copies, copies, shares, grads))
+            list(pool.map(_call, copies, shares, grads))
 
         return in_turn(
             {
-                IN_TURN: _timed(
-                    model, lambda: [_call(model, model, *pair) for pair in zip(shares, grads, strict=True)]
-                ),
+                IN_TURN: _timed(model, lambda: [_call(model, *pair) for pair in zip(shares, grads, strict=True)]),
                 APART: _timed(copies, at_a_time),
                 PATH: _timed(model, lambda: path(x).backward(grad)),
                 EAGER: _timed(model, lambda: eager(x).backward(grad)),
@@ -86,15 +84,8 @@ def _taken(example: models.Example) -> dict[str, list[float]]:
         )
 
 
-def _call(module: Callable[..., Tensor], _: nn.Module, x: Tensor, grad: Tensor) -> None:
+def _call(module: nn.Module, x: Tensor, grad: Tensor) -> None:
     module(x).backward(grad)
-
-
-class _Eager(graphir.DataParallel):
-    """Replicas that are never plans: one of the steps is overridden."""
-
-    def gather(self, outputs: Any, output_device: int | torch.device) -> Any:
-        return super().gather(outputs, output_device)
 
 
 def _timed(held: nn.Module | Sequence[nn.Module], call: Callable[[], object]) -> Callable[[], float]:
@@ -119,8 +110,3 @@ def _on_cores(count: int) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
-
-
-def _ratio(over: list[float], under: list[float]) -> float:
-    """The median of the ratios, round by round."""
-    return statistics.median(a / b for a, b in zip(over, under, strict=True))

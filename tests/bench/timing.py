@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["Ratio", "alternate", "in_turn", "seconds", "warmed"]
+__all__ = ["Ratio", "alternate", "in_turn", "ratio", "seconds", "warmed"]
 
 
 class Ratio(NamedTuple):
@@ -74,3 +74,8 @@ def in_turn(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, l
     finally:
         gc.enable()
     return dict(zip(runs, map(list, zip(*measured, strict=True)), strict=True))
+
+
+def ratio(over: Sequence[float], under: Sequence[float]) -> float:
+    """The median of the ratios, round by round."""
+    return statistics.median(a / b for a, b in zip(over, under, strict=True))

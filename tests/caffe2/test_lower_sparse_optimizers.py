@@ -247,6 +247,13 @@ def test_an_index_of_no_row_is_refused_while_the_step_runs(type, index):
         run([prepared(type)], inputs, "w", state=state_of(type))
 
 
+@pytest.mark.parametrize("index", [ROWS, -1, -2])
+def test_torch_refuses_an_index_of_no_row_of_what_it_adds_to(index):
+    inputs = {"i": torch.tensor([0, index]), "g": drawn(2, 2, 3), "lr": torch.tensor(-0.1)}
+    with pytest.raises(GraphirError, match=r"out of (range|bounds)"):
+        run([prepared("SparseWngrad")], inputs, "w", state=state_of("SparseWngrad"))
+
+
 @pytest.mark.parametrize(
     "each, reason",
     [

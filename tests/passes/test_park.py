@@ -6,12 +6,14 @@ import models
 import nets
 import parking
 import pytest
+from graphir.passes.trips import Clock
 from runnable import batch_of, captured, sgd
 from small import program_of
 
 import graphir
 from graphir import Program, passes
 from graphir.errors import PassError
+from graphir.ir.device import gpu
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -258,3 +260,19 @@ def test_emit_refuses_a_look_ahead_that_is_none() -> None:
         PassError, match=r"ahead=-1 is no number of operators\n  fix  give a whole number, 8 by default"
     ):
         passes.emit(trained(models.mlp()), ahead=-1)
+
+
+def test_a_lookup_takes_as_long_as_the_rows_that_it_reads() -> None:
+    """The clock by which copies come back does not count a table, of which a lookup reads some rows."""
+    body = """
+        input table : f32[100000,64] @gpu:0
+        input i : i64[8] @gpu:0
+        input x : f32[64] @gpu:0
+        x1 : f32[64] @gpu:0 = aten.relu(x)
+        x2 : f32[64] @gpu:0 = aten.neg(x1)
+        rows : f32[8,64] @gpu:0 = aten.embedding(table, i)
+        output y : f32[64] @gpu:0 = aten.add.Tensor(x1, x2) {phase=backward}
+        output rows
+    """
+    clock = Clock(program_of(body).step, gpu(0), {})
+    assert clock.times[3] - clock.times[2] < 100 * 64 * 8

@@ -113,9 +113,9 @@ def test_random_cuts_keep_values_and_limits(seed: int) -> None:
     parts = rng.choice((2, 3, 5))
     clipping = {"clip_grad_norm": 1.0} if rng.random() < 0.5 else {"loss_scale": torch.amp.GradScaler("cpu")}
     program = captured(make(parts), parts, **clipping)
-    before = passes.inject_copies(passes.shift_modules(program, cuts(rng, modules, rng.choice((2, 3)))))
-    if len(before.step.devices) < 3:  # nothing that computes was moved
-        return
+    before = program
+    while len(before.step.devices) < 3:  # until something is moved that computes
+        before = passes.inject_copies(passes.shift_modules(program, cuts(rng, modules, rng.choice((2, 3)))))
     serial = graphir.memory(passes.emit(before)).peak
     for name in SCHEDULES:
         after = passes.pipeline(before, name)  # type: ignore[arg-type]

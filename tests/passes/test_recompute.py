@@ -141,11 +141,11 @@ def test_random_programs() -> None:
             names.append(name)
         if not names:
             continue
-        count += 1
         try:
             again = passes.recompute(program, names)
         except PassError:
             continue
+        count += 1
         made = parking.placed(program, again, share=False)
         if seed % 6 == 0:
             given = (nets.example_inputs(program), {})

@@ -139,7 +139,7 @@ def test_a_view_is_put_in() -> None:
 def test_lists_of_operands_and_unwanted_results() -> None:
     def edit(replica: passes.Replica, relu: Operator) -> None:
         both = replica.insert_before(relu, "aten.cat.default", [["fc1", "fc1"]], {"dim": 1})
-        assert str(replica.blobs[both.outputs[0]].shape) != ""
+        assert [str(size) for size in replica.blobs[both.outputs[0]].shape or ()] == [f"{replica.prefix}batch", "6"]
         best = replica.insert_before(
             relu, "aten.max.dim", [both.outputs[0]], {"dim": 1, "keepdim": True}, names=["best", None]
         )

@@ -144,6 +144,18 @@ def test_copies_keep_what_callbacks_set() -> None:
     assert pickle.loads(pickle.dumps(twice)).module_copies == ()
 
 
+def test_a_hook_of_a_copy_is_not_the_model_s() -> None:
+    program = plain()
+
+    def listen(ctx: object, copy_id: int, replica: passes.Replica) -> None:
+        replica.module.register_forward_hook(lambda module, given, made: None)
+
+    found = passes.replicate(program, [0, 1], on_replica=listen)
+    assert program.module is not None
+    assert not any(module._forward_hooks for module in program.module.modules())
+    assert [len(copied._forward_hooks) for copied in found.module_copies] == [1, 1]
+
+
 def test_modules_that_ask_are_called_without_asking() -> None:
     model = nn.Sequential(Asking(4, 4), nn.ReLU(), Asking(4, 3))
     program = passes.replicate(plain(model), [0, 1])

@@ -444,6 +444,24 @@ def test_offsets_are_not_counted_by_replicas(placement: Any, message: str, grad:
             assert torch.allclose(session.step(*batch), model(*batch))
 
 
+class Doubling(Counted):
+    """One whose offsets are on 2**60 ways computed of the lengths."""
+
+    def forward(self, indices: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        nothing = lengths * 0
+        for _ in range(60):
+            nothing = nothing + nothing
+        return super().forward(indices, lengths + nothing)
+
+
+def test_every_operator_on_the_way_to_offsets_is_looked_at_once() -> None:
+    lengths = torch.tensor([3, 0, 2, 1])
+    model, dims = BesideCounted(), (({0: "batch"}, {0: "lookups"}, {0: "batch"}), {}, ())
+    model.counted = Doubling()
+    program = graphir.capture(model, (torch.randn(4, 3), torch.randint(9, (6,)), lengths), batch_dims=dims)
+    assert passes.shard(program, {"counted": 1}, [0, 1]).interface.placed["counted.bag.weight"] == ("gpu_1/",)
+
+
 @pytest.mark.parametrize("lookups", [1, 3])
 def test_bags_of_one_size_may_be_replicated(lookups: int) -> None:
     """Their offsets are made for each share."""

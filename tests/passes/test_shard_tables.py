@@ -343,7 +343,7 @@ def test_a_table_of_100_gb_is_planned_without_memory(kind: str) -> None:
     } == (
         dict.fromkeys(range(4), 51)  # a block and its gradient
     )
-    assert "25.6" in str(graphir.diff(program, found)) or graphir.diff(program, found).to_json()
+    assert "copies added" in str(graphir.diff(program, found))
     assert graphir.traffic(found).nbytes < 10**5
 
 
@@ -409,14 +409,14 @@ def test_parts_that_do_not_fit_break_an_invariant(found: Parts, message: str) ->
 def test_whatever_a_file_says_of_parts_is_refused() -> None:
     program = split("rows")
     interface = program.interface
-    for prefixes in ((), ("gpu_7/",), ("gpu_0/", "gpu_1/")):
-        placed = {**interface.placed, "table.rows_1.weight": prefixes, "x": prefixes}
-        for blobs in ((), ROWS, ROWS[:1], ("", "x"), ("top.weight",), ("table.rows_0.weight.step",) * 2):
-            for dim in (None, 0, 1, 2, -1, -5, 2**70):
-                parts = {**interface.parts, "table.weight": Parts(dim, blobs)}
-                wrong = program.with_(interface=replace(interface, placed=placed, parts=parts))
+    right = interface.parts["table.weight"]
+    for blobs in ((), ROWS, ROWS[:1], ROWS[::-1], ("", "x"), ("top.weight",), ("table.rows_0.weight.step",) * 2):
+        for dim in (None, 0, 1, 2, -1, -5, 2**70):
+            parts = Parts(dim, blobs)
+            if parts != right:
+                wrong = replace(interface, parts={**interface.parts, "table.weight": parts})
                 with pytest.raises(VerifyError):
-                    graphir.verify(wrong)
+                    graphir.verify(program.with_(interface=wrong))
 
 
 def test_a_name_that_is_a_blob_does_not_live_in_parts() -> None:

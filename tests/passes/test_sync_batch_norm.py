@@ -463,3 +463,29 @@ def test_a_sharded_program_is_synchronised_where_it_is_replicated() -> None:
             F.cross_entropy(whole(x), y).backward()
             reference.step()
         close(session.state_dict(), dict(whole.state_dict()))
+
+
+class Alone(nn.Module):
+    """A model without modules that calls batch_norm itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.batch_norm(x, None, None, training=True) * x
+
+
+def test_a_model_without_modules_is_synchronised() -> None:
+    x = torch.randn(7, 3, dtype=torch.float64)
+    program = passes.replicate(graphir.capture(Alone().train(), (x[:4],)), [0, 1])
+    plan = passes.emit(passes.inject_copies(passes.sync_batch_norm(program)))
+    with graphir.runtime.Session(plan, program.state, binding="cpu") as session:
+        torch.testing.assert_close(session.step(x), Alone()(x), rtol=1e-9, atol=1e-9)
+
+
+def test_a_norm_that_asks_and_does_not_run_asks_nothing() -> None:
+    class Norm(nn.BatchNorm1d):
+        statistics_over_replicas = True
+
+    model = nn.Sequential(nn.Linear(3, 3))
+    model.unused = Norm(3, affine=False, track_running_stats=False)
+    model.forward = lambda x: model[0](x)  # type: ignore[method-assign]
+    program = graphir.capture(model, (torch.randn(4, 3),))
+    assert len(passes.replicate(program, [0, 1]).replicas) == 2

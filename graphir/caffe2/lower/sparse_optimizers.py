@@ -9,7 +9,6 @@ Each slot (an index and a row of the gradient) updates its row by itself, in the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import prod
 
 from ...ir.operator import Arg
 from .builder import Value
@@ -127,12 +126,14 @@ def _wngrad(c: Lowering) -> None:
     """From parameter, a number b, indices, gradients and learning rate: rows grow by ``lr g / (b + epsilon)``, and b by
     the sum of g² over b, without epsilon."""
     param, total = c.updated(0, 0), c.updated(1, 1)
-    rows, values = _slots(c, param, 2, 3)
+    found = indices(c, 2)
+    chosen = c.cast(found, "i64")
+    values = c.reshaped(c.padded(3), (chosen.shape[0], *param.shape[1:]))
     before = c.scalar(1)
     shifted = c.one("aten.add.Scalar", [before], {"other": c.number("epsilon", 1e-5)})
     growth = c.one("aten.div.Tensor", [c.one("aten.mul.Tensor", [values, c.scalar(4)]), shifted])
-    # The gradient of an empty slot is 0, which row 0 can have added.
-    chosen = c.one("aten.clamp_min.default", [c.reshaped(rows, (prod(rows.shape),))], {"min": 0})
+    if found.padded:  # the gradient of a slot that Unique leaves empty is 0, which row 0 can have added
+        chosen = c.one("aten.clamp_min.default", [chosen], {"min": 0})
     square = c.one("aten.sum.default", [c.one("aten.mul.Tensor", [values, values])])
     c.bind(0, c.one("aten.index_add_.default", [param, chosen, growth], {"dim": 0}))
     c.bind(1, c.one("aten.add_.Tensor", [total, c.one("aten.div.Tensor", [square, before])]))

@@ -19,6 +19,7 @@ __all__ = [
     "batch_norm_moments",
     "copy",
     "embedding_bag_backward",
+    "laid_out",
     "load",
     "scale",
     "sparse_sum",
@@ -203,7 +204,7 @@ def synchronised_batch_norm(
     _check_channels(input, moments, given)
     statistics = next((tensor.dtype for tensor in given.values() if tensor is not None), input.dtype)
     saved = [input.new_empty((_channels(input),), dtype=statistics) for _ in range(2)]
-    return _laid_out(input), saved[0], saved[1]
+    return laid_out(input), saved[0], saved[1]
 
 
 def synchronised_batch_norm_backward(
@@ -230,7 +231,7 @@ def synchronised_batch_norm_backward(
     _check_channels(input, moments, {"weight": weight, **saved, "grad_weight": grad_weight, "grad_bias": grad_bias})
     if denominator == 0:
         raise Refused(f"{_BACKWARD} has the factor {numerator}/{denominator}")
-    return _laid_out(input)
+    return laid_out(input)
 
 
 _BACKWARD: Final = "graphir.synchronised_batch_norm_backward"
@@ -251,7 +252,7 @@ def _check_channels(input: Tensor, moments: Tensor, given: Mapping[str, Tensor |
             raise Refused(f"a batch norm of {channels} channels takes as many numbers as {name}, not {_shown(tensor)}")
 
 
-def _laid_out(input: Tensor) -> Tensor:
+def laid_out(input: Tensor) -> Tensor:
     """A tensor as torch's batch norms lay out results: as the input, where it is dense with the channels last or
     second, else contiguous."""
     memory_format = torch.contiguous_format if input.is_contiguous() else suggest_memory_format(input)

@@ -1,9 +1,9 @@
 """The invariants of what lives in parts.
 
-22. A name of the interface that lives in parts is no blob's; its parts are distinct blobs, each is that of one name, in
+30. A name of the interface that lives in parts is no blob's; its parts are distinct blobs, each is that of one name, in
     one replica; they have one element type, and shapes that make up one value along the dimension.
-23. ``init`` loads each part from its place in the whole value, and nothing else from a place.
-24. Optimizer state lives in as many parts as its parameter.
+31. ``init`` loads each part from its place in the whole value, and nothing else from a place.
+32. Optimizer state lives in as many parts as its parameter.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def parts_problems(program: Program, before: Iterable[str], after: Iterable[str]
             yield Problem(f"a part of {name!r} is in more than one replica")
         elif found and len(found) == len(names):  # the interface's own check has the others
             if not _fit(parts, found):
-                shapes = ", ".join(f"{blob.name!r}" for blob in found)
-                yield Problem(f"the parts {shapes} do not make up {name!r} along dimension {parts.dim}")
+                listed = ", ".join(repr(blob.name) for blob in found)
+                yield Problem(f"the parts {listed} do not make up {name!r} along dimension {parts.dim}")
             elif name in kept:
                 yield from _loaded(program, name, parts, found, loads)
     for blob, op in loads.items():

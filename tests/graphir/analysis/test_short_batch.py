@@ -153,6 +153,36 @@ def test_transfers_stay_in_groups() -> None:
         assert waits[1] <= waits[0]
 
 
+@pytest.mark.parametrize(
+    ("wanted", "having", "left"),
+    [
+        ("_tt", 2, [("AllReduce", ("gpu_0/g", "gpu_1/g"), ("gpu_1/s",)), ("Copy", ("gpu_1/s",), ("gpu_2/s",))]),
+        ("t_t", 2, [("AllReduce", ("gpu_0/g", "gpu_1/g"), ("gpu_0/s",)), ("Copy", ("gpu_0/s",), ("gpu_2/s",))]),
+        ("t_t", 1, [("AllReduce", ("gpu_0/g",), ("gpu_0/s",)), ("Copy", ("gpu_0/s",), ("gpu_2/s",))]),
+    ],
+)
+def test_a_reduction_hands_its_result_to_those_that_want_it(
+    wanted: str, having: int, left: list[tuple[str, tuple[str, ...], tuple[str, ...]]]
+) -> None:
+    takes = [r for r in range(3) if wanted[r] == "t"]
+    body = "\n".join(
+        f"input gpu_{r}/x : f32[gpu_{r}/batch,2] @gpu:{r}\n"
+        f"gpu_{r}/g : f32[2] @gpu:{r} = aten.sum.dim_IntList(gpu_{r}/x, dim=[0]) {{phase=backward}}"
+        for r in range(3)
+    )
+    made = ", ".join(f"gpu_{r}/s : f32[2] @gpu:{r}" if r in takes else "_" for r in range(3))
+    body += f"\n[{made}] = AllReduce([gpu_0/g, gpu_1/g, gpu_2/g]) {{phase=reduce, device=gpu:0}}\n"
+    body += "\n".join(
+        f"param gpu_{r}/w : f32[2] @gpu:{r}\n"
+        f"gpu_{r}/w;1 = aten.add_.Tensor(gpu_{r}/w, gpu_{r}/s) {{phase=update, writes=[0:0]}}"
+        for r in takes
+    )
+    dims, replicas = {f"gpu_{r}/batch": 2 for r in range(3)}, ("gpu_0/", "gpu_1/", "gpu_2/")
+    plan = short_batch(passes.emit(program_of(body, dims=dims, replicas=replicas)), having)
+    assert [(op.type, op.inputs, op.outputs) for op in plan.step.ops if op.phase == "reduce"] == left
+    assert check(plan) == []
+
+
 def test_a_reduction_takes_no_gradient_of_a_replica_without_rows() -> None:
     """Not even one that is there without them."""
     body = "\n".join(

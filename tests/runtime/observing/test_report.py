@@ -224,6 +224,14 @@ def test_a_prediction_stands_beside_what_was_measured(plan):
     assert [(t.lane, t.predicted) for t in found.lanes] == [(use.lane, use.busy) for use in expected.lanes]
 
 
+def test_a_plan_that_does_nothing_has_a_report():
+    plan = forward_plan("input x : f32[2] @gpu:0", "x", output="x")
+    with Session(plan, {}, binding="cpu") as session:
+        with session.measured():
+            session.step(torch.ones(2))
+        assert "predicted: 0.0 µs a step" in str(session.report())
+
+
 def test_a_device_of_unknown_speed_has_no_prediction():
     plan = forward_plan("input x : f32[2] @gpu:0\nc : f32[2] @gpu:0 = aten.neg(x)", "x", output="c")
     with Session(plan, {}, binding={"gpu:0": "meta"}) as session:
