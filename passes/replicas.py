@@ -16,6 +16,7 @@ from typing import Any
 from graphir.errors import PassError
 from graphir.ir.blob import STATE_ROLES, Blob
 from graphir.ir.device import Device, gpu
+from graphir.ir.history import parse_passes
 from graphir.ir.names import fresh, replica_prefix
 from graphir.ir.net import Net
 from graphir.ir.operator import Arg, Operator, map_arg
@@ -199,10 +200,13 @@ def reduced(
 
 def gradient_reduction(program: Program) -> Mapping[str, Arg]:
     """How a program reduces gradients over its replicas: ``reduction`` and ``shares`` as ``AllReduce`` takes them.
-    Empty where it adds them up; where it has none, the mean."""
+    Empty where it adds them up. Where it has none, as the pass that made the replicas says, which means by default."""
     for op in program.step.ops:
         if op.phase == "reduce" and op.type in ("AllReduce", "graphir.sparse_sum"):
             return {name: op.args[name] for name in ("reduction", "shares") if name in op.args}
+    said = [entry.options.get("reduction") for text in program.history for entry in parse_passes(text)]
+    if "sum" in said:
+        return {}
     rows = [f"{prefix}batch" for prefix in program.replicas]
     shares: tuple[Arg, ...] = (1,) * len(rows)
     if all(dim in program.dims for dim in rows):

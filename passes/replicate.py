@@ -45,7 +45,8 @@ class Replicate(Pass):
         if self.on_replica is None and not defines_callback(program.module):
             return replicated
         function = None if self.on_replica is None else self.on_replica.required(self.name)
-        return with_callbacks(replicated, function, self.name, own=True)
+        known = replicated.with_(history=(*program.history, str(self)))  # callbacks may ask how gradients are reduced
+        return with_callbacks(known, function, self.name, own=True)
 
     def recorded(self, program: Program) -> Program:
         """Replicate, and synchronise the batch norms that say so; the history has both."""

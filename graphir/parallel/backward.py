@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -20,6 +21,7 @@ from ..capture.modes import Modes
 from ..errors import CaptureError
 from ..ir.blob import bound_layout
 from ..ir.size import Dims
+from .apply import apply_replicas
 from .calls import Call
 from .lent_state import LentState
 from .replicas import replicate
@@ -184,7 +186,7 @@ class BackwardPlan:
         return found
 
     def _eagerly(self, ran: Ran, came: Sequence[int], grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """The same by replicas that run once more, one after the other, so that their gradients have gradients."""
+        """The same by replicas that run once more, so that their gradients have gradients."""
         if [param._version for param in self.params] != ran.versions:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
@@ -192,18 +194,11 @@ class BackwardPlan:
             )
         create = torch.is_grad_enabled()
         buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
-        found: list[list[Tensor]] = []
         with torch.enable_grad():
             try:
                 for tensor, value in zip(self._overwritten, ran.before, strict=True):
                     tensor.data.copy_(value)
-                shares = ran.call.shares(self._dim, len(self._program.replicas))
-                copies = replicate(self._module, [self._place] * len(shares))
-                for replica, (copied, (args, kwargs)) in enumerate(zip(copies, shares, strict=True)):
-                    drawing = seeded(ran.step, replica) if self._random else contextlib.nullcontext()
-                    with self._modes.held(), drawing:
-                        leaves = pytree.tree_leaves(copied(*args, **kwargs))
-                    found.append([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+                found = self._outputs_again(ran)
             finally:
                 for buffer, before in buffers:
                     buffer.data.copy_(before)  # which no version counts: the graph may have kept the buffer
@@ -217,6 +212,20 @@ class BackwardPlan:
             torch.zeros_like(tensor) if gradient is None and i < len(self.params) else gradient
             for i, (tensor, gradient) in enumerate(zip(wanted, made, strict=True))
         ]
+
+    def _outputs_again(self, ran: Ran) -> list[list[Tensor]]:
+        """What replicas return that run once more as they ran: by replica, the tensors."""
+
+        def call(replica: int, copied: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+            with seeded(ran.step, replica) if self._random else contextlib.nullcontext():
+                return copied(*args, **kwargs)
+
+        shares = ran.call.shares(self._dim, len(self._program.replicas))
+        places = [self._place] * len(shares)
+        with self._modes.held():
+            calls = [partial(call, *numbered) for numbered in enumerate(replicate(self._module, places))]
+            returned = apply_replicas(calls, shares, [{}] * len(shares), range(len(shares)), places)
+        return [[leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)] for output in returned]
 
 
 def _is_plain(grad: Tensor | None) -> TypeGuard[Tensor]:

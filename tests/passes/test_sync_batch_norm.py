@@ -480,6 +480,15 @@ def test_a_model_without_modules_is_synchronised() -> None:
         torch.testing.assert_close(session.step(x), Alone()(x), rtol=1e-9, atol=1e-9)
 
 
+def test_without_parameters_sums_are_weighted_as_the_replicas_were_made() -> None:
+    x = torch.randn(4, 3, requires_grad=True)
+    captured = graphir.capture(nn.BatchNorm1d(3, affine=False), (x,), backward=True)
+    for reduction, weighted in (("mean", 2), ("sum", 0)):
+        program = passes.sync_batch_norm(passes.replicate(captured, [0, 1], reduction=reduction))
+        reductions = [op for op in program.step.ops if op.type == "AllReduce" and op.phase == "backward"]
+        assert (len(reductions), sum("reduction" in op.args for op in reductions)) == (2, weighted)
+
+
 def test_a_norm_that_asks_and_does_not_run_asks_nothing() -> None:
     class Norm(nn.BatchNorm1d):
         statistics_over_replicas = True

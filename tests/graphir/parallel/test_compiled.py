@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import graphir
-from graphir.parallel import CompiledReplicas
+from graphir.parallel import CompiledReplicas, SynchronizedBatchNorm1d
 
 
 @pytest.fixture(autouse=True)
@@ -403,6 +403,24 @@ def test_replicas_that_run_once_more_begin_with_the_buffers_of_the_call(create_g
         (wanted,) = torch.autograd.grad(plain(x)[0].sum(), x, create_graph=create_graph)
         torch.testing.assert_close(slope, wanted)
         same(list(model.buffers()), list(plain.buffers()))
+
+
+def test_replicas_that_run_once_more_have_the_modes_of_the_call() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), nn.Tanh()), batch(requires_grad=True)
+    torch.manual_seed(2)
+    made = CompiledReplicas(model, [0, 1])((x,))
+    model.eval()
+    (slope,) = torch.autograd.grad(made.sum(), x, retain_graph=True)
+    (again,) = torch.autograd.grad(made.sum(), x, create_graph=True)
+    torch.testing.assert_close(again, slope)
+
+
+def test_replicas_that_run_once_more_meet() -> None:
+    model, x = SynchronizedBatchNorm1d(4), batch(requires_grad=True)
+    made = CompiledReplicas(model, [0, 1])((x,))
+    (slope,) = torch.autograd.grad(made.pow(3).sum(), x, create_graph=True)
+    (wanted,) = torch.autograd.grad(nn.BatchNorm1d(4)(x).pow(3).sum(), x)
+    torch.testing.assert_close(slope, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_a_parameter_that_was_overwritten_is_told_where_replicas_run_once_more() -> None:
