@@ -18,6 +18,7 @@ that it updates, so it is repeated without these, by the same kernel.
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
@@ -35,7 +36,7 @@ from .base import Pass, build, register
 from .saved import Use, choose, require_captured, saved_in, unsaved, uses_of
 from .substitutes import Substitutes, with_operands
 
-__all__ = ["Recompute", "recompute"]
+__all__ = ["Recompute", "recompute", "repeated_alone"]
 
 _STATISTICS = ("running_mean", "running_var")
 
@@ -72,6 +73,19 @@ def recompute(program: Program, what: str | Sequence[str]) -> Program:
         PassError: a name is unknown, or of what cannot be recomputed; the message says why. Nothing has changed then.
     """
     return build(Recompute, what=(what,) if isinstance(what, str) else what)(program)
+
+
+def repeated_alone(program: Program, uses: Mapping[str, Use]) -> dict[int, None]:
+    """The positions of the forward's operators that can be repeated as they are, or without the statistics that they
+    update. What they read has to be there as it was."""
+    sweep = _Recomputing(program, uses, {}, Recompute.name)
+    found = dict[int, None]()
+    for i, op in enumerate(program.step.ops):
+        if op.phase == "forward":
+            with contextlib.suppress(PassError):
+                sweep.repeatable(i)
+                found[i] = None
+    return found
 
 
 def _chosen(program: Program, what: Sequence[str], uses: Mapping[str, Use]) -> dict[str, None]:

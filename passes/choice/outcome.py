@@ -1,0 +1,316 @@
+"""What a choice comes to: when each task and copy of the step is executed, and what the devices hold.
+
+Copies to a device follow each other, in the order in which what they bring is needed. A value that others read is
+copied once to each device that reads it, and stays there until its last reader; such copies are received in buffers,
+which are there throughout (:mod:`graphir.analysis.buffers`). What is parked comes back as late as it can without being
+waited for, by the clock of what its device computes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from graphir.analysis.simulation import Tasks, simulate
+
+from ..order import AHEAD
+from .problem import AGAIN, Choice, Problem
+
+__all__ = ["Outcome", "Outcomes"]
+
+_QUEUED = 2
+"""How many times as long as it takes a copy may set out before it is needed, as in :mod:`graphir.passes.trips`."""
+
+
+class Outcome(NamedTuple):
+    """What a choice comes to.
+
+    Attributes:
+        over: by how much limits are exceeded, in parts of them, summed up over devices; 0 if all hold.
+        seconds: of a step.
+        peaks: by device, the most bytes that it holds.
+        busy: by device, the seconds for which it computes.
+        crossing: by source and destination, the bytes that are copied.
+    """
+
+    over: float
+    seconds: float
+    peaks: tuple[int, ...]
+    busy: tuple[float, ...]
+    crossing: dict[tuple[int, int], int]
+
+
+class _Copy:
+    """A copy, and what waits for what."""
+
+    __slots__ = ("after", "destination", "position", "seconds")
+
+    def __init__(self, destination: int, seconds: float, after: _Copy | int) -> None:
+        self.destination, self.seconds, self.after, self.position = destination, seconds, after, -1
+
+
+class Outcomes:
+    """Evaluates choices for one problem.
+
+    Args:
+        problem: what is to be placed.
+
+    Attributes:
+        evaluated: how many choices were.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.evaluated = 0
+        self._known: dict[Choice, Outcome] = {}
+
+    def __call__(self, choice: Choice) -> Outcome:
+        """What a choice comes to."""
+        found = self._known.get(choice)
+        if found is None:
+            self.evaluated += 1
+            found = self._known[choice] = _Step(self.problem, choice).outcome()
+        return found
+
+
+class _Step:
+    """The tasks, copies and bytes of one choice.
+
+    Attributes:
+        at: by task, its device.
+        live: by device, how the bytes of values that live there change from task to task.
+        received: the same of what copies bring.
+        copies: by task, the copies that are issued before it.
+        needed: by task, the copies that it waits for.
+        first: the same of what is computed again before it.
+        again: by task, the group that is computed again before it.
+        crossing: by source and destination, the bytes that are copied.
+        lasting: by destination, of the copy that is issued last: before which task, from where, its bytes, and the last
+            task that reads these at home.
+        trips: by source and destination, what is parked and comes back.
+    """
+
+    def __init__(self, problem: Problem, choice: Choice) -> None:
+        self.problem, self.choice = problem, choice
+        devices, count = len(problem.devices), len(problem.tasks)
+        chosen = choice.devices
+        self.at = [chosen[task.group] for task in problem.tasks]
+        self.live = [[0] * (count + 1) for _ in range(devices)]
+        self.received = [[0] * (count + 1) for _ in range(devices)]
+        self.copies: dict[int, list[_Copy]] = defaultdict(list)
+        self.needed: dict[int, list[_Copy]] = defaultdict(list)
+        self.first: dict[int, list[_Copy]] = defaultdict(list)
+        self.again = {
+            problem.groups[group].again_at: group for group, stored in enumerate(choice.stored) if stored == AGAIN
+        }
+        self.crossing: dict[tuple[int, int], int] = defaultdict(int)
+        self.lasting: dict[int, tuple[int, int, int, int]] = {}
+        self.trips: dict[tuple[int, int], list[tuple[int, int, int, _Copy, list[int]]]] = defaultdict(list)
+
+    def outcome(self) -> Outcome:
+        """What the choice comes to."""
+        problem, choice = self.problem, self.choice
+        for value in problem.values:
+            home, stored = choice.devices[value.group], choice.stored[value.group]
+            last = len(problem.tasks) - 1 if value.lasts else -1
+            made, reads = value.made, value.reads
+            if value.again and stored == AGAIN:
+                again = problem.groups[value.group].again_at
+                cut = bisect_left(reads, again)
+                self.holds(home, value.nbytes, made, max(made, reads[cut - 1] if cut else -1))
+                self.holds(home, value.nbytes, again, max(again, reads[-1], last))
+                continue
+            rebuilt = [group for group in value.rebuilds if choice.stored[group] == AGAIN]
+            if value.parks and stored >= 0 and stored != home and value.late < len(reads):
+                self.parked(value.nbytes, made, reads, value.late, home, stored, rebuilt)
+                continue
+            end = max(made, last)
+            at, elsewhere = self.at, dict[int, list[int]]()
+            for read in reads:
+                if at[read] != home:
+                    elsewhere.setdefault(at[read], []).append(read)
+                else:
+                    end = max(end, read)
+            for group in rebuilt:
+                read = problem.groups[group].again_at
+                if at[read] == home:
+                    end = max(end, read)
+                else:
+                    elsewhere.setdefault(at[read], []).append(read)
+            for device, readers in elsewhere.items():
+                begin = min(readers)
+                copy = self.copied(home, device, value.nbytes, made, begin)
+                self.receives(device, value.nbytes, begin, max(readers))
+                end = max(end, begin)
+                for read in readers:
+                    self.needed[read].append(copy)
+                    if read in self.again:
+                        self.first[read].append(copy)
+            if value.counted:
+                self.holds(home, value.nbytes, made, end)
+                for device, readers in elsewhere.items():
+                    self.lasting[device] = max(
+                        self.lasting.get(device, (-1, 0, 0, 0)), (min(readers), home, value.nbytes, end)
+                    )
+        self.come_back()
+        self.linger()
+        return self.summed()
+
+    def holds(self, device: int, nbytes: int, first: int, last: int) -> None:
+        live = self.live[device]
+        live[max(first, 0)] += nbytes
+        live[last + 1] -= nbytes
+
+    def receives(self, device: int, nbytes: int, first: int, last: int) -> None:
+        received = self.received[device]
+        received[first] += nbytes
+        received[last + 1] -= nbytes
+
+    def copied(self, source: int, destination: int, nbytes: int, after: _Copy | int, before: int) -> _Copy:
+        """A copy that is issued before a task."""
+        copy = _Copy(destination, self.problem.crossing(source, destination, nbytes), after)
+        self.copies[before].append(copy)
+        self.crossing[source, destination] += nbytes
+        return copy
+
+    def parked(
+        self, nbytes: int, made: int, reads: Sequence[int], late: int, home: int, away: int, rebuilt: Sequence[int]
+    ) -> None:
+        """A saved value that leaves after its last reader of the forward."""
+        at, groups = self.at, self.problem.groups
+        leaves = max(made, reads[late - 1] if late else -1)
+        elsewhere: dict[int, list[int]] = {}
+        for read in reads[:late]:
+            if at[read] != home:
+                elsewhere.setdefault(at[read], []).append(read)
+        back: list[int] = []
+        there = leaves
+        copied = set(elsewhere)
+        for read in (*reads[late:], *[groups[group].again_at for group in rebuilt]):
+            if at[read] in copied:
+                elsewhere[at[read]].append(read)
+            elif at[read] == away:
+                there = max(there, read)
+            else:
+                back.append(read)
+        for device, readers in elsewhere.items():
+            copy = self.copied(home, device, nbytes, made, min(readers))
+            self.receives(device, nbytes, min(readers), max(readers))
+            for read in readers:
+                self.needed[read].append(copy)
+                if read in self.again:
+                    self.first[read].append(copy)
+        self.holds(home, nbytes, made, leaves)
+        out = self.copied(home, away, nbytes, leaves, leaves + 1)
+        if there > leaves or not back:
+            self.holds(away, nbytes, leaves, there)
+            for read in reads[late:]:
+                if at[read] == away:
+                    self.needed[read].append(out)
+        if back:
+            needed = min(back)
+            copy = _Copy(home, self.problem.crossing(away, home, nbytes), out)
+            self.crossing[away, home] += nbytes
+            for read in back:
+                self.needed[read].append(copy)
+                if read in self.again:
+                    self.first[read].append(copy)
+            self.trips[away, home].append((needed, leaves, nbytes, copy, [there, max(back)]))
+
+    def come_back(self) -> None:
+        """Let what is parked set out for home, as late as it can."""
+        tasks = self.problem.tasks
+        for (away, home), trips in self.trips.items():
+            positions = [position for position, device in enumerate(self.at) if device == home]
+            times = list(accumulate([tasks[position].seconds[home] for position in positions], initial=0.0))
+            free = times[-1]
+            for needed, leaves, nbytes, copy, (there, last) in sorted(trips, key=lambda trip: -trip[0]):
+                reader = times[bisect_left(positions, needed)]
+                free = max(min(free, reader) - copy.seconds, reader - _QUEUED * copy.seconds)
+                begins = max(bisect_right(times, free) - 1, 0)
+                position = positions[begins] if begins < len(positions) else needed
+                position = max(min(position, needed), leaves + 1)
+                self.copies[position].append(copy)
+                self.holds(home, nbytes, position, last)
+                self.holds(away, nbytes, leaves, max(there, position))
+
+    def linger(self) -> None:
+        """Hold what the last copy to a device brings there for some more operators at home: it is freed when nobody has
+        to wait for that copy, which the next copy on that lane shows, or else so many operators."""
+        tasks = self.problem.tasks
+        for _, home, nbytes, end in self.lasting.values():
+            calls, last = 0, end
+            for position in range(end + 1, len(tasks)):
+                if calls >= AHEAD:
+                    break
+                if self.at[position] == home:
+                    calls += tasks[position].calls
+                    last = position
+            if last > end:
+                self.holds(home, nbytes, end, last)
+
+    def summed(self) -> Outcome:
+        problem, at = self.problem, self.at
+        devices = len(problem.devices)
+        workers: list[int] = []
+        seconds: list[float] = []
+        after: list[list[int]] = []
+        where = [-1] * len(at)
+        busy = [0.0] * devices
+
+        def issued(copies: Sequence[_Copy]) -> None:
+            for copy in copies:
+                wait = copy.after
+                done = (where[wait] if wait >= 0 else -1) if isinstance(wait, int) else wait.position
+                copy.position = len(workers)
+                workers.append(devices + copy.destination)
+                seconds.append(copy.seconds)
+                after.append([done] if done >= 0 else [])
+
+        for position, task in enumerate(problem.tasks):
+            if position in self.copies:
+                issued(self.copies[position])
+            device = at[position]
+            group = self.again.get(position)
+            if group is not None:
+                workers.append(device)
+                spent = problem.groups[group].again[device]
+                seconds.append(spent)
+                busy[device] += spent
+                after.append([copy.position for copy in self.first.get(position, ())])
+            where[position] = len(workers)
+            workers.append(device)
+            spent = task.seconds[device]
+            seconds.append(spent)
+            busy[device] += spent
+            after.append([copy.position for copy in self.needed.get(position, ())])
+        issued(self.copies.get(len(at), ()))
+        times = simulate(Tasks(workers, seconds, after, [()] * len(workers)))
+        peaks = self.peaks()
+        over = 0.0
+        for limit, peak in zip(problem.limits, peaks, strict=True):
+            if limit is not None and peak > limit:
+                over += peak / max(limit, 1) - 1
+        return Outcome(over, times.seconds, peaks, tuple(busy), dict(self.crossing))
+
+    def peaks(self) -> tuple[int, ...]:
+        problem, choice = self.problem, self.choice
+        held = list(problem.held)
+        for group, device in zip(problem.groups, choice.devices, strict=True):
+            held[device] += group.state
+        found = []
+        for device, base in enumerate(held):
+            most, now = 0, 0
+            for change, task, place in zip(self.live[device], problem.tasks, self.at, strict=False):
+                now += change
+                most = max(most, now + task.room if place == device else now)
+            for position, number in self.again.items():
+                room = problem.groups[number].again_room
+                if self.at[position] == device and room > 0:
+                    total = sum(self.live[device][: position + 1]) + problem.tasks[position].room
+                    most = max(most, total + room)
+            found.append(base + most + max(accumulate(self.received[device])))
+        return tuple(found)
