@@ -1,0 +1,272 @@
+"""The best choice that a local search finds.
+
+It begins with plain choices: everything as it is, every cut into contiguous parts, everything parked on one device, all
+computed again. From the best of these it anneals (Kirkpatrick, Gelatt and Vecchi, 1983): random changes of one group or
+of neighbours, of which worse ones are taken less and less often. Exceeding a limit costs more than any step saves. In
+the end each group is tried everywhere, until no change of one group helps.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+from .outcome import Outcome, Outcomes
+from .problem import AGAIN, KEEP, Choice, Problem
+
+__all__ = ["Found", "search"]
+
+_OVER: Final = 4.0
+_EXCEEDS: Final = 0.02
+"""What exceeding a limit by all of it costs, in steps of the problem as it is; and by anything."""
+
+_MOVED: Final = 2e-5
+"""What it costs to change all groups, in such steps: of equal plans the one that changes least is found."""
+
+_HOTTEST: Final = 0.02
+_COLDEST: Final = 0.0002
+"""By what part of a step worse choices are taken, at first and at last."""
+
+_POLISHED: Final = 0.8
+"""The part of the budget after which the best is polished."""
+
+_ROUNDS: Final = 3
+"""How often annealing begins again, from the best so far."""
+
+
+class Found(NamedTuple):
+    """What a search has found.
+
+    Attributes:
+        choice: the best.
+        outcome: what it comes to; where no limits could be kept, the least excess is best.
+        evaluated: how many choices were looked at, those that were again counted again.
+    """
+
+    choice: Choice
+    outcome: Outcome
+    evaluated: int
+
+
+class _Spent(Exception):
+    """The budget is."""
+
+
+def search(
+    problem: Problem,
+    seconds: float = 2.0,
+    evaluations: int | None = None,
+    seed: int = 0,
+    starts: Sequence[Choice] = (),
+) -> Found:
+    """The best choice that can be found in so much time.
+
+    Args:
+        problem: what is placed.
+        seconds: how long to search.
+        evaluations: how many choices to look at instead; equal numbers and seeds find equal choices.
+        seed: of the random changes.
+        starts: choices to begin with, beside the plain ones.
+
+    Ctrl-C ends the search early, with the best so far.
+    """
+    found = _Search(problem, seconds, evaluations, seed)
+    try:
+        found.run(starts)
+    except (_Spent, KeyboardInterrupt):
+        pass
+    return Found(found.best, found.outcomes(found.best), found.tries)
+
+
+class _Search:
+    """One search.
+
+    Attributes:
+        best: so far.
+        least: by how much it exceeds limits, and what it costs.
+        tries: how many choices were looked at.
+    """
+
+    def __init__(self, problem: Problem, seconds: float, evaluations: int | None, seed: int) -> None:
+        self.problem, self.outcomes = problem, Outcomes(problem)
+        self.random = random.Random(seed)
+        self.seconds, self.evaluations, self.begun = seconds, evaluations, time.perf_counter()
+        self.tries = 0
+        self.best = problem.now()
+        self.base = max(self.outcomes(self.best).seconds, 1e-12)
+        self.least = self.outcomes(self.best).over, self.cost(self.best)
+
+    def spent(self) -> float:
+        """The part of the budget that is spent."""
+        if self.evaluations is not None:
+            return self.tries / max(self.evaluations, 1)
+        return (time.perf_counter() - self.begun) / max(self.seconds, 1e-9)
+
+    def cost(self, choice: Choice) -> float:
+        """What a choice costs, in steps of the problem as it is."""
+        outcome = self.outcomes(choice)
+        moved = sum(
+            (device != group.now) + (stored != KEEP)
+            for group, device, stored in zip(self.problem.groups, *choice, strict=True)
+        )
+        over = _OVER * outcome.over + _EXCEEDS if outcome.over else 0.0
+        return outcome.seconds / self.base + over + _MOVED * moved / (2 * len(choice.devices))
+
+    def tried(self, choice: Choice) -> float:
+        """What a choice costs; the best is kept.
+
+        Raises:
+            _Spent: there is no budget left.
+        """
+        if self.spent() >= 1:
+            raise _Spent
+        self.tries += 1
+        cost = self.cost(choice)
+        found = self.outcomes(choice).over, cost
+        if found < self.least:
+            self.best, self.least = choice, found
+        return cost
+
+    def run(self, starts: Sequence[Choice]) -> None:
+        for choice in starts:
+            self.tried(self.allowed(choice))
+        for choice in self.plain():
+            self.tried(choice)
+        begin = self.spent()
+        for number in range(_ROUNDS):
+            until = begin + (_POLISHED - begin) * (number + 1) / _ROUNDS
+            self.anneal(max(self.spent(), begin), until, _HOTTEST / 3**number)
+            self.polish()
+
+    def allowed(self, choice: Choice) -> Choice:
+        """A choice with groups where they may be."""
+        groups = self.problem.groups
+        devices = [d if d in g.devices else g.devices[0] for g, d in zip(groups, choice.devices, strict=True)]
+        stored = [
+            s if s in g.stored and s != d else KEEP for g, s, d in zip(groups, choice.stored, devices, strict=True)
+        ]
+        return Choice(tuple(devices), tuple(stored))
+
+    def plain(self) -> Iterator[Choice]:
+        """What to begin with."""
+        now, groups = self.problem.now(), self.problem.groups
+        count, devices = len(groups), sorted({d for group in groups for d in group.devices})
+        placed = [self.allowed(now)]
+        for device in devices:
+            for other in devices:
+                if device != other:
+                    placed += [
+                        self.allowed(Choice((device,) * i + (other,) * (count - i), now.stored))
+                        for i in range(1, count)
+                    ]
+        placed += [self.allowed(Choice(spread, now.stored)) for spread in self.spreads(devices)]
+        yield from placed
+        options = dict.fromkeys(stored for group in groups for stored in group.stored if stored != KEEP)
+        ranked = sorted(dict.fromkeys(placed), key=self.cost)
+        for choice in (placed[0], *ranked[:2]):
+            for stored in options:
+                yield self.allowed(choice._replace(stored=(stored,) * count))
+
+    def spreads(self, devices: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """Contiguous parts over all devices, filled one after the other to equal shares of bytes or of seconds."""
+        problem = self.problem
+        nbytes = [float(group.state) for group in problem.groups]
+        spent = [0.0] * len(nbytes)
+        for value in problem.values:
+            if value.counted and value.parks:
+                nbytes[value.group] += value.nbytes
+        for task in problem.tasks:
+            spent[task.group] += task.seconds[0]
+        for weights in (nbytes, spent):
+            total = sum(weights) or 1.0
+            for used in range(2, len(devices) + 1):
+                for tilt in (0.0, -0.3, 0.3):
+                    begun, row = 0.0, []
+                    for weight in weights:
+                        part = min(max((begun + weight / 2) / total, 0.0), 1.0)
+                        row.append(devices[min(int(part ** (1 + tilt) * used), used - 1)])
+                        begun += weight
+                    yield tuple(row)
+
+    def anneal(self, begin: float, until: float, hottest: float) -> None:
+        """Change at random, and take what is worse less and less often."""
+        now, cost = self.best, self.cost(self.best)
+        while (spent := self.spent()) < until:
+            part = (spent - begin) / max(until - begin, 1e-9)
+            warm = hottest * (_COLDEST / hottest) ** part
+            choice = self.changed(now)
+            if choice == now:
+                continue
+            new = self.tried(choice)
+            if new <= cost or self.random.random() < math.exp((cost - new) / warm):
+                now, cost = choice, new
+
+    def changed(self, choice: Choice) -> Choice:
+        """A choice with one or some neighbouring groups changed."""
+        draw, groups = self.random, self.problem.groups
+        devices, stored = list(choice.devices), list(choice.stored)
+        first = self.crowded(choice) if draw.random() < 0.5 else draw.randrange(len(groups))
+        size = 1 if draw.random() < 0.6 else draw.randint(2, max(2, len(groups) // 4))
+        kind = draw.random()
+        if kind < 0.15:
+            other = draw.randrange(len(groups))
+            stored[first], stored[other] = stored[other], stored[first]
+            if draw.random() < 0.3:
+                devices[first], devices[other] = devices[other], devices[first]
+        elif kind < 0.4:
+            self.move_boundary(devices, first)
+        elif kind < 0.6:
+            device = draw.choice(groups[first].devices)
+            for i in range(first, min(first + size, len(groups))):
+                devices[i] = device
+        else:
+            option = draw.choice(groups[first].stored)
+            for i in range(first, min(first + size, len(groups))):
+                stored[i] = option
+        return self.allowed(Choice(tuple(devices), tuple(stored)))
+
+    def move_boundary(self, devices: list[int], near: int) -> None:
+        """Let a group go where its neighbour is, at the next boundary."""
+        count = len(devices)
+        for i in (*range(near, count - 1), *range(near)):
+            if i + 1 < count and devices[i] != devices[i + 1]:
+                if self.random.random() < 0.5:
+                    devices[i] = devices[i + 1]
+                else:
+                    devices[i + 1] = devices[i]
+                return
+
+    def crowded(self, choice: Choice) -> int:
+        """A group on the device that is nearest to its limit, or farthest over it."""
+        limits, peaks = self.problem.limits, self.outcomes(choice).peaks
+        full = {d: peak / limit for d, (limit, peak) in enumerate(zip(limits, peaks, strict=True)) if limit}
+        if full:
+            worst = max(full, key=full.__getitem__)
+            there = [i for i, device in enumerate(choice.devices) if device == worst]
+            if there:
+                return self.random.choice(there)
+        return self.random.randrange(len(choice.devices))
+
+    def polish(self) -> None:
+        """Try each group everywhere, until no change of one helps."""
+        groups = self.problem.groups
+        better = True
+        while better:
+            better = False
+            for i, group in enumerate(groups):
+                for device in group.devices:
+                    for stored in dict.fromkeys((KEEP, self.best.stored[i], *group.stored)):
+                        if stored == device or (device == self.best.devices[i] and stored == self.best.stored[i]):
+                            continue
+                        if device != self.best.devices[i] and stored not in (KEEP, self.best.stored[i], AGAIN):
+                            continue
+                        before = self.least
+                        changed = Choice(
+                            (*self.best.devices[:i], device, *self.best.devices[i + 1 :]),
+                            (*self.best.stored[:i], stored, *self.best.stored[i + 1 :]),
+                        )
+                        self.tried(self.allowed(changed))
+                        better |= self.least < before
