@@ -27,10 +27,11 @@ from graphir.analysis.memory import memory
 from graphir.errors import PassError, PipelineWarning, nearest
 from graphir.ir.net import Net
 from graphir.ir.program import Program
-from graphir.ir.text import nbytes_of, nbytes_text
+from graphir.ir.text import nbytes_text
 
 from .base import Pass, Placed, build, register
 from .emit import instructed
+from .limits import Bytes
 from .list_schedule import RANKS, Rules, Schedule, list_schedule
 from .micro_work import FORWARD, Work, micro_batches_of, work_of
 from .pipeline_needs import Needs, comes_back, most_in_flight, needs_of
@@ -49,13 +50,6 @@ _MORE: Final = 2
 _WORTHWHILE: Final = 0.97
 """Where a forward comes back to a device, it waits there for others: up to so many more micro-batches are let in, each
 if the step becomes shorter than this share."""
-
-
-def _nbytes(given: Any) -> int:
-    nbytes = nbytes_of(given) if isinstance(given, str) else given
-    if type(nbytes) is not int or nbytes < 1:
-        raise ValueError(f"{given!r} is no number of bytes; write 24000000 or '24 MiB'")
-    return nbytes
 
 
 def _known_schedule(given: Any) -> Any:
@@ -78,7 +72,7 @@ class PipelineSchedule(Pass):
     name: ClassVar[str] = "pipeline"
 
     schedule: Annotated[Schedules, BeforeValidator(_known_schedule)] = "zero_bubble"
-    limits: dict[Placed, Annotated[int, BeforeValidator(_nbytes)]] | None = None
+    limits: dict[Placed, Bytes] | None = None
     in_flight: Annotated[int | None, BeforeValidator(_at_least_one)] = None
 
     def recorded(self, program: Program) -> Program:

@@ -1,0 +1,394 @@
+"""Choose what to move, park and recompute, so that every device keeps within its limit and a step takes least.
+
+::
+
+    balanced = passes.balance(program, {"gpu:0": "3.3 GiB", "gpu:1": "3.3 GiB"})
+    print(balanced)             peaks, busy seconds and bytes over links before and after; the gap to the bound
+    balanced.pipeline           shift_modules{modules={layer1: gpu:1}} | park{what=[layer2], to=gpu:1}
+    balanced.program            placed, for inject_copies and emit
+
+The step is seen as a few dozen groups of modules (:mod:`.choice`). A local search over placements of these simulates
+each in time and memory; what it finds is emitted, and where the plan holds more than the groups said, the search goes
+on with that in mind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
+
+from pydantic import BeforeValidator, NonNegativeFloat, PositiveInt
+
+from graphir.analysis.estimate import Estimate, estimated
+from graphir.analysis.execution import STREAMS, THREADS
+from graphir.analysis.memory import memory
+from graphir.analysis.profiles import Profile
+from graphir.analysis.topology import Topology
+from graphir.errors import GraphirError, PassError
+from graphir.ir.device import Device
+from graphir.ir.program import Program
+from graphir.ir.text import nbytes_text
+
+from .base import Pass, Pipeline, Placed, as_gpu, build, register
+from .choice.bound import lower_bound
+from .choice.groups import Grouped, Wanted, grouped
+from .choice.moves import passes_of
+from .choice.outcome import Outcome, Outcomes
+from .choice.problem import AGAIN, KEEP, Choice, Problem
+from .choice.report import Balanced, DeviceUse, GroupPlace, LinkBytes
+from .choice.search import Found, search
+from .copies import InjectCopies
+from .emit import instructed
+from .limits import Bytes
+from .module_patterns import claims
+from .saved import require_captured
+
+__all__ = ["Balance", "balance"]
+
+Option: TypeAlias = Literal["shift", "park", "recompute"]
+
+_MOST_EMITTED: Final = 20_000
+"""Operators of a program above which peaks and seconds are not those of an emitted plan: it would take longer than the
+search."""
+
+_ATTEMPTS: Final = 4
+"""How often the search goes on where a plan holds more than the groups said."""
+
+
+def _topology(given: Any) -> Any:
+    return Topology.named(given) if isinstance(given, str) else given
+
+
+@register
+class Balance(Pass):
+    """See :func:`balance`. In a pipeline it stands for the passes that it chooses, which the history has."""
+
+    name: ClassVar[str] = "balance"
+
+    limits: dict[Placed, Bytes]
+    topology: Annotated[Topology | None, BeforeValidator(_topology)] = None
+    options: tuple[Option, ...] = ("shift", "park", "recompute")
+    devices: tuple[Placed, ...] = ()
+    pin: dict[str, Placed] = {}  # noqa: RUF012
+    whole: tuple[str, ...] = ()
+    seconds: NonNegativeFloat = 2.0
+    evaluations: PositiveInt | None = None
+    seed: int = 0
+
+    def recorded(self, program: Program) -> Program:
+        return self.balanced(program).program
+
+    def balanced(self, program: Program, profile: Profile | None = None, threads: int = 1) -> Balanced:
+        """The placement, with what led to it."""
+        require_captured(program, self.name)
+        if any(op.by == InjectCopies.name for op in program.step.ops):
+            raise PassError(
+                f"program {program.name!r} has the copies of a placement already", fix="balance before inject_copies"
+            )
+        return _Balancing(self, program, profile, threads).run()
+
+
+def balance(
+    program: Program,
+    limits: Mapping[str | int, int | str],
+    *,
+    topology: Topology | str | None = None,
+    options: Sequence[Option] = ("shift", "park", "recompute"),
+    devices: Sequence[str | int] = (),
+    pin: Mapping[str, str | int] | None = None,
+    whole: Sequence[str] = (),
+    seconds: float = 2.0,
+    evaluations: int | None = None,
+    seed: int = 0,
+    profile: Profile | None = None,
+    threads: int = 1,
+) -> Balanced:
+    """Find the placement that keeps within limits and whose step is shortest.
+
+    Modules move to devices that are named in *limits* or *devices*; saved activations are parked there or on the host,
+    or computed again. It goes after :func:`replicate` and before :func:`inject_copies`. Limits are of what a plan holds,
+    :func:`graphir.memory`'s peak. What an allocator rounds up and libraries take for themselves (a CUDA context, some
+    500 MB; cuBLAS, 32 MiB a stream) comes on top, so leave room for it.
+
+    Args:
+        program: captured, replicated or sharded.
+        limits: by device, the most that it may hold, in bytes or as text: ``{"gpu:0": "3.3 GiB"}``.
+        topology: how fast devices and links are: a topology, or the name of one; ``h200x8`` by default. A device that
+            has no limit may hold as much as the topology says.
+        options: what may be done.
+        devices: that may be used beside those in *limits*.
+        pin: by pattern of modules, the device where they have to be, as Accelerate's ``device_map`` has it, too.
+        whole: patterns of modules that are not taken apart.
+        seconds: how long to search.
+        evaluations: how many placements to look at instead: equal numbers and seeds give equal programs.
+        seed: of the search's random changes.
+        profile: what :func:`graphir.profile` measured on that machine; shapes alone by default.
+        threads: how many threads one kernel uses, as the profile has it.
+
+    Raises:
+        PassError: no placement that keeps within the limits is found; it says what is missing where, and limits that
+            work. Or a device is unknown, limits are none, a link is missing, or a pattern names no module. Nothing has
+            changed then.
+    """
+    given = build(
+        Balance,
+        limits=limits,
+        topology=topology,
+        options=options,
+        devices=devices,
+        pin={pattern: _pinned(device) for pattern, device in (pin or {}).items()},
+        whole=whole,
+        seconds=seconds,
+        evaluations=evaluations,
+        seed=seed,
+    )
+    return given.balanced(program, profile, threads)
+
+
+def _pinned(device: Any) -> Any:
+    """A device as Accelerate's maps have it, too: ``disk`` is none of ours."""
+    return "cpu" if device == "disk" else device
+
+
+class _Balancing:
+    """One search and what it needs.
+
+    Attributes:
+        topology: where the program would run.
+        grouped: the problem.
+    """
+
+    def __init__(self, options: Balance, program: Program, profile: Profile | None, threads: int) -> None:
+        self.options, self.program, self.profile, self.threads = options, program, profile, threads
+        self.topology = options.topology or Topology.named("h200x8")
+        self.names = list(dict.fromkeys(map(Device.parse, (*options.limits, *options.devices))))
+        self.refuse()
+        limits = {Device.parse(device): nbytes for device, nbytes in options.limits.items()}
+        for device in {*self.names, *[d for d in program.devices if not d.is_host]} - limits.keys():
+            room = self.topology.speed(device).memory
+            if room is not None:
+                limits[device] = room
+        self.limits = limits
+        self.wanted = Wanted(
+            limits, tuple(d for d in self.names if not d.is_host), options.options, self.pins(), self.wholes(), {}
+        )
+        self.grouped = grouped(program, self.wanted, self.topology, profile, threads)
+        self.emits = len(program.step.ops) <= _MOST_EMITTED
+
+    def refuse(self) -> None:
+        """Refuse devices and links that are not there.
+
+        Raises:
+            PassError: one is not.
+        """
+        if not self.options.limits:
+            raise PassError("balance: limits names no device", fix="give the most that a device may hold, as {'gpu:0': '3.3 GiB'}")
+        used = [device for device in self.program.devices if not device.is_host]
+        try:
+            for device in (*used, *self.names):
+                self.topology.speed(device)
+            if "shift" in self.options.options:
+                for source in dict.fromkeys([*used, *self.names]):
+                    for target in self.names:
+                        if source != target and not (source.is_host or target.is_host):
+                            self.topology.link(source, target)
+                            self.topology.link(target, source)
+        except GraphirError as e:
+            raise PassError(f"balance: {e.what}", fix=e.fix) from None
+
+    def pins(self) -> dict[str, Device]:
+        """By module, the device where it has to be."""
+        if "" in self.options.pin:
+            whole = Device.parse(self.options.pin[""])
+            return dict.fromkeys([op.module for op in self.program.step.ops], whole)
+        claimed = claims(self.program, self.options.pin)
+        found = {module: Device.parse(self.options.pin[pattern]) for module, pattern in claimed.items()}
+        usable = {*self.names, *self.program.devices}
+        for device in found.values():
+            if device not in usable or device.is_host:
+                named = next(pattern for pattern, d in self.options.pin.items() if Device.parse(d) == device)
+                raise PassError(
+                    f"balance: {named!r} is pinned to {device}, which no limit names",
+                    fix="pin modules to gpus, and add the device to limits or devices",
+                )
+        return found
+
+    def wholes(self) -> dict[str, str]:
+        """By module, which module of a pattern's it is in."""
+        claimed = claims(self.program, self.options.whole)
+        tops = [m for m in claimed if not any(m.startswith(f"{other}.") for other in claimed)]
+        return {m: next(top for top in tops if m == top or m.startswith(f"{top}.")) for m in claimed}
+
+    def run(self) -> Balanced:
+        options, problem = self.options, self.grouped.problem
+        found = search(problem, options.seconds, options.evaluations, options.seed)
+        after: Estimate | None = None
+        for _ in range(_ATTEMPTS):
+            placed = self.placed(found.choice)
+            if not self.emits:
+                break
+            after, peaks = self.emitted(placed)
+            excess = [
+                max(peaks.get(name, 0) - predicted, 0) if limit is not None and peaks.get(name, 0) > limit else 0
+                for name, predicted, limit in zip(problem.devices, found.outcome.peaks, problem.limits, strict=True)
+            ]
+            if found.outcome.over or not any(excess):
+                break
+            problem = self.tightened(problem, excess)
+            evaluations = None if options.evaluations is None else max(options.evaluations // 2, 1)
+            found = search(problem, options.seconds / 2, evaluations, options.seed, [found.choice])
+        if found.outcome.over:
+            raise self.infeasible(found.outcome)
+        return self.report(problem, found, placed, after)
+
+    def tightened(self, problem: Problem, excess: Sequence[int]) -> Problem:
+        """The problem with devices that hold more than the groups say."""
+        held = tuple([h + more for h, more in zip(problem.held, excess, strict=True)])
+        return Problem(
+            problem.devices,
+            problem.limits,
+            held,
+            problem.latency,
+            problem.pace,
+            problem.groups,
+            problem.tasks,
+            problem.values,
+        )
+
+    def placed(self, choice: Choice) -> Program:
+        """The program with a choice made."""
+        found = self.program
+        for step in passes_of(self.program, self.grouped, choice):
+            found = step.recorded(found)
+        return found
+
+    def emitted(self, program: Program) -> tuple[Estimate, dict[str, int]]:
+        """The estimate of a program's plan, and the peaks of its devices."""
+        plan = instructed(InjectCopies().recorded(program))
+        execution = STREAMS if self.topology.host is None else THREADS
+        dims = plan.dims
+        peaks = memory(plan, threads=self.threads, profile=self.profile).peak
+        found = estimated(plan, self.topology, execution, dims, self.profile, self.threads)
+        return found, {str(device): nbytes for device, nbytes in peaks.items()}
+
+    def infeasible(self, outcome: Outcome) -> PassError:
+        """The error that says what is missing."""
+        problem = self.grouped.problem
+        missing, needed = [], {}
+        for name, limit, peak in zip(problem.devices, problem.limits, outcome.peaks, strict=True):
+            if limit is not None:
+                needed[name] = nbytes_text(max(peak, 1))
+                if peak > limit:
+                    missing.append(f"{name} lacks {nbytes_text(peak - limit)} of {nbytes_text(peak)}")
+        least = ", ".join(f"{name!r}: {text!r}" for name, text in needed.items())
+        return PassError(
+            f"balance: no placement within the limits was found: {'; '.join(missing)}",
+            fix=f"what was found works with limits={{{least}}}; give more, add devices, allow more options"
+            + (", or pin less" if self.options.pin else ""),
+        )
+
+    def report(self, problem: Problem, found: Found, placed: Program, after: Estimate | None) -> Balanced:
+        """The placement before and after."""
+        outcomes = Outcomes(problem)
+        now, then = outcomes(problem.now()), found.outcome
+        before: Estimate | None = None
+        peaks = dict(zip(problem.devices, now.peaks, strict=True)), dict(zip(problem.devices, then.peaks, strict=True))
+        if after is not None:
+            before, old = self.emitted(self.program)
+            _, new = self.emitted(placed)
+            peaks = old, new
+        devices = [name for name in problem.devices if peaks[0].get(name) or peaks[1].get(name)]
+        numbers = {name: i for i, name in enumerate(problem.devices)}
+        uses = tuple(
+            [
+                DeviceUse(
+                    name,
+                    problem.limits[numbers[name]],
+                    peaks[0].get(name, 0),
+                    peaks[1].get(name, 0),
+                    now.busy[numbers[name]],
+                    then.busy[numbers[name]],
+                )
+                for name in devices
+            ]
+        )
+        pairs = dict.fromkeys([*now.crossing, *then.crossing])
+        links = tuple(
+            [
+                LinkBytes(problem.devices[a], problem.devices[b], now.crossing.get((a, b), 0), then.crossing.get((a, b), 0))
+                for a, b in pairs
+            ]
+        )
+        text = " | ".join(placed.history[len(self.program.history) :])
+        if text:
+            Pipeline(text)  # what is printed can be read back
+        return Balanced(
+            program=placed,
+            pipeline=text,
+            devices=uses,
+            links=links,
+            before=now.seconds if before is None else before.seconds,
+            after=then.seconds if after is None else after.seconds,
+            bound=lower_bound(problem).seconds,
+            exact=after is not None,
+            groups=tuple(_places(problem, outcomes, found.choice)),
+            evaluated=found.evaluated,
+            device_map=_device_map(self.grouped, found.choice),
+        )
+
+
+def _places(problem: Problem, outcomes: Outcomes, choice: Choice) -> list[GroupPlace]:
+    """Where each group is, and what the next best would have cost."""
+    here = outcomes(choice)
+    found = []
+    for i, group in enumerate(problem.groups):
+        others: list[tuple[float, float, str, Outcome]] = []
+        for device in group.devices:
+            for stored in dict.fromkeys((choice.stored[i], *group.stored)):
+                if (device, stored) != (choice.devices[i], choice.stored[i]) and stored != device:
+                    changed = Choice(
+                        (*choice.devices[:i], device, *choice.devices[i + 1 :]),
+                        (*choice.stored[:i], stored, *choice.stored[i + 1 :]),
+                    )
+                    outcome = outcomes(changed)
+                    others.append((outcome.over, outcome.seconds, _described(problem, device, stored), outcome))
+        best = min(others, key=lambda other: other[:2], default=None)
+        over, excess = "", 0
+        if best is not None:
+            for name, limit, peak in zip(problem.devices, problem.limits, best[3].peaks, strict=True):
+                if limit is not None and peak - limit > excess:
+                    over, excess = name, peak - limit
+        device, stored = choice.devices[i], choice.stored[i]
+        found.append(
+            GroupPlace(
+                modules=group.name,
+                device=problem.devices[device],
+                saved=_stored(problem, stored),
+                moved=device != group.now or stored != KEEP,
+                otherwise="" if best is None else best[2],
+                seconds=0.0 if best is None else best[1] - here.seconds,
+                over=over,
+                excess=excess,
+            )
+        )
+    return found
+
+
+def _stored(problem: Problem, stored: int) -> str:
+    if stored == KEEP:
+        return "kept"
+    return "recomputed" if stored == AGAIN else f"parked on {problem.devices[stored]}"
+
+
+def _described(problem: Problem, device: int, stored: int) -> str:
+    return f"on {problem.devices[device]}, {_stored(problem, stored)}"
+
+
+def _device_map(grouped: Grouped, choice: Choice) -> dict[str, int | str]:
+    """By module, the number of its gpu; of a replicated program, where the first replica has it."""
+    found: dict[str, int | str] = {}
+    for units, device in zip(grouped.units, choice.devices, strict=True):
+        name = Device.parse(grouped.problem.devices[device])
+        for _, module in units:
+            found.setdefault(module, "cpu" if name.is_host else as_gpu(name))
+    return found

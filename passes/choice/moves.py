@@ -1,0 +1,107 @@
+"""From a choice to the passes that make it: ``shift_modules``, then ``recompute``, then ``park``.
+
+Whole containers are named where everything in them goes one way, so that the passes read as one would write them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+
+from graphir.ir.device import Device
+from graphir.ir.program import Program
+
+from ..base import Pass, build
+from ..module_patterns import claims, module_paths
+from ..park import Park
+from ..recompute import Recompute
+from ..saved import saved_in, uses_of
+from ..shift_modules import ShiftModules
+from .groups import Grouped
+from .problem import AGAIN, Choice
+
+__all__ = ["passes_of"]
+
+
+def passes_of(program: Program, grouped: Grouped, choice: Choice) -> list[Pass]:
+    """The passes that place a program so; none where everything stays.
+
+    Args:
+        program: that was grouped.
+        grouped: its groups.
+        choice: for these.
+    """
+    names = [Device.parse(name) for name in grouped.problem.devices]
+    found: list[Pass] = []
+    moves = _moves(program, grouped, choice, names)
+    if moves:
+        found.append(build(ShiftModules, modules=moves))
+    storages = [s for group, stored in enumerate(choice.stored) if stored == AGAIN for s in grouped.again[group]]
+    if storages:
+        found.append(build(Recompute, what=storages))
+    parked: dict[int, list[str]] = defaultdict(list)
+    for group, stored in enumerate(choice.stored):
+        if stored >= 0 and stored != choice.devices[group]:
+            parked[stored] += grouped.parks[group]
+    for target, those in parked.items():
+        found.append(build(Park, what=_by_module(program, those), to=str(names[target])))
+    return found
+
+
+def _moves(
+    program: Program, grouped: Grouped, choice: Choice, names: Sequence[Device]
+) -> dict[str, str | dict[str, str]]:
+    """By pattern, where modules go, as :func:`.shift_modules.shift_modules` takes it."""
+    targets: dict[str, dict[Device, Device]] = defaultdict(dict)
+    for units, device in zip(grouped.units, choice.devices, strict=True):
+        for source, module in units:
+            targets[module][source] = names[device]
+    moved = {module: {s: t for s, t in to.items() if s != t} for module, to in targets.items()}
+    found: dict[str, str | dict[str, str]] = {}
+    for path, to in _outermost(targets, {m: tuple(sorted(to.items())) for m, to in moved.items()}):
+        if to and len(program.replicas) == 1 and len(to) == 1:
+            found[path] = str(to[0][1])
+        elif to:
+            found[path] = {str(source): str(target) for source, target in to}
+    return found
+
+
+def _outermost(
+    modules: Iterable[str], going: Mapping[str, tuple[tuple[Device, Device], ...]]
+) -> Iterator[tuple[str, tuple[tuple[Device, Device], ...]]]:
+    """The outermost modules in which all that are placed go the same way, and which one."""
+    inside: dict[str, set[tuple[tuple[Device, Device], ...]]] = defaultdict(set)
+    for module in modules:
+        for path in _upwards(module):
+            inside[path].add(going[module])
+    for module in modules:
+        path = next((path for path in _upwards(module) if len(inside[path]) == 1), module)
+        if inside[path]:
+            yield path, going[module]
+            for other in [other for other in inside if other == path or other.startswith(f"{path}.")]:
+                inside[other] = set()
+
+
+def _upwards(module: str) -> list[str]:
+    """A module and those that it is in, the outermost first; not the model itself."""
+    parts = module.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def _by_module(program: Program, storages: Sequence[str]) -> list[str]:
+    """Names of modules that save just some of these, and of the other storages."""
+    if program.replicas != ("",):
+        return list(storages)
+    uses = uses_of(program.step)
+    saved: Callable[[str], Set[str]] = lambda path: saved_in(program, claims(program, [path]), uses).keys()  # noqa: E731
+    left, found = dict.fromkeys(storages), list[str]()
+    makers = [program.step.ops[uses[storage].made].module for storage in storages]
+    known = module_paths(program).keys() - program.step.blobs.keys()  # what names a blob, too, stands for the blob
+    for path in dict.fromkeys(path for module in makers if module for path in _upwards(module)):
+        if path in known and not any(path == above or path.startswith(f"{above}.") for above in found):
+            inside = saved(path)
+            if inside and inside <= left.keys():
+                found.append(path)
+                for storage in inside:
+                    del left[storage]
+    return [*found, *left]

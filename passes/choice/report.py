@@ -1,0 +1,153 @@
+"""What a balanced placement is, was, and would have cost otherwise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from graphir.analysis.tables import cut, seconds_text, table
+from graphir.ir.program import Program
+from graphir.ir.text import nbytes_text
+
+__all__ = ["Balanced", "DeviceUse", "GroupPlace", "LinkBytes"]
+
+_MOST_GROUPS: Final = 12
+_NAME: Final = 44
+
+
+class DeviceUse(NamedTuple):
+    """A device before and after.
+
+    Attributes:
+        device: its name.
+        limit: the most bytes that it may hold; None: any number.
+        before, after: the most that it holds.
+        busy_before, busy_after: seconds of a step for which it computes.
+    """
+
+    device: str
+    limit: int | None
+    before: int
+    after: int
+    busy_before: float
+    busy_after: float
+
+
+class LinkBytes(NamedTuple):
+    """Bytes of a step that cross from one device to another, before and after."""
+
+    source: str
+    destination: str
+    before: int
+    after: int
+
+
+class GroupPlace(NamedTuple):
+    """Where a group of modules is, and why.
+
+    Attributes:
+        modules: its first and last one.
+        device: where it is.
+        saved: what becomes of what it saves for the backward: ``kept``, ``recomputed``, or ``parked on`` a device.
+        moved: whether any of that is new.
+        otherwise: the next best for this group alone.
+        seconds: how much longer a step would take then.
+        over: the device that would exceed its limit then, and by how many bytes; empty and 0 where none would.
+    """
+
+    modules: str
+    device: str
+    saved: str
+    moved: bool
+    otherwise: str
+    seconds: float
+    over: str
+    excess: int
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """A placement within limits. Prints as tables.
+
+    Attributes:
+        program: placed; it needs :func:`graphir.passes.inject_copies` before it can be emitted.
+        pipeline: the passes that placed it, as text that :class:`graphir.passes.Pipeline` and
+            ``graphir.compile(passes=…)`` take; empty where nothing had to move.
+        devices: each before and after.
+        links: those that something crosses.
+        before, after: predicted seconds of a step.
+        bound: seconds below which no placement within the limits can be, of these groups and options.
+        exact: whether peaks and seconds are those of plans that were emitted for it; else of the groups, which is what
+            programs with very many operators get.
+        groups: in the order of the forward.
+        evaluated: how many placements were looked at.
+        device_map: by module, its device as Accelerate writes it: the number of a gpu, or ``cpu``.
+    """
+
+    program: Program = field(repr=False)
+    pipeline: str
+    devices: tuple[DeviceUse, ...]
+    links: tuple[LinkBytes, ...]
+    before: float
+    after: float
+    bound: float
+    exact: bool
+    groups: tuple[GroupPlace, ...] = field(repr=False)
+    evaluated: int
+    device_map: Mapping[str, int | str] = field(repr=False)
+
+    @property
+    def gap(self) -> float:
+        """By what part of the bound the step is longer."""
+        return self.after / self.bound - 1 if self.bound else 0.0
+
+    def to_json(self) -> str:
+        """All but the program, as JSON text."""
+        lists = {name: [row._asdict() for row in getattr(self, name)] for name in ("devices", "links", "groups")}
+        names = ("pipeline", "before", "after", "bound", "gap", "exact", "evaluated")
+        return json.dumps(
+            {**{name: getattr(self, name) for name in names}, **lists, "device_map": dict(self.device_map)},
+            ensure_ascii=False,
+        )
+
+    def __str__(self) -> str:
+        whence = "of the emitted plan" if self.exact else "reckoned by groups"
+        lines = [
+            f"placement of {cut(self.program.name, _NAME)!r}: {seconds_text(self.after)} a step, "
+            f"{seconds_text(self.before)} before ({whence})"
+        ]
+        rows = [
+            (
+                use.device,
+                "-" if use.limit is None else nbytes_text(use.limit),
+                nbytes_text(use.before),
+                nbytes_text(use.after),
+                seconds_text(use.busy_before),
+                seconds_text(use.busy_after),
+            )
+            for use in self.devices
+        ]
+        lines += table(("device", "limit", "peak before", "peak after", "busy before", "busy after"), rows)
+        links = [
+            (f"{link.source} -> {link.destination}", nbytes_text(link.before), nbytes_text(link.after))
+            for link in self.links
+        ]
+        lines += table(("link", "bytes before", "bytes after"), links)
+        lines.append(f"  at least {seconds_text(self.bound)} within these limits: the gap is {self.gap:.1%}")
+        lines += self._groups()
+        lines.append(f"  passes: {self.pipeline}" if self.pipeline else "  nothing has to move")
+        return "\n".join(lines)
+
+    def _groups(self) -> list[str]:
+        """What was changed, and what else it could have been; the dearest alternatives first."""
+        moved = [group for group in self.groups if group.moved]
+        moved.sort(key=lambda group: (-bool(group.over), -group.seconds))
+        rows = []
+        for group in moved[:_MOST_GROUPS]:
+            cost = f"{group.over} over by {nbytes_text(group.excess)}" if group.over else f"+{seconds_text(max(group.seconds, 0.0))}"
+            rows.append((cut(group.modules, _NAME), group.device, group.saved, group.otherwise, cost))
+        lines = table(("modules", "on", "saved", "next best", "it would cost"), rows, left=4)
+        more = len(moved) - _MOST_GROUPS
+        return lines + ([f"  and {more} more"] if more > 0 else [])

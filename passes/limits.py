@@ -1,0 +1,22 @@
+"""Bytes that a device may hold, as callers say them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import BeforeValidator
+
+from graphir.ir.text import nbytes_of
+
+__all__ = ["Bytes"]
+
+
+def _nbytes(given: Any) -> int:
+    nbytes = nbytes_of(given) if isinstance(given, str) else given
+    if type(nbytes) is not int or nbytes < 1:
+        raise ValueError(f"{given!r} is no number of bytes; write 24000000 or '24 MiB'")
+    return nbytes
+
+
+Bytes: TypeAlias = Annotated[int, BeforeValidator(_nbytes)]
+"""An option that is a number of bytes: given as such, or as text like ``24 MiB``."""
