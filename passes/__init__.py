@@ -1,11 +1,13 @@
 """What one can do to a program: one pass a file, each a function from program to program.
 
 In the order in which they are usually run: replicate or shard, replication_callback, sync_batch_norm, shift_modules or
-shift_activations, recompute, park, inject_copies, pipeline, share_storage, emit.
+shift_activations, recompute, park (or balance, which chooses these), inject_copies, pipeline, share_storage, emit.
 """
 
 from .activations import find_activations
+from .balance import Balance, balance
 from .base import Gpu, Pass, Pipeline, Run, Timing, build, register
+from .choice.report import Balanced
 from .copies import InjectCopies, inject_caffe2_copies, inject_copies
 from .emit import emit
 from .park import Park, park
@@ -22,6 +24,8 @@ from .storage import ShareStorage, share_storage
 from .sync_batch_norm import SyncBatchNorm, sync_batch_norm
 
 __all__ = [
+    "Balance",
+    "Balanced",
     "Gpu",
     "Halves",
     "InjectCopies",
@@ -40,6 +44,7 @@ __all__ = [
     "ShiftModules",
     "SyncBatchNorm",
     "Timing",
+    "balance",
     "build",
     "emit",
     "find_activations",

@@ -182,7 +182,9 @@ class _Balancing:
             PassError: one is not.
         """
         if not self.options.limits:
-            raise PassError("balance: limits names no device", fix="give the most that a device may hold, as {'gpu:0': '3.3 GiB'}")
+            raise PassError(
+                "balance: limits names no device", fix="give the most that a device may hold, as {'gpu:0': '3.3 GiB'}"
+            )
         used = [device for device in self.program.devices if not device.is_host]
         try:
             for device in (*used, *self.names):
@@ -315,7 +317,9 @@ class _Balancing:
         pairs = dict.fromkeys([*now.crossing, *then.crossing])
         links = tuple(
             [
-                LinkBytes(problem.devices[a], problem.devices[b], now.crossing.get((a, b), 0), then.crossing.get((a, b), 0))
+                LinkBytes(
+                    problem.devices[a], problem.devices[b], now.crossing.get((a, b), 0), then.crossing.get((a, b), 0)
+                )
                 for a, b in pairs
             ]
         )

@@ -13,7 +13,8 @@ Operators keep their program order, except that
 * a storage is freed after its last use.
 
 Updates and frees that depend on a just-issued transfer are delayed: until the transfer's lane has been given another
-one at a later point of the program, or until their own device waits for a transfer anyway::
+one at a later point of the program, or until their own device waits for a transfer anyway; what is parked is freed so
+many operators later as copies are ahead::
 
     gpu:0.compute:  run w2_grad            run w1_grad             run update w2   free w2_grad
     gpu:0.copy_in:              reduce w2_grad         reduce w1_grad
@@ -86,6 +87,7 @@ class _Order:
         together: small copies that are ready and not due, by route.
         places: for each copy, how many operators of its destination are issued before it at the least.
         small: the transfers that may be one of a group.
+        leaving: the storages that :func:`.park.park` copies.
         late: delayed frees, by their device and the number of its operators after which they are delayed no longer.
         point: the number of the current point.
         moved: for each lane, the last point at which it was given a transfer.
@@ -97,6 +99,7 @@ class _Order:
     def __init__(self, net: Net, dims: Dims, found: Hazards, least: int) -> None:
         self.least = least
         self.net, self.dims, self.touched, ops = net, dims, found.touched, net.ops
+        blobs = net.blobs
         self.kinds = [issued_as(op) for op in ops]
         self.soon = _follow_reductions(ops, found.earlier)
         self.plain = [kind == "run" and not soon for kind, soon in zip(self.kinds, self.soon, strict=True)]
@@ -113,6 +116,7 @@ class _Order:
         self.uses.update(_kept(net))
         self.small = {i for i, kind in enumerate(self.kinds) if kind != "run" and self.is_small(i)}
         self.places = self._places()
+        self.leaving = {blobs[op.inputs[0]].storage for op in ops if op.by == "park" and op.type == "Copy"}
         self.late: dict[tuple[Device, int], list[_Task]] = {}
         self.passed: dict[Device, int] = defaultdict(int)
         self.ahead: dict[tuple[Device, int], list[int]] = {}
@@ -296,6 +300,8 @@ class _Order:
         if isinstance(task, str):
             device = self.net.blobs[task].device
             self.late.setdefault((device, self.passed[device] + max(self.least, 1)), []).append(task)
+            if task in self.leaving:  # what is parked comes in a row: each would wait for the one before
+                return
         for at in lanes:
             self.held_by.setdefault(at, []).append(task)
         self.held_on.setdefault(self.device(task), []).append(task)

@@ -18,7 +18,7 @@ When a copy back begins, its place in the program says (:mod:`.trips`).
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import ClassVar, Final, TypeAlias
+from typing import ClassVar, TypeAlias
 
 from pydantic import NonNegativeInt, field_validator
 
@@ -34,16 +34,9 @@ from .base import Gpu, Pass, Placed, build, register
 from .following import filled
 from .saved import Use, choose, require_captured, saved_in, unsaved, uses_of
 from .substitutes import Substitutes, with_operands
-from .trips import Clock, Trip
+from .trips import Clock, Trip, toll
 
 __all__ = ["Park", "park"]
-
-_PEER: Final = 10
-"""Bytes that a gpu's operators touch while one byte crosses to a peer: 4.8 TB/s of memory beside NVLink's 450 GB/s each
-way (H200)."""
-
-_HOST: Final = 80
-"""The same while one byte crosses to or from the host: beside 63 GB/s of PCIe 5.0 x16."""
 
 _Targets: TypeAlias = Callable[[Device], Device | None]
 """Where what is on a device is parked; None if it stays."""
@@ -232,8 +225,7 @@ class _Parking(Substitutes):
                     route.append(Trip(storage, needed, uses[storage].early + 1))
         clocks = {home: Clock(self.net, home, self.dims) for home, _ in trips}
         for (home, to), route in trips.items():
-            cost = _HOST if to.is_host else _PEER
-            sizes = [self.net.blobs[trip.storage].nbytes(self.dims) * cost for trip in route]
+            sizes = [self.net.blobs[trip.storage].nbytes(self.dims) * toll(to) for trip in route]
             for trip, position in clocks[home].latest(route, sizes, ahead):
                 comes.setdefault(position, []).append(trip.storage)
         return leaves, comes, ends

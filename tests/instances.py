@@ -66,7 +66,7 @@ class _Made:
 
     def task(self, group: int, seconds: float, room: int = 0, reads: tuple[str, ...] = ()) -> int:
         """Append a task."""
-        self.tasks.append(Task(group, (seconds,) * (self.given.devices + 1), room))
+        self.tasks.append(Task(group, (seconds,) * (self.given.devices + 1), room, 8, int(seconds * 4.8e12)))
         for name in reads:
             self.reads[name].append(len(self.tasks) - 1)
         return len(self.tasks) - 1

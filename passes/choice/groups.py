@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Final, NamedTuple, TypeAlias
 
-from graphir.analysis.cost import operator_costs
+from graphir.analysis.cost import operator_costs, work
 from graphir.analysis.memory import StorageUse, memory
 from graphir.analysis.profiles import Profile
 from graphir.analysis.topology import Topology
@@ -287,7 +287,7 @@ class _Grouping:
             groups=tuple(groups),
             tasks=tuple(
                 [
-                    Task(run.group, tuple(spent), room, len(run.ops))
+                    Task(run.group, tuple(spent), room, *tasks.counted(run))
                     for run, spent, room in zip(tasks.runs, seconds, tasks.rooms(values), strict=True)
                 ]
             ),
@@ -422,6 +422,12 @@ class _Tasks:
                 by_speed[key] = [cost.seconds for cost in found]
             self.costs[name] = by_speed[key]
         return [[sum(self.costs[name][i] for i in run.ops) for name in names] for run in self.runs]
+
+    def counted(self, run: _Run) -> tuple[int, int]:
+        """How many operators a task is, and the bytes that they touch."""
+        ops = [self.net.ops[i] for i in run.ops]
+        touched = sum(work(op, self.net, self.grouping.dims).nbytes for op in ops if not op.effects.shows)
+        return len(ops), touched
 
     def values(self, groups: int) -> tuple[list[Value], _Found]:
         """What tasks hand on, like values together; and what can be parked and computed again."""

@@ -2,8 +2,8 @@
 
 Copies to a device follow each other, in the order in which what they bring is needed. A value that others read is
 copied once to each device that reads it, and stays there until its last reader; such copies are received in buffers,
-which are there throughout (:mod:`graphir.analysis.buffers`). What is parked comes back as late as it can without being
-waited for, by the clock of what its device computes.
+which are there throughout (:mod:`graphir.analysis.buffers`). What is parked comes back when the clock of :mod:`..trips` says;
+where it leaves, it is freed some operators later, and its device waits then until it has left (:mod:`..order`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from graphir.analysis.simulation import Tasks, simulate
+from graphir.ir.device import Device
 
 from ..order import AHEAD
+from ..trips import Clock, toll
 from .problem import AGAIN, Choice, Problem
 
 __all__ = ["Outcome", "Outcomes"]
-
-_QUEUED = 2
-"""How many times as long as it takes a copy may set out before it is needed, as in :mod:`graphir.passes.trips`."""
 
 
 class Outcome(NamedTuple):
@@ -203,8 +202,11 @@ class _Step:
                 self.needed[read].append(copy)
                 if read in self.again:
                     self.first[read].append(copy)
-        self.holds(home, nbytes, made, leaves)
         out = self.copied(home, away, nbytes, leaves, leaves + 1)
+        freed = self.later(home, leaves)
+        self.holds(home, nbytes, made, freed)
+        if freed + 1 < len(at):
+            self.waits(home, freed + 1, out)
         if there > leaves or not back:
             self.holds(away, nbytes, leaves, there)
             for read in reads[late:]:
@@ -225,11 +227,12 @@ class _Step:
         tasks = self.problem.tasks
         for (away, home), trips in self.trips.items():
             positions = [position for position, device in enumerate(self.at) if device == home]
-            times = list(accumulate([tasks[position].seconds[home] for position in positions], initial=0.0))
-            free = times[-1]
+            times = list(accumulate([tasks[position].touched for position in positions], initial=0))
+            cost = toll(Device.parse(self.problem.devices[away]))
+            free: float = times[-1]
             for needed, leaves, nbytes, copy, (there, last) in sorted(trips, key=lambda trip: -trip[0]):
                 reader = times[bisect_left(positions, needed)]
-                free = max(min(free, reader) - copy.seconds, reader - _QUEUED * copy.seconds)
+                free = Clock.before(free, reader, nbytes * cost)
                 begins = max(bisect_right(times, free) - 1, 0)
                 position = positions[begins] if begins < len(positions) else needed
                 position = max(min(position, needed), leaves + 1)
@@ -240,17 +243,28 @@ class _Step:
     def linger(self) -> None:
         """Hold what the last copy to a device brings there for some more operators at home: it is freed when nobody has
         to wait for that copy, which the next copy on that lane shows, or else so many operators."""
-        tasks = self.problem.tasks
         for _, home, nbytes, end in self.lasting.values():
-            calls, last = 0, end
-            for position in range(end + 1, len(tasks)):
-                if calls >= AHEAD:
-                    break
-                if self.at[position] == home:
-                    calls += tasks[position].calls
-                    last = position
+            last = self.later(home, end)
             if last > end:
                 self.holds(home, nbytes, end, last)
+
+    def later(self, device: int, since: int) -> int:
+        """The task of a device after which :data:`.order.AHEAD` operators of it have come since a task."""
+        calls, last = 0, since
+        for position in range(since + 1, len(self.at)):
+            if calls >= AHEAD:
+                break
+            if self.at[position] == device:
+                calls += self.problem.tasks[position].calls
+                last = position
+        return last
+
+    def waits(self, device: int, since: int, copy: _Copy) -> None:
+        """Let a device's next task wait for a copy."""
+        for position in range(since, len(self.at)):
+            if self.at[position] == device:
+                self.needed[position].append(copy)
+                return
 
     def summed(self) -> Outcome:
         problem, at = self.problem, self.at

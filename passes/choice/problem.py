@@ -59,12 +59,14 @@ class Task(NamedTuple):
         room: bytes that its device holds at most meanwhile, beyond all of those values there that live during the task.
             Less than 0 where some of these are not there at the same time.
         calls: how many operators it is.
+        touched: bytes that these read and write.
     """
 
     group: int
     seconds: tuple[float, ...]
     room: int = 0
     calls: int = 1
+    touched: int = 0
 
 
 class Value(NamedTuple):

@@ -146,7 +146,11 @@ class Balanced:
         moved.sort(key=lambda group: (-bool(group.over), -group.seconds))
         rows = []
         for group in moved[:_MOST_GROUPS]:
-            cost = f"{group.over} over by {nbytes_text(group.excess)}" if group.over else f"+{seconds_text(max(group.seconds, 0.0))}"
+            cost = (
+                f"{group.over} over by {nbytes_text(group.excess)}"
+                if group.over
+                else f"+{seconds_text(max(group.seconds, 0.0))}"
+            )
             rows.append((cut(group.modules, _NAME), group.device, group.saved, group.otherwise, cost))
         lines = table(("modules", "on", "saved", "next best", "it would cost"), rows, left=4)
         more = len(moved) - _MOST_GROUPS
