@@ -15,11 +15,12 @@ on with that in mind.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, TypeAlias
 
 from pydantic import BeforeValidator, NonNegativeFloat, PositiveInt
 
-from graphir.analysis.estimate import Estimate, estimated
+from graphir.analysis.estimate import estimated
 from graphir.analysis.execution import STREAMS, THREADS
 from graphir.analysis.memory import memory
 from graphir.analysis.profiles import Profile
@@ -32,7 +33,7 @@ from graphir.ir.text import nbytes_text
 from .base import Pass, Pipeline, Placed, as_gpu, build, register
 from .choice.bound import lower_bound
 from .choice.groups import Grouped, Wanted, grouped
-from .choice.moves import passes_of
+from .choice.moves import placed
 from .choice.outcome import Outcome, Outcomes
 from .choice.problem import AGAIN, KEEP, Choice, Problem
 from .choice.report import Balanced, DeviceUse, GroupPlace, LinkBytes
@@ -53,6 +54,12 @@ search."""
 
 _ATTEMPTS: Final = 4
 """How often the search goes on where a plan holds more than the groups said."""
+
+_HOPELESS: Final = 0.02
+"""By how much the groups may exceed limits so that plans are worth a look."""
+
+_OTHERS: Final = 2
+"""How many of the next best choices are emitted, too: which is the best in the end, plans say."""
 
 
 def _topology(given: Any) -> Any:
@@ -106,9 +113,9 @@ def balance(
     """Find the placement that keeps within limits and whose step is shortest.
 
     Modules move to devices that are named in *limits* or *devices*; saved activations are parked there or on the host,
-    or computed again. It goes after :func:`replicate` and before :func:`inject_copies`. Limits are of what a plan holds,
-    :func:`graphir.memory`'s peak. What an allocator rounds up and libraries take for themselves (a CUDA context, some
-    500 MB; cuBLAS, 32 MiB a stream) comes on top, so leave room for it.
+    or computed again. It goes after :func:`replicate` and before :func:`inject_copies`. Limits are of what a plan
+    holds, :func:`graphir.memory`'s peak. What an allocator rounds up and libraries take for themselves (a CUDA context,
+    some 500 MB; cuBLAS, 32 MiB a stream) comes on top, so leave room for it.
 
     Args:
         program: captured, replicated or sharded.
@@ -148,6 +155,16 @@ def balance(
 def _pinned(device: Any) -> Any:
     """A device as Accelerate's maps have it, too: ``disk`` is none of ours."""
     return "cpu" if device == "disk" else device
+
+
+class _Emitted(NamedTuple):
+    """A choice that was made, and by device what its plan holds, and the seconds of a step; nothing where it was not
+    emitted."""
+
+    choice: Choice
+    program: Program
+    peaks: Mapping[str, int] = {}
+    seconds: float = 0.0
 
 
 class _Balancing:
@@ -224,81 +241,77 @@ class _Balancing:
     def run(self) -> Balanced:
         options, problem = self.options, self.grouped.problem
         found = search(problem, options.seconds, options.evaluations, options.seed)
-        after: Estimate | None = None
-        for _ in range(_ATTEMPTS):
-            placed = self.placed(found.choice)
-            if not self.emits:
+        if not self.emits:
+            if found.outcome.over:
+                raise self.infeasible(_named(problem, found.outcome.peaks))
+            return self.report(problem, _Emitted(found.choice, placed(self.program, self.grouped, found.choice)), found)
+        nearest: _Emitted | None = None
+        for attempt in range(_ATTEMPTS):
+            tried = [self.emitted(choice) for choice in (found.choice, *found.others[:_OTHERS])]
+            fitting = [one for one in tried if not self.excess(one.peaks)]
+            if fitting:
+                return self.report(problem, min(fitting, key=lambda one: one.seconds), found)
+            nearest = min(
+                [*tried, *([nearest] if nearest else [])], key=lambda one: sum(self.excess(one.peaks).values())
+            )
+            if found.outcome.over > _HOPELESS:
                 break
-            after, peaks = self.emitted(placed)
-            excess = [
-                max(peaks.get(name, 0) - predicted, 0) if limit is not None and peaks.get(name, 0) > limit else 0
-                for name, predicted, limit in zip(problem.devices, found.outcome.peaks, problem.limits, strict=True)
-            ]
-            if found.outcome.over or not any(excess):
-                break
-            problem = self.tightened(problem, excess)
-            evaluations = None if options.evaluations is None else max(options.evaluations // 2, 1)
-            found = search(problem, options.seconds / 2, evaluations, options.seed, [found.choice])
-        if found.outcome.over:
-            raise self.infeasible(found.outcome)
-        return self.report(problem, found, placed, after)
+            problem = self.tightened(problem, tried[0].peaks, found.outcome.peaks)
+            again = (nearest.choice, found.choice, *found.others)
+            found = search(problem, options.seconds, options.evaluations, options.seed + attempt + 1, again)
+        assert nearest is not None
+        raise self.infeasible(nearest.peaks)
 
-    def tightened(self, problem: Problem, excess: Sequence[int]) -> Problem:
+    def excess(self, peaks: Mapping[str, int]) -> dict[str, int]:
+        """By how many bytes devices exceed their limits, those that do."""
+        problem = self.grouped.problem
+        limits = zip(problem.devices, problem.limits, strict=True)
+        found = {name: peaks.get(name, 0) - limit for name, limit in limits if limit is not None}
+        return {name: more for name, more in found.items() if more > 0}
+
+    def tightened(self, problem: Problem, peaks: Mapping[str, int], predicted: Sequence[int]) -> Problem:
         """The problem with devices that hold more than the groups say."""
-        held = tuple([h + more for h, more in zip(problem.held, excess, strict=True)])
-        return Problem(
-            problem.devices,
-            problem.limits,
-            held,
-            problem.latency,
-            problem.pace,
-            problem.groups,
-            problem.tasks,
-            problem.values,
-        )
+        excess = self.excess(peaks)
+        more = [
+            max(peaks.get(name, 0) - expected, 0) if name in excess else 0
+            for name, expected in zip(problem.devices, predicted, strict=True)
+        ]
+        return replace(problem, held=tuple([held + n for held, n in zip(problem.held, more, strict=True)]))
 
-    def placed(self, choice: Choice) -> Program:
-        """The program with a choice made."""
-        found = self.program
-        for step in passes_of(self.program, self.grouped, choice):
-            found = step.recorded(found)
-        return found
-
-    def emitted(self, program: Program) -> tuple[Estimate, dict[str, int]]:
-        """The estimate of a program's plan, and the peaks of its devices."""
+    def emitted(self, choice: Choice) -> _Emitted:
+        """A choice made, and what its plan comes to."""
+        program = placed(self.program, self.grouped, choice)
         plan = instructed(InjectCopies().recorded(program))
         execution = STREAMS if self.topology.host is None else THREADS
-        dims = plan.dims
         peaks = memory(plan, threads=self.threads, profile=self.profile).peak
-        found = estimated(plan, self.topology, execution, dims, self.profile, self.threads)
-        return found, {str(device): nbytes for device, nbytes in peaks.items()}
+        found = estimated(plan, self.topology, execution, plan.dims, self.profile, self.threads)
+        return _Emitted(choice, program, {str(device): n for device, n in peaks.items()}, found.seconds)
 
-    def infeasible(self, outcome: Outcome) -> PassError:
+    def infeasible(self, peaks: Mapping[str, int]) -> PassError:
         """The error that says what is missing."""
         problem = self.grouped.problem
-        missing, needed = [], {}
-        for name, limit, peak in zip(problem.devices, problem.limits, outcome.peaks, strict=True):
-            if limit is not None:
-                needed[name] = nbytes_text(max(peak, 1))
-                if peak > limit:
-                    missing.append(f"{name} lacks {nbytes_text(peak - limit)} of {nbytes_text(peak)}")
-        least = ", ".join(f"{name!r}: {text!r}" for name, text in needed.items())
+        limited = [name for name, limit in zip(problem.devices, problem.limits, strict=True) if limit is not None]
+        missing = [
+            f"{name} lacks {nbytes_text(more)} of {nbytes_text(peaks[name])}"
+            for name, more in self.excess(peaks).items()
+        ]
+        works = ", ".join(f"{name!r}: {max(peaks.get(name, 0), 1)}" for name in limited)
         return PassError(
             f"balance: no placement within the limits was found: {'; '.join(missing)}",
-            fix=f"what was found works with limits={{{least}}}; give more, add devices, allow more options"
+            fix=f"the nearest works with limits={{{works}}}; give more, add devices, allow more options"
             + (", or pin less" if self.options.pin else ""),
         )
 
-    def report(self, problem: Problem, found: Found, placed: Program, after: Estimate | None) -> Balanced:
+    def report(self, problem: Problem, best: _Emitted, found: Found) -> Balanced:
         """The placement before and after."""
         outcomes = Outcomes(problem)
-        now, then = outcomes(problem.now()), found.outcome
-        before: Estimate | None = None
-        peaks = dict(zip(problem.devices, now.peaks, strict=True)), dict(zip(problem.devices, then.peaks, strict=True))
-        if after is not None:
-            before, old = self.emitted(self.program)
-            _, new = self.emitted(placed)
-            peaks = old, new
+        now, then = outcomes(problem.now()), outcomes(best.choice)
+        if best.peaks:
+            before = self.emitted(self.grouped.problem.now())
+            peaks, seconds = (before.peaks, best.peaks), (before.seconds, best.seconds)
+        else:
+            peaks = _named(problem, now.peaks), _named(problem, then.peaks)
+            seconds = now.seconds, then.seconds
         devices = [name for name in problem.devices if peaks[0].get(name) or peaks[1].get(name)]
         numbers = {name: i for i, name in enumerate(problem.devices)}
         uses = tuple(
@@ -323,22 +336,26 @@ class _Balancing:
                 for a, b in pairs
             ]
         )
-        text = " | ".join(placed.history[len(self.program.history) :])
+        text = " | ".join(best.program.history[len(self.program.history) :])
         if text:
             Pipeline(text)  # what is printed can be read back
         return Balanced(
-            program=placed,
+            program=best.program,
             pipeline=text,
             devices=uses,
             links=links,
-            before=now.seconds if before is None else before.seconds,
-            after=then.seconds if after is None else after.seconds,
+            before=seconds[0],
+            after=seconds[1],
             bound=lower_bound(problem).seconds,
-            exact=after is not None,
-            groups=tuple(_places(problem, outcomes, found.choice)),
+            exact=bool(best.peaks),
+            groups=tuple(_places(problem, outcomes, best.choice)),
             evaluated=found.evaluated,
-            device_map=_device_map(self.grouped, found.choice),
+            device_map=_device_map(self.grouped, best.choice),
         )
+
+
+def _named(problem: Problem, figures: Sequence[int]) -> dict[str, int]:
+    return dict(zip(problem.devices, figures, strict=True))
 
 
 def _places(problem: Problem, outcomes: Outcomes, choice: Choice) -> list[GroupPlace]:

@@ -185,41 +185,37 @@ class _Grouping:
     def merge(self, order: Sequence[Unit]) -> tuple[dict[Unit, int], list[list[Unit]]]:
         """The number of each unit's group, and the units of each group: at most so many groups as a search can take.
 
-        Neighbours on one device are merged where the most bytes cross, small ones first; never where a caller wants
-        them on different devices, always where a caller wants them as a whole.
+        Neighbours on one device are merged where the most bytes cross, as long as what they save together is a small
+        part of all; never where a caller wants them on different devices, always where a caller wants them as a whole.
         """
         at = {unit: i for i, unit in enumerate(order)}
-        crossing = self.crossing(at)
-        chains: list[list[Unit]] = []
-        for device in dict.fromkeys(unit[0] for unit in order):
-            chains.append([unit for unit in order if unit[0] == device])
-        groups: list[list[Unit]] = []
+        crossing, saved = self.crossing(at)
+        chains = [[unit for unit in order if unit[0] == d] for d in dict.fromkeys(unit[0] for unit in order)]
         share = max(MOST_GROUPS // len(chains), 2)
+        groups: list[list[Unit]] = []
         for chain in chains:
+            most = 1.5 * sum(saved[at[unit]] for unit in chain) / share
             merged = [[unit] for unit in chain]
+
+            def score(i: int, merged: list[list[Unit]] = merged, most: float = most) -> tuple[bool, float, float]:
+                nbytes = sum(saved[at[unit]] for unit in (*merged[i], *merged[i + 1]))
+                fits = nbytes <= most
+                return fits, crossing[at[merged[i][-1]]] if fits else -nbytes, -nbytes
+
             while len(merged) > 1:
                 pairs = [i for i in range(len(merged) - 1) if self.may_merge(merged[i], merged[i + 1])]
                 whole = [i for i in pairs if self.is_whole(merged[i], merged[i + 1])]
-                if whole:
-                    best = whole[0]
-                elif len(merged) > share and pairs:
-                    best = max(
-                        pairs,
-                        key=lambda i: (
-                            len(merged[i]) + len(merged[i + 1]) <= 2 * len(chain) / share,
-                            crossing[at[merged[i][-1]]],
-                            -len(merged[i]) - len(merged[i + 1]),
-                        ),
-                    )
-                else:
+                if not whole and (len(merged) <= share or not pairs):
                     break
+                best = whole[0] if whole else max(pairs, key=score)
                 merged[best : best + 2] = [merged[best] + merged[best + 1]]
             groups += merged
         return {unit: number for number, group in enumerate(groups) for unit in group}, groups
 
-    def crossing(self, at: Mapping[Unit, int]) -> list[int]:
-        """By unit, in order, the bytes that later units of the forward read of what it and earlier ones make."""
-        change = [0] * (len(at) + 1)
+    def crossing(self, at: Mapping[Unit, int]) -> tuple[list[int], list[int]]:
+        """By unit, in order, the bytes that later units of the forward read of what it and earlier ones make; and the
+        bytes that it saves for the backward."""
+        change, saved = [0] * (len(at) + 1), [0] * len(at)
         last: dict[str, int] = {}
         for i, op in enumerate(self.net.ops):
             unit = self.unit_of_op[i]
@@ -235,7 +231,11 @@ class _Grouping:
                 nbytes = self.net.blobs[storage].nbytes(self.dims)
                 change[at[unit]] += nbytes
                 change[reader] -= nbytes
-        return list(accumulate(change))
+        for storage, use in self.uses.items():
+            unit = self.unit_of_op[use.made] if use.made >= 0 else None
+            if unit is not None and unit in at and use.late >= 0:
+                saved[at[unit]] += self.net.blobs[storage].nbytes(self.dims)
+        return list(accumulate(change)), saved
 
     def may_merge(self, a: Sequence[Unit], b: Sequence[Unit]) -> bool:
         return self.wanted.pins.get(a[0][1]) == self.wanted.pins.get(b[0][1])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from graphir.ir.device import Device
 from graphir.ir.program import Program
 
-from ..base import Pass, build
+from ..base import build
 from ..module_patterns import claims, module_paths
 from ..park import Park
 from ..recompute import Recompute
@@ -20,11 +20,11 @@ from ..shift_modules import ShiftModules
 from .groups import Grouped
 from .problem import AGAIN, Choice
 
-__all__ = ["passes_of"]
+__all__ = ["placed"]
 
 
-def passes_of(program: Program, grouped: Grouped, choice: Choice) -> list[Pass]:
-    """The passes that place a program so; none where everything stays.
+def placed(program: Program, grouped: Grouped, choice: Choice) -> Program:
+    """A program with a choice made; its history has the passes that made it.
 
     Args:
         program: that was grouped.
@@ -32,19 +32,20 @@ def passes_of(program: Program, grouped: Grouped, choice: Choice) -> list[Pass]:
         choice: for these.
     """
     names = [Device.parse(name) for name in grouped.problem.devices]
-    found: list[Pass] = []
-    moves = _moves(program, grouped, choice, names)
-    if moves:
-        found.append(build(ShiftModules, modules=moves))
-    storages = [s for group, stored in enumerate(choice.stored) if stored == AGAIN for s in grouped.again[group]]
-    if storages:
-        found.append(build(Recompute, what=storages))
+    found = program
+    if moves := _moves(program, grouped, choice, names):
+        found = build(ShiftModules, modules=moves).recorded(found)
+    if again := [s for group, stored in enumerate(choice.stored) if stored == AGAIN for s in grouped.again[group]]:
+        found = build(Recompute, what=again).recorded(found)
     parked: dict[int, list[str]] = defaultdict(list)
     for group, stored in enumerate(choice.stored):
         if stored >= 0 and stored != choice.devices[group]:
             parked[stored] += grouped.parks[group]
-    for target, those in parked.items():
-        found.append(build(Park, what=_by_module(program, those), to=str(names[target])))
+    for target, storages in parked.items():
+        there, blobs = names[target], found.step.blobs  # what follows others may be there already
+        away = [storage for storage in storages if blobs[storage].device != there]
+        if away:
+            found = build(Park, what=_by_module(found, away), to=str(there)).recorded(found)
     return found
 
 

@@ -2,8 +2,8 @@
 
 Copies to a device follow each other, in the order in which what they bring is needed. A value that others read is
 copied once to each device that reads it, and stays there until its last reader; such copies are received in buffers,
-which are there throughout (:mod:`graphir.analysis.buffers`). What is parked comes back when the clock of :mod:`..trips` says;
-where it leaves, it is freed some operators later, and its device waits then until it has left (:mod:`..order`).
+which are there throughout (:mod:`graphir.analysis.buffers`). What is parked comes back when the clock of :mod:`..trips`
+says; where it leaves, it is freed some operators later, and its device waits then until it has left (:mod:`..order`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from graphir.ir.device import Device
 
 from ..order import AHEAD
 from ..trips import Clock, toll
-from .problem import AGAIN, Choice, Problem
+from .problem import AGAIN, KEEP, Choice, Problem, Value
 
 __all__ = ["Outcome", "Outcomes"]
 
@@ -51,6 +51,20 @@ class _Copy:
         self.destination, self.seconds, self.after, self.position = destination, seconds, after, -1
 
 
+class _Fact(NamedTuple):
+    """A value, the other groups that touch it, and the last task that does."""
+
+    value: Value
+    others: tuple[int, ...]
+    last: int
+
+
+def _fact(problem: Problem, value: Value) -> _Fact:
+    groups = {problem.tasks[read].group for read in value.reads} | set(value.rebuilds)
+    last = len(problem.tasks) - 1 if value.lasts else max([value.made, *value.reads])
+    return _Fact(value, tuple(sorted(groups - {value.group})), last)
+
+
 class Outcomes:
     """Evaluates choices for one problem.
 
@@ -65,13 +79,14 @@ class Outcomes:
         self.problem = problem
         self.evaluated = 0
         self._known: dict[Choice, Outcome] = {}
+        self._facts = [_fact(problem, value) for value in problem.values]
 
     def __call__(self, choice: Choice) -> Outcome:
         """What a choice comes to."""
         found = self._known.get(choice)
         if found is None:
             self.evaluated += 1
-            found = self._known[choice] = _Step(self.problem, choice).outcome()
+            found = self._known[choice] = _Step(self.problem, choice).outcome(self._facts)
         return found
 
 
@@ -109,54 +124,66 @@ class _Step:
         self.lasting: dict[int, tuple[int, int, int, int]] = {}
         self.trips: dict[tuple[int, int], list[tuple[int, int, int, _Copy, list[int]]]] = defaultdict(list)
 
-    def outcome(self) -> Outcome:
+    def outcome(self, facts: Sequence[_Fact]) -> Outcome:
         """What the choice comes to."""
-        problem, choice = self.problem, self.choice
-        for value in problem.values:
-            home, stored = choice.devices[value.group], choice.stored[value.group]
-            last = len(problem.tasks) - 1 if value.lasts else -1
-            made, reads = value.made, value.reads
-            if value.again and stored == AGAIN:
-                again = problem.groups[value.group].again_at
-                cut = bisect_left(reads, again)
-                self.holds(home, value.nbytes, made, max(made, reads[cut - 1] if cut else -1))
-                self.holds(home, value.nbytes, again, max(again, reads[-1], last))
+        devices, stored = self.choice
+        for value, others, last in facts:
+            group = value.group
+            home, becomes = devices[group], stored[group]
+            if becomes != KEEP and value.again and becomes == AGAIN:
+                self.repeated(value, home, last)
                 continue
-            rebuilt = [group for group in value.rebuilds if choice.stored[group] == AGAIN]
-            if value.parks and stored >= 0 and stored != home and value.late < len(reads):
-                self.parked(value.nbytes, made, reads, value.late, home, stored, rebuilt)
+            rebuilt = [other for other in value.rebuilds if stored[other] == AGAIN] if self.again else []
+            if becomes >= 0 and value.parks and becomes != home and value.late < len(value.reads):
+                self.parked(value.nbytes, value.made, value.reads, value.late, home, becomes, rebuilt)
                 continue
-            end = max(made, last)
-            at, elsewhere = self.at, dict[int, list[int]]()
-            for read in reads:
-                if at[read] != home:
-                    elsewhere.setdefault(at[read], []).append(read)
-                else:
-                    end = max(end, read)
-            for group in rebuilt:
-                read = problem.groups[group].again_at
-                if at[read] == home:
-                    end = max(end, read)
-                else:
-                    elsewhere.setdefault(at[read], []).append(read)
-            for device, readers in elsewhere.items():
-                begin = min(readers)
-                copy = self.copied(home, device, value.nbytes, made, begin)
-                self.receives(device, value.nbytes, begin, max(readers))
-                end = max(end, begin)
-                for read in readers:
-                    self.needed[read].append(copy)
-                    if read in self.again:
-                        self.first[read].append(copy)
-            if value.counted:
-                self.holds(home, value.nbytes, made, end)
-                for device, readers in elsewhere.items():
-                    self.lasting[device] = max(
-                        self.lasting.get(device, (-1, 0, 0, 0)), (min(readers), home, value.nbytes, end)
-                    )
+            for other in others:
+                if devices[other] != home:
+                    self.kept(value, home, rebuilt)
+                    break
+            else:
+                if value.counted:  # most are read where they are, and need no list of readers
+                    live = self.live[home]
+                    live[value.made if value.made > 0 else 0] += value.nbytes
+                    live[last + 1] -= value.nbytes
         self.come_back()
         self.linger()
         return self.summed()
+
+    def repeated(self, value: Value, home: int, last: int) -> None:
+        """A value that is freed, and computed again for those that read it later."""
+        again = self.problem.groups[value.group].again_at
+        cut = bisect_left(value.reads, again)
+        self.holds(home, value.nbytes, value.made, max(value.made, value.reads[cut - 1] if cut else -1))
+        self.holds(home, value.nbytes, again, max(again, last))
+
+    def kept(self, value: Value, home: int, rebuilt: Sequence[int]) -> None:
+        """A value that stays where it is made, with a copy on each other device that reads it."""
+        at, elsewhere = self.at, dict[int, list[int]]()
+        end = len(at) - 1 if value.lasts else value.made
+        for read in (*value.reads, *[self.problem.groups[group].again_at for group in rebuilt]):
+            if at[read] != home:
+                elsewhere.setdefault(at[read], []).append(read)
+            elif read > end:
+                end = read
+        for device, readers in elsewhere.items():
+            begin = min(readers)
+            copy = self.copied(home, device, value.nbytes, value.made, begin)
+            self.receives(device, value.nbytes, begin, max(readers))
+            end = max(end, begin)
+            self.read_by(readers, copy)
+        if value.counted:
+            self.holds(home, value.nbytes, value.made, end)
+            for device, readers in elsewhere.items():
+                found = min(readers), home, value.nbytes, end
+                self.lasting[device] = max(self.lasting.get(device, (-1, 0, 0, 0)), found)
+
+    def read_by(self, readers: Sequence[int], copy: _Copy) -> None:
+        """Let tasks wait for a copy, and what is computed again before them."""
+        for read in readers:
+            self.needed[read].append(copy)
+            if read in self.again:
+                self.first[read].append(copy)
 
     def holds(self, device: int, nbytes: int, first: int, last: int) -> None:
         live = self.live[device]
@@ -198,10 +225,7 @@ class _Step:
         for device, readers in elsewhere.items():
             copy = self.copied(home, device, nbytes, made, min(readers))
             self.receives(device, nbytes, min(readers), max(readers))
-            for read in readers:
-                self.needed[read].append(copy)
-                if read in self.again:
-                    self.first[read].append(copy)
+            self.read_by(readers, copy)
         out = self.copied(home, away, nbytes, leaves, leaves + 1)
         freed = self.later(home, leaves)
         self.holds(home, nbytes, made, freed)
@@ -216,10 +240,7 @@ class _Step:
             needed = min(back)
             copy = _Copy(home, self.problem.crossing(away, home, nbytes), out)
             self.crossing[away, home] += nbytes
-            for read in back:
-                self.needed[read].append(copy)
-                if read in self.again:
-                    self.first[read].append(copy)
+            self.read_by(back, copy)
             self.trips[away, home].append((needed, leaves, nbytes, copy, [there, max(back)]))
 
     def come_back(self) -> None:

@@ -8,10 +8,12 @@ the end each group is tried everywhere, until no change of one group helps.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import time
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 from .outcome import Outcome, Outcomes
@@ -25,6 +27,9 @@ _EXCEEDS: Final = 0.02
 
 _MOVED: Final = 2e-5
 """What it costs to change all groups, in such steps: of equal plans the one that changes least is found."""
+
+_TURN: Final = 1e-4
+"""What it costs, in such steps, that neighbours are on different devices: scattered modules have to be worth it."""
 
 _HOTTEST: Final = 0.02
 _COLDEST: Final = 0.0002
@@ -44,11 +49,13 @@ class Found(NamedTuple):
         choice: the best.
         outcome: what it comes to; where no limits could be kept, the least excess is best.
         evaluated: how many choices were looked at, those that were again counted again.
+        others: the next best ones, where annealing had ended before; the best first.
     """
 
     choice: Choice
     outcome: Outcome
     evaluated: int
+    others: tuple[Choice, ...] = ()
 
 
 class _Spent(Exception):
@@ -74,11 +81,10 @@ def search(
     Ctrl-C ends the search early, with the best so far.
     """
     found = _Search(problem, seconds, evaluations, seed)
-    try:
+    with contextlib.suppress(_Spent, KeyboardInterrupt):
         found.run(starts)
-    except (_Spent, KeyboardInterrupt):
-        pass
-    return Found(found.best, found.outcomes(found.best), found.tries)
+    others = sorted(found.ends - {found.best}, key=found.rank)
+    return Found(found.best, found.outcomes(found.best), found.tries, tuple(others))
 
 
 class _Search:
@@ -88,6 +94,7 @@ class _Search:
         best: so far.
         least: by how much it exceeds limits, and what it costs.
         tries: how many choices were looked at.
+        ends: the best at the end of each round.
     """
 
     def __init__(self, problem: Problem, seconds: float, evaluations: int | None, seed: int) -> None:
@@ -95,9 +102,10 @@ class _Search:
         self.random = random.Random(seed)
         self.seconds, self.evaluations, self.begun = seconds, evaluations, time.perf_counter()
         self.tries = 0
+        self.ends: set[Choice] = set()
         self.best = problem.now()
         self.base = max(self.outcomes(self.best).seconds, 1e-12)
-        self.least = self.outcomes(self.best).over, self.cost(self.best)
+        self.least = self.rank(self.best)
 
     def spent(self) -> float:
         """The part of the budget that is spent."""
@@ -112,8 +120,13 @@ class _Search:
             (device != group.now) + (stored != KEEP)
             for group, device, stored in zip(self.problem.groups, *choice, strict=True)
         )
+        turns = sum(a != b for a, b in pairwise(choice.devices))
         over = _OVER * outcome.over + _EXCEEDS if outcome.over else 0.0
-        return outcome.seconds / self.base + over + _MOVED * moved / (2 * len(choice.devices))
+        return outcome.seconds / self.base + over + _MOVED * moved / (2 * len(choice.devices)) + _TURN * turns
+
+    def rank(self, choice: Choice) -> tuple[float, float]:
+        """By how much a choice exceeds limits, and what it costs."""
+        return self.outcomes(choice).over, self.cost(choice)
 
     def tried(self, choice: Choice) -> float:
         """What a choice costs; the best is kept.
@@ -124,11 +137,10 @@ class _Search:
         if self.spent() >= 1:
             raise _Spent
         self.tries += 1
-        cost = self.cost(choice)
-        found = self.outcomes(choice).over, cost
+        found = self.rank(choice)
         if found < self.least:
             self.best, self.least = choice, found
-        return cost
+        return found[1]
 
     def run(self, starts: Sequence[Choice]) -> None:
         for choice in starts:
@@ -138,7 +150,9 @@ class _Search:
         begin = self.spent()
         for number in range(_ROUNDS):
             until = begin + (_POLISHED - begin) * (number + 1) / _ROUNDS
+            self.ends.add(self.best)
             self.anneal(max(self.spent(), begin), until, _HOTTEST / 3**number)
+            self.ends.add(self.best)
             self.polish()
 
     def allowed(self, choice: Choice) -> Choice:
@@ -163,6 +177,7 @@ class _Search:
                         for i in range(1, count)
                     ]
         placed += [self.allowed(Choice(spread, now.stored)) for spread in self.spreads(devices)]
+        placed += [self.filled(order) for order in (devices, devices[::-1])]
         yield from placed
         options = dict.fromkeys(stored for group in groups for stored in group.stored if stored != KEEP)
         ranked = sorted(dict.fromkeys(placed), key=self.cost)
@@ -191,6 +206,23 @@ class _Search:
                         begun += weight
                     yield tuple(row)
 
+    def filled(self, devices: Sequence[int]) -> Choice:
+        """Contiguous parts, each as large as its device's limit allows; what is left over is on the last device."""
+        count, stored = len(self.problem.groups), self.problem.now().stored
+        row: tuple[int, ...] = ()
+        for device, following in pairwise(devices):
+            limit = self.problem.limits[device]
+            low, high = len(row), count
+            while limit is not None and low < high:
+                middle = (low + high + 1) // 2
+                choice = Choice((*row, *[device] * (middle - len(row)), *[following] * (count - middle)), stored)
+                if self.outcomes(self.allowed(choice)).peaks[device] <= limit:
+                    low = middle
+                else:
+                    high = middle - 1
+            row = (*row, *[device] * ((count if limit is None else low) - len(row)))
+        return self.allowed(Choice((*row, *[devices[-1]] * (count - len(row))), stored))
+
     def anneal(self, begin: float, until: float, hottest: float) -> None:
         """Change at random, and take what is worse less and less often."""
         now, cost = self.best, self.cost(self.best)
@@ -208,25 +240,50 @@ class _Search:
         """A choice with one or some neighbouring groups changed."""
         draw, groups = self.random, self.problem.groups
         devices, stored = list(choice.devices), list(choice.stored)
-        first = self.crowded(choice) if draw.random() < 0.5 else draw.randrange(len(groups))
-        size = 1 if draw.random() < 0.6 else draw.randint(2, max(2, len(groups) // 4))
+        fullest = self.fullness(choice)
+        first = self.crowded(choice, fullest) if draw.random() < 0.5 else draw.randrange(len(groups))
+        size = 1 if draw.random() < 0.6 else draw.randint(2, max(2, len(groups) // 6))
+        some = range(first, min(first + size, len(groups)))
         kind = draw.random()
-        if kind < 0.15:
+        if kind < 0.1:
             other = draw.randrange(len(groups))
             stored[first], stored[other] = stored[other], stored[first]
             if draw.random() < 0.3:
                 devices[first], devices[other] = devices[other], devices[first]
-        elif kind < 0.4:
+        elif kind < 0.35:
             self.move_boundary(devices, first)
         elif kind < 0.6:
-            device = draw.choice(groups[first].devices)
-            for i in range(first, min(first + size, len(groups))):
+            device = self.preferred(groups[first].devices, fullest, [devices[max(first - 1, 0)], devices[some[-1]]])
+            for i in some:
                 devices[i] = device
         else:
-            option = draw.choice(groups[first].stored)
-            for i in range(first, min(first + size, len(groups))):
+            option = self.option(groups[first].stored, fullest)
+            for i in some:
                 stored[i] = option
         return self.allowed(Choice(tuple(devices), tuple(stored)))
+
+    def preferred(self, among: Sequence[int], fullest: Sequence[float], near: Sequence[int] = ()) -> int:
+        """One of some devices: a neighbour's, the emptiest one, or any."""
+        drawn = self.random.random()
+        if near and drawn < 0.5:
+            return self.random.choice(near)
+        if drawn < 0.8:
+            return min(among, key=fullest.__getitem__)
+        return self.random.choice(among)
+
+    def option(self, among: Sequence[int], fullest: Sequence[float]) -> int:
+        """What becomes of what a group saves."""
+        drawn, places = self.random.random(), [option for option in among if option >= 0]
+        if places and drawn < 0.4:
+            return self.preferred(places, fullest)
+        if AGAIN in among and drawn < 0.65:
+            return AGAIN
+        return KEEP
+
+    def fullness(self, choice: Choice) -> list[float]:
+        """How full each device is; what has no limit, as the host, counts as full."""
+        limits, peaks = self.problem.limits, self.outcomes(choice).peaks
+        return [1.0 if limit is None else peak / limit for limit, peak in zip(limits, peaks, strict=True)]
 
     def move_boundary(self, devices: list[int], near: int) -> None:
         """Let a group go where its neighbour is, at the next boundary."""
@@ -239,16 +296,11 @@ class _Search:
                     devices[i + 1] = devices[i]
                 return
 
-    def crowded(self, choice: Choice) -> int:
+    def crowded(self, choice: Choice, fullest: Sequence[float]) -> int:
         """A group on the device that is nearest to its limit, or farthest over it."""
-        limits, peaks = self.problem.limits, self.outcomes(choice).peaks
-        full = {d: peak / limit for d, (limit, peak) in enumerate(zip(limits, peaks, strict=True)) if limit}
-        if full:
-            worst = max(full, key=full.__getitem__)
-            there = [i for i, device in enumerate(choice.devices) if device == worst]
-            if there:
-                return self.random.choice(there)
-        return self.random.randrange(len(choice.devices))
+        worst = max(range(len(fullest)), key=lambda d: (self.problem.limits[d] is not None, fullest[d]))
+        there = [i for i, device in enumerate(choice.devices) if device == worst]
+        return self.random.choice(there) if there else self.random.randrange(len(choice.devices))
 
     def polish(self) -> None:
         """Try each group everywhere, until no change of one helps."""
