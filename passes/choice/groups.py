@@ -35,7 +35,7 @@ __all__ = ["Grouped", "Wanted", "grouped"]
 Unit: TypeAlias = "tuple[Device, str]"
 """A module with parameters, and the device where it is."""
 
-MOST_GROUPS: Final = 64
+MOST_GROUPS: Final = 48
 
 
 class Wanted(NamedTuple):

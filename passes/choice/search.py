@@ -168,16 +168,11 @@ class _Search:
         """What to begin with."""
         now, groups = self.problem.now(), self.problem.groups
         count, devices = len(groups), sorted({d for group in groups for d in group.devices})
-        placed = [self.allowed(now)]
-        for device in devices:
-            for other in devices:
-                if device != other:
-                    placed += [
-                        self.allowed(Choice((device,) * i + (other,) * (count - i), now.stored))
-                        for i in range(1, count)
-                    ]
+        placed = [self.allowed(now), *[self.filled(order) for order in (devices, devices[::-1])]]
         placed += [self.allowed(Choice(spread, now.stored)) for spread in self.spreads(devices)]
-        placed += [self.filled(order) for order in (devices, devices[::-1])]
+        for device, other in pairwise((*devices, devices[0])) if len(devices) > 1 else ():
+            cuts = range(1, count, max(len(devices) - 1, 1))
+            placed += [self.allowed(Choice((device,) * i + (other,) * (count - i), now.stored)) for i in cuts]
         yield from placed
         options = dict.fromkeys(stored for group in groups for stored in group.stored if stored != KEEP)
         ranked = sorted(dict.fromkeys(placed), key=self.cost)
