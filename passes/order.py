@@ -87,7 +87,7 @@ class _Order:
         together: small copies that are ready and not due, by route.
         places: for each copy, how many operators of its destination are issued before it at the least.
         small: the transfers that may be one of a group.
-        leaving: the storages that :func:`.park.park` copies.
+        leaving: the storages that :func:`.park.park` takes away.
         late: delayed frees, by their device and the number of its operators after which they are delayed no longer.
         point: the number of the current point.
         moved: for each lane, the last point at which it was given a transfer.
@@ -116,7 +116,8 @@ class _Order:
         self.uses.update(_kept(net))
         self.small = {i for i, kind in enumerate(self.kinds) if kind != "run" and self.is_small(i)}
         self.places = self._places()
-        self.leaving = {blobs[op.inputs[0]].storage for op in ops if op.by == "park" and op.type == "Copy"}
+        parking = [op for op in ops if op.by == "park" and op.type == "Copy"]
+        self.leaving = {blobs[op.inputs[0]].storage for op in parking} - {op.outputs[0] for op in parking}
         self.late: dict[tuple[Device, int], list[_Task]] = {}
         self.passed: dict[Device, int] = defaultdict(int)
         self.ahead: dict[tuple[Device, int], list[int]] = {}

@@ -23,6 +23,7 @@ from graphir.ir.blob import STATE_ROLES
 from graphir.ir.device import Device
 from graphir.ir.names import base_name
 from graphir.ir.operator import Operator
+from graphir.ir.opset import ACCUMULATES
 from graphir.ir.program import Program
 
 from ..module_patterns import module_paths
@@ -67,10 +68,12 @@ class Grouped:
         units: by group, its units.
         parks: by group, the storages that are parked with it.
         again: by group, those that are computed again with it.
+        of_op: by operator of the forward, its group.
     """
 
     problem: Problem
     units: list[list[Unit]]
+    of_op: dict[int, int]
     parks: list[list[str]] = field(default_factory=list)
     again: list[list[str]] = field(default_factory=list)
 
@@ -105,6 +108,7 @@ class _Grouping:
         state = [base_name(name).rpartition(".")[0] for name in program.interface.module_state]
         containers = {path.rpartition(".")[0] for path in module_paths(program)}
         self.weighted = {path for path in state if path and path not in containers}
+        self.at: dict[Unit, int] = {}
         self.unit_of_op: list[Unit | None] = [None] * len(self.net.ops)
         self.unit_of_state: dict[str, Unit] = {}
 
@@ -115,6 +119,7 @@ class _Grouping:
                 f"no module of program {self.program.name!r} has parameters of its own, so nothing can be moved",
                 fix="give the model's layers as modules",
             )
+        self.at = {unit: i for i, unit in enumerate(order)}
         self.place_rest()
         numbers, units = self.merge(order)
         return self.problem(numbers, units)
@@ -172,6 +177,8 @@ class _Grouping:
                 storage = blobs[op.inputs[source]].storage
                 if storage in self.unit_of_state:
                     return self.unit_of_state[storage]
+        if op.type == ACCUMULATES and (op.device, op.module) in self.at:
+            return op.device, op.module  # the reader's, beside what it adds
         names = [op.of] if op.of else list(op.inputs)
         for name in names:
             storage = blobs[name].storage
@@ -188,7 +195,7 @@ class _Grouping:
         Neighbours on one device are merged where the most bytes cross, as long as what they save together is a small
         part of all; never where a caller wants them on different devices, always where a caller wants them as a whole.
         """
-        at = {unit: i for i, unit in enumerate(order)}
+        at = self.at
         crossing, saved = self.crossing(at)
         chains = [[unit for unit in order if unit[0] == d] for d in dict.fromkeys(unit[0] for unit in order)]
         share = max(MOST_GROUPS // len(chains), 2)
@@ -293,7 +300,8 @@ class _Grouping:
             ),
             values=tuple(values),
         )
-        return Grouped(problem, units, found.parks, found.again)
+        of_op = {i: g for i, g in enumerate(tasks.group_of_op) if g >= 0 and self.net.ops[i].phase == "forward"}
+        return Grouped(problem, units, of_op, found.parks, found.again)
 
     def devices(self) -> list[Device]:
         """The devices that are used or may be."""

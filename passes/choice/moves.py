@@ -7,20 +7,26 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from typing import Final
 
 from graphir.ir.device import Device
 from graphir.ir.program import Program
 
+from ..activations import find_activations
 from ..base import build
 from ..module_patterns import claims, module_paths
 from ..park import Park
 from ..recompute import Recompute
 from ..saved import saved_in, uses_of
+from ..shift import ShiftActivations
 from ..shift_modules import ShiftModules
 from .groups import Grouped
 from .problem import AGAIN, Choice
 
 __all__ = ["placed"]
+
+_SMALL: Final = 0.002
+"""The part of a limit below which it does not matter on which side of a cut a result is."""
 
 
 def placed(program: Program, grouped: Grouped, choice: Choice) -> Program:
@@ -34,7 +40,7 @@ def placed(program: Program, grouped: Grouped, choice: Choice) -> Program:
     names = [Device.parse(name) for name in grouped.problem.devices]
     found = program
     if moves := _moves(program, grouped, choice, names):
-        found = build(ShiftModules, modules=moves).recorded(found)
+        found = _settled(build(ShiftModules, modules=moves).recorded(found), grouped, choice, names)
     if again := [s for group, stored in enumerate(choice.stored) if stored == AGAIN for s in grouped.again[group]]:
         found = build(Recompute, what=again).recorded(found)
     parked: dict[int, list[str]] = defaultdict(list)
@@ -47,6 +53,24 @@ def placed(program: Program, grouped: Grouped, choice: Choice) -> Program:
         if away:
             found = build(Park, what=_by_module(found, away), to=str(there)).recorded(found)
     return found
+
+
+def _settled(program: Program, grouped: Grouped, choice: Choice, names: Sequence[Device]) -> Program:
+    """A program after its modules have moved, with the large results of containers where the choice wants them, and not
+    where the fewest bytes cross."""
+    if program.replicas != ("",):
+        return program
+    known = dict.fromkeys(find_activations(program))
+    wrong: dict[tuple[int, int], list[str]] = defaultdict(list)
+    least = _SMALL * min([limit for limit in grouped.problem.limits if limit is not None], default=0)
+    for i, group in grouped.of_op.items():
+        op, wanted = program.step.ops[i], names[choice.devices[group]]
+        made = next(iter(op.outputs), "")
+        if made in known and op.device != wanted and program.step.blobs[made].nbytes(program.dims) > least:
+            wrong[op.device.index, wanted.index].append(made)
+    for (source, target), activations in wrong.items():
+        program = build(ShiftActivations, activations=activations, shifts={source: target}).recorded(program)
+    return program
 
 
 def _moves(

@@ -96,7 +96,7 @@ class _Step:
     Attributes:
         at: by task, its device.
         live: by device, how the bytes of values that live there change from task to task.
-        received: the same of what copies bring.
+        received: by device, of what copies bring, the first and the last task that reads it, and its bytes.
         copies: by task, the copies that are issued before it.
         needed: by task, the copies that it waits for.
         first: the same of what is computed again before it.
@@ -113,7 +113,7 @@ class _Step:
         chosen = choice.devices
         self.at = [chosen[task.group] for task in problem.tasks]
         self.live = [[0] * (count + 1) for _ in range(devices)]
-        self.received = [[0] * (count + 1) for _ in range(devices)]
+        self.received: list[list[tuple[int, int, int]]] = [[] for _ in range(devices)]
         self.copies: dict[int, list[_Copy]] = defaultdict(list)
         self.needed: dict[int, list[_Copy]] = defaultdict(list)
         self.first: dict[int, list[_Copy]] = defaultdict(list)
@@ -191,9 +191,7 @@ class _Step:
         live[last + 1] -= nbytes
 
     def receives(self, device: int, nbytes: int, first: int, last: int) -> None:
-        received = self.received[device]
-        received[first] += nbytes
-        received[last + 1] -= nbytes
+        self.received[device].append((first, last, nbytes))
 
     def copied(self, source: int, destination: int, nbytes: int, after: _Copy | int, before: int) -> _Copy:
         """A copy that is issued before a task."""
@@ -347,5 +345,21 @@ class _Step:
                 if self.at[position] == device and room > 0:
                     total = sum(self.live[device][: position + 1]) + problem.tasks[position].room
                     most = max(most, total + room)
-            found.append(base + most + max(accumulate(self.received[device])))
+            found.append(base + most + _buffers(self.received[device]))
         return tuple(found)
+
+
+def _buffers(received: list[tuple[int, int, int]]) -> int:
+    """The bytes of the receive buffers that serve copies one after the other, as :mod:`graphir.analysis.buffers` has
+    it."""
+    sizes: list[int] = []
+    until: list[int] = []
+    for first, last, nbytes in sorted(received):
+        idle = [k for k, busy in enumerate(until) if busy < first]
+        if idle:
+            best = min(idle, key=lambda k: (sizes[k] < nbytes, abs(sizes[k] - nbytes)))
+            sizes[best], until[best] = max(sizes[best], nbytes), last
+        else:
+            sizes.append(nbytes)
+            until.append(last)
+    return sum(sizes)
