@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from graphir.passes import balance as balance_of
 from graphir.runtime import check as findings_of
 
 from .analysis.memory import memory
@@ -20,7 +21,7 @@ from .analysis.traffic import traffic as traffic_of
 from .errors import GraphirError
 from .estimate import EXECUTORS
 from .estimate import estimate as estimate_of
-from .ir.files import load, load_stream, to_json
+from .ir.files import load, load_stream, save, to_json
 from .ir.net import Net
 from .ir.plan import Plan
 from .ir.program import Program
@@ -166,6 +167,36 @@ def estimate(
         )
     place = None if topology is None else _topology(topology)
     found = estimate_of(loaded, place, executor=executor, threads=threads)
+    print(found.to_json() if json else found)
+
+
+@app.command(short_help="Place a program so that devices keep within limits, and a step takes least.")
+def balance(
+    file: Annotated[str, typer.Argument(help="The file of a program without copies; - is standard input.")],
+    limit: Annotated[
+        list[str], typer.Option(help="The most that a device may hold, as gpu:0=3.3GiB; once for each device.")
+    ],
+    topology: Annotated[str, typer.Option(help="h200x8, a100x8, cpu, or the file of a topology.")] = "h200x8",
+    seconds: Annotated[float, typer.Option(min=0, help="How long to search.")] = 2.0,
+    evaluations: Annotated[
+        int | None, typer.Option(min=1, help="How many placements to look at instead, so that runs are equal.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to save the placed program.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print all figures and groups as JSON.")] = False,
+) -> None:
+    """Choose what to move, park and recompute; print what it comes to, and the passes that make it."""
+    loaded = _load(file)
+    if not isinstance(loaded, Program):
+        raise GraphirError(f"balance takes a program, not a {type(loaded).__name__.lower()}", where=file)
+    limits: dict[str | int, int | str] = {}
+    for given in limit:
+        device, equals, nbytes = given.partition("=")
+        if not equals:
+            raise GraphirError(f"--limit {given!r} names no bytes", fix="write --limit gpu:0=3.3GiB")
+        limits[device] = int(nbytes) if nbytes.isdecimal() else nbytes
+    found = balance_of(loaded, limits, topology=_topology(topology), seconds=seconds, evaluations=evaluations)
+    if output is not None:
+        save(found.program, output)
     print(found.to_json() if json else found)
 
 

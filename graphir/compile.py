@@ -24,7 +24,7 @@ from typing import Any, Final, NoReturn
 
 import torch
 
-from graphir.passes import Pipeline, Replicate, emit, inject_copies, replicate
+from graphir.passes import Balanced, Pipeline, Replicate, balance, emit, inject_copies, replicate
 from graphir.passes.base import build
 from graphir.runtime import Report, Session
 from graphir.runtime.loop import run_loader
@@ -34,6 +34,8 @@ from .capture.arguments import Arguments, read_arguments
 from .capture.modes import Modes
 from .capture.refusals import refuse_model
 from .errors import CoverageError, PassError, PlacementError, RecaptureWarning, SessionError, counted, nearest
+from .estimate import machine_of, profile_of
+from .ir.device import Device
 from .ir.plan import Plan
 from .ir.program import Program
 
@@ -60,8 +62,11 @@ class Compiled:
         targets: what the loss is given after the model's output.
         batch_dims: as :func:`graphir.capture` takes it: dimensions that are named here need no plans of their own.
         devices: one replica on each, as :func:`graphir.passes.replicate` takes them.
+        limits: by device, the most that a plan may hold there, as ``{"gpu:0": "3.3 GiB", "gpu:1": "3.3 GiB"}``: what
+            :func:`graphir.passes.balance` chooses for this machine, if it has these devices, else for ``h200x8``. Later
+            captures keep modules where they are.
         passes: a pipeline's text, such as ``"share_storage"``, or a function from program to program. It gets the
-            replicated program. Copies that are missing after it are put in.
+            replicated program, within *limits* if there are any. Copies that are missing after it are put in.
         most_plans: how many plans are kept; the one that was not used for longest makes room.
         session: arguments of :class:`graphir.runtime.Session` for every plan's, such as ``{"executor": "reference"}``,
             ``{"check_finite": True}`` or ``{"deadline": 60.0}``.
@@ -73,7 +78,7 @@ class Compiled:
 
     Raises:
         CaptureError: the step can't be captured.
-        PassError: *devices* or *passes* do not fit the program.
+        PassError: *devices*, *limits* or *passes* do not fit the program.
         SessionError: *state* is not that of such a model, or an argument of the session does not fit.
     """
 
@@ -86,6 +91,7 @@ class Compiled:
         targets: Sequence[Any] = (),
         batch_dims: Any = None,
         devices: Sequence[int | str] = (0,),
+        limits: Mapping[str | int, int | str] | None = None,
         passes: str | Callable[[Program], Program] = "",
         most_plans: int = 8,
         session: Mapping[str, Any] | None = None,
@@ -111,6 +117,8 @@ class Compiled:
         self._passes: Callable[[Program], Program] | None = None
         if passes:
             self._passes = Pipeline(passes) if isinstance(passes, str) else passes
+        self._limits = None if limits is None else dict(limits)
+        self._balanced: Balanced | None = None
         self._options, self._session_options = options, dict(session or {})
         self._state = dict(state or {})  # what no plan has taken over so far
         self._modes, self._witness = Modes(model), witness
@@ -253,7 +261,7 @@ class Compiled:
         )
         if beside is None and self._state:
             _check_state(self._state, captured)
-        program = replicate(captured, self._devices)
+        program = self._within_limits(replicate(captured, self._devices))
         if self._passes is not None:
             program = self._passes(program)
         try:
@@ -265,6 +273,24 @@ class Compiled:
         session = Session(plan, state, beside=beside, witness=witness, **self._session_options)
         self._state = {name: tensor for name, tensor in self._state.items() if name not in captured.state}
         return session
+
+    def _within_limits(self, program: Program) -> Program:
+        """The program placed within the limits; modules stay where the plans before have them."""
+        if self._limits is None:
+            return program
+        threads = torch.get_num_threads()
+        devices = [*program.devices, *map(Device.parse, self._limits), Device.parse("cpu")]
+        place = machine_of(list(dict.fromkeys(devices)), threads)
+        pin = None if self._balanced is None else self._balanced.device_map
+        self._balanced = balance(
+            program, self._limits, topology=place, pin=pin, profile=profile_of(place), threads=threads
+        )
+        return self._balanced.program
+
+    @property
+    def balanced(self) -> Balanced | None:
+        """The placement that was chosen for the last capture; None without limits."""
+        return self._balanced
 
     @property
     def plans(self) -> tuple[Plan, ...]:

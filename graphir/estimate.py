@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, Literal
 
 import torch
@@ -15,11 +16,12 @@ from .analysis.profile_files import cached
 from .analysis.profiles import Profile
 from .analysis.topology import Topology
 from .errors import GraphirError, nearest
+from .ir.device import Device
 from .ir.plan import Plan, sizes_of
 from .ir.size import Dims
 from .ir.verify import require
 
-__all__ = ["EXECUTORS", "estimate"]
+__all__ = ["EXECUTORS", "estimate", "machine_of", "profile_of"]
 
 EXECUTORS: Final = ("auto", "serial", "threads", "segments", "cuda")
 """What may execute a plan, in an estimate."""
@@ -73,12 +75,7 @@ def estimate(
         )
     count = threads or torch.get_num_threads()
     place = topology or _at_hand(plan, executor, count)
-    figures: Profile | None
-    if profile == "cached":
-        found = cached() if place.machine else None
-        figures = found if found is not None and str(found.machine) == place.machine else None
-    else:
-        figures = profile
+    figures = profile_of(place) if profile == "cached" else profile
     sizes = {**sizes_of(plan), **(dims or {})}
     return estimated(plan, place, execution_of(plan, executor, place, count, figures), sizes, figures, count)
 
@@ -87,4 +84,15 @@ def _at_hand(plan: Plan, executor: str, threads: int) -> Topology:
     """This host, for an executor that runs nowhere else; else this machine if it has the plan's devices."""
     if executor in HOST_ONLY:
         return host_topology(plan.step.devices, threads)
-    return topology_at_hand(plan.step.devices, threads) or Topology.named("h200x8")
+    return machine_of(plan.step.devices, threads)
+
+
+def machine_of(devices: Sequence[Device], threads: int) -> Topology:
+    """This machine if it has these devices, else ``h200x8``."""
+    return topology_at_hand(devices, threads) or Topology.named("h200x8")
+
+
+def profile_of(topology: Topology) -> Profile | None:
+    """What this machine's file has of calls, if the topology was measured here."""
+    found = cached() if topology.machine else None
+    return found if found is not None and str(found.machine) == topology.machine else None

@@ -63,7 +63,12 @@ _OTHERS: Final = 2
 
 
 def _topology(given: Any) -> Any:
-    return Topology.named(given) if isinstance(given, str) else given
+    if not isinstance(given, str):
+        return given
+    try:
+        return Topology.named(given)
+    except GraphirError as e:
+        raise ValueError(f"{e.what}; {e.fix}") from None
 
 
 @register

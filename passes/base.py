@@ -187,7 +187,7 @@ def _complaint(type_: str, message: str, given: object) -> str:
 def _frozen(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
-    if isinstance(value, Iterable) and not isinstance(value, (str, bytes)) and not callable(value):
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes, BaseModel)) and not callable(value):
         return tuple(map(_frozen, value))
     return value
 

@@ -27,10 +27,10 @@ PUBLIC = {
         scatter_kwargs
     """,
     "graphir.passes": """
-        Gpu Halves InjectCopies Park Pass Pipeline PipelineSchedule Recompute Replica Replicate ReplicationCallback
-        Run Shard ShareStorage ShiftActivations ShiftModules SyncBatchNorm Timing build emit find_activations
-        inject_caffe2_copies inject_copies park pipeline recompute register replicate replication_callback shard
-        share_storage shift_activations shift_modules split_backward sync_batch_norm
+        Balance Balanced Gpu Halves InjectCopies Park Pass Pipeline PipelineSchedule Recompute Replica Replicate
+        ReplicationCallback Run Shard ShareStorage ShiftActivations ShiftModules SyncBatchNorm Timing balance build emit
+        find_activations inject_caffe2_copies inject_copies park pipeline recompute register replicate
+        replication_callback shard share_storage shift_activations shift_modules split_backward sync_batch_norm
     """,
     "graphir.runtime": """
         Finding Function Report Session check python

@@ -277,7 +277,7 @@ class _Grouping:
                 Group(
                     name=members[0][1] if len(members) == 1 else f"{members[0][1]} to {members[-1][1]}",
                     state=tasks.state[number],
-                    devices=tuple(dict.fromkeys(on if now not in on else [now, *on])),
+                    devices=tuple(dict.fromkeys([now, *on] if pin is None else on)),
                     stored=tuple(dict.fromkeys(stored)),
                     now=now,
                     again=tuple([found.again_seconds[number][name] for name in names]) if AGAIN in stored else (),
@@ -422,7 +422,8 @@ class _Tasks:
         grouping = self.grouping
         by_speed: dict[str, list[float]] = {}
         for name in names:
-            speed = grouping.topology.speed(str(name))
+            known = grouping.topology.devices  # a host that is not among them has no links, and computes nothing
+            speed = known.get(str(name)) or known[str(names[0])]
             key = speed.model_dump_json()
             if key not in by_speed:
                 rates = dict.fromkeys([op.device for op in self.net.ops], speed.rates())

@@ -103,8 +103,8 @@ class _Search:
         self.seconds, self.evaluations, self.begun = seconds, evaluations, time.perf_counter()
         self.tries = 0
         self.ends: set[Choice] = set()
-        self.best = problem.now()
-        self.base = max(self.outcomes(self.best).seconds, 1e-12)
+        self.base = max(self.outcomes(problem.now()).seconds, 1e-12)
+        self.best = self.allowed(problem.now())
         self.least = self.rank(self.best)
 
     def spent(self) -> float:

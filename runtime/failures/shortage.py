@@ -118,10 +118,11 @@ def _remedy(plan: Plan, device: Device, there: Sequence[str], predicted: Memory,
     else:
         return "give a smaller batch"
     to: object = {device.index: target.index} if others else str(target)
+    choice = f"balance(program, {{'{device}': {room}}}, devices=['{target}'])"
     call = f"shift_modules(program, {dict.fromkeys(cut.modules, to)})"
     own = f", with {target} bound to memory of its own" if target in there or target is another else ""
     peaks = f"{nbytes_text(cut.before)} to {nbytes_text(cut.after)}"
     return (
         f"give a smaller batch, or move modules: {call}{own} (predicted: the peak of {device} falls from {peaks}, for "
-        f"{nbytes_text(cut.copied)} of copies a step)"
+        f"{nbytes_text(cut.copied)} of copies a step), or let the best be chosen: {choice}"
     )

@@ -1,0 +1,293 @@
+"""passes.balance: what is chosen keeps within limits, computes the same bits, and says why; and what is refused."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import models
+import parking
+import pytest
+import torch
+from graphir.passes.choice.outcome import Outcomes
+from graphir.passes.choice.problem import AGAIN, KEEP, Choice
+from graphir.passes.choice.search import search
+from instances import INSTANCES, instance
+from runnable import batch_of, captured, sgd
+from torch import nn
+
+import graphir
+from graphir import Program, passes, runtime
+from graphir.analysis.topology import Link, Speed
+from graphir.cli import app
+from graphir.errors import PassError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CPU = graphir.Topology.named("cpu")
+
+
+def trained(example: models.Example, **options: object) -> Program:
+    return captured(example, sgd(example.model.parameters()), **options)
+
+
+def need(program: Program) -> int:
+    """What one device holds that has everything."""
+    return graphir.memory(passes.emit(program), threads=1, profile=None).peak["gpu:0"]
+
+
+def limited(program: Program, share: float, devices: int = 2) -> dict[str, int]:
+    return {f"gpu:{d}": int(share * need(program)) for d in range(devices)}
+
+
+def layers() -> models.Example:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())])
+    return models.Example(model, (torch.randn(64, 64),), (torch.randn(64, 64),), nn.functional.mse_loss)
+
+
+EXAMPLES: dict[str, tuple[Callable[[], models.Example], float, int]] = {
+    "gpt": (lambda: models.gpt(layers=4), 0.7, 2),
+    "resnet": (models.resnet, 0.8, 2),
+    "gpt on three": (lambda: models.gpt(layers=4), 0.6, 3),
+    "layers": (layers, 0.75, 2),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_measured_peaks_keep_within_limits_and_bits_are_equal(name: str) -> None:
+    make, share, devices = EXAMPLES[name]
+    example = make()
+    program = trained(example)
+    limits = limited(program, share, devices)
+    balanced = passes.balance(program, limits, topology=CPU, evaluations=1500)
+    assert all(use.after <= limits[use.device] for use in balanced.devices if use.device in limits)
+    placed = parking.placed(program, balanced.program, share=False)
+    plan = passes.emit(placed)
+    assert runtime.check(plan) == []
+    args, kwargs = batch_of(example), {}
+    with runtime.Session(plan, placed.state, binding="cpu", executor="threads") as session:
+        with session.measured():
+            session.step(*args, **kwargs)
+        for found in session.report().devices:
+            if found.device in limits:
+                assert found.peak <= limits[found.device]
+                assert abs(found.peak - found.predicted_peak) <= 0.005 * found.peak
+    parking.assert_runs_the_same(program, placed, [(args, kwargs)] * 2, ("serial", "threads", "adversarial"))
+
+
+def test_the_passes_that_it_prints_make_the_same_program() -> None:
+    program = trained(models.gpt(layers=4))
+    balanced = passes.balance(program, limited(program, 0.7), evaluations=800)
+    assert balanced.pipeline
+    again = passes.Pipeline(balanced.pipeline)(program)
+    assert str(again.step) == str(balanced.program.step)
+    assert balanced.pipeline in str(balanced)
+
+
+def test_equal_seeds_and_evaluations_give_equal_programs() -> None:
+    program = trained(models.resnet())
+    limits = limited(program, 0.8)
+    one, two = (passes.balance(program, limits, evaluations=400, seed=3) for _ in range(2))
+    assert one.pipeline == two.pipeline
+    assert one.to_json() == two.to_json()
+
+
+def test_what_fits_stays() -> None:
+    program = trained(models.mlp())
+    balanced = passes.balance(program, {"gpu:0": 2 * need(program)}, evaluations=200)
+    assert (balanced.pipeline, balanced.program) == ("", program)
+    assert "nothing has to move" in str(balanced)
+
+
+def test_only_the_options_that_are_given_are_used() -> None:
+    program = trained(models.gpt(layers=4))
+    for option, name in (("shift", "shift_modules"), ("recompute", "recompute"), ("park", "park")):
+        limits = {"gpu:0": int(0.9 * need(program)), "gpu:1": need(program)}
+        balanced = passes.balance(program, limits, options=[option], evaluations=400)
+        used = {text.partition("{")[0] for text in balanced.program.history}
+        assert used - {"shift_activations"} == {name}, option
+
+
+def test_pins_hold_and_an_accelerate_map_goes_in_and_out() -> None:
+    program = trained(models.gpt(layers=4))
+    limits = limited(program, 0.8)
+    first = passes.balance(program, limits, evaluations=600)
+    assert set(first.device_map.values()) <= {0, 1}
+    again = passes.balance(program, limits, pin=dict(first.device_map), options=["shift"], evaluations=50)
+    assert again.device_map == first.device_map
+    pinned = passes.balance(program, limits, pin={"layers[0]": "gpu:1"}, evaluations=600)
+    assert {place for module, place in pinned.device_map.items() if module.startswith("layers.0")} == {1}
+
+
+def test_modules_are_kept_whole() -> None:
+    program = trained(models.gpt(layers=4))
+    balanced = passes.balance(program, limited(program, 0.8), whole=["layers.*"], options=["shift"], evaluations=600)
+    for layer in range(4):
+        places = {place for module, place in balanced.device_map.items() if module.startswith(f"layers.{layer}.")}
+        assert len(places) == 1
+
+
+def test_replicas_are_balanced_each() -> None:
+    example = models.gpt(layers=4)
+    program = passes.replicate(trained(example), [0, 1])
+    share = graphir.memory(passes.emit(program), threads=1, profile=None).peak["gpu:0"]
+    limits = {"gpu:0": int(0.8 * share), "gpu:1": int(0.8 * share)}
+    balanced = passes.balance(program, limits, devices=["gpu:2", "gpu:3"], evaluations=600)
+    placed = passes.inject_copies(balanced.program)
+    found = graphir.memory(passes.emit(placed), threads=1, profile=None).peak
+    assert all(found[device] <= limits[device] for device in limits)
+    assert graphir.certify(program, placed).holds
+
+
+def test_a_slower_device_gets_less() -> None:
+    fast, slow = CPU.devices["gpu:0"], CPU.devices["gpu:1"]
+    slower = slow.model_copy(
+        update={
+            "flops_per_second": {"f32": slow.flops_per_second["f32"] / 100},
+            "bytes_per_second": slow.bytes_per_second / 100,
+        }
+    )
+    program = trained(layers())
+    limits = {"gpu:0": int(0.8 * need(program)), "gpu:1": need(program), "gpu:2": need(program)}
+    devices = {"gpu:0": fast, "gpu:1": slower, "gpu:2": fast, "cpu:0": fast}
+    links = tuple(link for link in CPU.links if {link.source, link.destination} <= devices.keys())
+    topology = graphir.Topology(name="unequal", devices=devices, links=links)
+    balanced = passes.balance(program, limits, topology=topology, options=["shift"], evaluations=800)
+    assert 1 not in balanced.device_map.values()
+
+
+def test_why_says_what_else_it_would_have_cost() -> None:
+    program = trained(models.gpt(layers=4))
+    balanced = passes.balance(program, limited(program, 0.7), evaluations=800)
+    moved = [group for group in balanced.groups if group.moved]
+    assert moved and all(group.otherwise for group in moved)
+    assert balanced.bound <= balanced.after * 1.0001
+    text = str(balanced)
+    for word in ("peak before", "peak after", "next best", "the gap is", "passes:"):
+        assert word in text
+
+
+def test_limits_that_work_are_told_where_the_given_ones_do_not() -> None:
+    program = trained(models.gpt(layers=4))
+    with pytest.raises(PassError, match="no placement within the limits was found: gpu:") as refusal:
+        passes.balance(program, limited(program, 0.05), evaluations=300)
+    limits = ast.literal_eval(refusal.value.fix.partition("limits=")[2].partition(";")[0])
+    passes.balance(program, limits, evaluations=2000)
+
+
+LINKLESS = graphir.Topology(
+    name="islands",
+    devices=dict.fromkeys(["gpu:0", "gpu:1", "cpu:0"], Speed(flops_per_second={"f32": 1e12}, bytes_per_second=1e12)),
+    links=(Link(source="gpu:0", destination="gpu:1", bytes_per_second=1e9),),
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"limits": {}}, "limits names no device"),
+        ({"limits": {"gpu:0": "3 bananas"}}, "'3 bananas' is no number of bytes"),
+        ({"limits": {"tpu:0": 100}}, "tpu"),
+        ({"limits": {"gpu:77": "1 GiB"}}, "has no device gpu:77"),
+        ({"limits": {"gpu:0": 10**9, "gpu:1": 10**9}, "topology": LINKLESS}, "no link from gpu:1 to gpu:0"),
+        ({"limits": {"gpu:0": 10**9}, "topology": "h300x8"}, "no topology has the name 'h300x8'"),
+        ({"limits": {"gpu:0": 10**9}, "options": ["teleport"]}, "'shift', 'park' or 'recompute'"),
+        ({"limits": {"gpu:0": 10**9}, "pin": {"nothing": 0}}, "no module of program"),
+        ({"limits": {"gpu:0": 10**9}, "pin": {"fc1": 5}}, "pinned to gpu:5, which no limit names"),
+        ({"limits": {"gpu:0": 10**9}, "whole": ["nothing.*"]}, "no module of program"),
+        ({"limits": {"gpu:0": 10**9}, "evaluations": 0}, "evaluations"),
+        ({"limits": {"gpu:0": 10**9}, "seconds": -1}, "seconds"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
+    program = trained(models.mlp())
+    with pytest.raises(PassError) as refusal:
+        passes.balance(program, **{"evaluations": 10, **options})
+    assert message in str(refusal.value)
+
+
+def test_a_placement_with_copies_is_refused() -> None:
+    program = trained(models.mlp())
+    moved = passes.inject_copies(passes.shift_modules(program, {next(iter(program.module._modules)): 1}))
+    with pytest.raises(PassError, match="has the copies of a placement already"):
+        passes.balance(moved, {"gpu:0": 10**9}, evaluations=10)
+
+
+def test_a_model_without_modules_is_refused() -> None:
+    class Alone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.w
+
+    program = graphir.capture(Alone(), (torch.randn(4, 3),), loss=lambda y: y.sum())
+    with pytest.raises(PassError, match="no module of program 'alone' has parameters of its own"):
+        passes.balance(program, {"gpu:0": 10**9}, evaluations=10)
+
+
+@pytest.mark.parametrize("given", INSTANCES[::4], ids=lambda given: given.name)
+def test_single_changes_do_not_help_what_is_found(given: Any) -> None:
+    problem = instance(given)
+    outcomes = Outcomes(problem)
+    found = search(problem, evaluations=3000)
+    if found.outcome.over:
+        pytest.skip("no choice within the limits was found")
+    for i, group in enumerate(problem.groups):
+        for device in group.devices:
+            for stored in {KEEP, AGAIN, *group.stored} - {device}:
+                devices, kinds = list(found.choice.devices), list(found.choice.stored)
+                devices[i], kinds[i] = device, stored
+                other = outcomes(Choice(tuple(devices), tuple(kinds)))
+                assert other.over or other.seconds >= found.outcome.seconds * 0.999
+
+
+def test_interrupted_searches_hand_back_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = instance(INSTANCES[2])
+    calls = iter(range(100))
+
+    def interrupted(self: Any, *args: Any) -> None:
+        if next(calls) == 0:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("graphir.passes.choice.search._Search.anneal", interrupted)
+    found = search(problem, evaluations=5000)
+    assert found.outcome.over < Outcomes(problem)(problem.now()).over
+
+
+def test_compile_keeps_within_limits_at_every_size() -> None:
+    example = layers()
+    plain = trained(layers())
+    limits = limited(plain, 0.75)
+    optimizer = torch.optim.SGD(example.model.parameters(), lr=0.1, momentum=0.9)
+    step = graphir.compile(
+        example.model,
+        example.inputs,
+        targets=example.targets,
+        loss=example.loss,
+        optimizer=optimizer,
+        limits=limits,
+        session={"binding": "cpu"},
+    )
+    with step:
+        assert step.balanced is not None and step.balanced.pipeline
+        found = graphir.memory(step.plan, profile=None).peak
+        assert all(found[device] <= limits[device] for device in limits)
+        first = step.step(*example.inputs, *example.targets)
+        assert step.step(*example.inputs, *example.targets) < first
+
+
+def test_the_command_line_balances(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = trained(layers())
+    graphir.save(program, tmp_path / "program.json")
+    limit = int(0.75 * need(program))
+    placed = tmp_path / "placed.json"
+    arguments = ["balance", str(tmp_path / "program.json"), f"--limit=gpu:0={limit}", f"--limit=gpu:1={limit}"]
+    app([*arguments, "--evaluations=300", f"--output={placed}"], standalone_mode=False)
+    printed = capsys.readouterr().out
+    assert "peak after" in printed and "shift_modules" in printed
+    assert graphir.certify(program, passes.inject_copies(graphir.load(placed))).holds
