@@ -32,6 +32,7 @@ __all__ = [
     "refuse_model",
     "refuse_module",
     "refuse_operator",
+    "refuse_output",
     "refused_by_fake",
     "where",
 ]
@@ -152,6 +153,24 @@ def refuse_loss(loss: object, targets: object) -> None:
             f"the loss does not take the model's output and the targets ({len(targets)}): {e}",
             fix="pass in targets= what it takes after the output, as a tuple",
         ) from None
+
+
+def refuse_output(output: object, loss: object) -> None:
+    """Raise where *output* is nothing that could be called with what the model returns, or a *loss* is given too.
+
+    Raises:
+        CaptureError: it is no function; or the step returns the loss.
+    """
+    if output is not None and not callable(output):
+        raise CaptureError(
+            f"output is a {type(output).__name__}, not a function",
+            fix="pass a function of what the model returns, such as output=lambda out: out.logits",
+        )
+    if output is not None and loss is not None:
+        raise CaptureError(
+            "output is given, and a loss, which takes what the model returns and is what the step returns",
+            fix="leave output out, and choose within the loss what it needs",
+        )
 
 
 def refuse_module(module: torch.nn.Module, scope: str) -> None:
