@@ -112,7 +112,7 @@ class Recorder(Tape, TorchDispatchMode):
     def release(self) -> None:
         """See :meth:`.tape.Tape.release`."""
         super().release()
-        self._fakes = {}
+        self._fakes, self.sparse = {}, SparseTensors()
 
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
