@@ -43,6 +43,8 @@ from .replica import Replica
 __all__ = ["SyncBatchNorm", "asking_modules", "sync_batch_norm"]
 
 _FORWARD: Final = "aten.native_batch_norm.default"
+_CUMULATIVE: Final = "graphir.cumulative_batch_norm"
+_PARAMETERS: Final = ("weight", "bias", "running_mean", "running_var", "batches")
 _BACKWARD: Final = "aten.native_batch_norm_backward.default"
 _ALL: Final = "**"
 
@@ -117,7 +119,7 @@ class _Synchronised:
     def forward(self, op: Operator, replica: Replica) -> None:
         if not self.is_over_batch(op) or not self.is_everywhere(op):
             return
-        if op.type != _FORWARD:
+        if op.type not in (_FORWARD, _CUMULATIVE):
             raise PassError(
                 f"sync_batch_norm does not convert {op.type}",
                 at=operator_text(op, self.program.step),
@@ -128,8 +130,8 @@ class _Synchronised:
         own = {"participant": replica.copy_id, "participants": replica.copies}
         moments = replica.insert_before(op, "graphir.batch_norm_moments", [given["input"]], own)
         total = replica.all_reduce(moments, moments.outputs[0])
-        inputs = [given["input"], total, *[given.get(n) for n in ("weight", "bias", "running_mean", "running_var")]]
-        args = {name: op.args[name] for name in ("momentum", "eps")}
+        inputs = [given["input"], total, *[given.get(n) for n in _PARAMETERS]]
+        args = {"momentum": op.args.get("momentum", 0.0), "eps": op.args["eps"]}
         new = replica.replace(op, "graphir.synchronised_batch_norm", inputs, args)
         self.moments[new.outputs[1]] = total
 

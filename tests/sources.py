@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,6 +82,7 @@ class Source:
             yield from self._imports(child, name, within)
 
 
-def sources(folder: str) -> list[Source]:
-    """Every module under *folder*, by path."""
-    return [Source(path) for path in sorted((ROOT / folder).rglob("*.py"))]
+@cache
+def sources(folder: str) -> tuple[Source, ...]:
+    """Every module under *folder*, by path; each is parsed once."""
+    return tuple([Source(path) for path in sorted((ROOT / folder).rglob("*.py"))])

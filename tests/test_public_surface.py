@@ -83,25 +83,29 @@ def test_the_public_names_are_those_listed(package):
     assert sorted(importlib.import_module(package).__all__) == sorted(PUBLIC[package].split())
 
 
-@pytest.mark.parametrize("source", ALL, ids=str)
-def test_every_public_name_is_there(source):
+def missing(source: Source) -> list[str]:
+    """Names of ``__all__`` that the module does not have."""
     module = importlib.import_module(source.module)
-    assert [name for name in getattr(module, "__all__", ()) if not hasattr(module, name)] == []
+    return [name for name in getattr(module, "__all__", ()) if not hasattr(module, name)]
 
 
-@pytest.mark.parametrize("source", ALL, ids=str)
-def test_every_module_says_what_it_is_about(source):
-    assert ast.get_docstring(source.tree)
+# All modules are one test: a test for each would take longer than what it asks.
 
 
-@pytest.mark.parametrize("source", [s for s in ALL if not s.is_package], ids=str)
-def test_every_module_declares_its_public_names(source):
-    assert declared(source) is not None
+def test_every_public_name_is_there():
+    assert {str(source): names for source in ALL if (names := missing(source))} == {}
 
 
-@pytest.mark.parametrize("source", ALL, ids=str)
-def test_every_public_function_and_class_is_explained(source):
-    assert unexplained(source) == []
+def test_every_module_says_what_it_is_about():
+    assert [str(source) for source in ALL if not ast.get_docstring(source.tree)] == []
+
+
+def test_every_module_declares_its_public_names():
+    assert [str(source) for source in ALL if not source.is_package and declared(source) is None] == []
+
+
+def test_every_public_function_and_class_is_explained():
+    assert [fault for source in ALL for fault in unexplained(source)] == []
 
 
 @pytest.mark.parametrize("package", PUBLIC)
@@ -111,7 +115,6 @@ def test_every_method_that_users_call_is_explained(package):
     assert {owner.__name__: found for owner in classes if (found := unexplained_methods(owner))} == {}
 
 
-@pytest.mark.parametrize("source", sources("tests"), ids=str)
-def test_tests_import_public_names_only(source):
-    ours = [i for i in source.imports if i.module.partition(".")[0] == "graphir"]
-    assert [i for i in ours if private(f"{i.module}.{i.name}")] == []
+def test_tests_import_public_names_only():
+    ours = [(str(s), i) for s in sources("tests") for i in s.imports if i.module.partition(".")[0] == "graphir"]
+    assert [f"{path}:{i.line}" for path, i in ours if private(f"{i.module}.{i.name}")] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import graphir
 from graphir import passes, runtime
+from graphir.capture.recorded import is_recorded
 from graphir.errors import CaptureError
 from graphir.ir.program import Program
 
@@ -223,6 +225,17 @@ def test_two_replicas_have_the_bits_of_eager_share_by_share(name: str, executor:
         assert_same_bits(session.state_dict(0), dict(eager.models[0].state_dict()), "replica 0")
         assert_same_bits(session.state_dict(1), dict(eager.models[1].state_dict()), "replica 1")
         session.close()
+
+
+def test_a_capture_leaves_no_tensor_for_the_collector() -> None:
+    """What was left would be searched for in every cache of the process."""
+    gc.collect()
+    gc.disable()
+    try:
+        captured(OPTIMIZERS["sgd"])
+        assert not [found for found in gc.get_objects() if is_recorded(found)]
+    finally:
+        gc.enable()
 
 
 def test_updates_stay_with_their_parameters_in_a_shift() -> None:

@@ -51,7 +51,7 @@ from .patches import LOCK
 from .randomness import RandomState
 from .recorded import is_recorded
 from .recording import Step
-from .refusals import refuse_loss, refuse_model
+from .refusals import refuse_loss, refuse_model, refuse_output
 from .snapshots import snapshots
 from .witness import Outline, Witness
 
@@ -70,6 +70,7 @@ def capture(
     loss: Callable[..., Any] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     backward: bool | Sequence[int] = False,
+    output: Callable[[Any], Any] | None = None,
     batch_dims: Any = None,
     clip_grad_norm: float | None = None,
     clip_grad_value: float | None = None,
@@ -99,6 +100,8 @@ def capture(
             returns a pair: the model's outputs, and a dict of the gradients of those inputs that require one, by the
             names of their blobs. The parameters' gradients are outputs, as without an optimizer. Positions, such as
             ``[0, 2]``, are those of the outputs that have a gradient, among the leaves of all; True: all that need one.
+        output: called with what the model returns; the step returns what it returns, such as ``lambda out:
+            out.logits`` of an output that also holds a cache. Without a loss, which takes the model's output itself.
         batch_dims: which dimension of each tensor is the batch: an int; None for a tensor that is passed whole; or
             a dict that names dimensions, such as ``{0: "batch", 1: "length"}``. One for all, or a tree of them over
             ``(inputs, kwargs, targets)``. By default dimension 0 of every tensor whose dimension 0 is as long as the
@@ -128,6 +131,7 @@ def capture(
     if not isinstance(name, (str, type(None))):
         raise CaptureError(f"name is a {type(name).__name__}, not a string", fix='write name="step"')
     refuse_loss(loss, targets)
+    refuse_output(output, loss)
     if optimizer is not None and loss is None:
         raise CaptureError("an optimizer is given, but no loss", fix="pass loss=, or leave the optimizer out")
     positions = _positions(backward)
@@ -159,6 +163,7 @@ def capture(
             loss=loss,
             joint=joint,
             positions=positions,
+            output=output,
             allowed=allowed,
             attributes=attributes_of(model, allowed),
             random=RandomState(),

@@ -14,7 +14,7 @@ from ..ir.program import Scalar
 from ..ir.size import BATCH
 from ..ir.tensor import PLAIN
 from .dimensions import read_dims
-from .structures import named_leaves, written_structure
+from .structures import named_leaves, tuple_of, written_structure
 
 __all__ = ["Arguments", "Leaf", "read_arguments"]
 
@@ -64,9 +64,9 @@ class Arguments(NamedTuple):
 
     def with_tuple(self, count: int) -> Arguments:
         """The structure with a tuple of *count* leaves as one more positional argument; the leaves are not added."""
-        leaf = object()
-        args, kwargs = pytree.tree_unflatten([leaf] * self.spec.num_leaves, self.spec)
-        return self._replace(spec=pytree.tree_structure(((*args, (leaf,) * count), kwargs)))
+        args, kwargs = self.spec.children()
+        added = pytree.tree_structure((0,) * count)
+        return self._replace(spec=tuple_of([tuple_of([*args.children(), added]), kwargs]))
 
     def dumps(self) -> str:
         """The structure as JSON."""

@@ -24,7 +24,7 @@ from .recorded_step import Recording
 from .recording import Step
 from .sizes import Sizes
 from .snapshots import snapshot
-from .structures import written_structure
+from .structures import tuple_of, written_structure
 from .update import DTYPES, Update, build_update
 from .values import Call, Value
 
@@ -259,8 +259,7 @@ def _results(step: Step, recording: Recording, named: Sequence[str]) -> str | No
     """The structure of what a step without loss returns."""
     spec = recording.results
     if spec is not None and step.joint:
-        output = pytree.tree_unflatten([None] * spec.num_leaves, spec)
-        spec = pytree.tree_structure((output, dict.fromkeys([named[v.index] for v in recording.of_inputs])))
+        spec = tuple_of([spec, pytree.tree_structure(dict.fromkeys([named[v.index] for v in recording.of_inputs]))])
     return None if spec is None else written_structure(spec, "what the model returns")
 
 

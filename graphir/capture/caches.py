@@ -155,9 +155,7 @@ class Caches:
 
 def _entries() -> Iterator[_Entry]:
     """What every cache holds that has tensors in it."""
-    for cache in gc.get_objects():
-        if type(cache) is not _CACHE:
-            continue
+    for cache in [found for found in gc.get_objects() if type(found) is _CACHE]:
         parts = gc.get_referents(cache)
         table = next((part for part in parts if type(part) is dict and part is not vars(cache)), None)
         if table is None or cache.cache_parameters()["maxsize"] is not None:

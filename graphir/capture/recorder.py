@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporaril
 from ..errors import CaptureError, GraphirError
 from ..ir.opset import CHECKS, is_composite
 from ..ir.tensor import PLAIN
+from .averages import BATCHES, average, batches_read_in
 from .caches import Caches
 from .checks import Check, check_read_in
 from .composites import VALUES_AND_VECTORS, ValuesAlone, is_ambiguous, values_alone_of
@@ -101,6 +102,7 @@ class Recorder(Tape, TorchDispatchMode):
         self.refusal: CaptureError | None = None
         self.failed_line = ""
         self._dispatched = 0
+        self._batches: Value | None = None
         self.ambiguous: list[Call] = []
         self._unread: torch.Tensor | None = None
         self.arguments: dict[int, str] = {}
@@ -112,7 +114,7 @@ class Recorder(Tape, TorchDispatchMode):
     def release(self) -> None:
         """See :meth:`.tape.Tape.release`."""
         super().release()
-        self._fakes = {}
+        self._fakes, self.sparse = {}, SparseTensors()
 
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
@@ -175,6 +177,9 @@ class Recorder(Tape, TorchDispatchMode):
                 return number_in(self._known(args[0]))
             if func is _NUMBER and (check := check_read_in(sys._getframe(2))) is not None:
                 return self._checked(check, args[0])
+            if func is _NUMBER and batches_read_in(sys._getframe(2), self._scope()):
+                self._batches = self.read(args[0])
+                return BATCHES
             if (masks := masks_in(func, args)) and all(map(self.is_known, masks)):
                 return self._select(form_of(func), args)
             refuse_operator(func, self._scope(), args)
@@ -409,6 +414,9 @@ class Recorder(Tape, TorchDispatchMode):
             for i, t in enumerate(outs)
             if t is not None
         ]
+        if self._batches is not None and form.func is _BATCH_NORM:
+            average(call, self._batches)
+            self._batches = None
         missing = any(t is None for t in outs)
         call.results = "".join("_" if t is None else "t" for t in outs) if missing else None
         call.outputs = (*returned, *fresh.values())

@@ -59,6 +59,7 @@ class Step(NamedTuple):
         loss: without it the step is a forward only, or is given the gradients of its outputs.
         joint: it is given the gradients of its outputs, and has a backward.
         positions: of the outputs whose gradients it is given; None: of all that need one.
+        output: makes what the step returns of what the model returns; None: that itself.
         allowed: attributes of modules that the step may change.
         attributes: of each module, as the step finds them.
         random: the random states, as the step finds them.
@@ -74,6 +75,7 @@ class Step(NamedTuple):
     loss: Callable[..., Any] | None
     joint: bool
     positions: tuple[int, ...] | None
+    output: Callable[[Any], Any] | None
     allowed: AllowedChanges
     attributes: Sequence[Attributes]
     random: RandomState
@@ -306,6 +308,8 @@ def _forward(
     args, kwargs, targets = step.arguments.split(leaves)
     with recorder.follow_step():
         output = step.model(*args, **kwargs)
+        if step.output is not None:
+            output = step.output(output)
     conditions["settings"]()  # before the loss finds that it needs no gradient
     return output, targets
 
@@ -361,7 +365,7 @@ def _returned(output: Any, recorder: Recorder) -> tuple[list[Value | Scalar], py
                 f"the model returns a {type(leaf).__name__} among its outputs",
                 fix="return tensors, numbers, strings and None in tuples, lists, dicts and classes that "
                 "torch.utils._pytree knows (torch.export.register_dataclass makes a dataclass known); use_cache=False "
-                "leaves out the cache that models of transformers return",
+                "leaves out the cache that models of transformers return, output=lambda out: out.logits does as well",
             )
     return [recorder.read(leaf) if isinstance(leaf, torch.Tensor) else plain(leaf) for leaf in leaves], spec
 

@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import CaptureError, GraphirError
 from ..ir.opset import NAMESPACES
@@ -30,8 +29,8 @@ __all__ = [
     "in_short",
     "refuse_loss",
     "refuse_model",
-    "refuse_module",
     "refuse_operator",
+    "refuse_output",
     "refused_by_fake",
     "where",
 ]
@@ -154,18 +153,21 @@ def refuse_loss(loss: object, targets: object) -> None:
         ) from None
 
 
-def refuse_module(module: torch.nn.Module, scope: str) -> None:
-    """Raise where *module*, which is about to run, is of a kind that can't be captured as it is set up.
+def refuse_output(output: object, loss: object) -> None:
+    """Raise where *output* is nothing that could be called with what the model returns, or a *loss* is given too.
 
     Raises:
-        CaptureError: names the setting.
+        CaptureError: it is no function; or the step returns the loss.
     """
-    kind = type(module).__name__
-    if isinstance(module, _BatchNorm) and module.training and module.track_running_stats and module.momentum is None:
+    if output is not None and not callable(output):
         raise CaptureError(
-            f"{kind} with momentum=None is not supported: it divides by the number of batches as a Python number",
-            where=where(scope),
-            fix="set a momentum, such as 0.1",
+            f"output is a {type(output).__name__}, not a function",
+            fix="pass a function of what the model returns, such as output=lambda out: out.logits",
+        )
+    if output is not None and loss is not None:
+        raise CaptureError(
+            "output is given, and a loss, which takes what the model returns and is what the step returns",
+            fix="leave output out, and choose within the loss what it needs",
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
 
-__all__ = ["named_leaves", "written_structure"]
+__all__ = ["named_leaves", "tuple_of", "written_structure"]
 
 
 def named_leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -38,6 +38,15 @@ def named_leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _text(key: Any) -> str:
     return str(next(getattr(key, field) for field in ("key", "idx", "name") if hasattr(key, field)))
+
+
+def tuple_of(parts: Iterable[pytree.TreeSpec]) -> pytree.TreeSpec:
+    """The structure of a tuple of values that have these structures.
+
+    Structures are put together, not values without their tensors: a container may take apart what it makes of None or
+    of numbers into other leaves, as a cache of transformers does.
+    """
+    return pytree.TreeSpec(tuple, None, list(parts))
 
 
 def written_structure(spec: pytree.TreeSpec, what: str) -> str:

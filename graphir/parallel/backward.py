@@ -23,6 +23,7 @@ from ..ir.blob import bound_layout
 from ..ir.size import Dims
 from .apply import apply_replicas
 from .calls import Call
+from .containers import Containers
 from .lent_state import LentState
 from .replicas import replicate
 
@@ -76,6 +77,7 @@ class BackwardPlan:
         entries: the module's parameters and buffers, by their blobs' names.
         given: the blobs that the forward plan returns, and those that it was given.
         call: of the kind that the plan is for.
+        containers: in what the module returns.
         told: called with the positions of the outputs for which gradients came, where these are others than expected.
 
     Attributes:
@@ -93,10 +95,12 @@ class BackwardPlan:
         entries: Mapping[str, Tensor],
         given: tuple[Sequence[str], Sequence[str]],
         call: Call,
+        containers: Containers,
         told: Callable[[tuple[int, ...]], None],
     ) -> None:
         backward, first = halves.backward, halves.backward.replicas[0]
         self._module, self._dim, self._told, self._program = module, dim, told, backward
+        self._containers = containers
         self._random = any(op.seed is not None for half in halves[:2] for op in half.step.ops)
         self._modes, self._overwritten = Modes(module), state.overwritten
         self._function = Function(emit(backward), state.tensors, binding)
@@ -225,7 +229,8 @@ class BackwardPlan:
         with self._modes.held():
             calls = [partial(call, *numbered) for numbered in enumerate(replicate(self._module, places))]
             returned = apply_replicas(calls, shares, [{}] * len(shares), range(len(shares)), places)
-        return [[leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)] for output in returned]
+        leaves = map(pytree.tree_leaves, map(self._containers.opened, returned))
+        return [[leaf for leaf in found if isinstance(leaf, Tensor)] for found in leaves]
 
 
 def _is_plain(grad: Tensor | None) -> TypeGuard[Tensor]:

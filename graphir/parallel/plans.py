@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from ..ir.program import Program
 from ..ir.size import BATCH, size_dims
 from .backward import BackwardPlan, Differentiated, Ran
 from .calls import Call
+from .containers import Containers
 from .gather import gather
 from .lent_state import LentState
 
@@ -74,7 +76,8 @@ class Plans:
         told: Callable[[tuple[int, ...]], None],
     ) -> None:
         self.replicas = replicas
-        captured = _captured(replicas, call, positions)
+        self._containers = Containers()
+        captured = _captured(replicas, call, positions, self._containers)
         self.positions = captured.interface.differentiable
         # Without the copies of the parameters: the plans run on the module's own.
         program = replicate(captured, replicas.devices, reduction="sum").with_(state={})
@@ -101,6 +104,7 @@ class Plans:
                 entries,
                 (self._forward.outputs, self._scatter.names),
                 call,
+                self._containers,
                 told,
             )
             if needing is not None:
@@ -130,7 +134,7 @@ class Plans:
             gathered = Differentiated.apply(self._backward, run, *params, *call.tensors)  # type: ignore[no-untyped-call]
         made = iter(gathered)
         leaves = [next(made) if at else value for value, at in self._fetches]
-        return unflatten(self._structure, iter(leaves))
+        return self._containers.closed(unflatten(self._structure, iter(leaves)))
 
     def _gathered(self, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """Each output of the replicas as one tensor."""
@@ -138,8 +142,8 @@ class Plans:
             return [gather(part, self.replicas.output, self.replicas.dim) for part in parts]
 
 
-def _captured(replicas: Replicas, call: Call, positions: tuple[int, ...] | None) -> Program:
-    """The program of the first replica's share."""
+def _captured(replicas: Replicas, call: Call, positions: tuple[int, ...] | None, containers: Containers) -> Program:
+    """The program of the first replica's share; it returns the parts of *containers*."""
     args, kwargs = call.shares(replicas.dim, len(replicas.devices))[0]
     leaves: dict[int, Tensor] = {}  # a tensor that is given twice stays one
 
@@ -151,12 +155,13 @@ def _captured(replicas: Replicas, call: Call, positions: tuple[int, ...] | None)
         bool(call.tensors) or any(p.requires_grad for p in replicas.module.parameters())
     )
     backward: bool | tuple[int, ...] = needing if positions is None else positions
+    made = partial(capture, replicas.module, args, kwargs=kwargs, batch_dims=replicas.dim, output=containers.opened)
     try:
-        return capture(replicas.module, args, kwargs=kwargs, batch_dims=replicas.dim, backward=backward)
+        return made(backward=backward)
     except CaptureError as e:
         if backward is not True or not e.what.startswith("no output of the model needs a gradient"):
             raise
-    return capture(replicas.module, args, kwargs=kwargs, batch_dims=replicas.dim)
+    return made()
 
 
 def _leaf(share: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Batch norm whose statistics are those of several replicas.
+"""Batch norms that average over batches, and those whose statistics are of several replicas.
 
-Each replica reduces its own values by torch's kernel, which takes the mean first and then the distances from it. What
-replicas exchange, and what follows from it for each channel, is in double precision.
+Of the latter, each replica reduces its own values by torch's kernel, which takes the mean first and then the distances
+from it. What replicas exchange, and what follows from it for each channel, is in double precision.
 """
 
 from __future__ import annotations
@@ -26,6 +26,30 @@ _NORMALISE: Final = CHECKED["aten.native_batch_norm.default"]
 def _at_least_single(tensor: Tensor) -> Tensor:
     """The tensor in an element type in which statistics can be held."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _cumulative(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    batches: Tensor,
+    *,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What torch's batch norm returns whose running statistics are averages over all batches."""
+    given = input, weight, bias, running_mean, running_var
+    made: tuple[Tensor, Tensor, Tensor] = _NORMALISE(*given, True, _momentum(batches), eps)
+    return made
+
+
+def _momentum(batches: Tensor) -> float:
+    """The weight of the newest batch, by torch's own arithmetic."""
+    number = float(batches)
+    if not number:
+        raise ZeroDivisionError("a batch norm averages over no batches")
+    return 1.0 / number
 
 
 def _moments(input: Tensor, *, participant: int, participants: int) -> Tensor:
@@ -56,11 +80,14 @@ def _forward(
     bias: Tensor | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
+    batches: Tensor | None = None,
     *,
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What torch's batch norm in training returns, by the merged statistics; running statistics are updated."""
+    if batches is not None:
+        momentum = _momentum(batches)
     count, mean, squares = _merged(moments)
     variance = squares / count
     for running, new in ((running_mean, mean), (running_var, squares.div_(count - 1))):
@@ -108,6 +135,7 @@ def _backward(
 
 BATCH_NORM: Final[Mapping[str, Callable[..., Any]]] = {
     "graphir.batch_norm_moments": _moments,
+    "graphir.cumulative_batch_norm": _cumulative,
     "graphir.synchronised_batch_norm": _forward,
     "graphir.synchronised_batch_norm_backward": _backward,
 }

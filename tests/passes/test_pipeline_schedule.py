@@ -106,7 +106,7 @@ MODELS: dict[str, tuple[Callable[[int], models.Example], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("seed", range(9))
+@pytest.mark.parametrize("seed", range(1, 6))
 def test_random_cuts_keep_values_and_limits(seed: int) -> None:
     rng = random.Random(seed)
     make, modules = MODELS[sorted(MODELS)[seed % 3]]

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS = (
     *("autoencoder", "diffusion", "gan", "mixture of experts", "recurrent cells", "siamese", "transformer", "u-net"),
     *("vae", "wavenet", "alexnet", "densenet, checkpointed", "mobilenet v2", "resnet", "swin", "vision transformer"),
-    *("fcn", "timm davit_tiny", "timm inception_next_atto", "bert", "gpt2"),
+    *("fcn", "timm davit_tiny", "timm inception_next_atto", "gpt2"),
 )
 
 

@@ -18,6 +18,7 @@ __all__ = [
     "attention_backward",
     "batch_norm_moments",
     "copy",
+    "cumulative_batch_norm",
     "embedding_bag_backward",
     "laid_out",
     "load",
@@ -184,6 +185,27 @@ def batch_norm_moments(input: Tensor, *, participant: int, participants: int) ->
     return input.new_empty((participants, 3, _channels(input)), dtype=torch.float64)
 
 
+def cumulative_batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    batches: Tensor,
+    *,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What torch's batch norm in training returns, laid out as that.
+
+    Raises:
+        Refused: parameters or statistics are not those of the input's channels, or batches is not one number.
+    """
+    given = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
+    _check_parameters(_channels(input), given)
+    _check_batches(batches)
+    return _normalised(input, given)
+
+
 def synchronised_batch_norm(
     input: Tensor,
     moments: Tensor,
@@ -191,6 +213,7 @@ def synchronised_batch_norm(
     bias: Tensor | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
+    batches: Tensor | None = None,
     *,
     momentum: float,
     eps: float,
@@ -198,10 +221,16 @@ def synchronised_batch_norm(
     """What torch's batch norm in training returns, laid out as that.
 
     Raises:
-        Refused: moments, parameters or statistics are not those of the input's channels.
+        Refused: moments, parameters or statistics are not those of the input's channels, or batches is not one number.
     """
     given = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
     _check_channels(input, moments, given)
+    if batches is not None:
+        _check_batches(batches)
+    return _normalised(input, given)
+
+
+def _normalised(input: Tensor, given: Mapping[str, Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
     statistics = next((tensor.dtype for tensor in given.values() if tensor is not None), input.dtype)
     saved = [input.new_empty((_channels(input),), dtype=statistics) for _ in range(2)]
     return laid_out(input), saved[0], saved[1]
@@ -247,9 +276,18 @@ def _check_channels(input: Tensor, moments: Tensor, given: Mapping[str, Tensor |
     channels = _channels(input)
     if moments.dim() != 3 or moments.shape[1:] != (3, channels) or moments.dtype != torch.float64:
         raise Refused(f"moments of {channels} channels are f64[participants,3,{channels}], not {_shown(moments)}")
+    _check_parameters(channels, given)
+
+
+def _check_parameters(channels: int, given: Mapping[str, Tensor | None]) -> None:
     for name, tensor in given.items():
         if tensor is not None and tensor.shape != (channels,):
             raise Refused(f"a batch norm of {channels} channels takes as many numbers as {name}, not {_shown(tensor)}")
+
+
+def _check_batches(batches: Tensor) -> None:
+    if batches.dim() or batches.dtype != torch.int64:
+        raise Refused(f"the number of batches is i64[], not {_shown(batches)}")
 
 
 def laid_out(input: Tensor) -> Tensor:

@@ -120,6 +120,14 @@ _RECORDS: Final = (
         only_elements=False,
     ),
     _record(
+        "graphir.cumulative_batch_norm",
+        "cumulative_batch_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!) running_mean, "
+        "Tensor(b!) running_var, Tensor batches, *, float eps) -> (Tensor out, Tensor save_mean, Tensor save_invstd)",
+        fakes.cumulative_batch_norm,
+        batch_norm=True,
+        scratch=scratch.cumulative_batch_norm,
+    ),
+    _record(
         "graphir.batch_norm_moments",
         "batch_norm_moments(Tensor input, *, int participant, int participants) -> Tensor",
         fakes.batch_norm_moments,
@@ -128,7 +136,8 @@ _RECORDS: Final = (
     _record(
         "graphir.synchronised_batch_norm",
         "synchronised_batch_norm(Tensor input, Tensor moments, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
-        "Tensor(b!)? running_var, *, float momentum, float eps) -> (Tensor out, Tensor save_mean, Tensor save_invstd)",
+        "Tensor(b!)? running_var, Tensor? batches=None, *, float momentum, float eps) "
+        "-> (Tensor out, Tensor save_mean, Tensor save_invstd)",
         fakes.synchronised_batch_norm,
         scratch=scratch.synchronised_batch_norm,
     ),
@@ -216,13 +225,17 @@ dampening of the next update: torch dampens none before the second, so it is 0 a
 Attention is torch's ``scaled_dot_product_attention`` without dropout, by the kernel of the device that it runs on; its
 ``logsumexp`` has a number for each query of each head, from which any device's backward kernel finds the weights again.
 
+``cumulative_batch_norm`` is ``aten.native_batch_norm`` in training, with the momentum 1 / *batches*: running statistics
+are averages over so many batches.
+
 A batch norm over several replicas is three types, and an ``AllReduce`` after each of the first two steps.
 ``batch_norm_moments`` gives f64 (participants, 3, channels), of which row *participant* holds for each channel the
 number of values, their mean, and the sum of the squares of their distances from it; the other rows are zero, so that
 the sum over all participants has a row of each. ``synchronised_batch_norm`` merges the rows as Chan, Golub and LeVeque
 do ("Updating formulae and a pairwise algorithm for computing sample variances", 1979), in double precision, and goes on
-as ``aten.native_batch_norm``. ``synchronised_batch_norm_backward`` gives the gradient of the input; the gradients of
-weight and bias that it takes are the sums over all values of all participants, times denominator / numerator.
+as ``aten.native_batch_norm``, or given *batches* as ``cumulative_batch_norm``. ``synchronised_batch_norm_backward``
+gives the gradient of the input; the gradients of weight and bias that it takes are the sums over all values of all
+participants, times denominator / numerator.
 
 A sparse gradient is two tensors, ``indices`` (1, n) and ``values`` (n, d): ``values[k]`` is added to row
 ``indices[0, k]``, and -1 marks a slot that holds nothing. ``embedding_bag_backward`` and ``sparse_sum`` return such a

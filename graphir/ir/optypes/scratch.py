@@ -26,6 +26,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "batch_norm_moments",
+    "cumulative_batch_norm",
     "nothing",
     "synchronised_batch_norm",
     "synchronised_batch_norm_backward",
@@ -38,13 +39,22 @@ _REAL: Final = ("f32", "f64")
 
 def _batch_norm(call: SizedOperator) -> int | None:
     """Two sums, or two factors, for each channel; with channels last also a sum for each thread."""
+    return _normalising(call, bool(call.args.get("training")))
+
+
+def cumulative_batch_norm(call: SizedOperator) -> int | None:
+    """What torch's batch norm takes in training."""
+    return _normalising(call, training=True)
+
+
+def _normalising(call: SizedOperator, training: bool) -> int | None:
     x = call.operand(0)
     if x.dtype not in _REAL:
         return None
     each = x.shape[1] * ITEMSIZE[x.dtype]
     if not _channels_first(x) and not _channels_last(x):
-        return 0 if call.args.get("training") else 3 * each
-    by_thread = call.args.get("training") and _channels_last(x)
+        return 0 if training else 3 * each
+    by_thread = training and _channels_last(x)
     return (2 + bool(by_thread) * call.threads) * each
 
 

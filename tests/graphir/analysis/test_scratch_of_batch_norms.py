@@ -61,6 +61,11 @@ def test_kernels(layout: str, dtype: torch.dtype, affine: bool, threads: int) ->
         calls: list[tuple[str, list[Tensor | None], dict[str, Any]]] = [
             ("graphir.batch_norm_moments", [x], one),
             (
+                "graphir.cumulative_batch_norm",
+                [x, weight, weight, numbers.clone(), numbers.clone(), torch.tensor(2)],
+                {"eps": 1e-5},
+            ),
+            (
                 "graphir.synchronised_batch_norm",
                 [x, moments, weight, weight, numbers.clone(), numbers.clone()],
                 {"momentum": 0.1, "eps": 1e-5},

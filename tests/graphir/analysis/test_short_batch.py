@@ -61,7 +61,7 @@ def test_text_of_one_replica_of_two_without_rows(golden: Callable[[str, str], No
 
 
 @pytest.mark.parametrize("place", [replicated, shifted])
-@pytest.mark.parametrize("seed", [0, 1, 2, *range(4, 12)])  # the program of seed 3 has no step of one row
+@pytest.mark.parametrize("seed", [0, 1, 2, *range(4, 8)])  # the program of seed 3 has no step of one row
 def test_what_is_left_is_what_so_many_replicas_compute(seed: int, place: Callable[[Program], Program]) -> None:
     """State and results of the replicas that have rows are those of a program that has no others."""
     program = nets.random_program(seed, mutate=seed % 4 != 0)

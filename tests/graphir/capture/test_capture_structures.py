@@ -138,3 +138,26 @@ def test_a_dataclass_that_torch_does_not_know_is_refused() -> None:
     with pytest.raises(CaptureError, match="returns a Unknown among its outputs") as error:
         capture(Returns(lambda m, x: Unknown(x)), (X,))
     assert "register_dataclass" in error.value.fix and "use_cache=False" in error.value.fix
+    assert "output=lambda out: out.logits" in error.value.fix
+
+
+def test_a_step_returns_what_is_made_of_what_the_model_returns() -> None:
+    class Unknown:
+        def __init__(self, *parts: Tensor) -> None:
+            self.parts = parts
+
+    model = Returns(lambda m, x: Unknown(m.fc(x), x * 2))
+    program = capture(model, (X,), output=lambda unknown: {"y": unknown.parts[0].tanh()})
+    with Session(passes.emit(program), program.state) as session:
+        for x in (X, torch.randn(7, 3)):
+            found = session.step(x)
+            assert list(found) == ["y"] and torch.equal(found["y"], model.fc(x).tanh())
+
+
+def test_what_makes_no_output_is_refused() -> None:
+    with pytest.raises(CaptureError, match="output is a str, not a function") as error:
+        capture(nn.Linear(3, 2), (X,), output="logits")  # type: ignore[arg-type]
+    assert "output=lambda out: out.logits" in error.value.fix
+    with pytest.raises(CaptureError, match="output is given, and a loss, which takes what the model returns") as error:
+        capture(nn.Linear(3, 2), (X,), targets=(Y,), loss=nn.functional.mse_loss, output=lambda out: out)
+    assert error.value.fix == "leave output out, and choose within the loss what it needs"

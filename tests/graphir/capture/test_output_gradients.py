@@ -10,6 +10,7 @@ import models
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import graphir
 from graphir import passes, runtime
@@ -158,3 +159,40 @@ def test_outputs_that_need_no_gradient_are_refused() -> None:
         "  in   the model\n"
         "  fix  leave backward out, or capture the model with parameters or inputs that require a gradient"
     )
+
+
+class Present:
+    """A container that leaves out what is None, as caches of transformers do."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = [part for part in parts if part is not None]
+
+
+pytree.register_pytree_node(
+    Present,
+    lambda present: (present.parts, None),
+    lambda parts, _: Present(*parts),
+    serialized_type_name="test_output_gradients.Present",
+)
+
+
+def test_containers_that_leave_out_what_is_none() -> None:
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(3, 2)
+
+        def forward(self, given: Present) -> Any:
+            return self.fc(given.parts[0]), Present(given.parts[0] * 2, given.parts[1].tanh())
+
+    model, x = Kept(), batch(4, 3, requires_grad=True)
+    program = graphir.capture(model, inputs=(Present(x, batch(4, 2)),), backward=True)
+    halves = passes.split_backward(program)
+    assert halves.outputs == (0, 1)
+    assert [len(half.interface.fetches) for half in (halves.forward, halves.backward)] == [3, 1]
+    made, kept = model(Present(x, batch(4, 2)))
+    grads = torch.ones(4, 2), torch.full((4, 3), 3.0)
+    wanted = torch.autograd.grad([made, kept.parts[0]], [x, *model.parameters()], grads)
+    (ours, ours_kept), of_inputs, of_params = step(program, Present(x.detach(), batch(4, 2)), grads)
+    assert torch.equal(ours, made) and all(map(torch.equal, ours_kept.parts, kept.parts))
+    assert all(map(torch.equal, [*of_inputs.values(), *of_params.values()], wanted))

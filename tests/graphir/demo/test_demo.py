@@ -22,7 +22,10 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """What a short demo prints into a pipe, and the folder that it wrote."""
     out = tmp_path_factory.mktemp("demo") / "made [/b]" / "here"
     command = [sys.executable, "-m", "graphir", "demo", "--epochs", "2", "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8", "PYTHONUTF8": "0", "LC_ALL": "C"}
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, encoding="utf-8", env=environment, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert not done.stderr
     return done.stdout, out
@@ -71,10 +74,9 @@ def test_training_goes_on_from_what_it_saved(demo: tuple[str, Path]) -> None:
     assert right.float().mean() > 0.8
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
-def test_terminals_without_unicode_can_show_it(tmp_path: Path, encoding: str) -> None:
+def test_terminals_without_unicode_can_show_it(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "graphir", "demo", "--epochs", "1", "--out", str(tmp_path)]
-    environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0", "LC_ALL": "C"}
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, env=environment, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert b"every check held" in done.stdout

@@ -203,6 +203,18 @@ NORMED: dict[str, tuple[str, list[Geometry | None], dict[str, Any], str]] = {
         {"momentum": 0.1, "eps": 1e-5},
         "a batch norm of 3 channels takes as many numbers as weight, not f32[4]",
     ),
+    "batches that are no number": (
+        "graphir.cumulative_batch_norm",
+        [X, CHANNELS, CHANNELS, CHANNELS, CHANNELS, Geometry((1,), "f32")],
+        {"eps": 1e-5},
+        "the number of batches is i64[], not f32[1]",
+    ),
+    "statistics of other channels": (
+        "graphir.cumulative_batch_norm",
+        [X, CHANNELS, CHANNELS, CHANNELS, Geometry((4,), "f32"), Geometry((), "i64")],
+        {"eps": 1e-5},
+        "a batch norm of 3 channels takes as many numbers as running_var, not f32[4]",
+    ),
     "a gradient of another shape": (
         "graphir.synchronised_batch_norm_backward",
         [Geometry((3, 3), "f32"), X, MOMENTS, CHANNELS, CHANNELS, CHANNELS, CHANNELS, CHANNELS],
@@ -221,7 +233,7 @@ NORMED: dict[str, tuple[str, list[Geometry | None], dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", NORMED)
 def test_batch_norms_over_replicas_refuse_what_does_not_fit(case: str) -> None:
     type, inputs, args, complaint = NORMED[case]
-    outputs = 3 if type == "graphir.synchronised_batch_norm" else 1
+    outputs = {"graphir.synchronised_batch_norm": 3, "graphir.cumulative_batch_norm": 5}.get(type, 1)
     pattern = "t" * len(inputs)
     assert call(type, inputs, outputs, operands=pattern, args=args).complaint == complaint
 

@@ -39,6 +39,12 @@ def close(ours: Tensor, theirs: Tensor, tolerance: float, what: str) -> None:
     assert ((ours.double() - theirs.double()).abs().max() / scale).item() < tolerance, what
 
 
+def test_an_average_over_no_batches_is_refused() -> None:
+    x, numbers, none = torch.randn(4, 3), torch.ones(3), torch.tensor(0)
+    with pytest.raises(ZeroDivisionError, match="a batch norm averages over no batches"):
+        BATCH_NORM["graphir.cumulative_batch_norm"](x, numbers, numbers, numbers.clone(), numbers.clone(), none, eps=0)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
