@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from ..errors import CaptureError
+from ..ir.opset import is_composite
 from ..ir.seeds import mix
 from .composites import VALUES_AND_VECTORS, values_alone_asked, values_alone_of
 from .forms import Form, form_of
@@ -32,6 +33,9 @@ class DrawsMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if torch.is_inference_mode_enabled() and _is_made_of_others(func):
+            with self:  # in inference mode torch shows composite operators whole, and not what they draw
+                return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         if _is_plain(func):
             return func(*args, **kwargs)
         if _is_random(func):
@@ -64,6 +68,11 @@ def _is_random(func: Any) -> bool:
 def _is_plain(func: Any) -> bool:
     """Whether an operator runs as it is, whatever its arguments: asked for each call, so it has to be quick."""
     return not _is_random(func) and func not in VALUES_AND_VECTORS
+
+
+@cache
+def _is_made_of_others(func: Any) -> bool:
+    return isinstance(func, torch._ops.OpOverload) and is_composite(func)
 
 
 class _Seeded(DrawsMode):

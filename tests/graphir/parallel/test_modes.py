@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from eager_only import EagerOnly
 from torch import Tensor, nn
 
@@ -59,6 +60,30 @@ def test_inference_mode() -> None:
         assert asked_in_replicas(torch.is_inference_mode_enabled) == [True, True]
         y = EagerOnly(module, [0, 1])(torch.ones(4, 4))
     assert y.is_inference()
+
+
+@pytest.mark.parametrize(
+    "draws",
+    [
+        lambda x: F.dropout(x, 0.5),
+        lambda x: F.rrelu(x, training=True),
+        lambda x: F.dropout(x, 0.5, training=False),
+        lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5)[0],
+    ],
+)
+def test_random_operators_in_inference_mode(draws: Callable[[Tensor], Tensor]) -> None:
+    """torch shows these whole in inference mode, and does not say what they draw."""
+    module, x = Of(lambda m, x: draws(x)), torch.ones(4, 4) - 2 * torch.eye(4)
+
+    def made() -> Tensor:
+        torch.manual_seed(1)
+        output: Tensor = EagerOnly(module, [0, 1])(x)
+        return output
+
+    with torch.no_grad():
+        wanted = made()
+    with torch.inference_mode():
+        assert torch.equal(made(), wanted)
 
 
 def test_running_statistics_in_inference_mode() -> None:
