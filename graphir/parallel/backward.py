@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -21,10 +22,13 @@ from ..capture.modes import Modes
 from ..errors import CaptureError
 from ..ir.blob import bound_layout
 from ..ir.size import Dims
+from ..replication import HOOKS
 from .apply import apply_replicas
 from .calls import Call
 from .containers import Containers
+from .errors import ReplicationRuntimeError
 from .lent_state import LentState
+from .module_guard import ModuleGuard
 from .replicas import replicate
 
 __all__ = ["BackwardPlan", "Differentiated", "Ran"]
@@ -42,7 +46,7 @@ class Ran(NamedTuple):
         parts: of each tensor that the module returns, the replicas'.
         gathered: the same, gathered.
         before: what the module's tensors that the forward overwrites were.
-        versions: of the parameters, once what the backward reads is kept.
+        versions: of the module's tensors that the forward does not overwrite, once what the backward reads is kept.
     """
 
     call: Call
@@ -78,7 +82,9 @@ class BackwardPlan:
         given: the blobs that the forward plan returns, and those that it was given.
         call: of the kind that the plan is for.
         containers: in what the module returns.
-        told: called with the positions of the outputs for which gradients came, where these are others than expected.
+        guard: of the module, as it was captured.
+        told: called in each backward with the positions of the outputs for which gradients came, and whether replicas
+            ran once more for it.
 
     Attributes:
         params: the parameters that need a gradient; those that no replica has used get zeros, as in torch.
@@ -96,13 +102,14 @@ class BackwardPlan:
         given: tuple[Sequence[str], Sequence[str]],
         call: Call,
         containers: Containers,
-        told: Callable[[tuple[int, ...]], None],
+        guard: ModuleGuard,
+        told: Callable[[tuple[int, ...], bool], None],
     ) -> None:
         backward, first = halves.backward, halves.backward.replicas[0]
         self._module, self._dim, self._told, self._program = module, dim, told, backward
         self._containers = containers
         self._random = any(op.seed is not None for half in halves[:2] for op in half.step.ops)
-        self._modes, self._overwritten = Modes(module), state.overwritten
+        self._modes, self._guard, self._overwritten = Modes(module), guard, state.overwritten
         self._function = Function(emit(backward), state.tensors, binding)
         outputs, inputs = ({name: i for i, name in enumerate(names)} for names in given)
         self._made = [outputs[name] for name in halves.saved if name in outputs]
@@ -134,7 +141,9 @@ class BackwardPlan:
             for i in call.at
         ]
         read = {name.removeprefix(first) for name in backward.step.external_inputs}
+        kept = {name: t for name, t in entries.items() if first + name not in state.written and not t.is_inference()}
         self._checked = [t for name, t in entries.items() if name in read and first + name not in state.written]
+        self._kept = list(kept.values())
         self._cuts: dict[tuple[int, ...], list[list[_Cut]]] = {}
 
     def expect_of(self, needing: Sequence[int]) -> None:
@@ -152,7 +161,7 @@ class BackwardPlan:
         made, shares = [ran.outputs[i] for i in self._made], [ran.shares[i] for i in self._shares]
         ctx.save_for_backward(*made, *shares, *self._checked)
         ctx.ran = ran._replace(
-            shares=(), outputs=(), parts=(), gathered=[], versions=[param._version for param in self.params]
+            shares=(), outputs=(), parts=(), gathered=[], versions=[tensor._version for tensor in self._kept]
         )
 
     def _cut(self, slot: str, parts: Sequence[Tensor], dims: Dims) -> list[_Cut]:
@@ -169,11 +178,9 @@ class BackwardPlan:
         """The gradients of :attr:`params` and of the call's tensors."""
         given = [grads[i] for i in self._expected]
         came = [i for i, grad in enumerate(grads) if grad is not None]
-        if came != self._expected:
-            self._told(tuple([self._leaves[i] for i in came]))
-        elif not torch.is_grad_enabled() and all(map(_is_plain, given)):
-            return self._planned(ran, saved, given)
-        return self._eagerly(ran, came, grads)
+        planned = came == self._expected and not torch.is_grad_enabled() and all(map(_is_plain, given))
+        self._told(tuple([self._leaves[i] for i in came]), not planned)
+        return self._planned(ran, saved, given) if planned else self._eagerly(ran, came, grads)
 
     def _planned(self, ran: Ran, saved: Sequence[Tensor], grads: Sequence[Any]) -> list[Tensor | None]:
         values = list(saved[: len(self._made) + len(self._shares)])
@@ -191,31 +198,44 @@ class BackwardPlan:
 
     def _eagerly(self, ran: Ran, came: Sequence[int], grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """The same by replicas that run once more, so that their gradients have gradients."""
-        if [param._version for param in self.params] != ran.versions:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                "parameter that a replica reads when it runs once more"
-            )
         create = torch.is_grad_enabled()
-        buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
-        with torch.enable_grad():
-            try:
-                for tensor, value in zip(self._overwritten, ran.before, strict=True):
-                    tensor.data.copy_(value)
-                found = self._outputs_again(ran)
-            finally:
-                for buffer, before in buffers:
-                    buffer.data.copy_(before)  # which no version counts: the graph may have kept the buffer
-            parts = [[tensors[i] for tensors in found] for i in came]
-            outputs = [torch.cat(part, self._dim) if part[0].dim() else torch.stack(part) for part in parts]
         wanted, given = [*self.params, *ran.call.tensors], [grads[i] for i in came]
-        made: Sequence[Tensor | None] = torch.autograd.grad(
-            outputs, wanted, given, create_graph=create, allow_unused=True
-        )
+        with _requiring_gradients(wanted):
+            with torch.enable_grad(), self._as_it_was(ran):
+                found = self._outputs_again(ran)
+                parts = [[tensors[i] for tensors in found] for i in came]
+                outputs = [torch.cat(part, self._dim) if part[0].dim() else torch.stack(part) for part in parts]
+            made: Sequence[Tensor | None] = torch.autograd.grad(
+                outputs, wanted, given, create_graph=create, allow_unused=True
+            )
         return [
             torch.zeros_like(tensor) if gradient is None and i < len(self.params) else gradient
             for i, (tensor, gradient) in enumerate(zip(wanted, made, strict=True))
         ]
+
+    @contextlib.contextmanager
+    def _as_it_was(self, ran: Ran) -> Iterator[None]:
+        """Give the module the modes and buffers that it had in the call.
+
+        Raises:
+            ReplicationRuntimeError: something else of it is not what it was, and replicas would not run as they ran.
+        """
+        buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
+        with self._modes.held():
+            if [tensor._version for tensor in self._kept] != ran.versions:
+                raise _changed(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    "a parameter or buffer that a replica reads when it runs once more"
+                )
+            if not self._guard.holds():
+                raise _changed("the module's attributes, parameters or buffers are other ones than in the forward")
+            try:
+                for tensor, value in zip(self._overwritten, ran.before, strict=True):
+                    tensor.data.copy_(value)
+                yield
+            finally:
+                for buffer, before in buffers:
+                    buffer.data.copy_(before)  # which no version counts: the graph may have kept the buffer
 
     def _outputs_again(self, ran: Ran) -> list[list[Tensor]]:
         """What replicas return that run once more as they ran: by replica, the tensors."""
@@ -226,11 +246,35 @@ class BackwardPlan:
 
         shares = ran.call.shares(self._dim, len(self._program.replicas))
         places = [self._place] * len(shares)
-        with self._modes.held():
-            calls = [partial(call, *numbered) for numbered in enumerate(replicate(self._module, places))]
-            returned = apply_replicas(calls, shares, [{}] * len(shares), range(len(shares)), places)
+        copies = replicate(self._module, places)
+        for module in chain.from_iterable(copied.modules() for copied in copies):
+            for name in HOOKS:
+                vars(module)[name].clear()  # there was none in the forward
+        calls = [partial(call, *numbered) for numbered in enumerate(copies)]
+        returned = apply_replicas(calls, shares, [{}] * len(shares), range(len(shares)), places)
         leaves = map(pytree.tree_leaves, map(self._containers.opened, returned))
         return [[leaf for leaf in found if isinstance(leaf, Tensor)] for found in leaves]
+
+
+@contextlib.contextmanager
+def _requiring_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Let tensors require a gradient that did in the forward and were frozen since, as autograd's graph of it does."""
+    frozen = [tensor for tensor in tensors if not tensor.requires_grad]
+    try:
+        for tensor in frozen:
+            tensor.requires_grad_()
+        yield
+    finally:
+        for tensor in frozen:
+            tensor.requires_grad_(False)
+
+
+def _changed(what: str) -> ReplicationRuntimeError:
+    return ReplicationRuntimeError(
+        what,
+        where="a backward that runs the replicas once more: for gradients of gradients, or of some outputs only",
+        fix="change the module after the backward",
+    )
 
 
 def _is_plain(grad: Tensor | None) -> TypeGuard[Tensor]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, namedtuple
 from collections.abc import Hashable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,10 @@ from ..capture.global_state import SETTINGS
 from ..ir.tensor import PLAIN
 
 __all__ = ["Call", "TooFewRows", "Unfit", "read_call"]
+
+
+_MAPPED: Final = (tuple, list, dict, OrderedDict, namedtuple)
+"""Containers of which scatter splits what is in them, by pytree's types. It knows others, and users register some."""
 
 
 class Unfit(Exception):
@@ -30,7 +35,7 @@ class Call(NamedTuple):
 
     Attributes:
         args, kwargs: as given.
-        tensors: those among their leaves that require a gradient, where gradients are computed, each once.
+        tensors: those among their leaves that require a gradient, where gradients are computed.
         at: their positions among the leaves.
         rows: of the batch.
         kind: equal for calls that one plan may stand for.
@@ -47,17 +52,31 @@ class Call(NamedTuple):
         """The call as one of a kind that has these rows alone."""
         return self._replace(kind=(self.kind, self.rows))
 
+    def copied(self) -> Call:
+        """The call with the values that its tensors have now, whatever is written into them later."""
+        args, kwargs = pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), (self.args, self.kwargs))
+        return self._replace(args=args, kwargs=kwargs)
+
     def shares(self, dim: int, replicas: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """The arguments of each replica, cut by torch.chunk's rule; gradients flow through them."""
+        """The arguments of each replica, cut by torch.chunk's rule; gradients flow through them to :attr:`tensors`."""
         leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
-        cut: dict[int, tuple[Tensor, ...]] = {}
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and id(leaf) not in cut:
-                cut[id(leaf)] = leaf.chunk(replicas, dim)
-        return [
-            pytree.tree_unflatten([cut[id(x)][i] if isinstance(x, Tensor) else x for x in leaves], spec)
-            for i in range(replicas)
-        ]
+        for i, tensor in zip(self.at, self.tensors, strict=True):
+            if leaves[i] is not tensor:
+                leaves[i] = _Copied.apply(tensor, leaves[i])  # type: ignore[no-untyped-call]
+        cut = [leaf.chunk(replicas, dim) if isinstance(leaf, Tensor) else [leaf] * replicas for leaf in leaves]
+        return [pytree.tree_unflatten([parts[i] for parts in cut], spec) for i in range(replicas)]
+
+
+class _Copied(torch.autograd.Function):
+    """A copy that was made of a tensor, from which gradients flow to that."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, copy: Tensor) -> Tensor:
+        return copy.view_as(copy)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
 
 
 def read_call(
@@ -81,11 +100,12 @@ def read_call(
     if dim < 0:
         raise Unfit(f"dim is {dim}, counted from the last dimension")
     leaves, spec = pytree.tree_flatten((args, kwargs))
+    if foreign := _not_mapped(spec):
+        raise Unfit(f"an argument has a {foreign} in it")
     graded = torch.is_grad_enabled()
-    seen: dict[int, int] = {}
     described: list[Hashable] = []
     rows = -1
-    for i, leaf in enumerate(leaves):
+    for leaf in leaves:
         if not isinstance(leaf, Tensor):
             if not isinstance(leaf, (bool, int, float, str, type(None))):
                 raise Unfit(f"an argument has a {type(leaf).__name__} in it")
@@ -100,8 +120,7 @@ def read_call(
             raise Unfit(f"arguments have {rows} and {shape[dim]} rows")
         rows = shape[dim]
         strides = None if leaf.is_contiguous() else leaf.stride()
-        first = seen.setdefault(id(leaf), i)
-        described.append((first, leaf.dtype, shape[:dim], shape[dim + 1 :], strides, graded and leaf.requires_grad))
+        described.append((leaf.dtype, shape[:dim], shape[dim + 1 :], strides, graded and leaf.requires_grad))
     if rows < 0:
         raise Unfit("no argument is a tensor")
     each = -(-rows // replicas)
@@ -109,8 +128,17 @@ def read_call(
         raise TooFewRows
     settings = tuple([setting.get() for setting in SETTINGS.values()])
     modes = modes, torch.is_inference_mode_enabled(), torch.get_num_threads(), FORKS[0]
-    at = tuple([i for i in seen.values() if graded and leaves[i].requires_grad])
+    at = tuple([i for i, leaf in enumerate(leaves) if graded and isinstance(leaf, Tensor) and leaf.requires_grad])
     return Call(args, kwargs, tuple([leaves[i] for i in at]), at, rows, (spec, tuple(described), settings, modes))
+
+
+def _not_mapped(spec: pytree.TreeSpec) -> str:
+    """The type of a structure that scatter hands to each replica as it is, or maps in its own way; empty if none is."""
+    if spec.is_leaf():
+        return ""
+    if spec.type not in _MAPPED:
+        return str(spec.type.__name__)
+    return next(filter(None, map(_not_mapped, spec.children())), "")
 
 
 def _surroundings() -> str:

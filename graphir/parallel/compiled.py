@@ -26,7 +26,7 @@ import torch
 from graphir.runtime.machine.places import Binding
 from graphir.runtime.machine.surroundings import follow_forks
 
-from ..errors import CoverageError, EagerWarning, GraphirError, RunError
+from ..errors import CoverageError, EagerWarning, GraphirError, RunError, SessionError
 from ..replication import OWN_CALLBACK
 from .calls import Call, TooFewRows, Unfit, read_call
 from .devices import places_of_ids
@@ -38,8 +38,19 @@ __all__ = ["CompiledReplicas"]
 _MOST_KINDS: Final = 8
 """How many kinds of calls have plans; those not used for longest make room."""
 
-_MOST_CAPTURES: Final = 4
-"""How often plans for calls of one kind are made anew because the module has changed."""
+_CAPTURES: Final = 8
+"""How many captures are made before plans have run any call."""
+
+_CALLS: Final = 64
+"""How many calls plans run for each capture after these: it takes about as long as they save."""
+
+_TWICE: Final = 4
+"""How many backwards of one kind, one after the other, may run the replicas once more."""
+
+_OTHER_KINDS: Final = "calls are of other kinds again and again, by shapes, numbers among the arguments, or modes"
+_OTHER_MODULE: Final = "the module's attributes, parameters or buffers are other ones again and again"
+_OTHER_OUTPUTS: Final = "gradients come for other outputs again and again"
+_RUN_TWICE: Final = "its backward runs them once more each time, for gradients of gradients or for other outputs"
 
 
 class CompiledReplicas:
@@ -75,6 +86,7 @@ class CompiledReplicas:
     def _reset(self) -> None:
         self._kinds: dict[Hashable, _Kind] = {}
         self._told: set[str] = set()
+        self._captures = _Captures()
         self._watch()
         self._lock = threading.RLock()
         follow_forks()
@@ -104,13 +116,15 @@ class CompiledReplicas:
             with self._lock:
                 call = self._read(tuple(args), dict(kwargs or {}))
                 try:
-                    return self._plans(call)(call)
+                    output = self._plans(call)(call)
                 except CoverageError:
                     call = call.of_this_size()
-                    return self._plans(call)(call)
+                    output = self._plans(call)(call)
+                self._captures.calls += 1
+                return output
         except (TooFewRows, RunError):  # what has failed is to fail in a replica, whose error says where
             return None
-        except (Unfit, CoverageError) as e:
+        except (Unfit, SessionError) as e:
             self._tell(str(e).partition("\n")[0])
             return None
 
@@ -125,7 +139,10 @@ class CompiledReplicas:
         Raises:
             Unfit: there are none.
         """
-        kind = self._kinds.pop(call.kind, None) or _Kind()
+        kind = self._kinds.pop(call.kind, None)
+        if kind is None:
+            self._captures.require(_OTHER_KINDS)
+            kind = _Kind(self._captures)
         self._kinds[call.kind] = kind
         if len(self._kinds) > _MOST_KINDS:
             del self._kinds[next(iter(self._kinds))]
@@ -141,6 +158,21 @@ class CompiledReplicas:
             warnings.warn(f"the replicas of {name} run eagerly: {why}", EagerWarning, stacklevel=3)
 
 
+class _Captures:
+    """How many captures were made, and how many calls plans have run: those pay for these.
+
+    A capture takes as long as many calls. Where most calls need another one, eager replicas are faster.
+    """
+
+    def __init__(self) -> None:
+        self.made = self.calls = 0
+
+    def require(self, why: str) -> None:
+        """Raise Unfit, which says *why* a capture is needed, where it is not paid for."""
+        if self.made >= _CAPTURES + self.calls // _CALLS:
+            raise Unfit(why)
+
+
 class _Kind:
     """Calls of one kind, their plans, and the module that these were captured from.
 
@@ -149,22 +181,25 @@ class _Kind:
         found: the plans by the positions of the outputs whose gradients they take, or why there are none.
         wanted: the positions of the outputs for which gradients came last; None: all that need one.
         needing: those that need one, once that is known.
-        captures: how often the module was captured because it has changed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, captures: _Captures) -> None:
         self.guard: ModuleGuard | None = None
         self.found: dict[tuple[int, ...] | None, Plans | str] = {}
         self.wanted: tuple[int, ...] | None = None
         self.needing: tuple[int, ...] | None = None
-        self.captures = 0
+        self._captures = captures
+        self._twice = 0  # backwards, one after the other, for which replicas ran once more
 
     def plans(self, replicas: Replicas, call: Call) -> Plans:
         assert self.guard is not None
         if self.guard.hooked():
             raise Unfit("a module has hooks, which are called once for each replica")
+        if self._twice > _TWICE:
+            raise Unfit(_RUN_TWICE)
         found = self.found.get(self.wanted)
         if found is None:
+            self._captures.require(_OTHER_OUTPUTS if self.wanted is not None else _OTHER_MODULE)
             found = self.found[self.wanted] = self._made(replicas, call)
             self.guard = ModuleGuard(replicas.module)  # the step may have set it up
         if isinstance(found, str):
@@ -175,12 +210,12 @@ class _Kind:
         """Begin with the module as it is now."""
         if any(map(torch.nn.parameter.is_lazy, (*module.parameters(), *module.buffers()))):
             raise Unfit("a parameter or buffer has no shape yet")
-        if self.captures > _MOST_CAPTURES:
-            raise Unfit("the module's attributes, parameters or buffers are other ones again and again")
+        if self.found:
+            self._captures.require(_OTHER_MODULE)
         self.guard = ModuleGuard(module)
-        self.captures += 1
         self.found.clear()
         self.wanted = self.needing = None
+        self._twice = 0
 
     def _made(self, replicas: Replicas, call: Call) -> Plans | str:
         module = replicas.module
@@ -188,6 +223,7 @@ class _Kind:
             return "a module has a callback, which is called for each replica"
         if any(buffer.requires_grad for buffer in module.buffers()):
             return "a buffer needs a gradient"
+        self._captures.made += 1
         try:
             plans = Plans(replicas, call, self.wanted, self.needing, self._tell)
         except GraphirError as e:
@@ -196,5 +232,6 @@ class _Kind:
             self.needing = plans.positions
         return plans
 
-    def _tell(self, positions: tuple[int, ...]) -> None:
+    def _tell(self, positions: tuple[int, ...], twice: bool) -> None:
         self.wanted = None if positions == self.needing else positions
+        self._twice = self._twice + 1 if twice else 0

@@ -187,9 +187,12 @@ class DataParallel(nn.DataParallel[Any]):
 
 
 class _Call(DataParallel):
-    """One call's, which leaves the module where it is."""
+    """One call's, which leaves the module where it is. There is no second call, which plans would be for."""
 
     _moves = False
+
+    def _fast_path(self) -> None:
+        return None
 
 
 def data_parallel(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -65,6 +66,18 @@ class LentState:
         if self._copies:
             with torch.no_grad():
                 torch._foreach_copy_(self._copies, self._sources)
+
+    @contextmanager
+    def restored_if_it_fails(self) -> Iterator[Sequence[Tensor]]:
+        """What the overwritten tensors were; they are that again where what runs meanwhile raises."""
+        before = [tensor.clone() for tensor in self.overwritten]
+        try:
+            yield before
+        except BaseException:
+            with torch.no_grad():
+                for tensor, value in zip(self.overwritten, before, strict=True):
+                    tensor.copy_(value)
+            raise
 
 
 def _loaded(programs: Sequence[Program]) -> Iterator[tuple[Blob, str, bool]]:

@@ -40,6 +40,7 @@ class ModuleGuard:
         modules = list(model.modules())
         tables = [vars(m) for m in modules]
         tables += [table for m in modules for name in _TABLES if (table := vars(m)[name])]
+        self._modules, self._types = modules, list(map(type, modules))
         self._tables = tables
         self._values = [list(table.values()) for table in tables]
         self._ids = [list(map(id, values)) for values in self._values]
@@ -49,6 +50,7 @@ class ModuleGuard:
         self._requires_grad = [p.requires_grad for p in self._params]
         self._containers: list[tuple[Any, Any]] = []
         self._versions: list[tuple[torch.Tensor, int]] = []
+        self._own = frozenset(map(id, self._params))  # which steps may write, also where a list has them, as in an LSTM
         for m in modules:
             for name, value in vars(m).items():
                 if name not in _INTERNAL:
@@ -56,6 +58,8 @@ class ModuleGuard:
 
     def _remember(self, value: Any) -> None:
         if isinstance(value, torch.Tensor):
+            if id(value) in self._own:
+                return
             if value.is_inference():
                 raise Unfit("a module keeps an inference tensor, whose changes nothing counts")
             self._versions.append((value, value._version))
@@ -72,6 +76,8 @@ class ModuleGuard:
 
     def holds(self) -> bool:
         """Whether nothing has changed that was remembered."""
+        if list(map(type, self._modules)) != self._types:
+            return False
         for i, (table, ids) in enumerate(zip(self._tables, self._ids, strict=True)):
             if list(map(id, table.values())) != ids and not self._equal(i):
                 return False

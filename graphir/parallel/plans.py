@@ -28,6 +28,7 @@ from .calls import Call
 from .containers import Containers
 from .gather import gather
 from .lent_state import LentState
+from .module_guard import ModuleGuard
 
 __all__ = ["Plans", "Replicas"]
 
@@ -58,7 +59,7 @@ class Plans:
         call: of this kind.
         positions: of the outputs whose gradients the backward takes, among the leaves of all; None: all that need one.
         needing: of the outputs that need a gradient, where *positions* are some of these.
-        told: called with the positions for which gradients came, where these are others.
+        told: as of :class:`.backward.BackwardPlan`.
 
     Attributes:
         positions: those of the outputs whose gradients the backward takes; empty where there is none.
@@ -73,7 +74,7 @@ class Plans:
         call: Call,
         positions: tuple[int, ...] | None,
         needing: tuple[int, ...] | None,
-        told: Callable[[tuple[int, ...]], None],
+        told: Callable[[tuple[int, ...], bool], None],
     ) -> None:
         self.replicas = replicas
         self._containers = Containers()
@@ -105,6 +106,7 @@ class Plans:
                 (self._forward.outputs, self._scatter.names),
                 call,
                 self._containers,
+                ModuleGuard(replicas.module),
                 told,
             )
             if needing is not None:
@@ -117,13 +119,15 @@ class Plans:
             CoverageError: the plans do not cover the call's sizes.
             RunError: an operator failed.
         """
+        if self._backward is not None:
+            call = call.copied()  # the backward reads them, and the caller may have overwritten its own by then
         dims, shares = self._scatter.split(call.args, call.kwargs)
         step = int(torch.randint(2**62, ())) if self._random else 0
 
         def run() -> Ran:
             self._state.broadcast()
-            before = [] if self._backward is None else [tensor.clone() for tensor in self._state.overwritten]
-            outputs = self._forward(dims, shares, step)
+            with self._state.restored_if_it_fails() as before:
+                outputs = self._forward(dims, shares, step)
             parts = [[outputs[i] for i in at] for _, at in self._fetches if at]
             return Ran(call, dims, step, shares, outputs, parts, self._gathered(parts), before)
 
@@ -144,13 +148,7 @@ class Plans:
 
 def _captured(replicas: Replicas, call: Call, positions: tuple[int, ...] | None, containers: Containers) -> Program:
     """The program of the first replica's share; it returns the parts of *containers*."""
-    args, kwargs = call.shares(replicas.dim, len(replicas.devices))[0]
-    leaves: dict[int, Tensor] = {}  # a tensor that is given twice stays one
-
-    def leaf(share: Tensor) -> Tensor:
-        return leaves.setdefault(id(share), _leaf(share))
-
-    args, kwargs = pytree.tree_map_only(Tensor, leaf, (args, kwargs))
+    args, kwargs = pytree.tree_map_only(Tensor, _leaf, call.shares(replicas.dim, len(replicas.devices))[0])
     needing = torch.is_grad_enabled() and (
         bool(call.tensors) or any(p.requires_grad for p in replicas.module.parameters())
     )

@@ -752,10 +752,12 @@ def test_a_module_that_changes_again_and_again_is_left_to_eager_replicas() -> No
     compiled = CompiledReplicas(model, [0, 1])
     why = "the module's attributes, parameters or buffers are other ones again and again"
     with pytest.warns(graphir.errors.EagerWarning, match=why):
-        for i in range(8):
+        for i in range(9):
             model.scale = float(i)
             made = compiled((x,))
     assert made is None
+    model.scale = 7.0
+    assert compiled((x,)) is not None  # what was captured last
 
 
 def test_every_replica_starts_from_the_modules_buffers() -> None:
