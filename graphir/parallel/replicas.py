@@ -103,9 +103,12 @@ class _Copies:
             made = _Broadcast.apply(places, *through)  # type: ignore[no-untyped-call]
             for i, tensor in enumerate(through):
                 self._found[id(tensor)] = list(made[i :: len(through)])
-        for tensor in (*parameters, *buffers):
-            if id(tensor) not in self._found:
-                self._found[id(tensor)] = _broadcast(tensor, places)
+        # Also where nothing flows back they are as the module's: no inference tensors, and requiring a gradient where
+        # those do. torch's matmul chooses its kernels by that, and so its bits.
+        with torch.inference_mode(False):
+            for tensor in (*parameters, *buffers):
+                if id(tensor) not in self._found:
+                    self._found[id(tensor)] = [_like(tensor, copy) for copy in _broadcast(tensor, places)]
 
     def of(self, tensor: Tensor, replica: int) -> Tensor:
         """A replica's copy of a tensor of the module."""
@@ -116,6 +119,10 @@ def _broadcast(tensor: Tensor, places: Sequence[torch.device]) -> list[Tensor]:
     """A tensor that shares *tensor*'s storage, and copies of it, without gradients."""
     original = tensor.detach()
     return [original, *(_copied(original, place) for place in places[1:])]
+
+
+def _like(tensor: Tensor, copy: Tensor) -> Tensor:
+    return copy if tensor.is_inference() else copy.requires_grad_(tensor.requires_grad)
 
 
 def _copied(tensor: Tensor, place: torch.device) -> Tensor:

@@ -99,6 +99,22 @@ def test_grad_mode() -> None:
     assert asked_in_replicas(torch.is_grad_enabled) == [True, True]
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_replica_s_parameters_are_of_the_kind_of_the_module_s(mode: Callable[[], Any]) -> None:
+    """torch's matmul folds or not by what it is given, so its bits depend on it."""
+
+    def asked(module: Of, x: Tensor) -> Tensor:
+        found.append((module.fc.weight.requires_grad, module.fc.weight.is_inference()))
+        return module.fc(x)
+
+    found: list[tuple[bool, bool]] = []
+    module = Of(asked)
+    with mode():
+        EagerOnly(module, [0, 1])(torch.ones(4, 4))
+        module(torch.ones(4, 4))
+    assert found == [(True, False)] * 3
+
+
 def test_context_variables() -> None:
     token = SET.set(3)
     try:
