@@ -99,7 +99,10 @@ def places_of_ids(ids: Sequence[int], output: int, binding: Binding) -> dict[int
         ReplicationRuntimeError: there are fewer GPUs, and the binding shares none.
         ReplicationValueError: the binding does not fit.
     """
-    devices = {device: gpu(device) for device in (*ids, output) if device != HOST}
+    try:
+        devices = {device: gpu(device) for device in (*ids, output) if device != HOST}
+    except GraphirError as e:
+        raise ReplicationValueError(e.what, where=_WHERE, fix=_IDS) from e
     count = torch.cuda.device_count()
     if binding == "auto" and count:
         for device in devices:

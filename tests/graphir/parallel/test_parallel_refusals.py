@@ -48,6 +48,11 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], Any], str]] = {
         lambda: graphir.DataParallel(nn.Linear(2, 2), [1, "gpu:1"]),
         "1 is named twice",
     ),
+    "a number that no device has": (
+        ValueError,
+        lambda: graphir.DataParallel(nn.Linear(2, 2), [0, 10**20]),
+        r"'gpu:100000000000000000000' is not a device\n  in   DataParallel\(...\)\n  fix  give distinct devices",
+    ),
     "the host as a replica's device": (
         ValueError,
         lambda: graphir.DataParallel(nn.Linear(2, 2), [0, -1]),
