@@ -80,6 +80,7 @@ class BackwardPlan:
         state: of both plans.
         entries: the module's parameters and buffers, by their blobs' names.
         given: the blobs that the forward plan returns, and those that it was given.
+        targets: of each that it was given, the position among the call's leaves, and the replica.
         call: of the kind that the plan is for.
         containers: in what the module returns.
         guard: of the module, as it was captured.
@@ -100,6 +101,7 @@ class BackwardPlan:
         state: LentState,
         entries: Mapping[str, Tensor],
         given: tuple[Sequence[str], Sequence[str]],
+        targets: Sequence[tuple[int, int]],
         call: Call,
         containers: Containers,
         guard: ModuleGuard,
@@ -109,6 +111,7 @@ class BackwardPlan:
         self._module, self._dim, self._told, self._program = module, dim, told, backward
         self._containers = containers
         self._random = any(op.seed is not None for half in halves[:2] for op in half.step.ops)
+        self._targets = targets
         self._modes, self._guard, self._overwritten = Modes(module), guard, state.overwritten
         self._function = Function(emit(backward), state.tensors, binding)
         outputs, inputs = ({name: i for i, name in enumerate(names)} for names in given)
@@ -160,9 +163,7 @@ class BackwardPlan:
             ]
         made, shares = [ran.outputs[i] for i in self._made], [ran.shares[i] for i in self._shares]
         ctx.save_for_backward(*made, *shares, *self._checked)
-        ctx.ran = ran._replace(
-            shares=(), outputs=(), parts=(), gathered=[], versions=[tensor._version for tensor in self._kept]
-        )
+        ctx.ran = ran._replace(outputs=(), parts=(), gathered=[], versions=[tensor._version for tensor in self._kept])
 
     def _cut(self, slot: str, parts: Sequence[Tensor], dims: Dims) -> list[_Cut]:
         """How an output's gradient is cut for replicas that returned these *parts* of it."""
@@ -244,7 +245,8 @@ class BackwardPlan:
             with seeded(ran.step, replica) if self._random else contextlib.nullcontext():
                 return copied(*args, **kwargs)
 
-        shares = ran.call.shares(self._dim, len(self._program.replicas))
+        values = dict(zip(self._targets, ran.shares, strict=True))
+        shares = ran.call.shares(self._dim, len(self._program.replicas), values)
         places = [self._place] * len(shares)
         copies = replicate(self._module, places)
         for module in chain.from_iterable(copied.modules() for copied in copies):

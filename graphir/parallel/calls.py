@@ -52,27 +52,29 @@ class Call(NamedTuple):
         """The call as one of a kind that has these rows alone."""
         return self._replace(kind=(self.kind, self.rows))
 
-    def copied(self) -> Call:
-        """The call with the values that its tensors have now, whatever is written into them later."""
-        args, kwargs = pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), (self.args, self.kwargs))
-        return self._replace(args=args, kwargs=kwargs)
+    def shares(
+        self, dim: int, replicas: int, values: Mapping[tuple[int, int], Tensor] | None = None
+    ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """The arguments of each replica, cut by torch.chunk's rule; gradients flow through them to :attr:`tensors`.
 
-    def shares(self, dim: int, replicas: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """The arguments of each replica, cut by torch.chunk's rule; gradients flow through them to :attr:`tensors`."""
+        Args:
+            dim: along which they are cut.
+            replicas: how many there are.
+            values: by position among the leaves and replica: what was in the share, if that is not to be looked up now.
+        """
         leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
-        for i, tensor in zip(self.at, self.tensors, strict=True):
-            if leaves[i] is not tensor:
-                leaves[i] = _Copied.apply(tensor, leaves[i])  # type: ignore[no-untyped-call]
-        cut = [leaf.chunk(replicas, dim) if isinstance(leaf, Tensor) else [leaf] * replicas for leaf in leaves]
-        return [pytree.tree_unflatten([parts[i] for parts in cut], spec) for i in range(replicas)]
+        cut = [list(leaf.chunk(replicas, dim)) if isinstance(leaf, Tensor) else [leaf] * replicas for leaf in leaves]
+        for (i, replica), value in (values or {}).items():
+            cut[i][replica] = _Copied.apply(cut[i][replica], value)  # type: ignore[no-untyped-call]
+        return [pytree.tree_unflatten([parts[replica] for parts in cut], spec) for replica in range(replicas)]
 
 
 class _Copied(torch.autograd.Function):
-    """A copy that was made of a tensor, from which gradients flow to that."""
+    """A tensor with the value of a copy that was made of it earlier."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, copy: Tensor) -> Tensor:
-        return copy.view_as(copy)
+        return copy.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

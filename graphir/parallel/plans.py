@@ -104,6 +104,7 @@ class Plans:
                 self._state,
                 entries,
                 (self._forward.outputs, self._scatter.names),
+                [(leaf, replica) for leaf, replica, _ in self._scatter.targets],
                 call,
                 self._containers,
                 ModuleGuard(replicas.module),
@@ -119,9 +120,10 @@ class Plans:
             CoverageError: the plans do not cover the call's sizes.
             RunError: an operator failed.
         """
-        if self._backward is not None:
-            call = call.copied()  # the backward reads them, and the caller may have overwritten its own by then
         dims, shares = self._scatter.split(call.args, call.kwargs)
+        if self._backward is not None:
+            # The backward reads them, and the caller may have overwritten its own by then.
+            shares = [share.detach().clone() for share in shares]
         step = int(torch.randint(2**62, ())) if self._random else 0
 
         def run() -> Ran:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -149,6 +150,25 @@ def test_gradients_of_gradients_reach_an_input_that_requires_them() -> None:
         return torch.autograd.grad(first.square().sum(), x)[0]
 
     torch.testing.assert_close(slope(graphir.DataParallel), slope(EagerOnly))
+
+
+def test_a_module_that_overwrites_its_input_does_so_each_time() -> None:
+    class Doubling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.fc = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x.mul_(2)).tanh()
+
+    def found(wrap: Callable[..., Any]) -> list[Tensor]:
+        model = Doubling()
+        made = wrap(model, [0, 1], binding="cpu")(batch())
+        ask = partial(torch.autograd.grad, made, model.fc.weight, torch.ones(6, 3), retain_graph=True)
+        return [ask(create_graph=create_graph)[0] for create_graph in (True, True, False)]
+
+    assert all(map(torch.equal, found(graphir.DataParallel), found(EagerOnly)))
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
