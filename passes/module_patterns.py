@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice, takewhile
 
 from graphir.errors import PassError, nearest
 from graphir.ir.module_patterns import ModulePattern
@@ -31,14 +33,14 @@ def claims(program: Program, patterns: Iterable[str]) -> dict[str, str]:
     """
     paths = module_paths(program)
     found: dict[str, str] = {}
+    ordered = sorted(path.split(".") for path in paths)
     for text in patterns:
         pattern = ModulePattern(text)
-        inside = ""
-        mine = []
-        for path in sorted(paths, key=lambda path: path.split(".")):
-            if (inside and path.startswith(inside)) or pattern.matches(path):
-                inside = inside if inside and path.startswith(inside) else f"{path}."
-                mine.append(path)
+        names = text.split(".")
+        if text in paths:  # a path as it stands names what is inside of it, and nothing else
+            mine = _inside(names, ordered)
+        else:
+            mine = _matched(pattern, ordered)
         if not mine:
             raise _unknown(program, text, paths)
         for path in mine:
@@ -48,6 +50,23 @@ def claims(program: Program, patterns: Iterable[str]) -> dict[str, str]:
                     fix="let one of them leave it out, or move it in a call of its own",
                 )
             found[path] = text
+    return found
+
+
+def _inside(names: list[str], ordered: Sequence[list[str]]) -> list[str]:
+    """A module and those inside of it, of all in order."""
+    behind = islice(ordered, bisect_left(ordered, names), None)
+    return [".".join(path) for path in takewhile(lambda path: path[: len(names)] == names, behind)]
+
+
+def _matched(pattern: ModulePattern, ordered: Sequence[Sequence[str]]) -> list[str]:
+    """The paths that a pattern names, and those inside of them."""
+    inside, found = "", []
+    for names in ordered:
+        path = ".".join(names)
+        if (inside and path.startswith(inside)) or pattern.matches(path):
+            inside = inside if inside and path.startswith(inside) else f"{path}."
+            found.append(path)
     return found
 
 

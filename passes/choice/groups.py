@@ -201,23 +201,37 @@ class _Grouping:
         share = max(MOST_GROUPS // len(chains), 2)
         groups: list[list[Unit]] = []
         for chain in chains:
-            most = 1.5 * sum(saved[at[unit]] for unit in chain) / share
-            merged = [[unit] for unit in chain]
-
-            def score(i: int, merged: list[list[Unit]] = merged, most: float = most) -> tuple[bool, float, float]:
-                nbytes = sum(saved[at[unit]] for unit in (*merged[i], *merged[i + 1]))
-                fits = nbytes <= most
-                return fits, crossing[at[merged[i][-1]]] if fits else -nbytes, -nbytes
-
+            total = sum(saved[at[unit]] for unit in chain)
+            merged = self.joined(chain, saved, total / (4 * share)) if len(chain) > 8 * share else [[u] for u in chain]
+            sizes = [sum(saved[at[unit]] for unit in group) for group in merged]
             while len(merged) > 1:
                 pairs = [i for i in range(len(merged) - 1) if self.may_merge(merged[i], merged[i + 1])]
                 whole = [i for i in pairs if self.is_whole(merged[i], merged[i + 1])]
                 if not whole and (len(merged) <= share or not pairs):
                     break
-                best = whole[0] if whole else max(pairs, key=score)
+                ranked = [
+                    (_rank(sizes[i] + sizes[i + 1], 1.5 * total / share, crossing[at[merged[i][-1]]]), i) for i in pairs
+                ]
+                best = whole[0] if whole else max(ranked)[1]
                 merged[best : best + 2] = [merged[best] + merged[best + 1]]
+                sizes[best : best + 2] = [sizes[best] + sizes[best + 1]]
             groups += merged
         return {unit: number for number, group in enumerate(groups) for unit in group}, groups
+
+    def joined(self, chain: Sequence[Unit], saved: Sequence[int], most: float) -> list[list[Unit]]:
+        """Neighbours of a long chain together, as long as they save at most so much: what is left can be compared
+        pair by pair."""
+        found: list[list[Unit]] = []
+        nbytes, units = 0, len(chain) / (8 * MOST_GROUPS)
+        for unit in chain:
+            more = saved[self.at[unit]]
+            if found and nbytes + more <= most and len(found[-1]) < units and self.may_merge(found[-1], [unit]):
+                found[-1].append(unit)
+                nbytes += more
+            else:
+                found.append([unit])
+                nbytes = more
+        return found
 
     def crossing(self, at: Mapping[Unit, int]) -> tuple[list[int], list[int]]:
         """By unit, in order, the bytes that later units of the forward read of what it and earlier ones make; and the
@@ -318,6 +332,11 @@ class _Grouping:
             latency.append(tuple([d if link is None else link.latency for link, d in zip(found, far, strict=True)]))
             pace.append(tuple([0.0 if link is None else 1 / link.bytes_per_second for link in found]))
         return tuple(latency), tuple(pace)
+
+
+def _rank(nbytes: int, most: float, crossing: int) -> tuple[bool, float, int]:
+    """How good it is to merge two groups that save so many bytes together, where so many cross between them."""
+    return (True, crossing, -nbytes) if nbytes <= most else (False, -nbytes, 0)
 
 
 class _Run:
@@ -422,8 +441,7 @@ class _Tasks:
         grouping = self.grouping
         by_speed: dict[str, list[float]] = {}
         for name in names:
-            known = grouping.topology.devices  # a host that is not among them has no links, and computes nothing
-            speed = known.get(str(name)) or known[str(names[0])]
+            speed = grouping.topology.speed(str(names[0] if name.is_host else name))  # the host computes nothing here
             key = speed.model_dump_json()
             if key not in by_speed:
                 rates = dict.fromkeys([op.device for op in self.net.ops], speed.rates())

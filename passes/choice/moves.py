@@ -99,12 +99,13 @@ def _outermost(
     for module in modules:
         for path in _upwards(module):
             inside[path].add(going[module])
+    done: set[str] = set()
     for module in modules:
-        path = next((path for path in _upwards(module) if len(inside[path]) == 1), module)
-        if inside[path]:
+        above = _upwards(module)
+        if done.isdisjoint(above):
+            path = next((path for path in above if len(inside[path]) == 1), module)
+            done.add(path)
             yield path, going[module]
-            for other in [other for other in inside if other == path or other.startswith(f"{path}.")]:
-                inside[other] = set()
 
 
 def _upwards(module: str) -> list[str]:
