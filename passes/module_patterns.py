@@ -36,11 +36,8 @@ def claims(program: Program, patterns: Iterable[str]) -> dict[str, str]:
     ordered = sorted(path.split(".") for path in paths)
     for text in patterns:
         pattern = ModulePattern(text)
-        names = text.split(".")
-        if text in paths:  # a path as it stands names what is inside of it, and nothing else
-            mine = _inside(names, ordered)
-        else:
-            mine = _matched(pattern, ordered)
+        # A path as it stands names what is inside of it, and nothing else.
+        mine = _inside(text.split("."), ordered) if text in paths else _matched(pattern, ordered)
         if not mine:
             raise _unknown(program, text, paths)
         for path in mine:
