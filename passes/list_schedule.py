@@ -84,6 +84,7 @@ class _Room:
         peak: the most bytes at once so far.
         sums: bytes of sums of gradients and the like that are still to come.
         growing: bytes that each begun forward has allocated so far.
+        computing: the begun forwards of which more was executed than copies.
         stirred: something was freed or is done, or waits anew, since somebody was last let in.
         backwards: micro-batches whose backward is let in and not done; ``grown``: what these have allocated so far.
     """
@@ -91,6 +92,7 @@ class _Room:
     __slots__ = (
         "at_most",
         "backwards",
+        "computing",
         "copied",
         "growing",
         "grown",
@@ -115,6 +117,7 @@ class _Room:
         self.open: set[tuple[bool, int]] = set()
         self.live, self.copied, self.pool, self.peak = base, 0, 0, base
         self.growing: dict[int, int] = {}
+        self.computing: set[int] = set()
         self.backwards: set[int] = set()
         self.grown = 0
         self.stirred = False
@@ -209,10 +212,15 @@ class _Simulation:
             gated = (self.limited or work.lane[i] < len(self.rooms)) if forward else self.limited
             segment = forward, work.micro[i]
             if gated and segment not in room.open:
-                room.waiting.setdefault(segment, []).append(i)
-                room.stirred = True
+                self.wait(room, segment, i)
                 return
         self.push(i)
+
+    @staticmethod
+    def wait(room: _Room, segment: tuple[bool, int], i: int) -> None:
+        """An operator is ready, and its segment is not let in."""
+        room.waiting.setdefault(segment, []).append(i)
+        room.stirred = True
 
     def push(self, i: int) -> None:
         lane = self.work.lane[i]
@@ -228,7 +236,10 @@ class _Simulation:
         if begun:
             i = heappop(begun) % self.size
         elif ready:
-            i = (self.fitting(ready) if self.spare else heappop(ready)) % self.size
+            taken = self.fitting(ready) if self.spare else heappop(ready)
+            if taken is None:
+                return
+            i = taken % self.size
             if self.rules.finishes:
                 self.current[lane] = segment = self.segment[i]
                 while ready and ready[0] // self.size == segment:
@@ -241,35 +252,61 @@ class _Simulation:
             self.enter(i)
         heappush(self.events, (self.now + self.work.seconds[i], i))
 
-    def fitting(self, ready: list[int]) -> int:
-        """Take the best ready operator; one that computes gradients of parameters, and frees what these follow from,
-        where the best is backward too and would take what those need."""
+    def fitting(self, ready: list[int]) -> int | None:
+        """Take the best ready operator. Where that would take what gradients of parameters need, take one that computes
+        these, and frees what they follow from; without one, a forward waits until it fits."""
         kind, size = self.work.kind, self.size
-        i = ready[0] % size
-        if kind[i] != INPUT:
-            return heappop(ready)
-        place = self.work.place[i]
-        room = self.rooms[place]
-        if room.limit is None:
-            return heappop(ready)
+        while ready:
+            i = ready[0] % size
+            room = self.rooms[self.work.place[i]]
+            if room.limit is None or self.fits(room, i):
+                return heappop(ready)
+            if others := [key for key in ready if kind[key % size] == WEIGHT]:
+                best = min(others)
+                ready.remove(best)
+                heapify(ready)
+                return best
+            if kind[i] == INPUT:
+                return heappop(ready)
+            self.close(room, ready)
+        return None
+
+    def fits(self, room: _Room, i: int) -> bool:
+        """Whether an operator fits before gradients of parameters that could be computed instead."""
+        kind, micro, place = self.work.kind[i], self.work.micro[i], self.work.place[i]
+        if kind == INPUT:
+            return self.fits_deferring(room, place, i)
+        return (
+            kind != FORWARD
+            or micro in room.computing
+            or room.inside == {micro}
+            or (self.fits_forward(room, place, micro))
+        )
+
+    def close(self, room: _Room, ready: list[int]) -> None:
+        """Let the forward of the best ready operator wait once more."""
+        segment = self.segment[ready[0] % self.size]
+        micro = self.work.micro[ready[0] % self.size]
+        room.open.discard((True, micro))
+        room.inside.discard(micro)
+        while ready and ready[0] // self.size == segment:
+            self.wait(room, (True, micro), heappop(ready) % self.size)
+
+    def fits_deferring(self, room: _Room, device: int, i: int) -> bool:
+        """Whether a backward operator fits while gradients of parameters are put off."""
+        assert self.needs is not None and room.limit is not None
         nbytes = sum([nbytes for _, nbytes, _ in self.sizes.made[i]]) + self.sizes.scratch[i]
-        held = self.needs.held[place] if self.needs is not None else 0
-        growing = sum([max(0, held - grown) for grown in room.growing.values()])
-        if room.live + room.pool + growing + nbytes + self.spare[place] <= room.limit:
-            return heappop(ready)
-        others = [key for key in ready if kind[key % size] == WEIGHT]
-        if not others:
-            return heappop(ready)
-        best = min(others)
-        ready.remove(best)
-        heapify(ready)
-        return best
+        held = self.needs.held[device]
+        growing = sum([max(0, held - grown) for micro, grown in room.growing.items() if micro in room.computing])
+        return room.live + room.pool + growing + nbytes + self.spare[device] <= room.limit
 
     # Who is let in.
 
     def enter(self, i: int) -> None:
         """An operator begins: it allocates."""
         sizes, kind, micro, rooms = self.sizes, self.work.kind[i], self.work.micro[i], self.rooms
+        if kind == FORWARD and sizes.made[i] and self.work.lane[i] < len(rooms):
+            rooms[self.work.place[i]].computing.add(micro)
         for device, nbytes, copy in sizes.made[i]:
             room = rooms[device]
             if copy:
@@ -312,6 +349,7 @@ class _Simulation:
         room.stirred = True
         if forward:
             room.growing.pop(micro, None)
+            room.computing.discard(micro)
         else:
             room.backwards.discard(micro)
             if not room.backwards:
@@ -332,7 +370,8 @@ class _Simulation:
         for forward in (False, True):
             while waiting := [segment for segment in room.waiting if segment[0] == forward]:
                 segment = min(waiting)
-                if not (self.fits_forward if forward else self.fits_backward)(room, device):
+                fits = self.fits_forward(room, device, segment[1]) if forward else self.fits_backward(room, device)
+                if not fits:
                     break
                 self.open(room, segment)
 
@@ -341,18 +380,19 @@ class _Simulation:
         room.open.add(segment)
         if forward:
             room.inside.add(micro)
-            room.growing[micro] = 0
+            room.growing.setdefault(micro, 0)
         else:
             room.backwards.add(micro)
         for i in room.waiting.pop(segment, ()):
             self.push(i)
 
-    def coming(self, room: _Room, device: int) -> int:
-        """Bytes that are live or sure to come: of begun forwards, and of sums of gradients what these take beyond what
-        the first micro-batch leaves free when it is done."""
+    def coming(self, room: _Room, device: int, beside: int = -1) -> int:
+        """Bytes that are live or sure to come: of begun forwards but one, and of sums of gradients what these take
+        beyond what the first micro-batch leaves free when it is done."""
         assert self.needs is not None
         held, sums = self.needs.held[device], self.needs.sums[device]
-        found = room.live + room.pool + sum(max(0, held - grown) for grown in room.growing.values())
+        found = room.live + room.pool
+        found += sum([max(0, held - grown) for micro, grown in room.growing.items() if micro != beside])
         return found + (max(0, sums - held) if not self.summed(room) else 0)
 
     @staticmethod
@@ -360,16 +400,17 @@ class _Simulation:
         """Whether the first micro-batch is done, and the sums of gradients are there."""
         return not room.left_backward[0] and not room.left_forward[0]
 
-    def fits_forward(self, room: _Room, device: int) -> bool:
-        if len(room.inside) >= room.at_most:
+    def fits_forward(self, room: _Room, device: int, micro: int) -> bool:
+        """Whether a forward fits that computes nothing yet, and its backward behind it."""
+        if len(room.inside - {micro}) >= room.at_most:
             return False
         if room.limit is None or self.needs is None:
             return True
-        needs = self.needs
+        needs, grown = self.needs, room.growing.get(micro, 0)
         backward = needs.backward[device]
         going_on = min(max(room.grown, 0), backward) if room.backwards else 0
-        wanted = max(needs.forward[device], needs.held[device] + backward - going_on)
-        return self.coming(room, device) + wanted <= room.limit
+        wanted = max(needs.forward[device], needs.held[device] + backward - going_on) - grown
+        return self.coming(room, device, micro) + wanted <= room.limit
 
     def fits_backward(self, room: _Room, device: int) -> bool:
         if room.limit is None or self.needs is None or not room.backwards:

@@ -31,13 +31,15 @@ class Needs(NamedTuple):
     Attributes:
         forward: the most that its forward takes at once.
         held: what its forward leaves behind.
-        backward: the most that its backward takes at once above what is held.
+        backward: the most that its backward takes at once above what is held, with sums of gradients there.
+        first: the same of the first micro-batch, whose backward makes these sums.
         sums: what all of them leave behind.
     """
 
     forward: list[int]
     held: list[int]
     backward: list[int]
+    first: list[int]
     sums: list[int]
 
 
@@ -59,7 +61,7 @@ def needs_of(work: Work) -> Needs:
             live[device] += nbytes
         place = work.place[i]
         top = live[place] + sizes.scratch[i]
-        figure, base = (needs.forward, start) if now[1] else (needs.backward, held)
+        figure, base = (needs.forward, start) if now[1] else (needs.backward if now[0] else needs.first, held)
         figure[place] = max(figure[place], top - base[place])
         for n in sizes.used[i]:
             uses[n] -= 1
