@@ -34,7 +34,7 @@ from .emit import instructed
 from .limits import Bytes
 from .list_schedule import RANKS, Rules, Schedule, list_schedule
 from .micro_work import FORWARD, Work, micro_batches_of, work_of
-from .pipeline_needs import Needs, comes_back, most_in_flight, needs_of
+from .pipeline_needs import Need, comes_back, most_in_flight, needs_of
 
 __all__ = ["PipelineSchedule", "Schedules", "pipeline"]
 
@@ -192,7 +192,7 @@ class _Ordering:
         return best
 
     @cached_property
-    def needs(self) -> Needs:
+    def needs(self) -> list[Need]:
         """What the micro-batches need."""
         return needs_of(self.work)
 

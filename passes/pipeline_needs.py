@@ -14,73 +14,82 @@ Bytes are those of the micro-batches one after the other, on each device::
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
 from .micro_work import FORWARD, UPDATE, Work
 
-__all__ = ["Needs", "comes_back", "most_in_flight", "needs_of"]
+__all__ = ["Need", "comes_back", "most_in_flight", "needs_of"]
 
 _SLACK = 0.1
 """Micro-batches: how much of one more it takes before one more is let in."""
 
 
-class Needs(NamedTuple):
-    """By device, at most for any micro-batch, bytes above what was there before it.
+class Need(NamedTuple):
+    """On one device, at most for any micro-batch, bytes above what was there before it.
 
     Attributes:
         forward: the most that its forward takes at once.
         held: what its forward leaves behind.
-        backward: the most that its backward takes at once above what is held, with sums of gradients there.
-        first: the same of the first micro-batch, whose backward makes these sums.
+        backward: the most that its backward takes at once above what is held; but for the first micro-batch, whose
+            backward makes the sums of gradients.
         sums: what all of them leave behind.
     """
 
-    forward: list[int]
-    held: list[int]
-    backward: list[int]
-    first: list[int]
-    sums: list[int]
+    forward: int
+    held: int
+    backward: int
+    sums: int
 
 
-def needs_of(work: Work) -> Needs:
-    """What the micro-batches need, one after the other."""
-    devices, sizes = len(work.devices), work.bytes
+class _Needs:
+    """The figures of :class:`Need`, by device, while micro-batches go by one after the other."""
+
+    def __init__(self, devices: int) -> None:
+        self.forward, self.held, self.backward, self.sums = ([0] * devices for _ in Need._fields)
+        self.start, self.holds = [0] * devices, [0] * devices
+
+    def turn(self, live: Sequence[int], *, to_forward: bool) -> None:
+        """Note what a forward has left behind, or a backward."""
+        for device, nbytes in enumerate(live):
+            if to_forward:
+                self.sums[device] = max(self.sums[device], nbytes)
+                self.start[device] = nbytes
+            else:
+                self.held[device] = max(self.held[device], nbytes - self.start[device])
+                self.holds[device] = nbytes
+
+    def top(self, device: int, nbytes: int, micro: int, *, forward: bool) -> None:
+        """Note what is live at once."""
+        if forward or micro:
+            figure, base = (self.forward, self.start) if forward else (self.backward, self.holds)
+            figure[device] = max(figure[device], nbytes - base[device])
+
+
+def needs_of(work: Work) -> list[Need]:
+    """What the micro-batches need on each device, one after the other."""
+    sizes, live = work.bytes, [0] * len(work.devices)
     order = sorted(range(len(work.micro)), key=lambda i: (work.micro[i], work.kind[i] != FORWARD, i))
-    uses, live = list(sizes.uses), [0] * devices
-    needs = Needs(*([0] * devices for _ in Needs._fields))
-    start, held = [0] * devices, [0] * devices
+    uses, needs = list(sizes.uses), _Needs(len(work.devices))
     current = -1, False
     for i in order:
         if work.kind[i] == UPDATE:
             break
         if (now := (work.micro[i], work.kind[i] == FORWARD)) != current:
-            _turn(needs, live, start, held, to_forward=now[1])
+            needs.turn(live, to_forward=now[1])
             current = now
         for device, nbytes, _ in sizes.made[i]:
             live[device] += nbytes
         place = work.place[i]
-        top = live[place] + sizes.scratch[i]
-        figure, base = (needs.forward, start) if now[1] else (needs.backward if now[0] else needs.first, held)
-        figure[place] = max(figure[place], top - base[place])
+        needs.top(place, live[place] + sizes.scratch[i], now[0], forward=now[1])
         for n in sizes.used[i]:
             uses[n] -= 1
             if not uses[n]:
                 device, nbytes, _ = sizes.freed[n]
                 live[device] -= nbytes
-    _turn(needs, live, start, held, to_forward=True)
-    return needs
-
-
-def _turn(needs: Needs, live: list[int], start: list[int], held: list[int], *, to_forward: bool) -> None:
-    """Note what a forward has left behind, or a backward."""
-    for device, nbytes in enumerate(live):
-        if to_forward:
-            needs.sums[device] = max(needs.sums[device], nbytes)
-            start[device] = nbytes
-        else:
-            needs.held[device] = max(needs.held[device], nbytes - start[device])
-            held[device] = nbytes
+    needs.turn(live, to_forward=True)
+    return list(map(Need, needs.forward, needs.held, needs.backward, needs.sums))
 
 
 def comes_back(work: Work) -> bool:
