@@ -111,11 +111,7 @@ class _Simulation:
         for i, kind in enumerate(self.work.kind):
             if kind == WEIGHT:
                 room = self.rooms[self.work.place[i]]
-                room.spare = max(room.spare, 2 * self.taken(i))
-
-    def taken(self, i: int) -> int:
-        """Bytes that an operator takes."""
-        return sum([nbytes for _, nbytes, _ in self.sizes.made[i]]) + self.sizes.scratch[i]
+                room.spare = max(room.spare, 2 * self.sizes.taken(i))
 
     def run(self) -> Schedule:
         for i, missing in enumerate(self.missing):
@@ -217,7 +213,7 @@ class _Simulation:
         """Whether an operator fits before gradients of parameters that could be computed instead."""
         kind, micro = self.work.kind[i], self.work.micro[i]
         if kind == INPUT:
-            return room.fits_deferring(self.taken(i))
+            return room.fits_deferring(self.sizes.taken(i))
         begun = kind != FORWARD or micro in room.computing or room.inside == {micro}
         return begun or room.fits_forward(micro)
 
@@ -239,7 +235,7 @@ class _Simulation:
             if kind != UPDATE:
                 rooms[device].grows(kind == FORWARD, micro, nbytes)
         room = rooms[self.work.place[i]]
-        top = room.live + room.pool + sizes.scratch[i]
+        top = room.live + room.pool + sizes.top(i, self.uses)
         if top > room.peak:
             room.peak = top
 

@@ -81,7 +81,7 @@ class PipelineSchedule(Pass):
 
     def rewrite(self, program: Program) -> Program:
         _refuse_unfit(program)
-        work = work_of(program)
+        work = work_of(program, in_place=self.limits is None)
         _warn_of_waiting(work)
         return _Ordering(program, work, self).run()
 

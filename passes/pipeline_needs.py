@@ -82,7 +82,7 @@ def needs_of(work: Work) -> list[Need]:
         for device, nbytes, _ in sizes.made[i]:
             live[device] += nbytes
         place = work.place[i]
-        needs.top(place, live[place] + sizes.scratch[i], now[0], forward=now[1])
+        needs.top(place, live[place] + sizes.top(i, uses), now[0], forward=now[1])
         for n in sizes.used[i]:
             uses[n] -= 1
             if not uses[n]:
@@ -95,8 +95,8 @@ def needs_of(work: Work) -> list[Need]:
 def comes_back(work: Work) -> bool:
     """Whether the forward comes back to a device that it has left: several stages are on one device."""
     devices = len(work.devices)
-    runs = zip(work.micro, work.kind, work.lane, strict=True)
-    found = [lane for micro, kind, lane in runs if micro == 0 and kind == FORWARD and lane < devices]
+    runs = zip(work.micro, work.kind, work.lane, work.bytes.made, strict=True)
+    found = [lane for micro, kind, lane, made in runs if made and micro == 0 and kind == FORWARD and lane < devices]
     visits = [place for place, _ in groupby(found)]
     return len(visits) > len(set(visits))
 
