@@ -254,7 +254,7 @@ class _Ordering:
     def peaks(self, program: Program) -> Mapping[str, int]:
         """The most bytes on each device, as predicted for the plan."""
         if self.measured is None or self.measured[0] is not program:
-            self.measured = program, memory(instructed(program)).peak
+            self.measured = program, memory(instructed(program, ahead=0)).peak
         return self.measured[1]
 
     def refuse_unknown(self, limits: Mapping[str, int]) -> None:
