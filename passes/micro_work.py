@@ -22,7 +22,7 @@ from graphir.analysis.cost import NOMINAL, operator_costs
 from graphir.analysis.hazards import hazards
 from graphir.analysis.sources import scratch_of
 from graphir.ir.blob import STATE_ROLES
-from graphir.ir.names import micro_batch_of
+from graphir.ir.names import micro_batch_of, micro_batches
 from graphir.ir.net import Net
 from graphir.ir.operator import Operator
 from graphir.ir.opset import ACCUMULATES
@@ -31,7 +31,7 @@ from graphir.ir.program import Program
 
 from .storage import overwritable
 
-__all__ = ["FORWARD", "INPUT", "UPDATE", "WEIGHT", "Bytes", "Work", "micro_batches_of", "work_of"]
+__all__ = ["FORWARD", "INPUT", "UPDATE", "WEIGHT", "Bytes", "Work", "work_of"]
 
 FORWARD, INPUT, WEIGHT, UPDATE = range(4)
 
@@ -164,11 +164,6 @@ class Work:
                 kind[i] = INPUT
 
 
-def micro_batches_of(net: Net) -> int:
-    """How many micro-batches a step has, by the names of its blobs; 1 where none is named."""
-    return max((micro_batch_of(name) or 0 for name in net.blobs), default=0) + 1
-
-
 def work_of(program: Program, *, in_place: bool = False) -> Work:
     """The work of a program with micro-batches.
 
@@ -176,7 +171,7 @@ def work_of(program: Program, *, in_place: bool = False) -> Work:
         program: with copies between its devices.
         in_place: whether bytes are those that it takes after :func:`.share_storage`.
     """
-    return Work(program, micro_batches_of(program.step), in_place=in_place)
+    return Work(program, micro_batches(program.step.blobs), in_place=in_place)
 
 
 def _assigned(net: Net, earlier: Sequence[Sequence[int]], count: int) -> tuple[list[int], list[int]]:

@@ -25,6 +25,7 @@ from pydantic import BeforeValidator
 
 from graphir.analysis.memory import memory
 from graphir.errors import PassError, PipelineWarning, nearest
+from graphir.ir.names import micro_batches
 from graphir.ir.net import Net
 from graphir.ir.program import Program
 from graphir.ir.text import nbytes_text
@@ -33,7 +34,7 @@ from .base import Pass, Placed, build, register
 from .emit import instructed
 from .limits import Bytes
 from .list_schedule import RANKS, Rules, Schedule, list_schedule
-from .micro_work import FORWARD, Work, micro_batches_of, work_of
+from .micro_work import FORWARD, Work, work_of
 from .pipeline_needs import Need, comes_back, most_in_flight, needs_of
 
 __all__ = ["PipelineSchedule", "Schedules", "pipeline"]
@@ -43,8 +44,8 @@ Schedules: TypeAlias = Literal["zero_bubble", "1f1b", "gpipe"]
 _ATTEMPTS: Final = 6
 """How often a limit is tightened by what the plan's own order of copies and frees adds."""
 
-_SHARES: Final = (1.0, 0.995, 1.01)
-"""Of 1F1B's peak, the limits to try: what is let in is reckoned a little above or below what it comes to."""
+_SHARES: Final = (1.0, 0.99, 0.97)
+"""Of 1F1B's peak, the limits to try: what is let in can come to a little more than was reckoned."""
 
 _MORE: Final = 2
 _WORTHWHILE: Final = 0.97
@@ -125,7 +126,7 @@ def pipeline(
 
 def _refuse_unfit(program: Program) -> None:
     net, where = program.step, f"program {program.name!r}"
-    if micro_batches_of(net) == 1:
+    if micro_batches(net.blobs) == 1:
         raise PassError(
             "a step with one micro-batch has nothing to overlap",
             where=where,
