@@ -232,7 +232,7 @@ class _Simulation:
             rooms[self.work.place[i]].computing.add(micro)
         for device, nbytes, copy in sizes.made[i]:
             rooms[device].takes(nbytes, copy)
-            if kind != UPDATE:
+            if kind != UPDATE and not copy:
                 rooms[device].grows(kind == FORWARD, micro, nbytes)
         room = rooms[self.work.place[i]]
         top = room.live + room.pool + sizes.top(i, self.uses)
@@ -248,7 +248,7 @@ class _Simulation:
                 continue
             device, nbytes, copy = sizes.freed[n]
             self.rooms[device].frees(nbytes, copy)
-            if kind != UPDATE:
+            if kind != UPDATE and not copy:
                 self.rooms[device].grows(kind == FORWARD, micro, -nbytes)
         if kind != UPDATE:
             self.rooms[self.work.place[i]].goes_on(kind == FORWARD, micro)

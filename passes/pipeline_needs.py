@@ -14,7 +14,6 @@ Bytes are those of the micro-batches one after the other, on each device::
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -27,7 +26,7 @@ _SLACK = 0.1
 
 
 class Need(NamedTuple):
-    """On one device, at most for any micro-batch, bytes above what was there before it.
+    """On one device, at most for any micro-batch, bytes above what was there before it, but for those of copies.
 
     Attributes:
         forward: the most that its forward takes at once.
@@ -35,61 +34,80 @@ class Need(NamedTuple):
         backward: the most that its backward takes at once above what is held; but for the first micro-batch, whose
             backward makes the sums of gradients.
         sums: what all of them leave behind.
+        held_copies: what its forward leaves behind in copies.
+        copies: the most that copies take at once, which stays allocated as receive buffers.
     """
 
     forward: int
     held: int
     backward: int
     sums: int
+    held_copies: int
+    copies: int
 
 
 class _Needs:
-    """The figures of :class:`Need`, by device, while micro-batches go by one after the other."""
+    """The figures of :class:`Need`, by device, while micro-batches go by one after the other.
+
+    Attributes:
+        live, copied: bytes at present, but for copies and of copies.
+        start, held: what was live before the current forward and before the current backward; ``before``: of copies.
+    """
 
     def __init__(self, devices: int) -> None:
-        self.forward, self.held, self.backward, self.sums = ([0] * devices for _ in Need._fields)
-        self.start, self.holds = [0] * devices, [0] * devices
+        self.figures = {name: [0] * devices for name in Need._fields}
+        self.live, self.copied, self.start, self.held, self.before = ([0] * devices for _ in range(5))
 
-    def turn(self, live: Sequence[int], *, to_forward: bool) -> None:
+    def raise_to(self, figure: str, device: int, nbytes: int) -> None:
+        """A figure is at least so much."""
+        self.figures[figure][device] = max(self.figures[figure][device], nbytes)
+
+    def turn(self, *, to_forward: bool) -> None:
         """Note what a forward has left behind, or a backward."""
-        for device, nbytes in enumerate(live):
+        for device, nbytes in enumerate(self.live):
             if to_forward:
-                self.sums[device] = max(self.sums[device], nbytes)
-                self.start[device] = nbytes
+                self.raise_to("sums", device, nbytes)
+                self.start[device], self.before[device] = nbytes, self.copied[device]
             else:
-                self.held[device] = max(self.held[device], nbytes - self.start[device])
-                self.holds[device] = nbytes
+                self.raise_to("held", device, nbytes - self.start[device])
+                self.raise_to("held_copies", device, self.copied[device] - self.before[device])
+                self.held[device] = nbytes
 
-    def top(self, device: int, nbytes: int, micro: int, *, forward: bool) -> None:
-        """Note what is live at once."""
-        if forward or micro:
-            figure, base = (self.forward, self.start) if forward else (self.backward, self.holds)
-            figure[device] = max(figure[device], nbytes - base[device])
+    def change(self, device: int, nbytes: int, copy: bool) -> None:
+        """A storage is made, or freed by less than 0."""
+        now = self.copied if copy else self.live
+        now[device] += nbytes
+        if copy:
+            self.raise_to("copies", device, now[device] - self.before[device])
+
+    def top(self, device: int, beside: int, *, forward: bool) -> None:
+        """Note what is live at once, with what an operator takes beside its results."""
+        figure, base = ("forward", self.start) if forward else ("backward", self.held)
+        self.raise_to(figure, device, self.live[device] + beside - base[device])
 
 
 def needs_of(work: Work) -> list[Need]:
     """What the micro-batches need on each device, one after the other."""
-    sizes, live = work.bytes, [0] * len(work.devices)
+    sizes, needs = work.bytes, _Needs(len(work.devices))
     order = sorted(range(len(work.micro)), key=lambda i: (work.micro[i], work.kind[i] != FORWARD, i))
-    uses, needs = list(sizes.uses), _Needs(len(work.devices))
-    current = -1, False
+    uses, current = list(sizes.uses), (-1, False)
     for i in order:
         if work.kind[i] == UPDATE:
             break
         if (now := (work.micro[i], work.kind[i] == FORWARD)) != current:
-            needs.turn(live, to_forward=now[1])
+            needs.turn(to_forward=now[1])
             current = now
-        for device, nbytes, _ in sizes.made[i]:
-            live[device] += nbytes
-        place = work.place[i]
-        needs.top(place, live[place] + sizes.top(i, uses), now[0], forward=now[1])
+        for made in sizes.made[i]:
+            needs.change(*made)
+        if now[0] or now[1]:
+            needs.top(work.place[i], sizes.top(i, uses), forward=now[1])
         for n in sizes.used[i]:
             uses[n] -= 1
             if not uses[n]:
-                device, nbytes, _ = sizes.freed[n]
-                live[device] -= nbytes
-    needs.turn(live, to_forward=True)
-    return list(map(Need, needs.forward, needs.held, needs.backward, needs.sums))
+                device, nbytes, copy = sizes.freed[n]
+                needs.change(device, -nbytes, copy)
+    needs.turn(to_forward=True)
+    return [Need(*figures) for figures in zip(*needs.figures.values(), strict=True)]
 
 
 def comes_back(work: Work) -> bool:

@@ -33,7 +33,7 @@ class Room:
         live, copied, pool: bytes of storages but for copies; of copies; the most that copies took so far, which stay
             allocated as receive buffers.
         peak: the most bytes at once so far.
-        growing: bytes that each begun forward has allocated so far.
+        growing: bytes that each begun forward has allocated so far, but for copies.
         computing: the begun forwards of which more was executed than copies.
         stirred: something was freed or is done, or waits anew, since somebody was last let in.
         backwards: micro-batches whose backward is let in and not done; ``grown``: what these have allocated so far.
@@ -110,7 +110,7 @@ class Room:
             self.live -= nbytes
 
     def grows(self, forward: bool, micro: int, nbytes: int) -> None:
-        """A segment has allocated bytes, or freed them."""
+        """A segment has allocated bytes that are no copy's, or freed them."""
         if not forward:
             if self.backwards:
                 self.grown += nbytes
@@ -148,7 +148,8 @@ class Room:
             return True
         going_on = min(max(self.grown, 0), need.backward) if self.backwards else 0
         wanted = max(need.forward, need.held + need.backward - going_on) - self.growing.get(micro, 0)
-        return self.coming(need, micro) + wanted <= self.limit
+        copies = 0 if micro in self.growing else need.held_copies  # what computes next has its copies
+        return self.coming(need, micro, copies) + wanted <= self.limit
 
     def fits_backward(self) -> bool:
         """Whether a backward fits beside others."""
@@ -165,9 +166,12 @@ class Room:
         growing = sum([max(0, held - grown) for micro, grown in self.growing.items() if micro in self.computing])
         return self.live + self.pool + growing + nbytes + self.spare <= self.limit
 
-    def coming(self, need: Need, beside: int = -1) -> int:
-        """Bytes that are live or sure to come: of begun forwards but one, and of sums of gradients what these take
-        beyond what the first micro-batch leaves free when it is done."""
+    def coming(self, need: Need, beside: int = -1, copies: int = 0) -> int:
+        """Bytes that are live or sure to come: of begun forwards but one; of sums of gradients what these take beyond
+        what the first micro-batch leaves free when it is done; and receive buffers, for so many bytes of copies more
+        and those that a backward takes."""
         growing = sum([max(0, need.held - grown) for micro, grown in self.growing.items() if micro != beside])
         summed = not self.left_backward[0] and not self.left_forward[0]
-        return self.live + self.pool + growing + (0 if summed else max(0, need.sums - need.held))
+        sums = 0 if summed else max(0, need.sums - need.held)
+        pool = max(self.pool, self.copied + copies + need.copies - need.held_copies)
+        return self.live + pool + growing + sums
