@@ -41,7 +41,7 @@ __all__ = ["PipelineSchedule", "Schedules", "pipeline"]
 
 Schedules: TypeAlias = Literal["zero_bubble", "1f1b", "gpipe"]
 
-_ATTEMPTS: Final = 6
+_ATTEMPTS: Final = 4
 """How often a limit is tightened by what the plan's own order of copies and frees adds."""
 
 _SHARES: Final = (1.0, 0.99, 0.97)
@@ -249,6 +249,8 @@ class _Ordering:
                 limit = inner[d]
                 if limit is not None and peaks[device] > limits[device]:
                     inner[d] = limit - (peaks[device] - limits[device])
+        if schedule != "1f1b":
+            yield self.ordered(self.found("1f1b", [limits.get(device) for device in self.work.devices]).order)
         yield self.ordered(self.found("1f1b", None, 1).order)
         yield self.ordered(_one_after_the_other(self.work))
 
