@@ -13,6 +13,7 @@ from graphir.analysis.instructions import instructions
 from graphir.analysis.values import value_numbers
 from graphir.collector import collector_paused
 from graphir.errors import PassError, nearest
+from graphir.ir.history import pass_name
 from graphir.ir.names import base_name
 from graphir.ir.plan import Plan
 from graphir.ir.program import Program
@@ -24,7 +25,7 @@ from .order import AHEAD, issue_order
 __all__ = ["emit", "instructed"]
 
 
-def emit(program: Program, dims: Mapping[str, int] | None = None, *, ahead: int = AHEAD) -> Plan:
+def emit(program: Program, dims: Mapping[str, int] | None = None, *, ahead: int | None = None) -> Plan:
     """The plan of a placed program.
 
     Args:
@@ -42,7 +43,7 @@ def emit(program: Program, dims: Mapping[str, int] | None = None, *, ahead: int 
             from 0 up.
     """
     require_program(program, "emit")
-    if not isinstance(ahead, int) or isinstance(ahead, bool) or ahead < 0:
+    if ahead is not None and (type(ahead) is not int or ahead < 0):
         raise PassError(f"ahead={ahead!r} is no number of operators", fix=f"give a whole number, {AHEAD} by default")
     with collector_paused():
         verify(program)
@@ -50,10 +51,11 @@ def emit(program: Program, dims: Mapping[str, int] | None = None, *, ahead: int 
         return instructed(program, ahead).with_(dims=bound, values=value_numbers(program))
 
 
-def instructed(program: Program, ahead: int = AHEAD) -> Plan:
+def instructed(program: Program, ahead: int | None = None) -> Plan:
     """The plan of a program that is known to be well-formed and placed, without the values by which it is checked."""
     net, found = program.step, hazards(program.step)
-    order, buffers = issue_order(net, program.dims, found, ahead), Buffers(net, program.dims)
+    least = _ahead_of(program) if ahead is None else ahead
+    order, buffers = issue_order(net, program.dims, found, least), Buffers(net, program.dims)
     buffers.freed.update([issue for issue in order if isinstance(issue, str)])
     return Plan(
         program=program.with_(state={}, module=None),
@@ -61,6 +63,12 @@ def instructed(program: Program, ahead: int = AHEAD) -> Plan:
         instructions=instructions(net, order, found, buffers),
         buffers=buffers.numbers,
     )
+
+
+def _ahead_of(program: Program) -> int:
+    """How far ahead copies are issued, unless somebody says otherwise. Where they stand when they are due, to issue
+    them earlier lets a thread wait that could compute, and takes a second receive buffer."""
+    return 0 if "pipeline" in map(pass_name, program.history) else AHEAD
 
 
 def _bind(program: Program, dims: Mapping[str, int]) -> dict[str, int]:

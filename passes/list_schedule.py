@@ -11,10 +11,9 @@ then of the earliest micro-batch, then of the earliest position in the program. 
                                                  is nothing else to do
     ===========  ==============================  ===================================================================
 
-A micro-batch is *let in* on a device before its first operator there that allocates. With a limit of bytes, it is let
-in when these fit: what is live, what begun forwards have still to allocate, what sums of gradients are still to come,
-and the micro-batch with a backward of its own. One backward at a time is sure to fit then; another one begins if it
-fits beside. Where all are kept waiting, the earliest is let in all the same, and the limit is exceeded.
+Where bytes or micro-batches are limited, these are let in on a device by :mod:`.rooms`. One backward at a time is sure
+to fit then; another one begins if it fits beside. Where all are kept waiting, the earliest is let in all the same, and
+the limit is exceeded.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ from heapq import heapify, heappop, heappush
 from typing import Final, NamedTuple
 
 from .micro_work import FORWARD, INPUT, UPDATE, WEIGHT, Work
-from .pipeline_needs import Needs
+from .pipeline_needs import Need
+from .rooms import Room, Segment
 
 __all__ = ["RANKS", "Rules", "Schedule", "list_schedule"]
 
@@ -64,64 +64,13 @@ class Schedule(NamedTuple):
     peaks: list[int] | None = None
 
 
-def list_schedule(work: Work, rules: Rules, needs: Needs | None = None) -> Schedule:
+def list_schedule(work: Work, rules: Rules, needs: Sequence[Need] | None = None) -> Schedule:
     """A schedule of all operators; *needs* where there are limits."""
     return _Simulation(work, rules, needs).run()
 
 
-class _Room:
-    """Who is on a device, and what is live there.
-
-    Attributes:
-        limit: of bytes; None where there is none.
-        at_most: of micro-batches.
-        left, left_forward, left_backward: by micro-batch, how many operators are not done.
-        inside: micro-batches that are let in and not done.
-        waiting: operators that are ready and not let in, by (whether of the forward, micro-batch).
-        open: what is let in, by the same.
-        live, copied, pool: bytes of storages but for copies; of copies; the most that copies took so far, which stay
-            allocated as receive buffers.
-        peak: the most bytes at once so far.
-        sums: bytes of sums of gradients and the like that are still to come.
-        growing: bytes that each begun forward has allocated so far.
-        stirred: something was freed or is done, or waits anew, since somebody was last let in.
-        backwards: micro-batches whose backward is let in and not done; ``grown``: what these have allocated so far.
-    """
-
-    __slots__ = (
-        "at_most",
-        "backwards",
-        "copied",
-        "growing",
-        "grown",
-        "inside",
-        "left",
-        "left_backward",
-        "left_forward",
-        "limit",
-        "live",
-        "open",
-        "peak",
-        "pool",
-        "stirred",
-        "waiting",
-    )
-
-    def __init__(self, count: int, limit: int | None, at_most: int | None, base: int) -> None:
-        self.limit, self.at_most = limit, at_most if at_most is not None else count
-        self.left_forward, self.left_backward = [0] * count, [0] * count
-        self.inside: set[int] = set()
-        self.waiting: dict[tuple[bool, int], list[int]] = {}
-        self.open: set[tuple[bool, int]] = set()
-        self.live, self.copied, self.pool, self.peak = base, 0, 0, base
-        self.growing: dict[int, int] = {}
-        self.backwards: set[int] = set()
-        self.grown = 0
-        self.stirred = False
-
-
 class _Simulation:
-    def __init__(self, work: Work, rules: Rules, needs: Needs | None) -> None:
+    def __init__(self, work: Work, rules: Rules, needs: Sequence[Need] | None) -> None:
         self.work, self.rules, self.needs = work, rules, needs
         self.limited = needs is not None and rules.limits is not None
         self.gates = self.limited or rules.in_flight is not None
@@ -139,16 +88,17 @@ class _Simulation:
         self.order: list[int] = []
         self.dirty: set[int] = set()
         self.now = 0.0
-        self.spare: list[int] = []
         if self.gates:
             limits: Sequence[int | None] = rules.limits or [None] * devices
             most: Sequence[int | None] = rules.in_flight or [None] * devices
             base = work.bytes.base
-            self.rooms = [_Room(count, limits[d], most[d], base[d]) for d in range(devices)]
+            of: Sequence[Need | None] = needs if self.limited and needs is not None else [None] * devices
+            self.rooms = [Room(count, limits[d], most[d], base[d], of[d]) for d in range(devices)]
             self.sizes, self.uses = work.bytes, list(work.bytes.uses)
             self._count()
-        if self.limited and ranks[INPUT] < ranks[WEIGHT]:
-            self.spare = self._needed_by_weights()
+        self.defers = self.limited and ranks[INPUT] < ranks[WEIGHT]
+        if self.defers:
+            self._spare()
 
     def _count(self) -> None:
         work = self.work
@@ -157,14 +107,11 @@ class _Simulation:
                 room = self.rooms[place]
                 (room.left_forward if kind == FORWARD else room.left_backward)[micro] += 1
 
-    def _needed_by_weights(self) -> list[int]:
-        """By device, what a gradient of a parameter takes until it is added to the sum of the others."""
-        found, sizes = [0] * len(self.rooms), self.sizes
+    def _spare(self) -> None:
         for i, kind in enumerate(self.work.kind):
             if kind == WEIGHT:
-                nbytes = sum([nbytes for _, nbytes, _ in sizes.made[i]]) + sizes.scratch[i]
-                found[self.work.place[i]] = max(found[self.work.place[i]], 2 * nbytes)
-        return found
+                room = self.rooms[self.work.place[i]]
+                room.spare = max(room.spare, 2 * self.sizes.taken(i))
 
     def run(self) -> Schedule:
         for i, missing in enumerate(self.missing):
@@ -172,9 +119,9 @@ class _Simulation:
                 self.becomes_ready(i)
         while True:
             if self.gates:
-                for device, room in enumerate(self.rooms):
+                for room in self.rooms:
                     if room.stirred and room.waiting:
-                        self.let_in(room, device)
+                        self.let_in(room)
                     room.stirred = False
             dirty, self.dirty = sorted(self.dirty), set()
             for lane in dirty:
@@ -209,8 +156,7 @@ class _Simulation:
             gated = (self.limited or work.lane[i] < len(self.rooms)) if forward else self.limited
             segment = forward, work.micro[i]
             if gated and segment not in room.open:
-                room.waiting.setdefault(segment, []).append(i)
-                room.stirred = True
+                room.wait(segment, i)
                 return
         self.push(i)
 
@@ -228,7 +174,10 @@ class _Simulation:
         if begun:
             i = heappop(begun) % self.size
         elif ready:
-            i = (self.fitting(ready) if self.spare else heappop(ready)) % self.size
+            taken = self.fitting(ready) if self.defers else heappop(ready)
+            if taken is None:
+                return
+            i = taken % self.size
             if self.rules.finishes:
                 self.current[lane] = segment = self.segment[i]
                 while ready and ready[0] // self.size == segment:
@@ -241,140 +190,81 @@ class _Simulation:
             self.enter(i)
         heappush(self.events, (self.now + self.work.seconds[i], i))
 
-    def fitting(self, ready: list[int]) -> int:
-        """Take the best ready operator; one that computes gradients of parameters, and frees what these follow from,
-        where the best is backward too and would take what those need."""
+    def fitting(self, ready: list[int]) -> int | None:
+        """Take the best ready operator. Where that would take what gradients of parameters need, take one that computes
+        these, and frees what they follow from; without one, a forward waits until it fits."""
         kind, size = self.work.kind, self.size
-        i = ready[0] % size
-        if kind[i] != INPUT:
-            return heappop(ready)
-        place = self.work.place[i]
-        room = self.rooms[place]
-        if room.limit is None:
-            return heappop(ready)
-        nbytes = sum([nbytes for _, nbytes, _ in self.sizes.made[i]]) + self.sizes.scratch[i]
-        held = self.needs.held[place] if self.needs is not None else 0
-        growing = sum([max(0, held - grown) for grown in room.growing.values()])
-        if room.live + room.pool + growing + nbytes + self.spare[place] <= room.limit:
-            return heappop(ready)
-        others = [key for key in ready if kind[key % size] == WEIGHT]
-        if not others:
-            return heappop(ready)
-        best = min(others)
-        ready.remove(best)
-        heapify(ready)
-        return best
+        while ready:
+            i = ready[0] % size
+            room = self.rooms[self.work.place[i]]
+            if room.limit is None or self.fits(room, i):
+                return heappop(ready)
+            if others := [key for key in ready if kind[key % size] == WEIGHT]:
+                best = min(others)
+                ready.remove(best)
+                heapify(ready)
+                return best
+            if kind[i] == INPUT:
+                return heappop(ready)
+            self.turn_back(room, ready)
+        return None
 
-    # Who is let in.
+    def fits(self, room: Room, i: int) -> bool:
+        """Whether an operator fits before gradients of parameters that could be computed instead."""
+        kind, micro = self.work.kind[i], self.work.micro[i]
+        if kind == INPUT:
+            return room.fits_deferring(self.sizes.taken(i))
+        begun = kind != FORWARD or micro in room.computing or room.inside == {micro}
+        return begun or room.fits_forward(micro)
+
+    def turn_back(self, room: Room, ready: list[int]) -> None:
+        """Let the forward of the best ready operator wait once more."""
+        segment = self.segment[ready[0] % self.size]
+        micro = self.work.micro[ready[0] % self.size]
+        room.turn_back(micro)
+        while ready and ready[0] // self.size == segment:
+            room.wait((True, micro), heappop(ready) % self.size)
 
     def enter(self, i: int) -> None:
         """An operator begins: it allocates."""
         sizes, kind, micro, rooms = self.sizes, self.work.kind[i], self.work.micro[i], self.rooms
+        if kind == FORWARD and sizes.made[i] and self.work.lane[i] < len(rooms):
+            rooms[self.work.place[i]].computing.add(micro)
         for device, nbytes, copy in sizes.made[i]:
-            room = rooms[device]
-            if copy:
-                room.copied += nbytes
-                room.pool = max(room.pool, room.copied)
-            else:
-                room.live += nbytes
-            self.grow(room, kind, micro, nbytes)
+            rooms[device].takes(nbytes, copy)
+            if kind != UPDATE and not copy:
+                rooms[device].grows(kind == FORWARD, micro, nbytes)
         room = rooms[self.work.place[i]]
-        top = room.live + room.pool + sizes.scratch[i]
+        top = room.live + room.pool + sizes.top(i, self.uses)
         if top > room.peak:
             room.peak = top
 
     def leave(self, i: int) -> None:
-        """An operator ends: what it used last is freed, and a micro-batch may be done."""
+        """An operator ends: what it used last is freed, and a segment may be done."""
         sizes, uses, kind, micro = self.sizes, self.uses, self.work.kind[i], self.work.micro[i]
         for n in sizes.used[i]:
             uses[n] = left = uses[n] - 1
             if left:
                 continue
             device, nbytes, copy = sizes.freed[n]
-            room = self.rooms[device]
-            room.stirred = True
-            if copy:
-                room.copied -= nbytes
-            else:
-                room.live -= nbytes
-            self.grow(room, kind, micro, -nbytes)
-        if kind == UPDATE:
-            return
-        room = self.rooms[self.work.place[i]]
-        todo = room.left_forward if kind == FORWARD else room.left_backward
-        todo[micro] -= 1
-        if not todo[micro]:
-            self.done(room, kind == FORWARD, micro)
+            self.rooms[device].frees(nbytes, copy)
+            if kind != UPDATE and not copy:
+                self.rooms[device].grows(kind == FORWARD, micro, -nbytes)
+        if kind != UPDATE:
+            self.rooms[self.work.place[i]].goes_on(kind == FORWARD, micro)
 
-    @staticmethod
-    def done(room: _Room, forward: bool, micro: int) -> None:
-        """A forward is done on a device, or a backward."""
-        room.stirred = True
-        if forward:
-            room.growing.pop(micro, None)
-        else:
-            room.backwards.discard(micro)
-            if not room.backwards:
-                room.grown = 0
-        if not room.left_forward[micro] and not room.left_backward[micro]:
-            room.inside.discard(micro)
-
-    @staticmethod
-    def grow(room: _Room, kind: int, micro: int, nbytes: int) -> None:
-        if kind == FORWARD:
-            if micro in room.growing:
-                room.growing[micro] += nbytes
-        elif kind != UPDATE and room.backwards:
-            room.grown += nbytes
-
-    def let_in(self, room: _Room, device: int) -> None:
+    def let_in(self, room: Room) -> None:
         """Let in whoever fits: backwards before forwards, the earliest of each first."""
         for forward in (False, True):
             while waiting := [segment for segment in room.waiting if segment[0] == forward]:
                 segment = min(waiting)
-                if not (self.fits_forward if forward else self.fits_backward)(room, device):
+                if not room.fits(segment):
                     break
                 self.open(room, segment)
 
-    def open(self, room: _Room, segment: tuple[bool, int]) -> None:
-        forward, micro = segment
-        room.open.add(segment)
-        if forward:
-            room.inside.add(micro)
-            room.growing[micro] = 0
-        else:
-            room.backwards.add(micro)
-        for i in room.waiting.pop(segment, ()):
+    def open(self, room: Room, segment: Segment) -> None:
+        for i in room.let_in(segment):
             self.push(i)
-
-    def coming(self, room: _Room, device: int) -> int:
-        """Bytes that are live or sure to come: of begun forwards, and of sums of gradients what these take beyond what
-        the first micro-batch leaves free when it is done."""
-        assert self.needs is not None
-        held, sums = self.needs.held[device], self.needs.sums[device]
-        found = room.live + room.pool + sum(max(0, held - grown) for grown in room.growing.values())
-        return found + (max(0, sums - held) if not self.summed(room) else 0)
-
-    @staticmethod
-    def summed(room: _Room) -> bool:
-        """Whether the first micro-batch is done, and the sums of gradients are there."""
-        return not room.left_backward[0] and not room.left_forward[0]
-
-    def fits_forward(self, room: _Room, device: int) -> bool:
-        if len(room.inside) >= room.at_most:
-            return False
-        if room.limit is None or self.needs is None:
-            return True
-        needs = self.needs
-        backward = needs.backward[device]
-        going_on = min(max(room.grown, 0), backward) if room.backwards else 0
-        wanted = max(needs.forward[device], needs.held[device] + backward - going_on)
-        return self.coming(room, device) + wanted <= room.limit
-
-    def fits_backward(self, room: _Room, device: int) -> bool:
-        if room.limit is None or self.needs is None or not room.backwards:
-            return True
-        return self.coming(room, device) + self.needs.backward[device] <= room.limit
 
     def force(self) -> bool:
         """Let in the earliest of all who wait; false where nobody does."""

@@ -22,14 +22,16 @@ from graphir.analysis.cost import NOMINAL, operator_costs
 from graphir.analysis.hazards import hazards
 from graphir.analysis.sources import scratch_of
 from graphir.ir.blob import STATE_ROLES
-from graphir.ir.names import micro_batch_of
+from graphir.ir.names import micro_batch_of, micro_batches
 from graphir.ir.net import Net
 from graphir.ir.operator import Operator
 from graphir.ir.opset import ACCUMULATES
 from graphir.ir.plan import issued_as, issued_on
 from graphir.ir.program import Program
 
-__all__ = ["FORWARD", "INPUT", "UPDATE", "WEIGHT", "Bytes", "Work", "micro_batches_of", "work_of"]
+from .storage import overwritable
+
+__all__ = ["FORWARD", "INPUT", "UPDATE", "WEIGHT", "Bytes", "Work", "work_of"]
 
 FORWARD, INPUT, WEIGHT, UPDATE = range(4)
 
@@ -44,11 +46,15 @@ class Bytes:
         uses: of each of these, how many operators touch it.
         freed: of each of these, (device, bytes, whether it is a copy's).
         scratch: for each operator, what it allocates inside.
+        over: for each operator, what it overwrites with its result if it is the last to touch it, as a number; -1: it
+            does not.
     """
 
-    __slots__ = ("base", "freed", "made", "scratch", "used", "uses")
+    __slots__ = ("base", "freed", "made", "over", "scratch", "used", "uses")
 
-    def __init__(self, program: Program, touched: Sequence[Sequence[str]], places: dict[str, int]) -> None:
+    def __init__(
+        self, program: Program, touched: Sequence[Sequence[str]], places: dict[str, int], *, in_place: bool
+    ) -> None:
         net, dims = program.step, program.dims
         blobs, given = net.blobs, {net.blobs[name].storage for name in net.external_inputs}
         self.base = [0] * len(places)
@@ -75,9 +81,28 @@ class Bytes:
         for used in self.used:
             for n in used:
                 self.uses[n] += 1
+        self.over = [-1] * len(net.ops)
+        for i, op in enumerate(net.ops if in_place else ()):
+            if (operand := overwritable(op, blobs)) is not None:
+                n = number.get(operand.storage, -1)
+                self.over[i] = n if n >= 0 and not self.freed[n][2] else -1
         self.scratch = [0] * len(net.ops)
         for call in scratch_of(program, dims, torch.get_num_threads(), {}):
             self.scratch[call.position] = max(self.scratch[call.position], call.nbytes or 0)
+
+    def taken(self, i: int) -> int:
+        """Bytes that an operator takes beyond what is there before it, if what it could overwrite is dead by then."""
+        nbytes = sum([nbytes for _, nbytes, _ in self.made[i]]) + self.scratch[i]
+        return nbytes - self.freed[self.over[i]][1] if self.over[i] >= 0 else nbytes
+
+    def top(self, i: int, uses: Sequence[int]) -> int:
+        """What an operator takes at once, where its results are counted as live: scratch, less what it overwrites.
+
+        Args:
+            uses: of each storage, how many operators that touch it are not done.
+        """
+        over = self.over[i]
+        return self.scratch[i] - self.freed[over][1] if over >= 0 and uses[over] == 1 else self.scratch[i]
 
 
 class Work:
@@ -94,10 +119,11 @@ class Work:
         lanes: how many there are. Those of the devices' computation come first.
         seconds: what it is expected to take.
         earlier, later: the operators that have to come before it and after it.
+        in_place: whether operators overwrite what is dead, as they do after :func:`.share_storage`.
     """
 
-    def __init__(self, program: Program, count: int) -> None:
-        self.program, self.count = program, count
+    def __init__(self, program: Program, count: int, *, in_place: bool) -> None:
+        self.program, self.count, self.in_place = program, count, in_place
         net = program.step
         found = hazards(net)
         self.touched, self.earlier = found.touched, found.earlier
@@ -123,7 +149,7 @@ class Work:
     @cached_property
     def bytes(self) -> Bytes:
         """What its operators allocate."""
-        return Bytes(self.program, self.touched, self.places)
+        return Bytes(self.program, self.touched, self.places, in_place=self.in_place)
 
     def _tell_inputs(self, net: Net) -> None:
         """Tell backward operators that another device waits for from the others."""
@@ -138,14 +164,14 @@ class Work:
                 kind[i] = INPUT
 
 
-def micro_batches_of(net: Net) -> int:
-    """How many micro-batches a step has, by the names of its blobs; 1 where none is named."""
-    return max((micro_batch_of(name) or 0 for name in net.blobs), default=0) + 1
+def work_of(program: Program, *, in_place: bool = False) -> Work:
+    """The work of a program with micro-batches.
 
-
-def work_of(program: Program) -> Work:
-    """The work of a program with micro-batches."""
-    return Work(program, micro_batches_of(program.step))
+    Args:
+        program: with copies between its devices.
+        in_place: whether bytes are those that it takes after :func:`.share_storage`.
+    """
+    return Work(program, micro_batches(program.step.blobs), in_place=in_place)
 
 
 def _assigned(net: Net, earlier: Sequence[Sequence[int]], count: int) -> tuple[list[int], list[int]]:

@@ -25,6 +25,7 @@ from pydantic import BeforeValidator
 
 from graphir.analysis.memory import memory
 from graphir.errors import PassError, PipelineWarning, nearest
+from graphir.ir.names import micro_batches
 from graphir.ir.net import Net
 from graphir.ir.program import Program
 from graphir.ir.text import nbytes_text
@@ -33,18 +34,18 @@ from .base import Pass, Placed, build, register
 from .emit import instructed
 from .limits import Bytes
 from .list_schedule import RANKS, Rules, Schedule, list_schedule
-from .micro_work import FORWARD, Work, micro_batches_of, work_of
-from .pipeline_needs import Needs, comes_back, most_in_flight, needs_of
+from .micro_work import FORWARD, Work, work_of
+from .pipeline_needs import Need, comes_back, most_in_flight, needs_of
 
 __all__ = ["PipelineSchedule", "Schedules", "pipeline"]
 
 Schedules: TypeAlias = Literal["zero_bubble", "1f1b", "gpipe"]
 
-_ATTEMPTS: Final = 6
+_ATTEMPTS: Final = 4
 """How often a limit is tightened by what the plan's own order of copies and frees adds."""
 
-_SHARES: Final = (1.0, 0.995, 1.01)
-"""Of 1F1B's peak, the limits to try: what is let in is reckoned a little above or below what it comes to."""
+_SHARES: Final = (1.0, 0.99, 0.97)
+"""Of 1F1B's peak, the limits to try: what is let in can come to a little more than was reckoned."""
 
 _MORE: Final = 2
 _WORTHWHILE: Final = 0.97
@@ -81,7 +82,7 @@ class PipelineSchedule(Pass):
 
     def rewrite(self, program: Program) -> Program:
         _refuse_unfit(program)
-        work = work_of(program)
+        work = work_of(program, in_place=self.limits is None)
         _warn_of_waiting(work)
         return _Ordering(program, work, self).run()
 
@@ -125,7 +126,7 @@ def pipeline(
 
 def _refuse_unfit(program: Program) -> None:
     net, where = program.step, f"program {program.name!r}"
-    if micro_batches_of(net) == 1:
+    if micro_batches(net.blobs) == 1:
         raise PassError(
             "a step with one micro-batch has nothing to overlap",
             where=where,
@@ -192,7 +193,7 @@ class _Ordering:
         return best
 
     @cached_property
-    def needs(self) -> Needs:
+    def needs(self) -> list[Need]:
         """What the micro-batches need."""
         return needs_of(self.work)
 
@@ -248,13 +249,15 @@ class _Ordering:
                 limit = inner[d]
                 if limit is not None and peaks[device] > limits[device]:
                     inner[d] = limit - (peaks[device] - limits[device])
+        if schedule != "1f1b":
+            yield self.ordered(self.found("1f1b", [limits.get(device) for device in self.work.devices]).order)
         yield self.ordered(self.found("1f1b", None, 1).order)
         yield self.ordered(_one_after_the_other(self.work))
 
     def peaks(self, program: Program) -> Mapping[str, int]:
         """The most bytes on each device, as predicted for the plan."""
         if self.measured is None or self.measured[0] is not program:
-            self.measured = program, memory(instructed(program)).peak
+            self.measured = program, memory(instructed(program, ahead=0)).peak
         return self.measured[1]
 
     def refuse_unknown(self, limits: Mapping[str, int]) -> None:

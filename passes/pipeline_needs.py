@@ -19,73 +19,102 @@ from typing import NamedTuple
 
 from .micro_work import FORWARD, UPDATE, Work
 
-__all__ = ["Needs", "comes_back", "most_in_flight", "needs_of"]
+__all__ = ["Need", "comes_back", "most_in_flight", "needs_of"]
 
 _SLACK = 0.1
 """Micro-batches: how much of one more it takes before one more is let in."""
 
 
-class Needs(NamedTuple):
-    """By device, at most for any micro-batch, bytes above what was there before it.
+class Need(NamedTuple):
+    """On one device, at most for any micro-batch, bytes above what was there before it, but for those of copies.
 
     Attributes:
         forward: the most that its forward takes at once.
         held: what its forward leaves behind.
-        backward: the most that its backward takes at once above what is held.
+        backward: the most that its backward takes at once above what is held; but for the first micro-batch, whose
+            backward makes the sums of gradients.
         sums: what all of them leave behind.
+        held_copies: what its forward leaves behind in copies.
+        copies: the most that copies take at once, which stays allocated as receive buffers.
     """
 
-    forward: list[int]
-    held: list[int]
-    backward: list[int]
-    sums: list[int]
+    forward: int
+    held: int
+    backward: int
+    sums: int
+    held_copies: int
+    copies: int
 
 
-def needs_of(work: Work) -> Needs:
-    """What the micro-batches need, one after the other."""
-    devices, sizes = len(work.devices), work.bytes
+class _Needs:
+    """The figures of :class:`Need`, by device, while micro-batches go by one after the other.
+
+    Attributes:
+        live, copied: bytes at present, but for copies and of copies.
+        start, held: what was live before the current forward and before the current backward; ``before``: of copies.
+    """
+
+    def __init__(self, devices: int) -> None:
+        self.figures = {name: [0] * devices for name in Need._fields}
+        self.live, self.copied, self.start, self.held, self.before = ([0] * devices for _ in range(5))
+
+    def raise_to(self, figure: str, device: int, nbytes: int) -> None:
+        """A figure is at least so much."""
+        self.figures[figure][device] = max(self.figures[figure][device], nbytes)
+
+    def turn(self, *, to_forward: bool) -> None:
+        """Note what a forward has left behind, or a backward."""
+        for device, nbytes in enumerate(self.live):
+            if to_forward:
+                self.raise_to("sums", device, nbytes)
+                self.start[device], self.before[device] = nbytes, self.copied[device]
+            else:
+                self.raise_to("held", device, nbytes - self.start[device])
+                self.raise_to("held_copies", device, self.copied[device] - self.before[device])
+                self.held[device] = nbytes
+
+    def change(self, device: int, nbytes: int, copy: bool) -> None:
+        """A storage is made, or freed by less than 0."""
+        now = self.copied if copy else self.live
+        now[device] += nbytes
+        if copy:
+            self.raise_to("copies", device, now[device] - self.before[device])
+
+    def top(self, device: int, beside: int, *, forward: bool) -> None:
+        """Note what is live at once, with what an operator takes beside its results."""
+        figure, base = ("forward", self.start) if forward else ("backward", self.held)
+        self.raise_to(figure, device, self.live[device] + beside - base[device])
+
+
+def needs_of(work: Work) -> list[Need]:
+    """What the micro-batches need on each device, one after the other."""
+    sizes, needs = work.bytes, _Needs(len(work.devices))
     order = sorted(range(len(work.micro)), key=lambda i: (work.micro[i], work.kind[i] != FORWARD, i))
-    uses, live = list(sizes.uses), [0] * devices
-    needs = Needs(*([0] * devices for _ in Needs._fields))
-    start, held = [0] * devices, [0] * devices
-    current = -1, False
+    uses, current = list(sizes.uses), (-1, False)
     for i in order:
         if work.kind[i] == UPDATE:
             break
         if (now := (work.micro[i], work.kind[i] == FORWARD)) != current:
-            _turn(needs, live, start, held, to_forward=now[1])
+            needs.turn(to_forward=now[1])
             current = now
-        for device, nbytes, _ in sizes.made[i]:
-            live[device] += nbytes
-        place = work.place[i]
-        top = live[place] + sizes.scratch[i]
-        figure, base = (needs.forward, start) if now[1] else (needs.backward, held)
-        figure[place] = max(figure[place], top - base[place])
+        for made in sizes.made[i]:
+            needs.change(*made)
+        if now[0] or now[1]:
+            needs.top(work.place[i], sizes.top(i, uses), forward=now[1])
         for n in sizes.used[i]:
             uses[n] -= 1
             if not uses[n]:
-                device, nbytes, _ = sizes.freed[n]
-                live[device] -= nbytes
-    _turn(needs, live, start, held, to_forward=True)
-    return needs
-
-
-def _turn(needs: Needs, live: list[int], start: list[int], held: list[int], *, to_forward: bool) -> None:
-    """Note what a forward has left behind, or a backward."""
-    for device, nbytes in enumerate(live):
-        if to_forward:
-            needs.sums[device] = max(needs.sums[device], nbytes)
-            start[device] = nbytes
-        else:
-            needs.held[device] = max(needs.held[device], nbytes - start[device])
-            held[device] = nbytes
+                device, nbytes, copy = sizes.freed[n]
+                needs.change(device, -nbytes, copy)
+    needs.turn(to_forward=True)
+    return [Need(*figures) for figures in zip(*needs.figures.values(), strict=True)]
 
 
 def comes_back(work: Work) -> bool:
     """Whether the forward comes back to a device that it has left: several stages are on one device."""
     devices = len(work.devices)
-    runs = zip(work.micro, work.kind, work.lane, strict=True)
-    found = [lane for micro, kind, lane in runs if micro == 0 and kind == FORWARD and lane < devices]
+    runs = zip(work.micro, work.kind, work.lane, work.bytes.made, strict=True)
+    found = [lane for micro, kind, lane, made in runs if made and micro == 0 and kind == FORWARD and lane < devices]
     visits = [place for place, _ in groupby(found)]
     return len(visits) > len(set(visits))
 

@@ -15,19 +15,19 @@ A Caffe2 net frees nothing by itself: there, blobs take the names of dead ones (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Final
 
 from graphir.ir.blob import Blob
 from graphir.ir.net import Net
-from graphir.ir.operator import Effects
+from graphir.ir.operator import Effects, Operator
 from graphir.ir.optypes.table import operator_type
 from graphir.ir.program import Program
 
 from .base import Pass, build, register
 from .reuse import reuse_names
 
-__all__ = ["ShareStorage", "share_storage"]
+__all__ = ["ShareStorage", "overwritable", "share_storage"]
 
 
 @register
@@ -90,28 +90,33 @@ def _share(net: Net, keep: Sequence[str]) -> Net:
 
     ops = list(net.ops)
     for i, op in enumerate(ops):
-        in_place = operator_type(op.type).in_place
-        if not in_place or op.input_versions or op.output_versions:
+        operand = overwritable(op, net.blobs)
+        if operand is None:
             continue
-        operand, result = net.blobs[op.inputs[0]], net.blobs[op.outputs[0]]
-        storage = root(operand.storage)
+        storage, result = root(operand.storage), op.outputs[0]
         if (
             storage not in kept
-            and owner[result.name] == result.name
             and last_read[storage] == i
-            and _same_place(operand, net.blobs[storage])
-            and _same_place(operand, result)
             and all(root(owner[name]) != storage for name in op.inputs[1:])
         ):
-            merged[result.name] = storage
-            last_read[storage] = last_read.get(result.name, i)
-            if result.name in kept:
+            merged[result] = storage
+            last_read[storage] = last_read.get(result, i)
+            if result in kept:
                 kept.add(storage)
-            ops[i] = op._replace(type=in_place, effects=_OVERWRITES, by=ShareStorage.name)
+            ops[i] = op._replace(type=operator_type(op.type).in_place, effects=_OVERWRITES, by=ShareStorage.name)
     if not merged:
         return net
     blobs = {name: _in_storage(blob, root(blob.storage), net) for name, blob in net.blobs.items()}
     return net.with_(ops=tuple(ops), blobs=blobs)
+
+
+def overwritable(op: Operator, blobs: Mapping[str, Blob]) -> Blob | None:
+    """The operand over which an operator can write its result once nobody else reads it, by type and geometry."""
+    if not operator_type(op.type).in_place or op.input_versions or op.output_versions:
+        return None
+    operand, result = blobs[op.inputs[0]], blobs[op.outputs[0]]
+    whole = _same_place(operand, blobs[operand.storage])
+    return operand if whole and result.storage == result.name and _same_place(operand, result) else None
 
 
 _OVERWRITES: Final = Effects(writes=((0, 0),))

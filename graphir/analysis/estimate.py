@@ -14,6 +14,7 @@ from ..ir.size import Dims
 from ..ir.text import nbytes_text
 from .cost import Cost, CostSource, operator_costs
 from .execution import Execution
+from .overlap import Overlap, flows, overlap_of
 from .profiles import Profile
 from .schedule import Crossing, Schedule, schedule
 from .simulation import ISSUED, WORKER
@@ -133,6 +134,7 @@ class Estimate:
         modules: those of the critical path, the longest first.
         sources: where seconds come from.
         operators: in the order of the plan's step.
+        overlap: which micro-batch each device works on, and when; None where the step has one, or one device.
         schedule: when each instruction would be executed.
     """
 
@@ -147,6 +149,7 @@ class Estimate:
     modules: tuple[ModuleTime, ...]
     sources: tuple[SourceTime, ...]
     operators: tuple[OperatorCost, ...] = field(repr=False)
+    overlap: Overlap | None = field(repr=False)
     schedule: Schedule = field(repr=False, compare=False)
 
     def to_json(self) -> str:
@@ -156,13 +159,16 @@ class Estimate:
             for name in ("lanes", "links", "path", "modules", "sources", "operators")
         }
         about = {"name": self.name, "topology": self.topology, "executor": self.executor, "dims": dict(self.dims)}
-        return json.dumps({**about, "seconds": self.seconds, **lists}, ensure_ascii=False)
+        flow = None if self.overlap is None else self.overlap.to_dict()
+        return json.dumps({**about, "seconds": self.seconds, **lists, "overlap": flow}, ensure_ascii=False)
 
     def __str__(self) -> str:
         head = f"estimate of {cut(self.name, _NAME)!r} on {cut(self.topology, _NAME)}: {seconds_text(self.seconds)}"
         lines = [f"{head} a step", f"  executor {self.executor}"]
         lanes = [(u.lane, seconds_text(u.busy), seconds_text(u.idle), f"{u.share:.1%}") for u in self.lanes]
         lines += table(("lane", "busy", "idle", "share"), lanes)
+        if self.overlap is not None:
+            lines += self.overlap.lines("  micro-batches")
         links = [
             (f"{u.source} -> {u.destination}", str(u.copies), nbytes_text(u.nbytes), *map(seconds_text, u[4:]))
             for u in self.links
@@ -230,6 +236,7 @@ def estimated(
         modules=_modules(path),
         sources=_sources(found, costs),
         operators=_operators(found, costs),
+        overlap=overlap_of(plan, found.intervals()) if flows(plan) else None,
         schedule=found,
     )
 

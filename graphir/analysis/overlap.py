@@ -6,15 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ..ir.names import micro_batch_of
+from ..ir.device import Device
+from ..ir.names import micro_batch_of, micro_batches
 from ..ir.operator import Operator
 from ..ir.plan import Plan, lane_device
 from ..ir.verify import require
 from .cost import NOMINAL, operator_costs
 from .execution import Execution
-from .schedule import schedule
+from .schedule import Interval, schedule
 
-__all__ = ["Overlap", "overlap"]
+__all__ = ["Overlap", "flows", "micro_batch", "overlap", "overlap_of"]
 
 _COLUMNS: Final = 72
 _IDLE, _OTHER = "-", "u"
@@ -43,11 +44,18 @@ class Overlap:
         """By device, the share of the step in which it computes nothing."""
         return {device: 1 - busy / self.seconds if self.seconds else 0.0 for device, busy in self.busy.items()}
 
-    def __str__(self) -> str:
-        head = f"overlap of {self.name!r}: digits forward, letters backward, {_OTHER} update, {_IDLE} idle"
+    def to_dict(self) -> dict[str, object]:
+        """All of it, with the bubbles, as JSON has it."""
+        return {"seconds": self.seconds, "busy": dict(self.busy), "bubble": self.bubble, "grid": dict(self.grid)}
+
+    def lines(self, head: str = "micro-batches") -> list[str]:
+        """The grid, under a line that begins with *head* and says what its characters mean."""
         wide = max(map(len, self.grid), default=0)
         rows = [f"  {device:<{wide}}  {row}  {self.bubble[device]:.0%} idle" for device, row in self.grid.items()]
-        return "\n".join([head, *rows])
+        return [f"{head}: digits forward, letters backward, {_OTHER} update, {_IDLE} idle", *rows]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines(f"overlap of {self.name!r}"))
 
 
 def overlap(plan: Plan, seconds: Sequence[float] | None = None, worker: Callable[[str], str] = lane_device) -> Overlap:
@@ -63,28 +71,51 @@ def overlap(plan: Plan, seconds: Sequence[float] | None = None, worker: Callable
         GraphirError: *plan* is no plan.
     """
     require(plan, (Plan,), "overlap")
-    net = plan.step
     if seconds is None:
-        seconds = [cost.seconds for cost in operator_costs(net, plan.dims, lambda _: NOMINAL)]
-    intervals = schedule(plan, plan.dims, seconds, Execution("any", worker)).intervals()
+        seconds = [cost.seconds for cost in operator_costs(plan.step, plan.dims, lambda _: NOMINAL)]
+    return overlap_of(plan, schedule(plan, plan.dims, seconds, Execution("any", worker)).intervals())
+
+
+def overlap_of(plan: Plan, intervals: Mapping[int, Interval]) -> Overlap:
+    """Which micro-batch each device works on, and when.
+
+    Args:
+        plan: whose step it is.
+        intervals: of its instructions, by position, as they were measured or predicted.
+    """
+    net = plan.step
     end = max((interval.end for interval in intervals.values()), default=0.0)
-    computing = [d for d in net.devices if not d.is_host]
-    slots = {str(device): [dict[str, float]() for _ in range(_COLUMNS)] for device in computing}
+    slots = {str(device): [dict[str, float]() for _ in range(_COLUMNS)] for device in _computing(plan)}
     busy = dict.fromkeys(slots, 0.0)
     for position, (start, stop) in intervals.items():
         instruction = plan.instructions[position]
         device, _, stream = instruction.lane.partition(".")
         if stream == "compute" and instruction.op >= 0 and device in slots:
             busy[device] += stop - start
-            _fill(slots[device], _mark(net.ops[instruction.op]), start / end * _COLUMNS, stop / end * _COLUMNS)
+            if end:
+                _fill(slots[device], _mark(net.ops[instruction.op]), start / end * _COLUMNS, stop / end * _COLUMNS)
     grid = {device: "".join(map(_most, found)) for device, found in slots.items()}
     return Overlap(plan.name, end, busy, grid)
 
 
+def flows(plan: Plan) -> bool:
+    """Whether there is a schedule to see: a step of several micro-batches on several devices."""
+    return len(_computing(plan)) > 1 and micro_batches(plan.step.blobs) > 1
+
+
+def micro_batch(op: Operator) -> int | None:
+    """The micro-batch that an operator works on, by the names of what it makes and reads; None where none is named."""
+    names = (*op.outputs, *reversed(op.inputs))
+    return next((found for name in names if (found := micro_batch_of(name)) is not None), None)
+
+
+def _computing(plan: Plan) -> list[Device]:
+    return [device for device in plan.step.devices if not device.is_host]
+
+
 def _mark(op: Operator) -> str:
     """What stands for an operator."""
-    names = (*op.outputs, *reversed(op.inputs))
-    micro = next((found for name in names if (found := micro_batch_of(name)) is not None), 0)
+    micro = micro_batch(op) or 0
     if op.phase == "forward":
         return str(micro % 10)
     return "abcdefghijklmnopqrst"[micro % 20] if op.phase == "backward" else _OTHER

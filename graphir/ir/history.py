@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from ..errors import ParseError
 from .size import LONGEST_TEXT
 
-__all__ = ["PassText", "parse_passes", "print_option"]
+__all__ = ["PassText", "parse_passes", "pass_name", "print_option"]
 
 T = TypeVar("T")
 
@@ -44,6 +44,11 @@ def print_option(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(print_option, value)) + "]"
     return str(value)
+
+
+def pass_name(text: str) -> str:
+    """The name in an entry of a history, which may be no text of a pass otherwise."""
+    return text.partition("{")[0].strip()
 
 
 def parse_passes(text: str) -> list[PassText]:

@@ -7,11 +7,20 @@ other module reads or writes prefixes.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
 from .device import Device
 
-__all__ = ["base_name", "copy_name", "fresh", "micro_batch_of", "micro_batch_prefix", "prefix_of", "replica_prefix"]
+__all__ = [
+    "base_name",
+    "copy_name",
+    "fresh",
+    "micro_batch_of",
+    "micro_batch_prefix",
+    "micro_batches",
+    "prefix_of",
+    "replica_prefix",
+]
 
 
 def replica_prefix(device_index: int, kind: str = "gpu") -> str:
@@ -43,6 +52,11 @@ def micro_batch_of(name: str) -> int | None:
     head, slash, _ = base_name(name).partition("/")
     number = head.removeprefix("micro_")
     return int(number) if slash and number != head and number.isdecimal() else None
+
+
+def micro_batches(names: Iterable[str]) -> int:
+    """How many micro-batches a step has, by the names of its blobs; 1 where none is named."""
+    return max([micro_batch_of(name) or 0 for name in names], default=0) + 1
 
 
 def copy_name(name: str, device: Device) -> str:

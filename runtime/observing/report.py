@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from graphir.analysis.estimate import Estimate
 from graphir.analysis.memory import Memory
+from graphir.analysis.overlap import Overlap, flows, overlap_of
 from graphir.analysis.tables import seconds_text, table
 from graphir.errors import counted
 from graphir.ir.device import Device
@@ -133,6 +134,8 @@ class Report(_Entry):
         steps: how many steps the times are the mean of.
         seconds: of a step, from the beginning of its first instruction to the end of its last one.
         predicted: the same, as :func:`graphir.estimate` says; None where the speed of the devices is unknown.
+        overlap: which micro-batch each device worked on in the last of them, and when; None where the step has one, or
+            one device.
         lanes: in the plan's order.
         devices: in the plan's order; bytes of the first measured step.
         allocators: of the CUDA devices.
@@ -151,6 +154,7 @@ class Report(_Entry):
     copies: tuple[CopyUse, ...]
     operators: tuple[OperatorTime, ...]
     predicted: float | None = None
+    overlap: Overlap | None = None
 
     def to_json(self) -> str:
         """The whole report as JSON text."""
@@ -163,6 +167,8 @@ class Report(_Entry):
             share = f", {self.predicted / self.seconds:.0%}" if self.seconds else ""
             lines.append(f"  predicted: {seconds_text(self.predicted)} a step{share}")
         lines += self._lanes()
+        if self.overlap is not None:
+            lines += self.overlap.lines("  micro-batches")
         lines += table(
             ("device", "on", "state", "predicted", "peak", "predicted"),
             [
@@ -231,6 +237,7 @@ def report(
         copies=tuple(_copies(plan, timed)),
         operators=tuple(_operators(plan, timed)),
         predicted=None if predicted is None else predicted.seconds,
+        overlap=overlap_of(plan, timed.intervals) if flows(plan) else None,
     )
 
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+from graphir.analysis.overlap import flows, micro_batch, overlap_of
 from graphir.analysis.schedule import Interval
 from graphir.ir.blob import dense_nbytes
 from graphir.ir.files.disk import atomic_write, path_of
@@ -54,7 +55,10 @@ def write_trace(
     events = trace_events(plan, dims, measurement.timed.intervals, first, "measured")
     if predicted is not None:
         events += trace_events(plan, dims, predicted, second, "predicted")
-    about = {"plan": plan.name, "executor": executor, "reason": reason}
+    about: dict[str, Any] = {"plan": plan.name, "executor": executor, "reason": reason}
+    if flows(plan):
+        shown = {"measured": measurement.timed.intervals, "predicted": predicted}
+        about["overlap"] = {name: overlap_of(plan, taken).to_dict() for name, taken in shown.items() if taken}
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
     with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
@@ -132,6 +136,8 @@ def _arguments(plan: Plan, dims: Dims, position: int) -> dict[str, Any]:
         return found
     op = plan.step.ops[instruction.op]
     found |= {"operator": operator_text(op, plan.step), "type": op.type, "phase": op.phase}
+    if (micro := micro_batch(op)) is not None:
+        found["micro_batch"] = micro
     if op.module:
         found["module"] = op.module
     if op.source:

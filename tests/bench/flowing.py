@@ -6,6 +6,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -63,25 +64,26 @@ def _resnet() -> models.Example:
 class Case(NamedTuple):
     """Attributes:
     make: makes the example.
-    second: the modules that are on the second device.
+    cuts: which modules may be on the second device; those are that make the step the shortest, as predicted.
     parts: of how many micro-batches.
-    rival: whether torch.distributed.pipelining takes part.
+    rival: whether torch.distributed.pipelining takes part, which is cut in the middle.
     """
 
     make: Callable[[], models.Example]
-    second: Sequence[str]
+    cuts: Sequence[Sequence[str]]
     parts: int
     rival: bool = True
 
 
-_GPT, _MLP = ["layers[4:8]", "norm", "head"], ["layers[4:8]"]
+_GPT, _MLP = [["layers[4:8]", "norm", "head"]], [["layers[4:8]"]]
+_RESNET = [[f"blocks[{first}:6]", "avgpool", "fc"] for first in (2, 3, 4)]
 
 CASES: dict[str, Case] = {
     "GPT, m = 4": Case(_gpt, _GPT, 4),
     "GPT, m = 8": Case(_gpt, _GPT, 8),
     "MLP, m = 4": Case(_mlp, _MLP, 4),
     "MLP, m = 8": Case(_mlp, _MLP, 8),
-    "ResNet, m = 8": Case(_resnet, ["blocks[2:6]", "avgpool", "fc"], 8, rival=False),
+    "ResNet, m = 8": Case(_resnet, _RESNET, 8, rival=False),
 }
 
 PLANS: dict[str, tuple[Callable[[Program], Program] | None, float | None]] = {
@@ -97,28 +99,49 @@ RIVALS = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleI
 """The schedules of torch.distributed.pipelining that take two stages, or two in each of two processes."""
 
 
+APART = "two threads, half of the micro-batches each, apart"
+"""The control: what two cores give to threads that exchange nothing."""
+
+SEGMENTS = "zero bubble, no limit, in segments"
+"""The plan without a limit, executed without the interpreter's lock."""
+
+
+def _captured(case: Case, example: models.Example, share: int = 1) -> Program:
+    """The program of an example, or of the first of so many shares of its rows and of its micro-batches."""
+    inputs, targets = ([t[: len(t) // share] for t in given] for given in (example.inputs, example.targets))
+    return graphir.capture(
+        example.model,
+        inputs=tuple(inputs),
+        targets=tuple(targets),
+        loss=example.loss,
+        optimizer=momentum_sgd(example.model, fused=True),
+        accumulate=case.parts // share,
+    )
+
+
+def _cut(case: Case, program: Program) -> Program:
+    """The program with the best of the case's cuts."""
+    cuts = [passes.inject_copies(passes.shift_modules(program, dict.fromkeys(second, 1))) for second in case.cuts]
+    if len(cuts) == 1:
+        return cuts[0]
+    return min(cuts, key=lambda moved: graphir.overlap(passes.emit(passes.pipeline(moved, "1f1b"))).seconds)
+
+
 def _programs(case: Case) -> tuple[models.Example, Program, dict[str, Program]]:
     """The example, its program on one device, and the programs of :data:`PLANS`."""
     example = case.make()
-    program = graphir.capture(
-        example.model,
-        inputs=example.inputs,
-        targets=example.targets,
-        loss=example.loss,
-        optimizer=momentum_sgd(example.model, fused=True),
-        accumulate=case.parts,
-    )
-    moved = passes.inject_copies(passes.shift_modules(program, dict.fromkeys(case.second, 1)))
+    program = _captured(case, example)
+    moved = _cut(case, program)
     return example, program, {name: order(moved) if order else moved for name, (order, _) in PLANS.items()}
 
 
 def rows() -> Iterator[str]:
     """The table of steps on two devices, in the same rounds; a rival's row is that of its best schedule."""
     yield (
-        "| model | order | step, ms | speed-up | at least | of the bound | at least | fullest, MiB | at most "
-        "| time against torch's best | at most |"
+        "| model | order | step, ms | speed-up | at least | of the bound | at least | of the bound and the control "
+        "| fullest, MiB | at most | time against torch's best | at most |"
     )
-    yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+    yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
     for name, case in CASES.items():
         yield from _rows_of(name, case)
 
@@ -128,25 +151,29 @@ def _rows_of(name: str, case: Case) -> Iterator[str]:
     plans = {order: passes.emit(passes.share_storage(program)) for order, program in programs.items()}
     fullest = {order: max(graphir.memory(plan).peak.values()) for order, plan in plans.items()}
     taken = _taken(name, case, example, one, {"one device": passes.emit(passes.share_storage(one)), **plans})
-    alone = taken.pop("one device")
+    alone, apart_ = taken.pop("one device"), taken.pop(APART)
+    cores = ratio(alone, apart_)
+    fullest[SEGMENTS] = fullest["zero bubble, no limit"]
     rivals = {order: taken.pop(order) for order in RIVALS if order in taken}
     best = min(rivals, key=lambda order: statistics.median(rivals[order])) if rivals else ""
     bound = 2 * case.parts / (case.parts + 1)
-    yield f"| {name} | one device | {statistics.median(alone) * 1e3:.1f} | 1.00 |  |  |  |  |  |  |  |"
+    yield f"| {name} | one device | {statistics.median(alone) * 1e3:.1f} | 1.00 |  |  |  |  |  |  |  |  |"
+    yield f"| {name} | {APART} | {statistics.median(apart_) * 1e3:.1f} | {cores:.2f} |  |  |  |  |  |  |  |  |"
     for order, seconds in taken.items():
-        faster, share = ratio(alone, seconds), PLANS[order][1]
-        least = 1.35 if not case.rival and order.startswith("zero bubble") else None
+        faster, share = ratio(alone, seconds), PLANS[order][1] if order in PLANS else None
+        bubble = order in PLANS and order.startswith("zero bubble")
+        least = 1.35 if not case.rival and bubble else None
         share = share if case.rival else None
         most = fullest["1f1b"] if order == "zero bubble" else None
         against, at_most = "", ""
         if best:
-            late = 1.0 if order.startswith("zero bubble") else None
+            late = 1.0 if bubble else None
             against, at_most = limited(f"{ratio(seconds, rivals[best]):.2f}", at_most=late), str(late or "")
         mib = limited(f"{fullest[order] / 2**20:.2f}", at_most=None if most is None else round(most / 2**20, 2))
         yield (
             f"| {name} | {order} | {statistics.median(seconds) * 1e3:.1f} "
             f"| {limited(f'{faster:.2f}', at_least=least)} | {least or ''} "
-            f"| {limited(f'{faster / bound:.2f}', at_least=share)} | {share or ''} "
+            f"| {limited(f'{faster / bound:.2f}', at_least=share)} | {share or ''} | {2 * faster / bound / cores:.2f} "
             f"| {mib} | {'' if most is None else f'{most / 2**20:.2f}'} | {against} | {at_most} |"
         )
     if best:
@@ -154,7 +181,7 @@ def _rows_of(name: str, case: Case) -> Iterator[str]:
         faster = ratio(alone, seconds)
         yield (
             f"| {name} | torch.distributed.pipelining, {best} | {statistics.median(seconds) * 1e3:.1f} "
-            f"| {faster:.2f} |  | {faster / bound:.2f} |  |  |  | 1.00 |  |"
+            f"| {faster:.2f} |  | {faster / bound:.2f} |  | {2 * faster / bound / cores:.2f} |  |  | 1.00 |  |"
         )
 
 
@@ -163,12 +190,22 @@ def _taken(
 ) -> dict[str, list[float]]:
     """Seconds of a step, in rounds, by plan and by rival."""
     given = (*example.inputs, *example.targets)
+    half = _captured(case, example, 2)
+    halves = passes.emit(passes.share_storage(half))
+    few = tuple([t[: len(t) // 2] for t in given])
     with ExitStack() as stack:
-        runs: dict[str, Callable[[], float]] = {}
-        for order, plan in plans.items():
-            executor = "serial" if order == "one device" else "threads"
+
+        def timed(plan: graphir.Plan, executor: str, batch: Sequence[Tensor]) -> Callable[[], float]:
             made = stack.enter_context(runtime.Session(plan, one.state, binding="cpu", executor=executor, threads=1))
-            runs[order] = partial(_step_seconds, warmed(partial(made.step, *given), _WARM))
+            return partial(_step_seconds, warmed(partial(made.step, *batch), _WARM))
+
+        runs = {
+            order: timed(plan, "serial" if order == "one device" else "threads", given) for order, plan in plans.items()
+        }
+        runs[SEGMENTS] = timed(plans["zero bubble, no limit"], "segments", given)
+        apart_runs = [timed(halves, "serial", few) for _ in range(2)]
+        pool = stack.enter_context(ThreadPoolExecutor(2))
+        runs[APART] = lambda: max(pool.map(lambda run: run(), apart_runs))
         for order in RIVALS if case.rival else ():
             scratch = stack.enter_context(tempfile.TemporaryDirectory())
             processes = [(str(rank), str(Path(scratch) / "store"), name, order) for rank in range(2)]

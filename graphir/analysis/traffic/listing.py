@@ -19,6 +19,7 @@ from ...ir.size import Dims
 from ...ir.text import operator_text
 from ...ir.verify import require
 from ..memory import check_dims
+from ..overlap import flows, overlap
 from .crossings import Crossing, Crossings, Kind, crossings, is_copy, kind_of
 from .detours import detours
 from .moves import Moves, Placed, Reason
@@ -48,7 +49,10 @@ def traffic(subject: Program | Plan | Net, dims: Dims | None = None) -> Traffic:
     sizes = {**({} if isinstance(subject, Net) else sizes_of(subject)), **(dims or {})}
     try:
         with collector_paused():
-            return _traffic(program, sizes)
+            found = _traffic(program, sizes)
+            if isinstance(subject, Plan) and flows(subject):
+                return found.model_copy(update={"overlap": overlap(subject)})
+            return found
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as e:
         what = f"the traffic of {program.name!r} cannot be computed: {type(e).__name__}: {e}"
         raise GraphirError(what, fix="verify it: it is not well-formed") from None

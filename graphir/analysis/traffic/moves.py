@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from ...errors import GraphirError
 from ...ir.device import Device, gpu
-from ...ir.history import PassText, parse_passes
+from ...ir.history import PassText, parse_passes, pass_name
 from ...ir.module_patterns import ModulePattern
 from ...ir.names import base_name, prefix_of
 from ...ir.program import Program
@@ -17,7 +17,9 @@ from .wording import some
 
 __all__ = ["Moves", "Placed", "Reason"]
 
-_STAY: Final = frozenset({"replicate", "inject_copies", "inject_caffe2_copies", "share_storage", "park", "recompute"})
+_STAY: Final = frozenset(
+    {"replicate", "inject_copies", "inject_caffe2_copies", "share_storage", "park", "recompute", "pipeline"}
+)
 """Passes that move no operator."""
 
 
@@ -93,7 +95,7 @@ class Moves:
         self.program = program
         self.entries = list(_entries(program))
         self.named = {entry.by for entry in self.entries}
-        self.replicated = next((i for i, text in enumerate(program.history) if _name(text) == "replicate"), None)
+        self.replicated = next((i for i, text in enumerate(program.history) if pass_name(text) == "replicate"), None)
         self.known: dict[tuple[int, str, str], Reason] = {}
         self.parks = list(_parks(program))
 
@@ -163,14 +165,10 @@ class Moves:
         return self.known.setdefault((position, what, where), Reason(position, by, what, where))
 
 
-def _name(text: str) -> str:
-    return text.partition("{")[0].strip()
-
-
 def _parks(program: Program) -> Iterator[tuple[int, list[str], str]]:
     """Of each ``park``: its position, what it was given, and where to."""
     for position, text in enumerate(program.history):
-        if _name(text) == "park":
+        if pass_name(text) == "park":
             try:
                 (found,) = parse_passes(text)
             except (GraphirError, ValueError):  # a history may say anything
@@ -182,12 +180,12 @@ def _parks(program: Program) -> Iterator[tuple[int, list[str], str]]:
 
 def _entries(program: Program) -> Iterator[_Entry]:
     for position, text in enumerate(program.history):
-        if _name(text) in _STAY:
+        if pass_name(text) in _STAY:
             continue
         try:
             (found,) = parse_passes(text)
         except (GraphirError, ValueError):  # a history may say anything
-            found = PassText(_name(text), {})
+            found = PassText(pass_name(text), {})
         yield _entry(program, position, text, found)
 
 

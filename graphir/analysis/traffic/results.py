@@ -16,6 +16,7 @@ from ...errors import counted
 from ...ir.names import base_name
 from ...ir.operator import Phase
 from ...ir.text import nbytes_text, type_name
+from ..overlap import Overlap
 from .crossings import Kind
 from .detours import Detour
 from .moves import Reason
@@ -124,6 +125,8 @@ class Traffic(_Entry):
         kinds: the bytes of each kind, over all links.
         reduced: what collectives reduce over several devices.
         warnings: what crosses for nothing, with the mend of each, the largest first.
+        overlap: of a plan, which micro-batch each device works on, and when, at nominal costs; None where the step has
+            one, or one device.
     """
 
     name: str
@@ -133,6 +136,7 @@ class Traffic(_Entry):
     kinds: dict[Kind, int]
     reduced: tuple[Reduced, ...]
     warnings: tuple[Detour, ...]
+    overlap: Overlap | None = None
 
     @property
     def nbytes(self) -> int:
@@ -166,6 +170,7 @@ def _text(traffic: Traffic) -> str:
         *_reductions(traffic.reduced),
         *_copies(traffic.copies),
         *_warnings(traffic.warnings),
+        *([] if traffic.overlap is None else traffic.overlap.lines()),
     ])  # fmt: skip
 
 

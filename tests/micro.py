@@ -1,0 +1,46 @@
+"""Programs of several micro-batches, and what is to hold of them in another order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import models
+import torch
+from torch import nn
+
+import graphir
+from graphir import passes, runtime
+from graphir.ir.program import Program
+
+__all__ = ["assert_same", "captured", "mlp", "steps"]
+
+
+def captured(example: models.Example, parts: int, **options: Any) -> Program:
+    optimizer = torch.optim.SGD(example.model.parameters(), lr=0.1, momentum=0.9)
+    return graphir.capture(
+        example.model,
+        inputs=example.inputs,
+        targets=example.targets,
+        loss=example.loss,
+        optimizer=optimizer,
+        accumulate=parts,
+        **options,
+    )
+
+
+def mlp(batch: int = 32, width: int = 48, layers: int = 6) -> models.Example:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(layers)])
+    return models.Example(model, (torch.randn(batch, width),), (torch.randn(batch, width),), nn.functional.mse_loss)
+
+
+def assert_same(before: Program, after: Program) -> None:
+    assert sorted(map(str, after.step.ops)) == sorted(map(str, before.step.ops))
+    assert graphir.certify(before, after).holds
+    assert not runtime.check(passes.emit(passes.share_storage(after)))
+
+
+def steps(program: Program, executor: str, inputs: tuple[torch.Tensor, ...]) -> tuple[list[Any], dict[str, Any]]:
+    plan = passes.emit(passes.share_storage(program))
+    with runtime.Session(plan, program.state, binding="cpu", executor=executor, threads=1) as session:
+        return [session.step(*inputs) for _ in range(3)], session.state()
