@@ -1,0 +1,111 @@
+"""Few groups of many units: neighbours between which the most bytes cross are one group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Final
+
+from graphir.ir.device import Device
+
+from .units import Unit, Units
+
+__all__ = ["Merging"]
+
+_MOST: Final = 48
+"""How many groups a search can take."""
+
+
+class Merging:
+    """Merges the units of a program.
+
+    Args:
+        units: of the program.
+        pins: by module, the device where it has to be: what has to be on different devices is not merged.
+        whole: by module, which module it is in that a caller wants as a whole: what is in one is merged.
+    """
+
+    def __init__(self, units: Units, pins: Mapping[str, Device], whole: Mapping[str, str]) -> None:
+        self.units, self.net, self.at, self.pins, self.whole = units, units.net, units.at, pins, whole
+
+    def run(self) -> tuple[dict[Unit, int], list[list[Unit]]]:
+        """The number of each unit's group, and the units of each group: at most so many groups as a search can take.
+
+        Neighbours on one device are merged where the most bytes cross, as long as what they save together is a small
+        part of all; never where a caller wants them on different devices, always where a caller wants them as a whole.
+        """
+        at = self.at
+        crossing, saved = self.crossing()
+        chains = [[unit for unit in at if unit[0] == d] for d in dict.fromkeys(unit[0] for unit in at)]
+        share = max(_MOST // len(chains), 2)
+        groups: list[list[Unit]] = []
+        for chain in chains:
+            total = sum(saved[at[unit]] for unit in chain)
+            merged = self.joined(chain, saved, total / (4 * share)) if len(chain) > 8 * share else [[u] for u in chain]
+            sizes = [sum(saved[at[unit]] for unit in group) for group in merged]
+            while len(merged) > 1:
+                pairs = [i for i in range(len(merged) - 1) if self.may_merge(merged[i], merged[i + 1])]
+                whole = [i for i in pairs if self.is_whole(merged[i], merged[i + 1])]
+                if not whole and (len(merged) <= share or not pairs):
+                    break
+                ranked = [
+                    (_rank(sizes[i] + sizes[i + 1], 1.5 * total / share, crossing[at[merged[i][-1]]]), i) for i in pairs
+                ]
+                best = whole[0] if whole else max(ranked)[1]
+                merged[best : best + 2] = [merged[best] + merged[best + 1]]
+                sizes[best : best + 2] = [sizes[best] + sizes[best + 1]]
+            groups += merged
+        return {unit: number for number, group in enumerate(groups) for unit in group}, groups
+
+    def joined(self, chain: Sequence[Unit], saved: Sequence[int], most: float) -> list[list[Unit]]:
+        """Neighbours of a long chain together, as long as they save at most so much: what is left can be compared
+        pair by pair."""
+        found: list[list[Unit]] = []
+        nbytes, units = 0, len(chain) / (8 * _MOST)
+        for unit in chain:
+            more = saved[self.at[unit]]
+            if found and nbytes + more <= most and len(found[-1]) < units and self.may_merge(found[-1], [unit]):
+                found[-1].append(unit)
+                nbytes += more
+            else:
+                found.append([unit])
+                nbytes = more
+        return found
+
+    def crossing(self) -> tuple[list[int], list[int]]:
+        """By unit, in order, the bytes that later units of the forward read of what it and earlier ones make; and the
+        bytes that it saves for the backward."""
+        at, uses, dims = self.at, self.units.uses, self.units.dims
+        change, saved = [0] * (len(at) + 1), [0] * len(at)
+        last: dict[str, int] = {}
+        for i, op in enumerate(self.net.ops):
+            unit = self.units.of_op[i]
+            if op.phase != "forward" or unit is None:
+                continue
+            for name in op.inputs:
+                storage = self.net.blobs[name].storage
+                last[storage] = max(last.get(storage, -1), at[unit])
+        for storage, reader in last.items():
+            made = uses[storage].made
+            unit = self.units.of_op[made] if made >= 0 else None
+            if unit is not None and at[unit] < reader:
+                nbytes = self.net.blobs[storage].nbytes(dims)
+                change[at[unit]] += nbytes
+                change[reader] -= nbytes
+        for storage, use in uses.items():
+            unit = self.units.of_op[use.made] if use.made >= 0 else None
+            if unit is not None and unit in at and use.late >= 0:
+                saved[at[unit]] += self.net.blobs[storage].nbytes(dims)
+        return list(accumulate(change)), saved
+
+    def may_merge(self, a: Sequence[Unit], b: Sequence[Unit]) -> bool:
+        return self.pins.get(a[0][1]) == self.pins.get(b[0][1])
+
+    def is_whole(self, a: Sequence[Unit], b: Sequence[Unit]) -> bool:
+        last = a[-1][1]
+        return last in self.whole and self.whole[last] == self.whole.get(b[0][1])
+
+
+def _rank(nbytes: int, most: float, crossing: int) -> tuple[bool, float, int]:
+    """How good it is to merge two groups that save so many bytes together, where so many cross between them."""
+    return (True, crossing, -nbytes) if nbytes <= most else (False, -nbytes, 0)

@@ -1,0 +1,266 @@
+"""The tasks of a step, and the values that they hand on."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from graphir.analysis.cost import operator_costs, work
+from graphir.analysis.memory import Memory, StorageUse
+from graphir.analysis.profiles import Profile
+from graphir.analysis.topology import Topology
+from graphir.ir.blob import STATE_ROLES
+from graphir.ir.device import Device
+
+from .problem import Value
+from .repeats import Again
+from .units import Unit, Units
+
+__all__ = ["Found", "Run", "Tasks"]
+
+
+class Run:
+    """Operators of one group that follow each other in one phase: a task."""
+
+    __slots__ = ("group", "ops", "phase")
+
+    def __init__(self, group: int, phase: str) -> None:
+        self.group, self.phase, self.ops = group, phase, list[int]()
+
+
+@dataclass
+class Found:
+    """By group, what can be parked and computed again."""
+
+    parks: list[list[str]]
+    again: list[list[str]]
+    again_at: list[int]
+    again_room: list[int]
+    again_seconds: list[dict[Device, float]]
+
+
+class Tasks:
+    """The tasks of a step, and what they hand on.
+
+    Attributes:
+        runs: the tasks.
+        of_op: by operator, its task; -1 of those on the host.
+        state: by group, bytes of state.
+        held: by device, bytes that are there whatever is chosen.
+    """
+
+    def __init__(self, units: Units, numbers: Mapping[Unit, int], memory: Memory) -> None:
+        self.units, self.net, self.dims, self.memory = units, units.net, units.dims, memory
+        self.group_of_op = [-1 if unit is None else numbers[unit] for unit in units.of_op]
+        self.runs: list[Run] = []
+        self.of_op = [-1] * len(self.net.ops)
+        self.costs: dict[Device, list[float]] = {}
+        self.split()
+        self.state = [0] * (max(numbers.values()) + 1)
+        self.held: dict[Device, int] = defaultdict(int)
+        self.home: dict[str, int] = {}
+        for name in self.net.external_inputs:
+            blob = self.net.blobs[name]
+            if blob.role not in STATE_ROLES or blob.is_view:
+                continue
+            unit = units.of_state.get(blob.storage)
+            if unit is None:
+                self.held[blob.device] += blob.nbytes(self.dims)
+            else:
+                self.home[blob.storage] = numbers[unit]
+                self.state[numbers[unit]] += blob.nbytes(self.dims)
+
+    def split(self) -> None:
+        """Cut the step into tasks. A group's backward is cut behind the last operator that other groups wait for, since
+        what comes after it, gradients of weights, delays nobody but its own device."""
+        ops, last = self.net.ops, self.last_readers()
+        open_at: dict[Device, Run] = {}
+        for i, op in enumerate(ops):
+            group = self.group_of_op[i]
+            if group < 0:
+                continue
+            run = open_at.get(op.device)
+            if run is None or run.group != group or run.phase != op.phase:
+                run = open_at[op.device] = Run(group, op.phase)
+                self.runs.append(run)
+            run.ops.append(i)
+        pieces: list[Run] = []
+        for run in self.runs:
+            awaited = [
+                k
+                for k, i in enumerate(run.ops)
+                if any(last.get(name, -1) not in (-1, run.group) for name in ops[i].outputs)
+            ]
+            cut = awaited[-1] + 1 if run.phase == "backward" and awaited else len(run.ops)
+            for part in (run.ops[:cut], run.ops[cut:]):
+                if part:
+                    piece = Run(run.group, run.phase)
+                    piece.ops = part
+                    pieces.append(piece)
+        self.runs = sorted(pieces, key=lambda run: run.ops[0])
+        for number, run in enumerate(self.runs):
+            for i in run.ops:
+                self.of_op[i] = number
+
+    def last_readers(self) -> dict[str, int]:
+        """Of each blob, the group of an operator of another group that reads it, where there is one."""
+        blobs, found = self.net.blobs, dict[str, int]()
+        makers: dict[str, int] = {}
+        for i, op in enumerate(self.net.ops):
+            group = self.group_of_op[i]
+            for name in op.inputs:
+                storage = blobs[name].storage
+                if group >= 0 and makers.get(storage, group) != group:
+                    found[storage] = group
+            for name in op.outputs:
+                makers.setdefault(blobs[name].storage, group)
+        return found
+
+    def seconds(
+        self, names: Sequence[Device], topology: Topology, profile: Profile | None, threads: int
+    ) -> list[list[float]]:
+        """By task and device, what it takes."""
+        by_speed: dict[str, list[float]] = {}
+        for name in names:
+            speed = topology.speed(str(names[0] if name.is_host else name))  # the host computes nothing here
+            key = speed.model_dump_json()
+            if key not in by_speed:
+                rates = dict.fromkeys([op.device for op in self.net.ops], speed.rates())
+                found = operator_costs(self.net, self.dims, rates.__getitem__, profile, threads)
+                by_speed[key] = [cost.seconds for cost in found]
+            self.costs[name] = by_speed[key]
+        return [[sum(self.costs[name][i] for i in run.ops) for name in names] for run in self.runs]
+
+    def counted(self, run: Run) -> tuple[int, int]:
+        """How many operators a task is, and the bytes that they touch."""
+        ops = [self.net.ops[i] for i in run.ops]
+        touched = sum(work(op, self.net, self.dims).nbytes for op in ops if not op.effects.shows)
+        return len(ops), touched
+
+    def values(self, groups: int) -> tuple[list[Value], Found]:
+        """What tasks hand on, like values together; and what can be parked and computed again."""
+        net, of_op, runs = self.net, self.of_op, self.runs
+        blobs, uses = net.blobs, self.units.uses
+        reads: dict[str, dict[int, None]] = defaultdict(dict)
+        for i, op in enumerate(net.ops):
+            if of_op[i] >= 0:
+                for name in (*op.inputs, *op.outputs):
+                    reads[blobs[name].storage][of_op[i]] = None
+        lasting = {blobs[name].storage for name in net.external_outputs}
+        again = Again(self.units, self.group_of_op, groups, lasting)
+        found = Found(
+            [[] for _ in range(groups)], again.storages, [-1] * groups, [0] * groups, [{} for _ in range(groups)]
+        )
+        merged: dict[tuple[object, ...], int] = defaultdict(int)
+        for storage, touching in reads.items():
+            blob, use = blobs[storage], uses.get(storage)
+            if blob.device.is_host or use is None:
+                continue
+            made = of_op[use.made] if use.made >= 0 else -1
+            if use.made >= 0 and made < 0:
+                continue
+            readers = tuple(sorted(task for task in touching if task != made))
+            state = blob.role in STATE_ROLES
+            group = (
+                self.home.get(storage, -1) if state else runs[made].group if made >= 0 else runs[min(touching)].group
+            )
+            if state:
+                readers = tuple([task for task in readers if runs[task].group != group])
+                if group < 0 or not readers:
+                    continue
+            lasts = storage in lasting or blob.role == "input"
+            if not readers and not lasts:
+                continue
+            late = sum(runs[task].phase == "forward" for task in readers)
+            saved = made >= 0 and runs[made].phase == "forward" and use.late >= 0 and use.written < 0 and not lasts
+            if saved:
+                found.parks[group].append(storage)
+            is_again = storage in again.of
+            key = (
+                made,
+                readers,
+                late,
+                group,
+                lasts,
+                not state,
+                saved,
+                is_again,
+                tuple(again.rebuilds.get(storage, ())),
+            )
+            merged[key] += blob.nbytes(self.dims)
+            if is_again:
+                found.again_at[group] = min(task for task in readers if runs[task].phase != "forward")
+        for storage in again.of:
+            group = again.of[storage]
+            at = min(task for task in reads[storage] if runs[task].phase != "forward")
+            found.again_at[group] = at if found.again_at[group] < 0 else min(found.again_at[group], at)
+        for group in range(groups):
+            found.again_seconds[group] = {
+                name: sum(costs[i] for i in again.ops[group]) for name, costs in self.costs.items()
+            }
+        values = [
+            Value(nbytes, made, readers, late, group, lasts, counted, parks, repeated, rebuilds)  # type: ignore[arg-type]
+            for (made, readers, late, group, lasts, counted, parks, repeated, rebuilds), nbytes in merged.items()
+        ]
+        self.found = found
+        return sorted(values, key=lambda value: (value.made, value.reads)), found
+
+    def rooms(self, values: Sequence[Value]) -> list[int]:
+        """By task, what its device holds beyond values."""
+        memory, runs = self.memory, self.runs
+        peaks = self.peaks(memory.uses, memory.positions)
+        device_of = [self.net.ops[run.ops[0]].device for run in runs]
+        group_device: dict[int, Device] = {}
+        for run, device in zip(runs, device_of, strict=True):
+            group_device.setdefault(run.group, device)
+        change: dict[Device, list[int]] = defaultdict(lambda: [0] * (len(runs) + 1))
+        for value in values:
+            if value.counted:
+                row = change[group_device[value.group]]
+                end = len(runs) - 1 if value.lasts else max([value.made, *value.reads])
+                row[max(value.made, 0)] += value.nbytes
+                row[end + 1] -= value.nbytes
+        live = {device: list(accumulate(row)) for device, row in change.items()}
+        empty = [0] * (len(runs) + 1)
+        rooms = [peaks[t] - live.get(device, empty)[t] for t, device in enumerate(device_of)]
+        self.again_rooms(rooms, memory.uses)
+        return rooms
+
+    def peaks(self, uses: Sequence[StorageUse], positions: int) -> list[int]:
+        """By task, the most bytes on its device while it runs, without state."""
+        rows: dict[Device, list[int]] = defaultdict(lambda: [0] * (positions + 1))
+        states = {
+            self.net.blobs[name].storage
+            for name in self.net.external_inputs
+            if self.net.blobs[name].role in STATE_ROLES
+        }
+        for use in uses:
+            if use.blob not in states or use.category == "scratch":
+                rows[use.device][use.start] += use.nbytes
+                rows[use.device][use.end] -= use.nbytes
+        live = {device: list(accumulate(row)) for device, row in rows.items()}
+        found = []
+        for run in self.runs:
+            row = live.get(self.net.ops[run.ops[0]].device)
+            found.append(max([row[i] for i in run.ops]) if row else 0)
+        return found
+
+    def again_rooms(self, rooms: Sequence[int], uses: Sequence[StorageUse]) -> None:
+        """What computing again takes beyond the task before which it stands: what its operators hold only for a
+        moment."""
+        inside: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        for use in uses:
+            if use.start < len(self.of_op) and self.of_op[use.start] >= 0:
+                task = self.of_op[use.start]
+                run = self.runs[task]
+                if run.phase == "forward" and use.end <= run.ops[-1] + 1:
+                    inside[task].append((use.start, use.end, use.nbytes))
+        most: dict[int, int] = defaultdict(int)
+        for task, spans in inside.items():
+            events = sorted([(start, n) for start, _, n in spans] + [(end, -n) for _, end, n in spans])
+            most[self.runs[task].group] = max(most[self.runs[task].group], max(accumulate(n for _, n in events)))
+        for group, at in enumerate(self.found.again_at):
+            if at >= 0:
+                self.found.again_room[group] = max(most[group] - rooms[at], 0)

@@ -1,0 +1,124 @@
+"""What moves as a whole: a module that has parameters, on one device, and what goes with it.
+
+What runs behind such a module until the next one begins, such as activations and additions of containers, belongs to
+it. Operators of the backward go with the operator whose gradients they compute, updates with their parameters.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from graphir.errors import PassError
+from graphir.ir.blob import STATE_ROLES
+from graphir.ir.device import Device
+from graphir.ir.names import base_name
+from graphir.ir.operator import Operator
+from graphir.ir.opset import ACCUMULATES
+from graphir.ir.program import Program
+from graphir.ir.size import Dims
+
+from ..module_patterns import module_paths
+from ..saved import uses_of
+
+__all__ = ["Unit", "Units"]
+
+Unit: TypeAlias = "tuple[Device, str]"
+"""A module with parameters, and the device where it is."""
+
+
+class Units:
+    """The units of a program.
+
+    Args:
+        program: captured, or replicated; before :func:`.copies.inject_copies`.
+        dims: the sizes.
+
+    Attributes:
+        uses: where the step touches each storage.
+        at: the units, in the order in which their forward begins, with their positions in it.
+        of_op: by operator, its unit; None on the host.
+        of_state: by storage of state, its unit.
+
+    Raises:
+        PassError: no module of the program has parameters.
+    """
+
+    def __init__(self, program: Program, dims: Dims) -> None:
+        self.program, self.net, self.dims = program, program.step, dims
+        self.uses = uses_of(self.net)
+        state = [base_name(name).rpartition(".")[0] for name in program.interface.module_state]
+        containers = {path.rpartition(".")[0] for path in module_paths(program)}
+        self.weighted = {path for path in state if path and path not in containers}
+        self.of_op: list[Unit | None] = [None] * len(self.net.ops)
+        self.of_state: dict[str, Unit] = {}
+        self.at = {unit: i for i, unit in enumerate(self.place_forward())}
+        if not self.at:
+            raise PassError(
+                f"no module of program {program.name!r} has parameters of its own, so nothing can be moved",
+                fix="give the model's layers as modules",
+            )
+        self.place_rest()
+
+    def place_forward(self) -> list[Unit]:
+        """The units of the forward's operators, in the order in which they begin."""
+        now: dict[str, Unit] = {}
+        waiting: list[tuple[int, str]] = []
+        order: dict[Unit, None] = {}
+        for i, op in enumerate(self.net.ops):
+            if op.phase != "forward" or op.device.is_host:
+                continue
+            key = str(op.device)
+            if op.module in self.weighted:
+                now[key] = (op.device, op.module)
+                order[now[key]] = None
+            if key in now:
+                self.of_op[i] = now[key]
+            else:
+                waiting.append((i, key))
+        first: dict[str, Unit] = {}
+        for unit in order:
+            first.setdefault(str(unit[0]), unit)
+        for i, key in waiting:
+            self.of_op[i] = first.get(key)
+        return list(order)
+
+    def place_rest(self) -> None:
+        """The units of state, and of the operators behind the forward."""
+        blobs, ops = self.net.blobs, self.net.ops
+        for name in self.net.external_inputs:
+            blob = blobs[name]
+            owner = (blob.device, base_name(name).rpartition(".")[0])
+            if blob.role in STATE_ROLES and owner in self.at:
+                self.of_state[blob.storage] = owner
+        for i, op in enumerate(ops):
+            if op.phase == "forward" or op.device.is_host:
+                continue
+            self.of_op[i] = self.unit_behind(op) or next(
+                (self.of_op[k] for k in range(i - 1, -1, -1) if ops[k].device == op.device and self.of_op[k]),
+                None,
+            )
+            unit = self.of_op[i]
+            if op.phase == "update" and unit is not None:
+                for name in op.inputs:
+                    if blobs[name].role in STATE_ROLES and blobs[name].device == op.device:
+                        self.of_state.setdefault(blobs[name].storage, unit)
+
+    def unit_behind(self, op: Operator) -> Unit | None:
+        """The unit that an operator of the backward, a reduction or an update goes with."""
+        blobs = self.net.blobs
+        if op.phase == "update":
+            for _, source in op.effects.writes:
+                storage = blobs[op.inputs[source]].storage
+                if storage in self.of_state:
+                    return self.of_state[storage]
+        if op.type == ACCUMULATES and (op.device, op.module) in self.at:
+            return op.device, op.module  # the reader's, beside what it adds
+        names = [op.of] if op.of else list(op.inputs)
+        for name in names:
+            storage = blobs[name].storage
+            if storage in self.of_state and not op.of:
+                return self.of_state[storage]
+            made = self.uses[storage].made if storage in self.uses else -1
+            if made >= 0 and (unit := self.of_op[made]) is not None and unit[0] == op.device:
+                return unit
+        return None
