@@ -14,6 +14,7 @@ on with that in mind.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, TypeAlias
@@ -59,7 +60,9 @@ _HOPELESS: Final = 0.02
 """By how much the groups may exceed limits so that plans are worth a look."""
 
 _OTHERS: Final = 2
-"""How many of the next best choices are emitted, too: which is the best in the end, plans say."""
+_MANY: Final = 1_500
+"""How many of the next best choices are emitted, too: which is the best in the end, plans say. Of programs with so many
+operators that this would take as long as a search, the best alone."""
 
 
 def _topology(given: Any) -> Any:
@@ -181,6 +184,7 @@ class _Balancing:
     """
 
     def __init__(self, options: Balance, program: Program, profile: Profile | None, threads: int) -> None:
+        self.begun = time.perf_counter()
         self.options, self.program, self.profile, self.threads = options, program, profile, threads
         self.topology = options.topology or Topology.named("h200x8")
         self.names = list(dict.fromkeys(map(Device.parse, (*options.limits, *options.devices))))
@@ -245,14 +249,16 @@ class _Balancing:
 
     def run(self) -> Balanced:
         options, problem = self.options, self.grouped.problem
-        found = search(problem, options.seconds, options.evaluations, options.seed)
+        left = max(options.seconds - (time.perf_counter() - self.begun), options.seconds / 2)
+        found = search(problem, left, options.evaluations, options.seed)
         if not self.emits:
             if found.outcome.over:
                 raise self.infeasible(_named(problem, found.outcome.peaks))
             return self.report(problem, _Emitted(found.choice, placed(self.program, self.grouped, found.choice)), found)
         nearest: _Emitted | None = None
         for attempt in range(_ATTEMPTS):
-            tried = [self.emitted(choice) for choice in (found.choice, *found.others[:_OTHERS])]
+            others = found.others[: _OTHERS if len(self.program.step.ops) <= _MANY else 0]
+            tried = [self.emitted(choice) for choice in (found.choice, *others)]
             fitting = [one for one in tried if not self.excess(one.peaks)]
             if fitting:
                 return self.report(problem, min(fitting, key=lambda one: one.seconds), found)

@@ -3,8 +3,8 @@
 A figure that misses its limit is in bold there, the last lines name its row, and the exit status is 1.
 
 python tests/bench [capture] [scale] [passes] [synthetic] [caffe2] [step] [check] [parallel] [lock] [small] [shard]
-                   [replicas] [pipeline] [pipelined] [memory] [profile] [profiling] [estimate] [simulate] [start] [bits]
-                   [whole] [cuda] [mutants] [certificates] [proofs] [cuts] [compare] [elements] [--write]
+                   [replicas] [pipeline] [pipelined] [memory] [profile] [profiling] [estimate] [simulate] [balance]
+                   [start] [bits] [whole] [cuda] [mutants] [certificates] [proofs] [cuts] [compare] [elements] [--write]
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("", "zo
 
 import accelerating
 import allocating
+import balancing
 import capturing
 import certifying
 import checking
@@ -69,6 +70,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "profile": profiling.rows,
     "profiling": profiling.cost_rows,
     "estimate": estimating.rows,
+    "balance": balancing.rows,
     "simulate": estimating.simulation_rows,
     "start": starting.rows,
     "bits": exactness.bit_rows,
