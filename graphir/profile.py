@@ -18,7 +18,7 @@ import torch
 
 from graphir.runtime.profiling.calls import Subject, measured
 
-from .analysis.memory import check_dims, check_threads
+from .analysis.memory import check_dims, check_threads, memory
 from .analysis.profile_files import add, default_path
 from .analysis.profiles import Profile, machine
 from .analysis.reuse import reuse_distances
@@ -83,8 +83,10 @@ def profile(
 def _subjects(subject: Program | Plan, dims: Dims, threads: int) -> dict[str, Subject]:
     """What there is to measure, by the keys of a profile; of operators with one key, the first."""
     blobs, dialect = subject.step.blobs, subject.step.dialect
+    held = memory(subject, dims, threads=threads, profile=None).peak
+    distances = reuse_distances(subject.step, dims, held)
     found: dict[str, Subject] = {}
-    for op, reuse in zip(subject.step.ops, reuse_distances(subject.step, dims), strict=True):
+    for op, reuse in zip(subject.step.ops, distances, strict=True):
         moves = op.type in dialect.copies | dialect.stays and issued_as(op) != "collective"
         if moves or not is_called(op):  # what a copy takes depends on what lies between two devices
             continue

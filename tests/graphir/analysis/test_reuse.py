@@ -21,7 +21,7 @@ NET = """
 
 def test_bytes_are_counted_by_device_since_the_storage_was_touched():
     net = program_of(NET).step
-    a, v, b, c, d = reuse_distances(net, {})
+    a, v, b, c, d = reuse_distances(net, {}, {})
     # A step touches 16 bytes for a, 32 for c and 16 for d on gpu:0, and 24 for b on gpu:1.
     assert (a, v, b) == ((64,), (), (24,)), "what the step before has touched"
     assert c == (64,)
@@ -30,5 +30,11 @@ def test_bytes_are_counted_by_device_since_the_storage_was_touched():
 
 def test_what_no_operator_touched_before_has_no_distance():
     net = program_of("input x : f32[2] @gpu:0\na : f32[2] @gpu:0 = aten.neg(x)\noutput a").step
-    assert reuse_distances(net, {}) == [(16,)]
-    assert reuse_distances(program_of("a : f32[2] @gpu:0 = aten.ones(size=[2])\noutput a").step, {}) == [()]
+    assert reuse_distances(net, {}, {}) == [(16,)]
+    assert reuse_distances(program_of("a : f32[2] @gpu:0 = aten.ones(size=[2])\noutput a").step, {}, {}) == [()]
+
+
+def test_memory_that_is_freed_is_used_again():
+    net = program_of(NET).step
+    a, _, b, c, d = reuse_distances(net, {}, {"gpu:0": 40})
+    assert (a, b, c, d) == ((40,), (24,), (40,), (40, 40))
