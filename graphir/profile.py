@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -19,14 +18,13 @@ import torch
 
 from graphir.runtime.profiling.calls import Subject, measured
 
-from .analysis.memory import check_dims, check_threads
+from .analysis.memory import check_dims, check_threads, memory
 from .analysis.profile_files import add, default_path
 from .analysis.profiles import Profile, machine
+from .analysis.reuse import reuse_distances
 from .analysis.scratch import is_called
-from .ir.dialect import Dialect
 from .ir.files.disk import path_of
-from .ir.operator import Operator
-from .ir.plan import Plan, sizes_of
+from .ir.plan import Plan, issued_as, sizes_of
 from .ir.program import Program
 from .ir.size import Dims
 from .ir.verify import require, verify
@@ -76,20 +74,23 @@ def profile(
     with _measuring.setdefault(os.getpid(), threading.Lock()):
         here = machine()
         known = Profile(here, {}) if file is None else add(file, Profile(here, {}))
-        wanted = dict(_subjects(subject, sizes, count))
+        wanted = _subjects(subject, sizes, count)
         found, failed = measured({key: s for key, s in wanted.items() if key not in known.calls}, count)
         made = Profile(here, {**known.calls, **found}, failed)
         return made if file is None else add(file, Profile(here, found, failed))
 
 
-def _subjects(subject: Program | Plan, dims: Dims, threads: int) -> Iterator[tuple[str, Subject]]:
-    """What there is to measure, by the keys of a profile."""
+def _subjects(subject: Program | Plan, dims: Dims, threads: int) -> dict[str, Subject]:
+    """What there is to measure, by the keys of a profile; of operators with one key, the first."""
     blobs, dialect = subject.step.blobs, subject.step.dialect
-    for op in subject.step.ops:
-        if _is_measured(op, dialect) and (key := Profile.key(op, blobs, dims, threads)) is not None:
-            yield key, Subject(op, blobs, dims)
-
-
-def _is_measured(op: Operator, dialect: Dialect) -> bool:
-    """Whether the operator is a call of one kernel: copies and collectives depend on what lies between devices."""
-    return is_called(op) and op.type not in dialect.copies | dialect.stays
+    held = memory(subject, dims, threads=threads, profile=None).peak
+    distances = reuse_distances(subject.step, dims, held)
+    found: dict[str, Subject] = {}
+    for op, reuse in zip(subject.step.ops, distances, strict=True):
+        moves = op.type in dialect.copies | dialect.stays and issued_as(op) != "collective"
+        if moves or not is_called(op):  # what a copy takes depends on what lies between two devices
+            continue
+        key = Profile.key(op, blobs, dims, threads)
+        if key is not None and key not in found:
+            found[key] = Subject(op, blobs, dims, reuse)
+    return found

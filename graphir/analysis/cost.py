@@ -71,10 +71,18 @@ class Rates(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What one instruction of an operator takes: the operator itself, or a part of a collective."""
+    """What one instruction of an operator takes: the operator itself, or a part of a collective.
+
+    Attributes:
+        seconds: beside nothing else.
+        source: where they come from.
+        slowdown: how many times as long it takes beside the same one in another thread of a host; None: as long as
+            whatever the host has.
+    """
 
     seconds: float
     source: CostSource
+    slowdown: float | None = None
 
 
 NOMINAL: Final = Rates({_DTYPE: 5e10}, bytes_per_second=1e10, seconds_per_call=2e-6, seconds_per_view=5e-7)
@@ -114,7 +122,7 @@ def operator_costs(
 
     Copies take what their bytes take in the memory that they are written to: what lies between two devices is known of
     a :class:`~.topology.Topology`. A part of a collective reads all that the collective reads, and makes one of its
-    results.
+    results, in one pass for each operand after the first.
 
     Args:
         net: whose operators.
@@ -134,14 +142,19 @@ def operator_costs(
             found.append(Cost(speed.seconds_per_view, "nothing"))
             continue
         kind = issued_as(op)
-        measured = None if profile is None or kind != "run" else profile.find(op, net.blobs, dims, threads)
+        measured = None if profile is None or kind == "copy" else profile.find(op, net.blobs, dims, threads)
         if measured is not None:
-            found.append(Cost(measured.seconds, "profile"))
+            found.append(Cost(measured.seconds, "profile", measured.slowdown))
             continue
         done = _work(op, net.blobs, dims, sizes)
         if kind == "collective":
-            read = done.nbytes // 2
-            done = done._replace(nbytes=read + read // len(op.inputs))
+            done = done._replace(nbytes=_reduced(op, done.nbytes // 2 // len(op.inputs)))
         own = operator_type(op.type).registered and done.flops
         found.append(Cost(speed.seconds(done), "registered" if own else "roofline"))
     return found
+
+
+def _reduced(op: Operator, nbytes: int) -> int:
+    """The bytes that a part of a reduction reads and writes, of operands of so many: two are added into a sum, further
+    ones to it, and a mean divides it."""
+    return 3 * nbytes * max(len(op.inputs) - 1, 1) + 2 * nbytes * (op.args.get("reduction") == "mean")

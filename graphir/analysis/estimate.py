@@ -49,7 +49,6 @@ class LinkUse(NamedTuple):
         copies: how many copies and parts of collectives bring something.
         nbytes: what they bring.
         seconds: what that takes.
-        queued: seconds for which what could have begun waited for the link, as others had it.
     """
 
     source: str
@@ -57,7 +56,6 @@ class LinkUse(NamedTuple):
     copies: int
     nbytes: int
     seconds: float
-    queued: float
 
 
 class PathStep(NamedTuple):
@@ -170,10 +168,10 @@ class Estimate:
         if self.overlap is not None:
             lines += self.overlap.lines("  micro-batches")
         links = [
-            (f"{u.source} -> {u.destination}", str(u.copies), nbytes_text(u.nbytes), *map(seconds_text, u[4:]))
+            (f"{u.source} -> {u.destination}", str(u.copies), nbytes_text(u.nbytes), seconds_text(u.seconds))
             for u in self.links
         ]
-        lines += table(("link", "copies", "bytes", "time", "queued"), links)
+        lines += table(("link", "copies", "bytes", "time"), links)
         whence = [(s.source, str(s.instructions), seconds_text(s.seconds)) for s in self.sources]
         lines += table(("seconds from", "number", "time"), whence)
         lines.append(f"  critical path: {counted(len(self.path), 'instruction')}, by module")
@@ -219,7 +217,8 @@ def estimated(
         topology.speed(device)
     try:
         costs = operator_costs(plan.step, dims, lambda device: topology.speed(device).rates(), profile, threads)
-        found = schedule(plan, dims, [cost.seconds for cost in costs], execution, topology)
+        seconds, slowdowns = [cost.seconds for cost in costs], [cost.slowdown for cost in costs]
+        found = schedule(plan, dims, seconds, execution, topology, slowdowns)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as e:
         what = f"the time of {plan.name!r} cannot be computed: {type(e).__name__}: {e}"
         raise GraphirError(what, fix="verify it: it is not well-formed") from None
@@ -251,18 +250,13 @@ def _lanes(found: Schedule) -> tuple[LaneUse, ...]:
 
 def _links(found: Schedule) -> tuple[LinkUse, ...]:
     over: list[list[Crossing]] = [[] for _ in found.links]
-    queued = [0.0] * len(found.links)
-    for position, crossings in found.crossings.items():
+    for crossings in found.crossings.values():
         for crossing in crossings:
             over[crossing.link].append(crossing)
-        cause = found.times.causes[position]
-        if cause >= 0 and cause in found.crossings:
-            shared = {c.link for c in crossings} & {c.link for c in found.crossings[cause]}
-            queued[min(shared)] += found.times.starts[position] - found.times.free[position]
     return tuple(
         [
-            LinkUse(*pair, len(o), sum(c.nbytes for c in o), sum(c.seconds for c in o), q)
-            for pair, o, q in zip(found.links, over, queued, strict=True)
+            LinkUse(*pair, len(o), sum(c.nbytes for c in o), sum(c.seconds for c in o))
+            for pair, o in zip(found.links, over, strict=True)
         ]
     )
 
@@ -337,14 +331,14 @@ def _sources(found: Schedule, costs: list[Cost]) -> tuple[SourceTime, ...]:
 
 
 def _source(found: Schedule, costs: list[Cost], position: int) -> CostSource:
-    return "link" if position in found.crossings else costs[found.plan.instructions[position].op].source
+    return "link" if position in found.by_link else costs[found.plan.instructions[position].op].source
 
 
 def _operators(found: Schedule, costs: list[Cost]) -> tuple[OperatorCost, ...]:
-    crossing = {found.plan.instructions[position].op: position for position in found.crossings}
+    crossing = {found.plan.instructions[position].op: position for position in found.by_link}
     rows = []
     for position, (op, cost) in enumerate(zip(found.plan.step.ops, costs, strict=True)):
-        seconds, source = cost
+        seconds, source = cost.seconds, cost.source
         if position in crossing:
             seconds, source = found.tasks.seconds[crossing[position]], "link"
         rows.append(OperatorCost(op.outputs[0] if op.outputs else op.type, op.type, op.module, seconds, source))

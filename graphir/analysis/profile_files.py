@@ -62,6 +62,7 @@ class _CallRecord(_Record):
     kept: Annotated[int, Field(ge=-LARGEST, le=LARGEST)] = 0
     seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     bound: bool = False
+    beside: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
 
 
 class _ProfileFile(_Record):
@@ -103,7 +104,7 @@ def read_profile(path: str | Path) -> Profile:
     except ValidationError as e:
         raise damaged(e, str(path), fix) from None
     of = Machine(found.machine.device, found.machine.torch, found.machine.graphir)
-    calls = {key: Measured(c.scratch, c.kept, c.seconds, c.bound) for key, c in found.calls.items()}
+    calls = {key: Measured(c.scratch, c.kept, c.seconds, c.bound, c.beside) for key, c in found.calls.items()}
     return Profile(of, MappingProxyType(calls))
 
 

@@ -48,14 +48,22 @@ class Measured(NamedTuple):
     Attributes:
         scratch: bytes that it held at most at once, beside its operands and what its results keep.
         kept: bytes that its results keep beyond those of their geometry, as long as they live.
-        seconds: how long it took.
+        seconds: how long it took; of an update or a part of a reduction its share of a call that makes several.
         bound: that bytes depend on the operands' values, and these are the most that were found.
+        beside: how long it took while another thread made the same call: both share caches and memory. None where that
+            was not measured.
     """
 
     scratch: int
     kept: int
     seconds: float
     bound: bool = False
+    beside: float | None = None
+
+    @property
+    def slowdown(self) -> float | None:
+        """How many times as long it took beside another one."""
+        return None if self.beside is None or not self.seconds else max(self.beside / self.seconds, 1.0)
 
 
 @dataclass(frozen=True)

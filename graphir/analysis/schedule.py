@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from ..ir.text import operator_text
 from .execution import Execution
 from .liveness import liveness
 from .simulation import Holdings, Sharing, Tasks, Times, shared, simulate
-from .topology import Link, Topology
+from .topology import Host, Link, Topology
 
 __all__ = ["Crossing", "Interval", "Schedule", "holdings", "schedule"]
 
@@ -39,7 +39,8 @@ class Crossing(NamedTuple):
     Attributes:
         link: the number of the directed link, in :attr:`Schedule.links`.
         nbytes: what is brought.
-        seconds: what that takes when it has the link to itself.
+        seconds: what that takes when it has the link to itself; of a part of a collective on a host, whose threads read
+            operands where they are, without the latency of a copy.
     """
 
     link: int
@@ -56,6 +57,7 @@ class Schedule:
         tasks: its instructions: those of operators take time, records and frees none, waits until their event.
         times: when.
         crossings: what copies and parts of collectives bring over links; of others nothing.
+        by_link: those whose seconds are a link's, and not the operator's.
         links: the directed links, as pairs of devices.
     """
 
@@ -63,6 +65,7 @@ class Schedule:
     tasks: Tasks
     times: Times
     crossings: Mapping[int, tuple[Crossing, ...]]
+    by_link: Set[int]
     links: tuple[tuple[str, str], ...]
 
     def intervals(self) -> dict[int, Interval]:
@@ -75,7 +78,12 @@ class Schedule:
 
 
 def schedule(
-    plan: Plan, dims: Dims, seconds: Sequence[float], execution: Execution, topology: Topology | None = None
+    plan: Plan,
+    dims: Dims,
+    seconds: Sequence[float],
+    execution: Execution,
+    topology: Topology | None = None,
+    slowdowns: Sequence[float | None] | None = None,
 ) -> Schedule:
     """A list schedule: each worker executes its lanes' instructions in issue order, each as early as it can.
 
@@ -87,29 +95,34 @@ def schedule(
         execution: who executes a lane.
         topology: the links, and what threads of a host take from each other; None: copies take their *seconds*, and
             nothing queues or is shared.
+        slowdowns: how many times as long an instruction of each operator takes beside another thread of a host; None:
+            as the host has it.
 
     Raises:
         GraphirError: the topology lacks a link that a copy needs.
     """
     routes = _Routes(plan.step, dims, topology)
     with collector_paused():
-        return _scheduled(plan, seconds, execution, topology, routes)
-
-
-def _scheduled(
-    plan: Plan, seconds: Sequence[float], execution: Execution, topology: Topology | None, routes: _Routes
-) -> Schedule:
-    tasks = _tasks(plan, seconds, execution, routes)
-    times = simulate(tasks, execution.wake, execution.patience, execution.issue)
-    host = None if topology is None else topology.host
-    if host is not None and max(tasks.workers, default=0):
-        lock = [0.0] * len(tasks.workers)
-        if execution.lock is not None:
-            of_op = [execution.lock(op) for op in plan.step.ops]
-            lock = [of_op[instruction.op] if instruction.op >= 0 else 0.0 for instruction in plan.instructions]
-        tasks = tasks._replace(seconds=shared(tasks, times, Sharing(host.cores, host.slowdown, lock)))
+        tasks = _tasks(plan, seconds, execution, routes)
         times = simulate(tasks, execution.wake, execution.patience, execution.issue)
-    return Schedule(plan, tasks, times, routes.crossings, tuple(routes.numbers))
+        if topology is not None and topology.host is not None and max(tasks.workers, default=0):
+            sharing = _sharing(plan, execution, topology.host, slowdowns)
+            tasks = tasks._replace(seconds=shared(tasks, times, sharing))
+            times = simulate(tasks, execution.wake, execution.patience, execution.issue)
+    return Schedule(plan, tasks, times, routes.crossings, routes.by_link, tuple(routes.numbers))
+
+
+def _sharing(plan: Plan, execution: Execution, host: Host, slowdowns: Sequence[float | None] | None) -> Sharing:
+    """What the instructions of a plan take from each other."""
+    ops = plan.step.ops
+    lock = [0.0] * len(ops) if execution.lock is None else [execution.lock(op) for op in ops]
+    slowdown = [host.slowdown if found is None else found for found in slowdowns or [None] * len(ops)]
+    of_ops = [instruction.op for instruction in plan.instructions]
+    return Sharing(
+        host.cores,
+        [slowdown[op] if op >= 0 else 1.0 for op in of_ops],
+        [lock[op] if op >= 0 else 0.0 for op in of_ops],
+    )
 
 
 def _tasks(plan: Plan, seconds: Sequence[float], execution: Execution, routes: _Routes) -> Tasks:
@@ -132,7 +145,7 @@ def _tasks(plan: Plan, seconds: Sequence[float], execution: Execution, routes: _
         elif op >= 0:
             found = routes.of(position, plan.instructions[position])
             links[position] = tuple([crossing.link for crossing in found])
-            taken[position] = routes.seconds(kind, seconds[op], found) if found else seconds[op]
+            taken[position] = routes.seconds(position, kind, seconds[op]) if found else seconds[op]
     return Tasks(workers, taken, after, links)
 
 
@@ -144,6 +157,8 @@ class _Routes:
         self.numbers: dict[tuple[str, str], int] = {}
         self.links: dict[tuple[str, str], Link] = {}
         self.crossings: dict[int, tuple[Crossing, ...]] = {}
+        self.by_link: set[int] = set()
+        self.on_host = topology is not None and topology.host is not None
 
     def of(self, position: int, instruction: Instruction) -> tuple[Crossing, ...]:
         """What a copy brings, or a part of a collective from each other participant's device."""
@@ -163,18 +178,20 @@ class _Routes:
                     raise GraphirError(e.what, at=operator_text(op, self.net), fix=e.fix) from None
                 self.numbers[pair] = len(self.numbers)
             nbytes = dense_nbytes(blob, self.dims)
-            found.append(Crossing(self.numbers[pair], nbytes, link.seconds(nbytes)))
+            in_place = self.on_host and instruction.kind == "collective"
+            seconds = nbytes / link.bytes_per_second if in_place else link.seconds(nbytes)
+            found.append(Crossing(self.numbers[pair], nbytes, seconds))
         self.crossings[position] = tuple(found)
         return self.crossings[position]
 
-    def seconds(self, kind: str, spent: float, crossings: Sequence[Crossing]) -> float:
-        """What an instruction takes that brings these: a copy that alone. A part of a collective brings one operand
-        after the other and adds them; threads of a host read them where they are."""
-        brought = sum([crossing.seconds for crossing in crossings])
-        if kind == "copy":
-            return brought
-        on_host = self.topology is not None and self.topology.host is not None
-        return max(spent, brought) if on_host else spent + brought
+    def seconds(self, position: int, kind: str, spent: float) -> float:
+        """What an instruction takes that brings something: a copy that alone. A part of a collective brings one operand
+        after the other and adds them; threads of a host read them where they are, while they add."""
+        brought = sum([crossing.seconds for crossing in self.crossings[position]])
+        if kind == "collective" and self.on_host and brought <= spent:
+            return spent
+        self.by_link.add(position)
+        return brought if kind == "copy" or self.on_host else spent + brought
 
 
 def holdings(plan: Plan, dims: Dims) -> Holdings:

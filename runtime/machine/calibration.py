@@ -55,15 +55,11 @@ def cores() -> int:
 def host_rates(threads: int) -> Rates:
     """The rates of kernels that use so many threads."""
     with neutral(threads), torch.inference_mode():
-        long, other, sums, short = torch.ones(_ELEMENTS), torch.ones(_ELEMENTS), torch.empty(_ELEMENTS), torch.ones(1)
+        long, other, sums = torch.ones(_ELEMENTS), torch.ones(_ELEMENTS), torch.empty(_ELEMENTS)
         flops = {name: 2 * _SIDE**3 / _fastest(_product(dtype)) for name, dtype in _DTYPES.items()}
         nbytes = 3 * long.nbytes / _fastest(lambda: torch.add(long, other, out=sums))
 
-        def views() -> None:
-            for _ in range(_CALLS):
-                short.view(1, 1)
-
-        return Rates(flops, nbytes, _seconds_per_call(), _fastest(views) / _CALLS)
+        return Rates(flops, nbytes, _seconds_per_call(), _seconds_per_view())
 
 
 def _product(dtype: torch.dtype) -> Callable[[], object]:
@@ -91,6 +87,25 @@ def _seconds_per_call() -> float:
                 call(x)
 
     return _fastest(calls) / (_CALLS * len(types))
+
+
+def _seconds_per_view() -> float:
+    """What views take, called as generated code calls them: of several types in turn."""
+    aten = torch.ops.aten
+    calls: Sequence[tuple[Callable[..., object], tuple[object, ...]]] = (
+        (torch.Tensor.view, ((_SHORT * _SHORT,),)),
+        (aten._unsafe_view.default._op, ((_SHORT * _SHORT,),)),
+        (torch.Tensor.transpose, (0, 1)),
+        (aten.slice.Tensor._op, (0, 0, 1, 1)),
+    )
+    operands = [torch.ones(_SHORT, _SHORT) for _ in range(_CALLS)]
+
+    def views() -> None:
+        for x in operands:
+            for call, arguments in calls:
+                call(x, *arguments)
+
+    return _fastest(views) / (_CALLS * len(calls))
 
 
 def host_topology(devices: Sequence[Device], threads: int) -> Topology:

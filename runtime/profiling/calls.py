@@ -1,15 +1,14 @@
 """Calls of operators, as generated code makes them: their time, and what they allocate.
 
-They are timed in turn, as in a step: each finds the caches as the calls of all others have left them. Called again and
-again, an operator finds its operands there and takes less than in a step.
+Generated code makes one call of updates that follow each other, and of reductions that do: a short one takes most of
+its time for being called. So short ones are timed several at once.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -20,36 +19,54 @@ from graphir.errors import GraphirError
 from graphir.ir.blob import Blob
 from graphir.ir.calls import arrange, evaluate, filled, flatten
 from graphir.ir.operator import Operator
+from graphir.ir.plan import issued_as
 from graphir.ir.size import Dims
 
 from ..kernels.bindings import fastest
-from ..kernels.communication import copy
+from ..kernels.communication import all_reduce_each, copy, reduction
 from ..kernels.optimizers import UPDATES, updater
+from ..machine.calibration import cores
 from ..machine.capacity import free_memory
 from ..machine.surroundings import neutral
 from .allocations import Allocated, recorded
 from .operands import geometries, variants
+from .timing import Timed, Timing, times
+from .warming import bring
 
 __all__ = ["Subject", "measured"]
 
 _HOST: Final = torch.device("cpu")
-_RUNS: Final = 5
-_ENOUGH: Final = 0.1
-"""Seconds after which a call is not repeated."""
-
 _MOST_AT_ONCE: Final = 1 << 28
 """Bytes of operands that are timed in turn: many times those of any cache. Others have their turns after them."""
+
+_TOGETHER: Final = 8
+"""How many short updates or reductions are timed in one call; a step makes one call of dozens."""
+
+_SHORT: Final = 1 << 18
+"""Bytes that the operands of all of them have at most."""
 
 _RATE: Final = 1e-4
 """A learning rate: the smaller, the less repeated updates change."""
 
 
 class Subject(NamedTuple):
-    """An operator of a net, to be called at these sizes."""
+    """An operator of a net, to be called at these sizes.
+
+    Attributes:
+        op: the operator.
+        blobs: of the net.
+        dims: the value of each dimension.
+        reuse: how many bytes a step has touched since it last touched each of its inputs; None where it never does.
+    """
 
     op: Operator
     blobs: Mapping[str, Blob]
     dims: Dims
+    reuse: tuple[int | None, ...] = ()
+
+    def operands(self) -> Iterator[list[Tensor]]:
+        """Its operands, see :func:`.operands.variants`."""
+        return variants(self.op, self.blobs, self.dims)
 
 
 def measured(subjects: Mapping[str, Subject], threads: int) -> tuple[dict[str, Measured], dict[str, str]]:
@@ -62,21 +79,21 @@ def measured(subjects: Mapping[str, Subject], threads: int) -> tuple[dict[str, M
     Raises:
         GraphirError: a profiler of PyTorch's is running.
     """
-    seconds: dict[str, float] = {}
+    taken: dict[str, Timing] = {}
     failed: dict[str, str] = {}
     with neutral(threads), torch.inference_mode():
         for names in _groups(subjects):
-            seconds.update(_in_turn({name: subjects[name] for name in names}, failed))
+            taken.update(_timings({name: subjects[name] for name in names}, threads, failed))
         numbers: list[tuple[str, int]] = []
         with recorded() as (watch, figures):
-            for name in seconds:
-                for inputs in variants(*subjects[name]):
+            for name in taken:
+                for inputs in subjects[name].operands():
                     with suppress(Exception):  # not all values fit, and those of before did
-                        numbers.append((name, watch(_call(subjects[name], inputs))))
+                        numbers.append((name, watch(_call(subjects[name], [inputs]))))
     found: dict[str, list[Allocated]] = {}
     for name, number in numbers:
         found.setdefault(name, []).append(figures[number])
-    return {name: _summed(subjects[name], found[name], seconds[name]) for name in found}, failed
+    return {name: _summed(subjects[name], found[name], taken[name]) for name in found}, failed
 
 
 def _groups(subjects: Mapping[str, Subject]) -> Iterator[list[str]]:
@@ -93,43 +110,50 @@ def _groups(subjects: Mapping[str, Subject]) -> Iterator[list[str]]:
     yield names
 
 
-def _in_turn(subjects: Mapping[str, Subject], failed: dict[str, str]) -> dict[str, float]:
-    """The median seconds of each subject's calls, one after the other, round by round, after a first one, which pays
-    for what is made on demand. Those that fail are left out, and why is added to *failed*."""
-    calls: dict[str, Callable[[], Any]] = {}
-    times: dict[str, list[float]] = {}
+def _timings(subjects: Mapping[str, Subject], threads: int, failed: dict[str, str]) -> dict[str, Timing]:
+    """What the calls of each subject take. Those that fail are left out, and why is added to *failed*."""
+
+    def note(name: str, error: Exception) -> None:
+        """Whatever a kernel may raise about values that are made up."""
+        failed[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
+
+    calls: dict[str, Timed] = {}
+    others: dict[str, Timed] = {}
     for name, subject in subjects.items():
-        with _noted(failed, name):
-            _check_room(subject)
-            calls[name] = _call(subject, next(iter(variants(*subject))))
-            calls[name]()
-            times[name] = []
-    for _ in range(_RUNS):
-        for name in times:
-            if name not in failed and sum(times[name]) < _ENOUGH:
-                with _noted(failed, name):
-                    start = time.perf_counter()
-                    calls[name]()
-                    times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(taken) for name, taken in times.items() if name not in failed}
+        try:
+            _check_room(subject, 1)
+            calls[name] = _timed(subject)
+        except Exception as e:
+            note(name, e)
+            continue
+        if cores() >= 2 * threads:
+            with suppress(Exception):
+                _check_room(subject, 2)
+                others[name] = _timed(subject)
+    return times(calls, others, threads, note)
 
 
-@contextmanager
-def _noted(failed: dict[str, str], name: str) -> Iterator[None]:
-    """Note why a call fails: whatever a kernel may raise about values that are made up."""
-    try:
-        yield
-    except Exception as e:
-        failed[name] = f"{type(e).__name__}: {e}".partition("\n")[0]
+def _timed(subject: Subject) -> Timed:
+    """The calls of a subject as they are timed."""
+    nbytes = max(_operand_bytes(subject, subject.op.inputs), 1)
+    count = min(max(_SHORT // nbytes, 1), _TOGETHER) if subject.op.type in UPDATES or _is_reduction(subject) else 1
+    sets = [next(subject.operands()) for _ in range(count)]
+    far = subject.reuse or (None,) * len(subject.op.inputs)
+    touched = [(at, tensor) for inputs in sets for at, tensor in zip(far, inputs, strict=True) if at is not None]
+    return Timed(_call(subject, sets), partial(bring, touched), count)
 
 
-def _check_room(subject: Subject) -> None:
-    """Refuse a call that this machine may not survive.
+def _is_reduction(subject: Subject) -> bool:
+    return issued_as(subject.op) == "collective"
+
+
+def _check_room(subject: Subject, threads: int) -> None:
+    """Refuse calls of so many threads at once that this machine may not survive.
 
     Raises:
         GraphirError: operands and results, and as much again inside, do not fit into the memory that is left.
     """
-    taken = 2 * _operand_bytes(subject, (*subject.op.inputs, *subject.op.outputs))
+    taken = 2 * threads * _operand_bytes(subject, (*subject.op.inputs, *subject.op.outputs))
     free = free_memory()
     if free is not None and taken > free:
         raise GraphirError(f"it may take {taken} bytes, and {free} are left")
@@ -140,39 +164,42 @@ def _operand_bytes(subject: Subject, names: Iterable[str]) -> int:
     return sum(subject.blobs[name].nbytes(subject.dims) for name in set(names))
 
 
-def _summed(subject: Subject, figures: Sequence[Allocated], seconds: float) -> Measured:
+def _summed(subject: Subject, figures: Sequence[Allocated], taken: Timing) -> Measured:
     own = _own_results(subject)
-    expected = sum(
-        g.elements * g.dtype.itemsize for g in geometries([subject.op.outputs[i] for i in own], *subject[1:])
-    )
+    names = [subject.op.outputs[i] for i in own]
+    expected = sum(g.elements * g.dtype.itemsize for g in geometries(names, subject.blobs, subject.dims))
     scratch = [figure.peak - figure.left for figure in figures]
     kept = [figure.left - expected for figure in figures]
     bound = len(set(zip(scratch, kept, strict=True))) > 1
-    return Measured(max(scratch), max(kept), seconds, bound)
+    return Measured(max(scratch), max(kept), taken.alone, bound, taken.beside)
 
 
 def _own_results(subject: Subject) -> list[int]:
-    """The results that have memory of their own."""
+    """The results that have memory of their own and that one call makes: a part of a collective makes one."""
+    if _is_reduction(subject):
+        return [0]
     effects = subject.op.effects
     shared = {output for output, _ in (*effects.writes, *effects.views)}
     return [i for i in range(len(subject.op.outputs)) if i not in shared]
 
 
-def _call(subject: Subject, inputs: Sequence[Tensor]) -> Callable[[], Any]:
-    """The call on these operands. It returns the results that the operator names, and lets go of all others.
+def _call(subject: Subject, sets: Sequence[Sequence[Tensor]]) -> Callable[[], Any]:
+    """The call on these operands, and on several sets of them where generated code makes one call of several. It
+    returns the results that the operator names, and lets go of all others.
 
     Raises:
         GraphirError: nothing executes the operator's type.
     """
-    op, _, dims = subject
-    call = arrange(op)
-    generator = torch.Generator()
-
-    positional, keyword = filled(call, inputs, lambda arg: evaluate(arg, dims), _HOST, lambda: generator)
+    op, dims = subject.op, subject.dims
+    if _is_reduction(subject):
+        operands, scaling = list(zip(*sets, strict=True)), reduction(op, dims)
+        return lambda: all_reduce_each(operands, *scaling)
+    call, generator = arrange(op), torch.Generator()
+    given = [filled(call, inputs, lambda arg: evaluate(arg, dims), _HOST, lambda: generator) for inputs in sets]
+    positional, keyword = given[0]
     if op.type in UPDATES:
-        *tensors, _, _ = positional
         update = updater(op.type, keyword)
-        lists = [[tensor] for tensor in tensors]
+        *lists, _, _ = map(list, zip(*[positional for positional, _ in given], strict=True))
         return lambda: update(*lists, _RATE)
     function = copy if op.type == "Copy" else fastest(op.type)
 

@@ -62,6 +62,8 @@ def rows() -> Iterator[str]:
 
     In each round the plan's operators are profiled, in an empty file, and its steps are made, so that whatever the
     machine does befalls both. The spread is that of two runs of a round against each other, the farther quartile.
+    Sessions keep their heap: else it is chance whether glibc gives a step's memory back, and the next step takes longer
+    by a page fault for each page.
     """
     yield (
         "| model | plan | operators | µs each | step, ms | predicted, ms | off, % | at most | against itself, % "
@@ -112,7 +114,7 @@ def _row(plan: Plan, program: graphir.Program, batch: Batch) -> tuple[str, bool]
     measured: list[float] = []
     again: list[float] = []
     each = 0.0
-    with runtime.Session(plan, program.state, binding="cpu", executor="threads", threads=1) as session:
+    with runtime.Session(plan, program.state, binding="cpu", executor="threads", threads=1, keep_heap=True) as session:
         for _ in range(ROUNDS):
             with tempfile.TemporaryDirectory() as folder:
                 profile = graphir.profile(plan, threads=1, path=Path(folder) / "profile.json")

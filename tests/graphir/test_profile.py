@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,9 @@ def test_each_signature_is_measured_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(asked) == len(set(asked)) == len(first.calls) < len(program.step.ops)
     asked.clear()
     plan = passes.emit(passes.replicate(program, devices=[0, 1]))
-    assert graphir.profile(plan, path=path).calls == first.calls and not asked, "replicas make the same calls"
+    both = graphir.profile(plan, path=path).calls  # replicas make the same calls, and reductions
+    assert both.items() > first.calls.items()
+    assert {key.partition("(")[0].partition(": ")[2] for key in both.keys() - first.calls.keys()} == {"AllReduce"}
     assert graphir.profile(program, {"batch": 4}, path=path).calls.keys() > first.calls.keys() and asked
     threads = graphir.profile(program, threads=3, path=path).calls.keys() - first.calls.keys()
     assert {key.partition(":")[0] for key in threads} > {"3 threads"}
@@ -234,24 +237,35 @@ def test_what_is_not_well_formed_is_not_called() -> None:
 
 
 @pytest.mark.parametrize(
-    ("at_once", "expected"),
+    ("at_once", "cores", "expected"),
     [
-        pytest.param(1 << 20, "neg exp " * 6, id="in turn"),
-        pytest.param(1, "neg " * 6 + "exp " * 6, id="one group each"),
+        pytest.param(1 << 20, 1, "neg exp " * 6, id="in turn"),
+        pytest.param(1, 1, "neg " * 6 + "exp " * 6, id="one group each"),
+        pytest.param(1 << 20, 2, "neg exp " * 12, id="alone and beside others"),
     ],
 )
-def test_calls_are_timed_in_turn(at_once: int, expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_calls_are_timed_in_turn(
+    at_once: int, cores: int, expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     plan = forward_plan(
         "input x : f32[8] @gpu:0\na : f32[8] @gpu:0 = aten.neg(x)\nb : f32[8] @gpu:0 = aten.exp(a)", "x", output="b"
     )
-    made, called = calls_of_runtime._call, []
+    made, called, beside = calls_of_runtime._call, list[str](), list[str]()
 
-    def noted(subject: Any, inputs: Any) -> Any:
-        call = made(subject, inputs)
-        return lambda: (called.append(subject.op.type.split(".")[1]), call())[1]
+    def noted(subject: Any, sets: Any) -> Any:
+        call, name = made(subject, sets), subject.op.type.split(".")[1]
+
+        def run() -> Any:
+            (called if threading.current_thread() is threading.main_thread() else beside).append(name)
+            return call()
+
+        return run
 
     monkeypatch.setattr(calls_of_runtime, "_call", noted)
     monkeypatch.setattr(calls_of_runtime, "_MOST_AT_ONCE", at_once)
-    graphir.profile(plan, path=tmp_path / "profile.json")
+    monkeypatch.setattr(calls_of_runtime, "cores", lambda: cores)
+    found = graphir.profile(plan, threads=1, path=tmp_path / "profile.json")
     timed = expected.split()
     assert called[: len(timed)] == timed
+    assert beside == (timed[: len(timed) // 2] if cores > 1 else [])
+    assert all((call.beside is None) is (cores == 1) for call in found.calls.values())

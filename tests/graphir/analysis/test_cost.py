@@ -109,6 +109,26 @@ def test_costs_say_where_their_seconds_come_from():
     assert costs_of(COSTS, profile)[2] == Cost(7.0, "profile")
 
 
+@pytest.mark.parametrize(("beside", "slowdown"), [(10.5, 1.5), (6.5, 1.0), (None, None)])
+def test_a_measured_call_takes_longer_beside_another_by_what_was_measured(beside, slowdown):
+    net = program_of(COSTS).step
+    key = Profile.key(net.ops[2], net.blobs, {"batch": 4}, 1)
+    profile = Profile(Machine("a", "b", "c"), {key: Measured(0, 0, 7.0, beside=beside)})
+    assert costs_of(COSTS, profile)[2] == Cost(7.0, "profile", slowdown)
+
+
+def test_a_part_of_a_reduction_may_be_measured():
+    body = """
+        input x : f32[10] @gpu:0
+        input y : f32[10] @gpu:1
+        [a : f32[10] @gpu:0, b : f32[10] @gpu:1] = AllReduce([x, y])
+        """
+    net = program_of(body).step
+    key = Profile.key(net.ops[0], net.blobs, {}, 1)
+    profile = Profile(Machine("a", "b", "c"), {key: Measured(0, 0, 2.0)})
+    assert costs_of(body, profile) == [Cost(2.0, "profile")]
+
+
 def test_a_registered_operator_costs_what_it_says():
     registered = OperatorType("mylib.costly.default", registered=True, flops=lambda op: 1000 * op.result().shape[0])
     before = dict(registered_types())
@@ -130,3 +150,13 @@ def test_a_part_of_a_collective_reads_all_and_makes_one():
         """
     )
     assert found == Cost(1.0 + 12.0, "roofline")
+
+
+@pytest.mark.parametrize(("participants", "reduction", "passes"), [(2, "mean", 5), (3, "sum", 6), (3, "mean", 8)])
+def test_a_part_of_a_reduction_adds_operands_one_after_the_other(participants, reduction, passes):
+    """The first two into a sum, each further one to it; a mean is the sum divided in place."""
+    inputs = "\n".join(f"input x{i} : f32[10] @gpu:{i}" for i in range(participants))
+    made = ", ".join(f"a{i} : f32[10] @gpu:{i}" for i in range(participants))
+    read = ", ".join(f"x{i}" for i in range(participants))
+    (found,) = costs_of(f'{inputs}\n[{made}] = AllReduce([{read}], reduction="{reduction}")')
+    assert found == Cost(1.0 + passes * 40 / 10.0, "roofline")

@@ -1,6 +1,7 @@
 """What a step is predicted to take, and what that consists of."""
 
 import json
+from itertools import permutations
 
 import models
 import pytest
@@ -10,7 +11,7 @@ from small import program_of
 import graphir
 from graphir import passes
 from graphir.analysis.estimate import estimated
-from graphir.analysis.execution import ONE_THREAD, STREAMS
+from graphir.analysis.execution import ONE_THREAD, STREAMS, THREADS
 from graphir.analysis.memory import memory
 from graphir.analysis.profiles import Machine, Measured, Profile
 from graphir.analysis.schedule import holdings
@@ -56,7 +57,7 @@ def test_a_step_takes_what_its_longest_path_does():
         ("gpu:1.compute", 3.0, 7.0, 0.3),
         ("gpu:1.copy_in", 4.0, 6.0, 0.4),
     ]
-    assert [tuple(u) for u in found.links] == [("gpu:0", "gpu:1", 1, 8, 4.0, 0.0)]
+    assert [tuple(u) for u in found.links] == [("gpu:0", "gpu:1", 1, 8, 4.0)]
     assert [(s.blob, s.start, s.seconds, s.cause, s.event) for s in found.path] == [
         ("a", 0.0, 3.0, "start", ""),
         ("a_gpu_1", 3.0, 4.0, "event", "a by gpu:0.compute"),
@@ -107,6 +108,39 @@ def test_a_collective_brings_each_other_operand_over_its_link():
         ("gpu:0", "gpu:1"): (1, 8, 4.0),
     }
     assert found.seconds >= 4.0 + reduced
+
+
+REDUCED = """
+    input x : f32[32] @gpu:0
+    input y : f32[32] @gpu:1
+    [a : f32[32] @gpu:0, b : f32[32] @gpu:1] = AllReduce([x, y])
+    output a
+    output b
+    """
+
+
+@pytest.mark.parametrize(("bytes_per_second", "source"), [(4.0, "roofline"), (1.0, "link")])
+def test_threads_of_a_host_read_what_they_reduce_while_they_add(bytes_per_second, source):
+    """An addition reads and writes 384 bytes, at 8 a second and in one call; 128 of them are on the other side."""
+    links = [
+        Link(source=a, destination=b, bytes_per_second=bytes_per_second, latency=2.0) for a, b in permutations(GPUS, 2)
+    ]
+    found = predicted(REDUCED, THREADS._replace(lock=None), links=links, host=Host(cores=2))
+    assert [(o.seconds, o.source) for o in found.operators] == [(max(1.0 + 384 / 8, 128 / bytes_per_second), source)]
+    assert [(u.copies, u.nbytes, u.seconds) for u in found.links] == [(1, 128, 128 / bytes_per_second)] * 2
+
+
+def test_measured_calls_slow_each_other_down_by_what_was_measured():
+    """A call of a second, which takes half as long again beside another, and one of half a second, which takes twice as
+    long: each for the part of it beside which the other one runs."""
+    body = [f"input x{i} : f32[{i + 2}] @gpu:{i}\na{i} : f32[{i + 2}] @gpu:{i} = aten.neg(x{i})" for i in range(2)]
+    plan = passes.emit(program_of("\n".join(body)))
+    keys = [Profile.key(op, plan.step.blobs, plan.dims, 1) for op in plan.step.ops]
+    calls = {keys[0]: Measured(0, 0, 1.0, beside=1.5), keys[1]: Measured(0, 0, 0.5, beside=1.0)}
+    profile = Profile(Machine("a", "b", "c"), calls)
+    found = estimated(plan, topology(host=Host(cores=2, slowdown=3.0)), THREADS._replace(lock=None), {}, profile)
+    assert [lane.busy for lane in found.lanes if lane.lane.endswith("compute")] == [1.25, 1.0]
+    assert [operator.seconds for operator in found.operators] == [1.0, 0.5], "beside nothing else"
 
 
 def test_it_prints_within_80_columns_and_as_json():

@@ -130,7 +130,7 @@ def test_each_type_allocates_what_its_rule_says() -> None:
     found, failed = measured(calls, threads)
     covered, wrong = set(), []
     for name, figures in found.items():
-        op, blobs, dims = calls[name]
+        op, blobs, dims, _ = calls[name]
         said = scratch(op, blobs, dims, threads)
         if said is None:
             continue

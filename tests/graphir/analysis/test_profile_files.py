@@ -18,7 +18,7 @@ from graphir.analysis.profiles import Machine, Measured, Profile, machine
 from graphir.errors import FileError, ProfileWarning
 
 ONE = {"1 thread: aten.relu.default(f32[4])": Measured(0, 0, 1e-6)}
-TWO = {"1 thread: aten.mse_loss.default(f32[4], f32[4])": Measured(32, 12, 2e-6, True)}
+TWO = {"1 thread: aten.mse_loss.default(f32[4], f32[4])": Measured(32, 12, 2e-6, True, 3e-6)}
 
 
 def here(calls: dict[str, Measured]) -> Profile:
@@ -56,6 +56,7 @@ HOSTILE = {
     "fractions of bytes": {"scratch": 1.5},
     "no number of seconds": {"seconds": "NaN"},
     "negative seconds": {"seconds": -1.0},
+    "negative seconds beside another": {"beside": -1.0},
     "what nobody knows": {"code": "import os"},
 }
 

@@ -278,7 +278,7 @@ def test_images_in_every_layout_and_what_is_resized(threads: int) -> None:
     calls = {name: call for name, call in calls_of_images().items() if call is not None}
     found, failed = measured(calls, threads)
     assert set(failed) == {"group norm, gaps", "group norm, gaps, channels last"}, "whose kernel wants no gaps"
-    said = {name: scratch(*calls[name], threads) for name in found}
+    said = {name: scratch(*calls[name][:3], threads) for name in found}
     wrong = {n: (b, found[n]) for n, b in said.items() if b is not None and abs(b - found[n].scratch) > 64}
     assert not wrong
     assert sum(b is not None for b in said.values()) > 60 > sum(b is None for b in said.values())

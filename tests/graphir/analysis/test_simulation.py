@@ -81,9 +81,10 @@ def test_nothing_takes_no_time():
 def test_what_runs_at_once_takes_longer_by_what_overlaps():
     tasks = Tasks([0, 1, 1], [4.0, 2.0, 4.0], [()] * 3, [()] * 3)
     times = simulate(tasks)
-    alone = Sharing(2, 1.0, [0.0] * 3)
+    alone = Sharing(2, [1.0] * 3, [0.0] * 3)
     assert shared(tasks, times, alone) == [4.0, 2.0, 4.0]
-    assert shared(tasks, times, alone._replace(slowdown=1.5)) == [6.0, 3.0, 5.0]
+    assert shared(tasks, times, alone._replace(slowdown=[1.5] * 3)) == [6.0, 3.0, 5.0]
+    assert shared(tasks, times, alone._replace(slowdown=[1.5, 1.0, 2.0])) == [6.0, 2.0, 6.0]
     assert shared(tasks, times, alone._replace(lock=[1.0] * 3)) == [5.0, 3.0, 4.5]
     assert shared(tasks, times, alone._replace(cores=1)) == [8.0, 4.0, 6.0]
 

@@ -217,9 +217,14 @@ def test_it_prints_as_a_table_and_as_json(plan):
     assert json.loads(found.to_json())["lanes"][0]["lane"] == "gpu:0.compute"
 
 
-def test_a_prediction_stands_beside_what_was_measured(plan):
+@pytest.mark.parametrize("profiled", [False, True])
+def test_a_prediction_stands_beside_what_was_measured(plan, profiled, tmp_path, monkeypatch):
+    monkeypatch.setenv("GRAPHIR_PROFILE", str(tmp_path / "profile.json"))
+    if profiled:
+        graphir.profile(plan)
     found = measured(plan, "threads", steps=2)
     expected = graphir.estimate(plan, executor="threads")
+    assert ("profile" in {source.source for source in expected.sources}) is profiled
     assert found.predicted == expected.seconds > 0
     assert [(t.lane, t.predicted) for t in found.lanes] == [(use.lane, use.busy) for use in expected.lanes]
 
