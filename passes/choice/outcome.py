@@ -143,9 +143,12 @@ class _Step:
                     break
             else:
                 if value.counted:  # most are read where they are, and need no list of readers
+                    until = (
+                        max([last, *[self.problem.groups[other].again_at for other in rebuilt]]) if rebuilt else last
+                    )
                     live = self.live[home]
                     live[value.made if value.made > 0 else 0] += value.nbytes
-                    live[last + 1] -= value.nbytes
+                    live[until + 1] -= value.nbytes
         self.come_back()
         self.linger()
         return self.summed()
@@ -175,8 +178,8 @@ class _Step:
         if value.counted:
             self.holds(home, value.nbytes, value.made, end)
             for device, readers in elsewhere.items():
-                found = min(readers), home, value.nbytes, end
-                self.lasting[device] = max(self.lasting.get(device, (-1, 0, 0, 0)), found)
+                if min(readers) >= self.lasting.get(device, (-1, 0, 0, 0))[0]:
+                    self.lasting[device] = min(readers), home, value.nbytes, end
 
     def read_by(self, readers: Sequence[int], copy: _Copy) -> None:
         """Let tasks wait for a copy, and what is computed again before them."""
@@ -249,15 +252,18 @@ class _Step:
             times = list(accumulate([tasks[position].touched for position in positions], initial=0))
             cost = toll(Device.parse(self.problem.devices[away]))
             free: float = times[-1]
+            back: list[tuple[int, _Copy]] = []
             for needed, leaves, nbytes, copy, (there, last) in sorted(trips, key=lambda trip: -trip[0]):
                 reader = times[bisect_left(positions, needed)]
                 free = Clock.before(free, reader, nbytes * cost)
                 begins = max(bisect_right(times, free) - 1, 0)
                 position = positions[begins] if begins < len(positions) else needed
                 position = max(min(position, needed), leaves + 1)
-                self.copies[position].append(copy)
+                back.append((position, copy))
                 self.holds(home, nbytes, position, last)
                 self.holds(away, nbytes, leaves, max(there, position))
+            for position, copy in reversed(back):  # of those before one task, what is needed first is first
+                self.copies[position].append(copy)
 
     def linger(self) -> None:
         """Hold what the last copy to a device brings there for some more operators at home: it is freed when nobody has
@@ -265,7 +271,7 @@ class _Step:
         for _, home, nbytes, end in self.lasting.values():
             last = self.later(home, end)
             if last > end:
-                self.holds(home, nbytes, end, last)
+                self.holds(home, nbytes, end + 1, last)
 
     def later(self, device: int, since: int) -> int:
         """The task of a device after which :data:`.order.AHEAD` operators of it have come since a task."""
