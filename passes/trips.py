@@ -3,7 +3,7 @@
 The clock of a device is counted in bytes: those that its operators touch, one after the other. While a copy of *n*
 bytes crosses, they touch some multiple of *n*. The copies of one route follow each other, so each of them ends before
 the next one begins, and before it is needed. From the last to the first, each gets the latest such time. Where a route
-cannot keep up, memory goes before time: no copy sets out more than :data:`_QUEUED` times as long before as it takes::
+cannot keep up, memory goes before time: no copy sets out more than :data:`QUEUED` times as long before as it takes::
 
     operators   |  c5  |    c4    | c3 | c2 |     c1     |
     needed                          ^a        ^b
@@ -22,7 +22,7 @@ from graphir.ir.device import Device
 from graphir.ir.net import Net
 from graphir.ir.size import Dims
 
-__all__ = ["Clock", "Trip", "toll"]
+__all__ = ["QUEUED", "Clock", "Trip", "toll"]
 
 _PEER: Final = 10
 """Bytes that a gpu's operators touch while one byte crosses to a peer: 4.8 TB/s of memory beside NVLink's 450 GB/s each
@@ -31,7 +31,7 @@ way (H200)."""
 _HOST: Final = 80
 """The same while one byte crosses to or from the host: beside 63 GB/s of PCIe 5.0 x16."""
 
-_QUEUED: Final = 2
+QUEUED: Final = 2
 """How many times as long as it takes a copy may set out before it is needed."""
 
 
@@ -67,7 +67,7 @@ class Clock:
     @staticmethod
     def before(free: float, needed: float, cost: float) -> float:
         """When a copy sets out that is needed then, and must be done when its route is *free* no more."""
-        return max(min(free, needed) - cost, needed - _QUEUED * cost)
+        return max(min(free, needed) - cost, needed - QUEUED * cost)
 
     def latest(self, trips: Sequence[Trip], costs: Sequence[int], ahead: int | None) -> Iterator[tuple[Trip, int]]:
         """For each trip of one route, the position before which its copy stands, in the order in which they are needed.

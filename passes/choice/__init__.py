@@ -6,8 +6,9 @@ groups.py    all of that ──▶ Problem
 problem.py   Problem, and Choice: a device for each group, and what becomes of what it saves
 outcome.py   Problem and Choice ──▶ seconds of a step, and the peak of each device
 search.py    Problem ──▶ the best choice that is found
-bound.py     Problem ──▶ what no choice can beat
-exact.py     Problem ──▶ the best choice there is, by a constraint solver
+bound.py     Problem ──▶ what no choice can beat, by a linear program: linear.py solves it, relaxed/ says what it is
+exact.py     Problem ──▶ the best choice there is, by a constraint solver: model/ says what it solves
+facts.py     Problem ──▶ what holds whatever is chosen, for both
 moves.py     Choice ──▶ the program, placed
 report.py    what is printed
 """

@@ -1,17 +1,88 @@
-"""What no choice can beat."""
+"""What no choice can beat: a lower bound of the seconds of a step within the limits, by linear programming.
+
+The program is :mod:`.relaxed`; it is solved by HiGHS (Huangfu and Hall, Parallelizing the dual revised simplex method,
+2018), which scipy has. What it proves is proven by :mod:`.linear`, whatever the solver's tolerances.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Final, Literal, NamedTuple, TypeAlias
 
+from .facts import total_seconds
+from .linear import Linear
 from .problem import Problem
+from .relaxed.bytes import LARGEST, Bytes
+from .relaxed.parts import Parts
+from .relaxed.times import Times
 
-__all__ = ["Bound", "lower_bound"]
+__all__ = ["Bound", "Family", "lower_bound"]
+
+Family: TypeAlias = Literal["path", "load", "lane"]
+"""What a step takes so long for: a chain of tasks, what a device computes, or what a lane copies."""
+
+_SLACK: Final = 1e-7
+"""The part of a limit or a step that counts as nothing."""
 
 
 class Bound(NamedTuple):
+    """What no choice within the limits can beat.
+
+    Attributes:
+        seconds: of a step, at least; infinite where no choice is within the limits.
+        family: what the step takes so long for.
+        is_limited: whether higher limits would lower the bound.
+        factor: what the limits would have to be multiplied by, at least, for a choice to be within them; 1 if one may
+            be as they are.
+        missing: by device, the bytes that its limit lacks, where as few as can be are lacking in all.
+    """
+
     seconds: float
+    family: Family
+    is_limited: bool
+    factor: float
+    missing: tuple[int, ...]
 
 
 def lower_bound(problem: Problem) -> Bound:
-    return Bound(0.0)
+    """The seconds that every choice takes at least, or by how much limits are too small for any.
+
+    Both say what no choice can beat, not what some choice reaches.
+    """
+    lp = Linear()
+    parts = Parts(lp, problem)
+    Bytes(parts, "limits")
+    times = Times(parts)
+    solved = lp.least(times.step)
+    if solved.is_feasible:
+        families: tuple[Family, ...] = ("path", "load", "lane")
+        family = max(families, key=lambda one: solved.weights.get(one, 0.0))
+        is_limited = solved.weights.get("memory", 0.0) > _SLACK
+        nothing = (0,) * len(problem.devices)
+        return Bound(max(solved.least, 0.0) * total_seconds(problem), family, is_limited, 1.0, nothing)
+    factor = _least_factor(problem)
+    if factor <= 1 + _SLACK:  # the limits are on the edge of what the solver can tell
+        bound = lower_bound(replace(problem, limits=(None,) * len(problem.limits)))
+        return bound._replace(is_limited=True)
+    return Bound(float("inf"), "path", True, factor, _missing(problem))
+
+
+def _least_factor(problem: Problem) -> float:
+    """What all limits have to be multiplied by at least."""
+    lp = Linear()
+    return lp.least(Bytes(Parts(lp, problem), "factor").factor).least
+
+
+def _missing(problem: Problem) -> tuple[int, ...]:
+    """By device, the bytes that its limit lacks."""
+    lp = Linear()
+    parts = Parts(lp, problem)
+    held = Bytes(parts, "missing")
+    everything = lp.variable(0.0, LARGEST * len(held.lacks))
+    lp.at_most({**dict.fromkeys(held.lacks, 1.0), everything: -1.0}, 0.0, "goal")
+    solved = lp.least(everything)
+    found = [0] * len(problem.devices)
+    for alike, lack in zip(parts.classes, held.lacks, strict=True):
+        for device in alike.devices:
+            found[device] = round(solved.values[lack] * held.unit / alike.size) if solved.values else 0
+    return tuple(found)

@@ -21,7 +21,7 @@ from ..order import AHEAD
 from ..trips import Clock, toll
 from .problem import AGAIN, KEEP, Choice, Problem, Value
 
-__all__ = ["Outcome", "Outcomes"]
+__all__ = ["Outcome", "Outcomes", "buffers"]
 
 
 class Outcome(NamedTuple):
@@ -351,11 +351,11 @@ class _Step:
                 if self.at[position] == device and room > 0:
                     total = sum(self.live[device][: position + 1]) + problem.tasks[position].room
                     most = max(most, total + room)
-            found.append(base + most + _buffers(self.received[device]))
+            found.append(base + most + buffers(self.received[device]))
         return tuple(found)
 
 
-def _buffers(received: list[tuple[int, int, int]]) -> int:
+def buffers(received: list[tuple[int, int, int]]) -> int:
     """The bytes of the receive buffers that serve copies one after the other, as :mod:`graphir.analysis.buffers` has
     it."""
     sizes: list[int] = []

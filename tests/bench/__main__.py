@@ -4,7 +4,8 @@ A figure that misses its limit is in bold there, the last lines name its row, an
 
 python tests/bench [capture] [scale] [passes] [synthetic] [caffe2] [step] [check] [parallel] [lock] [small] [shard]
                    [replicas] [pipeline] [pipelined] [memory] [profile] [profiling] [estimate] [simulate] [balance]
-                   [start] [bits] [whole] [cuda] [mutants] [certificates] [proofs] [cuts] [compare] [elements] [--write]
+                   [placements] [start] [bits] [whole] [cuda] [mutants] [certificates] [proofs] [cuts] [compare]
+                   [elements] [--write]
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import balancing
 import capturing
 import certifying
 import checking
+import choosing
 import comparing
 import cutting
 import estimating
@@ -71,6 +73,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "profiling": profiling.cost_rows,
     "estimate": estimating.rows,
     "balance": balancing.rows,
+    "placements": choosing.rows,
     "simulate": estimating.simulation_rows,
     "start": starting.rows,
     "bits": exactness.bit_rows,

@@ -40,7 +40,10 @@ def test_what_lingers_is_what_the_copy_brought_that_was_issued_last() -> None:
     tasks = [task(0), task(1), task(2), task(0), task(1), task(0), task(1)]
     read = [Value(10, 0, (2,), 1, 0), Value(100, 1, (2,), 1, 1)]
     given = problem(
-        [group("a"), group("b"), group("c")], tasks, [*read, Value(7, 3, (5,), 0, 0), Value(7, 4, (6,), 0, 1)], devices=3
+        [group("a"), group("b"), group("c")],
+        tasks,
+        [*read, Value(7, 3, (5,), 0, 0), Value(7, 4, (6,), 0, 1)],
+        devices=3,
     )
     outcomes = Outcomes(given)
     one, other = (outcomes(Choice(devices, (KEEP,) * 3)) for devices in ((0, 1, 2), (1, 0, 2)))
@@ -54,7 +57,7 @@ def test_copies_home_before_one_task_follow_each_other_as_they_are_needed() -> N
     values = [Value(3, 0, (3,), 0, 0, parks=True), Value(2, 0, (2,), 0, 0, parks=True)]
     given = problem([group("a"), group("b")], tasks, values)
     found = Outcomes(given)(Choice((0, 1), (1, KEEP)))
-    # Out until 1 + 3 and 1 + 3 + 2; home until 6 + 2, when the first reader begins, and 8 + 3, when the second one does.
+    # Out until 1 + 3 and 4 + 2; home until 6 + 2, when the first reader begins, and 8 + 3, when the second one does.
     assert found.seconds == 12.0
 
 

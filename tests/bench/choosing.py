@@ -1,0 +1,105 @@
+"""How near a search comes to the best placement there is, on seeded problems; and how near the bound is to that."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from math import inf, isfinite
+from typing import Final, NamedTuple
+
+from graphir.passes.choice.bound import lower_bound
+from graphir.passes.choice.exact import solve
+from graphir.passes.choice.search import search
+from instances import INSTANCES, Instance, instance
+from limits import limited
+
+__all__ = ["rows"]
+
+SECONDS: Final = 20.0
+"""That the solver may take for one problem."""
+
+PROVEN: Final = 20
+"""Of how many problems the solver has to prove the optimum."""
+
+NEAR: Final = 1.0
+FAR: Final = 3.0
+"""Per cent above the optimum that a search may end: on nine of ten problems, and on any."""
+
+NEAR_PART: Final = 0.9
+
+
+class Compared(NamedTuple):
+    """A problem: seconds that a step takes at least, or infinite ones where nothing keeps within the limits.
+
+    Attributes:
+        searched: of what the search finds.
+        best: of what the solver finds.
+        bound: of any, by the linear program.
+        least: of any, by the solver.
+        proven: whether the solver has proven its own to be the best.
+        spent: seconds of the solver.
+    """
+
+    searched: float
+    best: float
+    bound: float
+    least: float
+    proven: bool
+    spent: float
+
+    @property
+    def above(self) -> float:
+        """By how many per cent the search is above the best; 0 where both have found none."""
+        return 0.0 if self.searched == self.best else 100 * (self.searched / self.best - 1)
+
+    @property
+    def gap(self) -> float:
+        """By how many per cent the best is above the bound."""
+        return 100 * (self.best / self.bound - 1)
+
+    def __str__(self) -> str:
+        proof = "yes" if self.proven else f"at least {_ms(self.least)}"
+        above = limited(f"{self.above:.2f}", at_most=FAR) if isfinite(self.best) else ""
+        gap = f"{self.gap:.1f}" if isfinite(self.best) else ""
+        figures = (_ms(self.searched), _ms(self.best), proof, f"{self.spent:.1f}", above, _ms(self.bound), gap)
+        return " | ".join(figures)
+
+
+def rows() -> Iterator[str]:
+    """A row for each problem: first the search, then the solver, which begins with what the search has found."""
+    yield "| problem | search, ms | best, ms | proven | solver, s | search above, % | bound, ms | best above that, % |"
+    yield "| --- | ---: | ---: | --- | ---: | ---: | ---: | ---: |"
+    found = []
+    for given in INSTANCES:
+        found.append(_compared(given))
+        yield f"| {given.name} | {found[-1]} |"
+    proven = [one for one in found if one.proven]
+    gaps = [one.gap for one in found if isfinite(one.best)]
+    near = sum(one.above <= NEAR for one in proven) / max(len(proven), 1)
+    yield ""
+    part = limited(f"{near:.2f}", at_least=NEAR_PART)
+    yield (
+        f"{limited(str(len(proven)), at_least=PROVEN)} are proven; on {part} of these the search ends within "
+        f"{NEAR:.0f} % of the best. The best is {max(gaps):.1f} % above the bound at most, "
+        f"{sum(gaps) / len(gaps):.1f} % on average."
+    )
+
+
+def _compared(given: Instance) -> Compared:
+    problem = instance(given)
+    found = search(problem, seconds=2.0, evaluations=None, seed=0)
+    hint = None if found.outcome.over else found.choice
+    begun = time.perf_counter()
+    best = solve(problem, SECONDS, hint)
+    return Compared(
+        searched=found.outcome.seconds if hint else inf,
+        best=best.outcome.seconds if best.outcome else inf,
+        bound=lower_bound(problem).seconds,
+        least=best.bound,
+        proven=best.proven,
+        spent=time.perf_counter() - begun,
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f}" if isfinite(seconds) else "none"

@@ -1,0 +1,120 @@
+"""What no choice can beat: no choice does, and limits that are too small are found out."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from math import inf, isfinite
+
+import pytest
+from choices import chosen_at_random, every_choice, limited, varied
+from graphir.passes.choice.bound import lower_bound
+from graphir.passes.choice.linear import Linear
+from graphir.passes.choice.outcome import Outcomes
+from graphir.passes.choice.problem import KEEP, Choice, Problem
+from graphir.passes.choice.search import search
+from instances import INSTANCES, Instance, instance
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_choice_within_limits_beats_the_bound(seed: int) -> None:
+    """Limits are what a random choice holds, on each device or on the fullest one: as tight as can be."""
+    rng = random.Random(seed)
+    problem = instance(rng.choice(INSTANCES))
+    problem = varied(problem, rng) if seed % 3 else problem
+    choice = chosen_at_random(problem, rng)
+    outcome = Outcomes(problem)(choice)
+    if not isfinite(outcome.seconds):
+        return
+    *peaks, _ = outcome.peaks
+    tight = limited(problem, *(peaks if seed % 2 else [max(peaks)] * len(peaks)))
+    bound = lower_bound(tight)
+    assert bound.seconds <= outcome.seconds
+    assert bound.factor == 1 and not any(bound.missing)
+    half = lower_bound(limited(tight, *[(limit or 0) // 2 for limit in tight.limits[:-1]]))
+    assert half.factor <= 2.0001
+    assert isfinite(half.seconds) == (half.factor == 1)
+
+
+@pytest.mark.parametrize("given", INSTANCES, ids=lambda given: given.name)
+def test_what_a_search_finds_is_seldom_far_above_the_bound(given: Instance) -> None:
+    problem = instance(given)
+    found, bound = search(problem, evaluations=300), lower_bound(problem)
+    if not found.outcome.over:
+        assert 0.7 * found.outcome.seconds < bound.seconds <= found.outcome.seconds
+
+
+def chain(limit: int | None) -> Problem:
+    return limited(instance(Instance(3, "gpt", 4, 2, 1.0)), limit, limit)
+
+
+def test_a_chain_on_one_device_takes_all_its_tasks() -> None:
+    problem = chain(None)
+    groups = tuple([group._replace(devices=(0,), stored=(KEEP,)) for group in problem.groups])
+    problem = Problem(**{**vars(problem), "groups": groups})
+    bound = lower_bound(problem)
+    assert bound.seconds == pytest.approx(Outcomes(problem)(problem.now()).seconds, rel=1e-6)
+    assert (bound.family, bound.is_limited) == ("load", False) or bound.family == "path"
+
+
+def test_limits_that_need_it_raise_the_bound() -> None:
+    """One device, where all has to be: what does not fit is computed again, and that is counted."""
+    problem = chain(None)
+    groups = tuple([group._replace(devices=(0,), stored=group.stored[:2]) for group in problem.groups])
+    problem = Problem(**{**vars(problem), "groups": groups})
+    free = lower_bound(problem)
+    need = Outcomes(problem)(problem.now()).peaks[0]
+    tight = lower_bound(limited(problem, need * 8 // 10, None))
+    assert not free.is_limited
+    assert tight.is_limited
+    assert tight.seconds > free.seconds * 1.02
+
+
+def test_limits_that_nothing_keeps_are_found_out() -> None:
+    problem = instance(Instance(5, "gpt", 3, 2, 0.2))
+    bound = lower_bound(problem)
+    assert bound.seconds == inf
+    outcomes = [Outcomes(problem)(choice) for choice in every_choice(problem)]
+    peaks = [outcome.peaks[:2] for outcome in outcomes]
+    limits = [limit or 0 for limit in problem.limits[:2]]
+    assert 1 < bound.factor <= min(max(p / m for p, m in zip(row, limits, strict=True)) for row in peaks)
+    assert 0 < sum(bound.missing) <= min(sum(max(p - m, 0) for p, m in zip(row, limits, strict=True)) for row in peaks)
+    assert bound.missing[problem.host] == 0
+
+
+def test_what_is_missing_is_missing_where_groups_have_to_be() -> None:
+    problem = chain(1 << 40)
+    groups = tuple([group._replace(devices=(1,), stored=(KEEP,)) for group in problem.groups])
+    problem = Problem(**{**vars(problem), "groups": groups})
+    need = Outcomes(problem)(Choice((1,) * 4, (KEEP,) * 4)).peaks[1]
+    bound = lower_bound(limited(problem, 1 << 40, need - 100_000))
+    assert bound.seconds == inf
+    assert bound.missing == (0, pytest.approx(100_000, rel=0.01), 0)
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+def test_devices_that_are_alike_are_bounded_as_those_that_hardly_differ(devices: int) -> None:
+    problem = instance(Instance(7, "u-net", 10, devices, 0.9 / devices + 0.1))
+    *limits, _ = problem.limits
+    uneven = limited(problem, *[(limit or 0) + d for d, limit in enumerate(limits)])
+    assert lower_bound(uneven).seconds == pytest.approx(lower_bound(problem).seconds, rel=1e-5)
+
+
+def test_what_linear_programs_prove_does_not_depend_on_the_solver() -> None:
+    lp = Linear()
+    x, y = lp.variable(0.0, 10.0), lp.variable(0.0, 10.0)
+    lp.at_most({x: -1.0, y: -2.0}, -3.0, "first")
+    lp.at_most({x: -3.0, y: -1.0}, -4.0, "second")
+    total = lp.variable(0.0, 100.0)
+    lp.equal({x: 1.0, y: 1.0, total: -1.0}, 0.0, "sum")
+    solved = lp.least(total)
+    assert 2.0 - 1e-6 < solved.least <= 2.0
+    assert solved.weights["first"] == pytest.approx(0.4)
+    lp.at_most({total: 1.0}, 1.9, "third")
+    assert not lp.least(total).is_feasible
+
+
+def test_scipy_is_imported_where_it_is_needed() -> None:
+    script = "import sys, graphir.passes.choice.bound; sys.exit('scipy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
