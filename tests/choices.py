@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-from graphir.passes.choice.problem import KEEP, Choice, Problem
+from graphir.passes.choice.problem import KEEP, Choice, Problem, Value
 
 __all__ = ["chosen_at_random", "every_choice", "limited", "varied"]
 
@@ -44,7 +44,7 @@ def limited(problem: Problem, *limits: int | None) -> Problem:
 
 def varied(problem: Problem, rng: random.Random) -> Problem:
     """The problem with unequal devices and links, some of which are missing, tasks of few operators, less than no room,
-    values that last or do not count, and repeats that take room."""
+    values that last, do not count, or are not read by all, and repeats that take room."""
     count = len(problem.devices)
     tasks = [
         task._replace(
@@ -61,6 +61,7 @@ def varied(problem: Problem, rng: random.Random) -> Problem:
         value._replace(lasts=rng.random() < 0.1, counted=value.parks or value.again or rng.random() < 0.9)
         for value in problem.values
     ]
+    values = [_read_by_fewer(problem, value, rng) for value in values]
     groups = [
         group._replace(again=tuple([s * rng.choice([1, 2]) for s in group.again]), again_room=rng.choice([0, 10 * MIB]))
         for group in problem.groups
@@ -81,3 +82,13 @@ def varied(problem: Problem, rng: random.Random) -> Problem:
             ]
         ),
     )
+
+
+def _read_by_fewer(problem: Problem, value: Value, rng: random.Random) -> Value:
+    """A value that is not read at first, or not by its own group, or as it was."""
+    kept = value.reads
+    if value.late and rng.random() < 0.1:
+        kept = kept[1:]
+    if not value.again and rng.random() < 0.2:
+        kept = tuple([read for read in kept if problem.tasks[read].group != value.group]) or kept
+    return value._replace(reads=kept, late=sum(read in kept for read in value.reads[: value.late]))

@@ -42,6 +42,7 @@ class _Parked(NamedTuple):
         comes: the first late tasks of groups that read it, and the groups; ascending.
         start: when the copy home begins.
         end: when it is done.
+        returns: whether there is one: whether somebody at home reads it late.
         back: by task between the first and the last before which that copy may be issued, whether it is back.
     """
 
@@ -51,6 +52,7 @@ class _Parked(NamedTuple):
     comes: tuple[tuple[int, int], ...]
     start: IntVar
     end: IntVar
+    returns: IntVar
     back: dict[int, IntVar]
 
 
@@ -80,7 +82,8 @@ class Trips:
         cp.add(start >= arrives)
         comes = tuple(sorted([(one.late[0], one.group) for one in (readers.own, *readers.others) if one.late]))
         back = {position: cp.new_bool_var("") for position in range(readers.leaves + 1, comes[-1][0])}
-        made = _Parked(number, group, readers.leaves, comes, start, end, back)
+        returns = is_parked if readers.own.late else cp.new_bool_var("")
+        made = _Parked(number, group, readers.leaves, comes, start, end, returns, back)
         self.parked.append(made)
         for (d, away), state in self.chosen.states[group].items():
             if away >= 0:
@@ -103,6 +106,7 @@ class Trips:
         if together is None:
             return
         self.cp.add(self.step.starts[at] >= made.end).only_enforce_if(together)
+        self.cp.add_bool_or([*[~one for one in together], made.returns])
         if at in made.back:
             self.cp.add_bool_or([*[~one for one in together], made.back[at]])
         again, group = self.chosen.again(reader), self.problem.groups[reader]
@@ -210,7 +214,7 @@ class Trips:
         if home is None:
             return
         for copy in self.step.lanes[d]:
-            both = [home, copy.present]
+            both = [home, made.returns, copy.present]
             copy_first, home_first = made.start >= copy.start + copy.ticks, copy.start >= made.end
             back = made.back.get(copy.before - 1)
             if copy.before <= made.leaves + 1:
@@ -231,6 +235,7 @@ class Trips:
             is_parked = self.chosen.parked(other.group)
             assert is_parked is not None
             together.append(is_parked)
+        together += [one.returns, other.returns]
         cp, first = self.cp, self.cp.new_bool_var("")
         one_out, other_out = (made.leaves + 1 + sum(~back for back in made.back.values()) for made in (one, other))
         is_later = int(one.group == other.group and one.comes[0] >= other.comes[-1])
@@ -249,6 +254,7 @@ class Trips:
             for (d, away), state in self.chosen.states[made.group].items():
                 if away >= 0:
                     takes = step.crossing(away, d, self.problem.values[made.number].nbytes) or 0
-                    lanes[d].append(cp.new_optional_fixed_size_interval_var(made.start, takes, state, ""))
+                    there = step.implies([state, made.returns])
+                    lanes[d].append(cp.new_optional_fixed_size_interval_var(made.start, takes, there, ""))
         for intervals in lanes.values():
             cp.add_no_overlap(intervals)

@@ -88,6 +88,7 @@ def test_no_choice_looks_worse_to_the_solver_than_it_is(seed: int, cp_model) -> 
     cp.minimize(step.makespan)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
+    solver.parameters.cp_model_presolve = False
     assert solver.solve(cp) == cp_model.OPTIMAL
     assert 0.75 * outcome.seconds < solver.objective_value * step.tick <= outcome.seconds
 
