@@ -22,12 +22,15 @@ Goal: TypeAlias = Literal["limits", "factor", "missing"]
 _TURNS: Final = 24
 """At how many tasks it is looked at what devices hold: those at which most may be held."""
 
-LARGEST: Final = 1e6
-"""By what limits are multiplied at most, and how many times the smallest limit they are exceeded."""
+LARGEST: Final = 1e3
+"""How many times all bytes of a step limits are exceeded at most, and buffers take: bounds need bounds of variables."""
+
+_MOST_FACTOR: Final = 1e9
+"""By what limits are multiplied at most."""
 
 
 class Bytes:
-    """The rows of a linear program that say what devices hold, in parts of the smallest limit.
+    """The rows of a linear program that say what devices hold, in parts of all bytes of the step.
 
     Args:
         parts: how much of each group is where.
@@ -36,14 +39,14 @@ class Bytes:
     Attributes:
         factor: by what limits are multiplied, where they are.
         lacks: by class, what its limits lack together, where they are exceeded.
-        unit: bytes of the smallest limit.
+        unit: all bytes of the step.
     """
 
     def __init__(self, parts: Parts, goal: Goal) -> None:
         self.parts, self.lp, self.problem = parts, parts.lp, parts.problem
-        limits = [limit for limit in self.problem.limits if limit]
-        self.unit = float(min(limits, default=1))
-        self.factor = self.lp.variable(0.0, LARGEST) if goal == "factor" else -1
+        state = sum(self.problem.held) + sum(group.state for group in self.problem.groups)
+        self.unit = float(max(state + sum(value.nbytes for value in self.problem.values), 1))
+        self.factor = self.lp.variable(0.0, _MOST_FACTOR) if goal == "factor" else -1
         self.lacks = [self.lp.variable(0.0, LARGEST) if goal == "missing" else -1 for _ in parts.classes]
         self.longer: dict[tuple[int, int, int], Terms] = {}
         self.limited = [k for k, alike in enumerate(parts.classes) if alike.limit is not None]

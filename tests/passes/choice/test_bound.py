@@ -10,9 +10,13 @@ from math import inf, isfinite
 import pytest
 from choices import chosen_at_random, every_choice, limited, varied
 from graphir.passes.choice.bound import lower_bound
+from graphir.passes.choice.facts import total_seconds
 from graphir.passes.choice.linear import Linear
 from graphir.passes.choice.outcome import Outcomes
-from graphir.passes.choice.problem import KEEP, Choice, Problem
+from graphir.passes.choice.problem import AGAIN, KEEP, Choice, Problem
+from graphir.passes.choice.relaxed.bytes import Bytes
+from graphir.passes.choice.relaxed.parts import Parts
+from graphir.passes.choice.relaxed.times import Times
 from graphir.passes.choice.search import search
 from instances import INSTANCES, Instance, instance
 
@@ -35,6 +39,36 @@ def test_no_choice_within_limits_beats_the_bound(seed: int) -> None:
     half = lower_bound(limited(tight, *[(limit or 0) // 2 for limit in tight.limits[:-1]]))
     assert half.factor <= 2.0001
     assert isfinite(half.seconds) == (half.factor == 1)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_the_program_says_of_one_choice_is_no_more_than_it_comes_to(seed: int) -> None:
+    """Groups are whole: all parts but those of a random choice are nothing, and limits are what it holds."""
+    rng = random.Random(seed)
+    problem = instance(rng.choice(INSTANCES))
+    problem = varied(problem, rng) if seed % 3 else problem
+    choice = chosen_at_random(problem, rng)
+    outcome = Outcomes(problem)(choice)
+    if not isfinite(outcome.seconds):
+        return
+    *peaks, _ = outcome.peaks
+    tight = limited(problem, *[max(peak, 1) + d for d, peak in enumerate(peaks)])
+    for goal in ("limits", "factor"):
+        lp = Linear()
+        parts = Parts(lp, tight)
+        held = Bytes(parts, goal)
+        numbers = {alike.one: k for k, alike in enumerate(parts.classes)}
+        for group, (d, stored) in enumerate(zip(*choice, strict=True)):
+            kind = "park" if stored >= 0 else "again" if stored == AGAIN else "keep"
+            lp.equal({parts.parts[group][numbers[d], kind]: 1.0}, 1.0, "choice")
+            if stored >= 0:
+                lp.equal({parts.away[group][numbers[stored]]: 1.0}, 1.0, "choice")
+        if goal == "factor":
+            assert lp.least(held.factor).least <= 1
+        else:
+            solved = lp.least(Times(parts).step)
+            assert solved.is_feasible
+            assert solved.least * total_seconds(tight) <= outcome.seconds
 
 
 @pytest.mark.parametrize("given", INSTANCES, ids=lambda given: given.name)
