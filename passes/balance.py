@@ -32,7 +32,7 @@ from graphir.ir.program import Program
 from graphir.ir.text import nbytes_text
 
 from .base import Pass, Pipeline, Placed, as_gpu, build, register
-from .choice.bound import lower_bound
+from .choice.bound import bound_of
 from .choice.groups import Grouped, Wanted, grouped
 from .choice.moves import placed
 from .choice.outcome import Outcome, Outcomes
@@ -357,7 +357,7 @@ class _Balancing:
             links=links,
             before=seconds[0],
             after=seconds[1],
-            bound=lower_bound(problem).seconds,
+            bound=bound_of(self.grouped.problem, best.choice),
             exact=bool(best.peaks),
             groups=tuple(_places(problem, outcomes, best.choice)),
             evaluated=found.evaluated,

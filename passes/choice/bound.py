@@ -11,12 +11,13 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 from .facts import total_seconds
 from .linear import Linear
-from .problem import Problem
+from .outcome import Outcomes
+from .problem import Choice, Problem
 from .relaxed.bytes import LARGEST, Bytes
 from .relaxed.parts import Parts
 from .relaxed.times import Times
 
-__all__ = ["Bound", "Family", "lower_bound"]
+__all__ = ["Bound", "Family", "bound_of", "lower_bound"]
 
 Family: TypeAlias = Literal["path", "load", "lane"]
 """What a step takes so long for: a chain of tasks, what a device computes, or what a lane copies."""
@@ -86,3 +87,13 @@ def _missing(problem: Problem) -> tuple[int, ...]:
         for device in alike.devices:
             found[device] = round(solved.values[lack] * held.unit / alike.size) if solved.values else 0
     return tuple(found)
+
+
+def bound_of(problem: Problem, choice: Choice) -> float:
+    """The seconds that every choice takes at least that holds no more than the limits, or than *choice*.
+
+    A plan may fit where its groups are reckoned not to; without what these hold, nothing would be within the limits.
+    """
+    peaks = Outcomes(problem)(choice).peaks
+    limits = [None if limit is None else max(limit, peak) for limit, peak in zip(problem.limits, peaks, strict=True)]
+    return lower_bound(replace(problem, limits=tuple(limits))).seconds

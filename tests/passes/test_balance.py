@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import models
 import parking
 import pytest
 import torch
+from graphir.passes.choice.bound import bound_of, lower_bound
 from graphir.passes.choice.outcome import Outcomes
 from graphir.passes.choice.problem import AGAIN, KEEP, Choice
 from graphir.passes.choice.search import search
@@ -168,6 +171,13 @@ def test_why_says_what_else_it_would_have_cost() -> None:
     text = str(balanced)
     for word in ("peak before", "peak after", "next best", "the gap is", "passes:"):
         assert word in text
+
+
+def test_a_bound_is_finite_where_groups_are_reckoned_to_hold_more_than_plans() -> None:
+    problem = instance(INSTANCES[0])
+    tight = replace(problem, limits=tuple([None if limit is None else 1 for limit in problem.limits]))
+    assert lower_bound(tight).seconds == math.inf
+    assert 0 < bound_of(tight, tight.now()) < math.inf
 
 
 def test_limits_that_work_are_told_where_the_given_ones_do_not() -> None:
