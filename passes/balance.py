@@ -196,7 +196,7 @@ class _Balancing:
                 limits[device] = room
         self.limits = limits
         self.wanted = Wanted(
-            limits, tuple(d for d in self.names if not d.is_host), options.options, self.pins(), self.wholes(), {}
+            limits, tuple(d for d in self.names if not d.is_host), options.options, self.pins(), self.wholes()
         )
         self.grouped = grouped(program, self.wanted, self.topology, profile, threads)
         self.emits = len(program.step.ops) <= _MOST_EMITTED

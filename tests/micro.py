@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import models
+import runnable
 import torch
 from torch import nn
 
@@ -16,16 +17,7 @@ __all__ = ["assert_same", "captured", "mlp", "steps"]
 
 
 def captured(example: models.Example, parts: int, **options: Any) -> Program:
-    optimizer = torch.optim.SGD(example.model.parameters(), lr=0.1, momentum=0.9)
-    return graphir.capture(
-        example.model,
-        inputs=example.inputs,
-        targets=example.targets,
-        loss=example.loss,
-        optimizer=optimizer,
-        accumulate=parts,
-        **options,
-    )
+    return runnable.captured(example, runnable.sgd(example.model.parameters()), accumulate=parts, **options)
 
 
 def mlp(batch: int = 32, width: int = 48, layers: int = 6) -> models.Example:

@@ -33,7 +33,6 @@ class Wanted(NamedTuple):
         options: of ``shift``, ``park`` and ``recompute``.
         pins: by module, the device where it has to be.
         whole: by module, the pattern of modules that are not taken apart, and which one of these it is in.
-        dims: the sizes.
     """
 
     limits: Mapping[Device, int]
@@ -41,7 +40,6 @@ class Wanted(NamedTuple):
     options: tuple[str, ...]
     pins: Mapping[str, Device]
     whole: Mapping[str, str]
-    dims: Mapping[str, int]
 
 
 @dataclass
@@ -76,7 +74,7 @@ def grouped(program: Program, wanted: Wanted, topology: Topology, profile: Profi
     Raises:
         PassError: no module of the program has parameters.
     """
-    used = memory(program, dims=wanted.dims or None, profile=profile, threads=threads)
+    used = memory(program, profile=profile, threads=threads)
     units = Units(program, dict(used.dims))
     numbers, members = Merging(units, wanted.pins, wanted.whole).run()
     tasks = Tasks(units, numbers, used)

@@ -70,14 +70,10 @@ class Outcomes:
 
     Args:
         problem: what is to be placed.
-
-    Attributes:
-        evaluated: how many choices were.
     """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.evaluated = 0
         self._known: dict[Choice, Outcome] = {}
         self._facts = [_fact(problem, value) for value in problem.values]
 
@@ -85,7 +81,6 @@ class Outcomes:
         """What a choice comes to."""
         found = self._known.get(choice)
         if found is None:
-            self.evaluated += 1
             found = self._known[choice] = _Step(self.problem, choice).outcome(self._facts)
         return found
 

@@ -153,7 +153,7 @@ class Tasks:
         found = Found(
             [[] for _ in range(groups)], again.storages, [-1] * groups, [0] * groups, [{} for _ in range(groups)]
         )
-        merged: dict[tuple[object, ...], int] = defaultdict(int)
+        merged: dict[Value, int] = defaultdict(int)
         for storage, touching in reads.items():
             blob, use = blobs[storage], uses.get(storage)
             if blob.device.is_host or use is None:
@@ -177,33 +177,17 @@ class Tasks:
             saved = made >= 0 and runs[made].phase == "forward" and use.late >= 0 and use.written < 0 and not lasts
             if saved:
                 found.parks[group].append(storage)
-            is_again = storage in again.of
-            key = (
-                made,
-                readers,
-                late,
-                group,
-                lasts,
-                not state,
-                saved,
-                is_again,
-                tuple(again.rebuilds.get(storage, ())),
-            )
-            merged[key] += blob.nbytes(self.dims)
-            if is_again:
-                found.again_at[group] = min(task for task in readers if runs[task].phase != "forward")
-        for storage in again.of:
-            group = again.of[storage]
+            rebuilds = tuple(again.rebuilds.get(storage, ()))
+            like = Value(0, made, readers, late, group, lasts, not state, saved, storage in again.of, rebuilds)
+            merged[like] += blob.nbytes(self.dims)
+        for storage, group in again.of.items():
             at = min(task for task in reads[storage] if runs[task].phase != "forward")
             found.again_at[group] = at if found.again_at[group] < 0 else min(found.again_at[group], at)
         for group in range(groups):
             found.again_seconds[group] = {
                 name: sum(costs[i] for i in again.ops[group]) for name, costs in self.costs.items()
             }
-        values = [
-            Value(nbytes, made, readers, late, group, lasts, counted, parks, repeated, rebuilds)  # type: ignore[arg-type]
-            for (made, readers, late, group, lasts, counted, parks, repeated, rebuilds), nbytes in merged.items()
-        ]
+        values = [like._replace(nbytes=nbytes) for like, nbytes in merged.items()]
         self.found = found
         return sorted(values, key=lambda value: (value.made, value.reads)), found
 

@@ -240,13 +240,14 @@ def test_a_model_without_modules_is_refused() -> None:
         passes.balance(program, {"gpu:0": 10**9}, evaluations=10)
 
 
-@pytest.mark.parametrize("given", INSTANCES[::4], ids=lambda given: given.name)
+@pytest.mark.parametrize(
+    "given", [g for g in INSTANCES[::4] if (g.shape, g.share) != ("u-net", 0.45)], ids=lambda given: given.name
+)
 def test_single_changes_do_not_help_what_is_found(given: Any) -> None:
     problem = instance(given)
     outcomes = Outcomes(problem)
     found = search(problem, evaluations=3000)
-    if found.outcome.over:
-        pytest.skip("no choice within the limits was found")
+    assert not found.outcome.over
     for i, group in enumerate(problem.groups):
         for device in group.devices:
             for stored in {KEEP, AGAIN, *group.stored} - {device}:

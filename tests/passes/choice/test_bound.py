@@ -12,7 +12,7 @@ from choices import chosen_at_random, every_choice, limited, varied
 from graphir.passes.choice.bound import lower_bound
 from graphir.passes.choice.facts import total_seconds
 from graphir.passes.choice.linear import Linear
-from graphir.passes.choice.outcome import Outcomes
+from graphir.passes.choice.outcome import Outcome, Outcomes
 from graphir.passes.choice.problem import AGAIN, KEEP, Choice, Problem
 from graphir.passes.choice.relaxed.bytes import Bytes
 from graphir.passes.choice.relaxed.parts import Parts
@@ -21,14 +21,19 @@ from graphir.passes.choice.search import search
 from instances import INSTANCES, Instance, instance
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_no_choice_within_limits_beats_the_bound(seed: int) -> None:
-    """Limits are what a random choice holds, on each device or on the fullest one: as tight as can be."""
+def at_random(seed: int) -> tuple[Problem, Choice, Outcome]:
+    """A problem, a choice for it, and what that comes to."""
     rng = random.Random(seed)
     problem = instance(rng.choice(INSTANCES))
     problem = varied(problem, rng) if seed % 3 else problem
     choice = chosen_at_random(problem, rng)
-    outcome = Outcomes(problem)(choice)
+    return problem, choice, Outcomes(problem)(choice)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_choice_within_limits_beats_the_bound(seed: int) -> None:
+    """Limits are what a random choice holds, on each device or on the fullest one: as tight as can be."""
+    problem, _, outcome = at_random(seed)
     if not isfinite(outcome.seconds):
         return
     *peaks, _ = outcome.peaks
@@ -44,11 +49,7 @@ def test_no_choice_within_limits_beats_the_bound(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_what_the_program_says_of_one_choice_is_no_more_than_it_comes_to(seed: int) -> None:
     """Groups are whole: all parts but those of a random choice are nothing, and limits are what it holds."""
-    rng = random.Random(seed)
-    problem = instance(rng.choice(INSTANCES))
-    problem = varied(problem, rng) if seed % 3 else problem
-    choice = chosen_at_random(problem, rng)
-    outcome = Outcomes(problem)(choice)
+    problem, choice, outcome = at_random(seed)
     if not isfinite(outcome.seconds):
         return
     *peaks, _ = outcome.peaks
