@@ -14,11 +14,10 @@ from ..ir.plan import Event, Instruction, Plan
 from ..ir.size import Dims
 from ..ir.text import operator_text
 from .execution import Execution
-from .liveness import liveness
-from .simulation import Holdings, Sharing, Tasks, Times, shared, simulate
+from .simulation import Sharing, Tasks, Times, shared, simulate
 from .topology import Host, Link, Topology
 
-__all__ = ["Crossing", "Interval", "Schedule", "holdings", "schedule"]
+__all__ = ["Crossing", "Interval", "Schedule", "schedule"]
 
 
 class Interval(NamedTuple):
@@ -192,21 +191,3 @@ class _Routes:
             return spent
         self.by_link.add(position)
         return brought if kind == "copy" or self.on_host else spent + brought
-
-
-def holdings(plan: Plan, dims: Dims) -> Holdings:
-    """What a plan's storages hold, for :func:`.simulation.held`: devices by their position in ``plan.step.devices``.
-
-    State, inputs and outputs stay; scratch and receive buffers are not in it.
-    """
-    numbers = {device: number for number, device in enumerate(plan.step.devices)}
-    blobs, count = plan.step.blobs, len(plan.instructions)
-    given = {blobs[name].storage for name in plan.step.external_inputs}
-    devices, nbytes, first, last = [], [], [], []
-    for storage, (start, end) in liveness(plan).items():
-        blob = blobs[storage]
-        devices.append(numbers[blob.device])
-        nbytes.append(blob.nbytes(dims))
-        first.append(-1 if storage in given else start)
-        last.append(-1 if end >= count or storage in given else end)
-    return Holdings(devices, nbytes, first, last)

@@ -1,4 +1,4 @@
-"""When tasks are executed that share workers and links, and what the devices hold meanwhile.
+"""When tasks are executed that share workers and links.
 
 A task is anything that takes time: an operator, a copy, a part of a collective. Tasks stand in issue order, and each
 worker (a stream, a thread) executes its own in that order, each as early as it can: after its worker's task before,
@@ -7,21 +7,19 @@ directed link, which queue. That is a longest-path sweep, one visit a task, and 
 
     times = simulate(Tasks(workers=[0, 1, 1], seconds=[2e-3, 1e-3, 4e-3], after=[(), (0,), ()], links=[(), (0,), ()]))
     times.seconds                                    # of the step
-    held(Holdings(...), times)[0].peak               # bytes of device 0
 
-Workers, links and devices are numbers from 0, tasks their positions.
+Workers and links are numbers from 0, tasks their positions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ISSUED", "NOTHING", "WORKER", "Held", "Holdings", "Sharing", "Tasks", "Times", "held", "shared", "simulate"]
+__all__ = ["ISSUED", "NOTHING", "WORKER", "Sharing", "Tasks", "Times", "shared", "simulate"]
 
 NOTHING: Final = -1
 """The cause of a task that starts with the step."""
@@ -163,52 +161,3 @@ def _overlap(
         return since
 
     return busy(until) - busy(begins)
-
-
-class Holdings(NamedTuple):
-    """What is held on devices, one entry for each storage.
-
-    Attributes:
-        devices: where it is.
-        nbytes: how many bytes it has.
-        first: the task at whose start it is taken; -1: it is there from the beginning.
-        last: the task at whose end it is freed; -1: it stays to the end.
-    """
-
-    devices: Sequence[int]
-    nbytes: Sequence[int]
-    first: Sequence[int]
-    last: Sequence[int]
-
-
-@dataclass(frozen=True)
-class Held:
-    """The bytes of one device over time.
-
-    Attributes:
-        seconds: when they change, ascending.
-        nbytes: what is held from then on; what is freed at a time is gone before anything is taken at it.
-        peak: the most.
-    """
-
-    seconds: NDArray[np.float64]
-    nbytes: NDArray[np.int64]
-    peak: int
-
-
-def held(holdings: Holdings, times: Times) -> dict[int, Held]:
-    """What each device holds over time."""
-    devices = np.asarray(holdings.devices, np.int64)
-    nbytes = np.asarray(holdings.nbytes, np.int64)
-    taken = np.concatenate([np.asarray(times.starts, np.float64), [0.0]])[np.asarray(holdings.first, np.int64)]
-    freed = np.concatenate([np.asarray(times.ends, np.float64), [np.inf]])[np.asarray(holdings.last, np.int64)]
-    found = {}
-    for device in np.unique(devices).tolist():
-        here = devices == device
-        at = np.concatenate([taken[here], freed[here]])
-        change = np.concatenate([nbytes[here], -nbytes[here]])
-        order = np.lexsort((change, at))
-        ended = int(np.isfinite(at).sum())
-        at, live = at[order][:ended], change[order].cumsum()[:ended]
-        found[device] = Held(at, live, int(live.max(initial=0)))
-    return found

@@ -12,10 +12,7 @@ import graphir
 from graphir import passes
 from graphir.analysis.estimate import estimated
 from graphir.analysis.execution import ONE_THREAD, STREAMS, THREADS
-from graphir.analysis.memory import memory
 from graphir.analysis.profiles import Machine, Measured, Profile
-from graphir.analysis.schedule import holdings
-from graphir.analysis.simulation import held
 from graphir.analysis.topology import Host, Link, Speed, Topology
 from graphir.errors import GraphirError
 
@@ -202,16 +199,6 @@ def test_threads_of_a_host_share_its_cores():
         cores: graphir.estimate(plan, topology(host=Host(cores=cores)), executor="threads").seconds for cores in (1, 2)
     }
     assert seconds[2] == pytest.approx(3.0, rel=1e-5) and seconds[1] == pytest.approx(6.0, rel=1e-5)
-
-
-def test_what_storages_hold_over_time_is_what_memory_says_of_one_thread():
-    example = models.mlp()
-    plan = passes.emit(spread(captured(example, sgd(example.model.parameters())), share=False)).with_(buffers={})
-    found = graphir.estimate(plan, Topology.named("cpu"), executor="serial", profile=None)
-    bytes_of = held(holdings(plan, found.dims), found.schedule.times)
-    expected = memory(plan, profile=None)
-    for number, device in enumerate(plan.step.devices):
-        assert bytes_of[number].peak == expected.peak_of_storages(device)
 
 
 @pytest.mark.parametrize(

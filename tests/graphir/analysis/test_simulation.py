@@ -2,10 +2,9 @@
 
 import random
 
-import numpy as np
 import pytest
 
-from graphir.analysis.simulation import ISSUED, NOTHING, WORKER, Holdings, Sharing, Tasks, held, shared, simulate
+from graphir.analysis.simulation import ISSUED, NOTHING, WORKER, Sharing, Tasks, shared, simulate
 
 
 def random_tasks(seed, count=200, workers=4, links=3):
@@ -75,7 +74,6 @@ def test_a_host_thread_issues_one_after_the_other():
 
 def test_nothing_takes_no_time():
     assert simulate(Tasks([], [], [], [])).seconds == 0.0
-    assert held(Holdings([], [], [], []), simulate(Tasks([], [], [], []))) == {}
 
 
 def test_what_runs_at_once_takes_longer_by_what_overlaps():
@@ -87,25 +85,3 @@ def test_what_runs_at_once_takes_longer_by_what_overlaps():
     assert shared(tasks, times, alone._replace(slowdown=[1.5, 1.0, 2.0])) == [6.0, 2.0, 6.0]
     assert shared(tasks, times, alone._replace(lock=[1.0] * 3)) == [5.0, 3.0, 4.5]
     assert shared(tasks, times, alone._replace(cores=1)) == [8.0, 4.0, 6.0]
-
-
-def test_bytes_are_held_from_the_start_of_one_task_to_the_end_of_another():
-    times = simulate(Tasks([0, 0, 1], [1.0, 2.0, 5.0], [()] * 3, [()] * 3))
-    found = held(Holdings([0, 0, 0, 1], [10, 1, 4, 7], [-1, 0, 1, 2], [-1, 0, -1, 2]), times)
-    assert (found[0].seconds.tolist(), found[0].nbytes.tolist()) == ([0.0, 0.0, 1.0, 1.0], [1, 11, 10, 14])
-    assert (found[0].peak, found[1].peak) == (14, 7)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_what_is_held_is_what_is_counted_at_each_time(seed):
-    rng = random.Random(seed)
-    times = simulate(random_tasks(seed))
-    first = [rng.randrange(-1, 150) for _ in range(80)]
-    begun = [times.starts[f] if f >= 0 else 0.0 for f in first]
-    last = [rng.choice([-1, *[i for i, end in enumerate(times.ends) if end > at]]) for at in begun]
-    devices, nbytes = [rng.randrange(3) for _ in first], [rng.randrange(1, 100) for _ in first]
-    for device, found in held(Holdings(devices, nbytes, first, last), times).items():
-        ends = [times.ends[i] if i >= 0 else np.inf for i in last]
-        for at, live in dict(zip(found.seconds.tolist(), found.nbytes.tolist(), strict=True)).items():
-            rows = zip(devices, nbytes, begun, ends, strict=True)
-            assert live == sum(n for d, n, s, e in rows if d == device and s <= at < e)
