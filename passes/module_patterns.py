@@ -11,18 +11,26 @@ from graphir.ir.module_patterns import ModulePattern
 from graphir.ir.names import base_name
 from graphir.ir.program import Program
 
-__all__ = ["claims", "module_paths", "outermost"]
+__all__ = ["claims", "lineage", "module_paths", "outermost", "weighted_modules"]
 
 
 def module_paths(program: Program) -> dict[str, None]:
     """The paths of the modules that run in the step or own some of its state, and of those that they are in."""
     named = {op.module for op in program.step.ops}
     named.update(name.rpartition(".")[0] for name in program.interface.module_state)
-    found: dict[str, None] = {}
-    for path in sorted(named):
-        parts = path.split(".") if path else []
-        found.update(dict.fromkeys(".".join(parts[: i + 1]) for i in range(len(parts))))
-    return found
+    return dict.fromkeys(path for module in sorted(named) for path in lineage(module))
+
+
+def lineage(path: str) -> list[str]:
+    """The modules that a module is in, the outermost first, and itself; nothing for the model."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def weighted_modules(program: Program) -> set[str]:
+    """The paths of the modules that own parameters or buffers and that no others are in."""
+    owners = {name.rpartition(".")[0] for name in program.interface.module_state}
+    return owners - {path.rpartition(".")[0] for path in module_paths(program)}
 
 
 def claims(program: Program, patterns: Iterable[str]) -> dict[str, str]:
@@ -70,13 +78,7 @@ def _matched(pattern: ModulePattern, ordered: Sequence[Sequence[str]]) -> list[s
 def outermost(claimed: Mapping[str, str]) -> list[str]:
     """The claimed modules that are inside of no other one of them, in the order of their paths."""
     paths = sorted(claimed, key=lambda path: path.split("."))
-    return [path for path in paths if claimed.keys().isdisjoint(_above(path))]
-
-
-def _above(path: str) -> set[str]:
-    """The paths of the modules that a module is in."""
-    parts = path.split(".")
-    return {".".join(parts[:i]) for i in range(1, len(parts))}
+    return [path for path in paths if claimed.keys().isdisjoint(lineage(path)[:-1])]
 
 
 def _unknown(program: Program, text: str, paths: Mapping[str, None]) -> PassError:

@@ -33,6 +33,7 @@ from graphir.ir.program import Program
 from graphir.ir.text import operator_text
 
 from .base import Pass, build, register
+from .module_patterns import lineage
 from .saved import Use, choose, require_captured, saved_in, unsaved, uses_of
 from .substitutes import Substitutes, with_operands
 
@@ -114,9 +115,7 @@ def _leaving(net: Net, modules: Mapping[str, str], saved: Mapping[str, str]) -> 
     def root(module: str) -> str:
         """The outermost module of a pattern's that *module* is in; empty where it is in none."""
         if module not in roots:
-            parts = module.split(".")
-            above = (".".join(parts[: i + 1]) for i in range(len(parts)))
-            roots[module] = next((path for path in above if path in modules), "")
+            roots[module] = next((path for path in lineage(module) if path in modules), "")
         return roots[module]
 
     home: dict[str, str] = {}

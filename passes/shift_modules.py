@@ -27,7 +27,7 @@ from graphir.ir.program import Program
 from .base import Pass, build, register
 from .cut import cheapest_sides
 from .following import follow, follows
-from .module_patterns import claims, module_paths
+from .module_patterns import claims, weighted_modules
 
 __all__ = ["ShiftModules", "Target", "shift_modules"]
 
@@ -120,10 +120,7 @@ class _Move:
         self, program: Program, claimed: Mapping[str, str], targets: Mapping[str, Mapping[Device, Device] | Device]
     ) -> None:
         self.program, self.claimed, self.targets = program, claimed, targets
-        state = [name.rpartition(".")[0] for name in program.interface.module_state]
-        paths = module_paths(program)
-        containers = {path.rpartition(".")[0] for path in paths}
-        self.weighted = {path for path in state if path not in containers}
+        self.weighted = weighted_modules(program)
 
     def device(self, module: str, now: Device) -> Device:
         """Where what belongs to *module* and is on the device *now* goes."""

@@ -14,7 +14,7 @@ from graphir.ir.program import Program
 
 from ..activations import find_activations
 from ..base import build
-from ..module_patterns import claims, module_paths
+from ..module_patterns import claims, lineage, module_paths
 from ..park import Park
 from ..recompute import Recompute
 from ..saved import saved_in, uses_of
@@ -97,21 +97,15 @@ def _outermost(
     """The outermost modules in which all that are placed go the same way, and which one."""
     inside: dict[str, set[tuple[tuple[Device, Device], ...]]] = defaultdict(set)
     for module in modules:
-        for path in _upwards(module):
+        for path in lineage(module):
             inside[path].add(going[module])
     done: set[str] = set()
     for module in modules:
-        above = _upwards(module)
+        above = lineage(module)
         if done.isdisjoint(above):
             path = next((path for path in above if len(inside[path]) == 1), module)
             done.add(path)
             yield path, going[module]
-
-
-def _upwards(module: str) -> list[str]:
-    """A module and those that it is in, the outermost first; not the model itself."""
-    parts = module.split(".")
-    return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
 def _by_module(program: Program, storages: Sequence[str]) -> list[str]:
@@ -123,7 +117,7 @@ def _by_module(program: Program, storages: Sequence[str]) -> list[str]:
     left, found = dict.fromkeys(storages), list[str]()
     makers = [program.step.ops[uses[storage].made].module for storage in storages]
     known = module_paths(program).keys() - program.step.blobs.keys()  # what names a blob, too, stands for the blob
-    for path in dict.fromkeys(path for module in makers if module for path in _upwards(module)):
+    for path in dict.fromkeys(path for module in makers if module for path in lineage(module)):
         if path in known and not any(path == above or path.startswith(f"{above}.") for above in found):
             inside = saved(path)
             if inside and inside <= left.keys():

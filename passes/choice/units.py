@@ -17,7 +17,7 @@ from graphir.ir.opset import ACCUMULATES
 from graphir.ir.program import Program
 from graphir.ir.size import Dims
 
-from ..module_patterns import module_paths
+from ..module_patterns import weighted_modules
 from ..saved import uses_of
 
 __all__ = ["Unit", "Units"]
@@ -46,9 +46,7 @@ class Units:
     def __init__(self, program: Program, dims: Dims) -> None:
         self.program, self.net, self.dims = program, program.step, dims
         self.uses = uses_of(self.net)
-        state = [base_name(name).rpartition(".")[0] for name in program.interface.module_state]
-        containers = {path.rpartition(".")[0] for path in module_paths(program)}
-        self.weighted = {path for path in state if path and path not in containers}
+        self.weighted = weighted_modules(program) - {""}
         self.of_op: list[Unit | None] = [None] * len(self.net.ops)
         self.of_state: dict[str, Unit] = {}
         self.at = {unit: i for i, unit in enumerate(self.place_forward())}

@@ -7,8 +7,7 @@ import pickle
 import subprocess
 import sys
 import threading
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -22,16 +21,10 @@ from torch.utils import _pytree as pytree
 import graphir
 from graphir.parallel import CompiledReplicas, SynchronizedBatchNorm1d
 
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    """Each kernel in one thread; what runs eagerly without a test's asking is an error."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", graphir.errors.EagerWarning)
-        yield
-    torch.set_num_threads(threads)
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("error::graphir.errors.EagerWarning"),  # where no test asks for eager replicas
+]
 
 
 class Expected(NamedTuple):

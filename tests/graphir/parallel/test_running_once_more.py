@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,15 +13,10 @@ from torch import Tensor, nn
 
 import graphir
 
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", graphir.errors.EagerWarning)
-        yield
-    torch.set_num_threads(threads)
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("error::graphir.errors.EagerWarning"),  # where no test asks for eager replicas
+]
 
 
 class Two(nn.Module):
