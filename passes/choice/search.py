@@ -226,6 +226,7 @@ class _Search:
             warm = hottest * (_COLDEST / hottest) ** part
             choice = self.changed(now)
             if choice == now:
+                self.tries += 1  # or a search in which nothing can be changed would not end
                 continue
             new = self.tried(choice)
             if new <= cost or self.random.random() < math.exp((cost - new) / warm):

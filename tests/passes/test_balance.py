@@ -302,3 +302,9 @@ def test_the_command_line_balances(tmp_path: Path, capsys: pytest.CaptureFixture
     printed = capsys.readouterr().out
     assert "peak after" in printed and "shift_modules" in printed
     assert graphir.certify(program, passes.inject_copies(graphir.load(placed))).holds
+
+
+def test_a_search_ends_where_nothing_can_be_changed() -> None:
+    program = trained(models.mlp())
+    balanced = passes.balance(program, {"gpu:0": 10 * need(program)}, options=["shift"], evaluations=50)
+    assert balanced.pipeline == ""
