@@ -12,7 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from graphir.analysis.simulation import Tasks, simulate
 from graphir.ir.device import Device
@@ -22,6 +22,10 @@ from ..trips import Clock, toll
 from .problem import AGAIN, KEEP, Choice, Problem, Value
 
 __all__ = ["Outcome", "Outcomes", "buffers"]
+
+
+_MOST_KNOWN: Final = 50_000
+"""How many outcomes are remembered at a time: some 100 MB, where a search goes on for an hour."""
 
 
 class Outcome(NamedTuple):
@@ -81,6 +85,8 @@ class Outcomes:
         """What a choice comes to."""
         found = self._known.get(choice)
         if found is None:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
             found = self._known[choice] = _Step(self.problem, choice).outcome(self._facts)
         return found
 
