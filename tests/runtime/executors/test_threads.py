@@ -60,9 +60,12 @@ def test_threads_end_with_the_session(two):
 
 def test_threads_end_with_a_session_that_nobody_closed():
     session = Session(forward_plan(TWO_DEVICES, "i", "d", output="c", state=STATE), STATE, executor="threads")
-    assert threads_of_sessions()
+    threads = threads_of_sessions()
+    assert threads
     del session
     gc.collect()
+    for thread in threads:  # they are told to end, and nobody waits for them
+        thread.join(10)
     assert threads_of_sessions() == []
 
 
