@@ -239,8 +239,13 @@ def _in_one_order(
     scale: float,
 ) -> Sequence[Tensor]:
     """The gradients of query, key and value. Keys are not split into blocks, whose parts would be added in the order in
-    which they are done. Torch's operator on top of this one has no argument for that."""
+    which they are done. Torch's operator on top of this one has no argument for that.
+
+    In half precision the kernel reads *out* as if it were dense in the order batch, sequence, heads, size, whatever its
+    strides are (``o_strideM`` in aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h).
+    """
     grad_out, query, key, value, out = (tensor.transpose(1, 2) for tensor in (grad_out, query, key, value, out))
+    out = out.contiguous()
     seed = torch.empty((), dtype=torch.int64, device=query.device)
     lengths = None, None, query.size(1), key.size(1)
     *grads, _ = _aten._efficient_attention_backward(

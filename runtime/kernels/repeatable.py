@@ -85,9 +85,9 @@ def _put(type: str, first: Tensor, indices: Any, values: Tensor, accumulate: boo
 
 
 _NAMES: Final = """
-    _unsafe_index_put.default index_add.default index_add_.default index_copy.default index_copy_.default
-    index_put.default index_put_.default scatter.src scatter_.src scatter_add.default scatter_add_.default
-    scatter_reduce.two scatter_reduce_.two
+    _unsafe_index_put.default embedding_dense_backward.default index_add.default index_add_.default index_copy.default
+    index_copy_.default index_put.default index_put_.default scatter.src scatter_.src scatter_add.default
+    scatter_add_.default scatter_reduce.two scatter_reduce_.two
 """
 
 _PUT: Final = frozenset({"aten._unsafe_index_put.default", "aten.index_put.default", "aten.index_put_.default"})
@@ -95,8 +95,11 @@ _PUT: Final = frozenset({"aten._unsafe_index_put.default", "aten.index_put.defau
 REPEATABLE: Final[Mapping[str, Callable[..., Any]]] = {
     type: partial(_put if type in _PUT else _called, type) for type in (f"aten.{name}" for name in _NAMES.split())
 }
-"""Torch's types that have such a kernel, and what calls it (the documentation of
-``torch.use_deterministic_algorithms``)."""
+"""Torch's types that have such a kernel, and what calls it.
+
+Source: the documentation of ``torch.use_deterministic_algorithms``. It does not name a lookup's backward, which for
+tables of a few rows adds as its threads come (an H200 with torch 2.11), and in one order under that mode.
+"""
 
 
 def unrepeatable(net: Net, places: Mapping[Device, torch.device]) -> list[str]:

@@ -72,6 +72,7 @@ CASES = {
     "bf16": Case(dtype=torch.bfloat16),
     "f32 mask": Case(dtype=torch.bfloat16, mask="whole", mask_dtype=torch.float32),
     "f16": Case(dtype=torch.float16, size=6),
+    "f16 of a model": Case(dtype=torch.float16, queries=70, keys=45, size=64),
     "f64": Case(dtype=torch.float64),
 }
 
@@ -172,7 +173,8 @@ class Stand(TorchDispatchMode):
     def _efficient_attention_backward(
         self, grad_out_, query, key, value, bias, out, logsumexp, custom_mask_type, scale, num_splits_key, **rest
     ):
-        """Operands are in the order batch, sequence, heads, size."""
+        """Operands are in the order batch, sequence, heads, size. The kernel reads the output as if it were dense."""
+        assert out.is_contiguous()
         assert torch.get_deterministic_debug_mode() == 0 and num_splits_key == 1
         assert query.size(0) <= 65535 and not rest["bias_requires_grad"]
         assert (rest["max_seqlen_q"], rest["max_seqlen_k"]) == (query.size(1), key.size(1))
