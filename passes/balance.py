@@ -49,6 +49,19 @@ __all__ = ["Balance", "balance"]
 
 Option: TypeAlias = Literal["shift", "park", "recompute"]
 
+_MOST: Final = 48
+"""How many groups there are at most: as many as a search can take."""
+
+_FEWER: Final = (24, 12)
+"""How many there are to be, too, where groups compute again. What a group reads of others is kept, so that larger
+groups keep less; and they hold more while they compute again."""
+
+_FIRST: Final = 0.6
+"""The part of a search after which it is decided whether to go on with these."""
+
+_WORSE: Final = 1.03
+"""How many times as long as another's a step may be, as its groups say, so that a plan is worth a look."""
+
 _MOST_EMITTED: Final = 20_000
 """Operators of a program above which peaks and seconds are not those of an emitted plan: it would take longer than the
 search."""
@@ -175,12 +188,32 @@ class _Emitted(NamedTuple):
     seconds: float = 0.0
 
 
+class _Attempt(NamedTuple):
+    """A search for a choice.
+
+    Attributes:
+        grouped: the groups.
+        problem: theirs, with devices that hold as much more as plans have shown.
+        found: the best choice.
+    """
+
+    grouped: Grouped
+    problem: Problem
+    found: Found
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """By how much limits are exceeded, and seconds of a step, as the groups say."""
+        return self.found.outcome.over, self.found.outcome.seconds
+
+
 class _Balancing:
-    """One search and what it needs.
+    """Some searches, what they need, and what they have found.
 
     Attributes:
         topology: where the program would run.
-        grouped: the problem.
+        grouped: the program in as many groups as a search can take.
+        evaluated: how many choices were looked at.
     """
 
     def __init__(self, options: Balance, program: Program, profile: Profile | None, threads: int) -> None:
@@ -198,7 +231,8 @@ class _Balancing:
         self.wanted = Wanted(
             limits, tuple(d for d in self.names if not d.is_host), options.options, self.pins(), self.wholes()
         )
-        self.grouped = grouped(program, self.wanted, self.topology, profile, threads)
+        self.grouped = self.groups(_MOST)
+        self.evaluated = 0
         self.emits = len(program.step.ops) <= _MOST_EMITTED
 
     def refuse(self) -> None:
@@ -247,31 +281,77 @@ class _Balancing:
         tops = [m for m in claimed if not any(m.startswith(f"{other}.") for other in claimed)]
         return {m: next(top for top in tops if m == top or m.startswith(f"{top}.")) for m in claimed}
 
+    def groups(self, most: int) -> Grouped:
+        """The program in so many groups."""
+        return grouped(self.program, self.wanted, self.topology, self.profile, self.threads, most)
+
     def run(self) -> Balanced:
-        options, problem = self.options, self.grouped.problem
-        left = max(options.seconds - (time.perf_counter() - self.begun), options.seconds / 2)
-        found = search(problem, left, options.evaluations, options.seed)
+        attempts = self.attempts()
         if not self.emits:
-            if found.outcome.over:
-                raise self.infeasible(_named(problem, found.outcome.peaks))
-            return self.report(problem, _Emitted(found.choice, placed(self.program, self.grouped, found.choice)), found)
+            (only,) = attempts
+            if only.found.outcome.over:
+                raise self.infeasible(_named(only.problem, only.found.outcome.peaks))
+            choice = only.found.choice
+            return self.report(only, _Emitted(choice, placed(self.program, only.grouped, choice)), attempts)
         nearest: _Emitted | None = None
-        for attempt in range(_ATTEMPTS):
-            others = found.others[: _OTHERS if len(self.program.step.ops) <= _MANY else 0]
-            tried = [self.emitted(choice) for choice in (found.choice, *others)]
-            fitting = [one for one in tried if not self.excess(one.peaks)]
+        for number in range(_ATTEMPTS):
+            tried = [(attempt, self.emitted(attempt, choice)) for attempt, choice in self.candidates(attempts)]
+            fitting = [(attempt, one) for attempt, one in tried if not self.excess(one.peaks)]
             if fitting:
-                return self.report(problem, min(fitting, key=lambda one: one.seconds), found)
-            nearest = min(
-                [*tried, *([nearest] if nearest else [])], key=lambda one: sum(self.excess(one.peaks).values())
-            )
-            if found.outcome.over > _HOPELESS:
+                return self.report(*min(fitting, key=lambda pair: pair[1].seconds), attempts)
+            near = [one for _, one in tried] + ([nearest] if nearest else [])
+            nearest = min(near, key=lambda one: sum(self.excess(one.peaks).values()))
+            attempts = [a for a in attempts if a.found.outcome.over <= _HOPELESS and not a.found.interrupted]
+            if not attempts:
                 break
-            problem = self.tightened(problem, tried[0].peaks, found.outcome.peaks)
-            again = (nearest.choice, found.choice, *found.others)
-            found = search(problem, options.seconds, options.evaluations, options.seed + attempt + 1, again)
+            attempts = [
+                self.tightened(attempt, [one for of, one in tried if of is attempt], number + 1, 1 / len(attempts))
+                for attempt in attempts
+            ]
         assert nearest is not None
         raise self.infeasible(nearest.peaks)
+
+    def attempts(self) -> list[_Attempt]:
+        """Searches within the budget: among as many groups as a search can take; where these compute again, or nothing
+        is within the limits, among fewer and larger ones, too."""
+        regroups = self.emits and "recompute" in self.options.options and len(self.grouped.problem.groups) > min(_FEWER)
+        first = self.attempt(self.grouped, _FIRST if regroups else 1.0)
+        found = first.found
+        if not regroups or found.interrupted:
+            return [first]
+        if not found.outcome.over and AGAIN not in found.choice.stored:
+            return [self.attempt(self.grouped, 1 - _FIRST, (found.choice, *found.others))]
+        attempts = [first]
+        for most in _FEWER:
+            if not attempts[-1].found.interrupted:
+                attempts.append(self.attempt(self.groups(most), (1 - _FIRST) / len(_FEWER)))
+        return attempts
+
+    def attempt(self, grouped: Grouped, part: float, starts: Sequence[Choice] = ()) -> _Attempt:
+        """A search among some groups, with a part of the budget."""
+        return self.searched(grouped, grouped.problem, part, starts, 0)
+
+    def searched(
+        self, grouped: Grouped, problem: Problem, part: float, starts: Sequence[Choice], number: int
+    ) -> _Attempt:
+        options = self.options
+        evaluations = None if options.evaluations is None else max(round(options.evaluations * part), 1)
+        seconds = options.seconds * part
+        if not self.evaluated and evaluations is None:  # what grouping took is a part of it
+            seconds = max(seconds - (time.perf_counter() - self.begun), seconds / 2)
+        found = search(problem, seconds, evaluations, options.seed + number, starts)
+        self.evaluated += found.evaluated
+        return _Attempt(grouped, problem, found)
+
+    def candidates(self, attempts: Sequence[_Attempt]) -> list[tuple[_Attempt, Choice]]:
+        """The choices that are worth a plan: the best ones of the best attempt, and the best one of each other that is
+        about as good."""
+        best, *others = sorted(attempts, key=lambda attempt: attempt.rank)
+        count = _OTHERS if len(self.program.step.ops) <= _MANY else 0
+        over, seconds = best.rank
+        near = [other for other in others if over or (not other.rank[0] and other.rank[1] <= _WORSE * seconds)]
+        found = [(best, choice) for choice in (best.found.choice, *best.found.others[:count])]
+        return found + [(other, other.found.choice) for other in near]
 
     def excess(self, peaks: Mapping[str, int]) -> dict[str, int]:
         """By how many bytes devices exceed their limits, those that do."""
@@ -280,18 +360,24 @@ class _Balancing:
         found = {name: peaks.get(name, 0) - limit for name, limit in limits if limit is not None}
         return {name: more for name, more in found.items() if more > 0}
 
-    def tightened(self, problem: Problem, peaks: Mapping[str, int], predicted: Sequence[int]) -> Problem:
-        """The problem with devices that hold more than the groups say."""
+    def tightened(self, attempt: _Attempt, tried: Sequence[_Emitted], number: int, part: float) -> _Attempt:
+        """The attempt again, with devices that hold more than its groups say."""
+        problem, found = attempt.problem, attempt.found
+        if not tried:
+            return attempt
+        peaks = tried[0].peaks
         excess = self.excess(peaks)
         more = [
             max(peaks.get(name, 0) - expected, 0) if name in excess else 0
-            for name, expected in zip(problem.devices, predicted, strict=True)
+            for name, expected in zip(problem.devices, found.outcome.peaks, strict=True)
         ]
-        return replace(problem, held=tuple([held + n for held, n in zip(problem.held, more, strict=True)]))
+        problem = replace(problem, held=tuple([held + n for held, n in zip(problem.held, more, strict=True)]))
+        nearest = min(tried, key=lambda one: sum(self.excess(one.peaks).values()))
+        return self.searched(attempt.grouped, problem, part, (nearest.choice, found.choice, *found.others), number)
 
-    def emitted(self, choice: Choice) -> _Emitted:
+    def emitted(self, attempt: _Attempt, choice: Choice) -> _Emitted:
         """A choice made, and what its plan comes to."""
-        program = placed(self.program, self.grouped, choice)
+        program = placed(self.program, attempt.grouped, choice)
         plan = instructed(InjectCopies().recorded(program))
         execution = STREAMS if self.topology.host is None else THREADS
         peaks = memory(plan, threads=self.threads, profile=self.profile).peak
@@ -313,12 +399,13 @@ class _Balancing:
             + (", or pin less" if self.options.pin else ""),
         )
 
-    def report(self, problem: Problem, best: _Emitted, found: Found) -> Balanced:
+    def report(self, attempt: _Attempt, best: _Emitted, attempts: Sequence[_Attempt]) -> Balanced:
         """The placement before and after."""
+        problem = attempt.problem
         outcomes = Outcomes(problem)
         now, then = outcomes(problem.now()), outcomes(best.choice)
         if best.peaks:
-            before = self.emitted(self.grouped.problem.now())
+            before = self.emitted(attempt, problem.now())
             peaks, seconds = (before.peaks, best.peaks), (before.seconds, best.seconds)
         else:
             peaks = _named(problem, now.peaks), _named(problem, then.peaks)
@@ -357,11 +444,11 @@ class _Balancing:
             links=links,
             before=seconds[0],
             after=seconds[1],
-            bound=bound_of(self.grouped.problem, best.choice),
+            bound=min(bound_of(one.grouped.problem, then.peaks) for one in attempts),
             exact=bool(best.peaks),
             groups=tuple(_places(problem, outcomes, best.choice)),
-            evaluated=found.evaluated,
-            device_map=_device_map(self.grouped, best.choice),
+            evaluated=self.evaluated,
+            device_map=_device_map(attempt.grouped, best.choice),
         )
 
 

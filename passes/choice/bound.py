@@ -6,13 +6,13 @@ The program is :mod:`.relaxed`; it is solved by HiGHS (Huangfu and Hall, Paralle
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from .facts import total_seconds
 from .linear import Linear
-from .outcome import Outcomes
-from .problem import Choice, Problem
+from .problem import Problem
 from .relaxed.bytes import LARGEST, Bytes
 from .relaxed.parts import Parts
 from .relaxed.times import Times
@@ -89,11 +89,10 @@ def _missing(problem: Problem) -> tuple[int, ...]:
     return tuple(found)
 
 
-def bound_of(problem: Problem, choice: Choice) -> float:
-    """The seconds that every choice takes at least that holds no more than the limits, or than *choice*.
+def bound_of(problem: Problem, peaks: Sequence[int]) -> float:
+    """The seconds that every choice takes at least that holds no more than the limits, or than *peaks*.
 
     A plan may fit where its groups are reckoned not to; without what these hold, nothing would be within the limits.
     """
-    peaks = Outcomes(problem)(choice).peaks
     limits = [None if limit is None else max(limit, peak) for limit, peak in zip(problem.limits, peaks, strict=True)]
     return lower_bound(replace(problem, limits=tuple(limits))).seconds

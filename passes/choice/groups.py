@@ -61,7 +61,9 @@ class Grouped:
     again: list[list[str]] = field(default_factory=list)
 
 
-def grouped(program: Program, wanted: Wanted, topology: Topology, profile: Profile | None, threads: int) -> Grouped:
+def grouped(
+    program: Program, wanted: Wanted, topology: Topology, profile: Profile | None, threads: int, most: int
+) -> Grouped:
     """The problem of placing a program.
 
     Args:
@@ -70,13 +72,14 @@ def grouped(program: Program, wanted: Wanted, topology: Topology, profile: Profi
         topology: how fast devices and links are.
         profile: what was measured of calls on that machine.
         threads: how many threads one kernel uses.
+        most: how many groups there are to be, at most.
 
     Raises:
         PassError: no module of the program has parameters.
     """
     used = memory(program, profile=profile, threads=threads)
     units = Units(program, dict(used.dims))
-    numbers, members = Merging(units, wanted.pins, wanted.whole).run()
+    numbers, members = Merging(units, most, wanted.pins, wanted.whole).run()
     tasks = Tasks(units, numbers, used)
     names = _devices(program, wanted)
     seconds = tasks.seconds(names, topology, profile, threads)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Final
 
 from graphir.ir.device import Device
 
@@ -12,24 +11,23 @@ from .units import Unit, Units
 
 __all__ = ["Merging"]
 
-_MOST: Final = 48
-"""How many groups a search can take."""
-
 
 class Merging:
     """Merges the units of a program.
 
     Args:
         units: of the program.
+        most: how many groups there are to be, at most.
         pins: by module, the device where it has to be: what has to be on different devices is not merged.
         whole: by module, which module it is in that a caller wants as a whole: what is in one is merged.
     """
 
-    def __init__(self, units: Units, pins: Mapping[str, Device], whole: Mapping[str, str]) -> None:
-        self.units, self.net, self.at, self.pins, self.whole = units, units.net, units.at, pins, whole
+    def __init__(self, units: Units, most: int, pins: Mapping[str, Device], whole: Mapping[str, str]) -> None:
+        self.units, self.net, self.at, self.most = units, units.net, units.at, most
+        self.pins, self.whole = pins, whole
 
     def run(self) -> tuple[dict[Unit, int], list[list[Unit]]]:
-        """The number of each unit's group, and the units of each group: at most so many groups as a search can take.
+        """The number of each unit's group, and the units of each group: no more groups than are wanted.
 
         Neighbours on one device are merged where the most bytes cross, as long as what they save together is a small
         part of all; never where a caller wants them on different devices, always where a caller wants them as a whole.
@@ -37,7 +35,7 @@ class Merging:
         at = self.at
         crossing, saved = self.crossing()
         chains = [[unit for unit in at if unit[0] == d] for d in dict.fromkeys(unit[0] for unit in at)]
-        share = max(_MOST // len(chains), 2)
+        share = max(self.most // len(chains), 2)
         groups: list[list[Unit]] = []
         for chain in chains:
             total = sum(saved[at[unit]] for unit in chain)
@@ -61,7 +59,7 @@ class Merging:
         """Neighbours of a long chain together, as long as they save at most so much: what is left can be compared
         pair by pair."""
         found: list[list[Unit]] = []
-        nbytes, units = 0, len(chain) / (8 * _MOST)
+        nbytes, units = 0, len(chain) / (8 * self.most)
         for unit in chain:
             more = saved[self.at[unit]]
             if found and nbytes + more <= most and len(found[-1]) < units and self.may_merge(found[-1], [unit]):

@@ -8,7 +8,6 @@ the end each group is tried everywhere, until no change of one group helps.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import random
 import time
@@ -50,12 +49,14 @@ class Found(NamedTuple):
         outcome: what it comes to; where no limits could be kept, the least excess is best.
         evaluated: how many choices were looked at, those that were again counted again.
         others: the next best ones, where annealing had ended before; the best first.
+        interrupted: whether Ctrl-C ended it.
     """
 
     choice: Choice
     outcome: Outcome
     evaluated: int
     others: tuple[Choice, ...] = ()
+    interrupted: bool = False
 
 
 class _Spent(Exception):
@@ -80,11 +81,15 @@ def search(
 
     Ctrl-C ends the search early, with the best so far.
     """
-    found = _Search(problem, seconds, evaluations, seed)
-    with contextlib.suppress(_Spent, KeyboardInterrupt):
+    found, interrupted = _Search(problem, seconds, evaluations, seed), False
+    try:
         found.run(starts)
+    except _Spent:
+        pass
+    except KeyboardInterrupt:
+        interrupted = True
     others = sorted(found.ends - {found.best}, key=found.rank)
-    return Found(found.best, found.outcomes(found.best), found.tries, tuple(others))
+    return Found(found.best, found.outcomes(found.best), found.tries, tuple(others), interrupted)
 
 
 class _Search:

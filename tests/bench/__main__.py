@@ -4,7 +4,7 @@ A figure that misses its limit is in bold there, the last lines name its row, an
 
 python tests/bench [capture] [scale] [passes] [synthetic] [caffe2] [step] [check] [parallel] [lock] [small] [shard]
                    [replicas] [pipeline] [pipelined] [memory] [profile] [profiling] [estimate] [simulate] [balance]
-                   [placements] [start] [bits] [whole] [cuda] [mutants] [certificates] [proofs] [cuts] [compare]
+                   [placements] [start] [bits] [whole] [cuda] [fit] [mutants] [certificates] [proofs] [cuts] [compare]
                    [elements] [--write]
 """
 
@@ -33,6 +33,7 @@ import comparing
 import cutting
 import estimating
 import exactness
+import fitting
 import flowing
 import importing
 import locking
@@ -79,6 +80,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "bits": exactness.bit_rows,
     "whole": exactness.whole_batch_rows,
     "cuda": accelerating.rows,
+    "fit": fitting.rows,
     "mutants": mutating.rows,
     "certificates": certifying.rows,
     "proofs": proving.pass_rows,

@@ -177,7 +177,7 @@ def test_a_bound_is_finite_where_groups_are_reckoned_to_hold_more_than_plans() -
     problem = instance(INSTANCES[0])
     tight = replace(problem, limits=tuple([None if limit is None else 1 for limit in problem.limits]))
     assert lower_bound(tight).seconds == math.inf
-    assert 0 < bound_of(tight, tight.now()) < math.inf
+    assert 0 < bound_of(tight, Outcomes(tight)(tight.now()).peaks) < math.inf
 
 
 def test_limits_that_work_are_told_where_the_given_ones_do_not() -> None:
