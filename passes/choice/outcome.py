@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Final, NamedTuple
 
-from graphir.analysis.simulation import Tasks, simulate
+import numpy as np
+
 from graphir.ir.device import Device
 
 from ..order import AHEAD
 from ..trips import Clock, toll
-from .problem import AGAIN, KEEP, Choice, Problem, Value
+from .problem import AGAIN, Choice, Problem, Value
 
 __all__ = ["Outcome", "Outcomes", "buffers"]
 
@@ -47,12 +48,12 @@ class Outcome(NamedTuple):
 
 
 class _Copy:
-    """A copy, and what waits for what."""
+    """A copy, what it comes after, and when it has ended."""
 
-    __slots__ = ("after", "destination", "position", "seconds")
+    __slots__ = ("after", "destination", "end", "seconds")
 
     def __init__(self, destination: int, seconds: float, after: _Copy | int) -> None:
-        self.destination, self.seconds, self.after, self.position = destination, seconds, after, -1
+        self.destination, self.seconds, self.after, self.end = destination, seconds, after, 0.0
 
 
 class _Fact(NamedTuple):
@@ -63,10 +64,57 @@ class _Fact(NamedTuple):
     last: int
 
 
-def _fact(problem: Problem, value: Value) -> _Fact:
-    groups = {problem.tasks[read].group for read in value.reads} | set(value.rebuilds)
-    last = len(problem.tasks) - 1 if value.lasts else max([value.made, *value.reads])
-    return _Fact(value, tuple(sorted(groups - {value.group})), last)
+class _Facts:
+    """What holds for all choices. Most values are kept where everything is that touches them: their bytes are summed up
+    by group once, and a choice looks only at the others.
+
+    Attributes:
+        values: each with what is known of it.
+        local: by group, how the bytes of its values change from task to task where all of them are kept there.
+        again: by group, the values that are computed again with it.
+        parks: by group, those that are parked with it.
+        rebuilt: by group, those that it reads when it computes again.
+        shared, homes, others: of values that other groups touch: their number, their own group, and each other one.
+        tasks: by task, its group.
+        rooms: by task, the bytes that it takes beyond values.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        count, groups = len(problem.tasks), range(len(problem.groups))
+        self.values = [self.fact(problem, value) for value in problem.values]
+        self.local = np.zeros((len(groups), count + 1))
+        self.again, self.parks, self.rebuilt = ([list[int]() for _ in groups] for _ in range(3))
+        for i, (value, _, last) in enumerate(self.values):
+            if value.counted:
+                self.local[value.group, max(value.made, 0)] += value.nbytes
+                self.local[value.group, last + 1] -= value.nbytes
+            if value.again:
+                self.again[value.group].append(i)
+            if value.parks:
+                self.parks[value.group].append(i)
+            for group in value.rebuilds:
+                self.rebuilt[group].append(i)
+        pairs = [(i, fact.value.group, other) for i, fact in enumerate(self.values) for other in fact.others]
+        self.shared, self.homes, self.others = np.array(pairs, dtype=np.intp).reshape(-1, 3).T
+        self.tasks = np.array([task.group for task in problem.tasks], dtype=np.intp)
+        self.rooms = np.array([task.room for task in problem.tasks], dtype=float)
+
+    @staticmethod
+    def fact(problem: Problem, value: Value) -> _Fact:
+        groups = {problem.tasks[read].group for read in value.reads} | set(value.rebuilds)
+        last = len(problem.tasks) - 1 if value.lasts else max([value.made, *value.reads])
+        return _Fact(value, tuple(sorted(groups - {value.group})), last)
+
+    def unlike(self, choice: Choice) -> list[int]:
+        """The values of a choice that are not just kept where everything is that touches them, ascending."""
+        devices = np.array(choice.devices)
+        found = set(self.shared[devices[self.homes] != devices[self.others]].tolist())
+        for group, stored in enumerate(choice.stored):
+            if stored == AGAIN:
+                found.update(self.again[group], self.rebuilt[group])
+            elif stored >= 0:
+                found.update(self.parks[group])
+        return sorted(found)
 
 
 class Outcomes:
@@ -79,7 +127,7 @@ class Outcomes:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self._known: dict[Choice, Outcome] = {}
-        self._facts = [_fact(problem, value) for value in problem.values]
+        self._facts = _Facts(problem)
 
     def __call__(self, choice: Choice) -> Outcome:
         """What a choice comes to."""
@@ -87,7 +135,7 @@ class Outcomes:
         if found is None:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
-            found = self._known[choice] = _Step(self.problem, choice).outcome(self._facts)
+            found = self._known[choice] = _Step(self.problem, self._facts, choice).outcome()
         return found
 
 
@@ -96,7 +144,7 @@ class _Step:
 
     Attributes:
         at: by task, its device.
-        live: by device, how the bytes of values that live there change from task to task.
+        live: by device, how the bytes there change from task to task, beside what is kept where all of it is used.
         received: by device, of what copies bring, the first and the last task that reads it, and its bytes.
         copies: by task, the copies that are issued before it.
         needed: by task, the copies that it waits for.
@@ -108,8 +156,8 @@ class _Step:
         trips: by source and destination, what is parked and comes back.
     """
 
-    def __init__(self, problem: Problem, choice: Choice) -> None:
-        self.problem, self.choice = problem, choice
+    def __init__(self, problem: Problem, facts: _Facts, choice: Choice) -> None:
+        self.problem, self.facts, self.choice = problem, facts, choice
         devices, count = len(problem.devices), len(problem.tasks)
         chosen = choice.devices
         self.at = [chosen[task.group] for task in problem.tasks]
@@ -125,31 +173,24 @@ class _Step:
         self.lasting: dict[int, tuple[int, int, int, int]] = {}
         self.trips: dict[tuple[int, int], list[tuple[int, int, int, _Copy, list[int]]]] = defaultdict(list)
 
-    def outcome(self, facts: Sequence[_Fact]) -> Outcome:
+    def outcome(self) -> Outcome:
         """What the choice comes to."""
         devices, stored = self.choice
-        for value, others, last in facts:
-            group = value.group
-            home, becomes = devices[group], stored[group]
-            if becomes != KEEP and value.again and becomes == AGAIN:
+        for number in self.facts.unlike(self.choice):
+            value, others, last = self.facts.values[number]
+            home, becomes = devices[value.group], stored[value.group]
+            if value.counted:
+                self.holds(home, -value.nbytes, value.made, last)
+            rebuilt = [other for other in value.rebuilds if stored[other] == AGAIN]
+            if value.again and becomes == AGAIN:
                 self.repeated(value, home, last)
-                continue
-            rebuilt = [other for other in value.rebuilds if stored[other] == AGAIN] if self.again else []
-            if becomes >= 0 and value.parks and becomes != home and value.late < len(value.reads):
+            elif becomes >= 0 and value.parks and becomes != home and value.late < len(value.reads):
                 self.parked(value.nbytes, value.made, value.reads, value.late, home, becomes, rebuilt)
-                continue
-            for other in others:
-                if devices[other] != home:
-                    self.kept(value, home, rebuilt)
-                    break
-            else:
-                if value.counted:  # most are read where they are, and need no list of readers
-                    until = (
-                        max([last, *[self.problem.groups[other].again_at for other in rebuilt]]) if rebuilt else last
-                    )
-                    live = self.live[home]
-                    live[value.made if value.made > 0 else 0] += value.nbytes
-                    live[until + 1] -= value.nbytes
+            elif any(devices[other] != home for other in others):
+                self.kept(value, home, rebuilt)
+            elif value.counted:
+                groups = self.problem.groups
+                self.holds(home, value.nbytes, value.made, max([last, *[groups[other].again_at for other in rebuilt]]))
         self.come_back()
         self.linger()
         return self.summed()
@@ -293,67 +334,67 @@ class _Step:
                 return
 
     def summed(self) -> Outcome:
-        problem, at = self.problem, self.at
-        devices = len(problem.devices)
-        workers: list[int] = []
-        seconds: list[float] = []
-        after: list[list[int]] = []
-        where = [-1] * len(at)
-        busy = [0.0] * devices
-
-        def issued(copies: Sequence[_Copy]) -> None:
-            for copy in copies:
-                wait = copy.after
-                done = (where[wait] if wait >= 0 else -1) if isinstance(wait, int) else wait.position
-                copy.position = len(workers)
-                workers.append(devices + copy.destination)
-                seconds.append(copy.seconds)
-                after.append([done] if done >= 0 else [])
-
-        for position, task in enumerate(problem.tasks):
-            if position in self.copies:
-                issued(self.copies[position])
-            device = at[position]
-            group = self.again.get(position)
-            if group is not None:
-                workers.append(device)
-                spent = problem.groups[group].again[device]
-                seconds.append(spent)
-                busy[device] += spent
-                after.append([copy.position for copy in self.first.get(position, ())])
-            where[position] = len(workers)
-            workers.append(device)
-            spent = task.seconds[device]
-            seconds.append(spent)
-            busy[device] += spent
-            after.append([copy.position for copy in self.needed.get(position, ())])
-        issued(self.copies.get(len(at), ()))
-        times = simulate(Tasks(workers, seconds, after, [()] * len(workers)))
+        seconds, busy = self.timed()
         peaks = self.peaks()
         over = 0.0
-        for limit, peak in zip(problem.limits, peaks, strict=True):
+        for limit, peak in zip(self.problem.limits, peaks, strict=True):
             if limit is not None and peak > limit:
                 over += peak / max(limit, 1) - 1
-        return Outcome(over, times.seconds, peaks, tuple(busy), dict(self.crossing))
+        return Outcome(over, seconds, peaks, busy, dict(self.crossing))
+
+    def timed(self) -> tuple[float, tuple[float, ...]]:
+        """The seconds of the step, and by device those for which it computes.
+
+        Tasks of a device follow each other, and so do copies to a device; each begins when what it waits for has ended.
+        """
+        problem, copies, needed, again = self.problem, self.copies, self.needed, self.again
+        devices = len(problem.devices)
+        free, arriving, busy = [0.0] * devices, [0.0] * devices, [0.0] * devices
+        ends = [0.0] * len(self.at)
+        for position, device in enumerate(self.at):
+            if position in copies:
+                self.issued(copies[position], arriving, ends)
+            now = free[device]
+            if position in again:
+                for copy in self.first.get(position, ()):
+                    now = max(now, copy.end)
+                spent = problem.groups[again[position]].again[device]
+                now += spent
+                busy[device] += spent
+            if position in needed:
+                for copy in needed[position]:
+                    now = max(now, copy.end)
+            spent = problem.tasks[position].seconds[device]
+            free[device] = ends[position] = now + spent
+            busy[device] += spent
+        self.issued(copies.get(len(self.at), ()), arriving, ends)
+        return max(*free, *arriving), tuple(busy)
+
+    @staticmethod
+    def issued(copies: Sequence[_Copy], arriving: list[float], ends: Sequence[float]) -> None:
+        """Copies that are issued one after the other."""
+        for copy in copies:
+            after = copy.after
+            done = (ends[after] if after >= 0 else 0.0) if isinstance(after, int) else after.end
+            copy.end = arriving[copy.destination] = max(arriving[copy.destination], done) + copy.seconds
 
     def peaks(self) -> tuple[int, ...]:
-        problem, choice = self.problem, self.choice
-        held = list(problem.held)
+        problem, choice, facts = self.problem, self.choice, self.facts
+        chosen, count = np.array(choice.devices), len(self.at)
+        there = chosen == np.arange(len(problem.devices))[:, None]
+        live = np.cumsum(there @ facts.local + np.array(self.live, dtype=float), axis=1)
+        at, tasks = chosen[facts.tasks], np.arange(count)
+        held = live[:, :count].copy()
+        held[at, tasks] += facts.rooms
+        most = np.maximum(held.max(axis=1), 0.0)
+        for position, number in self.again.items():
+            room, device = problem.groups[number].again_room, self.at[position]
+            if room > 0:
+                most[device] = max(most[device], held[device, position] + room)
+        found = [base + int(nbytes) for base, nbytes in zip(problem.held, most, strict=True)]
         for group, device in zip(problem.groups, choice.devices, strict=True):
-            held[device] += group.state
-        found = []
-        for device, base in enumerate(held):
-            most, now = 0, 0
-            for change, task, place in zip(self.live[device], problem.tasks, self.at, strict=False):
-                now += change
-                most = max(most, now + task.room if place == device else now)
-            for position, number in self.again.items():
-                room = problem.groups[number].again_room
-                if self.at[position] == device and room > 0:
-                    total = sum(self.live[device][: position + 1]) + problem.tasks[position].room
-                    most = max(most, total + room)
-            found.append(base + most + buffers(self.received[device]))
-        return tuple(found)
+            found[device] += group.state
+        return tuple([nbytes + buffers(row) for nbytes, row in zip(found, self.received, strict=True)])
 
 
 def buffers(received: list[tuple[int, int, int]]) -> int:

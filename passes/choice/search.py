@@ -12,7 +12,7 @@ import math
 import random
 import time
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Final, NamedTuple
 
 from .outcome import Outcome, Outcomes
@@ -38,7 +38,11 @@ _POLISHED: Final = 0.8
 """The part of the budget after which the best is polished."""
 
 _ROUNDS: Final = 3
-"""How often annealing begins again, from the best so far."""
+"""How often annealing begins again, from the best so far, in a third of the budget each."""
+
+_TRIES: Final = 80
+"""How many choices a round looks at, for each group, at most. What is left of the budget, where a problem is small, is
+for more rounds, every other one of which begins with another plain choice."""
 
 
 class Found(NamedTuple):
@@ -150,15 +154,21 @@ class _Search:
     def run(self, starts: Sequence[Choice]) -> None:
         for choice in starts:
             self.tried(self.allowed(choice))
-        for choice in self.plain():
+        plain = list(dict.fromkeys(self.plain()))
+        for choice in plain:
             self.tried(choice)
-        begin = self.spent()
-        for number in range(_ROUNDS):
-            until = begin + (_POLISHED - begin) * (number + 1) / _ROUNDS
+        others = cycle([plain[0], *sorted(plain[1:], key=self.cost)])
+        part = max(_POLISHED - self.spent(), 0.0) / _ROUNDS
+        number = 0
+        while self.spent() < _POLISHED:
             self.ends.add(self.best)
-            self.anneal(max(self.spent(), begin), until, _HOTTEST / 3**number)
+            if number < _ROUNDS or number % 2:
+                self.anneal(self.best, self.spent() + part, _HOTTEST / 3 ** min(number, _ROUNDS - 1))
+            else:
+                self.anneal(next(others), self.spent() + part, _HOTTEST)
             self.ends.add(self.best)
             self.polish()
+            number += 1
 
     def allowed(self, choice: Choice) -> Choice:
         """A choice with groups where they may be."""
@@ -223,11 +233,11 @@ class _Search:
             row = (*row, *[device] * ((count if limit is None else low) - len(row)))
         return self.allowed(Choice((*row, *[devices[-1]] * (count - len(row))), stored))
 
-    def anneal(self, begin: float, until: float, hottest: float) -> None:
+    def anneal(self, start: Choice, until: float, hottest: float) -> None:
         """Change at random, and take what is worse less and less often."""
-        now, cost = self.best, self.cost(self.best)
-        while (spent := self.spent()) < until:
-            part = (spent - begin) / max(until - begin, 1e-9)
+        now, cost = start, self.cost(start)
+        begin, first, most = self.spent(), self.tries, _TRIES * len(start.devices)
+        while (part := max((self.spent() - begin) / max(until - begin, 1e-9), (self.tries - first) / most)) < 1:
             warm = hottest * (_COLDEST / hottest) ** part
             choice = self.changed(now)
             if choice == now:
