@@ -53,8 +53,9 @@ _MOST: Final = 48
 """How many groups there are at most: as many as a search can take."""
 
 _FEWER: Final = (24, 12)
-"""How many there are to be, too, where groups compute again. What a group reads of others is kept, so that larger
-groups keep less; and they hold more while they compute again."""
+_MANY_AGAIN: Final = 0.2
+"""How many there are to be, too, where so large a part of them computes again, or nothing is within the limits. What a
+group reads of others is kept, so that larger groups keep less; and they hold more while they compute again."""
 
 _FIRST: Final = 0.6
 """The part of a search after which it is decided whether to go on with these."""
@@ -193,13 +194,18 @@ class _Attempt(NamedTuple):
 
     Attributes:
         grouped: the groups.
-        problem: theirs, with devices that hold as much more as plans have shown.
+        outcomes: of their problem, with devices that hold as much more as plans have shown.
         found: the best choice.
     """
 
     grouped: Grouped
-    problem: Problem
+    outcomes: Outcomes
     found: Found
+
+    @property
+    def problem(self) -> Problem:
+        """What is placed."""
+        return self.outcomes.problem
 
     @property
     def rank(self) -> tuple[float, float]:
@@ -319,7 +325,7 @@ class _Balancing:
         found = first.found
         if not regroups or found.interrupted:
             return [first]
-        if not found.outcome.over and AGAIN not in found.choice.stored:
+        if not found.outcome.over and found.choice.stored.count(AGAIN) < _MANY_AGAIN * len(found.choice.stored):
             return [self.attempt(self.grouped, 1 - _FIRST, (found.choice, *found.others))]
         attempts = [first]
         for most in _FEWER:
@@ -339,9 +345,10 @@ class _Balancing:
         seconds = options.seconds * part
         if not self.evaluated and evaluations is None:  # what grouping took is a part of it
             seconds = max(seconds - (time.perf_counter() - self.begun), seconds / 2)
-        found = search(problem, seconds, evaluations, options.seed + number, starts)
+        outcomes = Outcomes(problem)
+        found = search(outcomes, seconds, evaluations, options.seed + number, starts)
         self.evaluated += found.evaluated
-        return _Attempt(grouped, problem, found)
+        return _Attempt(grouped, outcomes, found)
 
     def candidates(self, attempts: Sequence[_Attempt]) -> list[tuple[_Attempt, Choice]]:
         """The choices that are worth a plan: the best ones of the best attempt, and the best one of each other that is
@@ -401,8 +408,7 @@ class _Balancing:
 
     def report(self, attempt: _Attempt, best: _Emitted, attempts: Sequence[_Attempt]) -> Balanced:
         """The placement before and after."""
-        problem = attempt.problem
-        outcomes = Outcomes(problem)
+        problem, outcomes = attempt.problem, attempt.outcomes
         now, then = outcomes(problem.now()), outcomes(best.choice)
         if best.peaks:
             before = self.emitted(attempt, problem.now())
@@ -444,9 +450,9 @@ class _Balancing:
             links=links,
             before=seconds[0],
             after=seconds[1],
-            bound=min(bound_of(one.grouped.problem, then.peaks) for one in attempts),
+            bound=min(seconds[1], *[bound_of(one.grouped.problem, then.peaks) for one in attempts]),
             exact=bool(best.peaks),
-            groups=tuple(_places(problem, outcomes, best.choice)),
+            groups=tuple(_places(outcomes, best.choice)),
             evaluated=self.evaluated,
             device_map=_device_map(attempt.grouped, best.choice),
         )
@@ -456,9 +462,9 @@ def _named(problem: Problem, figures: Sequence[int]) -> dict[str, int]:
     return dict(zip(problem.devices, figures, strict=True))
 
 
-def _places(problem: Problem, outcomes: Outcomes, choice: Choice) -> list[GroupPlace]:
+def _places(outcomes: Outcomes, choice: Choice) -> list[GroupPlace]:
     """Where each group is, and what the next best would have cost."""
-    here = outcomes(choice)
+    problem, here = outcomes.problem, outcomes(choice)
     found = []
     for i, group in enumerate(problem.groups):
         others: list[tuple[float, float, str, Outcome]] = []

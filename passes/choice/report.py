@@ -78,7 +78,8 @@ class Balanced:
         devices: each before and after.
         links: those that something crosses.
         before, after: predicted seconds of a step.
-        bound: seconds below which no placement within the limits can be, of these groups and options.
+        bound: seconds below which no placement within the limits can be, of these groups and options, as their
+            simulation has it; what the plan takes where it is faster than its groups.
         exact: whether peaks and seconds are those of plans that were emitted for it; else of the groups, which is what
             programs with very many operators get.
         groups: in the order of the forward.

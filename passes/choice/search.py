@@ -16,7 +16,7 @@ from itertools import cycle, pairwise
 from typing import Final, NamedTuple
 
 from .outcome import Outcome, Outcomes
-from .problem import AGAIN, KEEP, Choice, Problem
+from .problem import AGAIN, KEEP, Choice
 
 __all__ = ["Found", "search"]
 
@@ -68,7 +68,7 @@ class _Spent(Exception):
 
 
 def search(
-    problem: Problem,
+    outcomes: Outcomes,
     seconds: float = 2.0,
     evaluations: int | None = None,
     seed: int = 0,
@@ -77,7 +77,7 @@ def search(
     """The best choice that can be found in so much time.
 
     Args:
-        problem: what is placed.
+        outcomes: of the problem of what is placed.
         seconds: how long to search.
         evaluations: how many choices to look at instead; equal numbers and seeds find equal choices.
         seed: of the random changes.
@@ -85,7 +85,7 @@ def search(
 
     Ctrl-C ends the search early, with the best so far.
     """
-    found, interrupted = _Search(problem, seconds, evaluations, seed), False
+    found, interrupted = _Search(outcomes, seconds, evaluations, seed), False
     try:
         found.run(starts)
     except _Spent:
@@ -106,14 +106,14 @@ class _Search:
         ends: the best at the end of each round.
     """
 
-    def __init__(self, problem: Problem, seconds: float, evaluations: int | None, seed: int) -> None:
-        self.problem, self.outcomes = problem, Outcomes(problem)
+    def __init__(self, outcomes: Outcomes, seconds: float, evaluations: int | None, seed: int) -> None:
+        self.problem, self.outcomes = outcomes.problem, outcomes
         self.random = random.Random(seed)
         self.seconds, self.evaluations, self.begun = seconds, evaluations, time.perf_counter()
         self.tries = 0
         self.ends: set[Choice] = set()
-        self.base = max(self.outcomes(problem.now()).seconds, 1e-12)
-        self.best = self.allowed(problem.now())
+        self.base = max(self.outcomes(self.problem.now()).seconds, 1e-12)
+        self.best = self.allowed(self.problem.now())
         self.least = self.rank(self.best)
 
     def spent(self) -> float:

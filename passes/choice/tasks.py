@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -73,8 +73,8 @@ class Tasks:
                 self.state[numbers[unit]] += blob.nbytes(self.dims)
 
     def split(self) -> None:
-        """Cut the step into tasks. A group's backward is cut behind the last operator that other groups wait for, since
-        what comes after it, gradients of weights, delays nobody but its own device."""
+        """Cut the step into tasks. A group's backward is cut behind each operator that other groups wait for: what
+        comes after it, gradients of weights, delays nobody but its own device."""
         ops, last = self.net.ops, self.last_readers()
         open_at: dict[Device, Run] = {}
         for i, op in enumerate(ops):
@@ -88,21 +88,22 @@ class Tasks:
             run.ops.append(i)
         pieces: list[Run] = []
         for run in self.runs:
-            awaited = [
-                k
-                for k, i in enumerate(run.ops)
-                if any(last.get(name, -1) not in (-1, run.group) for name in ops[i].outputs)
-            ]
-            cut = awaited[-1] + 1 if run.phase == "backward" and awaited else len(run.ops)
-            for part in (run.ops[:cut], run.ops[cut:]):
-                if part:
-                    piece = Run(run.group, run.phase)
-                    piece.ops = part
-                    pieces.append(piece)
+            pieces += self.pieces(run, last) if run.phase == "backward" else [run]
         self.runs = sorted(pieces, key=lambda run: run.ops[0])
         for number, run in enumerate(self.runs):
             for i in run.ops:
                 self.of_op[i] = number
+
+    def pieces(self, run: Run, last: Mapping[str, int]) -> Iterator[Run]:
+        """Parts of a run; each but the last one ends with an operator that other groups wait for."""
+        begin, ops = 0, self.net.ops
+        for k, i in enumerate(run.ops):
+            awaited = any(last.get(name, -1) not in (-1, run.group) for name in ops[i].outputs)
+            if awaited or k + 1 == len(run.ops):
+                piece = Run(run.group, run.phase)
+                piece.ops = run.ops[begin : k + 1]
+                begin = k + 1
+                yield piece
 
     def last_readers(self) -> dict[str, int]:
         """Of each blob, the group of an operator of another group that reads it, where there is one."""

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 from graphir.passes.choice.bound import lower_bound
 from graphir.passes.choice.exact import solve
+from graphir.passes.choice.outcome import Outcomes
 from graphir.passes.choice.search import search
 from instances import INSTANCES, Instance, instance
 from limits import limited
@@ -87,7 +88,7 @@ def rows() -> Iterator[str]:
 
 def _compared(given: Instance) -> Compared:
     problem = instance(given)
-    found = search(problem, seconds=2.0, evaluations=None, seed=0)
+    found = search(Outcomes(problem), seconds=2.0, evaluations=None, seed=0)
     hint = None if found.outcome.over else found.choice
     begun = time.perf_counter()
     best = solve(problem, SECONDS, hint)

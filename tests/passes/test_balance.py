@@ -246,7 +246,7 @@ def test_a_model_without_modules_is_refused() -> None:
 def test_single_changes_do_not_help_what_is_found(given: Any) -> None:
     problem = instance(given)
     outcomes = Outcomes(problem)
-    found = search(problem, evaluations=3000)
+    found = search(Outcomes(problem), evaluations=3000)
     assert not found.outcome.over
     for i, group in enumerate(problem.groups):
         for device in group.devices:
@@ -266,7 +266,7 @@ def test_interrupted_searches_hand_back_the_best_so_far(monkeypatch: pytest.Monk
             raise KeyboardInterrupt
 
     monkeypatch.setattr("graphir.passes.choice.search._Search.anneal", interrupted)
-    found = search(problem, evaluations=5000)
+    found = search(Outcomes(problem), evaluations=5000)
     assert found.outcome.over < Outcomes(problem)(problem.now()).over
 
 

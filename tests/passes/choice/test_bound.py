@@ -75,7 +75,7 @@ def test_what_the_program_says_of_one_choice_is_no_more_than_it_comes_to(seed: i
 @pytest.mark.parametrize("given", INSTANCES, ids=lambda given: given.name)
 def test_what_a_search_finds_is_seldom_far_above_the_bound(given: Instance) -> None:
     problem = instance(given)
-    found, bound = search(problem, evaluations=300), lower_bound(problem)
+    found, bound = search(Outcomes(problem), evaluations=300), lower_bound(problem)
     if not found.outcome.over:
         assert 0.7 * found.outcome.seconds < bound.seconds <= found.outcome.seconds
 
