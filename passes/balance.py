@@ -68,7 +68,8 @@ _MOST_EMITTED: Final = 20_000
 search."""
 
 _ATTEMPTS: Final = 4
-"""How often the search goes on where a plan holds more than the groups said."""
+_ONWARD: Final = 0.25
+"""How often the search goes on where a plan holds more than the groups said, and for which part of its budget."""
 
 _HOPELESS: Final = 0.02
 """By how much the groups may exceed limits so that plans are worth a look."""
@@ -311,7 +312,9 @@ class _Balancing:
             if not attempts:
                 break
             attempts = [
-                self.tightened(attempt, [one for of, one in tried if of is attempt], number + 1, 1 / len(attempts))
+                self.tightened(
+                    attempt, [one for of, one in tried if of is attempt], number + 1, _ONWARD / len(attempts)
+                )
                 for attempt in attempts
             ]
         assert nearest is not None
