@@ -26,6 +26,7 @@ from graphir.analysis.execution import STREAMS, THREADS
 from graphir.analysis.memory import memory
 from graphir.analysis.profiles import Profile
 from graphir.analysis.topology import Topology
+from graphir.collector import collector_paused
 from graphir.errors import GraphirError, PassError
 from graphir.ir.device import Device
 from graphir.ir.program import Program
@@ -115,7 +116,8 @@ class Balance(Pass):
             raise PassError(
                 f"program {program.name!r} has the copies of a placement already", fix="balance before inject_copies"
             )
-        return _Balancing(self, program, profile, threads).run()
+        with collector_paused():
+            return _Balancing(self, program, profile, threads).run()
 
 
 def balance(

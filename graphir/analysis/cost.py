@@ -8,7 +8,7 @@ not much more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from ..ir.blob import Blob, dense_nbytes
@@ -22,7 +22,7 @@ from ..ir.size import Dims
 from .profiles import Profile
 from .scratch import is_called
 
-__all__ = ["NOMINAL", "Cost", "CostSource", "Rates", "Work", "operator_costs", "work"]
+__all__ = ["NOMINAL", "Cost", "CostSource", "Rates", "Work", "operator_costs", "work", "works"]
 
 CostSource: TypeAlias = Literal["profile", "registered", "roofline", "link", "nothing"]
 """Where an operator's seconds come from: its call was measured, in a *profile*; it is a *roofline*, of the arithmetic
@@ -92,9 +92,17 @@ schedule longer by a percent."""
 
 def work(op: Operator, net: Net, dims: Dims) -> Work:
     """The work of an operator of *net* at these sizes. What has no shape counts nothing."""
-    if op.outputs and not is_called(op):
-        return Work(0, 0)
-    return _work(op, net.blobs, dims, {})
+    return _work(op, net.blobs, dims, {}) if _computes(op) else Work(0, 0)
+
+
+def works(net: Net, dims: Dims) -> list[Work]:
+    """The work of each operator, in the net's order."""
+    sizes: dict[str, int] = {}
+    return [_work(op, net.blobs, dims, sizes) if _computes(op) else Work(0, 0) for op in net.ops]
+
+
+def _computes(op: Operator) -> bool:
+    return not op.outputs or is_called(op)
 
 
 def _work(op: Operator, blobs: Mapping[str, Blob], dims: Dims, sizes: dict[str, int]) -> Work:
@@ -116,7 +124,12 @@ def _work(op: Operator, blobs: Mapping[str, Blob], dims: Dims, sizes: dict[str, 
 
 
 def operator_costs(
-    net: Net, dims: Dims, rates: Callable[[Device], Rates], profile: Profile | None = None, threads: int = 1
+    net: Net,
+    dims: Dims,
+    rates: Callable[[Device], Rates],
+    profile: Profile | None = None,
+    threads: int = 1,
+    done: Sequence[Work] | None = None,
 ) -> list[Cost]:
     """What one instruction of each operator takes, in the net's order.
 
@@ -130,15 +143,16 @@ def operator_costs(
         rates: how fast a device works.
         profile: what was measured of calls, which goes before what shapes say.
         threads: how many threads one kernel uses, as the profile has it.
+        done: the operators' works, where a caller has them.
     """
     found: list[Cost] = []
     sizes: dict[str, int] = {}
     of_device: dict[Device, Rates] = {}
-    for op in net.ops:
+    for i, op in enumerate(net.ops):
         speed = of_device.get(op.device)
         if speed is None:
             speed = of_device[op.device] = rates(op.device)
-        if op.outputs and not is_called(op):
+        if not _computes(op):
             found.append(Cost(speed.seconds_per_view, "nothing"))
             continue
         kind = issued_as(op)
@@ -146,11 +160,11 @@ def operator_costs(
         if measured is not None:
             found.append(Cost(measured.seconds, "profile", measured.slowdown))
             continue
-        done = _work(op, net.blobs, dims, sizes)
+        made = _work(op, net.blobs, dims, sizes) if done is None else done[i]
         if kind == "collective":
-            done = done._replace(nbytes=_reduced(op, done.nbytes // 2 // len(op.inputs)))
-        own = operator_type(op.type).registered and done.flops
-        found.append(Cost(speed.seconds(done), "registered" if own else "roofline"))
+            made = made._replace(nbytes=_reduced(op, made.nbytes // 2 // len(op.inputs)))
+        own = operator_type(op.type).registered and made.flops
+        found.append(Cost(speed.seconds(made), "registered" if own else "roofline"))
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from graphir.analysis.cost import operator_costs, work
+from graphir.analysis.cost import operator_costs, works
 from graphir.analysis.memory import Memory, StorageUse
 from graphir.analysis.profiles import Profile
 from graphir.analysis.topology import Topology
@@ -56,6 +56,7 @@ class Tasks:
         self.group_of_op = [-1 if unit is None else numbers[unit] for unit in units.of_op]
         self.runs: list[Run] = []
         self.of_op = [-1] * len(self.net.ops)
+        self.works = works(self.net, self.dims)
         self.costs: dict[Device, list[float]] = {}
         self.split()
         self.state = [0] * (max(numbers.values()) + 1)
@@ -129,16 +130,14 @@ class Tasks:
             key = speed.model_dump_json()
             if key not in by_speed:
                 rates = dict.fromkeys([op.device for op in self.net.ops], speed.rates())
-                found = operator_costs(self.net, self.dims, rates.__getitem__, profile, threads)
+                found = operator_costs(self.net, self.dims, rates.__getitem__, profile, threads, self.works)
                 by_speed[key] = [cost.seconds for cost in found]
             self.costs[name] = by_speed[key]
         return [[sum(self.costs[name][i] for i in run.ops) for name in names] for run in self.runs]
 
     def counted(self, run: Run) -> tuple[int, int]:
         """How many operators a task is, and the bytes that they touch."""
-        ops = [self.net.ops[i] for i in run.ops]
-        touched = sum(work(op, self.net, self.dims).nbytes for op in ops if not op.effects.shows)
-        return len(ops), touched
+        return len(run.ops), sum(self.works[i].nbytes for i in run.ops)
 
     def values(self, groups: int) -> tuple[list[Value], Found]:
         """What tasks hand on, like values together; and what can be parked and computed again."""
