@@ -66,6 +66,7 @@ class Park(Pass):
         stays = _Chosen(program, uses, self._target).stays(self.what)
         if not stays:
             return program
+        stays = {storage: stays[storage] for storage in uses if storage in stays}  # in whatever order they are named
         step = _Parking(program, uses, stays, self.ahead, self.name).run()
         return program.with_(init=filled(program.init, step.blobs, self.name), step=step)
 

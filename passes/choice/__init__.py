@@ -9,6 +9,6 @@ search.py    Problem ──▶ the best choice that is found
 bound.py     Problem ──▶ what no choice can beat, by a linear program: linear.py solves it, relaxed/ says what it is
 exact.py     Problem ──▶ the best choice there is, by a constraint solver: model/ says what it solves
 facts.py     Problem ──▶ what holds whatever is chosen, for both
-moves.py     Choice ──▶ the program, placed
+moves.py     Choice ──▶ the program, placed; naming.py says how its passes name modules
 report.py    what is printed
 """

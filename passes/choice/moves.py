@@ -1,12 +1,12 @@
 """From a choice to the passes that make it: ``shift_modules``, then ``recompute``, then ``park``.
 
-Whole containers are named where everything in them goes one way, so that the passes read as one would write them.
+Whole containers are named where everything in them goes one way.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from graphir.ir.device import Device
@@ -14,13 +14,13 @@ from graphir.ir.program import Program
 
 from ..activations import find_activations
 from ..base import build
-from ..module_patterns import claims, lineage, module_paths
+from ..module_patterns import lineage
 from ..park import Park
 from ..recompute import Recompute
-from ..saved import saved_in, uses_of
 from ..shift import ShiftActivations
 from ..shift_modules import ShiftModules
 from .groups import Grouped
+from .naming import patterns, storages_named
 from .problem import AGAIN, Choice
 
 __all__ = ["placed"]
@@ -42,7 +42,7 @@ def placed(program: Program, grouped: Grouped, choice: Choice) -> Program:
     if moves := _moves(program, grouped, choice, names):
         found = _settled(build(ShiftModules, modules=moves).recorded(found), grouped, choice, names)
     if again := [s for group, stored in enumerate(choice.stored) if stored == AGAIN for s in grouped.again[group]]:
-        found = build(Recompute, what=again).recorded(found)
+        found = build(Recompute, what=storages_named(found, again, "recompute")).recorded(found)
     parked: dict[int, list[str]] = defaultdict(list)
     for group, stored in enumerate(choice.stored):
         if stored >= 0 and stored != choice.devices[group]:
@@ -51,7 +51,7 @@ def placed(program: Program, grouped: Grouped, choice: Choice) -> Program:
         there, blobs = names[target], found.step.blobs  # what follows others may be there already
         away = [storage for storage in storages if blobs[storage].device != there]
         if away:
-            found = build(Park, what=_by_module(found, away), to=str(there)).recorded(found)
+            found = build(Park, what=storages_named(found, away, "park"), to=str(there)).recorded(found)
     return found
 
 
@@ -82,12 +82,15 @@ def _moves(
         for source, module in units:
             targets[module][source] = names[device]
     moved = {module: {s: t for s, t in to.items() if s != t} for module, to in targets.items()}
-    found: dict[str, str | dict[str, str]] = {}
+    alike: dict[tuple[tuple[Device, Device], ...], list[str]] = defaultdict(list)
     for path, to in _outermost(targets, {m: tuple(sorted(to.items())) for m, to in moved.items()}):
-        if to and len(program.replicas) == 1 and len(to) == 1:
-            found[path] = str(to[0][1])
-        elif to:
-            found[path] = {str(source): str(target) for source, target in to}
+        if to:
+            alike[to].append(path)
+    found: dict[str, str | dict[str, str]] = {}
+    for to, paths in alike.items():
+        one = len(program.replicas) == 1 and len(to) == 1
+        going: str | dict[str, str] = str(to[0][1]) if one else {str(source): str(target) for source, target in to}
+        found.update(dict.fromkeys(patterns(paths), going))
     return found
 
 
@@ -106,22 +109,3 @@ def _outermost(
             path = next((path for path in above if len(inside[path]) == 1), module)
             done.add(path)
             yield path, going[module]
-
-
-def _by_module(program: Program, storages: Sequence[str]) -> list[str]:
-    """Names of modules that save just some of these, and of the other storages."""
-    if program.replicas != ("",):
-        return list(storages)
-    uses = uses_of(program.step)
-    saved: Callable[[str], Set[str]] = lambda path: saved_in(program, claims(program, [path]), uses).keys()  # noqa: E731
-    left, found = dict.fromkeys(storages), list[str]()
-    makers = [program.step.ops[uses[storage].made].module for storage in storages]
-    known = module_paths(program).keys() - program.step.blobs.keys()  # what names a blob, too, stands for the blob
-    for path in dict.fromkeys(path for module in makers if module for path in lineage(module)):
-        if path in known and not any(path == above or path.startswith(f"{above}.") for above in found):
-            inside = saved(path)
-            if inside and inside <= left.keys():
-                found.append(path)
-                for storage in inside:
-                    del left[storage]
-    return [*found, *left]
