@@ -64,7 +64,8 @@ class Compiled:
         devices: one replica on each, as :func:`graphir.passes.replicate` takes them.
         limits: by device, the most that a plan may hold there, as ``{"gpu:0": "3.3 GiB", "gpu:1": "3.3 GiB"}``: what
             :func:`graphir.passes.balance` chooses for this machine, if it has these devices, else for ``h200x8``. Later
-            captures keep modules where they are.
+            captures keep modules where they are. With ``accumulate=4``, or another number, micro-batches flow through
+            the devices: :func:`graphir.passes.pipeline` orders them within the limits.
         passes: a pipeline's text, such as ``"share_storage"``, or a function from program to program. It gets the
             replicated program, within *limits* if there are any. Copies that are missing after it are put in.
         most_plans: how many plans are kept; the one that was not used for longest makes room.
@@ -285,7 +286,8 @@ class Compiled:
         self._balanced = balance(
             program, self._limits, topology=place, pin=pin, profile=profile_of(place), threads=threads
         )
-        return self._balanced.program
+        found = self._balanced
+        return Pipeline(found.then)(found.program) if found.flows else found.program
 
     @property
     def balanced(self) -> Balanced | None:

@@ -29,6 +29,7 @@ from graphir.analysis.topology import Topology
 from graphir.collector import collector_paused
 from graphir.errors import GraphirError, PassError
 from graphir.ir.device import Device
+from graphir.ir.names import micro_batches
 from graphir.ir.program import Program
 from graphir.ir.text import nbytes_text
 
@@ -44,6 +45,7 @@ from .copies import InjectCopies
 from .emit import instructed
 from .limits import Bytes
 from .module_patterns import claims
+from .pipeline import PipelineSchedule
 from .saved import require_captured
 
 __all__ = ["Balance", "balance"]
@@ -52,6 +54,9 @@ Option: TypeAlias = Literal["shift", "park", "recompute"]
 
 _MOST: Final = 48
 """How many groups there are at most: as many as a search can take."""
+
+_MOST_IN_PARTS: Final = 96
+"""The same, times the number of micro-batches, where there are several, each with tasks of its own."""
 
 _FEWER: Final = (24, 12)
 _MANY_AGAIN: Final = 0.2
@@ -76,6 +81,7 @@ _HOPELESS: Final = 0.02
 """By how much the groups may exceed limits so that plans are worth a look."""
 
 _OTHERS: Final = 2
+_OTHERS_IN_PARTS: Final = 4
 _MANY: Final = 1_500
 """How many of the next best choices are emitted, too: which is the best in the end, plans say. Of programs with so many
 operators that this would take as long as a search, the best alone."""
@@ -183,11 +189,18 @@ def _pinned(device: Any) -> Any:
 
 
 class _Emitted(NamedTuple):
-    """A choice that was made, and by device what its plan holds, and the seconds of a step; nothing where it was not
-    emitted."""
+    """A choice that was made.
+
+    Attributes:
+        program: placed.
+        then: the passes that come next, as text.
+        peaks: by device, what its plan holds; nothing where it was not emitted.
+        seconds: of a step.
+    """
 
     choice: Choice
     program: Program
+    then: str
     peaks: Mapping[str, int] = {}
     seconds: float = 0.0
 
@@ -240,7 +253,8 @@ class _Balancing:
         self.wanted = Wanted(
             limits, tuple(d for d in self.names if not d.is_host), options.options, self.pins(), self.wholes()
         )
-        self.grouped = self.groups(_MOST)
+        self.parts = micro_batches(program.step.blobs)
+        self.grouped = self.groups(_MOST if self.parts == 1 else max(_MOST_IN_PARTS // self.parts, min(_FEWER)))
         self.evaluated = 0
         self.emits = len(program.step.ops) <= _MOST_EMITTED
 
@@ -301,7 +315,8 @@ class _Balancing:
             if only.found.outcome.over:
                 raise self.infeasible(_named(only.problem, only.found.outcome.peaks))
             choice = only.found.choice
-            return self.report(only, _Emitted(choice, placed(self.program, only.grouped, choice)), attempts)
+            made = _Emitted(choice, placed(self.program, only.grouped, choice), str(InjectCopies()))
+            return self.report(only, made, attempts)
         nearest: _Emitted | None = None
         for number in range(_ATTEMPTS):
             tried = [(attempt, self.emitted(attempt, choice)) for attempt, choice in self.candidates(attempts)]
@@ -325,7 +340,8 @@ class _Balancing:
     def attempts(self) -> list[_Attempt]:
         """Searches within the budget: among as many groups as a search can take; where these compute again, or nothing
         is within the limits, among fewer and larger ones, too."""
-        regroups = self.emits and "recompute" in self.options.options and len(self.grouped.problem.groups) > min(_FEWER)
+        regroups = self.emits and "recompute" in self.options.options and self.parts == 1
+        regroups = regroups and len(self.grouped.problem.groups) > min(_FEWER)
         first = self.attempt(self.grouped, _FIRST if regroups else 1.0)
         found = first.found
         if not regroups or found.interrupted:
@@ -359,7 +375,7 @@ class _Balancing:
         """The choices that are worth a plan: the best ones of the best attempt, and the best one of each other that is
         about as good."""
         best, *others = sorted(attempts, key=lambda attempt: attempt.rank)
-        count = _OTHERS if len(self.program.step.ops) <= _MANY else 0
+        count = _OTHERS_IN_PARTS if self.parts > 1 else _OTHERS if len(self.program.step.ops) <= _MANY else 0
         over, seconds = best.rank
         near = [other for other in others if over or (not other.rank[0] and other.rank[1] <= _WORSE * seconds)]
         found = [(best, choice) for choice in (best.found.choice, *best.found.others[:count])]
@@ -390,11 +406,26 @@ class _Balancing:
     def emitted(self, attempt: _Attempt, choice: Choice) -> _Emitted:
         """A choice made, and what its plan comes to."""
         program = placed(self.program, attempt.grouped, choice)
-        plan = instructed(InjectCopies().recorded(program))
+        copied, then = InjectCopies().recorded(program), str(InjectCopies())
+        if self.parts > 1:
+            copied, then = self.flowing(copied, then)
+        plan = instructed(copied)
         execution = STREAMS if self.topology.host is None else THREADS
         peaks = memory(plan, threads=self.threads, profile=self.profile).peak
         found = estimated(plan, self.topology, execution, plan.dims, self.profile, self.threads)
-        return _Emitted(choice, program, {str(device): n for device, n in peaks.items()}, found.seconds)
+        return _Emitted(choice, program, then, {str(device): n for device, n in peaks.items()}, found.seconds)
+
+    def flowing(self, copied: Program, then: str) -> tuple[Program, str]:
+        """A program in the order in which its micro-batches flow within the limits, and the passes so far; in its own
+        order where nothing flows, or none keeps within them."""
+        used = {str(device) for device in copied.devices}
+        limits = {str(device): limit for device, limit in self.limits.items() if str(device) in used}
+        order = build(PipelineSchedule, limits=limits)
+        try:
+            found = order.ordered(copied, warns=False)
+        except PassError:
+            return copied, then
+        return found.with_(history=(*copied.history, str(order))), f"{then} | {order}"
 
     def infeasible(self, peaks: Mapping[str, int]) -> PassError:
         """The error that says what is missing."""
@@ -451,6 +482,7 @@ class _Balancing:
         return Balanced(
             program=best.program,
             pipeline=text,
+            then=best.then,
             devices=uses,
             links=links,
             before=seconds[0],

@@ -81,9 +81,14 @@ class PipelineSchedule(Pass):
         return program if program.history[-1:] == (str(self),) else super().recorded(program)
 
     def rewrite(self, program: Program) -> Program:
+        return self.ordered(program, warns=True)
+
+    def ordered(self, program: Program, *, warns: bool) -> Program:
+        """The program in the order of the schedule; it *warns* of what holds micro-batches together, or does not."""
         _refuse_unfit(program)
         work = work_of(program, in_place=self.limits is None)
-        _warn_of_waiting(work)
+        if warns:
+            _warn_of_waiting(work)
         return _Ordering(program, work, self).run()
 
 
@@ -291,6 +296,6 @@ def _warn_of_waiting(work: Work) -> None:
                     f"{shared[0]!r} holds the micro-batches of {work.program.name!r} together: "
                     f"{ops[i].outputs[0]!r} has to wait for {ops[other].outputs[0]!r} of an earlier one's backward",
                     PipelineWarning,
-                    stacklevel=7,
+                    stacklevel=8,
                 )
                 return

@@ -48,8 +48,13 @@ class Bound(NamedTuple):
 def lower_bound(problem: Problem) -> Bound:
     """The seconds that every choice takes at least, or by how much limits are too small for any.
 
-    Both say what no choice can beat, not what some choice reaches.
+    Both say what no choice can beat, not what some choice reaches. Of a step whose micro-batches flow it is what all
+    tasks take, shared by all devices.
     """
+    if problem.parts > 1:
+        spent = sum(min(task.seconds[d] for d in problem.groups[task.group].devices) for task in problem.tasks)
+        used = {device for group in problem.groups for device in group.devices}
+        return Bound(spent / len(used), "load", False, 1.0, (0,) * len(problem.devices))
     lp = Linear()
     parts = Parts(lp, problem)
     Bytes(parts, "limits")

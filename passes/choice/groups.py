@@ -94,11 +94,12 @@ def grouped(
         groups=tuple([_group(i, modules, names, wanted, tasks, found, latency) for i, modules in enumerate(members)]),
         tasks=tuple(
             [
-                Task(run.group, tuple(spent), room, *tasks.counted(run))
+                Task(run.group, tuple(spent), room, *tasks.counted(run), run.kind, tasks.part(run))
                 for run, spent, room in zip(tasks.runs, seconds, tasks.rooms(values), strict=True)
             ]
         ),
         values=tuple(values),
+        parts=tasks.parts,
     )
     of_op = {i: g for i, g in enumerate(tasks.group_of_op) if g >= 0 and program.step.ops[i].phase == "forward"}
     return Grouped(problem, members, of_op, found.parks, found.again)

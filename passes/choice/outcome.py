@@ -20,6 +20,7 @@ from graphir.ir.device import Device
 
 from ..order import AHEAD
 from ..trips import Clock, toll
+from .flow import Flow
 from .problem import AGAIN, Choice, Problem, Value
 
 __all__ = ["Outcome", "Outcomes", "buffers"]
@@ -75,6 +76,7 @@ class _Facts:
         parks: by group, those that are parked with it.
         rebuilt: by group, those that it reads when it computes again.
         shared, homes, others: of values that other groups touch: their number, their own group, and each other one.
+        flow: the tasks where micro-batches flow.
         tasks: by task, its group.
         rooms: by task, the bytes that it takes beyond values.
     """
@@ -96,6 +98,7 @@ class _Facts:
                 self.rebuilt[group].append(i)
         pairs = [(i, fact.value.group, other) for i, fact in enumerate(self.values) for other in fact.others]
         self.shared, self.homes, self.others = np.array(pairs, dtype=np.intp).reshape(-1, 3).T
+        self.flow = Flow(problem) if problem.parts > 1 else None
         self.tasks = np.array([task.group for task in problem.tasks], dtype=np.intp)
         self.rooms = np.array([task.room for task in problem.tasks], dtype=float)
 
@@ -334,7 +337,7 @@ class _Step:
                 return
 
     def summed(self) -> Outcome:
-        seconds, busy = self.timed()
+        seconds, busy = self.timed() if self.facts.flow is None else self.flowing(self.facts.flow)
         peaks = self.peaks()
         over = 0.0
         for limit, peak in zip(self.problem.limits, peaks, strict=True):
@@ -369,6 +372,14 @@ class _Step:
             busy[device] += spent
         self.issued(copies.get(len(self.at), ()), arriving, ends)
         return max(*free, *arriving), tuple(busy)
+
+    def flowing(self, flow: Flow) -> tuple[float, tuple[float, ...]]:
+        """The same of a step whose micro-batches flow."""
+        groups, needed = self.problem.groups, self.needed
+        for position, copies in self.first.items():
+            needed[position] += [copy for copy in copies if copy not in needed[position]]
+        again = {position: groups[number].again[self.at[position]] for position, number in self.again.items()}
+        return flow.timed(self.at, self.copies, needed, again)
 
     @staticmethod
     def issued(copies: Sequence[_Copy], arriving: list[float], ends: Sequence[float]) -> None:

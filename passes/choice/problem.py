@@ -60,6 +60,8 @@ class Task(NamedTuple):
             Less than 0 where some of these are not there at the same time.
         calls: how many operators it is.
         touched: bytes that these read and write.
+        kind: FORWARD, INPUT, WEIGHT or UPDATE, as :mod:`..micro_work` has them.
+        part: the micro-batch.
     """
 
     group: int
@@ -67,6 +69,8 @@ class Task(NamedTuple):
     room: int = 0
     calls: int = 1
     touched: int = 0
+    kind: int = 0
+    part: int = 0
 
 
 class Value(NamedTuple):
@@ -122,6 +126,7 @@ class Problem:
         groups: in the order of the forward.
         tasks: in the order of the step.
         values: in the order in which they are made.
+        parts: how many micro-batches; several flow (:mod:`.flow`), in an order of their own.
     """
 
     devices: tuple[str, ...]
@@ -132,6 +137,7 @@ class Problem:
     groups: tuple[Group, ...]
     tasks: tuple[Task, ...]
     values: tuple[Value, ...]
+    parts: int = 1
 
     @property
     def host(self) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from graphir.analysis.tables import cut, seconds_text, table
+from graphir.ir.history import pass_name
 from graphir.ir.program import Program
 from graphir.ir.text import nbytes_text
 
@@ -75,6 +76,8 @@ class Balanced:
         program: placed; it needs :func:`graphir.passes.inject_copies` before it can be emitted.
         pipeline: the passes that placed it, as text that :class:`graphir.passes.Pipeline` and
             ``graphir.compile(passes=…)`` take; empty where nothing had to move.
+        then: the passes that come next: ``inject_copies``, and of several micro-batches ``pipeline``, where an order in
+            which they flow keeps within the limits.
         devices: each before and after.
         links: those that something crosses.
         before, after: predicted seconds of a step.
@@ -89,6 +92,7 @@ class Balanced:
 
     program: Program = field(repr=False)
     pipeline: str
+    then: str
     devices: tuple[DeviceUse, ...]
     links: tuple[LinkBytes, ...]
     before: float
@@ -100,6 +104,11 @@ class Balanced:
     device_map: Mapping[str, int | str] = field(repr=False)
 
     @property
+    def flows(self) -> bool:
+        """Whether micro-batches flow: :attr:`then` orders them, and the figures are of that order."""
+        return "pipeline" in map(pass_name, self.then.split(" | "))
+
+    @property
     def gap(self) -> float:
         """By what part of the bound the step is longer."""
         return self.after / self.bound - 1 if self.bound else 0.0
@@ -107,7 +116,7 @@ class Balanced:
     def to_json(self) -> str:
         """All but the program, as JSON text."""
         lists = {name: [row._asdict() for row in getattr(self, name)] for name in ("devices", "links", "groups")}
-        names = ("pipeline", "before", "after", "bound", "gap", "exact", "evaluated")
+        names = ("pipeline", "then", "before", "after", "bound", "gap", "exact", "evaluated")
         return json.dumps(
             {**{name: getattr(self, name) for name in names}, **lists, "device_map": dict(self.device_map)},
             ensure_ascii=False,
@@ -139,6 +148,7 @@ class Balanced:
         lines.append(f"  at least {seconds_text(self.bound)} within these limits: the gap is {self.gap:.1%}")
         lines += self._groups()
         lines.append(f"  passes: {self.pipeline}" if self.pipeline else "  nothing has to move")
+        lines.append(f"  then: {self.then}")
         return "\n".join(lines)
 
     def _groups(self) -> list[str]:

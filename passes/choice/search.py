@@ -30,6 +30,11 @@ _MOVED: Final = 2e-5
 _TURN: Final = 1e-4
 """What it costs, in such steps, that neighbours are on different devices: scattered modules have to be worth it."""
 
+_TURN_IN_PARTS: Final = 3e-3
+_CUTS: Final = 3
+"""The same where micro-batches flow: what bytes do to their order is not looked at here, and does more to scattered
+modules; and so many of the best plain choices are for plans to decide on, too."""
+
 _HOTTEST: Final = 0.02
 _COLDEST: Final = 0.0002
 """By what part of a step worse choices are taken, at first and at last."""
@@ -112,6 +117,7 @@ class _Search:
         self.seconds, self.evaluations, self.begun = seconds, evaluations, time.perf_counter()
         self.tries = 0
         self.ends: set[Choice] = set()
+        self.turn = _TURN if self.problem.parts == 1 else _TURN_IN_PARTS
         self.base = max(self.outcomes(self.problem.now()).seconds, 1e-12)
         self.best = self.allowed(self.problem.now())
         self.least = self.rank(self.best)
@@ -131,7 +137,7 @@ class _Search:
         )
         turns = sum(a != b for a, b in pairwise(choice.devices))
         over = _OVER * outcome.over + _EXCEEDS if outcome.over else 0.0
-        return outcome.seconds / self.base + over + _MOVED * moved / (2 * len(choice.devices)) + _TURN * turns
+        return outcome.seconds / self.base + over + _MOVED * moved / (2 * len(choice.devices)) + self.turn * turns
 
     def rank(self, choice: Choice) -> tuple[float, float]:
         """By how much a choice exceeds limits, and what it costs."""
@@ -157,6 +163,8 @@ class _Search:
         plain = list(dict.fromkeys(self.plain()))
         for choice in plain:
             self.tried(choice)
+        if self.problem.parts > 1:
+            self.ends.update(sorted(plain, key=self.rank)[:_CUTS])
         others = cycle([plain[0], *sorted(plain[1:], key=self.cost)])
         part = max(_POLISHED - self.spent(), 0.0) / _ROUNDS
         number = 0

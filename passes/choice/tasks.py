@@ -13,7 +13,9 @@ from graphir.analysis.profiles import Profile
 from graphir.analysis.topology import Topology
 from graphir.ir.blob import STATE_ROLES
 from graphir.ir.device import Device
+from graphir.ir.names import micro_batch_of, micro_batches
 
+from ..micro_work import FORWARD, INPUT, UPDATE, WEIGHT
 from .problem import Value
 from .repeats import Again
 from .units import Unit, Units
@@ -22,12 +24,22 @@ __all__ = ["Found", "Run", "Tasks"]
 
 
 class Run:
-    """Operators of one group that follow each other in one phase: a task."""
+    """Operators of one group that follow each other in one phase: a task. Other groups wait for its last operator where
+    it is *awaited*."""
 
-    __slots__ = ("group", "ops", "phase")
+    __slots__ = ("awaited", "group", "ops", "phase")
 
-    def __init__(self, group: int, phase: str) -> None:
-        self.group, self.phase, self.ops = group, phase, list[int]()
+    def __init__(self, group: int, phase: str, awaited: bool = False) -> None:
+        self.group, self.phase, self.awaited, self.ops = group, phase, awaited, list[int]()
+
+    @property
+    def kind(self) -> int:
+        """Of the kinds that a pipeline tells apart."""
+        if self.phase == "forward":
+            return FORWARD
+        if self.phase != "backward":
+            return UPDATE
+        return INPUT if self.awaited else WEIGHT
 
 
 @dataclass
@@ -47,6 +59,7 @@ class Tasks:
     Attributes:
         runs: the tasks.
         of_op: by operator, its task; -1 of those on the host.
+        parts: how many micro-batches there are.
         state: by group, bytes of state.
         held: by device, bytes that are there whatever is chosen.
     """
@@ -57,6 +70,7 @@ class Tasks:
         self.runs: list[Run] = []
         self.of_op = [-1] * len(self.net.ops)
         self.works = works(self.net, self.dims)
+        self.parts = micro_batches(self.net.blobs)
         self.costs: dict[Device, list[float]] = {}
         self.split()
         self.state = [0] * (max(numbers.values()) + 1)
@@ -101,7 +115,7 @@ class Tasks:
         for k, i in enumerate(run.ops):
             awaited = any(last.get(name, -1) not in (-1, run.group) for name in ops[i].outputs)
             if awaited or k + 1 == len(run.ops):
-                piece = Run(run.group, run.phase)
+                piece = Run(run.group, run.phase, awaited)
                 piece.ops = run.ops[begin : k + 1]
                 begin = k + 1
                 yield piece
@@ -138,6 +152,13 @@ class Tasks:
     def counted(self, run: Run) -> tuple[int, int]:
         """How many operators a task is, and the bytes that they touch."""
         return len(run.ops), sum(self.works[i].nbytes for i in run.ops)
+
+    def part(self, run: Run) -> int:
+        """The micro-batch of a task; their number where it is of none."""
+        if run.kind == UPDATE:
+            return self.parts
+        named = [micro_batch_of(name) for i in run.ops for name in self.net.ops[i].outputs]
+        return max([part for part in named if part is not None], default=0)
 
     def values(self, groups: int) -> tuple[list[Value], Found]:
         """What tasks hand on, like values together; and what can be parked and computed again."""

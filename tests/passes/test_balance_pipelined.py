@@ -1,0 +1,145 @@
+"""passes.balance of a step in micro-batches: its figures are those of the order in which they flow."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import models
+import pytest
+import torch
+from graphir.passes.choice.flow import Flow
+from graphir.passes.choice.outcome import Outcomes
+from graphir.passes.choice.problem import KEEP, Choice, Group, Problem, Task, Value
+from graphir.passes.micro_work import FORWARD, INPUT, WEIGHT
+from runnable import batch_of, captured, sgd
+
+import graphir
+from graphir import Program, passes, runtime
+from graphir.analysis.topology import Link, Speed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+_DEVICES = ("gpu:0", "gpu:1", "cpu:0")
+SLOW = graphir.Topology(
+    name="slow",
+    devices=dict.fromkeys(_DEVICES, Speed(flops_per_second={"f32": 1e10}, bytes_per_second=1e10)),
+    links=tuple([Link(source=a, destination=b, bytes_per_second=1e10) for a, b in permutations(_DEVICES, 2)]),
+)
+"""Where operators take longer than to issue them."""
+
+
+def gpt() -> models.Example:
+    return models.gpt(batch=8, layers=4, length=16, width=32, heads=2)
+
+
+def trained(example: models.Example, **options: object) -> Program:
+    return captured(example, sgd(example.model.parameters()), **options)
+
+
+def limited(program: Program, share: float) -> dict[str, int]:
+    need = graphir.memory(passes.emit(program), threads=1, profile=None).peak["gpu:0"]
+    return {f"gpu:{d}": int(share * need) for d in range(2)}
+
+
+def test_what_is_chosen_flows_within_the_limits_and_keeps_its_bits() -> None:
+    example = gpt()
+    program = trained(example, accumulate=4)
+    limits = limited(program, 0.75)
+    balanced = passes.balance(program, limits, topology=SLOW, evaluations=300)
+    assert balanced.flows and balanced.then.startswith("inject_copies | pipeline{limits={gpu:0: ")
+    assert f"then: {balanced.then}" in str(balanced) and balanced.then in balanced.to_json()
+    flowing = passes.Pipeline(balanced.then)(balanced.program)
+    plan, serial = passes.emit(flowing), passes.emit(passes.inject_copies(balanced.program))
+    assert graphir.certify(program, flowing).holds
+    peaks = graphir.memory(plan, threads=1, profile=None).peak
+    assert all(peaks[use.device] == use.after <= limits.get(use.device, use.after) for use in balanced.devices)
+    found = graphir.estimate(plan, SLOW, profile=None).seconds
+    assert found == balanced.after < graphir.estimate(serial, SLOW, profile=None).seconds < balanced.before * 1.1
+    assert balanced.bound <= balanced.after < balanced.before
+    with (
+        runtime.Session(plan, program.state, binding="cpu") as ours,
+        runtime.Session(passes.emit(program), program.state, binding="cpu") as plain,
+    ):
+        for _ in range(2):
+            assert torch.equal(ours.step(*batch_of(example)), plain.step(*batch_of(example)))
+
+
+def test_one_micro_batch_does_not_flow() -> None:
+    program = trained(gpt())
+    balanced = passes.balance(program, limited(program, 0.75), evaluations=200)
+    assert balanced.then == "inject_copies" and not balanced.flows
+
+
+def test_compile_lets_micro_batches_flow_within_limits() -> None:
+    example = gpt()
+    limits = limited(trained(gpt(), accumulate=4), 0.8)
+    step = graphir.compile(
+        example.model,
+        example.inputs,
+        targets=example.targets,
+        loss=example.loss,
+        optimizer=torch.optim.SGD(example.model.parameters(), lr=0.1),
+        accumulate=4,
+        limits=limits,
+        passes="share_storage",
+        session={"binding": "cpu"},
+    )
+    with step:
+        assert [text.partition("{")[0] for text in step.plan.program.history][-3:] == [
+            "inject_copies",
+            "pipeline",
+            "share_storage",
+        ]
+        found = graphir.memory(step.plan, profile=None).peak
+        assert all(found[device] <= limits[device] for device in limits)
+        first = step.step(*batch_of(example))
+        assert step.step(*batch_of(example)) < first
+
+
+def flowing(tasks: list[Task], values: list[Value]) -> Problem:
+    """Two groups; a copy takes a second."""
+    groups = tuple([Group(name, 0, (0, 1)) for name in "ab"])
+    latency = tuple([tuple([0.0 if a == b else 1.0 for b in range(3)]) for a in range(3)])
+    return Problem(
+        ("gpu:0", "gpu:1", "cpu:0"),
+        (None,) * 3,
+        (0,) * 3,
+        latency,
+        ((0.0,) * 3,) * 3,
+        groups,
+        tuple(tasks),
+        tuple(values),
+        parts=2,
+    )
+
+
+def test_a_device_does_first_what_another_one_waits_for() -> None:
+    """a0 and a1 on one device, b0 and b1 on the other, then a's gradients, of which the inputs' go first."""
+    seconds = (1.0, 1.0, 1.0)
+
+    def task(group: int, kind: int, part: int) -> Task:
+        return Task(group, seconds, kind=kind, part=part)
+
+    tasks = [
+        task(0, FORWARD, 0),
+        task(1, FORWARD, 0),
+        task(1, INPUT, 0),
+        task(1, WEIGHT, 0),
+        task(0, WEIGHT, 0),
+        task(0, FORWARD, 1),
+        task(1, FORWARD, 1),
+        task(1, INPUT, 1),
+        task(1, WEIGHT, 1),
+        task(0, WEIGHT, 1),
+    ]
+    values = [
+        Value(8, made, (read,), 0, tasks[made].group)
+        for made, read in ((0, 1), (1, 2), (2, 3), (2, 4), (5, 6), (6, 7), (7, 8), (7, 9))
+    ]
+    problem = flowing(tasks, values)
+    # gpu:0  F0 F1          W0 W1      gpu:1  (copy) F0 I0 F1 I1 W0 W1, or W0 in between
+    apart = Outcomes(problem)(Choice((0, 1), (KEEP, KEEP)))
+    assert (apart.seconds, apart.busy) == (8.0, (4.0, 6.0, 0.0))
+    together = Outcomes(problem)(Choice((0, 0), (KEEP, KEEP)))
+    assert (together.seconds, together.busy) == (10.0, (10.0, 0.0, 0.0))
+    assert Flow(problem).earlier == [0, 1, 1, 1, 1, 0, 1, 1, 1, 1]
