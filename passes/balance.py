@@ -22,7 +22,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, TypeAli
 from pydantic import BeforeValidator, NonNegativeFloat, PositiveInt
 
 from graphir.analysis.estimate import estimated
-from graphir.analysis.execution import STREAMS, THREADS
+from graphir.analysis.execution import ONE_THREAD, STREAMS, THREADS
 from graphir.analysis.memory import memory
 from graphir.analysis.profiles import Profile
 from graphir.analysis.topology import Topology
@@ -45,6 +45,7 @@ from .copies import InjectCopies
 from .emit import instructed
 from .limits import Bytes
 from .module_patterns import claims
+from .park import Park
 from .pipeline import PipelineSchedule
 from .saved import require_captured
 
@@ -122,6 +123,11 @@ class Balance(Pass):
             raise PassError(
                 f"program {program.name!r} has the copies of a placement already", fix="balance before inject_copies"
             )
+        if any(op.by == Park.name for op in program.step.ops):
+            raise PassError(
+                f"program {program.name!r} has something parked already",
+                fix="balance the program before park: it parks what has to be",
+            )
         with collector_paused():
             return _Balancing(self, program, profile, threads).run()
 
@@ -196,6 +202,7 @@ class _Emitted(NamedTuple):
         then: the passes that come next, as text.
         peaks: by device, what its plan holds; nothing where it was not emitted.
         seconds: of a step.
+        reckoned: the peaks as groups have them.
     """
 
     choice: Choice
@@ -203,6 +210,7 @@ class _Emitted(NamedTuple):
     then: str
     peaks: Mapping[str, int] = {}
     seconds: float = 0.0
+    reckoned: Mapping[str, int] = {}
 
 
 class _Attempt(NamedTuple):
@@ -235,6 +243,7 @@ class _Balancing:
     Attributes:
         topology: where the program would run.
         grouped: the program in as many groups as a search can take.
+        before: the program as it is.
         evaluated: how many choices were looked at.
     """
 
@@ -255,6 +264,7 @@ class _Balancing:
         )
         self.parts = micro_batches(program.step.blobs)
         self.grouped = self.groups(_MOST if self.parts == 1 else max(_MOST_IN_PARTS // self.parts, min(_FEWER)))
+        self.before: _Emitted | None = None
         self.evaluated = 0
         self.emits = len(program.step.ops) <= _MOST_EMITTED
 
@@ -306,7 +316,8 @@ class _Balancing:
 
     def groups(self, most: int) -> Grouped:
         """The program in so many groups."""
-        return grouped(self.program, self.wanted, self.topology, self.profile, self.threads, most)
+        issue = STREAMS.issue if self.topology.host is None else 0.0
+        return grouped(self.program, self.wanted, self.topology, self.profile, self.threads, most, issue)
 
     def run(self) -> Balanced:
         attempts = self.attempts()
@@ -335,7 +346,7 @@ class _Balancing:
                 for attempt in attempts
             ]
         assert nearest is not None
-        raise self.infeasible(nearest.peaks)
+        raise self.infeasible(nearest.peaks, nearest.reckoned)
 
     def attempts(self) -> list[_Attempt]:
         """Searches within the budget: among as many groups as a search can take; where these compute again, or nothing
@@ -379,7 +390,9 @@ class _Balancing:
         over, seconds = best.rank
         near = [other for other in others if over or (not other.rank[0] and other.rank[1] <= _WORSE * seconds)]
         found = [(best, choice) for choice in (best.found.choice, *best.found.others[:count])]
-        return found + [(other, other.found.choice) for other in near]
+        found += [(other, other.found.choice) for other in near]
+        now = best.problem.now()
+        return found if any(choice == now for _, choice in found) else [*found, (best, now)]
 
     def excess(self, peaks: Mapping[str, int]) -> dict[str, int]:
         """By how many bytes devices exceed their limits, those that do."""
@@ -405,15 +418,25 @@ class _Balancing:
 
     def emitted(self, attempt: _Attempt, choice: Choice) -> _Emitted:
         """A choice made, and what its plan comes to."""
+        if choice == attempt.problem.now():
+            self.before = self.before or self.planned(attempt, choice)
+            return self.before._replace(choice=choice)
+        return self.planned(attempt, choice)
+
+    def planned(self, attempt: _Attempt, choice: Choice) -> _Emitted:
         program = placed(self.program, attempt.grouped, choice)
         copied, then = InjectCopies().recorded(program), str(InjectCopies())
         if self.parts > 1:
             copied, then = self.flowing(copied, then)
         plan = instructed(copied)
-        execution = STREAMS if self.topology.host is None else THREADS
+        executions = (STREAMS,) if self.topology.host is None else (ONE_THREAD, THREADS)
         peaks = memory(plan, threads=self.threads, profile=self.profile).peak
-        found = estimated(plan, self.topology, execution, plan.dims, self.profile, self.threads)
-        return _Emitted(choice, program, then, {str(device): n for device, n in peaks.items()}, found.seconds)
+        seconds = min(
+            estimated(plan, self.topology, execution, plan.dims, self.profile, self.threads).seconds
+            for execution in executions
+        )
+        reckoned = _named(attempt.problem, attempt.outcomes(choice).peaks)
+        return _Emitted(choice, program, then, {str(device): n for device, n in peaks.items()}, seconds, reckoned)
 
     def flowing(self, copied: Program, then: str) -> tuple[Program, str]:
         """A program in the order in which its micro-batches flow within the limits, and the passes so far; in its own
@@ -427,15 +450,17 @@ class _Balancing:
             return copied, then
         return found.with_(history=(*copied.history, str(order))), f"{then} | {order}"
 
-    def infeasible(self, peaks: Mapping[str, int]) -> PassError:
-        """The error that says what is missing."""
+    def infeasible(self, peaks: Mapping[str, int], reckoned: Mapping[str, int] | None = None) -> PassError:
+        """The error that says what is missing, and limits under which a search finds a placement: what the nearest
+        one's groups are *reckoned* to hold is no more than these, either."""
         problem = self.grouped.problem
         limited = [name for name, limit in zip(problem.devices, problem.limits, strict=True) if limit is not None]
         missing = [
             f"{name} lacks {nbytes_text(more)} of {nbytes_text(peaks[name])}"
             for name, more in self.excess(peaks).items()
         ]
-        works = ", ".join(f"{name!r}: {max(peaks.get(name, 0), 1)}" for name in limited)
+        most = {name: max(peaks.get(name, 0), (reckoned or {}).get(name, 0), 1) for name in limited}
+        works = ", ".join(f"{name!r}: {nbytes}" for name, nbytes in most.items())
         return PassError(
             f"balance: no placement within the limits was found: {'; '.join(missing)}",
             fix=f"the nearest works with limits={{{works}}}; give more, add devices, allow more options"

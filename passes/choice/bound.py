@@ -51,10 +51,11 @@ def lower_bound(problem: Problem) -> Bound:
     Both say what no choice can beat, not what some choice reaches. Of a step whose micro-batches flow it is what all
     tasks take, shared by all devices.
     """
+    issued = problem.issue * sum(task.issued for task in problem.tasks)
     if problem.parts > 1:
         spent = sum(min(task.seconds[d] for d in problem.groups[task.group].devices) for task in problem.tasks)
         used = {device for group in problem.groups for device in group.devices}
-        return Bound(spent / len(used), "load", False, 1.0, (0,) * len(problem.devices))
+        return Bound(max(spent / len(used), issued), "load", False, 1.0, (0,) * len(problem.devices))
     lp = Linear()
     parts = Parts(lp, problem)
     Bytes(parts, "limits")
@@ -65,7 +66,10 @@ def lower_bound(problem: Problem) -> Bound:
         family = max(families, key=lambda one: solved.weights.get(one, 0.0))
         is_limited = solved.weights.get("memory", 0.0) > _SLACK
         nothing = (0,) * len(problem.devices)
-        return Bound(max(solved.least, 0.0) * total_seconds(problem), family, is_limited, 1.0, nothing)
+        least = max(solved.least * total_seconds(problem), issued, 0.0)
+        return Bound(least, family, is_limited, 1.0, nothing)
+    if all(limit is None for limit in problem.limits):  # figures are too far apart for the solver
+        return Bound(issued, "load", False, 1.0, (0,) * len(problem.devices))
     factor = _least_factor(problem)
     if factor <= 1 + _SLACK:  # the limits are on the edge of what the solver can tell
         bound = lower_bound(replace(problem, limits=(None,) * len(problem.limits)))

@@ -110,7 +110,8 @@ class Flow:
                     idle[device] = False
                     heappush(events, (now + spent, 0, i))
             if not events:
-                return now, tuple(busy)
+                issued = self.problem.issue * (sum(task.issued for task in tasks) + len(sent))
+                return max(now, issued), tuple(busy)
             now, is_copy, number = heappop(events)
             if is_copy:
                 copy = sent[number]

@@ -62,7 +62,13 @@ class Grouped:
 
 
 def grouped(
-    program: Program, wanted: Wanted, topology: Topology, profile: Profile | None, threads: int, most: int
+    program: Program,
+    wanted: Wanted,
+    topology: Topology,
+    profile: Profile | None,
+    threads: int,
+    most: int,
+    issue: float = 0.0,
 ) -> Grouped:
     """The problem of placing a program.
 
@@ -73,6 +79,7 @@ def grouped(
         profile: what was measured of calls on that machine.
         threads: how many threads one kernel uses.
         most: how many groups there are to be, at most.
+        issue: seconds that one host thread takes to issue an operator to any device.
 
     Raises:
         PassError: no module of the program has parameters.
@@ -94,12 +101,13 @@ def grouped(
         groups=tuple([_group(i, modules, names, wanted, tasks, found, latency) for i, modules in enumerate(members)]),
         tasks=tuple(
             [
-                Task(run.group, tuple(spent), room, *tasks.counted(run), run.kind, tasks.part(run))
+                Task(run.group, tuple(spent), room, *tasks.counted(run), run.kind, tasks.part(run), tasks.issued(run))
                 for run, spent, room in zip(tasks.runs, seconds, tasks.rooms(values), strict=True)
             ]
         ),
         values=tuple(values),
         parts=tasks.parts,
+        issue=issue,
     )
     of_op = {i: g for i, g in enumerate(tasks.group_of_op) if g >= 0 and program.step.ops[i].phase == "forward"}
     return Grouped(problem, members, of_op, found.parks, found.again)
@@ -117,7 +125,7 @@ def _group(
     """A group, with where it may be and what may become of what it saves."""
     usable = [i for i, name in enumerate(names) if name in wanted.devices]
     now, host, pin = names.index(modules[0][0]), len(names) - 1, wanted.pins.get(modules[0][1])
-    on = usable if "shift" in wanted.options else []
+    on = usable if "shift" in wanted.options and modules[0][1] else []
     devices = [now, *on] if pin is None else [names.index(pin)]
     stored = [KEEP]
     if "recompute" in wanted.options and found.again[number]:

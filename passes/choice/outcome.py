@@ -348,15 +348,17 @@ class _Step:
     def timed(self) -> tuple[float, tuple[float, ...]]:
         """The seconds of the step, and by device those for which it computes.
 
-        Tasks of a device follow each other, and so do copies to a device; each begins when what it waits for has ended.
+        Tasks of a device follow each other, and so do copies to a device; each begins when what it waits for has ended,
+        and none ends before it is issued.
         """
         problem, copies, needed, again = self.problem, self.copies, self.needed, self.again
         devices = len(problem.devices)
         free, arriving, busy = [0.0] * devices, [0.0] * devices, [0.0] * devices
         ends = [0.0] * len(self.at)
+        issued = 0.0
         for position, device in enumerate(self.at):
             if position in copies:
-                self.issued(copies[position], arriving, ends)
+                issued = self.issued(copies[position], arriving, ends, issued)
             now = free[device]
             if position in again:
                 for copy in self.first.get(position, ()):
@@ -367,10 +369,12 @@ class _Step:
             if position in needed:
                 for copy in needed[position]:
                     now = max(now, copy.end)
-            spent = problem.tasks[position].seconds[device]
-            free[device] = ends[position] = now + spent
+            task = problem.tasks[position]
+            spent = task.seconds[device]
+            issued += task.issued * problem.issue
+            free[device] = ends[position] = max(now + spent, issued)
             busy[device] += spent
-        self.issued(copies.get(len(self.at), ()), arriving, ends)
+        self.issued(copies.get(len(self.at), ()), arriving, ends, issued)
         return max(*free, *arriving), tuple(busy)
 
     def flowing(self, flow: Flow) -> tuple[float, tuple[float, ...]]:
@@ -381,13 +385,15 @@ class _Step:
         again = {position: groups[number].again[self.at[position]] for position, number in self.again.items()}
         return flow.timed(self.at, self.copies, needed, again)
 
-    @staticmethod
-    def issued(copies: Sequence[_Copy], arriving: list[float], ends: Sequence[float]) -> None:
-        """Copies that are issued one after the other."""
+    def issued(self, copies: Sequence[_Copy], arriving: list[float], ends: Sequence[float], issued: float) -> float:
+        """Let copies follow each other; the seconds until the last one is issued."""
+        issue = self.problem.issue
         for copy in copies:
             after = copy.after
             done = (ends[after] if after >= 0 else 0.0) if isinstance(after, int) else after.end
-            copy.end = arriving[copy.destination] = max(arriving[copy.destination], done) + copy.seconds
+            issued += issue
+            copy.end = arriving[copy.destination] = max(arriving[copy.destination], done, issued) + copy.seconds
+        return issued
 
     def peaks(self) -> tuple[int, ...]:
         problem, choice, facts = self.problem, self.choice, self.facts

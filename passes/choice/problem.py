@@ -62,6 +62,7 @@ class Task(NamedTuple):
         touched: bytes that these read and write.
         kind: FORWARD, INPUT, WEIGHT or UPDATE, as :mod:`..micro_work` has them.
         part: the micro-batch.
+        issued: how many of its operators take time on the device.
     """
 
     group: int
@@ -71,6 +72,7 @@ class Task(NamedTuple):
     touched: int = 0
     kind: int = 0
     part: int = 0
+    issued: int = 0
 
 
 class Value(NamedTuple):
@@ -127,6 +129,7 @@ class Problem:
         tasks: in the order of the step.
         values: in the order in which they are made.
         parts: how many micro-batches; several flow (:mod:`.flow`), in an order of their own.
+        issue: seconds that one host thread takes to issue an operator or a copy; nothing begins before.
     """
 
     devices: tuple[str, ...]
@@ -138,6 +141,7 @@ class Problem:
     tasks: tuple[Task, ...]
     values: tuple[Value, ...]
     parts: int = 1
+    issue: float = 0.0
 
     @property
     def host(self) -> int:

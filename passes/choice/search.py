@@ -108,6 +108,7 @@ class _Search:
         best: so far.
         least: by how much it exceeds limits, and what it costs.
         tries: how many choices were looked at.
+        seeded: whether all plain choices were; they are, whatever the budget.
         ends: the best at the end of each round.
     """
 
@@ -115,7 +116,7 @@ class _Search:
         self.problem, self.outcomes = outcomes.problem, outcomes
         self.random = random.Random(seed)
         self.seconds, self.evaluations, self.begun = seconds, evaluations, time.perf_counter()
-        self.tries = 0
+        self.tries, self.seeded = 0, False
         self.ends: set[Choice] = set()
         self.turn = _TURN if self.problem.parts == 1 else _TURN_IN_PARTS
         self.base = max(self.outcomes(self.problem.now()).seconds, 1e-12)
@@ -149,7 +150,7 @@ class _Search:
         Raises:
             _Spent: there is no budget left.
         """
-        if self.spent() >= 1:
+        if self.seeded and self.spent() >= 1:
             raise _Spent
         self.tries += 1
         found = self.rank(choice)
@@ -163,6 +164,7 @@ class _Search:
         plain = list(dict.fromkeys(self.plain()))
         for choice in plain:
             self.tried(choice)
+        self.seeded = True
         if self.problem.parts > 1:
             self.ends.update(sorted(plain, key=self.rank)[:_CUTS])
         others = cycle([plain[0], *sorted(plain[1:], key=self.cost)])

@@ -88,19 +88,25 @@ class Tasks:
                 self.state[numbers[unit]] += blob.nbytes(self.dims)
 
     def split(self) -> None:
-        """Cut the step into tasks. A group's backward is cut behind each operator that other groups wait for: what
-        comes after it, gradients of weights, delays nobody but its own device."""
-        ops, last = self.net.ops, self.last_readers()
+        """Cut the step into tasks. None reads what a later one makes, as one would that goes on behind a visit to
+        another device. A group's backward is cut behind each operator that other groups wait for: what comes after
+        it, gradients of weights, delays nobody but its own device."""
+        ops, last, blobs = self.net.ops, self.last_readers(), self.net.blobs
         open_at: dict[Device, Run] = {}
+        maker: dict[str, int] = {}  # by storage, the number of the run that wrote it last
+        at: dict[Run, int] = {}
         for i, op in enumerate(ops):
             group = self.group_of_op[i]
             if group < 0:
                 continue
             run = open_at.get(op.device)
-            if run is None or run.group != group or run.phase != op.phase:
+            read = max([maker.get(blobs[name].storage, -1) for name in op.inputs], default=-1)
+            if run is None or run.group != group or run.phase != op.phase or read > at[run]:
                 run = open_at[op.device] = Run(group, op.phase)
+                at[run] = len(self.runs)
                 self.runs.append(run)
             run.ops.append(i)
+            maker.update([(blobs[name].storage, at[run]) for name in op.outputs])
         pieces: list[Run] = []
         for run in self.runs:
             pieces += self.pieces(run, last) if run.phase == "backward" else [run]
@@ -152,6 +158,10 @@ class Tasks:
     def counted(self, run: Run) -> tuple[int, int]:
         """How many operators a task is, and the bytes that they touch."""
         return len(run.ops), sum(self.works[i].nbytes for i in run.ops)
+
+    def issued(self, run: Run) -> int:
+        """How many operators of a task take time on its device."""
+        return sum(self.works[i].nbytes > 0 for i in run.ops)
 
     def part(self, run: Run) -> int:
         """The micro-batch of a task; their number where it is of none."""

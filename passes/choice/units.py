@@ -46,7 +46,7 @@ class Units:
     def __init__(self, program: Program, dims: Dims) -> None:
         self.program, self.net, self.dims = program, program.step, dims
         self.uses = uses_of(self.net)
-        self.weighted = weighted_modules(program) - {""}
+        self.weighted = weighted_modules(program) - {""} or {""}  # a model without modules is one that stays
         self.of_op: list[Unit | None] = [None] * len(self.net.ops)
         self.of_state: dict[str, Unit] = {}
         self.at = {unit: i for i, unit in enumerate(self.place_forward())}
