@@ -144,6 +144,7 @@ def _group(
         again=tuple([found.again_seconds[number][name] for name in names]) if AGAIN in stored else (),
         again_at=found.again_at[number],
         again_room=found.again_room[number],
+        again_issued=found.again_issued[number],
     )
 
 

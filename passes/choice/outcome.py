@@ -363,8 +363,10 @@ class _Step:
             if position in again:
                 for copy in self.first.get(position, ()):
                     now = max(now, copy.end)
-                spent = problem.groups[again[position]].again[device]
-                now += spent
+                group = problem.groups[again[position]]
+                spent = group.again[device]
+                issued += group.again_issued * problem.issue
+                now = max(now + spent, issued)
                 busy[device] += spent
             if position in needed:
                 for copy in needed[position]:

@@ -38,6 +38,7 @@ class Group(NamedTuple):
         again: by device, the seconds that computing again takes.
         again_at: the first task that reads what is computed again.
         again_room: bytes that computing again takes at its peak beyond what the task *again_at* takes.
+        again_issued: how many operators computing again issues that take time.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Group(NamedTuple):
     again: tuple[float, ...] = ()
     again_at: int = -1
     again_room: int = 0
+    again_issued: int = 0
 
 
 class Task(NamedTuple):

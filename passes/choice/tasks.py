@@ -50,6 +50,7 @@ class Found:
     again: list[list[str]]
     again_at: list[int]
     again_room: list[int]
+    again_issued: list[int]
     again_seconds: list[dict[Device, float]]
 
 
@@ -182,7 +183,12 @@ class Tasks:
         lasting = {blobs[name].storage for name in net.external_outputs}
         again = Again(self.units, self.group_of_op, groups, lasting)
         found = Found(
-            [[] for _ in range(groups)], again.storages, [-1] * groups, [0] * groups, [{} for _ in range(groups)]
+            [[] for _ in range(groups)],
+            again.storages,
+            [-1] * groups,
+            [0] * groups,
+            [sum(self.works[i].nbytes > 0 for i in ops) for ops in again.ops],
+            [{} for _ in range(groups)],
         )
         merged: dict[Value, int] = defaultdict(int)
         for storage, touching in reads.items():
