@@ -33,13 +33,14 @@ from graphir.ir.names import micro_batches
 from graphir.ir.program import Program
 from graphir.ir.text import nbytes_text
 
-from .base import Pass, Pipeline, Placed, as_gpu, build, register
+from .base import Pass, Pipeline, Placed, build, register
 from .choice.bound import bound_of
 from .choice.groups import Grouped, Wanted, grouped
 from .choice.moves import placed
-from .choice.outcome import Outcome, Outcomes
-from .choice.problem import AGAIN, KEEP, Choice, Problem
-from .choice.report import Balanced, DeviceUse, GroupPlace, LinkBytes
+from .choice.outcome import Outcomes
+from .choice.places import device_map, group_places
+from .choice.problem import AGAIN, Choice, Problem
+from .choice.report import Balanced, DeviceUse, LinkBytes
 from .choice.search import Found, search
 from .copies import InjectCopies
 from .emit import instructed
@@ -514,68 +515,11 @@ class _Balancing:
             after=seconds[1],
             bound=min(seconds[1], *[bound_of(one.grouped.problem, then.peaks) for one in attempts]),
             exact=bool(best.peaks),
-            groups=tuple(_places(outcomes, best.choice)),
+            groups=tuple(group_places(outcomes, best.choice)),
             evaluated=self.evaluated,
-            device_map=_device_map(attempt.grouped, best.choice),
+            device_map=device_map(attempt.grouped, best.choice),
         )
 
 
 def _named(problem: Problem, figures: Sequence[int]) -> dict[str, int]:
     return dict(zip(problem.devices, figures, strict=True))
-
-
-def _places(outcomes: Outcomes, choice: Choice) -> list[GroupPlace]:
-    """Where each group is, and what the next best would have cost."""
-    problem, here = outcomes.problem, outcomes(choice)
-    found = []
-    for i, group in enumerate(problem.groups):
-        others: list[tuple[float, float, str, Outcome]] = []
-        for device in group.devices:
-            for stored in dict.fromkeys((choice.stored[i], *group.stored)):
-                if (device, stored) != (choice.devices[i], choice.stored[i]) and stored != device:
-                    changed = Choice(
-                        (*choice.devices[:i], device, *choice.devices[i + 1 :]),
-                        (*choice.stored[:i], stored, *choice.stored[i + 1 :]),
-                    )
-                    outcome = outcomes(changed)
-                    others.append((outcome.over, outcome.seconds, _described(problem, device, stored), outcome))
-        best = min(others, key=lambda other: other[:2], default=None)
-        over, excess = "", 0
-        if best is not None:
-            for name, limit, peak in zip(problem.devices, problem.limits, best[3].peaks, strict=True):
-                if limit is not None and peak - limit > excess:
-                    over, excess = name, peak - limit
-        device, stored = choice.devices[i], choice.stored[i]
-        found.append(
-            GroupPlace(
-                modules=group.name,
-                device=problem.devices[device],
-                saved=_stored(problem, stored),
-                moved=device != group.now or stored != KEEP,
-                otherwise="" if best is None else best[2],
-                seconds=0.0 if best is None else best[1] - here.seconds,
-                over=over,
-                excess=excess,
-            )
-        )
-    return found
-
-
-def _stored(problem: Problem, stored: int) -> str:
-    if stored == KEEP:
-        return "kept"
-    return "recomputed" if stored == AGAIN else f"parked on {problem.devices[stored]}"
-
-
-def _described(problem: Problem, device: int, stored: int) -> str:
-    return f"on {problem.devices[device]}, {_stored(problem, stored)}"
-
-
-def _device_map(grouped: Grouped, choice: Choice) -> dict[str, int | str]:
-    """By module, the number of its gpu; of a replicated program, where the first replica has it."""
-    found: dict[str, int | str] = {}
-    for units, device in zip(grouped.units, choice.devices, strict=True):
-        name = Device.parse(grouped.problem.devices[device])
-        for _, module in units:
-            found.setdefault(module, "cpu" if name.is_host else as_gpu(name))
-    return found

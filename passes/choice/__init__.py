@@ -4,11 +4,12 @@ units.py     program ──▶ what moves as a whole; merging.py makes few group
 tasks.py     groups ──▶ what they compute and hand on; repeats.py says what can be computed again
 groups.py    all of that ──▶ Problem
 problem.py   Problem, and Choice: a device for each group, and what becomes of what it saves
-outcome.py   Problem and Choice ──▶ seconds of a step, and the peak of each device
+outcome.py   Problem and Choice ──▶ seconds of a step, and the peak of each device; flow.py where micro-batches flow
 search.py    Problem ──▶ the best choice that is found
 bound.py     Problem ──▶ what no choice can beat, by a linear program: linear.py solves it, relaxed/ says what it is
 exact.py     Problem ──▶ the best choice there is, by a constraint solver: model/ says what it solves
 facts.py     Problem ──▶ what holds whatever is chosen, for both
 moves.py     Choice ──▶ the program, placed; naming.py says how its passes name modules
+places.py    Choice ──▶ where each group is, and why
 report.py    what is printed
 """

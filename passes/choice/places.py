@@ -1,0 +1,70 @@
+"""Where groups are in a choice, why, and as Accelerate writes it."""
+
+from __future__ import annotations
+
+from graphir.ir.device import Device
+
+from ..base import as_gpu
+from .groups import Grouped
+from .outcome import Outcome, Outcomes
+from .problem import AGAIN, KEEP, Choice, Problem
+from .report import GroupPlace
+
+__all__ = ["device_map", "group_places"]
+
+
+def group_places(outcomes: Outcomes, choice: Choice) -> list[GroupPlace]:
+    """Where each group is, and what the next best would have cost."""
+    problem, here = outcomes.problem, outcomes(choice)
+    found = []
+    for i, group in enumerate(problem.groups):
+        others: list[tuple[float, float, str, Outcome]] = []
+        for device in group.devices:
+            for stored in dict.fromkeys((choice.stored[i], *group.stored)):
+                if (device, stored) != (choice.devices[i], choice.stored[i]) and stored != device:
+                    changed = Choice(
+                        (*choice.devices[:i], device, *choice.devices[i + 1 :]),
+                        (*choice.stored[:i], stored, *choice.stored[i + 1 :]),
+                    )
+                    outcome = outcomes(changed)
+                    others.append((outcome.over, outcome.seconds, _described(problem, device, stored), outcome))
+        best = min(others, key=lambda other: other[:2], default=None)
+        over, excess = "", 0
+        if best is not None:
+            for name, limit, peak in zip(problem.devices, problem.limits, best[3].peaks, strict=True):
+                if limit is not None and peak - limit > excess:
+                    over, excess = name, peak - limit
+        device, stored = choice.devices[i], choice.stored[i]
+        found.append(
+            GroupPlace(
+                modules=group.name,
+                device=problem.devices[device],
+                saved=_stored(problem, stored),
+                moved=device != group.now or stored != KEEP,
+                otherwise="" if best is None else best[2],
+                seconds=0.0 if best is None else best[1] - here.seconds,
+                over=over,
+                excess=excess,
+            )
+        )
+    return found
+
+
+def _stored(problem: Problem, stored: int) -> str:
+    if stored == KEEP:
+        return "kept"
+    return "recomputed" if stored == AGAIN else f"parked on {problem.devices[stored]}"
+
+
+def _described(problem: Problem, device: int, stored: int) -> str:
+    return f"on {problem.devices[device]}, {_stored(problem, stored)}"
+
+
+def device_map(grouped: Grouped, choice: Choice) -> dict[str, int | str]:
+    """By module, the number of its gpu; of a replicated program, where the first replica has it."""
+    found: dict[str, int | str] = {}
+    for units, device in zip(grouped.units, choice.devices, strict=True):
+        name = Device.parse(grouped.problem.devices[device])
+        for _, module in units:
+            found.setdefault(module, "cpu" if name.is_host else as_gpu(name))
+    return found
