@@ -39,8 +39,11 @@ def placed(program: Program, grouped: Grouped, choice: Choice) -> Program:
     """
     names = [Device.parse(name) for name in grouped.problem.devices]
     found = program
-    if moves := _moves(program, grouped, choice, names):
-        found = _settled(build(ShiftModules, modules=moves).recorded(found), grouped, choice, names)
+    moves = _moves(program, grouped, choice, names)
+    if moves:
+        found = build(ShiftModules, modules=moves).recorded(found)
+    if moves or any(unit.call for units in grouped.units for unit in units):
+        found = _settled(found, grouped, choice, names)
     if again := [s for group, stored in enumerate(choice.stored) if stored == AGAIN for s in grouped.again[group]]:
         found = build(Recompute, what=storages_named(found, again, "recompute")).recorded(found)
     parked: dict[int, list[str]] = defaultdict(list)
@@ -79,7 +82,9 @@ def _moves(
     """By pattern, where modules go, as :func:`.shift_modules.shift_modules` takes it."""
     targets: dict[str, dict[Device, Device]] = defaultdict(dict)
     for units, device in zip(grouped.units, choice.devices, strict=True):
-        for source, module in units:
+        for source, module, call in units:
+            if call:  # it is moved by its activations
+                continue
             targets[module][source] = names[device]
     moved = {module: {s: t for s, t in to.items() if s != t} for module, to in targets.items()}
     alike: dict[tuple[tuple[Device, Device], ...], list[str]] = defaultdict(list)

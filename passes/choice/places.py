@@ -65,6 +65,6 @@ def device_map(grouped: Grouped, choice: Choice) -> dict[str, int | str]:
     found: dict[str, int | str] = {}
     for units, device in zip(grouped.units, choice.devices, strict=True):
         name = Device.parse(grouped.problem.devices[device])
-        for _, module in units:
+        for _, module, _ in units:
             found.setdefault(module, "cpu" if name.is_host else as_gpu(name))
     return found

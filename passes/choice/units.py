@@ -1,4 +1,4 @@
-"""What moves as a whole: a module that has parameters, on one device, and what goes with it.
+"""What moves as a whole: a call of a module that has parameters, on one device, and what goes with it.
 
 What runs behind such a module until the next one begins, such as activations and additions of containers, belongs to
 it. Operators of the backward go with the operator whose gradients they compute, updates with their parameters.
@@ -6,12 +6,13 @@ it. Operators of the backward go with the operator whose gradients they compute,
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from collections import Counter
+from typing import NamedTuple
 
 from graphir.errors import PassError
 from graphir.ir.blob import STATE_ROLES
 from graphir.ir.device import Device
-from graphir.ir.names import base_name
+from graphir.ir.names import base_name, micro_batch_of
 from graphir.ir.operator import Operator
 from graphir.ir.opset import ACCUMULATES
 from graphir.ir.program import Program
@@ -22,8 +23,13 @@ from ..saved import uses_of
 
 __all__ = ["Unit", "Units"]
 
-Unit: TypeAlias = "tuple[Device, str]"
-"""A module with parameters, and the device where it is."""
+
+class Unit(NamedTuple):
+    """A module with parameters, the device where it is, and which of its calls it is. The state is the first one's."""
+
+    device: Device
+    module: str
+    call: int = 0
 
 
 class Units:
@@ -58,16 +64,22 @@ class Units:
         self.place_rest()
 
     def place_forward(self) -> list[Unit]:
-        """The units of the forward's operators, in the order in which they begin."""
+        """The units of the forward's operators, in the order in which they begin. Each micro-batch calls what the first
+        one does; calls of replicas are not told apart."""
         now: dict[str, Unit] = {}
         waiting: list[tuple[int, str]] = []
         order: dict[Unit, None] = {}
+        calls, part = Counter[tuple[Device, str]](), 0
         for i, op in enumerate(self.net.ops):
             if op.phase != "forward" or op.device.is_host:
                 continue
-            key = str(op.device)
+            if op.outputs and (own := micro_batch_of(op.outputs[0])) is not None and own != part:
+                calls, part, now = Counter(), own, {}
+            key, called = str(op.device), (op.device, op.module)
             if op.module in self.weighted:
-                now[key] = (op.device, op.module)
+                if key not in now or now[key][:2] != called:
+                    now[key] = Unit(*called, calls[called] if self.program.replicas == ("",) else 0)
+                    calls[called] += 1
                 order[now[key]] = None
             if key in now:
                 self.of_op[i] = now[key]
@@ -85,7 +97,7 @@ class Units:
         blobs, ops = self.net.blobs, self.net.ops
         for name in self.net.external_inputs:
             blob = blobs[name]
-            owner = (blob.device, base_name(name).rpartition(".")[0])
+            owner = Unit(blob.device, base_name(name).rpartition(".")[0])
             if blob.role in STATE_ROLES and owner in self.at:
                 self.of_state[blob.storage] = owner
         for i, op in enumerate(ops):
@@ -109,8 +121,8 @@ class Units:
                 storage = blobs[op.inputs[source]].storage
                 if storage in self.of_state:
                     return self.of_state[storage]
-        if op.type == ACCUMULATES and (op.device, op.module) in self.at:
-            return op.device, op.module  # the reader's, beside what it adds
+        if op.type == ACCUMULATES and Unit(op.device, op.module) in self.at:
+            return Unit(op.device, op.module)  # the reader's, beside what it adds
         names = [op.of] if op.of else list(op.inputs)
         for name in names:
             storage = blobs[name].storage

@@ -260,6 +260,48 @@ def test_a_group_on_both_sides_of_another_device() -> None:
     assert balanced.after <= balanced.before and 0 < balanced.bound < math.inf
 
 
+class Shared(nn.Module):
+    """One layer, called eight times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.fc, self.head = nn.LayerNorm(128), nn.Linear(128, 128), nn.Linear(128, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(8):
+            x = x + torch.tanh(self.fc(self.norm(x)))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_calls_of_a_module_are_placed_one_by_one(accumulate: int) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(8192, 128), torch.randn(8192, 4)
+    example = models.Example(Shared(), (x,), (y,), nn.functional.mse_loss)
+    program = trained(example, accumulate=accumulate)
+    limits = limited(program, 0.65)
+    balanced = passes.balance(program, limits, topology=CPU, options=["shift"], evaluations=1500)
+    placed = passes.inject_copies(balanced.program)
+    plan = passes.emit(placed)
+    found = graphir.memory(plan, threads=1, profile=None).peak
+    assert all(found[device] <= limits[device] for device in limits)
+    assert graphir.certify(program, placed).holds
+    again = passes.Pipeline(balanced.pipeline)(program)
+    assert str(again.step) == str(balanced.program.step)
+    if accumulate == 1:
+        chosen = passes.find_activations(program)
+        half = passes.shift_activations(program, chosen[len(chosen) // 2 :], {0: 1})
+        plain = graphir.estimate(passes.emit(passes.inject_copies(half)), CPU, profile=None, threads=1).seconds
+        assert balanced.after < 1.05 * plain
+    batch = batch_of(example)
+    with (
+        runtime.Session(plan, program.state, binding="cpu") as one,
+        runtime.Session(passes.emit(program), program.state, binding="cpu") as other,
+    ):
+        for _ in range(2):
+            assert torch.equal(one.step(*batch), other.step(*batch))
+
+
 def test_what_is_parked_already_is_refused() -> None:
     program = passes.park(trained(layers()), ["**.momentum_buffer"], "cpu")
     with pytest.raises(PassError, match="has something parked already"):
