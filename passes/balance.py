@@ -14,9 +14,7 @@ on with that in mind.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, TypeAlias
 
 from pydantic import BeforeValidator, NonNegativeFloat, PositiveInt
@@ -34,14 +32,13 @@ from graphir.ir.program import Program
 from graphir.ir.text import nbytes_text
 
 from .base import Pass, Pipeline, Placed, build, register
+from .choice.attempts import Attempt, Attempts, Budget
 from .choice.bound import bound_of
 from .choice.groups import Grouped, Wanted, grouped
 from .choice.moves import placed
-from .choice.outcome import Outcomes
 from .choice.places import device_map, group_places
-from .choice.problem import AGAIN, Choice, Problem
+from .choice.problem import Choice, Problem
 from .choice.report import Balanced, DeviceUse, LinkBytes
-from .choice.search import Found, search
 from .copies import InjectCopies
 from .emit import instructed
 from .limits import Bytes
@@ -54,20 +51,6 @@ __all__ = ["Balance", "balance"]
 
 Option: TypeAlias = Literal["shift", "park", "recompute"]
 
-_MOST: Final = 48
-"""How many groups there are at most: as many as a search can take."""
-
-_MOST_IN_PARTS: Final = 96
-"""The same, times the number of micro-batches, where there are several, each with tasks of its own."""
-
-_FEWER: Final = (24, 12)
-_MANY_AGAIN: Final = 0.2
-"""How many there are to be, too, where so large a part of them computes again, or nothing is within the limits. What a
-group reads of others is kept, so that larger groups keep less; and they hold more while they compute again."""
-
-_FIRST: Final = 0.6
-"""The part of a search after which it is decided whether to go on with these."""
-
 _WORSE: Final = 1.03
 """How many times as long as another's a step may be, as its groups say, so that a plan is worth a look."""
 
@@ -76,8 +59,7 @@ _MOST_EMITTED: Final = 20_000
 search."""
 
 _ATTEMPTS: Final = 4
-_ONWARD: Final = 0.25
-"""How often the search goes on where a plan holds more than the groups said, and for which part of its budget."""
+"""How often the search goes on where a plan holds more than the groups said."""
 
 _HOPELESS: Final = 0.02
 """By how much the groups may exceed limits so that plans are worth a look."""
@@ -214,30 +196,6 @@ class _Emitted(NamedTuple):
     reckoned: Mapping[str, int] = {}
 
 
-class _Attempt(NamedTuple):
-    """A search for a choice.
-
-    Attributes:
-        grouped: the groups.
-        outcomes: of their problem, with devices that hold as much more as plans have shown.
-        found: the best choice.
-    """
-
-    grouped: Grouped
-    outcomes: Outcomes
-    found: Found
-
-    @property
-    def problem(self) -> Problem:
-        """What is placed."""
-        return self.outcomes.problem
-
-    @property
-    def rank(self) -> tuple[float, float]:
-        """By how much limits are exceeded, and seconds of a step, as the groups say."""
-        return self.found.outcome.over, self.found.outcome.seconds
-
-
 class _Balancing:
     """Some searches, what they need, and what they have found.
 
@@ -245,11 +203,9 @@ class _Balancing:
         topology: where the program would run.
         grouped: the program in as many groups as a search can take.
         before: the program as it is.
-        evaluated: how many choices were looked at.
     """
 
     def __init__(self, options: Balance, program: Program, profile: Profile | None, threads: int) -> None:
-        self.begun = time.perf_counter()
         self.options, self.program, self.profile, self.threads = options, program, profile, threads
         self.topology = options.topology or Topology.named("h200x8")
         self.names = list(dict.fromkeys(map(Device.parse, (*options.limits, *options.devices))))
@@ -264,9 +220,9 @@ class _Balancing:
             limits, tuple(d for d in self.names if not d.is_host), options.options, self.pins(), self.wholes()
         )
         self.parts = micro_batches(program.step.blobs)
-        self.grouped = self.groups(_MOST if self.parts == 1 else max(_MOST_IN_PARTS // self.parts, min(_FEWER)))
+        self.searches = Attempts(self.groups, self.parts, Budget(options.seconds, options.evaluations, options.seed))
+        self.grouped = self.searches.grouped
         self.before: _Emitted | None = None
-        self.evaluated = 0
         self.emits = len(program.step.ops) <= _MOST_EMITTED
 
     def refuse(self) -> None:
@@ -321,7 +277,7 @@ class _Balancing:
         return grouped(self.program, self.wanted, self.topology, self.profile, self.threads, most, issue)
 
     def run(self) -> Balanced:
-        attempts = self.attempts()
+        attempts = self.searches.made(regroups=self.emits and "recompute" in self.options.options)
         if not self.emits:
             (only,) = attempts
             if only.found.outcome.over:
@@ -334,56 +290,21 @@ class _Balancing:
             tried = [(attempt, self.emitted(attempt, choice)) for attempt, choice in self.candidates(attempts)]
             fitting = [(attempt, one) for attempt, one in tried if not self.excess(one.peaks)]
             if fitting:
-                return self.report(*min(fitting, key=lambda pair: pair[1].seconds), attempts)
+                best = min(fitting, key=lambda pair: (pair[1].seconds, pair[1].program is not self.program))
+                return self.report(*best, attempts)
             near = [one for _, one in tried] + ([nearest] if nearest else [])
             nearest = min(near, key=lambda one: sum(self.excess(one.peaks).values()))
             attempts = [a for a in attempts if a.found.outcome.over <= _HOPELESS and not a.found.interrupted]
             if not attempts:
                 break
             attempts = [
-                self.tightened(
-                    attempt, [one for of, one in tried if of is attempt], number + 1, _ONWARD / len(attempts)
-                )
+                self.onward(attempt, [one for of, one in tried if of is attempt], number + 1, len(attempts))
                 for attempt in attempts
             ]
         assert nearest is not None
         raise self.infeasible(nearest.peaks, nearest.reckoned)
 
-    def attempts(self) -> list[_Attempt]:
-        """Searches within the budget: among as many groups as a search can take; where these compute again, or nothing
-        is within the limits, among fewer and larger ones, too."""
-        regroups = self.emits and "recompute" in self.options.options and self.parts == 1
-        regroups = regroups and len(self.grouped.problem.groups) > min(_FEWER)
-        first = self.attempt(self.grouped, _FIRST if regroups else 1.0)
-        found = first.found
-        if not regroups or found.interrupted:
-            return [first]
-        if not found.outcome.over and found.choice.stored.count(AGAIN) < _MANY_AGAIN * len(found.choice.stored):
-            return [self.attempt(self.grouped, 1 - _FIRST, (found.choice, *found.others))]
-        attempts = [first]
-        for most in _FEWER:
-            if not attempts[-1].found.interrupted:
-                attempts.append(self.attempt(self.groups(most), (1 - _FIRST) / len(_FEWER)))
-        return attempts
-
-    def attempt(self, grouped: Grouped, part: float, starts: Sequence[Choice] = ()) -> _Attempt:
-        """A search among some groups, with a part of the budget."""
-        return self.searched(grouped, grouped.problem, part, starts, 0)
-
-    def searched(
-        self, grouped: Grouped, problem: Problem, part: float, starts: Sequence[Choice], number: int
-    ) -> _Attempt:
-        options = self.options
-        evaluations = None if options.evaluations is None else max(round(options.evaluations * part), 1)
-        seconds = options.seconds * part
-        if not self.evaluated and evaluations is None:  # what grouping took is a part of it
-            seconds = max(seconds - (time.perf_counter() - self.begun), seconds / 2)
-        outcomes = Outcomes(problem)
-        found = search(outcomes, seconds, evaluations, options.seed + number, starts)
-        self.evaluated += found.evaluated
-        return _Attempt(grouped, outcomes, found)
-
-    def candidates(self, attempts: Sequence[_Attempt]) -> list[tuple[_Attempt, Choice]]:
+    def candidates(self, attempts: Sequence[Attempt]) -> list[tuple[Attempt, Choice]]:
         """The choices that are worth a plan: the best ones of the best attempt, and the best one of each other that is
         about as good."""
         best, *others = sorted(attempts, key=lambda attempt: attempt.rank)
@@ -402,29 +323,27 @@ class _Balancing:
         found = {name: peaks.get(name, 0) - limit for name, limit in limits if limit is not None}
         return {name: more for name, more in found.items() if more > 0}
 
-    def tightened(self, attempt: _Attempt, tried: Sequence[_Emitted], number: int, part: float) -> _Attempt:
+    def onward(self, attempt: Attempt, tried: Sequence[_Emitted], number: int, of: int) -> Attempt:
         """The attempt again, with devices that hold more than its groups say."""
-        problem, found = attempt.problem, attempt.found
         if not tried:
             return attempt
         peaks = tried[0].peaks
         excess = self.excess(peaks)
         more = [
             max(peaks.get(name, 0) - expected, 0) if name in excess else 0
-            for name, expected in zip(problem.devices, found.outcome.peaks, strict=True)
+            for name, expected in zip(attempt.problem.devices, attempt.found.outcome.peaks, strict=True)
         ]
-        problem = replace(problem, held=tuple([held + n for held, n in zip(problem.held, more, strict=True)]))
         nearest = min(tried, key=lambda one: sum(self.excess(one.peaks).values()))
-        return self.searched(attempt.grouped, problem, part, (nearest.choice, found.choice, *found.others), number)
+        return self.searches.onward(attempt, more, nearest.choice, number, of)
 
-    def emitted(self, attempt: _Attempt, choice: Choice) -> _Emitted:
+    def emitted(self, attempt: Attempt, choice: Choice) -> _Emitted:
         """A choice made, and what its plan comes to."""
         if choice == attempt.problem.now():
             self.before = self.before or self.planned(attempt, choice)
             return self.before._replace(choice=choice)
         return self.planned(attempt, choice)
 
-    def planned(self, attempt: _Attempt, choice: Choice) -> _Emitted:
+    def planned(self, attempt: Attempt, choice: Choice) -> _Emitted:
         program = placed(self.program, attempt.grouped, choice)
         copied, then = InjectCopies().recorded(program), str(InjectCopies())
         if self.parts > 1:
@@ -468,7 +387,7 @@ class _Balancing:
             + (", or pin less" if self.options.pin else ""),
         )
 
-    def report(self, attempt: _Attempt, best: _Emitted, attempts: Sequence[_Attempt]) -> Balanced:
+    def report(self, attempt: Attempt, best: _Emitted, attempts: Sequence[Attempt]) -> Balanced:
         """The placement before and after."""
         problem, outcomes = attempt.problem, attempt.outcomes
         now, then = outcomes(problem.now()), outcomes(best.choice)
@@ -516,7 +435,7 @@ class _Balancing:
             bound=min(seconds[1], *[bound_of(one.grouped.problem, then.peaks) for one in attempts]),
             exact=bool(best.peaks),
             groups=tuple(group_places(outcomes, best.choice)),
-            evaluated=self.evaluated,
+            evaluated=self.searches.evaluated,
             device_map=device_map(attempt.grouped, best.choice),
         )
 

@@ -5,7 +5,7 @@ tasks.py     groups ──▶ what they compute and hand on; repeats.py says wha
 groups.py    all of that ──▶ Problem
 problem.py   Problem, and Choice: a device for each group, and what becomes of what it saves
 outcome.py   Problem and Choice ──▶ seconds of a step, and the peak of each device; flow.py where micro-batches flow
-search.py    Problem ──▶ the best choice that is found
+search.py    Problem ──▶ the best choice that is found; attempts.py searches among groups of several sizes
 bound.py     Problem ──▶ what no choice can beat, by a linear program: linear.py solves it, relaxed/ says what it is
 exact.py     Problem ──▶ the best choice there is, by a constraint solver: model/ says what it solves
 facts.py     Problem ──▶ what holds whatever is chosen, for both

@@ -1,0 +1,138 @@
+"""Searches for a choice within one budget: among groups of one size, or of several."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+from .groups import Grouped
+from .outcome import Outcomes
+from .problem import AGAIN, Choice, Problem
+from .search import Found, search
+
+__all__ = ["Attempt", "Attempts", "Budget"]
+
+_MOST: Final = 48
+"""How many groups there are at most: as many as a search can take."""
+
+_MOST_IN_PARTS: Final = 96
+"""The same, times the number of micro-batches, where there are several, each with tasks of its own."""
+
+_FEWER: Final = (24, 12)
+_MANY_AGAIN: Final = 0.2
+"""How many there are to be, too, where so large a part of them computes again, or nothing is within the limits. What a
+group reads of others is kept, so that larger groups keep less; and they hold more while they compute again."""
+
+_FIRST: Final = 0.6
+"""The part of a search after which it is decided whether to go on with these."""
+
+_ONWARD: Final = 0.25
+"""The part of the budget for which a search goes on where a plan holds more than its groups said."""
+
+
+class Budget(NamedTuple):
+    """What searches may take together, beside those that go on.
+
+    Attributes:
+        seconds: how long they search; what grouping takes is a part of it.
+        evaluations: how many choices they look at instead.
+        seed: of their random changes.
+    """
+
+    seconds: float
+    evaluations: int | None
+    seed: int
+
+
+class Attempt(NamedTuple):
+    """A search for a choice.
+
+    Attributes:
+        grouped: the groups.
+        outcomes: of their problem, with devices that hold as much more as plans have shown.
+        found: the best choice.
+    """
+
+    grouped: Grouped
+    outcomes: Outcomes
+    found: Found
+
+    @property
+    def problem(self) -> Problem:
+        """What is placed."""
+        return self.outcomes.problem
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """By how much limits are exceeded, and seconds of a step, as the groups say."""
+        return self.found.outcome.over, self.found.outcome.seconds
+
+
+class Attempts:
+    """Searches for a choice.
+
+    Args:
+        groups: the program in so many groups at most.
+        parts: how many micro-batches it has.
+        budget: of the searches.
+
+    Attributes:
+        grouped: the program in as many groups as a search can take.
+        evaluated: how many choices were looked at.
+    """
+
+    def __init__(self, groups: Callable[[int], Grouped], parts: int, budget: Budget) -> None:
+        self.groups, self.parts, self.budget = groups, parts, budget
+        begun = time.perf_counter()
+        self.grouped = groups(_MOST if parts == 1 else max(_MOST_IN_PARTS // parts, min(_FEWER)))
+        self.spent, self.evaluated = time.perf_counter() - begun, 0
+
+    def made(self, *, regroups: bool) -> list[Attempt]:
+        """Searches among as many groups as a search can take; where these compute again, or nothing is within the
+        limits, among fewer and larger ones, too, if it *regroups*."""
+        regroups = regroups and self.parts == 1 and len(self.grouped.problem.groups) > min(_FEWER)
+        first = self.attempt(self.grouped, _FIRST if regroups else 1.0)
+        found = first.found
+        if not regroups or found.interrupted:
+            return [first]
+        if not found.outcome.over and found.choice.stored.count(AGAIN) < _MANY_AGAIN * len(found.choice.stored):
+            return [self.attempt(self.grouped, 1 - _FIRST, (found.choice, *found.others))]
+        attempts = [first]
+        for most in _FEWER:
+            if not attempts[-1].found.interrupted:
+                attempts.append(self.attempt(self.groups(most), (1 - _FIRST) / len(_FEWER)))
+        return attempts
+
+    def attempt(self, grouped: Grouped, part: float, starts: Sequence[Choice] = ()) -> Attempt:
+        """A search among some groups, with a part of the budget."""
+        return self.searched(grouped, grouped.problem, part, starts, 0)
+
+    def onward(self, attempt: Attempt, more: Sequence[int], near: Choice, number: int, of: int) -> Attempt:
+        """A search that goes on from an attempt.
+
+        Args:
+            attempt: whose plans hold more than its groups said.
+            more: by device, how much more.
+            near: the choice that exceeds the limits least.
+            number: how often it went on, so that it draws other numbers.
+            of: how many searches go on.
+        """
+        problem = attempt.problem
+        problem = replace(problem, held=tuple([held + n for held, n in zip(problem.held, more, strict=True)]))
+        starts = (near, attempt.found.choice, *attempt.found.others)
+        return self.searched(attempt.grouped, problem, _ONWARD / of, starts, number)
+
+    def searched(
+        self, grouped: Grouped, problem: Problem, part: float, starts: Sequence[Choice], number: int
+    ) -> Attempt:
+        seconds, evaluations, seed = self.budget
+        seconds *= part
+        if not self.evaluated:
+            seconds = max(seconds - self.spent, seconds / 2)
+        outcomes = Outcomes(problem)
+        looks = None if evaluations is None else max(round(evaluations * part), 1)
+        found = search(outcomes, seconds, looks, seed + number, starts)
+        self.evaluated += found.evaluated
+        return Attempt(grouped, outcomes, found)
