@@ -78,8 +78,9 @@ class Pass(BaseModel):
             VerifyError: the program breaks an invariant.
         """
         require_program(program, self.name)
-        result = self.recorded(program)
-        verify(result, placed=False)
+        with collector_paused():
+            result = self.recorded(program)
+            verify(result, placed=False)
         return result
 
     def recorded(self, program: Program) -> Program:

@@ -18,15 +18,16 @@ the limit is exceeded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Final, NamedTuple
 
-from .micro_work import FORWARD, INPUT, UPDATE, WEIGHT, Work
+from .micro_work import INPUT, WEIGHT, Work
 from .pipeline_needs import Need
 from .rooms import Room, Segment
 
-__all__ = ["RANKS", "Rules", "Schedule", "list_schedule"]
+__all__ = ["RANKS", "UNBEATEN", "Beaten", "Rules", "Schedule", "list_schedule"]
 
 RANKS: Final[Mapping[str, tuple[int, int, int, int]]] = {
     "gpipe": (0, 1, 1, 2),
@@ -52,6 +53,22 @@ class Rules(NamedTuple):
     finishes: bool = False
 
 
+class Beaten(NamedTuple):
+    """From when on a schedule is of no use: nobody asks for the rest of it.
+
+    Attributes:
+        seconds: it takes longer.
+        peaks: a device holds more bytes; None: any number will do.
+    """
+
+    seconds: float = math.inf
+    peaks: Sequence[int | None] | None = None
+
+
+UNBEATEN: Final = Beaten()
+"""Any schedule is of use."""
+
+
 class Schedule(NamedTuple):
     """Attributes:
     order: the operators, in the order in which they begin.
@@ -64,20 +81,37 @@ class Schedule(NamedTuple):
     peaks: list[int] | None = None
 
 
-def list_schedule(work: Work, rules: Rules, needs: Sequence[Need] | None = None) -> Schedule:
-    """A schedule of all operators; *needs* where there are limits."""
-    return _Simulation(work, rules, needs).run()
+def list_schedule(
+    work: Work, rules: Rules, needs: Sequence[Need] | None = None, beaten: Beaten = UNBEATEN
+) -> Schedule | None:
+    """A schedule of all operators; None if it is beaten.
+
+    Args:
+        work: the operators.
+        rules: what the schedule keeps to.
+        needs: what micro-batches need, where there are limits.
+        beaten: what schedule is of no use.
+    """
+    return _Simulation(work, rules, needs, beaten).run()
 
 
 class _Simulation:
-    def __init__(self, work: Work, rules: Rules, needs: Sequence[Need] | None) -> None:
-        self.work, self.rules, self.needs = work, rules, needs
+    """Attributes:
+    gated: for each operator, whether it begins only once its segment is let in.
+    segments: for each operator, that of its micro-batch; None: an update.
+    held_up: devices on which a segment waits.
+    """
+
+    def __init__(self, work: Work, rules: Rules, needs: Sequence[Need] | None, beaten: Beaten) -> None:
+        self.work, self.rules, self.beaten = work, rules, beaten
+        self.lane, self.place, self.kind = work.lane, work.place, work.kind
+        self.seconds = work.seconds
         self.limited = needs is not None and rules.limits is not None
         self.gates = self.limited or rules.in_flight is not None
-        count, devices = work.count, len(work.devices)
-        self.size = len(work.micro)
-        ranks, size = rules.ranks, self.size
-        self.segment = [ranks[k] * (count + 1) + m for k, m in zip(work.kind, work.micro, strict=True)]
+        count = work.count
+        self.size = size = len(work.micro)
+        ranks = [rank * (count + 1) for rank in rules.ranks]
+        self.segment = [ranks[k] + m for k, m in zip(work.kind, work.micro, strict=True)]
         self.key = [segment * size + i for i, segment in enumerate(self.segment)]
         self.missing = list(map(len, work.earlier))
         self.ready: list[list[int]] = [[] for _ in range(work.lanes)]
@@ -87,81 +121,80 @@ class _Simulation:
         self.events: list[tuple[float, int]] = []
         self.order: list[int] = []
         self.dirty: set[int] = set()
+        self.held_up: set[int] = set()
         self.now = 0.0
+        self.useless = False
+        self.defers = self.limited and rules.ranks[INPUT] < rules.ranks[WEIGHT]
         if self.gates:
-            limits: Sequence[int | None] = rules.limits or [None] * devices
-            most: Sequence[int | None] = rules.in_flight or [None] * devices
-            base = work.bytes.base
-            of: Sequence[Need | None] = needs if self.limited and needs is not None else [None] * devices
-            self.rooms = [Room(count, limits[d], most[d], base[d], of[d]) for d in range(devices)]
-            self.sizes, self.uses = work.bytes, list(work.bytes.uses)
-            self._count()
-        self.defers = self.limited and ranks[INPUT] < ranks[WEIGHT]
-        if self.defers:
-            self._spare()
+            self._furnish(needs)
 
-    def _count(self) -> None:
-        work = self.work
-        for place, kind, micro in zip(work.place, work.kind, work.micro, strict=True):
-            if kind != UPDATE:
-                room = self.rooms[place]
-                (room.left_forward if kind == FORWARD else room.left_backward)[micro] += 1
+    def _furnish(self, needs: Sequence[Need] | None) -> None:
+        work, rules, devices = self.work, self.rules, len(self.work.devices)
+        limits: Sequence[int | None] = rules.limits or [None] * devices
+        in_flight: Sequence[int | None] = rules.in_flight or [None] * devices
+        of: Sequence[Need | None] = needs if self.limited and needs is not None else [None] * devices
+        base = work.bytes.base
+        self.rooms = [Room(work.counts[d], limits[d], in_flight[d], base[d], of[d]) for d in range(devices)]
+        self.sizes, self.uses = work.bytes, list(work.bytes.uses)
+        self.segments, self.gated = work.segments, work.allocating if self.limited else work.entering
+        self.most = self.beaten.peaks or [None] * devices
+        for room, nbytes in zip(self.rooms, work.most_for_weights if self.defers else (), strict=False):
+            room.spare = 2 * nbytes
 
-    def _spare(self) -> None:
-        for i, kind in enumerate(self.work.kind):
-            if kind == WEIGHT:
-                room = self.rooms[self.work.place[i]]
-                room.spare = max(room.spare, 2 * self.sizes.taken(i))
-
-    def run(self) -> Schedule:
+    def run(self) -> Schedule | None:
         for i, missing in enumerate(self.missing):
             if not missing:
                 self.becomes_ready(i)
         while True:
-            if self.gates:
-                for room in self.rooms:
-                    if room.stirred and room.waiting:
-                        self.let_in(room)
-                    room.stirred = False
-            dirty, self.dirty = sorted(self.dirty), set()
-            for lane in dirty:
-                self.start(lane)
+            if self.held_up:
+                self.let_in_who_fits()
+            dirty = self.dirty
+            if len(dirty) == 1:
+                self.start(dirty.pop())
+            else:
+                self.dirty = set()
+                for lane in sorted(dirty):
+                    self.start(lane)
             if not self.events and not (self.gates and self.force()):
                 break
             self.advance()
+            if self.useless:
+                return None
         return Schedule(self.order, self.now, [room.peak for room in self.rooms] if self.gates else None)
 
     def advance(self) -> None:
         """Go on to the next moment at which operators end."""
-        events, missing, work = self.events, self.missing, self.work
+        events = self.events
         if not events:
             return
+        missing, later, lanes, gates = self.missing, self.work.later, self.lane, self.gates
         self.now = now = events[0][0]
+        if now > self.beaten.seconds:
+            self.useless = True
         while events and events[0][0] == now:
-            _, i = heappop(events)
-            lane = work.lane[i]
+            i = heappop(events)[1]
+            lane = lanes[i]
             self.busy[lane] = False
             self.dirty.add(lane)
-            if self.gates:
+            if gates:
                 self.leave(i)
-            for other in work.later[i]:
-                missing[other] -= 1
-                if not missing[other]:
+            for other in later[i]:
+                missing[other] = left = missing[other] - 1
+                if not left:
                     self.becomes_ready(other)
 
     def becomes_ready(self, i: int) -> None:
-        if self.gates and self.sizes.made[i] and self.work.kind[i] != UPDATE:
-            work = self.work
-            forward, room = work.kind[i] == FORWARD, self.rooms[work.place[i]]
-            gated = (self.limited or work.lane[i] < len(self.rooms)) if forward else self.limited
-            segment = forward, work.micro[i]
-            if gated and segment not in room.open:
+        if self.gates and self.gated[i]:
+            place, segment = self.place[i], self.segments[i]
+            room = self.rooms[place]
+            if segment is not None and segment not in room.open:
                 room.wait(segment, i)
+                self.held_up.add(place)
                 return
         self.push(i)
 
     def push(self, i: int) -> None:
-        lane = self.work.lane[i]
+        lane = self.lane[i]
         heappush(self.begun[lane] if self.segment[i] == self.current[lane] else self.ready[lane], self.key[i])
         if not self.busy[lane]:
             self.dirty.add(lane)
@@ -188,15 +221,17 @@ class _Simulation:
         self.order.append(i)
         if self.gates:
             self.enter(i)
-        heappush(self.events, (self.now + self.work.seconds[i], i))
+        heappush(self.events, (self.now + self.seconds[i], i))
 
     def fitting(self, ready: list[int]) -> int | None:
         """Take the best ready operator. Where that would take what gradients of parameters need, take one that computes
         these, and frees what they follow from; without one, a forward waits until it fits."""
-        kind, size = self.work.kind, self.size
+        kind, size = self.kind, self.size
         while ready:
             i = ready[0] % size
-            room = self.rooms[self.work.place[i]]
+            if kind[i] >= WEIGHT:  # nothing that could be computed instead
+                return heappop(ready)
+            room = self.rooms[self.place[i]]
             if room.limit is None or self.fits(room, i):
                 return heappop(ready)
             if others := [key for key in ready if kind[key % size] == WEIGHT]:
@@ -210,48 +245,61 @@ class _Simulation:
         return None
 
     def fits(self, room: Room, i: int) -> bool:
-        """Whether an operator fits before gradients of parameters that could be computed instead."""
-        kind, micro = self.work.kind[i], self.work.micro[i]
-        if kind == INPUT:
-            return room.fits_deferring(self.sizes.taken(i))
-        begun = kind != FORWARD or micro in room.computing or room.inside == {micro}
+        """Whether an operator of a forward, or that others wait for, fits before gradients of parameters."""
+        if self.kind[i] == INPUT:
+            return room.fits_deferring(self.sizes.takes[i])
+        micro = self.work.micro[i]
+        begun = micro in room.computing or (len(room.inside) == 1 and micro in room.inside)
         return begun or room.fits_forward(micro)
 
     def turn_back(self, room: Room, ready: list[int]) -> None:
         """Let the forward of the best ready operator wait once more."""
         segment = self.segment[ready[0] % self.size]
-        micro = self.work.micro[ready[0] % self.size]
+        micro, place = self.work.micro[ready[0] % self.size], self.work.place[ready[0] % self.size]
         room.turn_back(micro)
         while ready and ready[0] // self.size == segment:
             room.wait((True, micro), heappop(ready) % self.size)
+        self.held_up.add(place)
 
     def enter(self, i: int) -> None:
         """An operator begins: it allocates."""
-        sizes, kind, micro, rooms = self.sizes, self.work.kind[i], self.work.micro[i], self.rooms
-        if kind == FORWARD and sizes.made[i] and self.work.lane[i] < len(rooms):
-            rooms[self.work.place[i]].computing.add(micro)
-        for device, nbytes, copy in sizes.made[i]:
-            rooms[device].takes(nbytes, copy)
-            if kind != UPDATE and not copy:
-                rooms[device].grows(kind == FORWARD, micro, nbytes)
-        room = rooms[self.work.place[i]]
-        top = room.live + room.pool + sizes.top(i, self.uses)
+        sizes, place = self.sizes, self.place[i]
+        room, made = self.rooms[place], sizes.made[i]
+        if made:
+            segment = self.segments[i]
+            if segment is not None and segment[0] and self.lane[i] < len(self.rooms):
+                room.computing.add(segment[1])
+            for device, nbytes, copy in made:
+                self.rooms[device].takes(nbytes, copy, segment)
+        top = room.live + room.pool
+        if sizes.alters[i]:
+            top += sizes.top(i, self.uses)
         if top > room.peak:
             room.peak = top
+            most = self.most[place]
+            if most is not None and top > most:
+                self.useless = True
 
     def leave(self, i: int) -> None:
         """An operator ends: what it used last is freed, and a segment may be done."""
-        sizes, uses, kind, micro = self.sizes, self.uses, self.work.kind[i], self.work.micro[i]
+        sizes, uses, segment = self.sizes, self.uses, self.segments[i]
         for n in sizes.used[i]:
             uses[n] = left = uses[n] - 1
-            if left:
-                continue
-            device, nbytes, copy = sizes.freed[n]
-            self.rooms[device].frees(nbytes, copy)
-            if kind != UPDATE and not copy:
-                self.rooms[device].grows(kind == FORWARD, micro, -nbytes)
-        if kind != UPDATE:
-            self.rooms[self.work.place[i]].goes_on(kind == FORWARD, micro)
+            if not left:
+                device, nbytes, copy = sizes.freed[n]
+                self.rooms[device].frees(nbytes, copy, segment)
+        if segment is not None:
+            self.rooms[self.place[i]].goes_on(segment)
+
+    def let_in_who_fits(self) -> None:
+        """Let in, on each device where somebody waits and something has changed, who fits."""
+        for place in sorted(self.held_up):
+            room = self.rooms[place]
+            if room.stirred:
+                self.let_in(room)
+                room.stirred = False
+                if not room.waiting:
+                    self.held_up.discard(place)
 
     def let_in(self, room: Room) -> None:
         """Let in whoever fits: backwards before forwards, the earliest of each first."""

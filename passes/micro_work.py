@@ -20,7 +20,7 @@ import torch
 
 from graphir.analysis.cost import NOMINAL, operator_costs
 from graphir.analysis.hazards import hazards
-from graphir.analysis.sources import scratch_of
+from graphir.analysis.scratch import is_called, scratch
 from graphir.ir.blob import STATE_ROLES
 from graphir.ir.names import micro_batch_of, micro_batches
 from graphir.ir.net import Net
@@ -46,11 +46,14 @@ class Bytes:
         uses: of each of these, how many operators touch it.
         freed: of each of these, (device, bytes, whether it is a copy's).
         scratch: for each operator, what it allocates inside.
+        alters: for each operator, whether it allocates something inside or may overwrite something.
+        takes: for each operator, the bytes that it takes beyond what is there before it, if what it could overwrite is
+            dead by then.
         over: for each operator, what it overwrites with its result if it is the last to touch it, as a number; -1: it
             does not.
     """
 
-    __slots__ = ("base", "freed", "made", "over", "scratch", "used", "uses")
+    __slots__ = ("alters", "base", "freed", "made", "over", "scratch", "takes", "used", "uses")
 
     def __init__(
         self, program: Program, touched: Sequence[Sequence[str]], places: dict[str, int], *, in_place: bool
@@ -87,13 +90,17 @@ class Bytes:
                 n = number.get(operand.storage, -1)
                 self.over[i] = n if n >= 0 and not self.freed[n][2] else -1
         self.scratch = [0] * len(net.ops)
-        for call in scratch_of(program, dims, torch.get_num_threads(), {}):
-            self.scratch[call.position] = max(self.scratch[call.position], call.nbytes or 0)
-
-    def taken(self, i: int) -> int:
-        """Bytes that an operator takes beyond what is there before it, if what it could overwrite is dead by then."""
-        nbytes = sum([nbytes for _, nbytes, _ in self.made[i]]) + self.scratch[i]
-        return nbytes - self.freed[self.over[i]][1] if self.over[i] >= 0 else nbytes
+        threads = torch.get_num_threads()
+        for i, op in enumerate(net.ops):
+            if is_called(op):
+                self.scratch[i] = scratch(op, blobs, dims, threads) or 0
+        self.alters = [nbytes > 0 or over >= 0 for nbytes, over in zip(self.scratch, self.over, strict=True)]
+        self.takes = list(self.scratch)
+        for i, over in enumerate(self.over):
+            for _, nbytes, _ in self.made[i]:
+                self.takes[i] += nbytes
+            if over >= 0:
+                self.takes[i] -= self.freed[over][1]
 
     def top(self, i: int, uses: Sequence[int]) -> int:
         """What an operator takes at once, where its results are counted as live: scratch, less what it overwrites.
@@ -118,15 +125,17 @@ class Work:
         lane: which lane executes it, as an index; a collective has one of its own.
         lanes: how many there are. Those of the devices' computation come first.
         seconds: what it is expected to take.
-        earlier, later: the operators that have to come before it and after it.
+        hazards: of the step.
+        earlier, later: the operators that have to come before it and after it: by hazards, and copies that are taken
+            late after what their readers wait for.
         in_place: whether operators overwrite what is dead, as they do after :func:`.share_storage`.
     """
 
     def __init__(self, program: Program, count: int, *, in_place: bool) -> None:
         self.program, self.count, self.in_place = program, count, in_place
         net = program.step
-        found = hazards(net)
-        self.touched, self.earlier = found.touched, found.earlier
+        self.hazards = hazards(net)
+        self.touched, self.earlier = self.hazards.touched, list(self.hazards.earlier)
         self.devices = [str(device) for device in net.devices]
         self.places = {device: i for i, device in enumerate(self.devices)}
         self.seconds = [cost.seconds for cost in operator_costs(net, program.dims, lambda _: NOMINAL)]
@@ -150,6 +159,44 @@ class Work:
     def bytes(self) -> Bytes:
         """What its operators allocate."""
         return Bytes(self.program, self.touched, self.places, in_place=self.in_place)
+
+    @cached_property
+    def segments(self) -> list[tuple[bool, int] | None]:
+        """Of each operator, whether it is of a forward, and of which micro-batch; None: it is an update."""
+        found = [[(forward, micro) for micro in range(self.count)] for forward in (False, True)]
+        return [
+            None if kind == UPDATE else found[kind == FORWARD][micro]
+            for kind, micro in zip(self.kind, self.micro, strict=True)
+        ]
+
+    @cached_property
+    def allocating(self) -> list[bool]:
+        """Whether each operator is of a micro-batch and allocates."""
+        return [bool(made) and kind != UPDATE for made, kind in zip(self.bytes.made, self.kind, strict=True)]
+
+    @cached_property
+    def entering(self) -> list[bool]:
+        """Whether each operator is of a forward, allocates, and is no transfer."""
+        runs, devices = zip(self.allocating, self.kind, self.lane, strict=True), len(self.devices)
+        return [allocates and kind == FORWARD and lane < devices for allocates, kind, lane in runs]
+
+    @cached_property
+    def counts(self) -> list[tuple[list[int], list[int]]]:
+        """By device, how many operators each micro-batch's forward has there, and how many its backward."""
+        found = [([0] * self.count, [0] * self.count) for _ in self.devices]
+        for place, kind, micro in zip(self.place, self.kind, self.micro, strict=True):
+            if kind != UPDATE:
+                found[place][kind != FORWARD][micro] += 1
+        return found
+
+    @cached_property
+    def most_for_weights(self) -> list[int]:
+        """By device, the most bytes that an operator of the kind WEIGHT takes there."""
+        found = [0] * len(self.devices)
+        for place, kind, nbytes in zip(self.place, self.kind, self.bytes.takes, strict=True):
+            if kind == WEIGHT and nbytes > found[place]:
+                found[place] = nbytes
+        return found
 
     def _tell_inputs(self, net: Net) -> None:
         """Tell backward operators that another device waits for from the others."""

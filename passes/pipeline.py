@@ -23,7 +23,6 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 from pydantic import BeforeValidator
 
-from graphir.analysis.memory import memory
 from graphir.errors import PassError, PipelineWarning, nearest
 from graphir.ir.names import micro_batches
 from graphir.ir.net import Net
@@ -31,11 +30,11 @@ from graphir.ir.program import Program
 from graphir.ir.text import nbytes_text
 
 from .base import Pass, Placed, build, register
-from .emit import instructed
 from .limits import Bytes
-from .list_schedule import RANKS, Rules, Schedule, list_schedule
+from .list_schedule import RANKS, UNBEATEN, Beaten, Rules, Schedule, list_schedule
 from .micro_work import FORWARD, Work, work_of
 from .pipeline_needs import Need, comes_back, most_in_flight, needs_of
+from .plan_peaks import PlanPeaks
 
 __all__ = ["PipelineSchedule", "Schedules", "pipeline"]
 
@@ -161,38 +160,52 @@ class _Ordering:
     """The search for an order within limits.
 
     Attributes:
-        measured: the program whose plan's peaks were predicted last, and these.
+        measured: the peaks of plans, by the order of their operators.
     """
 
     def __init__(self, program: Program, work: Work, options: PipelineSchedule) -> None:
         self.program, self.work, self.options = program, work, options
-        self.measured: tuple[Program, Mapping[str, int]] | None = None
+        self.measured: dict[tuple[int, ...], Mapping[str, int]] = {}
 
     def run(self) -> Program:
         schedule, limits = self.options.schedule, self.options.limits
         if limits is None and schedule == "zero_bubble":
             return self.within_1f1b()
         if not limits:
-            return self.ordered(self.found(schedule).order)
+            return self.ordered(self.order_of(schedule))
         self.refuse_unknown(limits)
         return self.within(schedule, limits)
 
-    def found(
+    def order_of(
         self, schedule: str, limits: Sequence[int | None] | None = None, in_flight: int | None = None
-    ) -> Schedule:
-        """What a schedule gives."""
+    ) -> list[int]:
+        """The order that a schedule gives."""
+        found = self.found(schedule, limits, in_flight)
+        assert found is not None  # nothing beats it
+        return found.order
+
+    def found(
+        self,
+        schedule: str,
+        limits: Sequence[int | None] | None = None,
+        in_flight: int | None = None,
+        beaten: Beaten = UNBEATEN,
+    ) -> Schedule | None:
+        """What a schedule gives, unless it is beaten."""
         work, ranks = self.work, RANKS[schedule]
         needs = None if limits is None else self.needs
         given = in_flight or self.options.in_flight
         finishes = schedule == "1f1b"
         if given or not finishes:
             most = [given] * len(work.devices) if given else None
-            return list_schedule(work, Rules(ranks, most, limits, finishes), needs)
+            return list_schedule(work, Rules(ranks, most, limits, finishes), needs, beaten)
         most = most_in_flight(work)
-        best = list_schedule(work, Rules(ranks, most, limits, finishes), needs)
-        for more in range(1, _MORE + 1) if comes_back(work) else ():
-            other = list_schedule(work, Rules(ranks, [n + more for n in most], limits, finishes), needs)
-            if other.seconds > _WORTHWHILE * best.seconds:
+        best = list_schedule(work, Rules(ranks, most, limits, finishes), needs, beaten)
+        for more in range(1, _MORE + 1) if best is not None and comes_back(work) else ():
+            assert best is not None
+            worth = Beaten(seconds=_WORTHWHILE * best.seconds)
+            other = list_schedule(work, Rules(ranks, [n + more for n in most], limits, finishes), needs, worth)
+            if other is None:
                 break
             best = other
         return best
@@ -213,25 +226,25 @@ class _Ordering:
     def within_1f1b(self) -> Program:
         """Zero bubble, on no gpu with more than 1F1B takes on the fullest one: 1F1B itself where that cannot be."""
         plain, devices = self.found("1f1b"), self.work.devices
-        assert plain.peaks is not None
+        assert plain is not None and plain.peaks is not None
         peaks = [peak for device, peak in zip(devices, plain.peaks, strict=True) if device.startswith("gpu")]
         most = max(peaks)
+        beaten = Beaten(plain.seconds, [most if device.startswith("gpu") else None for device in devices])
         for share in _SHARES:
             inner = int(share * most)
-            found = self.found("zero_bubble", [inner if device.startswith("gpu") else None for device in devices])
-            assert found.peaks is not None
-            tops = [peak for device, peak in zip(devices, found.peaks, strict=True) if device.startswith("gpu")]
-            if found.seconds < plain.seconds and max(tops) <= most:
+            limits = [inner if device.startswith("gpu") else None for device in devices]
+            found = self.found("zero_bubble", limits, beaten=beaten)
+            if found is not None and found.seconds < plain.seconds:
                 return self.ordered(found.order)
         return self.ordered(plain.order)
 
     def within(self, schedule: str, limits: Mapping[str, int]) -> Program:
         """The program in the order of a schedule, or of a plainer one, whose plan keeps within the limits."""
         least: Mapping[str, int] = {}
-        for program in self.attempts(schedule, limits):
-            peaks = self.peaks(program)
+        for order in self.attempts(schedule, limits):
+            peaks = self.peaks(order)
             if all(peaks[device] <= limit for device, limit in limits.items()):
-                return program
+                return self.ordered(order)
             if not least or _excess(peaks, limits) < _excess(least, limits):
                 least = peaks
         exceeded = {device: least[device] for device, limit in limits.items() if least[device] > limit}
@@ -242,28 +255,34 @@ class _Ordering:
             fix=f"the least that can is limits={{{', '.join(f'{d!r}: {n}' for d, n in exceeded.items())}}}",
         )
 
-    def attempts(self, schedule: str, limits: Mapping[str, int]) -> Iterator[Program]:
+    def attempts(self, schedule: str, limits: Mapping[str, int]) -> Iterator[list[int]]:
         """Orders to try, the fastest first. A plan issues copies and frees in an order of its own, so that a limit
         which is exceeded is tightened."""
         inner = [limits.get(device) for device in self.work.devices]
         for _ in range(_ATTEMPTS):
-            program = self.ordered(self.found(schedule, inner).order)
-            yield program
-            peaks = self.peaks(program)
+            order = self.order_of(schedule, inner)
+            yield order
+            peaks = self.peaks(order)
             for d, device in enumerate(self.work.devices):
                 limit = inner[d]
                 if limit is not None and peaks[device] > limits[device]:
                     inner[d] = limit - (peaks[device] - limits[device])
         if schedule != "1f1b":
-            yield self.ordered(self.found("1f1b", [limits.get(device) for device in self.work.devices]).order)
-        yield self.ordered(self.found("1f1b", None, 1).order)
-        yield self.ordered(_one_after_the_other(self.work))
+            yield self.order_of("1f1b", [limits.get(device) for device in self.work.devices])
+        yield self.order_of("1f1b", None, 1)
+        yield _one_after_the_other(self.work)
 
-    def peaks(self, program: Program) -> Mapping[str, int]:
+    @cached_property
+    def plans(self) -> PlanPeaks:
+        """What the program's plans hold."""
+        return PlanPeaks(self.program, self.work.hazards)
+
+    def peaks(self, order: Sequence[int]) -> Mapping[str, int]:
         """The most bytes on each device, as predicted for the plan."""
-        if self.measured is None or self.measured[0] is not program:
-            self.measured = program, memory(instructed(program, ahead=0)).peak
-        return self.measured[1]
+        found = self.measured.get(key := tuple(order))
+        if found is None:
+            found = self.measured[key] = self.plans.of(order)
+        return found
 
     def refuse_unknown(self, limits: Mapping[str, int]) -> None:
         for device in limits:

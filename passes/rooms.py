@@ -8,6 +8,7 @@ that allocates, if these fit within the limit::
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from .pipeline_needs import Need
@@ -60,9 +61,16 @@ class Room:
         "waiting",
     )
 
-    def __init__(self, count: int, limit: int | None, at_most: int | None, base: int, need: Need | None) -> None:
-        self.limit, self.at_most, self.need = limit, at_most if at_most is not None else count, need
-        self.left_forward, self.left_backward = [0] * count, [0] * count
+    def __init__(
+        self,
+        counts: tuple[Sequence[int], Sequence[int]],
+        limit: int | None,
+        at_most: int | None,
+        base: int,
+        need: Need | None,
+    ) -> None:
+        self.left_forward, self.left_backward = list(counts[0]), list(counts[1])
+        self.limit, self.at_most, self.need = limit, len(counts[0]) if at_most is None else at_most, need
         self.inside: set[int] = set()
         self.waiting: dict[Segment, list[int]] = {}
         self.open: set[Segment] = set()
@@ -93,32 +101,31 @@ class Room:
         self.open.discard((True, micro))
         self.inside.discard(micro)
 
-    def takes(self, nbytes: int, copy: bool) -> None:
-        """A storage is made."""
-        if copy:
-            self.copied += nbytes
-            self.pool = max(self.pool, self.copied)
-        else:
-            self.live += nbytes
-
-    def frees(self, nbytes: int, copy: bool) -> None:
-        """A storage is freed."""
+    def frees(self, nbytes: int, copy: bool, segment: Segment | None) -> None:
+        """A storage is freed, in a segment or by an update."""
         self.stirred = True
-        if copy:
-            self.copied -= nbytes
-        else:
-            self.live -= nbytes
+        self.takes(-nbytes, copy, segment)
 
-    def grows(self, forward: bool, micro: int, nbytes: int) -> None:
-        """A segment has allocated bytes that are no copy's, or freed them."""
+    def takes(self, nbytes: int, copy: bool, segment: Segment | None) -> None:
+        """A storage is made, in a segment or by an update."""
+        if copy:
+            self.copied = copied = self.copied + nbytes
+            if copied > self.pool:
+                self.pool = copied
+            return
+        self.live += nbytes
+        if segment is None:
+            return
+        forward, micro = segment
         if not forward:
             if self.backwards:
                 self.grown += nbytes
         elif micro in self.growing:
             self.growing[micro] += nbytes
 
-    def goes_on(self, forward: bool, micro: int) -> None:
+    def goes_on(self, segment: Segment) -> None:
         """An operator of a segment is done."""
+        forward, micro = segment
         todo = self.left_forward if forward else self.left_backward
         todo[micro] -= 1
         if todo[micro]:

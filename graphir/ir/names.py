@@ -49,9 +49,12 @@ def micro_batch_prefix(position: int) -> str:
 
 def micro_batch_of(name: str) -> int | None:
     """2 of ``gpu_0/micro_2/conv1``; None where the name has no micro-batch's prefix."""
-    head, slash, _ = base_name(name).partition("/")
-    number = head.removeprefix("micro_")
-    return int(number) if slash and number != head and number.isdecimal() else None
+    at = name.find("micro_")
+    end = name.find("/", at)
+    if at < 0 or end < 0 or (at and prefix_of(name) != name[:at]):
+        return None
+    number = name[at + len("micro_") : end]
+    return int(number) if number.isdecimal() else None
 
 
 def micro_batches(names: Iterable[str]) -> int:

@@ -1,0 +1,60 @@
+"""What an order of operators comes to on each device: what the prediction of its plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import models
+import pytest
+import torch
+from graphir.passes.list_schedule import RANKS, Rules, list_schedule
+from graphir.passes.micro_work import work_of
+from graphir.passes.plan_peaks import PlanPeaks
+from micro import captured, mlp
+
+import graphir
+from graphir import passes
+from graphir.analysis.hazards import hazards
+from graphir.ir.program import Program
+
+
+def gpt(**options: object) -> Program:
+    return captured(models.gpt(batch=8, layers=4), 4, **options)
+
+
+def halves(program: Program) -> Program:
+    return passes.shift_modules(program, {"layers[2:4]": 1, "norm": 1})
+
+
+def parked(program: Program) -> Program:
+    return passes.recompute(passes.park(halves(program), "layers[1]", "cpu"), "layers[2]")
+
+
+def side_by_side(program: Program) -> Program:
+    return passes.shift_modules(passes.replicate(program, [0, 1]), {"layers[2:4]": {0: 2, 1: 3}})
+
+
+CASES: dict[str, Callable[[], Program]] = {
+    "halves": lambda: halves(gpt()),
+    "clipped": lambda: halves(gpt(clip_grad_norm=0.5, loss_scale=torch.amp.GradScaler("cpu"))),
+    "parked and recomputed": lambda: parked(gpt()),
+    "replicas": lambda: side_by_side(gpt()),
+    "convolutions": lambda: passes.shift_modules(captured(models.resnet(batch=16), 4), {"blocks": 1, "fc": 1}),
+    "short": lambda: passes.shift_modules(captured(mlp(), 4), {"[1]": 1, "[4]": 2}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_peaks_are_those_of_the_plan(name: str) -> None:
+    program = passes.inject_copies(CASES[name]())
+    work = work_of(program)
+    peaks = PlanPeaks(program, work.hazards)
+    for ranks in RANKS.values():
+        found = list_schedule(work, Rules(ranks))
+        assert found is not None
+        ops = tuple([program.step.ops[i] for i in found.order])
+        ordered = program.with_(step=program.step.with_(ops=ops))
+        assert peaks.of(found.order) == dict(graphir.memory(passes.emit(ordered, ahead=0)).peak)
+        expected, given = hazards(ordered.step), hazards(program.step).reordered(found.order)
+        assert list(map(set, given.earlier)) == list(map(set, expected.earlier))
+        assert given.touched == expected.touched and given.shared == expected.shared
