@@ -100,6 +100,7 @@ class _Simulation:
     gated: for each operator, whether it begins only once its segment is let in.
     segments: for each operator, that of its micro-batch; None: an update.
     held_up: devices on which a segment waits.
+    forced_at: how many operators had begun when a segment was last let in that does not fit.
     """
 
     def __init__(self, work: Work, rules: Rules, needs: Sequence[Need] | None, beaten: Beaten) -> None:
@@ -123,7 +124,7 @@ class _Simulation:
         self.dirty: set[int] = set()
         self.held_up: set[int] = set()
         self.now = 0.0
-        self.useless = False
+        self.useless, self.forced_at = False, -1
         self.defers = self.limited and rules.ranks[INPUT] < rules.ranks[WEIGHT]
         if self.gates:
             self._furnish(needs)
@@ -250,7 +251,7 @@ class _Simulation:
             return room.fits_deferring(self.sizes.takes[i])
         micro = self.work.micro[i]
         begun = micro in room.computing or (len(room.inside) == 1 and micro in room.inside)
-        return begun or room.fits_forward(micro)
+        return begun or micro in room.compelled or room.fits_forward(micro)
 
     def turn_back(self, room: Room, ready: list[int]) -> None:
         """Let the forward of the best ready operator wait once more."""
@@ -320,5 +321,8 @@ class _Simulation:
         if not waiting:
             return False
         micro, forward, device = min(waiting)
+        if forward and self.forced_at == len(self.order):  # let in before, and turned back since
+            self.rooms[device].compelled.add(micro)
+        self.forced_at = len(self.order)
         self.open(self.rooms[device], (forward, micro))
         return True

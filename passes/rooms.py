@@ -36,6 +36,7 @@ class Room:
         peak: the most bytes at once so far.
         growing: bytes that each begun forward has allocated so far, but for copies.
         computing: the begun forwards of which more was executed than copies.
+        compelled: the micro-batches whose forwards go ahead whether they fit or not, as nothing else can.
         stirred: something was freed or is done, or waits anew, since somebody was last let in.
         backwards: micro-batches whose backward is let in and not done; ``grown``: what these have allocated so far.
     """
@@ -43,6 +44,7 @@ class Room:
     __slots__ = (
         "at_most",
         "backwards",
+        "compelled",
         "computing",
         "copied",
         "growing",
@@ -77,6 +79,7 @@ class Room:
         self.live, self.copied, self.pool, self.peak = base, 0, 0, base
         self.growing: dict[int, int] = {}
         self.computing: set[int] = set()
+        self.compelled: set[int] = set()
         self.backwards: set[int] = set()
         self.grown, self.spare, self.stirred = 0, 0, False
 

@@ -122,6 +122,16 @@ def test_limits_that_nothing_keeps_are_refused_with_the_least() -> None:
     assert graphir.memory(passes.emit(after)).peak["gpu:0"] <= least
 
 
+def test_a_forward_that_fits_nowhere_goes_ahead_in_the_end() -> None:
+    """Where every device waits, it was let in and turned back for ever."""
+    serial = graphir.memory(passes.emit(half(8))).peak
+    limits = {device: serial[device] for device in ("gpu:0", "gpu:1")}
+    after = passes.pipeline(half(8), limits=limits)
+    assert_same(half(8), after)
+    peak = graphir.memory(passes.emit(after)).peak
+    assert all(peak[device] <= limit for device, limit in limits.items())
+
+
 def test_zero_bubble_takes_about_what_1f1b_takes_on_its_fullest_device() -> None:
     plain, bubble = (
         graphir.memory(passes.emit(passes.pipeline(half(8), name))).peak for name in ("1f1b", "zero_bubble")
