@@ -1,7 +1,8 @@
 """What one can do to a program: one pass a file, each a function from program to program.
 
 In the order in which they are usually run: replicate or shard, replication_callback, sync_batch_norm, shift_modules or
-shift_activations, recompute, park (or balance, which chooses these), inject_copies, pipeline, share_storage, emit.
+shift_activations, recompute, park (or balance, which chooses these), inject_copies, split_gradients, pipeline,
+share_storage, emit.
 """
 
 from .activations import find_activations
@@ -20,6 +21,7 @@ from .shard import Shard, shard
 from .shift import ShiftActivations, shift_activations
 from .shift_modules import ShiftModules, shift_modules
 from .split_backward import Halves, split_backward
+from .split_gradients import SplitGradients, split_gradients
 from .storage import ShareStorage, share_storage
 from .sync_batch_norm import SyncBatchNorm, sync_batch_norm
 
@@ -42,6 +44,7 @@ __all__ = [
     "ShareStorage",
     "ShiftActivations",
     "ShiftModules",
+    "SplitGradients",
     "SyncBatchNorm",
     "Timing",
     "balance",
@@ -61,5 +64,6 @@ __all__ = [
     "shift_activations",
     "shift_modules",
     "split_backward",
+    "split_gradients",
     "sync_batch_norm",
 ]

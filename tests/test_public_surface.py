@@ -28,9 +28,10 @@ PUBLIC = {
     """,
     "graphir.passes": """
         Balance Balanced Gpu Halves InjectCopies Park Pass Pipeline PipelineSchedule Recompute Replica Replicate
-        ReplicationCallback Run Shard ShareStorage ShiftActivations ShiftModules SyncBatchNorm Timing balance build emit
-        find_activations inject_caffe2_copies inject_copies park pipeline recompute register replicate
-        replication_callback shard share_storage shift_activations shift_modules split_backward sync_batch_norm
+        ReplicationCallback Run Shard ShareStorage ShiftActivations ShiftModules SplitGradients SyncBatchNorm Timing
+        balance build emit find_activations inject_caffe2_copies inject_copies park pipeline recompute register
+        replicate replication_callback shard share_storage shift_activations shift_modules split_backward
+        split_gradients sync_batch_norm
     """,
     "graphir.runtime": """
         Finding Function Report Session check python

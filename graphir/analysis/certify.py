@@ -175,6 +175,11 @@ def _caveats(before: Program, after: Program, unwritten: AbstractSet[str]) -> tu
     return tuple(caveats)
 
 
+def _calls(program: Program, type: str) -> int:
+    """How many operators of a type a step has."""
+    return sum(op.type == type for op in program.step.ops)
+
+
 def _assumptions(before: Program, after: Program) -> tuple[str, ...]:
     """What is taken for granted of the kernels of these programs, as far as the proof made use of it."""
     found = ["operators of one type give the same bits from the same operands in the same layout, with equal threads"]
@@ -185,6 +190,9 @@ def _assumptions(before: Program, after: Program) -> tuple[str, ...]:
     norms = sorted(type for type in types[0] ^ types[1] if operator_type(type).batch_norm)
     if norms:
         found.append(f"a batch norm gives the same bits whether it updates statistics or not: {', '.join(norms)}")
+    apart = sorted(type for type in types[1] if operator_type(type).parts_apart)
+    if any(_calls(before, type) != _calls(after, type) for type in apart):
+        found.append(f"parts of a result have the bits that they have together: {', '.join(apart)}")
     own = sorted(type for type in types[1] if operator_type(type).registered)
     if own:
         found.append(f"registered operators do what their schemas say, and nothing else: {', '.join(own)}")

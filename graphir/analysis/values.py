@@ -18,7 +18,7 @@ value, and of the copy of a part of a storage, beyond which nothing is defined, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -61,10 +61,11 @@ class Numbering:
         paths: of each path the one of the operand, and the number of the view operator.
         beyond: paths with an operator that reads beyond the elements of its operand.
         conjugate: paths with an odd number of conjugations or of negations.
-        counts_unread: values follow from operands too that an operator takes and does not read.
+        as_called: values follow from how an operator is called: from operands too that it takes and does not read, and
+            of parts that may be computed apart from which of them it computes.
     """
 
-    counts_unread = False
+    as_called = False
 
     def __init__(self) -> None:
         self.numbers: dict[_Key, int] = {}
@@ -132,7 +133,7 @@ class Numbering:
 class _Digests(Numbering):
     """Numbers that mean the same in every table: each is a digest of its key, and so of all that it follows from."""
 
-    counts_unread = True  # as the numbers that files hold do
+    as_called = True  # as the numbers that files hold do
 
     def __init__(self) -> None:
         super().__init__()
@@ -359,6 +360,8 @@ class _Form:
         ignores_first: of their first operand only the layout matters. What it holds may be unwritten; the layout is
             what the operators that made the operand give it, so that its number counts all the same.
         batch_norm: they are a batch norm in training.
+        apart: of parts that may be computed apart, what each does, as one number, and its results: their positions
+            among all and in what it returns.
         unread: the positions of operands that they do not read.
         ordered: what they do follows from other calls of such operators before.
         nested: blobs that they read beside their operands.
@@ -367,6 +370,7 @@ class _Form:
 
     __slots__ = (
         "aliases",
+        "apart",
         "batch_norm",
         "copies",
         "empty",
@@ -396,8 +400,9 @@ class _Form:
         self.nested = dialect.nested(op)
         self.paths: dict[_Key, int] = {}
         args = tuple(sorted((name, frozen(arg)) for name, arg in op.args.items()))
-        self.unread, operands = ((), op.operands) if table.counts_unread else _unread(op)
+        self.unread, operands = ((), op.operands) if table.as_called else _unread(op)
         self.static = table.number(("operator", kind, operands, op.results, args, dialect.meaning(op)))
+        self.apart = () if table.as_called else tuple(_apart(op, table))
 
     def alias(self, run: Run, op: Operator) -> None:
         """Note how outputs lie in the storages of inputs, where they do."""
@@ -438,6 +443,8 @@ class _Form:
             self.leave(run, op, step)
         elif self.batch_norm:
             self.normalize(run, op, self.inputs(run, op))
+        elif self.apart:
+            self.part(run, op, self.inputs(run, op))
         else:
             self.compute(run, op, step, part)
 
@@ -473,6 +480,16 @@ class _Form:
         for output, name in enumerate(op.outputs):
             if output not in self.views:
                 run.write(name, number((call, output, run.geometries[name])))
+
+    def part(self, run: Run, op: Operator, inputs: list[int]) -> None:
+        """What may be computed apart: each part is a call of its own."""
+        number = run.table.number
+        for static, results in self.apart:
+            call = number((static, None, *inputs))
+            run.calls[call] = op
+            for output, returned in results:
+                name = op.outputs[output]
+                run.write(name, number((call, returned, run.geometries[name])))
 
     def shared(self, run: Run, op: Operator) -> list[int]:
         """What an operator that overwrites an operand computes beyond what its functional form does: it may read what
@@ -547,6 +564,20 @@ def _unread(op: Operator) -> tuple[tuple[int, ...], str | None]:
     taken = [name for name, given in zip(params, pattern, strict=True) if given == "t"]
     unread = tuple([position for position, name in enumerate(taken) if name in names])
     return unread, "".join("_" if name in names else given for name, given in zip(params, pattern, strict=True))
+
+
+def _apart(op: Operator, table: Numbering) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
+    """The parts of an operator that may be computed apart: the first result, and the others."""
+    mask = op.args.get("output_mask")
+    if not operator_type(op.type).parts_apart or not isinstance(mask, tuple):
+        return
+    returned = [position for position, given in enumerate(op.results or "t" * len(op.outputs)) if given == "t"]
+    for first in (True, False):
+        results = tuple([(n, position) for n, position in enumerate(returned) if (position == 0) == first])
+        if results:
+            asked = tuple([bool(wanted) and (position == 0) == first for position, wanted in enumerate(mask)])
+            args = sorted((name, frozen(arg)) for name, arg in {**op.args, "output_mask": asked}.items())
+            yield table.number(("part", op.type, op.operands, tuple(args))), results
 
 
 def _blobs(net: Net) -> Mapping[str, Blob]:

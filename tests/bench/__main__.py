@@ -3,9 +3,9 @@
 A figure that misses its limit is in bold there, the last lines name its row, and the exit status is 1.
 
 python tests/bench [capture] [scale] [passes] [synthetic] [caffe2] [step] [check] [parallel] [lock] [small] [shard]
-                   [replicas] [pipeline] [pipelined] [memory] [profile] [profiling] [estimate] [simulate] [balance]
-                   [placements] [start] [bits] [whole] [cuda] [fit] [mutants] [certificates] [proofs] [cuts] [compare]
-                   [elements] [--write]
+                   [replicas] [pipeline] [pipelined] [apart] [memory] [profile] [profiling] [estimate] [simulate]
+                   [balance] [placements] [start] [bits] [whole] [cuda] [fit] [mutants] [certificates] [proofs] [cuts]
+                   [compare] [elements] [--write]
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ import proving
 import reaching
 import replicating
 import scaling
+import separating
 import sharding
 import starting
 import stepping
@@ -68,6 +69,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "replicas": replicating.rows,
     "pipeline": flowing.rows,
     "pipelined": flowing.predicted_rows,
+    "apart": separating.rows,
     "shard": sharding.rows,
     "memory": allocating.rows,
     "profile": profiling.rows,

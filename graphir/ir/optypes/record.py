@@ -28,6 +28,8 @@ class OperatorType(NamedTuple):
         geometry_only: of its first operand it takes the geometry, and not the value.
         batch_norm: in training its results do not depend on the running statistics, which some of these types update.
         unread_in_training: the names of tensor parameters that it does not read where its argument ``train`` is true.
+        parts_apart: its argument ``output_mask`` says which results it makes, and the first one has the same bits
+            whether the others are made in the same call or not, as have the others whether the first one is.
         in_place: the type that takes the same arguments and writes the same bits over the first operand.
         nondeterministic: why the bits of two runs on the same values may differ; empty where they do not.
         strides_vary: the strides of its results are the backend's choice.
@@ -56,6 +58,7 @@ class OperatorType(NamedTuple):
     geometry_only: bool = False
     batch_norm: bool = False
     unread_in_training: tuple[str, ...] = ()
+    parts_apart: bool = False
     in_place: str = ""
     nondeterministic: str = ""
     strides_vary: bool = False
