@@ -109,12 +109,9 @@ class _Simulation:
         self.seconds = work.seconds
         self.limited = needs is not None and rules.limits is not None
         self.gates = self.limited or rules.in_flight is not None
-        count = work.count
-        self.size = size = len(work.micro)
-        ranks = [rank * (count + 1) for rank in rules.ranks]
-        self.segment = [ranks[k] + m for k, m in zip(work.kind, work.micro, strict=True)]
-        self.key = [segment * size + i for i, segment in enumerate(self.segment)]
-        self.missing = list(map(len, work.earlier))
+        self.size = len(work.micro)
+        self.segment, self.key = work.ranked(rules.ranks)
+        self.missing = list(work.waits)
         self.ready: list[list[int]] = [[] for _ in range(work.lanes)]
         self.begun: list[list[int]] = [[] for _ in range(work.lanes)]
         self.current = [-1] * work.lanes
@@ -125,6 +122,7 @@ class _Simulation:
         self.held_up: set[int] = set()
         self.now = 0.0
         self.useless, self.forced_at = False, -1
+        self.gated: list[bool] = []
         self.defers = self.limited and rules.ranks[INPUT] < rules.ranks[WEIGHT]
         if self.gates:
             self._furnish(needs)
@@ -168,21 +166,30 @@ class _Simulation:
         events = self.events
         if not events:
             return
-        missing, later, lanes, gates = self.missing, self.work.later, self.lane, self.gates
+        missing, later, lanes, gates, gated = self.missing, self.work.later, self.lane, self.gates, self.gated
+        ready, begun, segment, key, current = self.ready, self.begun, self.segment, self.key, self.current
+        busy, dirty = self.busy, self.dirty
         self.now = now = events[0][0]
         if now > self.beaten.seconds:
             self.useless = True
         while events and events[0][0] == now:
             i = heappop(events)[1]
             lane = lanes[i]
-            self.busy[lane] = False
-            self.dirty.add(lane)
+            busy[lane] = False
+            dirty.add(lane)
             if gates:
                 self.leave(i)
             for other in later[i]:
                 missing[other] = left = missing[other] - 1
-                if not left:
+                if left:
+                    continue
+                if gates and gated[other]:
                     self.becomes_ready(other)
+                    continue
+                lane = lanes[other]  # as push does
+                heappush(begun[lane] if segment[other] == current[lane] else ready[lane], key[other])
+                if not busy[lane]:
+                    dirty.add(lane)
 
     def becomes_ready(self, i: int) -> None:
         if self.gates and self.gated[i]:

@@ -41,6 +41,7 @@ class Bytes:
 
     Attributes:
         base: by device, what is there throughout: state and inputs.
+        nbytes: of each storage that the step makes.
         made: for each operator, the storages that it makes: (device, bytes, whether it is a copy's).
         used: for each operator, the storages that it touches and that the step frees, as numbers.
         uses: of each of these, how many operators touch it.
@@ -53,7 +54,7 @@ class Bytes:
             does not.
     """
 
-    __slots__ = ("alters", "base", "freed", "made", "over", "scratch", "takes", "used", "uses")
+    __slots__ = ("alters", "base", "freed", "made", "nbytes", "over", "scratch", "takes", "used", "uses")
 
     def __init__(
         self, program: Program, touched: Sequence[Sequence[str]], places: dict[str, int], *, in_place: bool
@@ -66,6 +67,7 @@ class Bytes:
         kept = given | {blobs[name].storage for name in net.external_outputs}
         kept.update(name for name, blob in blobs.items() if blob.role in STATE_ROLES)
         number: dict[str, int] = {}
+        self.nbytes: dict[str, int] = {}
         self.made: list[list[tuple[int, int, bool]]] = []
         self.freed: list[tuple[int, int, bool]] = []
         for op in net.ops:
@@ -74,6 +76,7 @@ class Bytes:
                 blob = blobs[name]
                 if blob.storage == name and name not in given and name not in number:
                     made.append((places[blob.device], blob.nbytes(dims), op.type == "Copy"))
+                    self.nbytes[name] = made[-1][1]
                     number[name] = -1
                     if name not in kept:
                         number[name] = len(self.freed)
@@ -133,6 +136,7 @@ class Work:
 
     def __init__(self, program: Program, count: int, *, in_place: bool) -> None:
         self.program, self.count, self.in_place = program, count, in_place
+        self._ranked: dict[tuple[int, int, int, int], tuple[list[int], list[int]]] = {}
         net = program.step
         self.hazards = hazards(net)
         self.touched, self.earlier = self.hazards.touched, list(self.hazards.earlier)
@@ -159,6 +163,20 @@ class Work:
     def bytes(self) -> Bytes:
         """What its operators allocate."""
         return Bytes(self.program, self.touched, self.places, in_place=self.in_place)
+
+    @cached_property
+    def waits(self) -> list[int]:
+        """For how many others each operator waits."""
+        return list(map(len, self.earlier))
+
+    def ranked(self, ranks: tuple[int, int, int, int]) -> tuple[list[int], list[int]]:
+        """What operators are sorted by, if kinds have these ranks: by rank and micro-batch, and by position, too."""
+        found = self._ranked.get(ranks)
+        if found is None:
+            bases, size = [rank * (self.count + 1) for rank in ranks], len(self.micro)
+            segments = [bases[kind] + micro for kind, micro in zip(self.kind, self.micro, strict=True)]
+            found = self._ranked[ranks] = segments, [segment * size + i for i, segment in enumerate(segments)]
+        return found
 
     @cached_property
     def segments(self) -> list[tuple[bool, int] | None]:

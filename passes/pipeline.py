@@ -275,7 +275,7 @@ class _Ordering:
     @cached_property
     def plans(self) -> PlanPeaks:
         """What the program's plans hold."""
-        return PlanPeaks(self.program, self.work.hazards)
+        return PlanPeaks(self.work)
 
     def peaks(self, order: Sequence[int]) -> Mapping[str, int]:
         """The most bytes on each device, as predicted for the plan."""

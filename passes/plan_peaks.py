@@ -11,14 +11,13 @@ from collections.abc import Sequence
 import torch
 
 from graphir.analysis.buffers import Buffers
-from graphir.analysis.hazards import Hazards
 from graphir.analysis.profile_files import cached
-from graphir.analysis.sources import measured_of, scratch_of
+from graphir.analysis.sources import measured_of
 from graphir.ir.device import Device
 from graphir.ir.net import Net
 from graphir.ir.plan import issued_as
-from graphir.ir.program import Program
 
+from .micro_work import Work
 from .order import issue_order
 
 __all__ = ["PlanPeaks"]
@@ -28,8 +27,7 @@ class PlanPeaks:
     """Peaks of the plans of one program, its operators in several orders.
 
     Args:
-        program: whose step it is.
-        found: the hazards of the step.
+        work: of its step.
 
     Attributes:
         base: by device, the bytes of state and inputs, which stay.
@@ -38,31 +36,27 @@ class PlanPeaks:
             allocated inside).
     """
 
-    def __init__(self, program: Program, found: Hazards) -> None:
-        self.program, self.hazards = program, found
-        net, dims, threads = program.step, program.dims, torch.get_num_threads()
-        taken = measured_of(net, dims, threads, cached())
-        blobs, kept = net.blobs, {net.ops[i].outputs[0]: measured.kept for i, measured in taken.items()}
-        owners = {name: blob for name, blob in blobs.items() if blob.storage == name}
-        self.nbytes = {name: blob.nbytes(dims) for name, blob in owners.items()}
-        for name, more in kept.items():
-            self.nbytes[blobs[name].storage] += more
-        self.base: dict[str, int] = dict.fromkeys(map(str, net.devices), 0)
-        for name in {blobs[name].storage for name in net.external_inputs}:
-            self.base[blobs[name].device] += self.nbytes.pop(name)
-        inside: dict[int, list[int]] = {}
-        for call in scratch_of(program, dims, threads, taken):
-            inside.setdefault(call.position, []).append(call.nbytes or 0)
+    def __init__(self, work: Work) -> None:
+        self.program, self.hazards = work.program, work.hazards
+        net, dims, sizes = self.program.step, self.program.dims, work.bytes
+        blobs, taken = net.blobs, measured_of(net, dims, torch.get_num_threads(), cached())
+        self.base = dict(zip(work.devices, sizes.base, strict=True))
+        self.nbytes = dict(sizes.nbytes)
+        kept = {blobs[net.ops[i].outputs[0]].storage: found.kept for i, found in taken.items() if found.kept}
+        for storage, more in kept.items():
+            if storage in self.nbytes:
+                self.nbytes[storage] += more
+            else:
+                self.base[blobs[storage].device] += more
         made: set[str] = set()
         self.parts: list[list[tuple[Device, int, int]]] = []
         for i, op in enumerate(net.ops):
-            parts, scratch = [], inside.get(i, ())
-            for n, name in enumerate(op.outputs):
-                new = name in self.nbytes and name not in made
+            inside = taken[i].scratch if i in taken else sizes.scratch[i]
+            parts = []
+            for name in op.outputs:
+                new = self.nbytes[name] if name in self.nbytes and name not in made else 0
                 made.add(name)
-                parts.append(
-                    (blobs[name].device, self.nbytes[name] if new else 0, scratch[n] if n < len(scratch) else 0)
-                )
+                parts.append((blobs[name].device, new, inside))
             self.parts.append(parts if issued_as(op) == "collective" else _at_once(parts))
 
     def of(self, order: Sequence[int]) -> dict[str, int]:
@@ -108,10 +102,11 @@ class PlanPeaks:
 
 
 def _at_once(parts: Sequence[tuple[Device, int, int]]) -> list[tuple[Device, int, int]]:
-    """What one instruction makes that makes all results, by device; what takes nothing is left out."""
-    found: dict[Device, tuple[int, int]] = {}
-    for device, made, inside in parts:
-        if made or inside:
-            before = found.get(device, (0, 0))
-            found[device] = before[0] + made, before[1] + inside
-    return [(device, made, inside) for device, (made, inside) in found.items()]
+    """What one instruction makes that makes all results, by device: inside, it allocates where the first one lives."""
+    if len(parts) < 2:
+        return [part for part in parts if part[1] or part[2]]
+    found = {parts[0][0]: (0, parts[0][2])}
+    for device, made, _ in parts:
+        before, inside = found.get(device, (0, 0))
+        found[device] = before + made, inside
+    return [(device, made, inside) for device, (made, inside) in found.items() if made or inside]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import models
 import pytest
 import torch
+from graphir.passes import plan_peaks
 from graphir.passes.list_schedule import RANKS, Rules, list_schedule
 from graphir.passes.micro_work import work_of
 from graphir.passes.plan_peaks import PlanPeaks
@@ -15,6 +16,8 @@ from micro import captured, mlp
 import graphir
 from graphir import passes
 from graphir.analysis.hazards import hazards
+from graphir.analysis.profiles import Measured, Profile, machine
+from graphir.analysis.scratch import is_called
 from graphir.ir.program import Program
 
 
@@ -48,7 +51,7 @@ CASES: dict[str, Callable[[], Program]] = {
 def test_peaks_are_those_of_the_plan(name: str) -> None:
     program = passes.inject_copies(CASES[name]())
     work = work_of(program)
-    peaks = PlanPeaks(program, work.hazards)
+    peaks = PlanPeaks(work)
     for ranks in RANKS.values():
         found = list_schedule(work, Rules(ranks))
         assert found is not None
@@ -58,3 +61,15 @@ def test_peaks_are_those_of_the_plan(name: str) -> None:
         expected, given = hazards(ordered.step), hazards(program.step).reordered(found.order)
         assert list(map(set, given.earlier)) == list(map(set, expected.earlier))
         assert given.touched == expected.touched and given.shared == expected.shared
+
+
+def test_what_was_measured_goes_before_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = passes.inject_copies(CASES["convolutions"]())
+    threads, called = torch.get_num_threads(), [op for op in program.step.ops if is_called(op)]
+    keys = [Profile.key(op, program.step.blobs, program.dims, threads) for op in called]
+    calls = {key: Measured(1000 * n, 64 * (n % 7), 1e-3) for n, key in enumerate(keys) if key is not None}
+    measured = Profile(machine(), calls)
+    monkeypatch.setattr(plan_peaks, "cached", lambda: measured)
+    expected = graphir.memory(passes.emit(program, ahead=0), profile=measured).peak
+    assert PlanPeaks(work_of(program)).of(range(len(program.step.ops))) == dict(expected)
+    assert expected != graphir.memory(passes.emit(program, ahead=0), profile=None).peak
