@@ -136,7 +136,10 @@ class _Model:
         return next((self.index[path] for path in _enclosing(module) if path in self.index), None)
 
     def operators(self) -> Iterator[tuple[Operator, int]]:
-        """The operators on the device, each with its module: without one, that of the operator before it."""
+        """The operators on the device, each with its module: without one, that of the operator before it. None where
+        all of them are the model's own."""
+        if not self.modules:
+            return
         latest = {"forward": 0, "backward": len(self.modules) - 1}
         for op in self.plan.step.ops:
             if op.device == self.device:

@@ -98,6 +98,21 @@ def test_where_nothing_helps_nothing_is_named() -> None:
     assert "shift_modules" not in at_the_peak(plan)
 
 
+def test_a_model_whose_parameters_are_all_its_own_has_no_cut() -> None:
+    class Alone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.v = nn.Parameter(torch.ones(8, 8)), nn.Parameter(torch.ones(8, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x @ self.w + x @ self.v).tanh()
+
+    x = torch.randn(64, 8)
+    plan = passes.emit(trained(models.Example(Alone(), (x,), (x,), nn.functional.mse_loss)))
+    assert cut_of(plan) is None
+    assert "give a smaller batch" in at_the_peak(plan)
+
+
 def test_one_more_device_takes_what_no_other_has_room_for() -> None:
     plan = passes.emit(passes.replicate(trained(layers()), devices=[0, 1]))
     call = r"shift_modules\(program, \{'\[\d+:16\]': \{0: 2\}\}\)"
