@@ -24,7 +24,7 @@ from typing import Any, Final, NoReturn
 
 import torch
 
-from graphir.passes import Balanced, Pipeline, Replicate, balance, emit, inject_copies, replicate
+from graphir.passes import Balanced, Pipeline, Replicate, emit, inject_copies, replicate
 from graphir.passes.base import build
 from graphir.runtime import Report, Session
 from graphir.runtime.loop import run_loader
@@ -34,10 +34,9 @@ from .capture.arguments import Arguments, read_arguments
 from .capture.modes import Modes
 from .capture.refusals import refuse_model
 from .errors import CoverageError, PassError, PlacementError, RecaptureWarning, SessionError, counted, nearest
-from .estimate import machine_of, profile_of
-from .ir.device import Device
 from .ir.plan import Plan
 from .ir.program import Program
+from .placing import Placing, flowing
 
 __all__ = ["Compiled", "compile"]
 
@@ -118,8 +117,7 @@ class Compiled:
         self._passes: Callable[[Program], Program] | None = None
         if passes:
             self._passes = Pipeline(passes) if isinstance(passes, str) else passes
-        self._limits = None if limits is None else dict(limits)
-        self._balanced: Balanced | None = None
+        self._placing = None if limits is None else Placing(limits)
         self._options, self._session_options = options, dict(session or {})
         self._state = dict(state or {})  # what no plan has taken over so far
         self._modes, self._witness = Modes(model), witness
@@ -262,7 +260,10 @@ class Compiled:
         )
         if beside is None and self._state:
             _check_state(self._state, captured)
-        program = self._within_limits(replicate(captured, self._devices))
+        program = replicate(captured, self._devices)
+        found = None if self._placing is None else self._placing.placed(program)
+        if found is not None:
+            program = flowing(found)
         if self._passes is not None:
             program = self._passes(program)
         try:
@@ -273,26 +274,14 @@ class Compiled:
         state = {**captured.state, **self._state}
         session = Session(plan, state, beside=beside, witness=witness, **self._session_options)
         self._state = {name: tensor for name, tensor in self._state.items() if name not in captured.state}
+        if self._placing is not None and found is not None:
+            self._placing.keep(found)
         return session
-
-    def _within_limits(self, program: Program) -> Program:
-        """The program placed within the limits; modules stay where the plans before have them."""
-        if self._limits is None:
-            return program
-        threads = torch.get_num_threads()
-        devices = [*program.devices, *map(Device.parse, self._limits), Device.parse("cpu")]
-        place = machine_of(list(dict.fromkeys(devices)), threads)
-        pin = None if self._balanced is None else self._balanced.device_map
-        self._balanced = balance(
-            program, self._limits, topology=place, pin=pin, profile=profile_of(place), threads=threads
-        )
-        found = self._balanced
-        return Pipeline(found.then)(found.program) if found.flows else found.program
 
     @property
     def balanced(self) -> Balanced | None:
         """The placement that was chosen for the last capture; None without limits."""
-        return self._balanced
+        return None if self._placing is None else self._placing.balanced
 
     @property
     def plans(self) -> tuple[Plan, ...]:

@@ -19,6 +19,7 @@ ON_TOP = (
     "graphir/estimate.py",
     "graphir/fx.py",
     "graphir/parallel/",
+    "graphir/placing.py",
     "graphir/profile.py",
     "graphir/demo/",
 )

@@ -1,0 +1,89 @@
+"""``graphir.compile(limits=)``: every plan keeps within the limits, and state stays where the first one has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext as _nothing
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import graphir
+from graphir import passes
+from graphir.errors import RecaptureWarning
+from graphir.ir.blob import STATE_ROLES
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Layers(nn.Module):
+    """Equal layers in a list, with a number that has to be captured anew."""
+
+    def __init__(self, count: int = 6, width: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(count)])
+
+    def forward(self, x: Tensor, scale: int = 1) -> Tensor:
+        for layer in self.layers:
+            x = F.gelu(layer(x)) * scale
+        return x
+
+
+def rows(count: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(count)
+    return torch.randn(count, 64), torch.randn(count, 64)
+
+
+def compiled(count: int = 256, **options: Any) -> graphir.Compiled:
+    torch.manual_seed(0)
+    model, (x, y) = Layers(), rows(count)
+    return graphir.compile(
+        model,
+        (x,),
+        **{
+            "kwargs": {"scale": 1},
+            "targets": (y,),
+            "loss": F.mse_loss,
+            "optimizer": torch.optim.AdamW(model.parameters()),
+            "session": {"binding": "cpu", "threads": 1},
+            **options,
+        },
+    )
+
+
+def peaks(plan: graphir.Plan) -> Mapping[str, int]:
+    return graphir.memory(plan, threads=1, profile=None).peak
+
+
+def need(count: int = 256) -> int:
+    """What one device holds of everything."""
+    with compiled(count) as step:
+        return peaks(step.plan)["gpu:0"]
+
+
+def homes(plan: graphir.Plan) -> dict[str, str]:
+    """Where the state is."""
+    blobs = plan.step.blobs
+    return {n: str(blobs[n].device) for n in plan.step.external_inputs if blobs[n].role in STATE_ROLES}
+
+
+@pytest.mark.parametrize(("devices", "share"), [([0], 0.6), ([0, 1], 0.4)])
+def test_later_captures_have_state_where_the_first_has_it(devices: list[int], share: float) -> None:
+    limits = {f"gpu:{i}": int(share * need()) for i in range(2 * len(devices))}
+    x, y = rows(256)
+    with compiled(devices=devices, limits=limits) as step, compiled(devices=devices) as plain:
+        assert step.balanced is not None and "shift_modules" in step.balanced.pipeline
+        for scale in (1, 2, 1):
+            with pytest.warns(RecaptureWarning) if scale == 2 else _nothing():
+                found = step.step(x, y, scale=scale)
+            with pytest.warns(RecaptureWarning) if scale == 2 else _nothing():
+                assert torch.equal(found, plain.step(x, y, scale=scale))
+        first, second = step.plans
+        assert homes(first) == homes(second)
+        for plan in step.plans:
+            assert all(peaks(plan).get(device, 0) <= limit for device, limit in limits.items())
+        again = passes.Pipeline(step.balanced.pipeline)(plain.plans[-1].program)
+        assert homes(passes.emit(passes.inject_copies(again))) == homes(first)
