@@ -40,19 +40,19 @@ from .placing import Placing, flowing
 
 __all__ = ["Compiled", "compile"]
 
-_OPTIONS: Final = tuple(
-    [name for name in inspect.signature(Session).parameters if name not in ("plan", "state", "beside", "witness")]
-)
+_OURS: Final = ("plan", "state", "beside", "witness", "limits")
+_OPTIONS: Final = tuple([name for name in inspect.signature(Session).parameters if name not in _OURS])
 """Arguments of a session that are for its user to choose."""
 
 
 class Compiled:
     """A model's step, captured, replicated, sent through *passes*, and used like a :class:`graphir.runtime.Session`.
 
-    Steps of other sizes use the same plan where the program's sizes follow them. Where they are fixed, or an argument
-    that is no tensor has changed, the step is captured anew with these arguments: the model in the mode that it was in
-    at first, on the present parameters, buffers, optimizer state, learning rates and number of steps, which all plans
-    share. Each such capture is told by a :class:`graphir.RecaptureWarning`.
+    Steps of other sizes use the same plan where the program's sizes follow them. Where they are fixed, a plan would
+    hold more than *limits* at them, or an argument that is no tensor has changed, the step is captured anew with these
+    arguments: the model in the mode that it was in at first, on the present parameters, buffers, optimizer state,
+    learning rates and number of steps, which all plans share. Each such capture is told by a
+    :class:`graphir.RecaptureWarning`.
 
     Args:
         model: as :func:`graphir.capture` takes it.
@@ -138,6 +138,7 @@ class Compiled:
             SessionError: the arguments fit no plan and none could be made for them, or another thread is in a step;
                 nothing has changed. Or the session cannot be used any more.
             CaptureError: the step can't be captured with these arguments; nothing has changed.
+            PassError: no placement of the step with these arguments is within the limits; nothing has changed.
             RunError: an operator failed; the model can go on where the error's ``usable`` says so.
         """
         if not self._running.acquire(blocking=False):
@@ -271,8 +272,9 @@ class Compiled:
         except PlacementError:
             plan = emit(inject_copies(program))
         witness = captured if self._witness else None
+        limits = None if self._placing is None else self._placing.limits_of(plan)
         state = {**captured.state, **self._state}
-        session = Session(plan, state, beside=beside, witness=witness, **self._session_options)
+        session = Session(plan, state, beside=beside, witness=witness, limits=limits, **self._session_options)
         self._state = {name: tensor for name, tensor in self._state.items() if name not in captured.state}
         if self._placing is not None and found is not None:
             self._placing.keep(found)

@@ -21,11 +21,14 @@ from graphir.passes.base import build
 from graphir.passes.choice.naming import patterns
 from graphir.passes.module_patterns import lineage
 from graphir.passes.shift_modules import ShiftModules
+from graphir.runtime.memory_limit import PlanLimits
 
-from .errors import PassError
+from .analysis.topology import Topology
+from .errors import PassError, after_last
 from .estimate import machine_of, profile_of
 from .ir.device import Device
 from .ir.names import base_name
+from .ir.plan import Plan
 from .ir.program import Program
 
 __all__ = ["Placing", "flowing"]
@@ -73,15 +76,36 @@ class Placing:
             return replace(found, pipeline=" | ".join(found.program.history[len(program.history) :]))
         except PassError as e:
             where = "a later capture, whose modules stay where the first one has them"
-            raise PassError(e.what, at=e.at, where=where, fix=e.fix) from e
+            fix = f"compile the model at its largest sizes first; {e.fix}"
+            raise PassError(e.what, at=e.at, where=where, fix=fix) from e
 
     def _balance(self, program: Program, **options: object) -> Balanced:
-        threads = torch.get_num_threads()
-        devices = [*program.devices, *map(Device.parse, self.limits), Device.parse("cpu")]
-        place = machine_of(list(dict.fromkeys(devices)), threads)
+        place, threads = self._place(program)
         return build(Balance, limits=self.limits, topology=place, **options).balanced(
             program, profile_of(place), threads
         )
+
+    def _place(self, program: Program) -> tuple[Topology, int]:
+        """Where a program would run, and in how many threads one kernel."""
+        threads = torch.get_num_threads()
+        devices = [*program.devices, *map(Device.parse, self.limits), Device.parse("cpu")]
+        return machine_of(list(dict.fromkeys(devices)), threads), threads
+
+    def limits_of(self, plan: Plan) -> PlanLimits:
+        """The limits, for a session of a plan that keeps within them.
+
+        Raises:
+            PassError: it does not, after other passes.
+        """
+        place, threads = self._place(plan.program)
+        limits = PlanLimits(self.limits, threads, profile_of(place))
+        if over := limits.over(plan, plan.dims):
+            raise PassError(
+                f"the plan holds {over}",
+                where=f"plan {plan.name!r}{after_last(plan.program.history)}",
+                fix="leave out passes that move things behind balance, or give more",
+            )
+        return limits
 
     def keep(self, found: Balanced) -> None:
         """Let later programs have their modules where this placement has them."""

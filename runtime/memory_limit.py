@@ -1,18 +1,19 @@
-"""What a plan may take of the memory of each real device: more is refused before a step runs.
+"""What a plan may take of the memory of each device, real or logical: more is refused before a step runs.
 
 Where a step needs more memory than there is, the operating system may end this process, or another one, without a word.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final, Literal, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 from graphir.analysis.memory import Memory, memory
-from graphir.errors import GraphirError, SessionError
+from graphir.analysis.profiles import Profile
+from graphir.errors import CoverageError, GraphirError, SessionError
 from graphir.ir.device import Device
 from graphir.ir.plan import Plan
 from graphir.ir.size import Dims
@@ -20,7 +21,7 @@ from graphir.ir.text import nbytes_text
 
 from .machine.capacity import capacity
 
-__all__ = ["MemoryLimit", "Most", "check_most"]
+__all__ = ["MemoryLimit", "Most", "PlanLimits", "check_most"]
 
 Most: TypeAlias = 'int | Literal["machine"] | None'
 """Bytes of each real device, ``machine`` for as many as it has, None for any number."""
@@ -43,6 +44,55 @@ def check_most(given: object) -> None:
             where="Session(...)",
             fix="give a whole number from 1 up, 'machine' for what each device has, or None for no limit",
         )
+
+
+class PlanLimits(NamedTuple):
+    """What a plan may hold on its logical devices, by which it was placed.
+
+    Attributes:
+        nbytes: by device, the most.
+        threads: how many threads one kernel may use.
+        profile: what was measured of the operators' calls.
+    """
+
+    nbytes: Mapping[str, int]
+    threads: int
+    profile: Profile | None
+
+    def over(self, plan: Plan, dims: Dims) -> str:
+        """The devices on which a plan holds more than it may, and how much; empty where it does not.
+
+        Raises:
+            GraphirError: more bytes than can be counted.
+        """
+        peak = memory(plan, dims, threads=self.threads, profile=self.profile).peak
+        return "; ".join(
+            f"{nbytes_text(peak[device])} on {device}, whose limit is {nbytes_text(most)}"
+            for device, most in self.nbytes.items()
+            if peak.get(device, 0) > most
+        )
+
+    def check_of(self, plan: Plan) -> Callable[[Dims], None]:
+        """What raises a CoverageError at values of the dimensions above the plan's own at which it holds more; at its
+        own it was placed within the limits."""
+        admitted = plan.dims
+
+        def check(dims: Dims) -> None:
+            nonlocal admitted
+            if dims == admitted or all(value <= plan.dims.get(dim, 0) for dim, value in dims.items()):
+                return
+            sizes = ", ".join(f"{dim}={value}" for dim, value in dims.items())
+            where = f"plan {plan.name!r}"
+            try:
+                over = self.over(plan, dims)
+            except GraphirError as e:
+                raise SessionError(e.what, where=where, fix="give smaller sizes") from None
+            if over:
+                fix = "give smaller sizes, or capture the model at these and balance it"
+                raise CoverageError(f"at {sizes} the plan would hold {over}", where=where, fix=fix)
+            admitted = dims
+
+        return check
 
 
 class MemoryLimit:

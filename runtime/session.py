@@ -36,7 +36,7 @@ from .machine.heap import kept_heap
 from .machine.places import Binding, places_of
 from .machine.stopwatch import Stopwatch
 from .machine.surroundings import FORKS, follow_forks
-from .memory_limit import MemoryLimit, Most
+from .memory_limit import MemoryLimit, Most, PlanLimits
 from .observing.measurement import Measurement
 from .observing.report import Report
 from .observing.trace import write_trace
@@ -99,6 +99,8 @@ class Session(Stepping):
         memory_limit: bytes that a step may take on each real device, as :func:`graphir.memory` predicts them; by
             default as many as the machine has. A plan that takes more is refused, at its own sizes when the session is
             made, and at others before the first step of that size. None: no plan is.
+        limits: what :func:`graphir.compile` has placed the plan within; at larger sizes at which the plan would hold
+            more on one of its devices, a step is refused with a CoverageError.
 
     Raises:
         VerifyError: the plan is not sound.
@@ -124,6 +126,7 @@ class Session(Stepping):
         keep_heap: bool = False,
         witness: Program | None = None,
         memory_limit: Most = "machine",
+        limits: PlanLimits | None = None,
     ) -> None:
         options = Options(executor, threads, seed, deadline, collectives, cuda_graph, keep_heap, memory_limit)
         options.check()
@@ -147,7 +150,7 @@ class Session(Stepping):
         self._rates: LearningRates = LearningRates(program, state, None if beside is None else beside._rates)
         self._progress = self._state.progress
         self._places = places
-        self._common = Common(self._state, self._rates, places, options, intraop, witness, check_finite)
+        self._common = Common(self._state, self._rates, places, options, intraop, witness, check_finite, limits)
         super().__init__(plan, self._common, limit)
         self._short: dict[int, Stepping] = {}
         self._outputs: tuple[Tensor, ...] = ()
@@ -171,8 +174,8 @@ class Session(Stepping):
             the module's outputs, gathered; those without a batch dimension are the first replica's.
 
         Raises:
-            CoverageError: the program does not cover the arguments, or at their sizes is not what its witness says;
-                nothing has changed.
+            CoverageError: the program does not cover the arguments, or at their sizes is not what its witness says, or
+                the plan would hold more than its limits; nothing has changed.
             SessionError: the arguments do not fit, the step takes more memory than it may at their sizes, or another
                 thread is in a step; nothing has changed. Or the session cannot be used any more.
             RunError: an operator failed; the session is :attr:`usable` where no state had been written.

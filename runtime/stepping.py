@@ -5,7 +5,7 @@ A session has one for its plan, and one for each number of replicas to which a s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from .interface.witness import witness_of
 from .learning_rates import LearningRates
 from .machine.calibration import host_topology
 from .machine.places import generator_on
-from .memory_limit import MemoryLimit
+from .memory_limit import MemoryLimit, PlanLimits
 from .observing.finite import FiniteWatch
 from .observing.measurement import Measurement
 from .observing.observed import Observed
@@ -48,6 +48,7 @@ class Common(NamedTuple):
         intraop: how many threads one kernel may use.
         witness: the program that was captured; None: steps are not compared with the module's.
         check_finite: whether a step stops at the first operator that makes NaN or infinities.
+        limits: what the plans may hold on logical devices; None: any number of bytes.
     """
 
     state: State
@@ -57,6 +58,7 @@ class Common(NamedTuple):
     intraop: int
     witness: Program | None
     check_finite: bool
+    limits: PlanLimits | None
 
 
 class Stepping:
@@ -69,9 +71,11 @@ class Stepping:
     """
 
     def __init__(self, plan: Plan, common: Common, limit: MemoryLimit) -> None:
-        program, (state, rates, places, options, intraop, witness, check_finite) = plan.program, common
+        program, (state, rates, places, options, intraop, witness, check_finite, _) = plan.program, common
         self.plan, self._intraop = plan, intraop
-        checks = [limit.check] if witness is None else [limit.check, witness_of(witness, program)]
+        # What holds too much on a logical device may be placed otherwise, so that is said first.
+        checks: list[Callable[[Dims], None]] = [] if common.limits is None else [common.limits.check_of(plan)]
+        checks += [limit.check] if witness is None else [limit.check, witness_of(witness, program)]
         self._scatter = Scatter(program, places, options.threads, checks)
         self._gather = Gather(program)
         self._setting = Setting(

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import graphir
 from graphir import passes
-from graphir.errors import RecaptureWarning
+from graphir.errors import PassError, RecaptureWarning, SessionError
 from graphir.ir.blob import STATE_ROLES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -87,3 +87,46 @@ def test_later_captures_have_state_where_the_first_has_it(devices: list[int], sh
             assert all(peaks(plan).get(device, 0) <= limit for device, limit in limits.items())
         again = passes.Pipeline(step.balanced.pipeline)(plain.plans[-1].program)
         assert homes(passes.emit(passes.inject_copies(again))) == homes(first)
+
+
+def test_a_larger_batch_that_would_exceed_a_limit_is_captured_and_placed_anew() -> None:
+    limits = {f"gpu:{i}": int(0.6 * need()) for i in range(2)}
+    with compiled(limits=limits, kwargs={}) as step, compiled(kwargs={}) as plain:
+        for count in (256, 100):
+            assert torch.equal(step.step(*rows(count)), plain.step(*rows(count)))
+        said = r"captured anew: at gpu_0/batch=320 the plan would hold .* on gpu:\d, whose limit is .* \(give smaller"
+        with pytest.warns(RecaptureWarning, match=said):
+            found = step.step(*rows(320))
+        assert torch.equal(found, plain.step(*rows(320)))
+        assert all(peaks(step.plan).get(device, 0) <= limit for device, limit in limits.items())
+        for count in (320, 300, 256):
+            assert torch.equal(step.step(*rows(count)), plain.step(*rows(count)))
+        assert len(step.plans) == 2 and homes(step.plans[0]) == homes(step.plans[1])
+
+
+def test_a_batch_for_which_no_placement_is_within_the_limits_leaves_all_as_it_was() -> None:
+    limits = {f"gpu:{i}": int(0.8 * need()) for i in range(2)}
+    with compiled(limits=limits, kwargs={}) as step, compiled(kwargs={}) as plain:
+        before, balanced = step.plans, step.balanced
+        with pytest.raises(PassError, match="no placement within the limits was found: gpu:0 lacks") as refusal:
+            step.step(*rows(4096))
+        assert refusal.value.where == "a later capture, whose modules stay where the first one has them"
+        assert refusal.value.fix.startswith(
+            "compile the model at its largest sizes first; the nearest works with limits={"
+        )
+        assert step.plans == before and step.balanced is balanced and step.steps_done == 0
+        assert torch.equal(step.step(*rows(256)), plain.step(*rows(256)))
+
+
+def test_passes_behind_that_exceed_a_limit_are_refused() -> None:
+    limits = {f"gpu:{i}": int(0.6 * need()) for i in range(2)}
+    with pytest.raises(PassError, match=r"the plan holds .* on gpu:0, whose limit is ") as refusal:
+        compiled(limits=limits, passes='shift_modules{modules={"layers": gpu:0}}')
+    assert refusal.value.fix == "leave out passes that move things behind balance, or give more"
+    with compiled(limits=limits, passes="share_storage") as step:
+        assert all(peaks(step.plan).get(device, 0) <= limit for device, limit in limits.items())
+
+
+def test_limits_are_given_to_compile_and_not_to_its_session() -> None:
+    with pytest.raises(SessionError, match="a session has no option 'limits'"):
+        compiled(session={"limits": {"gpu:0": 10**9}})
