@@ -12,7 +12,7 @@ from graphir.runtime.machine.calibration import host_topology, topology_at_hand
 
 from .analysis.estimate import Estimate, estimated
 from .analysis.memory import check_dims, check_profile, check_threads
-from .analysis.profile_files import cached
+from .analysis.profile_files import profile_of
 from .analysis.profiles import Profile
 from .analysis.topology import Topology
 from .errors import GraphirError, nearest
@@ -21,7 +21,7 @@ from .ir.plan import Plan, sizes_of
 from .ir.size import Dims
 from .ir.verify import require
 
-__all__ = ["EXECUTORS", "estimate", "machine_of", "profile_of"]
+__all__ = ["EXECUTORS", "estimate", "machine_of"]
 
 EXECUTORS: Final = ("auto", "serial", "threads", "segments", "cuda")
 """What may execute a plan, in an estimate."""
@@ -90,9 +90,3 @@ def _at_hand(plan: Plan, executor: str, threads: int) -> Topology:
 def machine_of(devices: Sequence[Device], threads: int) -> Topology:
     """This machine if it has these devices, else ``h200x8``."""
     return topology_at_hand(devices, threads) or Topology.named("h200x8")
-
-
-def profile_of(topology: Topology) -> Profile | None:
-    """What this machine's file has of calls, if the topology was measured here."""
-    found = cached() if topology.machine else None
-    return found if found is not None and str(found.machine) == topology.machine else None

@@ -23,9 +23,10 @@ from graphir.passes.module_patterns import lineage
 from graphir.passes.shift_modules import ShiftModules
 from graphir.runtime.memory_limit import PlanLimits
 
+from .analysis.profile_files import profile_of
 from .analysis.topology import Topology
 from .errors import PassError, after_last
-from .estimate import machine_of, profile_of
+from .estimate import machine_of
 from .ir.device import Device
 from .ir.names import base_name
 from .ir.plan import Plan

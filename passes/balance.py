@@ -21,7 +21,8 @@ from pydantic import BeforeValidator, NonNegativeFloat, PositiveInt
 
 from graphir.analysis.estimate import estimated
 from graphir.analysis.execution import ONE_THREAD, STREAMS, THREADS
-from graphir.analysis.memory import memory
+from graphir.analysis.memory import check_profile, check_threads, memory
+from graphir.analysis.profile_files import profile_of
 from graphir.analysis.profiles import Profile
 from graphir.analysis.topology import Topology
 from graphir.collector import collector_paused
@@ -31,7 +32,7 @@ from graphir.ir.names import micro_batches
 from graphir.ir.program import Program
 from graphir.ir.text import nbytes_text
 
-from .base import Pass, Pipeline, Placed, build, register
+from .base import Pass, Pipeline, Placed, build, register, require_program
 from .choice.attempts import Attempt, Attempts, Budget
 from .choice.bound import bound_of
 from .choice.groups import Grouped, Wanted, grouped
@@ -50,6 +51,9 @@ from .saved import require_captured
 __all__ = ["Balance", "balance"]
 
 Option: TypeAlias = Literal["shift", "park", "recompute"]
+
+_DEFAULT: Final = "h200x8"
+"""The topology where none is given."""
 
 _WORSE: Final = 1.03
 """How many times as long as another's a step may be, as its groups say, so that a plan is worth a look."""
@@ -72,8 +76,10 @@ operators that this would take as long as a search, the best alone."""
 
 
 def _topology(given: Any) -> Any:
-    if not isinstance(given, str):
+    if given is None or isinstance(given, Topology):
         return given
+    if not isinstance(given, str):
+        raise ValueError(f"expected a topology or the name of one, not {given!r:.40}")
     try:
         return Topology.named(given)
     except GraphirError as e:
@@ -127,7 +133,7 @@ def balance(
     seconds: float = 2.0,
     evaluations: int | None = None,
     seed: int = 0,
-    profile: Profile | None = None,
+    profile: Profile | Literal["cached"] | None = None,
     threads: int = 1,
 ) -> Balanced:
     """Find the placement that keeps within limits and whose step is shortest.
@@ -149,27 +155,35 @@ def balance(
         seconds: how long to search.
         evaluations: how many placements to look at instead: equal numbers and seeds give equal programs.
         seed: of the search's random changes.
-        profile: what :func:`graphir.profile` measured on that machine; shapes alone by default.
+        profile: what :func:`graphir.profile` measured on that machine; shapes alone by default. ``cached``: what this
+            machine's file has, if the topology was measured here.
         threads: how many threads one kernel uses, as the profile has it.
 
     Raises:
         PassError: no placement that keeps within the limits is found; it says what is missing where, and limits that
-            work. Or a device is unknown, limits are none, a link is missing, or a pattern names no module. Nothing has
-            changed then.
+            work. Or *program* is none, a device is unknown, limits are none, a link is missing, or a pattern names no
+            module. Nothing has changed then.
     """
+    require_program(program, Balance.name)
     given = build(
         Balance,
         limits=limits,
         topology=topology,
         options=options,
         devices=devices,
-        pin={pattern: _pinned(device) for pattern, device in (pin or {}).items()},
+        pin={pattern: _pinned(device) for pattern, device in pin.items()} if isinstance(pin, Mapping) else pin or {},
         whole=whole,
         seconds=seconds,
         evaluations=evaluations,
         seed=seed,
     )
-    return given.balanced(program, profile, threads)
+    try:
+        check_profile(profile)
+        check_threads(threads)
+    except GraphirError as e:
+        raise PassError(f"balance: {e.what}", fix=e.fix) from None
+    measured = profile_of(given.topology or Topology.named(_DEFAULT)) if profile == "cached" else profile
+    return given.balanced(program, measured, threads)
 
 
 def _pinned(device: Any) -> Any:
@@ -207,7 +221,7 @@ class _Balancing:
 
     def __init__(self, options: Balance, program: Program, profile: Profile | None, threads: int) -> None:
         self.options, self.program, self.profile, self.threads = options, program, profile, threads
-        self.topology = options.topology or Topology.named("h200x8")
+        self.topology = options.topology or Topology.named(_DEFAULT)
         self.names = list(dict.fromkeys(map(Device.parse, (*options.limits, *options.devices))))
         self.refuse()
         limits = {Device.parse(device): nbytes for device, nbytes in options.limits.items()}
@@ -237,7 +251,7 @@ class _Balancing:
             )
         used = [device for device in self.program.devices if not device.is_host]
         try:
-            for device in (*used, *self.names):
+            for device in (*used, *self.names, Device.parse("cpu")):
                 self.topology.speed(device)
             if "shift" in self.options.options:
                 for source in dict.fromkeys([*used, *self.names]):

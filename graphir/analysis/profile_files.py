@@ -27,13 +27,14 @@ from ..ir.files.disk import atomic_write, damaged, path_of, read_bytes
 from ..ir.files.records import Header
 from ..ir.size import LARGEST
 from .profiles import Machine, Measured, Profile, machine
+from .topology import Topology
 
 try:
     import fcntl
 except ImportError:  # not a Unix
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["MOST_BYTES", "add", "cached", "default_path", "read_profile"]
+__all__ = ["MOST_BYTES", "add", "cached", "default_path", "profile_of", "read_profile"]
 
 _FORMAT: Final = "graphir.profile"
 _VERSION: Final = 1
@@ -222,6 +223,12 @@ def cached() -> Profile | None:
     if kept is None or kept.stamp != stamp:
         kept = _kept[path] = _Kept(stamp, _usable(path))
     return kept.profile if kept.profile is not None and kept.profile.machine == here else None
+
+
+def profile_of(topology: Topology) -> Profile | None:
+    """What this machine's file has of calls, if the topology was measured here."""
+    found = cached() if topology.machine else None
+    return found if found is not None and str(found.machine) == topology.machine else None
 
 
 def _usable(path: Path) -> Profile | None:

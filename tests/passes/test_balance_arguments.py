@@ -1,0 +1,75 @@
+"""What ``balance`` and those that hand on limits refuse, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import models
+import pytest
+from runnable import captured, sgd
+
+import graphir
+from graphir import passes
+from graphir.analysis.topology import Speed
+from graphir.errors import PassError
+from graphir.ir.program import Program
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+FAST = Speed(flops_per_second={"f32": 1e12}, bytes_per_second=1e12)
+HOSTLESS = graphir.Topology(name="hostless", devices={"gpu:0": FAST}, links=())
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    example = models.mlp()
+    return captured(example, sgd(example.model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "fix"),
+    [
+        (passes.emit, "Plan", "give the program that the plan was emitted from"),
+        (lambda program: program.step, "Net", "graphir.capture makes one"),
+        (lambda program: None, "NoneType", "graphir.capture makes one"),
+    ],
+    ids=["plan", "net", "none"],
+)
+def test_what_is_no_program_is_refused(program: Program, make: Callable[[Program], Any], kind: str, fix: str) -> None:
+    with pytest.raises(PassError, match=f"^balance takes a Program, not {kind}") as refusal:
+        passes.balance(make(program), {"gpu:0": 10**9})
+    assert refusal.value.fix == fix
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"profile": 3}, "balance: profile is a int, not a Profile"),
+        ({"profile": "stored"}, "balance: profile is a str, not a Profile"),
+        ({"threads": 0}, "balance: threads=0: a kernel needs at least one thread"),
+        ({"topology": HOSTLESS}, "balance: topology 'hostless' has no device cpu:0"),
+        ({"topology": {"name": "x"}}, "balance: topology: expected a topology or the name of one, not {'name': 'x'}"),
+        ({"limits": "1 GiB"}, "balance: limits: expected a dict, not '1 GiB'"),
+        ({"pin": ["fc1"]}, "balance: pin: expected a dict, not ('fc1',)"),
+        ({"limits": [("gpu:0", 10**9)]}, "balance: limits: expected a dict, not (('gpu:0', 1000000000),)"),
+    ],
+    ids=["profile", "named profile", "threads", "no host", "topology", "limits", "pin", "pairs"],
+)
+def test_options_that_are_none_are_refused(program: Program, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PassError) as refusal:
+        passes.balance(program, **{"limits": {"gpu:0": 10**9}, "evaluations": 10, **options})
+    assert refusal.value.what.startswith(message)
+
+
+def test_this_machines_profile_says_nothing_of_another_one(program: Program) -> None:
+    need = {"gpu:0": 10**9}
+    plain = passes.balance(program, need, evaluations=10)
+    assert str(passes.balance(program, need, evaluations=10, profile="cached")) == str(plain)
+
+
+@pytest.mark.parametrize("limits", ["1 GiB", [("gpu:0", 10**9)]], ids=["text", "pairs"])
+def test_compile_takes_limits_by_device_alone(limits: Any) -> None:
+    example = models.mlp()
+    with pytest.raises(PassError, match="limits: expected a dict, not"):
+        graphir.compile(example.model, example.inputs, targets=example.targets, loss=example.loss, limits=limits)
