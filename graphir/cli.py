@@ -193,6 +193,8 @@ def balance(
         device, equals, nbytes = given.partition("=")
         if not equals:
             raise GraphirError(f"--limit {given!r} names no bytes", fix="write --limit gpu:0=3.3GiB")
+        if device in limits:
+            raise GraphirError(f"--limit names {device} twice", fix="give each device one limit")
         limits[device] = int(nbytes) if nbytes.isdecimal() else nbytes
     found = balance_of(loaded, limits, topology=_topology(topology), seconds=seconds, evaluations=evaluations)
     if output is not None:

@@ -42,7 +42,7 @@ from .choice.problem import Choice, Problem
 from .choice.report import Balanced, DeviceUse, LinkBytes
 from .copies import InjectCopies
 from .emit import instructed
-from .limits import Bytes
+from .limits import Limits
 from .module_patterns import claims
 from .park import Park
 from .pipeline import PipelineSchedule
@@ -92,7 +92,7 @@ class Balance(Pass):
 
     name: ClassVar[str] = "balance"
 
-    limits: dict[Placed, Bytes]
+    limits: Limits
     topology: Annotated[Topology | None, BeforeValidator(_topology)] = None
     options: tuple[Option, ...] = ("shift", "park", "recompute")
     devices: tuple[Placed, ...] = ()

@@ -37,6 +37,7 @@ __all__ = [
     "Timing",
     "as_gpu",
     "build",
+    "each_once",
     "parse_pipeline",
     "printed_device",
     "register",
@@ -122,14 +123,19 @@ Gpu: TypeAlias = Annotated[int, BeforeValidator(as_gpu)]
 """An option that is a gpu: given as it is printed or by its number, kept and printed as its number."""
 
 
-def _each_once(given: Any, read: ValidatorFunctionWrapHandler) -> Any:
+def each_once(given: Any, read: ValidatorFunctionWrapHandler) -> Any:
+    """Devices, each of which is given once, however it is written; the validator of a field."""
     found = read(given)
     if isinstance(given, Mapping) and len(found) < len(given):
-        raise ValueError("a device is given twice")
+        first: dict[Device, Any] = {}
+        for key in given:
+            if (device := _device(key)) in first:
+                raise ValueError(f"a device is given twice: {device}, as {first[device]!r} and {key!r}")
+            first[device] = key
     return found
 
 
-Shifts: TypeAlias = Annotated[dict[Gpu, Gpu], WrapValidator(_each_once)]
+Shifts: TypeAlias = Annotated[dict[Gpu, Gpu], WrapValidator(each_once)]
 """An option that says of gpus to which other one each goes."""
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypeAlias
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, WrapValidator
 
 from graphir.ir.text import nbytes_of
 
-__all__ = ["Bytes"]
+from .base import Placed, each_once
+
+__all__ = ["Bytes", "Limits"]
 
 
 def _nbytes(given: Any) -> int:
@@ -20,3 +22,6 @@ def _nbytes(given: Any) -> int:
 
 Bytes: TypeAlias = Annotated[int, BeforeValidator(_nbytes)]
 """An option that is a number of bytes: given as such, or as text like ``24 MiB``."""
+
+Limits: TypeAlias = Annotated[dict[Placed, Bytes], WrapValidator(each_once)]
+"""An option that says of devices how many bytes each may hold."""

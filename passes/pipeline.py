@@ -29,8 +29,8 @@ from graphir.ir.net import Net
 from graphir.ir.program import Program
 from graphir.ir.text import nbytes_text
 
-from .base import Pass, Placed, build, register
-from .limits import Bytes
+from .base import Pass, build, register
+from .limits import Limits
 from .list_schedule import RANKS, UNBEATEN, Beaten, Rules, Schedule, list_schedule
 from .micro_work import FORWARD, Work, work_of
 from .pipeline_needs import Need, comes_back, most_in_flight, needs_of
@@ -72,7 +72,7 @@ class PipelineSchedule(Pass):
     name: ClassVar[str] = "pipeline"
 
     schedule: Annotated[Schedules, BeforeValidator(_known_schedule)] = "zero_bubble"
-    limits: dict[Placed, Bytes] | None = None
+    limits: Limits | None = None
     in_flight: Annotated[int | None, BeforeValidator(_at_least_one)] = None
 
     def recorded(self, program: Program) -> Program:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import models
@@ -12,7 +13,8 @@ from runnable import captured, sgd
 import graphir
 from graphir import passes
 from graphir.analysis.topology import Speed
-from graphir.errors import PassError
+from graphir.cli import app
+from graphir.errors import GraphirError, PassError
 from graphir.ir.program import Program
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -73,3 +75,41 @@ def test_compile_takes_limits_by_device_alone(limits: Any) -> None:
     example = models.mlp()
     with pytest.raises(PassError, match="limits: expected a dict, not"):
         graphir.compile(example.model, example.inputs, targets=example.targets, loss=example.loss, limits=limits)
+
+
+TWICE = "limits: a device is given twice: {}, as {} and {}"
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({0: 1000, "gpu:0": "80 GiB"}, TWICE.format("gpu:0", 0, "'gpu:0'")),
+        ({"gpu:0": 10**9, "cpu": 1000, "cpu:0": 2000}, TWICE.format("cpu:0", "'cpu'", "'cpu:0'")),
+    ],
+    ids=["gpu", "cpu"],
+)
+def test_a_device_has_one_limit(program: Program, limits: dict[str | int, int | str], message: str) -> None:
+    example = models.mlp()
+    calls: dict[str, Callable[[], Any]] = {
+        "balance": lambda: passes.balance(program, limits),
+        "pipeline": lambda: passes.pipeline(program, limits=limits),
+        "compile": lambda: graphir.compile(
+            example.model, example.inputs, targets=example.targets, loss=example.loss, limits=limits
+        ),
+    }
+    for call in calls.values():
+        with pytest.raises(PassError) as refusal:
+            call()
+        assert message in refusal.value.what
+
+
+def test_the_command_line_takes_one_limit_a_device(program: Program, tmp_path: Path) -> None:
+    graphir.save(program, tmp_path / "program.json")
+    for first, second, message in (
+        ("gpu:0", "gpu:0", "--limit names gpu:0 twice"),
+        ("cpu", "cpu:0", "balance: limits: a device is given twice: cpu:0, as 'cpu' and 'cpu:0'"),
+    ):
+        arguments = ["balance", str(tmp_path / "program.json"), f"--limit={first}=1", f"--limit={second}=2000000000"]
+        with pytest.raises(GraphirError) as refusal:
+            app(arguments, standalone_mode=False)
+        assert refusal.value.what.startswith(message)
