@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, TypeAlias
 
-from pydantic import BeforeValidator, NonNegativeFloat, PositiveInt
+from pydantic import AllowInfNan, BeforeValidator, NonNegativeFloat, PositiveInt
 
 from graphir.analysis.estimate import estimated
 from graphir.analysis.execution import ONE_THREAD, STREAMS, THREADS
@@ -98,7 +98,7 @@ class Balance(Pass):
     devices: tuple[Placed, ...] = ()
     pin: dict[str, Placed] = {}  # noqa: RUF012
     whole: tuple[str, ...] = ()
-    seconds: NonNegativeFloat = 2.0
+    seconds: Annotated[NonNegativeFloat, AllowInfNan(False)] = 2.0
     evaluations: PositiveInt | None = None
     seed: int = 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,10 +54,12 @@ def test_what_is_no_program_is_refused(program: Program, make: Callable[[Program
         ({"topology": HOSTLESS}, "balance: topology 'hostless' has no device cpu:0"),
         ({"topology": {"name": "x"}}, "balance: topology: expected a topology or the name of one, not {'name': 'x'}"),
         ({"limits": "1 GiB"}, "balance: limits: expected a dict, not '1 GiB'"),
+        ({"seconds": math.inf}, "balance: seconds: Input should be a finite number"),
+        ({"seconds": math.nan}, "balance: seconds: Input should be a finite number"),
         ({"pin": ["fc1"]}, "balance: pin: expected a dict, not ('fc1',)"),
         ({"limits": [("gpu:0", 10**9)]}, "balance: limits: expected a dict, not (('gpu:0', 1000000000),)"),
     ],
-    ids=["profile", "named profile", "threads", "no host", "topology", "limits", "pin", "pairs"],
+    ids=["profile", "named profile", "threads", "no host", "topology", "limits", "endless", "nan", "pin", "pairs"],
 )
 def test_options_that_are_none_are_refused(program: Program, options: dict[str, Any], message: str) -> None:
     with pytest.raises(PassError) as refusal:
@@ -113,3 +116,12 @@ def test_the_command_line_takes_one_limit_a_device(program: Program, tmp_path: P
         with pytest.raises(GraphirError) as refusal:
             app(arguments, standalone_mode=False)
         assert refusal.value.what.startswith(message)
+
+
+def test_the_command_line_takes_a_finite_number_of_seconds(program: Program, tmp_path: Path) -> None:
+    graphir.save(program, tmp_path / "program.json")
+    with pytest.raises(GraphirError, match="balance: seconds: Input should be a finite number"):
+        app(
+            ["balance", str(tmp_path / "program.json"), "--limit=gpu:0=2000000000", "--seconds=inf"],
+            standalone_mode=False,
+        )
