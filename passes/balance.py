@@ -150,7 +150,8 @@ def balance(
             has no limit may hold as much as the topology says.
         options: what may be done.
         devices: that may be used beside those in *limits*.
-        pin: by pattern of modules, the device where they have to be, as Accelerate's ``device_map`` has it, too.
+        pin: by pattern of modules, the gpu where they have to be, as Accelerate's ``device_map`` has it, too, if that
+            leaves none on the host or on disk.
         whole: patterns of modules that are not taken apart.
         seconds: how long to search.
         evaluations: how many placements to look at instead: equal numbers and seeds give equal programs.
@@ -264,20 +265,27 @@ class _Balancing:
 
     def pins(self) -> dict[str, Device]:
         """By module, the device where it has to be."""
-        if "" in self.options.pin:
-            whole = Device.parse(self.options.pin[""])
-            return dict.fromkeys([op.module for op in self.program.step.ops], whole)
-        claimed = claims(self.program, self.options.pin)
-        found = {module: Device.parse(self.options.pin[pattern]) for module, pattern in claimed.items()}
+        given = {pattern: Device.parse(device) for pattern, device in self.options.pin.items()}
         usable = {*self.names, *self.program.devices}
-        for device in found.values():
-            if device not in usable or device.is_host:
-                named = next(pattern for pattern, d in self.options.pin.items() if Device.parse(d) == device)
+        for pattern, device in given.items():
+            if device.is_host:
                 raise PassError(
-                    f"balance: {named!r} is pinned to {device}, which no limit names",
+                    f"balance: {pattern!r} is pinned to the host, where no module is put",
+                    fix="pin modules to gpus; options 'park' puts what they save on the host",
+                )
+            if device not in usable:
+                raise PassError(
+                    f"balance: {pattern!r} is pinned to {device}, which no limit names",
                     fix="pin modules to gpus, and add the device to limits or devices",
                 )
-        return found
+        if "" in given:
+            if other := next(filter(None, given), ""):
+                raise PassError(
+                    f"balance: {other!r} is pinned as a part of the model, and '' as all of it",
+                    fix="pin the model as a whole, or its parts",
+                )
+            return dict.fromkeys([op.module for op in self.program.step.ops], given[""])
+        return {module: given[pattern] for module, pattern in claims(self.program, given).items()}
 
     def wholes(self) -> dict[str, str]:
         """By module, which module of a pattern's it is in."""

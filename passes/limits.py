@@ -6,7 +6,7 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import BeforeValidator, WrapValidator
 
-from graphir.ir.text import nbytes_of
+from graphir.ir.text import NBYTES_UNITS, nbytes_of
 
 from .base import Placed, each_once
 
@@ -16,7 +16,8 @@ __all__ = ["Bytes", "Limits"]
 def _nbytes(given: Any) -> int:
     nbytes = nbytes_of(given) if isinstance(given, str) else given
     if type(nbytes) is not int or nbytes < 1:
-        raise ValueError(f"{given!r} is no number of bytes; write 24000000 or '24 MiB'")
+        units = ", ".join(NBYTES_UNITS)
+        raise ValueError(f"{given!r} is no number of bytes; write 24000000 or '24 MiB', in one of the units {units}")
     return nbytes
 
 

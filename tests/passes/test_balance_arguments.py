@@ -56,10 +56,13 @@ def test_what_is_no_program_is_refused(program: Program, make: Callable[[Program
         ({"limits": "1 GiB"}, "balance: limits: expected a dict, not '1 GiB'"),
         ({"seconds": math.inf}, "balance: seconds: Input should be a finite number"),
         ({"seconds": math.nan}, "balance: seconds: Input should be a finite number"),
+        ({"pin": {"fc1": "cpu"}}, "balance: 'fc1' is pinned to the host, where no module is put"),
+        ({"pin": {"fc1": "disk"}}, "balance: 'fc1' is pinned to the host, where no module is put"),
+        ({"pin": {"": 5}}, "balance: '' is pinned to gpu:5, which no limit names"),
+        ({"pin": {"": 0, "fc1": 0}}, "balance: 'fc1' is pinned as a part of the model, and '' as all of it"),
         ({"pin": ["fc1"]}, "balance: pin: expected a dict, not ('fc1',)"),
         ({"limits": [("gpu:0", 10**9)]}, "balance: limits: expected a dict, not (('gpu:0', 1000000000),)"),
     ],
-    ids=["profile", "named profile", "threads", "no host", "topology", "limits", "endless", "nan", "pin", "pairs"],
 )
 def test_options_that_are_none_are_refused(program: Program, options: dict[str, Any], message: str) -> None:
     with pytest.raises(PassError) as refusal:
@@ -125,3 +128,17 @@ def test_the_command_line_takes_a_finite_number_of_seconds(program: Program, tmp
             ["balance", str(tmp_path / "program.json"), "--limit=gpu:0=2000000000", "--seconds=inf"],
             standalone_mode=False,
         )
+
+
+@pytest.mark.parametrize("given", ["1 MB", "80GB", "1 PiB", "1024K", "1.5"])
+def test_limits_that_are_no_bytes_are_refused_with_the_units(program: Program, given: str) -> None:
+    said = f"'{given}' is no number of bytes; write 24000000 or '24 MiB', in one of the units B, KiB, MiB, GiB, TiB"
+    with pytest.raises(PassError) as refusal:
+        passes.balance(program, {"gpu:0": given})
+    assert refusal.value.what == f"balance: limits.gpu:0: {said}"
+
+
+def test_pins_to_the_host_are_refused_though_a_limit_names_it(program: Program) -> None:
+    with pytest.raises(PassError, match="'fc1' is pinned to the host") as refusal:
+        passes.balance(program, {"gpu:0": 10**9, "cpu": 10**9}, pin={"fc1": "cpu"})
+    assert refusal.value.fix == "pin modules to gpus; options 'park' puts what they save on the host"

@@ -20,6 +20,7 @@ from ..size import Dims, Shape
 from .tokens import BARE_NAME
 
 __all__ = [
+    "NBYTES_UNITS",
     "RESERVED",
     "Printer",
     "Style",
@@ -102,21 +103,25 @@ def _type(dtype: str | None, shape: Shape | None) -> str:
     return f"{dtype or '?'}[{','.join(map(str, shape))}]"
 
 
+NBYTES_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
+"""The units of bytes, each 1024 times the one before."""
+
+
 def nbytes_text(nbytes: int) -> str:
     """``16.0 MiB``."""
     if nbytes < 1024:
         return f"{nbytes} B"
     power = min(int(math.log2(nbytes)) // 10, 4)
-    return f"{nbytes / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
+    return f"{nbytes / 1024**power:.1f} {NBYTES_UNITS[power]}"
 
 
-_NBYTES: Final = re.compile(r"(\d{1,15}(?:\.\d{1,15})?) ?(B|KiB|MiB|GiB|TiB)")
+_NBYTES: Final = re.compile(rf"(\d{{1,15}}(?:\.\d{{1,15}})?) ?({'|'.join(NBYTES_UNITS)})")
 
 
 def nbytes_of(text: str) -> int | None:
     """The bytes of ``16.0 MiB``, as :func:`nbytes_text` writes them; None where the text is none of bytes."""
     found = _NBYTES.fullmatch(text.strip())
-    return None if found is None else int(float(found[1]) * 1024 ** ("B", "KiB", "MiB", "GiB", "TiB").index(found[2]))
+    return None if found is None else int(float(found[1]) * 1024 ** NBYTES_UNITS.index(found[2]))
 
 
 # Defaults, which the parser shares
