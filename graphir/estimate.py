@@ -29,7 +29,7 @@ EXECUTORS: Final = ("auto", "serial", "threads", "segments", "cuda")
 
 def estimate(
     plan: Plan,
-    topology: Topology | None = None,
+    topology: Topology | str | None = None,
     *,
     executor: str = "auto",
     dims: Dims | None = None,
@@ -45,9 +45,9 @@ def estimate(
 
     Args:
         plan: what would be executed.
-        topology: where. None: this machine, if it has no CUDA devices and as many cores as the plan has devices, or if
-            *executor* is one of the host's, with rates that are measured once a process; else
-            ``Topology.named("h200x8")``.
+        topology: where: a topology, or the name of one. None: this machine, if it has no CUDA devices and as many cores
+            as the plan has devices, or if *executor* is one of the host's, with rates that are measured once a process;
+            else ``h200x8``.
         executor: ``serial``, ``threads`` or ``segments`` where the topology is a host; ``cuda`` elsewhere; by default
             what a session would choose.
         dims: the value of each dimension; those that the plan was emitted for by default.
@@ -68,10 +68,12 @@ def estimate(
     check_profile(profile)
     if executor not in EXECUTORS:
         raise GraphirError(f"no executor {executor!r}{nearest(executor, EXECUTORS)}", fix=", ".join(EXECUTORS))
+    if isinstance(topology, str):
+        topology = Topology.named(topology)
     if not isinstance(topology, Topology | None):
         raise GraphirError(
             f"topology is a {type(topology).__name__}, not a Topology",
-            fix="give Topology.named('h200x8'), Topology.load(path), one made by hand, or None",
+            fix="give a name such as 'h200x8', Topology.load(path), one made by hand, or None",
         )
     count = threads or torch.get_num_threads()
     place = topology or _at_hand(plan, executor, count)

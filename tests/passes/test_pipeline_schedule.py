@@ -239,7 +239,8 @@ REFUSED: list[tuple[Callable[[], Program], dict[str, Any], str]] = [
     (
         half,
         {"limits": {"gpu:0": "much"}},
-        "pipeline: limits.gpu:0: 'much' is no number of bytes; write 24000000 or '24 MiB', in one of the units B, KiB, MiB, GiB, TiB",
+        "pipeline: limits.gpu:0: 'much' is no number of bytes; write 24000000 or '24 MiB', in one of the units B, KiB, "
+        "MiB, GiB, TiB",
     ),
 ]
 

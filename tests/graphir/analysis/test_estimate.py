@@ -205,7 +205,8 @@ def test_threads_of_a_host_share_its_cores():
     ("make", "error"),
     [
         (lambda plan: graphir.estimate(plan.program), "estimate takes a Plan, not Program"),
-        (lambda plan: graphir.estimate(plan, "h200x8"), "topology is a str, not a Topology"),
+        (lambda plan: graphir.estimate(plan, 8), "topology is a int, not a Topology"),
+        (lambda plan: graphir.estimate(plan, "h300x8"), "no topology has the name 'h300x8'; did you mean 'h200x8'"),
         (lambda plan: graphir.estimate(plan, executor="thread"), "no executor 'thread'; did you mean 'threads'?"),
         (lambda plan: graphir.estimate(plan, topology(), executor="serial"), "the executor 'serial' does not run on"),
         (
@@ -237,3 +238,8 @@ def test_a_missing_link_names_the_copy_that_needs_it():
         graphir.estimate(passes.emit(program_of(FORK)), topology(links=[]))
     assert raised.value.at == "a_gpu_1 : f32[2] @gpu:1 = Copy(a)"
     assert raised.value.fix.startswith("add {'source': 'gpu:0', 'destination': 'gpu:1', 'bytes_per_second': …}")
+
+
+def test_a_topology_may_be_given_by_its_name():
+    plan = passes.emit(program_of(FORK))
+    assert graphir.estimate(plan, "h200x8") == graphir.estimate(plan, Topology.named("h200x8"))
