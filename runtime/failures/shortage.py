@@ -1,4 +1,4 @@
-"""What is said when a device runs out of memory: what is live there, largest first, and what to move."""
+"""What is said when a device runs out of memory: what is live there, largest first, and what to do."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Final
 import numpy as np
 import torch
 
-from graphir.analysis.memory import Memory, StorageUse, memory
+from graphir.analysis.memory import StorageUse, memory
 from graphir.errors import GraphirError
-from graphir.ir.device import Device, gpu
+from graphir.ir.device import Device
 from graphir.ir.names import base_name
 from graphir.ir.plan import Instruction, Plan, lane_device
 from graphir.ir.size import Dims
 from graphir.ir.text import nbytes_text
 
-from .cut import cheapest_cut
+from .remedy import SMALLER, remedy
 
 __all__ = ["is_shortage", "shortage"]
 
@@ -65,7 +65,7 @@ def shortage(
     try:
         predicted = memory(plan, dims)
     except GraphirError:
-        return "", "give a smaller batch"
+        return "", SMALLER
     place = binding.get(device)
     there = [d for d in predicted.peak if d == device or (place is not None and binding.get(Device.parse(d)) == place)]
     position = plan.instructions.index(instruction)
@@ -76,9 +76,8 @@ def shortage(
     made = f", {nbytes_text(own)} of it for what this operator makes" if own else ""
     peak = int(np.sum([predicted.timeline(d) for d in there], axis=0).max())
     head = f"{nbytes_text(_total(live))} on {at}{made}; the step's peak there: {nbytes_text(peak)} (predicted)"
-    return "\n       ".join([head, *_categories(plan, live)]), _remedy(
-        plan, device, there, predicted, _total(live) - own
-    )
+    table = "\n       ".join([head, *_categories(plan, live)])
+    return table, remedy(plan, device, there, predicted, _total(live) - own, own)
 
 
 def _categories(plan: Plan, live: Sequence[StorageUse]) -> Iterator[str]:
@@ -101,28 +100,3 @@ def _module(plan: Plan, blob: str) -> str:
 
 def _total(uses: Sequence[StorageUse]) -> int:
     return sum(use.nbytes for use in uses)
-
-
-def _remedy(plan: Plan, device: Device, there: Sequence[str], predicted: Memory, room: int) -> str:
-    """What to move from *device*, and whereto: the gpu that holds least, or one more, if that is of no use."""
-    if device.kind != "gpu":
-        return "give a smaller batch"
-    gpus = [found for d in predicted.peak if (found := Device.parse(d)).kind == "gpu"]
-    others = [other for other in gpus if other != device]
-    apart = [other for other in others if other not in there] or others
-    another = gpu(max(found.index for found in gpus) + 1)
-    for target in [*sorted(apart, key=lambda other: predicted.peak[other])[:1], another]:
-        taken = [use for use in predicted.uses if use.device == target]
-        if cut := cheapest_cut(plan, device, taken, predicted, room):
-            break
-    else:
-        return "give a smaller batch"
-    to: object = {device.index: target.index} if others else str(target)
-    choice = f"balance(program, {{'{device}': {room}}}, devices=['{target}'])"
-    call = f"shift_modules(program, {dict.fromkeys(cut.modules, to)})"
-    own = f", with {target} bound to memory of its own" if target in there or target is another else ""
-    peaks = f"{nbytes_text(cut.before)} to {nbytes_text(cut.after)}"
-    return (
-        f"give a smaller batch, or move modules: {call}{own} (predicted: the peak of {device} falls from {peaks}, for "
-        f"{nbytes_text(cut.copied)} of copies a step), or let the best be chosen: {choice}"
-    )

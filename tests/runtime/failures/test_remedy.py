@@ -1,0 +1,126 @@
+"""What is printed where memory runs out: calls that can be pasted, with limits that devices have."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import models
+import pytest
+import torch
+from graphir.runtime.failures.faults import fault
+from runnable import captured, sgd
+from torch import nn
+from torch.nn import functional as F
+
+import graphir
+from graphir import passes
+from graphir.ir.device import Device
+from graphir.ir.plan import Plan
+from graphir.ir.program import Program
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Shared(nn.Module):
+    """One module that is called again and again, so that no modules can be cut off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(8):
+            x = F.gelu(self.fc(x))
+        return x
+
+
+def trained(model: nn.Module, batch: int = 64) -> Program:
+    x = torch.randn(batch, 64)
+    return captured(models.Example(model, (x,), (x,), F.mse_loss), sgd(model.parameters()))
+
+
+def layers(batch: int = 64) -> Program:
+    torch.manual_seed(0)
+    return trained(nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.ReLU())]), batch)
+
+
+def said(plan: Plan, dims: Mapping[str, int] | None = None, shared: bool = False) -> str:
+    """What to do where memory runs out at the predicted peak of ``gpu:0``."""
+    sizes = {**plan.dims, **(dims or {})}
+    at = graphir.memory(plan, sizes, profile=None, threads=1).peak_position("gpu:0")
+    failing = next(i for i in plan.instructions[at:] if i.op >= 0 and i.lane == "gpu:0.compute")
+    binding: dict[Device, torch.device] = {d: torch.device("cuda:0") for d in plan.devices} if shared else {}
+    return fault(plan, failing, 0, MemoryError(), dims=sizes, binding=binding).fix
+
+
+def call_of(text: str) -> str:
+    found = re.search(r"balance\(program, \{.*?\}\)", text)
+    assert found is not None, text
+    return found[0]
+
+
+def follow(text: str, program: Program) -> None:
+    """Do what is printed, and see that each device keeps within the limits that are printed."""
+    limits: dict[str, int] = {}
+
+    def balance(program: Program, given: dict[str, int]) -> Program:
+        limits.update(given)
+        return passes.balance(program, given, evaluations=600).program
+
+    placed = eval(call_of(text), {"balance": balance, "program": program})
+    peak = graphir.memory(passes.emit(passes.inject_copies(placed)), profile=None, threads=1).peak
+    assert len(limits) == 2 and all(peak.get(device, 0) <= most for device, most in limits.items())
+
+
+def test_the_call_of_balance_gives_both_devices_the_room_that_the_full_one_had() -> None:
+    program = layers()
+    text = said(passes.emit(program))
+    limits = re.search(r"\{'gpu:0': (\d+), 'gpu:1': (\d+)\}", call_of(text))
+    assert limits is not None and limits[1] == limits[2]
+    follow(text, program)
+
+
+def test_where_no_modules_can_be_cut_off_balance_is_named_all_the_same() -> None:
+    torch.manual_seed(0)
+    program = trained(Shared(), 1024)
+    text = said(passes.emit(program))
+    assert text.startswith("give a smaller batch, or look for what to move, park and compute again: balance(")
+    assert "}), with gpu:1 bound to memory of its own; " in text
+    assert re.fullmatch(r"balance\(program, \{'gpu:0': (\d+), 'gpu:1': \1\}\)", call_of(text))
+
+
+def test_the_sizes_at_which_memory_ran_out_are_those_to_capture() -> None:
+    plan = passes.emit(layers())
+    text = said(plan, {"batch": 1024})
+    assert f"{call_of(text)}, of a program captured at batch=1024; " in text
+    assert "captured at" not in said(plan)
+    follow(text, layers(1024))
+
+
+def test_a_device_that_holds_more_already_keeps_it() -> None:
+    program = passes.shift_modules(layers(), {"[0:14]": "gpu:1"})
+    plan = passes.emit(passes.inject_copies(program))
+    held = graphir.memory(plan).peak
+    assert held["gpu:0"] < held["gpu:1"]
+    assert f"'gpu:1': {held['gpu:1']}, 'gpu:2': " in call_of(said(plan))
+
+
+def test_devices_that_share_a_memory_have_parts_of_its_room() -> None:
+    plan = passes.emit(passes.replicate(layers(), devices=[0, 1, 2]))
+    found = re.search(
+        r"balance\(program, \{'gpu:0': (\d+), '(gpu:\d)': (\d+), '(gpu:\d)': (\d+)", said(plan, shared=True)
+    )
+    assert found is not None
+    first, _, second, _, _ = found.groups()
+    assert first == second
+    assert int(first) < graphir.memory(plan, profile=None, threads=1).peak["gpu:0"] * 2
+
+
+def test_without_modules_a_smaller_batch_is_all() -> None:
+    class Alone(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.neg().exp()
+
+    plan = passes.emit(graphir.capture(Alone(), (torch.randn(64, 64),)))
+    assert said(plan).startswith("give a smaller batch; ")
