@@ -78,7 +78,7 @@ class Placing:
         except PassError as e:
             where = "a later capture, whose modules stay where the first one has them"
             fix = f"compile the model at its largest sizes first; {e.fix}"
-            raise PassError(e.what, at=e.at, where=where, fix=fix) from e
+            raise PassError(e.what, at=e.at, where=where, fix=fix) from None
 
     def _balance(self, program: Program, **options: object) -> Balanced:
         place, threads = self._place(program)
