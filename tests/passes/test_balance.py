@@ -280,7 +280,7 @@ def test_calls_of_a_module_are_placed_one_by_one(accumulate: int) -> None:
     example = models.Example(Shared(), (x,), (y,), nn.functional.mse_loss)
     program = trained(example, accumulate=accumulate)
     limits = limited(program, 0.65)
-    balanced = passes.balance(program, limits, topology=CPU, options=["shift"], evaluations=1500)
+    balanced = passes.balance(program, limits, topology=CPU, options=["shift"], evaluations=600)
     placed = passes.inject_copies(balanced.program)
     plan = passes.emit(placed)
     found = graphir.memory(plan, threads=1, profile=None).peak
