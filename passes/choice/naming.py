@@ -28,9 +28,10 @@ def storages_named(program: Program, storages: Sequence[str], by: Literal["park"
     names of the other storages.
 
     Args:
-        program: it has just these copies of its modules where it is not replicated; otherwise storages are named.
+        program: whose storages they are. Of a replicated one a module would stand for those of every replica, so that
+            storages are named.
         storages: that are saved.
-        by: the pass. Where it is ``recompute``, a module stands for what no other module reads.
+        by: the pass. To ``recompute``, a module stands for what no other module reads.
     """
     if program.replicas != ("",):
         return list(storages)
