@@ -4,8 +4,8 @@ A figure that misses its limit is in bold there, the last lines name its row, an
 
 python tests/bench [capture] [scale] [passes] [synthetic] [caffe2] [step] [check] [parallel] [lock] [small] [shard]
                    [replicas] [pipeline] [pipelined] [apart] [memory] [profile] [profiling] [estimate] [simulate]
-                   [balance] [placements] [start] [bits] [whole] [cuda] [fit] [mutants] [certificates] [proofs] [cuts]
-                   [compare] [elements] [--write]
+                   [balance] [placements] [zoo] [start] [bits] [whole] [cuda] [fit] [mutants] [certificates] [proofs]
+                   [cuts] [compare] [elements] [--write]
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "estimate": estimating.rows,
     "balance": balancing.rows,
     "placements": choosing.rows,
+    "zoo": choosing.zoo_rows,
     "simulate": estimating.simulation_rows,
     "start": starting.rows,
     "bits": exactness.bit_rows,

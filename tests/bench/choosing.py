@@ -7,14 +7,22 @@ from collections.abc import Iterator
 from math import inf, isfinite
 from typing import Final, NamedTuple
 
+import torch
 from graphir.passes.choice.bound import lower_bound
 from graphir.passes.choice.exact import solve
+from graphir.passes.choice.groups import Wanted, grouped
 from graphir.passes.choice.outcome import Outcomes
+from graphir.passes.choice.problem import Problem
 from graphir.passes.choice.search import search
-from instances import INSTANCES, Instance, instance
+from instances import INSTANCES, instance
 from limits import limited
+from test_zoo import ROWS, capture, model_of
 
-__all__ = ["rows"]
+import graphir
+from graphir import passes
+from graphir.ir.device import gpu
+
+__all__ = ["rows", "zoo_rows"]
 
 SECONDS: Final = 20.0
 """That the solver may take for one problem."""
@@ -72,7 +80,7 @@ def rows() -> Iterator[str]:
     yield "| --- | ---: | ---: | --- | ---: | ---: | ---: | ---: |"
     found = []
     for given in INSTANCES:
-        found.append(_compared(given))
+        found.append(_compared(instance(given)))
         yield f"| {given.name} | {found[-1]} |"
     proven = [one for one in found if one.proven]
     gaps = [one.gap for one in found if isfinite(one.best)]
@@ -86,12 +94,49 @@ def rows() -> Iterator[str]:
     )
 
 
-def _compared(given: Instance) -> Compared:
-    problem = instance(given)
+ZOO: Final = 18
+"""Every which model of the zoo is placed."""
+
+GROUPS: Final = 12
+ZOO_SECONDS: Final = 5.0
+"""How many groups its problems have, and what the solver may take for one."""
+
+
+def zoo_rows() -> Iterator[str]:
+    """Models of the zoo on 2, 4 and 8 devices of the topology ``cpu``, each with a share of what one would need."""
+    yield "| model | operators | placed | of | proven | search above the solver, at most, % | only the solver placed |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    for name in list(ROWS)[::ZOO]:
+        row = ROWS[name]
+        model = model_of(row)
+        optimizer = torch.optim.AdamW(model.parameters())
+        program = capture(row, model, optimizer, row.batch_dims)
+        found = [_compared(problem, ZOO_SECONDS) for problem in _problems(program)]
+        placed = [one for one in found if isfinite(one.best) and isfinite(one.searched)]
+        missed = sum(isfinite(one.best) and not isfinite(one.searched) for one in found)
+        above = max([one.above for one in placed], default=0.0)
+        yield (
+            f"| {name} | {len(program.step.ops)} | {len(placed)} | {len(found)} | {sum(one.proven for one in found)} "
+            f"| {limited(f'{above:.2f}', at_most=FAR)} | {limited(str(missed), at_most=0)} |"
+        )
+
+
+def _problems(program: graphir.Program) -> Iterator[Problem]:
+    topology = graphir.Topology.named("cpu")
+    need = graphir.memory(passes.emit(program), threads=1, profile=None).peak["gpu:0"]
+    for count in (2, 4, 8):
+        devices = tuple([gpu(index) for index in range(count)])
+        for share in (0.9, 0.7, 0.5):
+            limits = dict.fromkeys(devices, int(share * need))
+            wanted = Wanted(limits, devices, ("shift", "park", "recompute"), {}, {})
+            yield grouped(program, wanted, topology, None, 1, GROUPS).problem
+
+
+def _compared(problem: Problem, seconds: float = SECONDS) -> Compared:
     found = search(Outcomes(problem), seconds=2.0, evaluations=None, seed=0)
     hint = None if found.outcome.over else found.choice
     begun = time.perf_counter()
-    best = solve(problem, SECONDS, hint)
+    best = solve(problem, seconds, hint)
     return Compared(
         searched=found.outcome.seconds if hint else inf,
         best=best.outcome.seconds if best.outcome else inf,
