@@ -101,7 +101,9 @@ def grouped(
         groups=tuple([_group(i, modules, names, wanted, tasks, found, latency) for i, modules in enumerate(members)]),
         tasks=tuple(
             [
-                Task(run.group, tuple(spent), room, *tasks.counted(run), run.kind, tasks.part(run), tasks.issued(run))
+                Task(
+                    run.group, tuple(spent), room, *tasks.counted(run), run.kind, tasks.part(run), tasks.issued(run.ops)
+                )
                 for run, spent, room in zip(tasks.runs, seconds, tasks.rooms(values), strict=True)
             ]
         ),

@@ -160,9 +160,9 @@ class Tasks:
         """How many operators a task is, and the bytes that they touch."""
         return len(run.ops), sum(self.works[i].nbytes for i in run.ops)
 
-    def issued(self, run: Run) -> int:
-        """How many operators of a task take time on its device."""
-        return sum(self.works[i].nbytes > 0 for i in run.ops)
+    def issued(self, ops: Sequence[int]) -> int:
+        """How many of these operators take time on their device."""
+        return sum(self.works[i].nbytes > 0 for i in ops)
 
     def part(self, run: Run) -> int:
         """The micro-batch of a task; their number where it is of none."""
@@ -187,7 +187,7 @@ class Tasks:
             again.storages,
             [-1] * groups,
             [0] * groups,
-            [sum(self.works[i].nbytes > 0 for i in ops) for ops in again.ops],
+            [self.issued(ops) for ops in again.ops],
             [{} for _ in range(groups)],
         )
         merged: dict[Value, int] = defaultdict(int)
