@@ -36,7 +36,9 @@ from .base import Pass, Pipeline, Placed, build, register, require_program
 from .choice.attempts import Attempt, Attempts, Budget
 from .choice.bound import bound_of
 from .choice.groups import Grouped, Wanted, grouped
+from .choice.least import exceeded, least
 from .choice.moves import placed
+from .choice.outcome import Outcomes
 from .choice.places import device_map, group_places
 from .choice.problem import Choice, Problem
 from .choice.report import Balanced, DeviceUse, LinkBytes
@@ -67,6 +69,9 @@ _ATTEMPTS: Final = 4
 
 _HOPELESS: Final = 0.02
 """By how much the groups may exceed limits so that plans are worth a look."""
+
+_MORE: Final = 1.005
+"""What limits have to be multiplied by at least so that it is said."""
 
 _OTHERS: Final = 2
 _OTHERS_IN_PARTS: Final = 4
@@ -200,7 +205,6 @@ class _Emitted(NamedTuple):
         then: the passes that come next, as text.
         peaks: by device, what its plan holds; nothing where it was not emitted.
         seconds: of a step.
-        reckoned: the peaks as groups have them.
     """
 
     choice: Choice
@@ -208,7 +212,6 @@ class _Emitted(NamedTuple):
     then: str
     peaks: Mapping[str, int] = {}
     seconds: float = 0.0
-    reckoned: Mapping[str, int] = {}
 
 
 class _Balancing:
@@ -303,19 +306,19 @@ class _Balancing:
         if not self.emits:
             (only,) = attempts
             if only.found.outcome.over:
-                raise self.infeasible(_named(only.problem, only.found.outcome.peaks))
+                raise self.infeasible(only, only.found.choice)
             choice = only.found.choice
             made = _Emitted(choice, placed(self.program, only.grouped, choice), str(InjectCopies()))
             return self.report(only, made, attempts)
-        nearest: _Emitted | None = None
+        nearest: tuple[Attempt, _Emitted] | None = None
         for number in range(_ATTEMPTS):
             tried = [(attempt, self.emitted(attempt, choice)) for attempt, choice in self.candidates(attempts)]
             fitting = [(attempt, one) for attempt, one in tried if not self.excess(one.peaks)]
             if fitting:
                 best = min(fitting, key=lambda pair: (pair[1].seconds, pair[1].program is not self.program))
                 return self.report(*best, attempts)
-            near = [one for _, one in tried] + ([nearest] if nearest else [])
-            nearest = min(near, key=lambda one: sum(self.excess(one.peaks).values()))
+            near = tried + ([nearest] if nearest else [])
+            nearest = min(near, key=lambda pair: sum(self.excess(pair[1].peaks).values()))
             attempts = [a for a in attempts if a.found.outcome.over <= _HOPELESS and not a.found.interrupted]
             if not attempts:
                 break
@@ -324,7 +327,8 @@ class _Balancing:
                 for attempt in attempts
             ]
         assert nearest is not None
-        raise self.infeasible(nearest.peaks, nearest.reckoned)
+        attempt, one = nearest
+        raise self.infeasible(attempt, one.choice)
 
     def candidates(self, attempts: Sequence[Attempt]) -> list[tuple[Attempt, Choice]]:
         """The choices that are worth a plan: the best ones of the best attempt, and the best one of each other that is
@@ -377,8 +381,7 @@ class _Balancing:
             estimated(plan, self.topology, execution, plan.dims, self.profile, self.threads).seconds
             for execution in executions
         )
-        reckoned = _named(attempt.problem, attempt.outcomes(choice).peaks)
-        return _Emitted(choice, program, then, {str(device): n for device, n in peaks.items()}, seconds, reckoned)
+        return _Emitted(choice, program, then, {str(device): n for device, n in peaks.items()}, seconds)
 
     def flowing(self, copied: Program, then: str) -> tuple[Program, str]:
         """A program in the order in which its micro-batches flow within the limits, and the passes so far; in its own
@@ -392,22 +395,34 @@ class _Balancing:
             return copied, then
         return found.with_(history=(*copied.history, str(order))), f"{then} | {order}"
 
-    def infeasible(self, peaks: Mapping[str, int], reckoned: Mapping[str, int] | None = None) -> PassError:
-        """The error that says what is missing, and limits under which a search finds a placement: what the nearest
-        one's groups are *reckoned* to hold is no more than these, either."""
-        problem = self.grouped.problem
-        limited = [name for name, limit in zip(problem.devices, problem.limits, strict=True) if limit is not None]
+    def infeasible(self, attempt: Attempt, choice: Choice) -> PassError:
+        """The error that says what is missing where the nearest placement is, and the least limits under which one is
+        found."""
+        problem = attempt.grouped.problem
+        found = least(self.searches, attempt, choice)
+        needs = [self.needs(attempt, one) for one in dict.fromkeys((found.choice, choice))]
+        peaks, most = min(needs, key=lambda pair: exceeded(problem, pair[1]))
+        held = _named(problem, peaks)
         missing = [
-            f"{name} lacks {nbytes_text(more)} of {nbytes_text(peaks[name])}"
-            for name, more in self.excess(peaks).items()
+            f"{name} lacks {nbytes_text(more)} of {nbytes_text(held[name])}" for name, more in self.excess(held).items()
         ]
-        most = {name: max(peaks.get(name, 0), (reckoned or {}).get(name, 0), 1) for name in limited}
-        works = ", ".join(f"{name!r}: {nbytes}" for name, nbytes in most.items())
+        rows = zip(problem.devices, problem.limits, most, strict=True)
+        works = ", ".join(f"{name!r}: {max(limit, nbytes)}" for name, limit, nbytes in rows if limit is not None)
+        proven = min(found.proven, exceeded(problem, peaks))
+        cannot = f"; less than {proven:.2f} times cannot" if proven >= _MORE else ""
         return PassError(
             f"balance: no placement within the limits was found: {'; '.join(missing)}",
-            fix=f"the nearest works with limits={{{works}}}; give more, add devices, allow more options"
-            + (", or pin less" if self.options.pin else ""),
+            fix=f"limits={{{works}}} works ({exceeded(problem, most):.2f} times these{cannot}); "
+            "or add devices, allow more options" + (", pin less" if self.options.pin else ""),
         )
+
+    def needs(self, attempt: Attempt, choice: Choice) -> tuple[Sequence[int], Sequence[int]]:
+        """By device, what the plan of a choice holds, and the limits under which the choice is found again: what its
+        groups are reckoned to hold is within these, too."""
+        problem = attempt.grouped.problem
+        reckoned = Outcomes(problem)(choice).peaks
+        peaks = [self.emitted(attempt, choice).peaks.get(d, 0) for d in problem.devices] if self.emits else reckoned
+        return peaks, list(map(max, peaks, reckoned))
 
     def report(self, attempt: Attempt, best: _Emitted, attempts: Sequence[Attempt]) -> Balanced:
         """The placement before and after."""

@@ -124,6 +124,12 @@ class Attempts:
         starts = (near, attempt.found.choice, *attempt.found.others)
         return self.searched(attempt.grouped, problem, _ONWARD / of, starts, number)
 
+    def eased(self, attempt: Attempt, factor: float, near: Choice, number: int, of: int) -> Attempt:
+        """A search within limits that are multiplied by a factor, as :meth:`onward` goes on."""
+        problem = attempt.problem
+        limits = tuple([None if limit is None else int(limit * factor) for limit in problem.limits])
+        return self.searched(attempt.grouped, replace(problem, limits=limits), _ONWARD / of, (near,), number)
+
     def searched(
         self, grouped: Grouped, problem: Problem, part: float, starts: Sequence[Choice], number: int
     ) -> Attempt:

@@ -8,22 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 from .facts import total_seconds
 from .linear import Linear
 from .problem import Problem
-from .relaxed.bytes import LARGEST, Bytes
+from .relaxed.bytes import Bytes
 from .relaxed.parts import Parts
 from .relaxed.times import Times
 
-__all__ = ["Bound", "Family", "bound_of", "lower_bound"]
-
-Family: TypeAlias = Literal["path", "load", "lane"]
-"""What a step takes so long for: a chain of tasks, what a device computes, or what a lane copies."""
+__all__ = ["Bound", "bound_of", "lower_bound"]
 
 _SLACK: Final = 1e-7
-"""The part of a limit or a step that counts as nothing."""
+"""The part of a limit that counts as nothing."""
 
 
 class Bound(NamedTuple):
@@ -31,18 +28,12 @@ class Bound(NamedTuple):
 
     Attributes:
         seconds: of a step, at least; infinite where no choice is within the limits.
-        family: what the step takes so long for.
-        is_limited: whether higher limits would lower the bound.
         factor: what the limits would have to be multiplied by, at least, for a choice to be within them; 1 if one may
             be as they are.
-        missing: by device, the bytes that its limit lacks, where as few as can be are lacking in all.
     """
 
     seconds: float
-    family: Family
-    is_limited: bool
-    factor: float
-    missing: tuple[int, ...]
+    factor: float = 1.0
 
 
 def lower_bound(problem: Problem) -> Bound:
@@ -55,47 +46,26 @@ def lower_bound(problem: Problem) -> Bound:
     if problem.parts > 1:
         spent = sum(min(task.seconds[d] for d in problem.groups[task.group].devices) for task in problem.tasks)
         used = {device for group in problem.groups for device in group.devices}
-        return Bound(max(spent / len(used), issued), "load", False, 1.0, (0,) * len(problem.devices))
+        return Bound(max(spent / len(used), issued))
     lp = Linear()
     parts = Parts(lp, problem)
     Bytes(parts, "limits")
     times = Times(parts)
     solved = lp.least(times.step)
     if solved.is_feasible:
-        families: tuple[Family, ...] = ("path", "load", "lane")
-        family = max(families, key=lambda one: solved.weights.get(one, 0.0))
-        is_limited = solved.weights.get("memory", 0.0) > _SLACK
-        nothing = (0,) * len(problem.devices)
-        least = max(solved.least * total_seconds(problem), issued, 0.0)
-        return Bound(least, family, is_limited, 1.0, nothing)
+        return Bound(max(solved.least * total_seconds(problem), issued, 0.0))
     if all(limit is None for limit in problem.limits):  # figures are too far apart for the solver
-        return Bound(issued, "load", False, 1.0, (0,) * len(problem.devices))
+        return Bound(issued)
     factor = _least_factor(problem)
     if factor <= 1 + _SLACK:  # the limits are on the edge of what the solver can tell
-        bound = lower_bound(replace(problem, limits=(None,) * len(problem.limits)))
-        return bound._replace(is_limited=True)
-    return Bound(float("inf"), "path", True, factor, _missing(problem))
+        return lower_bound(replace(problem, limits=(None,) * len(problem.limits)))
+    return Bound(float("inf"), factor)
 
 
 def _least_factor(problem: Problem) -> float:
     """What all limits have to be multiplied by at least."""
     lp = Linear()
     return lp.least(Bytes(Parts(lp, problem), "factor").factor).least
-
-
-def _missing(problem: Problem) -> tuple[int, ...]:
-    """By device, the bytes that its limit lacks."""
-    lp = Linear()
-    parts = Parts(lp, problem)
-    held = Bytes(parts, "missing")
-    everything = lp.variable(0.0, LARGEST * len(held.lacks))
-    lp.at_most({**dict.fromkeys(held.lacks, 1.0), everything: -1.0}, 0.0, "goal")
-    solved = lp.least(everything)
-    found = [0] * len(problem.devices)
-    for alike, lack in zip(parts.classes, held.lacks, strict=True):
-        for device in alike.devices:
-            found[device] = round(solved.values[lack] * held.unit / alike.size) if solved.values else 0
-    return tuple(found)
 
 
 def bound_of(problem: Problem, peaks: Sequence[int]) -> float:

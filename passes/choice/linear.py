@@ -7,7 +7,6 @@ Safe bounds in linear and mixed-integer programming, 2004), which the solver's m
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
@@ -32,14 +31,10 @@ class Solved(NamedTuple):
     Attributes:
         is_feasible: whether there is a solution, as far as the solver can tell.
         least: no solution is less; infinite if there is none.
-        values: by variable; none if no solution was found.
-        weights: by kind of rows, how much the optimum rises as their right sides fall, summed up.
     """
 
     is_feasible: bool
     least: float
-    values: list[float]
-    weights: dict[str, float]
 
 
 class Linear:
@@ -47,7 +42,6 @@ class Linear:
 
     def __init__(self) -> None:
         self.bounds: list[tuple[float, float]] = []
-        self.kinds: list[str] = []
         self._row: list[int] = []
         self._column: list[int] = []
         self._weight: list[float] = []
@@ -58,7 +52,7 @@ class Linear:
         self.bounds.append((least, most))
         return len(self.bounds) - 1
 
-    def at_most(self, terms: Mapping[int, float], most: float, kind: str) -> None:
+    def at_most(self, terms: Mapping[int, float], most: float) -> None:
         """A row: the sum of variables times weights is at most so much."""
         row = len(self._most)
         for column, weight in terms.items():
@@ -67,12 +61,11 @@ class Linear:
                 self._column.append(column)
                 self._weight.append(weight)
         self._most.append(most)
-        self.kinds.append(kind)
 
-    def equal(self, terms: Mapping[int, float], to: float, kind: str) -> None:
+    def equal(self, terms: Mapping[int, float], to: float) -> None:
         """Two rows: the sum is so much."""
-        self.at_most(terms, to, kind)
-        self.at_most({column: -weight for column, weight in terms.items()}, -to, kind)
+        self.at_most(terms, to)
+        self.at_most({column: -weight for column, weight in terms.items()}, -to)
 
     def least(self, variable: int) -> Solved:
         """The least that a variable can be."""
@@ -89,13 +82,10 @@ class Linear:
                 break
         if found.status != _SOLVED:
             infeasible = found.status == _INFEASIBLE
-            return Solved(not infeasible, float("inf") if infeasible else self.bounds[variable][0], [], {})
+            return Solved(not infeasible, float("inf") if infeasible else self.bounds[variable][0])
         multipliers = np.minimum(found.ineqlin.marginals, 0.0)
         left = cost - matrix.T @ multipliers
         low, high = np.array(self.bounds).T
         terms = np.concatenate([most * multipliers, np.minimum(left * low, left * high)])
-        weights: dict[str, float] = defaultdict(float)
-        for kind, multiplier in zip(self.kinds, multipliers.tolist(), strict=True):
-            weights[kind] -= multiplier
         proven = float(terms.sum()) - _ROUNDING * float(np.abs(terms).max(initial=0.0))
-        return Solved(True, proven, found.x.tolist(), dict(weights))
+        return Solved(True, proven)

@@ -184,7 +184,7 @@ def test_limits_that_work_are_told_where_the_given_ones_do_not() -> None:
     program = trained(models.gpt(layers=4))
     with pytest.raises(PassError, match="no placement within the limits was found: gpu:") as refusal:
         passes.balance(program, limited(program, 0.05), evaluations=300)
-    limits = ast.literal_eval(refusal.value.fix.partition("limits=")[2].partition(";")[0])
+    limits = ast.literal_eval(refusal.value.fix.partition("limits=")[2].partition(" works")[0])
     passes.balance(program, limits, evaluations=2000)
 
 

@@ -14,16 +14,16 @@ from ..facts import Readers
 from ..problem import AGAIN, Problem, Value
 from .parts import KINDS, Kind, Parts, Terms, plus, times
 
-__all__ = ["LARGEST", "Bytes", "Goal", "fewest_devices", "turns"]
+__all__ = ["Bytes", "Goal", "fewest_devices", "turns"]
 
-Goal: TypeAlias = Literal["limits", "factor", "missing"]
-"""Whether limits are kept, or multiplied by one factor, or exceeded by some bytes."""
+Goal: TypeAlias = Literal["limits", "factor"]
+"""Whether limits are kept, or multiplied by one factor."""
 
 _TURNS: Final = 24
 """At how many tasks it is looked at what devices hold: those at which most may be held."""
 
-LARGEST: Final = 1e3
-"""How many times all bytes of a step limits are exceeded at most, and buffers take: bounds need bounds of variables."""
+_LARGEST: Final = 1e3
+"""How many times all bytes of a step buffers take at most: bounds need bounds of variables."""
 
 _MOST_FACTOR: Final = 1e9
 """By what limits are multiplied at most."""
@@ -38,7 +38,6 @@ class Bytes:
 
     Attributes:
         factor: by what limits are multiplied, where they are.
-        lacks: by class, what its limits lack together, where they are exceeded.
         unit: all bytes of the step.
     """
 
@@ -47,12 +46,11 @@ class Bytes:
         state = sum(self.problem.held) + sum(group.state for group in self.problem.groups)
         self.unit = float(max(state + sum(value.nbytes for value in self.problem.values), 1))
         self.factor = self.lp.variable(0.0, _MOST_FACTOR) if goal == "factor" else -1
-        self.lacks = [self.lp.variable(0.0, LARGEST) if goal == "missing" else -1 for _ in parts.classes]
         self.longer: dict[tuple[int, int, int], Terms] = {}
         self.limited = [k for k, alike in enumerate(parts.classes) if alike.limit is not None]
         if not self.limited:
             return
-        self.buffers = {k: self.lp.variable(0.0, LARGEST) for k in self.limited}
+        self.buffers = {k: self.lp.variable(0.0, _LARGEST) for k in self.limited}
         for position in turns(self.problem, max(_TURNS // 2, 2 * _TURNS // len(parts.classes))):
             self._add_turn(position)
 
@@ -60,13 +58,13 @@ class Bytes:
         """What devices hold at a task."""
         held, received = self._held(position), self._received(position)
         for k in self.limited:
-            self.lp.at_most(plus(received[k], {self.buffers[k]: -1.0}), 0.0, "buffers")
+            self.lp.at_most(plus(received[k], {self.buffers[k]: -1.0}), 0.0)
         rows = {k: self._row(k, position, held[k]) for k in self.limited}
         for k, row in rows.items():
-            self.lp.at_most(row, self._most([k]), "memory")
+            self.lp.at_most(row, self._most([k]))
         parked = self._parked(position)
         if parked:
-            self.lp.at_most(plus(*rows.values(), parked), self._most(self.limited), "memory")
+            self.lp.at_most(plus(*rows.values(), parked), self._most(self.limited))
 
     def _row(self, k: int, position: int, held: Terms) -> Terms:
         """What a class holds at a task beyond what it holds whatever is chosen, less what its limits may grow by."""
@@ -78,9 +76,9 @@ class Bytes:
         if group.again_at == position and group.again_room > 0:
             terms.append(times(group.again_room / self.unit, parts.of(task.group, k, "again")))
         alike = parts.classes[k]
-        grows: Terms = {self.lacks[k]: -1.0} if self.lacks[k] >= 0 else {}
+        grows: Terms = {}
         if self.factor >= 0:
-            grows = {self.factor: -alike.size * (alike.limit or 0) / self.unit}
+            grows[self.factor] = -alike.size * (alike.limit or 0) / self.unit
         return plus(*terms, held, {self.buffers[k]: 1.0}, grows)
 
     def _most(self, classes: list[int]) -> float:
@@ -120,7 +118,7 @@ class Bytes:
             return together
         if (number, other, k) not in self.longer:
             found = self.lp.variable()
-            self.lp.at_most(plus(together, times(-1.0, parked), {found: -1.0}), 0.0, "choice")
+            self.lp.at_most(plus(together, times(-1.0, parked), {found: -1.0}), 0.0)
             self.longer[number, other, k] = {found: 1.0}
         return self.longer[number, other, k]
 

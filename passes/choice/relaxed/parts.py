@@ -93,7 +93,7 @@ class Parts:
                     parts[k, "again"] = lp.variable()
                 if any(self._linked(d, stored) for d in alike.devices for stored in group.stored):
                     parts[k, "park"] = lp.variable()
-        lp.equal(dict.fromkeys(parts.values(), 1.0), 1.0, "choice")
+        lp.equal(dict.fromkeys(parts.values(), 1.0), 1.0)
         self.parts.append(parts)
         self.away.append({})
         parked = {part: 1.0 for (_, kind), part in parts.items() if kind == "park"}
@@ -103,8 +103,8 @@ class Parts:
             if alike.one in group.stored:
                 self.away[number][k] = away = lp.variable()
                 if alike.size == 1:
-                    lp.at_most(plus(self.on(number, k), {away: 1.0}), 1.0, "choice")
-        lp.equal(plus(parked, dict.fromkeys(self.away[number].values(), -1.0)), 0.0, "choice")
+                    lp.at_most(plus(self.on(number, k), {away: 1.0}), 1.0)
+        lp.equal(plus(parked, dict.fromkeys(self.away[number].values(), -1.0)), 0.0)
 
     def _linked(self, device: int, away: int) -> bool:
         """Whether what is saved on one device can be parked on another one."""
@@ -120,10 +120,10 @@ class Parts:
             here, there = self.on(a, k), self.on(b, k)
             if here and there:
                 found[k] = same = self.lp.variable()
-                self.lp.at_most(plus({same: 1.0}, times(-1.0, here)), 0.0, "choice")
-                self.lp.at_most(plus({same: 1.0}, times(-1.0, there)), 0.0, "choice")
+                self.lp.at_most(plus({same: 1.0}, times(-1.0, here)), 0.0)
+                self.lp.at_most(plus({same: 1.0}, times(-1.0, there)), 0.0)
                 if alike.size == 1:
-                    self.lp.at_most(plus(here, there, {same: -1.0}), 1.0, "choice")
+                    self.lp.at_most(plus(here, there, {same: -1.0}), 1.0)
 
     def on(self, number: int, k: int) -> Terms:
         """How much of a group is on a class."""

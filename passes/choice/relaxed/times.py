@@ -61,7 +61,7 @@ class Times:
     def _after(self, first: int, then: int, between: Terms) -> None:
         """A task begins after another one is done, or after the step begins (-1), and something has passed since."""
         done = {} if first < 0 else plus({self.starts[first]: 1.0}, self._spent(first))
-        self.lp.at_most(plus(done, between, {self.starts[then]: -1.0}), 0.0, "order")
+        self.lp.at_most(plus(done, between, {self.starts[then]: -1.0}), 0.0)
 
     def _add_chains(self) -> None:
         """Tasks of a group follow each other."""
@@ -71,7 +71,7 @@ class Times:
             self._after(latest.get(task.group, -1), position, self._all_again(task.group) if again else {})
             latest[task.group] = position
         for last in latest.values():
-            self.lp.at_most(plus({self.starts[last]: 1.0, self.step: -1.0}, self._spent(last)), 0.0, "path")
+            self.lp.at_most(plus({self.starts[last]: 1.0, self.step: -1.0}, self._spent(last)), 0.0)
 
     def _add_path(self, value: Value, readers: Readers) -> None:
         """Tasks begin after what they read is made, and has come."""
@@ -112,7 +112,7 @@ class Times:
             )
         terms = [times(spent, self.parts.on(number, k)) for number, spent in enumerate(busy)]
         again = [self._again(number, k) for number in range(len(busy))]
-        self.lp.at_most(plus({self.step: -float(alike.size)}, *terms, *again), 0.0, "load")
+        self.lp.at_most(plus({self.step: -float(alike.size)}, *terms, *again), 0.0)
 
     def _add_lane(self, k: int) -> None:
         """Copies to devices take no longer than the step."""
@@ -128,7 +128,7 @@ class Times:
                 away = [stored for stored in self.problem.groups[number].stored if stored >= 0]
                 back = parts.crossing(away, alike.devices, value.nbytes) / self.unit
                 busy.append(times(back, parts.of(number, k, "park")))
-        self.lp.at_most(plus(*busy), 0.0, "lane")
+        self.lp.at_most(plus(*busy), 0.0)
 
     def _arriving(self, value: Value, readers: Readers, k: int) -> Terms:
         """How much of a value is copied to a class: once to a device, for all groups that read it there."""
@@ -140,7 +140,7 @@ class Times:
             self.arrived[key] = found = self.lp.variable(0.0, float(self.parts.classes[k].size))
             for one in others:
                 apart = self.parts.apart(value.group, one.group, k)
-                self.lp.at_most(plus(apart, {found: -1.0}), 0.0, "choice")
+                self.lp.at_most(plus(apart, {found: -1.0}), 0.0)
         return {self.arrived[key]: 1.0}
 
     def _add_crossings(self) -> None:
@@ -151,7 +151,7 @@ class Times:
             return
         devices = fewest_devices(self.parts)
         together = plus(*[dict.fromkeys(same[pair].values(), 1.0) for pair in sorted(pairs)])
-        self.lp.at_most(together, float(len(pairs) - (devices - 1)), "choice")
+        self.lp.at_most(together, float(len(pairs) - (devices - 1)))
 
 
 def _connected(count: int, pairs: set[tuple[int, int]]) -> bool:

@@ -40,7 +40,7 @@ def test_no_choice_within_limits_beats_the_bound(seed: int) -> None:
     tight = limited(problem, *(peaks if seed % 2 else [max(peaks)] * len(peaks)))
     bound = lower_bound(tight)
     assert bound.seconds <= outcome.seconds
-    assert bound.factor == 1 and not any(bound.missing)
+    assert bound.factor == 1
     half = lower_bound(limited(tight, *[(limit or 0) // 2 for limit in tight.limits[:-1]]))
     assert half.factor <= 2.0001
     assert isfinite(half.seconds) == (half.factor == 1)
@@ -61,9 +61,9 @@ def test_what_the_program_says_of_one_choice_is_no_more_than_it_comes_to(seed: i
         numbers = {alike.one: k for k, alike in enumerate(parts.classes)}
         for group, (d, stored) in enumerate(zip(*choice, strict=True)):
             kind = "park" if stored >= 0 else "again" if stored == AGAIN else "keep"
-            lp.equal({parts.parts[group][numbers[d], kind]: 1.0}, 1.0, "choice")
+            lp.equal({parts.parts[group][numbers[d], kind]: 1.0}, 1.0)
             if stored >= 0:
-                lp.equal({parts.away[group][numbers[stored]]: 1.0}, 1.0, "choice")
+                lp.equal({parts.away[group][numbers[stored]]: 1.0}, 1.0)
         if goal == "factor":
             assert lp.least(held.factor).least <= 1
         else:
@@ -90,7 +90,6 @@ def test_a_chain_on_one_device_takes_all_its_tasks() -> None:
     problem = Problem(**{**vars(problem), "groups": groups})
     bound = lower_bound(problem)
     assert bound.seconds == pytest.approx(Outcomes(problem)(problem.now()).seconds, rel=1e-6)
-    assert (bound.family, bound.is_limited) == ("load", False) or bound.family == "path"
 
 
 def test_limits_that_need_it_raise_the_bound() -> None:
@@ -101,8 +100,6 @@ def test_limits_that_need_it_raise_the_bound() -> None:
     free = lower_bound(problem)
     need = Outcomes(problem)(problem.now()).peaks[0]
     tight = lower_bound(limited(problem, need * 8 // 10, None))
-    assert not free.is_limited
-    assert tight.is_limited
     assert tight.seconds > free.seconds * 1.02
 
 
@@ -114,18 +111,16 @@ def test_limits_that_nothing_keeps_are_found_out() -> None:
     peaks = [outcome.peaks[:2] for outcome in outcomes]
     limits = [limit or 0 for limit in problem.limits[:2]]
     assert 1 < bound.factor <= min(max(p / m for p, m in zip(row, limits, strict=True)) for row in peaks)
-    assert 0 < sum(bound.missing) <= min(sum(max(p - m, 0) for p, m in zip(row, limits, strict=True)) for row in peaks)
-    assert bound.missing[problem.host] == 0
 
 
-def test_what_is_missing_is_missing_where_groups_have_to_be() -> None:
+def test_limits_are_found_out_where_groups_have_to_be() -> None:
     problem = chain(1 << 40)
     groups = tuple([group._replace(devices=(1,), stored=(KEEP,)) for group in problem.groups])
     problem = Problem(**{**vars(problem), "groups": groups})
     need = Outcomes(problem)(Choice((1,) * 4, (KEEP,) * 4)).peaks[1]
     bound = lower_bound(limited(problem, 1 << 40, need - 100_000))
     assert bound.seconds == inf
-    assert bound.missing == (0, pytest.approx(100_000, rel=0.01), 0)
+    assert bound.factor == pytest.approx(need / (need - 100_000), rel=0.001)
 
 
 @pytest.mark.parametrize("devices", [2, 8])
@@ -139,14 +134,13 @@ def test_devices_that_are_alike_are_bounded_as_those_that_hardly_differ(devices:
 def test_what_linear_programs_prove_does_not_depend_on_the_solver() -> None:
     lp = Linear()
     x, y = lp.variable(0.0, 10.0), lp.variable(0.0, 10.0)
-    lp.at_most({x: -1.0, y: -2.0}, -3.0, "first")
-    lp.at_most({x: -3.0, y: -1.0}, -4.0, "second")
+    lp.at_most({x: -1.0, y: -2.0}, -3.0)
+    lp.at_most({x: -3.0, y: -1.0}, -4.0)
     total = lp.variable(0.0, 100.0)
-    lp.equal({x: 1.0, y: 1.0, total: -1.0}, 0.0, "sum")
+    lp.equal({x: 1.0, y: 1.0, total: -1.0}, 0.0)
     solved = lp.least(total)
     assert 2.0 - 1e-6 < solved.least <= 2.0
-    assert solved.weights["first"] == pytest.approx(0.4)
-    lp.at_most({total: 1.0}, 1.9, "third")
+    lp.at_most({total: 1.0}, 1.9)
     assert not lp.least(total).is_feasible
 
 

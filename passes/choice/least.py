@@ -1,0 +1,64 @@
+"""The least that limits have to be multiplied by where no choice keeps them as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import sqrt
+from typing import Final, NamedTuple
+
+from .attempts import Attempt, Attempts
+from .bound import lower_bound
+from .problem import Choice, Problem
+
+__all__ = ["Least", "exceeded", "least"]
+
+_NEAR: Final = 1.01
+"""How many times what is proven a found factor may be, so that no less is looked for."""
+
+_SEARCHES: Final = 4
+"""How often limits between the two are searched."""
+
+
+class Least(NamedTuple):
+    """The least that was found, and what is proven.
+
+    Attributes:
+        choice: that keeps the limits times *factor*.
+        factor: of its groups.
+        proven: what limits have to be multiplied by for any choice of these groups, at least.
+    """
+
+    choice: Choice
+    factor: float
+    proven: float
+
+
+def exceeded(problem: Problem, peaks: Sequence[int]) -> float:
+    """What limits have to be multiplied by so that some peaks are within them; 1 if they are, or a limit is 0."""
+    pairs = [(peak, limit) for peak, limit in zip(peaks, problem.limits, strict=True) if limit]
+    return max([1.0, *[peak / limit for peak, limit in pairs]])
+
+
+def least(searches: Attempts, attempt: Attempt, choice: Choice) -> Least:
+    """The least that limits can be multiplied by, between what a linear program proves and what a choice takes, by
+    searches within limits between the two.
+
+    Args:
+        searches: whose budget these are a part of.
+        attempt: that found nothing within the limits.
+        choice: that exceeds them.
+    """
+    proven = lower_bound(attempt.grouped.problem).factor
+    factor, low = exceeded(attempt.problem, attempt.outcomes(choice).peaks), proven
+    for number in range(_SEARCHES):
+        if factor <= low * _NEAR:
+            break
+        middle = sqrt(low * factor)
+        found = searches.eased(attempt, middle, choice, number, _SEARCHES).found
+        if (took := exceeded(attempt.problem, found.outcome.peaks)) < factor:
+            choice, factor = found.choice, took
+        if found.interrupted:
+            break
+        if factor > middle:
+            low = middle
+    return Least(choice, factor, proven)
