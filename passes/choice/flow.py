@@ -63,7 +63,7 @@ class Flow:
         needed: Mapping[int, Sequence[Transfer]],
         again: Mapping[int, float],
     ) -> tuple[float, tuple[float, ...]]:
-        """The seconds of the step, and by device those for which it computes.
+        """The seconds of the step where issuing takes none, and by device those for which it computes.
 
         Args:
             at: by task, its device.
@@ -110,8 +110,7 @@ class Flow:
                     idle[device] = False
                     heappush(events, (now + spent, 0, i))
             if not events:
-                issued = self.problem.issue * (sum(task.issued for task in tasks) + len(sent))
-                return max(now, issued), tuple(busy)
+                return now, tuple(busy)
             now, is_copy, number = heappop(events)
             if is_copy:
                 copy = sent[number]

@@ -385,7 +385,10 @@ class _Step:
         for position, copies in self.first.items():
             needed[position] += [copy for copy in copies if copy not in needed[position]]
         again = {position: groups[number].again[self.at[position]] for position, number in self.again.items()}
-        return flow.timed(self.at, self.copies, needed, again)
+        seconds, busy = flow.timed(self.at, self.copies, needed, again)
+        issued = sum(task.issued for task in self.problem.tasks) + sum(map(len, self.copies.values()))
+        issued += sum(groups[number].again_issued for number in self.again.values())
+        return max(seconds, issued * self.problem.issue), busy
 
     def issued(self, copies: Sequence[_Copy], arriving: list[float], ends: Sequence[float], issued: float) -> float:
         """Let copies follow each other; the seconds until the last one is issued."""

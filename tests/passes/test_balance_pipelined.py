@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations
 
 import models
@@ -9,7 +10,7 @@ import pytest
 import torch
 from graphir.passes.choice.flow import Flow
 from graphir.passes.choice.outcome import Outcomes
-from graphir.passes.choice.problem import KEEP, Choice, Group, Problem, Task, Value
+from graphir.passes.choice.problem import AGAIN, KEEP, Choice, Group, Problem, Task, Value
 from graphir.passes.micro_work import FORWARD, INPUT, WEIGHT
 from runnable import batch_of, captured, sgd
 
@@ -143,3 +144,15 @@ def test_a_device_does_first_what_another_one_waits_for() -> None:
     together = Outcomes(problem)(Choice((0, 0), (KEEP, KEEP)))
     assert (together.seconds, together.busy) == (10.0, (10.0, 0.0, 0.0))
     assert Flow(problem).earlier == [0, 1, 1, 1, 1, 0, 1, 1, 1, 1]
+
+
+def test_a_step_takes_no_less_than_what_it_issues() -> None:
+    """Tasks, a copy, and what is computed again, one after the other by one thread."""
+    tasks = [Task(0, (1.0,) * 3, issued=1), Task(1, (1.0,) * 3, issued=1)]
+    problem = replace(flowing(tasks, [Value(8, 0, (1,), 0, 0)]), issue=100.0)
+    again = Group("b", 0, (0, 1), (KEEP, AGAIN), again=(1.0,) * 3, again_at=1, again_issued=4)
+    problem = replace(problem, groups=(problem.groups[0], again))
+    outcomes = Outcomes(problem)
+    assert outcomes(Choice((0, 0), (KEEP, KEEP))).seconds == 200
+    assert outcomes(Choice((0, 1), (KEEP, KEEP))).seconds == 300
+    assert outcomes(Choice((0, 1), (KEEP, AGAIN))).seconds == 700
