@@ -24,7 +24,7 @@ class Execution(NamedTuple):
         wake: seconds that pass until a worker that sleeps goes on, after the event that it waits for.
         patience: seconds for which a worker that waits looks before it sleeps.
         issue: seconds that one host thread takes to issue an instruction to its worker; 0 where workers are threads.
-        lock: seconds that an operator takes longer where another thread calls operators too.
+        lock: seconds that an operator takes longer at least where another thread calls operators too.
     """
 
     executor: str

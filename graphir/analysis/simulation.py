@@ -117,7 +117,8 @@ class Sharing(NamedTuple):
     Attributes:
         cores: how many can compute at once; each of more has its share of them.
         slowdown: how many times as long each task takes beside another: caches and memory are shared.
-        lock: seconds that each task takes longer beside others, as for the interpreter's lock.
+        lock: seconds that each task takes longer beside others at least, as for the interpreter's lock: what was
+            measured beside another has it in it.
     """
 
     cores: int
@@ -144,7 +145,8 @@ def shared(tasks: Tasks, times: Times, sharing: Sharing) -> list[float]:
     beside[busy] /= seconds[busy]
     part = np.minimum(beside, 1.0)
     crowded = np.maximum((1.0 + beside) / sharing.cores, 1.0)
-    longer = seconds * crowded * (1.0 + part * (np.asarray(sharing.slowdown) - 1.0)) + part * np.asarray(sharing.lock)
+    spent = seconds * crowded
+    longer = spent + part * np.maximum(spent * (np.asarray(sharing.slowdown) - 1.0), np.asarray(sharing.lock))
     found: list[float] = np.where(busy, longer, 0.0).tolist()
     return found
 

@@ -84,4 +84,5 @@ def test_what_runs_at_once_takes_longer_by_what_overlaps():
     assert shared(tasks, times, alone._replace(slowdown=[1.5] * 3)) == [6.0, 3.0, 5.0]
     assert shared(tasks, times, alone._replace(slowdown=[1.5, 1.0, 2.0])) == [6.0, 2.0, 6.0]
     assert shared(tasks, times, alone._replace(lock=[1.0] * 3)) == [5.0, 3.0, 4.5]
+    assert shared(tasks, times, alone._replace(slowdown=[1.5, 1.1, 2.0], lock=[1.0] * 3)) == [6.0, 3.0, 6.0]
     assert shared(tasks, times, alone._replace(cores=1)) == [8.0, 4.0, 6.0]
