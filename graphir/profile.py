@@ -16,7 +16,7 @@ from typing import Final
 
 import torch
 
-from graphir.runtime.profiling.calls import Subject, measured
+from graphir.runtime.profiling.calls import Subject, Use, measured
 
 from .analysis.memory import check_dims, check_threads, memory
 from .analysis.profile_files import add, default_path
@@ -30,6 +30,9 @@ from .ir.size import Dims
 from .ir.verify import require, verify
 
 __all__ = ["profile"]
+
+_MOST_USES: Final = 4
+"""How many calls of one key are timed, as they follow each other in a step."""
 
 _measuring: Final[dict[int, threading.Lock]] = {}
 """By process, since a fork takes over what was locked: PyTorch's profiler runs once in a process, and calls that are
@@ -81,16 +84,27 @@ def profile(
 
 
 def _subjects(subject: Program | Plan, dims: Dims, threads: int) -> dict[str, Subject]:
-    """What there is to measure, by the keys of a profile; of operators with one key, the first."""
+    """What there is to measure, by the keys of a profile; of operators with one key, the first ones of one device.
+
+    Calls of one device follow others of the same key, whose code is in its core's caches then. What generated code
+    makes one call of is timed once.
+    """
     blobs, dialect = subject.step.blobs, subject.step.dialect
     held = memory(subject, dims, threads=threads, profile=None).peak
     distances = reuse_distances(subject.step, dims, held)
     found: dict[str, Subject] = {}
-    for op, reuse in zip(subject.step.ops, distances, strict=True):
+    for position, (op, reuse) in enumerate(zip(subject.step.ops, distances, strict=True)):
         moves = op.type in dialect.copies | dialect.stays and issued_as(op) != "collective"
         if moves or not is_called(op):  # what a copy takes depends on what lies between two devices
             continue
         key = Profile.key(op, blobs, dims, threads)
-        if key is not None and key not in found:
-            found[key] = Subject(op, blobs, dims, reuse)
+        if key is None:
+            continue
+        known, use = found.get(key), Use(position, reuse)
+        if known is None:
+            found[key] = Subject(op, blobs, dims, (use,))
+        elif known.is_called_with_others or blobs[op.outputs[0]].device != blobs[known.op.outputs[0]].device:
+            continue
+        elif len(known.uses) < _MOST_USES:
+            found[key] = known._replace(uses=(*known.uses, use))
     return found

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final, NamedTuple
+from statistics import fmean
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from .operands import geometries, variants
 from .timing import Timed, Timing, times
 from .warming import bring
 
-__all__ = ["Subject", "measured"]
+__all__ = ["Subject", "Use", "measured"]
 
 _HOST: Final = torch.device("cpu")
 _MOST_AT_ONCE: Final = 1 << 28
@@ -49,6 +50,18 @@ _RATE: Final = 1e-4
 """A learning rate: the smaller, the less repeated updates change."""
 
 
+class Use(NamedTuple):
+    """One of the calls of a subject that a step makes.
+
+    Attributes:
+        position: in the step.
+        reuse: how many bytes a step has touched since it last touched each input; None where it never does.
+    """
+
+    position: int
+    reuse: tuple[int | None, ...] = ()
+
+
 class Subject(NamedTuple):
     """An operator of a net, to be called at these sizes.
 
@@ -56,17 +69,26 @@ class Subject(NamedTuple):
         op: the operator.
         blobs: of the net.
         dims: the value of each dimension.
-        reuse: how many bytes a step has touched since it last touched each of its inputs; None where it never does.
+        uses: the calls that are timed, in the order of the step.
     """
 
     op: Operator
     blobs: Mapping[str, Blob]
     dims: Dims
-    reuse: tuple[int | None, ...] = ()
+    uses: Sequence[Use] = (Use(0),)
+
+    @property
+    def is_called_with_others(self) -> bool:
+        """Whether generated code makes one call of several that follow each other."""
+        return self.op.type in UPDATES or _is_reduction(self)
 
     def operands(self) -> Iterator[list[Tensor]]:
         """Its operands, see :func:`.operands.variants`."""
         return variants(self.op, self.blobs, self.dims)
+
+
+Turn: TypeAlias = tuple[str, Use]
+"""The name of a subject, and the use of it that is timed then."""
 
 
 def measured(subjects: Mapping[str, Subject], threads: int) -> tuple[dict[str, Measured], dict[str, str]]:
@@ -79,11 +101,13 @@ def measured(subjects: Mapping[str, Subject], threads: int) -> tuple[dict[str, M
     Raises:
         GraphirError: a profiler of PyTorch's is running.
     """
-    taken: dict[str, Timing] = {}
+    timings: dict[str, list[Timing]] = {}
     failed: dict[str, str] = {}
     with neutral(threads), torch.inference_mode():
-        for names in _groups(subjects):
-            taken.update(_timings({name: subjects[name] for name in names}, threads, failed))
+        for turns in _groups(subjects):
+            for (name, _), timing in _timings(subjects, turns, threads, failed).items():
+                timings.setdefault(name, []).append(timing)
+        taken = {name: _mean(of_uses) for name, of_uses in timings.items()}
         numbers: list[tuple[str, int]] = []
         with recorded() as (watch, figures):
             for name in taken:
@@ -93,52 +117,65 @@ def measured(subjects: Mapping[str, Subject], threads: int) -> tuple[dict[str, M
     found: dict[str, list[Allocated]] = {}
     for name, number in numbers:
         found.setdefault(name, []).append(figures[number])
-    return {name: _summed(subjects[name], found[name], taken[name]) for name in found}, failed
+    made = {name: _summed(subjects[name], found[name], taken[name]) for name in found}
+    return made, {name: why for name, why in failed.items() if name not in taken}
 
 
-def _groups(subjects: Mapping[str, Subject]) -> Iterator[list[str]]:
-    """The names of subjects that are timed in turn, whose operands are in memory at once."""
-    names: list[str] = []
+def _groups(subjects: Mapping[str, Subject]) -> Iterator[list[Turn]]:
+    """The uses of subjects in the order of the step, as many as are timed in turn: their operands are in memory at
+    once."""
+    turns: list[Turn] = []
     taken = 0
-    for name, subject in subjects.items():
-        nbytes = _operand_bytes(subject, subject.op.inputs)
-        if names and taken + nbytes > _MOST_AT_ONCE:
-            yield names
-            names, taken = [], 0
-        names.append(name)
+    every = [(name, use) for name, subject in subjects.items() for use in subject.uses]
+    for name, use in sorted(every, key=lambda turn: turn[1].position):
+        nbytes = _operand_bytes(subjects[name], subjects[name].op.inputs)
+        if turns and taken + nbytes > _MOST_AT_ONCE:
+            yield turns
+            turns, taken = [], 0
+        turns.append((name, use))
         taken += nbytes
-    yield names
+    yield turns
 
 
-def _timings(subjects: Mapping[str, Subject], threads: int, failed: dict[str, str]) -> dict[str, Timing]:
-    """What the calls of each subject take. Those that fail are left out, and why is added to *failed*."""
+def _timings(
+    subjects: Mapping[str, Subject], turns: Sequence[Turn], threads: int, failed: dict[str, str]
+) -> dict[Turn, Timing]:
+    """What the calls of some uses take. Those that fail are left out, and why is added to *failed*."""
 
-    def note(name: str, error: Exception) -> None:
+    def note(turn: Turn, error: Exception) -> None:
         """Whatever a kernel may raise about values that are made up."""
-        failed[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
+        failed[turn[0]] = f"{type(error).__name__}: {error}".partition("\n")[0]
 
-    calls: dict[str, Timed] = {}
-    others: dict[str, Timed] = {}
-    for name, subject in subjects.items():
+    calls: dict[Turn, Timed] = {}
+    others: dict[Turn, Timed] = {}
+    for turn in turns:
+        subject, use = subjects[turn[0]], turn[1]
         try:
             _check_room(subject, 1)
-            calls[name] = _timed(subject)
+            calls[turn] = _timed(subject, use)
         except Exception as e:
-            note(name, e)
+            note(turn, e)
             continue
         if cores() >= 2 * threads:
             with suppress(Exception):
                 _check_room(subject, 2)
-                others[name] = _timed(subject)
+                others[turn] = _timed(subject, use)
     return times(calls, others, threads, note)
 
 
-def _timed(subject: Subject) -> Timed:
-    """The calls of a subject as they are timed."""
+def _mean(timings: Sequence[Timing]) -> Timing:
+    """What a call takes on average, if some of them were timed beside another, by those."""
+    beside = [timing for timing in timings if timing.beside is not None]
+    alone = fmean([timing.alone for timing in beside or timings])
+    return Timing(alone, fmean([timing.beside or 0.0 for timing in beside]) if beside else None)
+
+
+def _timed(subject: Subject, use: Use) -> Timed:
+    """A call of a subject as it is timed."""
     nbytes = max(_operand_bytes(subject, subject.op.inputs), 1)
-    count = min(max(_SHORT // nbytes, 1), _TOGETHER) if subject.op.type in UPDATES or _is_reduction(subject) else 1
+    count = min(max(_SHORT // nbytes, 1), _TOGETHER) if subject.is_called_with_others else 1
     sets = [next(subject.operands()) for _ in range(count)]
-    far = subject.reuse or (None,) * len(subject.op.inputs)
+    far = use.reuse or (None,) * len(subject.op.inputs)
     touched = [(at, tensor) for inputs in sets for at, tensor in zip(far, inputs, strict=True) if at is not None]
     return Timed(_call(subject, sets), partial(bring, touched), count)
 

@@ -2,7 +2,8 @@
 
 Calls are timed in turn, as in a step: each finds the caches as the calls of all others have left them, and of its
 operands those in them that a step has just touched. Called again and again, an operator finds all operands there and
-takes less than in a step; with none of them there it takes more.
+takes less than in a step; with none of them there it takes more. A call that follows one like it, with some others in
+between, finds its code there: a short one takes half as long as the first.
 
 A call in one thread is timed by the processor seconds of that thread, which leave out what other processes take, and
 waits for the interpreter's lock. A call whose results need new pages from the operating system takes longer by each of
@@ -14,9 +15,9 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 
@@ -32,6 +33,9 @@ __all__ = ["Timed", "Timing", "times"]
 _RUNS: Final = 5
 _ENOUGH: Final = 0.1
 """Seconds after which a call is not repeated."""
+
+
+Name = TypeVar("Name", bound=Hashable)
 
 
 class Timed(NamedTuple):
@@ -62,8 +66,8 @@ class _Run(NamedTuple):
 
 
 def times(
-    calls: Mapping[str, Timed], others: Mapping[str, Timed], threads: int, failed: Callable[[str, Exception], None]
-) -> dict[str, Timing]:
+    calls: Mapping[Name, Timed], others: Mapping[Name, Timed], threads: int, failed: Callable[[Name, Exception], None]
+) -> dict[Name, Timing]:
     """The median seconds of calls, in turn, after a first one of each, which pays for what is made on demand.
 
     Args:
@@ -74,9 +78,9 @@ def times(
         failed: is told of a call that fails, which is left out.
     """
     clock = time.thread_time if threads == 1 else time.perf_counter
-    alone: dict[str, list[_Run]] = {name: [] for name in calls}
+    alone: dict[Name, list[_Run]] = {name: [] for name in calls}
 
-    def attempt(name: str) -> None:
+    def attempt(name: Name) -> None:
         try:
             alone[name].append(_run(calls[name], clock))
         except Exception as e:
@@ -90,7 +94,7 @@ def times(
     nothing = Timed(_nothing, _nothing)
     reading = _usual([_run(nothing, clock) for _ in range(1 + _RUNS)])
 
-    def each(name: str, runs: Sequence[_Run]) -> float:
+    def each(name: Name, runs: Sequence[_Run]) -> float:
         return max(_usual(runs) - reading, 0.0) / calls[name].operators
 
     found = {name: Timing(each(name, runs)) for name, runs in alone.items()}
@@ -105,8 +109,8 @@ def _nothing() -> None:
 
 
 def _side_by_side(
-    pairs: Mapping[str, tuple[Timed, Timed]], threads: int, clock: Callable[[], float]
-) -> dict[str, list[_Run]]:
+    pairs: Mapping[Name, tuple[Timed, Timed]], threads: int, clock: Callable[[], float]
+) -> dict[Name, list[_Run]]:
     """The runs of the first of each pair, while another thread makes those of the second, in the same order."""
     begun = threading.Barrier(2)
 
@@ -118,7 +122,7 @@ def _side_by_side(
                     with suppress(Exception):  # it has succeeded on other operands
                         _run(other, clock)
 
-    taken: dict[str, list[_Run]] = {name: [] for name in pairs}
+    taken: dict[Name, list[_Run]] = {name: [] for name in pairs}
     if not pairs:
         return taken
     thread = threading.Thread(target=serve, name="graphir-profile", daemon=True)
