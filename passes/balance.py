@@ -409,10 +409,10 @@ class _Balancing:
         rows = zip(problem.devices, problem.limits, most, strict=True)
         works = ", ".join(f"{name!r}: {max(limit, nbytes)}" for name, limit, nbytes in rows if limit is not None)
         proven = min(found.proven, exceeded(problem, peaks))
-        cannot = f"; less than {proven:.2f} times cannot" if proven >= _MORE else ""
+        cannot = f"; less than {proven:,.2f} times cannot" if proven >= _MORE else ""
         return PassError(
             f"balance: no placement within the limits was found: {'; '.join(missing)}",
-            fix=f"limits={{{works}}} works ({exceeded(problem, most):.2f} times these{cannot}); "
+            fix=f"limits={{{works}}} works ({exceeded(problem, most):,.2f} times these{cannot}); "
             "or add devices, allow more options" + (", pin less" if self.options.pin else ""),
         )
 
@@ -421,7 +421,10 @@ class _Balancing:
         groups are reckoned to hold is within these, too."""
         problem = attempt.grouped.problem
         reckoned = Outcomes(problem)(choice).peaks
-        peaks = [self.emitted(attempt, choice).peaks.get(d, 0) for d in problem.devices] if self.emits else reckoned
+        if not self.emits:
+            return reckoned, reckoned
+        held = self.emitted(attempt, choice).peaks
+        peaks = [held.get(device, 0) for device in problem.devices]
         return peaks, list(map(max, peaks, reckoned))
 
     def report(self, attempt: Attempt, best: _Emitted, attempts: Sequence[Attempt]) -> Balanced:
