@@ -40,8 +40,9 @@ __all__ = ["PipelineSchedule", "Schedules", "pipeline"]
 
 Schedules: TypeAlias = Literal["zero_bubble", "1f1b", "gpipe"]
 
-_ATTEMPTS: Final = 4
-"""How often a limit is tightened by what the plan's own order of copies and frees adds."""
+_LESS: Final = (0.0, 0.03, 0.1)
+"""By how much of itself a limit that a plan exceeds is tightened, the first time and later, at least: first by what
+exceeds it."""
 
 _SHARES: Final = (1.0, 0.99, 0.97)
 """Of 1F1B's peak, the limits to try: what is let in can come to a little more than was reckoned."""
@@ -256,19 +257,19 @@ class _Ordering:
         )
 
     def attempts(self, schedule: str, limits: Mapping[str, int]) -> Iterator[list[int]]:
-        """Orders to try, the fastest first. A plan issues copies and frees in an order of its own, so that a limit
-        which is exceeded is tightened."""
-        inner = [limits.get(device) for device in self.work.devices]
-        for _ in range(_ATTEMPTS):
-            order = self.order_of(schedule, inner)
-            yield order
-            peaks = self.peaks(order)
-            for d, device in enumerate(self.work.devices):
-                limit = inner[d]
-                if limit is not None and peaks[device] > limits[device]:
-                    inner[d] = limit - (peaks[device] - limits[device])
+        """Orders to try, the fastest first. A plan issues copies and frees in an order of its own, and what is let in
+        can come to more than was reckoned: where a limit is exceeded, the next simulation is given less."""
+        devices, inner = self.work.devices, dict(limits)
+        for share in _LESS:
+            found = self.found(schedule, [inner.get(device) for device in devices])
+            assert found is not None and found.peaks is not None  # nothing beats it, and there are limits
+            yield found.order
+            peaks = self.peaks(found.order)
+            for device, held in zip(devices, found.peaks, strict=True):
+                if device in limits and (excess := peaks[device] - limits[device]) > 0:
+                    inner[device] = min(inner[device], held) - max(excess, int(share * limits[device]))
         if schedule != "1f1b":
-            yield self.order_of("1f1b", [limits.get(device) for device in self.work.devices])
+            yield self.order_of("1f1b", [limits.get(device) for device in devices])
         yield self.order_of("1f1b", None, 1)
         yield _one_after_the_other(self.work)
 

@@ -156,7 +156,9 @@ class Room:
         need = self.need
         if self.limit is None or need is None:
             return True
-        going_on = min(max(self.grown, 0), need.backward) if self.backwards else 0
+        # What a backward has grown by is a part of what it needs; not where it defers gradients of parameters: then it
+        # has grown by what these follow from, and they come on top.
+        going_on = min(max(self.grown, 0), need.backward) if self.backwards and not self.spare else 0
         wanted = max(need.forward, need.held + need.backward - going_on) - self.growing.get(micro, 0)
         copies = 0 if micro in self.growing else need.held_copies  # what computes next has its copies
         return self.coming(need, micro, copies) + wanted <= self.limit

@@ -111,6 +111,19 @@ def test_more_memory_makes_no_slower_a_step() -> None:
     )  # of list schedules, a looser limit may give a slightly longer one
 
 
+@pytest.mark.parametrize("devices", [2, 4])
+def test_limits_of_1f1b_are_no_hindrance_to_zero_bubble(devices: int) -> None:
+    """Forwards were let in beside deferred gradients of parameters that did not fit, so that all that was left was one
+    micro-batch after the other."""
+    example = models.gpt(batch=8, length=16, width=64, heads=2, layers=devices, vocabulary=32)
+    cut = {f"layers[{device}]": device for device in range(1, devices)}
+    before = passes.inject_copies(passes.shift_modules(captured(example, 4), {**cut, "norm": devices - 1}))
+    plain = passes.pipeline(before, "1f1b")
+    most = max(n for device, n in graphir.memory(passes.emit(plain)).peak.items() if device.startswith("gpu"))
+    limits = {f"gpu:{device}": most for device in range(devices)}
+    assert seconds(passes.pipeline(before, limits=limits)) < 0.95 * seconds(plain)
+
+
 def test_limits_that_nothing_keeps_are_refused_with_the_least() -> None:
     with pytest.raises(PassError) as e:
         passes.pipeline(half(), limits={"gpu:0": "20 KiB"})
