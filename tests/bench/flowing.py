@@ -102,6 +102,9 @@ RIVALS = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleI
 APART = "two threads, half of the micro-batches each, apart"
 """The control: what two cores give to threads that exchange nothing."""
 
+GIVEN = "zero bubble, limits given"
+"""The plan within the peak of 1F1B's on its fullest device, which is measured on plans."""
+
 SEGMENTS = "zero bubble, no limit, in segments"
 """The plan without a limit, executed without the interpreter's lock."""
 
@@ -225,9 +228,8 @@ def predicted_rows() -> Iterator[str]:
         for parts in (devices, 2 * devices):
             program, moved = _deep(devices, parts)
             alone = graphir.overlap(passes.emit(program)).seconds
-            for name, (order, _) in PLANS.items():
-                if order is None:
-                    continue
+            orders = {name: order for name, (order, _) in PLANS.items() if order is not None}
+            for name, order in {**orders, GIVEN: partial(passes.pipeline, limits=_fullest(moved))}.items():
                 start = time.process_time()
                 ordered = order(moved)
                 each = (time.process_time() - start) / len(moved.step.ops) * 1e6
@@ -238,6 +240,13 @@ def predicted_rows() -> Iterator[str]:
                     f"| {f'{least:.2f}' if least else ''} | {len(moved.step.ops):,} "
                     f"| {limited(f'{each:.1f}', at_most=40)} | 40 |"
                 )
+
+
+def _fullest(moved: Program) -> dict[str, int]:
+    """As a limit of each gpu, the most that the plan in the order of 1F1B holds on any."""
+    peaks = graphir.memory(passes.emit(passes.pipeline(moved, "1f1b"))).peak
+    gpus = [device for device in peaks if device.startswith("gpu")]
+    return dict.fromkeys(gpus, max(peaks[device] for device in gpus))
 
 
 def _deep(devices: int, parts: int) -> tuple[Program, Program]:
