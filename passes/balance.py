@@ -67,6 +67,10 @@ search."""
 _ATTEMPTS: Final = 4
 """How often the search goes on where a plan holds more than the groups said."""
 
+_TRIES: Final = 3
+"""How often limits that a refusal is to name are tried, each time with what the try before lacked: there is a placement
+within them, and a search that begins anew has to find one."""
+
 _HOPELESS: Final = 0.02
 """By how much the groups may exceed limits so that plans are worth a look."""
 
@@ -89,6 +93,29 @@ def _topology(given: Any) -> Any:
         return Topology.named(given)
     except GraphirError as e:
         raise ValueError(f"{e.what}; {e.fix}") from None
+
+
+class _Refused(Exception):
+    """Nothing within the limits was found.
+
+    Attributes:
+        missing: what is missing, by device, as text.
+        given: the limits, those of the topology, too.
+        limits: within which there is a placement.
+        proven: what limits have to be multiplied by, at least.
+        interrupted: whether the user has had enough of it.
+    """
+
+    def __init__(
+        self,
+        missing: Sequence[str],
+        given: Mapping[str, int],
+        limits: Mapping[str, int],
+        proven: float,
+        interrupted: bool,
+    ) -> None:
+        self.missing, self.given, self.limits = missing, given, limits
+        self.proven, self.interrupted = proven, interrupted
 
 
 @register
@@ -123,7 +150,31 @@ class Balance(Pass):
                 fix="balance the program before park: it parks what has to be",
             )
         with collector_paused():
-            return _Balancing(self, program, profile, threads).run()
+            try:
+                return _Balancing(self, program, profile, threads).run()
+            except _Refused as refused:
+                raise self.refusal(refused, program, profile, threads) from None
+
+    def refusal(self, refused: _Refused, program: Program, profile: Profile | None, threads: int) -> PassError:
+        """The error that says what is missing, and limits that work: they were tried."""
+        limits, works = refused.limits, False
+        for _ in range(0 if refused.interrupted else _TRIES):
+            options = self.model_copy(update={"limits": limits})
+            try:
+                _Balancing(options, program, profile, threads).run()
+            except _Refused as again:
+                limits = again.limits
+            else:
+                works = True
+                break
+        given = ", ".join(f"{device!r}: {nbytes}" for device, nbytes in limits.items())
+        times = max(nbytes / refused.given[device] for device, nbytes in limits.items() if refused.given[device])
+        cannot = f"; less than {refused.proven:,.2f} times cannot" if refused.proven >= _MORE else ""
+        return PassError(
+            f"balance: no placement within the limits was found: {'; '.join(refused.missing)}",
+            fix=f"limits={{{given}}} {'works' if works else 'is the nearest that was found'} ({times:,.2f} times these"
+            f"{cannot}); or add devices, allow more options" + (", pin less" if self.pin else ""),
+        )
 
 
 def balance(
@@ -306,7 +357,7 @@ class _Balancing:
         if not self.emits:
             (only,) = attempts
             if only.found.outcome.over:
-                raise self.infeasible(only, only.found.choice)
+                raise self.refused(only, only.found.choice)
             choice = only.found.choice
             made = _Emitted(choice, placed(self.program, only.grouped, choice), str(InjectCopies()))
             return self.report(only, made, attempts)
@@ -328,7 +379,7 @@ class _Balancing:
             ]
         assert nearest is not None
         attempt, one = nearest
-        raise self.infeasible(attempt, one.choice)
+        raise self.refused(attempt, one.choice)
 
     def candidates(self, attempts: Sequence[Attempt]) -> list[tuple[Attempt, Choice]]:
         """The choices that are worth a plan: the best ones of the best attempt, and the best one of each other that is
@@ -395,9 +446,8 @@ class _Balancing:
             return copied, then
         return found.with_(history=(*copied.history, str(order))), f"{then} | {order}"
 
-    def infeasible(self, attempt: Attempt, choice: Choice) -> PassError:
-        """The error that says what is missing where the nearest placement is, and the least limits under which one is
-        found."""
+    def refused(self, attempt: Attempt, choice: Choice) -> _Refused:
+        """What is missing where the nearest placement is, and limits under which there is one."""
         problem = attempt.grouped.problem
         found = least(self.searches, attempt, choice)
         needs = [self.needs(attempt, one) for one in dict.fromkeys((found.choice, choice))]
@@ -406,15 +456,11 @@ class _Balancing:
         missing = [
             f"{name} lacks {nbytes_text(more)} of {nbytes_text(held[name])}" for name, more in self.excess(held).items()
         ]
-        rows = zip(problem.devices, problem.limits, most, strict=True)
-        works = ", ".join(f"{name!r}: {max(limit, nbytes)}" for name, limit, nbytes in rows if limit is not None)
-        proven = min(found.proven, exceeded(problem, peaks))
-        cannot = f"; less than {proven:,.2f} times cannot" if proven >= _MORE else ""
-        return PassError(
-            f"balance: no placement within the limits was found: {'; '.join(missing)}",
-            fix=f"limits={{{works}}} works ({exceeded(problem, most):,.2f} times these{cannot}); "
-            "or add devices, allow more options" + (", pin less" if self.options.pin else ""),
-        )
+        given = {name: n for name, n in zip(problem.devices, problem.limits, strict=True) if n is not None}
+        needed = _named(problem, most)
+        limits = {name: max(nbytes, needed[name]) for name, nbytes in given.items()}
+        interrupted = attempt.found.interrupted or found.interrupted
+        return _Refused(missing, given, limits, min(found.proven, exceeded(problem, peaks)), interrupted)
 
     def needs(self, attempt: Attempt, choice: Choice) -> tuple[Sequence[int], Sequence[int]]:
         """By device, what the plan of a choice holds, and the limits under which the choice is found again: what its

@@ -26,11 +26,13 @@ class Least(NamedTuple):
         choice: that keeps the limits times *factor*.
         factor: of its groups.
         proven: what limits have to be multiplied by for any choice of these groups, at least.
+        interrupted: whether the last search was.
     """
 
     choice: Choice
     factor: float
     proven: float
+    interrupted: bool
 
 
 def exceeded(problem: Problem, peaks: Sequence[int]) -> float:
@@ -50,6 +52,7 @@ def least(searches: Attempts, attempt: Attempt, choice: Choice) -> Least:
     """
     proven = lower_bound(attempt.grouped.problem).factor
     factor, low = exceeded(attempt.problem, attempt.outcomes(choice).peaks), proven
+    interrupted = False
     for number in range(_SEARCHES):
         if factor <= low * _NEAR:
             break
@@ -57,8 +60,8 @@ def least(searches: Attempts, attempt: Attempt, choice: Choice) -> Least:
         found = searches.eased(attempt, middle, choice, number, _SEARCHES).found
         if (took := exceeded(attempt.problem, found.outcome.peaks)) < factor:
             choice, factor = found.choice, took
-        if found.interrupted:
+        if interrupted := found.interrupted:
             break
         if factor > middle:
             low = middle
-    return Least(choice, factor, proven)
+    return Least(choice, factor, proven, interrupted)

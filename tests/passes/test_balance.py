@@ -180,12 +180,20 @@ def test_a_bound_is_finite_where_groups_are_reckoned_to_hold_more_than_plans() -
     assert 0 < bound_of(tight, Outcomes(tight)(tight.now()).peaks) < math.inf
 
 
-def test_limits_that_work_are_told_where_the_given_ones_do_not() -> None:
-    program = trained(models.gpt(layers=4))
+@pytest.mark.parametrize("shares", [(0.05, 0.05), (0.2, 0.28), (0.15, 0.2, 0.25)])
+@pytest.mark.parametrize("make", [lambda: models.gpt(layers=4), lambda: models.resnet(blocks=4), layers])
+def test_limits_that_work_are_told_where_the_given_ones_do_not(
+    make: Callable[[], models.Example], shares: tuple[float, ...]
+) -> None:
+    """They are tried: the search that had found the placement within them begins anew, and may find none."""
+    program = trained(make())
+    limits = {f"gpu:{d}": int(share * need(program)) for d, share in enumerate(shares)}
+    options: dict[str, Any] = {"options": ("shift", "park"), "evaluations": 300}
     with pytest.raises(PassError, match="no placement within the limits was found: gpu:") as refusal:
-        passes.balance(program, limited(program, 0.05), evaluations=300)
-    limits = ast.literal_eval(refusal.value.fix.partition("limits=")[2].partition(" works")[0])
-    passes.balance(program, limits, evaluations=2000)
+        passes.balance(program, limits, **options)
+    told = ast.literal_eval(refusal.value.fix.partition("limits=")[2].partition(" works")[0])
+    assert all(told[device] >= nbytes for device, nbytes in limits.items())
+    passes.balance(program, told, **options)
 
 
 LINKLESS = graphir.Topology(
