@@ -206,7 +206,8 @@ class Exchange:
                     self.ops[-1] = self.ops[-1]._replace(module=op.module)
             parts.append(part)
         captured = self.regions.net.blobs[name]
-        joined = fresh(site.blob_name(name) if name in self.activations else f"{site.prefix}{name}_joined", self.blobs)
+        taken = _Taken(self.blobs, self.regions.net.blobs, name)
+        joined = fresh(site.blob_name(name) if name in self.activations else f"{site.prefix}{name}_joined", taken)
         shape = site.shape(captured.shape)
         self.blobs[joined] = Blob(joined, shape, captured.dtype, site.device, captured.role, joined)
         self.ops.append(

@@ -184,6 +184,22 @@ def test_views_of_pieces_are_made_again_of_what_has_crossed() -> None:
             assert torch.allclose(session.gradients()[name], param.grad, rtol=1e-4, atol=1e-6), name
 
 
+def test_joined_rows_have_a_name_of_their_own() -> None:
+    """Not that of a module of the model."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.a_joined, self.placed = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.a(x)
+            return self.placed(hidden) + self.a_joined(hidden)  # type: ignore[no-any-return]
+
+    program = passes.shard(graphir.capture(Two(), (torch.randn(4, 4),)), {"placed": 0}, [0, 1])
+    assert {"gpu_0/a_joined", "gpu_0/a_joined_1"} <= program.step.blobs.keys()
+
+
 def test_one_device() -> None:
     program = sharded({"emb_l.*": "balanced"}, [3])
     assert program.replicas == ("gpu_3/",)
