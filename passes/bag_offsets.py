@@ -3,6 +3,8 @@
 A bag that is placed gets the offsets of the whole batch, if they are given, or computed where it is placed. A replica's
 bag gets some rows of them, which say nothing of its lookups; only where every row has as many lookups, and these are
 split, too, are offsets made for each share.
+
+The same holds of micro-batches: each one of a placed bag has rows of every replica, one share behind the other.
 """
 
 from __future__ import annotations
@@ -26,7 +28,20 @@ _BY_ROW: Final = frozenset({"aten._to_copy.default", "aten.clone.default"})
 """What replicas may make of their rows of the offsets before these are joined; and views."""
 
 
-def require_whole_offsets(net: Net, at: Callable[[Device], Device], replicated: Device, rows: Container[str]) -> None:
+_SPLIT: Final = (
+    "not placed, and its offsets {!r} would be split along the batch",
+    "place it, too; where lookups were as many as rows when captured, name their number: capture(…, batch_dims=…)",
+)
+
+_CUT: Final = (
+    "placed, and its offsets {!r} are cut into micro-batches, each of which has rows of several replicas",
+    "give each row as many lookups, without offsets: indices of shape [rows, lookups]; or capture without accumulate",
+)
+
+
+def require_whole_offsets(
+    net: Net, at: Callable[[Device], Device], replicated: Device, rows: Container[str], cut: bool
+) -> None:
     """Refuse a step in which a bag would have offsets of a share of the batch for lookups of another one.
 
     Args:
@@ -34,6 +49,7 @@ def require_whole_offsets(net: Net, at: Callable[[Device], Device], replicated: 
         at: the region of each device.
         replicated: the region of what is not placed.
         rows: inputs that are split along the batch.
+        cut: whether they are cut into micro-batches, too.
 
     Raises:
         PassError: there is such a bag.
@@ -41,12 +57,15 @@ def require_whole_offsets(net: Net, at: Callable[[Device], Device], replicated: 
     for op in net.ops:
         if op.type in _LOOKUPS:
             if at(op.device) == replicated:
-                _require_own_lookups(net, op, rows)
+                _require_own_lookups(net, op, rows, _SPLIT)
             else:
+                if cut:
+                    _require_own_lookups(net, op, rows, _CUT)
                 _require_given(net, op, at, replicated)
 
 
-def _require_own_lookups(net: Net, bag: Operator, rows: Container[str]) -> None:
+def _require_own_lookups(net: Net, bag: Operator, rows: Container[str], refused: tuple[str, str]) -> None:
+    """What bags get rows of, they get offsets and lookups of alike; *refused* are what else is said, and its remedy."""
     indices, offsets = (_sources(net, name) for name in bag.inputs[1:3])
     counted = next((name for name in indices if name in rows), None)
     split = next((name for name in offsets if name in rows), None)
@@ -54,13 +73,10 @@ def _require_own_lookups(net: Net, bag: Operator, rows: Container[str]) -> None:
     follow = any("batch" in size_dims(size) for size in shape)
     if split is None and not (offsets if counted else follow):
         return
+    what, fix = refused
     also = f", and {counted!r} too, as many as rows when captured" if counted else ""
-    raise PassError(
-        f"module {bag.module!r} is not placed, and its offsets {split or net.blobs[bag.inputs[2]].storage!r} would be "
-        f"split along the batch{also}",
-        fix="place it, too; where lookups were as many as rows when captured, name their number: "
-        "capture(…, batch_dims=…)",
-    )
+    given = split or net.blobs[bag.inputs[2]].storage
+    raise PassError(f"module {bag.module!r} is {what.format(given)}{also}", fix=fix)
 
 
 def _require_given(net: Net, bag: Operator, at: Callable[[Device], Device], replicated: Device) -> None:

@@ -9,12 +9,18 @@
                               └─ Copy ─ gpu_1/emb.0_split_1_grad ◀─────────────── made on gpu:1
 
 Names are those of DLRM's own nets. Every row crosses once to the device that reads it, and its gradient once back.
+
+In micro-batches, each crosses by itself: what a placed module reads of micro-batch k are the rows of all replicas'
+micro-batch k, in replica order. Inputs that it reads are put in that order first::
+
+    x : 0a 0b 0c 1a 1b 1c ─▶ split ─▶ join ─▶ 0a 1a 0b 1b 0c 1c          micro-batches a, b, c of replicas 0 and 1
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
+from graphir.errors import PassError
 from graphir.ir.blob import Blob, is_dense
 from graphir.ir.names import base_name, copy_name, fresh
 from graphir.ir.net import Net
@@ -23,6 +29,7 @@ from graphir.ir.size import Size, add, dimension, multiply, product
 
 from .regions import PERMUTES, REPLICATED, Regions
 from .replicas import Site
+from .shapes import results_of
 
 __all__ = ["Exchange"]
 
@@ -72,6 +79,47 @@ class Exchange:
         """Add a captured blob at a site."""
         blob = site.blob(self.regions.net.blobs[name])
         self.blobs.setdefault(blob.name, blob)
+
+    def order(self, name: str) -> None:
+        """Put the rows of an input that placed modules read, which is given replica after replica, in the order of
+        micro-batches, for all that reads it.
+
+        Raises:
+            PassError: elements of the input share memory.
+        """
+        cut = self.regions.cuts.get(name)
+        if cut is None:
+            return
+        (owner,) = self.regions.sites_of(name)
+        given = self.blobs[owner.blob_name(name)]
+        if given.strides is not None and 0 in given.strides:
+            raise PassError(
+                f"elements of {name!r} share memory, and placed modules read its micro-batches",
+                fix="capture with its .contiguous()",
+            )
+        taken = _Taken(self.blobs, self.regions.net.blobs)
+        parts = [(k, site, rows) for site, rows in zip(self.replicas, self.rows, strict=True) for k in range(cut.parts)]
+        names = [fresh(f"{given.name}_micro_{k}_split_{site.device.index}", taken) for k, site, _ in parts]
+        self._split(given, names, [rows for _, _, rows in parts], cut.dim, "forward", "")
+        in_order = [name for k in range(cut.parts) for name in names[k :: cut.parts]]
+        made = fresh(f"{given.name}_by_micro_batch", taken)
+        self._cat(in_order, given._replace(name=made, storage=made, strides=None), cut.dim, "forward", "", "")
+        if given.strides is not None:
+            made = self._laid_out(made, given)
+        owner.rename(name, made.removeprefix(owner.prefix))
+
+    def _laid_out(self, name: str, like: Blob) -> str:
+        """What has just been made, in the layout of another blob: the model was captured with that."""
+        made, op = fresh(f"{name}.laid_out", self.blobs), self.ops[-1]
+        (joined,) = results_of(op, self.blobs, self.regions.dims())
+        self.blobs[name] = self.blobs[name]._replace(strides=joined.strides)
+        if joined.strides == like.strides:
+            return name
+        self.blobs[made] = like._replace(name=made, storage=made)
+        self.ops.append(
+            op._replace(type="aten.copy.default", inputs=(like.name, name), outputs=(made,), args={}, operands=None)
+        )
+        return made
 
     def execute(self, op: Operator, site: Site) -> None:
         """Append a captured operator at a site, behind what it needs of other regions."""
@@ -133,27 +181,9 @@ class Exchange:
         assert whole.shape is not None
         producer = self.regions.net.producer(name)
         phase: Phase = producer.phase if producer is not None else "forward"
-        row = product(whole.shape[1:]) if whole.strides is None else whole.strides[0]
-        pieces, start = [], whole.offset
-        for site, rows in zip(self.replicas, self.rows, strict=True):
-            piece = f"{owner.prefix}{name}_split_{site.device.index}"
-            self.blobs[piece] = whole._replace(name=piece, shape=(rows, *whole.shape[1:]), offset=start)
-            pieces.append(piece)
-            start = add(start, multiply(rows, row))
-        self.ops.append(
-            Operator(
-                "aten.split_with_sizes.default",
-                (whole.name,),
-                tuple(pieces),
-                {"split_sizes": tuple(self.rows)},
-                owner.device,
-                phase,
-                module=producer.module if producer is not None else "",
-                by=self.by,
-                results=f"[{'t' * len(pieces)}]",
-                effects=Effects(views=tuple([(i, 0) for i in range(len(pieces))])),
-            )
-        )
+        pieces = [f"{owner.prefix}{name}_split_{site.device.index}" for site in self.replicas]
+        module = producer.module if producer is not None else ""
+        self._split(whole, pieces, self.rows, 0, phase, module)
         for site, rows, piece in zip(self.replicas, self.rows, pieces, strict=True):
             there = f"{site.prefix}{base_name(piece)}"
             here = piece if there == piece else self._copy(piece, there, site, phase, "")
@@ -208,22 +238,8 @@ class Exchange:
         captured = self.regions.net.blobs[name]
         taken = _Taken(self.blobs, self.regions.net.blobs, name)
         joined = fresh(site.blob_name(name) if name in self.activations else f"{site.prefix}{name}_joined", taken)
-        shape = site.shape(captured.shape)
-        self.blobs[joined] = Blob(joined, shape, captured.dtype, site.device, captured.role, joined)
-        self.ops.append(
-            Operator(
-                "aten.cat.default",
-                tuple(parts),
-                (joined,),
-                {},
-                site.device,
-                _phase(op),
-                op.module,
-                self.by,
-                operands=f"[{'t' * len(parts)}]",
-                of=self._of(name, site, op),
-            )
-        )
+        blob = Blob(joined, site.shape(captured.shape), captured.dtype, site.device, captured.role, joined)
+        self._cat(parts, blob, 0, _phase(op), op.module, self._of(name, site, op))
         self.local[name, site.device] = joined
 
     def add_up(self, loss: str) -> str:
@@ -246,6 +262,52 @@ class Exchange:
             return name
         args: dict[str, Arg] = {"memory_format": Symbol("contiguous_format")}
         return self._made("aten.clone.default", name, "dense", args, site, phase)
+
+    def _split(
+        self, whole: Blob, names: Sequence[str], rows: Sequence[Size], dim: int, phase: Phase, module: str
+    ) -> None:
+        """Append an operator that shows so many rows each of a blob, one behind the other."""
+        assert whole.shape is not None
+        strides = whole.strides or tuple([product(whole.shape[d + 1 :]) for d in range(len(whole.shape))])
+        start = whole.offset
+        for name, length in zip(names, rows, strict=True):
+            shape = (*whole.shape[:dim], length, *whole.shape[dim + 1 :])
+            kept = whole.strides if dim == 0 else strides
+            self.blobs[name] = whole._replace(name=name, shape=shape, strides=kept, offset=start)
+            start = add(start, multiply(length, strides[dim]))
+        args: dict[str, Arg] = {"split_sizes": tuple(rows)}
+        self.ops.append(
+            Operator(
+                "aten.split_with_sizes.default",
+                (whole.name,),
+                tuple(names),
+                {**args, "dim": dim} if dim else args,
+                whole.device,
+                phase,
+                module=module,
+                by=self.by,
+                results=f"[{'t' * len(names)}]",
+                effects=Effects(views=tuple([(i, 0) for i in range(len(names))])),
+            )
+        )
+
+    def _cat(self, parts: Sequence[str], made: Blob, dim: int, phase: Phase, module: str, of: str) -> None:
+        """Append an operator that joins blobs as another one."""
+        self.blobs[made.name] = made
+        self.ops.append(
+            Operator(
+                "aten.cat.default",
+                tuple(parts),
+                (made.name,),
+                {"dim": dim} if dim else {},
+                made.device,
+                phase,
+                module,
+                self.by,
+                operands=f"[{'t' * len(parts)}]",
+                of=of,
+            )
+        )
 
     def _made(self, type: str, name: str, what: str, args: Mapping[str, Arg], site: Site, phase: Phase) -> str:
         """Append an operator that makes a contiguous blob of another one, and runs where that is."""
@@ -293,9 +355,10 @@ def _phase(reader: Operator) -> Phase:
 
 
 class _Taken:
-    """The names that a captured blob may not have at a site: those of blobs, and of other captured ones there."""
+    """The names that a captured blob may not have at a site: those of blobs, and of other captured ones there. What no
+    captured blob stands for may have none of these."""
 
-    def __init__(self, blobs: Mapping[str, Blob], captured: Mapping[str, Blob], name: str) -> None:
+    def __init__(self, blobs: Mapping[str, Blob], captured: Mapping[str, Blob], name: str = "") -> None:
         self.blobs, self.captured, self.name = blobs, captured, name
 
     def __contains__(self, name: object) -> bool:

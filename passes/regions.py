@@ -27,6 +27,7 @@ from graphir.ir.size import Polynomial, Size, add, dimension, size_dims, substit
 
 from .bag_offsets import require_whole_offsets
 from .following import follow, follows
+from .micro_cuts import Cut, cuts_of
 from .module_patterns import claims
 from .replicas import Site, replica_sites
 
@@ -63,7 +64,7 @@ class Regions:
     """The regions of a program.
 
     Args:
-        program: captured, without micro-batches.
+        program: captured.
         homes: the device of each placed module.
         devices: of the replicas, by number.
         by: the pass that spreads the program.
@@ -73,6 +74,8 @@ class Regions:
         owners: by placed region, its site.
         init: the captured net; the device of a blob or operator is its region.
         net: the captured step, likewise.
+        cuts: how each input that placed modules read is cut into micro-batches, where these have rows of several
+            replicas.
     """
 
     def __init__(self, program: Program, homes: Mapping[str, Device], devices: Sequence[int], by: str) -> None:
@@ -85,7 +88,12 @@ class Regions:
         claimed = claims(program, homes)
         placed = self._followed({module: regions[homes[root]] for module, root in claimed.items()})
         self.init, self.net = placed.init, placed.step
-        self._require_rows_of_batch()
+        cuts = cuts_of(program)
+        self._require_rows_of_batch(cut=bool(cuts))
+        spread = len(self.replicas) > 1
+        self.cuts: Mapping[str, Cut] = {
+            name: cut for name, cut in cuts.items() if spread and self.of(name) != REPLICATED
+        }
 
     def _followed(self, modules: Mapping[str, Device]) -> Program:
         """The captured program with each operator and blob in its region, by the regions of placed modules."""
@@ -242,26 +250,17 @@ class Regions:
             fix=_FIX_ROWS,
         )
 
-    def _require_rows_of_batch(self) -> None:
-        """Refuse a step without rows to split, with micro-batches, or with lookups that would be split like rows."""
-        interface, blobs = self.program.interface, self.program.step.blobs
-        name = self.program.name
+    def _require_rows_of_batch(self, *, cut: bool) -> None:
+        """Refuse a step without rows to split, or with lookups that would be split like rows."""
+        interface, name = self.program.interface, self.program.name
         if interface.loss is not None and self.of(interface.loss) != REPLICATED:
             raise PassError("the loss cannot be placed", fix="place modules of the model")
         if "batch" not in self.program.dims:
             reason = f": {self.program.fixed}" if self.program.fixed else ""
             raise PassError(f"program {name!r} has no batch to split{reason}", fix="let its sizes follow the batch")
-        rows = {feed.blob: feed.batch_dim for feed in interface.feeds if feed.blob and feed.batch_dim is not None}
-        for given, dim in rows.items():
-            shape = blobs[given].shape if given in blobs else None
-            if shape and "batch" in size_dims(shape[dim]) and shape[dim] != dimension("batch"):
-                raise PassError(
-                    f"program {name!r} takes {shape[dim]} rows of {given!r}: a placed module would have other "
-                    "micro-batches than the replicas",
-                    fix="capture it without accumulate",
-                )
+        rows = {feed.blob for feed in interface.feeds if feed.blob and feed.batch_dim is not None}
         if len(self.replicas) > 1:
-            require_whole_offsets(self.net, self.at, REPLICATED, rows)
+            require_whole_offsets(self.net, self.at, REPLICATED, rows, cut)
 
 
 def _module_of(net: Net, name: str) -> str:

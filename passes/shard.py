@@ -13,7 +13,7 @@ else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
@@ -22,6 +22,7 @@ from pydantic import AfterValidator, BeforeValidator
 from graphir.analysis.hazards import touches
 from graphir.errors import PassError
 from graphir.ir.device import gpu
+from graphir.ir.names import micro_batch_of
 from graphir.ir.net import Net
 from graphir.ir.operator import Operator
 from graphir.ir.program import Interface, Program
@@ -98,6 +99,10 @@ def shard(
     ``gpu_<d>/<blob>_split_<d>``; gradients come back and are joined in replica order. Inputs that placed modules read
     go whole to their device. Losses, and gradients but for the order of additions, are those of the whole batch.
 
+    In micro-batches (``accumulate``), replica r's micro-batch k is chunk k of its share, as for :func:`replicate`, and
+    that of placed modules all replicas' micro-batch k, in replica order. Inputs that these read are put in this order
+    on their device, as ``gpu_<d>/<input>_by_micro_batch``.
+
     Args:
         program: captured at the size of one replica's share.
         placement: by pattern (``"emb_l.0"``, ``"emb_l.*"``), the gpu to which the modules go; or ``"round_robin"``: to
@@ -111,8 +116,8 @@ def shard(
     Raises:
         PassError: a pattern names no module, two name the same one, or a device is none of *devices*; a placed module
             hands on what has no batch as its first dimension, or shares a parameter with one that is not placed; what
-            is to be split is no table, or cannot be; the program has micro-batches, or is replicated or placed already.
-            Nothing has changed then.
+            is to be split is no table, or cannot be; offsets of bags would be cut, into shares or micro-batches, and
+            not their lookups; the program is replicated or placed already. Nothing has changed then.
     """
     return build(Shard, placement=placement, devices=devices, reduction=reduction)(program)
 
@@ -126,6 +131,7 @@ def _spread(regions: Regions, reduction: Reduction) -> Program:
             exchange.declare(name, site)
     external, loss, added = tuple(exchange.blobs), program.interface.loss, dict[str, str]()
     for name in net.external_inputs:
+        exchange.order(name)
         exchange.split(name)
         exchange.pack(name)
     for op in _in_order(regions):
@@ -160,29 +166,42 @@ def _spread(regions: Regions, reduction: Reduction) -> Program:
 
 
 def _in_order(regions: Regions) -> Iterator[Operator]:
-    """The operators, but those first that placed modules execute without replicated values, and those last of the
-    backward that the replicas do not wait for: what crosses is under way while the replicas compute."""
-    ops, order = regions.net.ops, range(len(regions.net.ops))
-    placed = [regions.at(op.device) != REPLICATED for op in ops]
-    early = dict.fromkeys(
-        _free(regions.net, order, [at and op.phase == "forward" for at, op in zip(placed, ops, strict=True)])
-    )
-    ends = [op.phase in ("reduce", "update") for op in ops]
-    may = [at and op.phase == "backward" for at, op in zip(placed, ops, strict=True)]
-    late = dict.fromkeys(_free(regions.net, [i for i in reversed(order) if not ends[i]], may))
-    yield from (ops[i] for i in early)
-    yield from (ops[i] for i in order if not (i in early or i in late or ends[i]))
-    yield from (ops[i] for i in reversed(late))
-    yield from (ops[i] for i in order if ends[i])
+    """The operators, but of each micro-batch those first that placed modules execute without replicated values, and
+    those last of the backward that the replicas do not wait for: what crosses is under way while the replicas
+    compute."""
+    net = regions.net
+    may = {i: op.phase for i, op in enumerate(net.ops) if regions.at(op.device) != REPLICATED}
+    forward, backward = ({i for i, phase in may.items() if phase == which} for which in ("forward", "backward"))
+    ends = [i for i, op in enumerate(net.ops) if op.phase in ("reduce", "update")]
+    for order in _micro_batches(net.ops, ends):
+        early = dict.fromkeys(_free(net, order, forward))
+        late = dict.fromkeys(_free(net, order[::-1], backward))
+        yield from (net.ops[i] for i in early)
+        yield from (net.ops[i] for i in order if not (i in early or i in late))
+        yield from (net.ops[i] for i in reversed(late))
+    yield from (net.ops[i] for i in ends)
 
 
-def _free(net: Net, order: Iterable[int], may: Sequence[bool]) -> Iterator[int]:
+def _micro_batches(ops: Sequence[Operator], without: Collection[int]) -> list[list[int]]:
+    """The positions of each micro-batch's operators, which stand one behind the other."""
+    found, latest, left = [list[int]()], 0, frozenset(without)
+    for i, op in enumerate(ops):
+        own = micro_batch_of(op.outputs[0]) if op.outputs else None
+        if own is not None and own > latest:
+            latest = own
+            found.append([])
+        if i not in left:
+            found[-1].append(i)
+    return found
+
+
+def _free(net: Net, order: Iterable[int], may: Container[int]) -> Iterator[int]:
     """The operators, of those that *may*, that depend on no earlier one in *order* that is not free: no blob and no
     storage that either of them writes is touched by the other."""
     read, written = set[str](), set[str]()
     for i in order:
         reads, writes = touches(net.ops[i], net.blobs)
-        if may[i] and written.isdisjoint(reads) and written.isdisjoint(writes) and read.isdisjoint(writes):
+        if i in may and written.isdisjoint(reads) and written.isdisjoint(writes) and read.isdisjoint(writes):
             yield i
         else:
             read |= reads

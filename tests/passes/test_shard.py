@@ -533,24 +533,6 @@ def test_programs_that_are_spread_already_are_refused() -> None:
         passes.shard(passes.shift_modules(program, {"top_l": 1}), {"emb_l.0": 0}, [0, 1])
 
 
-def test_micro_batches_are_refused() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.top = nn.Embedding(9, 4), nn.Linear(4, 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.top(self.table(x))  # type: ignore[no-any-return]
-
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    program = graphir.capture(
-        model, (torch.randint(9, (4,)),), loss=lambda out: out.sum(), optimizer=optimizer, accumulate=2
-    )
-    with pytest.raises(PassError, match=r"takes 2\*batch rows of 'x': a placed module would have other micro-batches"):
-        passes.shard(program, {"table": 0}, [0, 1])
-
-
 def test_a_session_refuses_shares_that_do_not_fit() -> None:
     program = sharded({"emb_l.*": "round_robin"})
     batch, other = clicks(CONFIG, 8, 1), clicks(CONFIG, 7, 2)
