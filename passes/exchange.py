@@ -240,7 +240,9 @@ class Exchange:
         joined = fresh(site.blob_name(name) if name in self.activations else f"{site.prefix}{name}_joined", taken)
         blob = Blob(joined, site.shape(captured.shape), captured.dtype, site.device, captured.role, joined)
         self._cat(parts, blob, 0, _phase(op), op.module, self._of(name, site, op))
-        self.local[name, site.device] = joined
+        wanted = site.blob(captured)
+        strided = wanted.strides is not None and is_dense(wanted._replace(offset=0))
+        self.local[name, site.device] = self._turned(joined, wanted) if strided else joined
 
     def add_up(self, loss: str) -> str:
         """Make each replica's loss such that their mean over rows is their sum; its name without prefix."""
@@ -309,6 +311,29 @@ class Exchange:
             )
         )
 
+    def _turned(self, name: str, like: Blob) -> str:
+        """What has just been joined, its dimensions in memory in the order of another blob without gaps."""
+        op, outermost = self.ops[-1], _outermost_first(like)
+        (made,) = results_of(op, self.blobs, self.regions.dims())
+        joined = self.blobs[name] = self.blobs[name]._replace(strides=made.strides)
+        if made.strides == like.strides:
+            return name
+        turned = self._permute(joined, outermost, op)
+        dense = turned._replace(name=fresh(f"{name}.dense", self.blobs), strides=None)
+        self.blobs[dense.name] = dense = dense._replace(storage=dense.name)
+        args: dict[str, Arg] = {"memory_format": Symbol("contiguous_format")}
+        clone = op._replace(type="aten.clone.default", inputs=(turned.name,), outputs=(dense.name,), args=args)
+        self.ops.append(clone._replace(operands=None))
+        return self._permute(dense, [outermost.index(d) for d in range(len(outermost))], op).name
+
+    def _permute(self, base: Blob, dims: Sequence[int], op: Operator) -> Blob:
+        """Append a view of a blob with its dimensions in another order, beside an operator."""
+        name, args = fresh(f"{base.storage}.permute", self.blobs), {"dims": tuple(dims)}
+        view = op._replace(type="aten.permute.default", inputs=(base.name,), outputs=(name,), args=args, of="")
+        self.ops.append(view._replace(operands=None, effects=Effects(views=((0, 0),))))
+        self.blobs[name] = _permuted(base, view, base._replace(name=name))
+        return self.blobs[name]
+
     def _made(self, type: str, name: str, what: str, args: Mapping[str, Arg], site: Site, phase: Phase) -> str:
         """Append an operator that makes a contiguous blob of another one, and runs where that is."""
         made = fresh(f"{name}.{what}", self.blobs)
@@ -364,6 +389,20 @@ class _Taken:
     def __contains__(self, name: object) -> bool:
         base = base_name(str(name))
         return name in self.blobs or (base in self.captured and base != self.name)
+
+
+def _outermost_first(blob: Blob) -> list[int]:
+    """The dimensions of a blob without gaps, from the outermost in memory to the innermost."""
+    assert blob.shape is not None and blob.strides is not None
+    left = [d for d, size in enumerate(blob.shape) if size != 1]
+    found = [d for d, size in enumerate(blob.shape) if size == 1]
+    step: Size = 1
+    while left:
+        inner = next(d for d in left if blob.strides[d] == step)
+        left.remove(inner)
+        found.append(inner)
+        step = multiply(step, blob.shape[inner])
+    return found[::-1]
 
 
 def _permuted(base: Blob, maker: Operator, made: Blob) -> Blob:
