@@ -1,5 +1,7 @@
 """Which calls of a step are timed, in which order, and what becomes of their times."""
 
+import sys
+
 import models
 import pytest
 import torch
@@ -9,9 +11,8 @@ from graphir.runtime.profiling.timing import Timing
 from runnable import captured, sgd
 from single_calls import subject_of
 
+import graphir
 from graphir import passes
-from graphir.ir.plan import sizes_of
-from graphir.profile import _subjects
 
 
 def test_calls_are_timed_in_the_order_of_the_step_and_count_for_their_average(monkeypatch):
@@ -47,12 +48,17 @@ def test_a_call_that_succeeds_once_is_measured(monkeypatch):
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_the_first_calls_of_a_key_on_one_device_are_timed_and_one_of_updates(replicas):
+def test_the_first_calls_of_a_key_on_one_device_are_timed_and_one_of_updates(replicas, monkeypatch, tmp_path):
+    given = {}
+    monkeypatch.setattr(
+        sys.modules["graphir.profile"], "measured", lambda subjects, threads: (given.update(subjects) or {}, {})
+    )
     example = models.gpt(layers=6)
     program = passes.replicate(captured(example, sgd(example.model.parameters())), range(replicas))
     step = program.step
     of_one, updates = 0, 0
-    for subject in _subjects(program, sizes_of(program), 1).values():
+    graphir.profile(program, threads=1, path=tmp_path / "profile.json")
+    for subject in given.values():
         ops = [step.ops[use.position] for use in subject.uses]
         assert {op.type for op in ops} == {subject.op.type}
         assert len({step.blobs[op.outputs[0]].device for op in ops}) == 1
