@@ -7,6 +7,7 @@ from itertools import accumulate
 
 from graphir.ir.device import Device
 
+from .tails import CUT_OFF
 from .units import Unit, Units
 
 __all__ = ["Merging"]
@@ -39,7 +40,8 @@ class Merging:
         groups: list[list[Unit]] = []
         for chain in chains:
             total = sum(saved[at[unit]] for unit in chain)
-            merged = self.joined(chain, saved, total / (4 * share)) if len(chain) > 8 * share else [[u] for u in chain]
+            long = len(chain) > 8 * share
+            merged = self.joined(chain, saved, total / (4 * share)) if long else self.gathered(chain, saved, total)
             sizes = [sum(saved[at[unit]] for unit in group) for group in merged]
             while len(merged) > 1:
                 pairs = [i for i in range(len(merged) - 1) if self.may_merge(merged[i], merged[i + 1])]
@@ -63,6 +65,22 @@ class Merging:
         for unit in chain:
             more = saved[self.at[unit]]
             if found and nbytes + more <= most and len(found[-1]) < units and self.may_merge(found[-1], [unit]):
+                found[-1].append(unit)
+                nbytes += more
+            else:
+                found.append([unit])
+                nbytes = more
+        return found
+
+    def gathered(self, chain: Sequence[Unit], saved: Sequence[int], total: int) -> list[list[Unit]]:
+        """The units of a chain; of those that were cut off, neighbours together that save little."""
+        cut = {unit for behind in self.units.behind.values() for unit in behind}
+        found: list[list[Unit]] = []
+        nbytes = 0
+        for unit in chain:
+            more = saved[self.at[unit]]
+            small = nbytes + more <= total * CUT_OFF / 2
+            if unit in cut and found and found[-1][-1] in cut and small and self.may_merge(found[-1], [unit]):
                 found[-1].append(unit)
                 nbytes += more
             else:

@@ -5,11 +5,12 @@ Whole containers are named where everything in them goes one way.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from graphir.ir.device import Device
+from graphir.ir.device import Device, gpu
+from graphir.ir.names import base_name
 from graphir.ir.program import Program
 
 from ..activations import find_activations
@@ -42,7 +43,7 @@ def placed(program: Program, grouped: Grouped, choice: Choice) -> Program:
     moves = _moves(program, grouped, choice, names)
     if moves:
         found = build(ShiftModules, modules=moves).recorded(found)
-    if moves or any(unit.call for units in grouped.units for unit in units):
+    if moves or any(not unit.named for units in grouped.units for unit in units):
         found = _settled(found, grouped, choice, names)
     if again := [s for group, stored in enumerate(choice.stored) if stored == AGAIN for s in grouped.again[group]]:
         found = build(Recompute, what=storages_named(found, again, "recompute")).recorded(found)
@@ -59,19 +60,21 @@ def placed(program: Program, grouped: Grouped, choice: Choice) -> Program:
 
 
 def _settled(program: Program, grouped: Grouped, choice: Choice, names: Sequence[Device]) -> Program:
-    """A program after its modules have moved, with the large results of containers where the choice wants them, and not
-    where the fewest bytes cross."""
-    if program.replicas != ("",):
-        return program
+    """A program after its modules have moved, with the large results of containers, and of what else no module's path
+    stands for, where the choice wants them, and not where the fewest bytes cross. What one replica wants elsewhere and
+    another one on the same device does not, stays."""
+    blobs = program.step.blobs
     known = dict.fromkeys(find_activations(program))
-    wrong: dict[tuple[int, int], list[str]] = defaultdict(list)
+    wrong: dict[tuple[int, int], Counter[str]] = defaultdict(Counter)
     least = _SMALL * min([limit for limit in grouped.problem.limits if limit is not None], default=0)
     for i, group in grouped.of_op.items():
         op, wanted = program.step.ops[i], names[choice.devices[group]]
         made = next(iter(op.outputs), "")
-        if made in known and op.device != wanted and program.step.blobs[made].nbytes(program.dims) > least:
-            wrong[op.device.index, wanted.index].append(made)
-    for (source, target), activations in wrong.items():
+        if op.device != wanted and base_name(made) in known and blobs[made].nbytes(program.dims) > least:
+            wrong[op.device.index, wanted.index][base_name(made)] += 1
+    for (source, target), counts in wrong.items():
+        there = {name: [r + name for r in program.replicas if blobs[r + name].device == gpu(source)] for name in counts}
+        activations = [name for name, count in counts.items() if count == len(there[name])]
         program = build(ShiftActivations, activations=activations, shifts={source: target}).recorded(program)
     return program
 
@@ -82,10 +85,9 @@ def _moves(
     """By pattern, where modules go, as :func:`.shift_modules.shift_modules` takes it."""
     targets: dict[str, dict[Device, Device]] = defaultdict(dict)
     for units, device in zip(grouped.units, choice.devices, strict=True):
-        for source, module, call in units:
-            if call:  # it is moved by its activations
-                continue
-            targets[module][source] = names[device]
+        for unit in units:
+            if unit.named:
+                targets[unit.module][unit.device] = names[device]
     moved = {module: {s: t for s, t in to.items() if s != t} for module, to in targets.items()}
     alike: dict[tuple[tuple[Device, Device], ...], list[str]] = defaultdict(list)
     for path, to in _outermost(targets, {m: tuple(sorted(to.items())) for m, to in moved.items()}):

@@ -61,10 +61,11 @@ def _described(problem: Problem, device: int, stored: int) -> str:
 
 
 def device_map(grouped: Grouped, choice: Choice) -> dict[str, int | str]:
-    """By module, the number of its gpu; of a replicated program, where the first replica has it."""
+    """By module that is a unit, the number of its gpu; of a replicated program, where the first replica has it."""
     found: dict[str, int | str] = {}
     for units, device in zip(grouped.units, choice.devices, strict=True):
         name = Device.parse(grouped.problem.devices[device])
-        for _, module, _ in units:
-            found.setdefault(module, "cpu" if name.is_host else as_gpu(name))
+        for unit in units:
+            if not unit.piece:
+                found.setdefault(unit.module, "cpu" if name.is_host else as_gpu(name))
     return found

@@ -1,7 +1,8 @@
 """What moves as a whole: a call of a module that has parameters, on one device, and what goes with it.
 
 What runs behind such a module until the next one begins, such as activations and additions of containers, belongs to
-it. Operators of the backward go with the operator whose gradients they compute, updates with their parameters.
+it, unless it saves much (:mod:`.tails`). Operators of the backward go with the operator whose gradients they compute,
+updates with their parameters.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import NamedTuple
 from graphir.errors import PassError
 from graphir.ir.blob import STATE_ROLES
 from graphir.ir.device import Device
-from graphir.ir.names import base_name, micro_batch_of
+from graphir.ir.names import base_name, micro_batch_of, micro_batches
 from graphir.ir.operator import Operator
 from graphir.ir.opset import ACCUMULATES
 from graphir.ir.program import Program
@@ -20,16 +21,27 @@ from graphir.ir.size import Dims
 
 from ..module_patterns import weighted_modules
 from ..saved import uses_of
+from .tails import Tails
 
 __all__ = ["Unit", "Units"]
 
 
 class Unit(NamedTuple):
-    """A module with parameters, the device where it is, and which of its calls it is. The state is the first one's."""
+    """A module, the device where it is, and which of its calls it is. The state is the first one's. Or a *piece* of what
+    a module without parameters computes, by the name of its first result."""
 
     device: Device
     module: str
     call: int = 0
+    piece: str = ""
+
+    def __str__(self) -> str:
+        return self.piece or self.module
+
+    @property
+    def named(self) -> bool:
+        """Whether the module's path stands for it; else it is moved by its activations."""
+        return not self.call and not self.piece
 
 
 class Units:
@@ -40,7 +52,10 @@ class Units:
         dims: the sizes.
 
     Attributes:
+        parts: how many micro-batches there are.
         uses: where the step touches each storage.
+        saved: by operator of the forward, the bytes that it saves for the backward, where there are any.
+        behind: by unit, those that were cut off from it.
         at: the units, in the order in which their forward begins, with their positions in it.
         of_op: by operator, its unit; None on the host.
         of_state: by storage of state, its unit.
@@ -51,17 +66,30 @@ class Units:
 
     def __init__(self, program: Program, dims: Dims) -> None:
         self.program, self.net, self.dims = program, program.step, dims
+        self.parts = micro_batches(self.net.blobs)
         self.uses = uses_of(self.net)
+        self.saved = self.bytes_saved()
         self.weighted = weighted_modules(program) - {""} or {""}  # a model without modules is one that stays
         self.of_op: list[Unit | None] = [None] * len(self.net.ops)
         self.of_state: dict[str, Unit] = {}
-        self.at = {unit: i for i, unit in enumerate(self.place_forward())}
+        order = self.place_forward()
+        self.behind = Tails(self).behind
+        self.at = {u: i for i, u in enumerate([u for unit in order for u in (unit, *self.behind.get(unit, ()))])}
         if not self.at:
             raise PassError(
                 f"no module of program {program.name!r} has parameters of its own, so nothing can be moved",
                 fix="give the model's layers as modules",
             )
         self.place_rest()
+
+    def bytes_saved(self) -> dict[int, int]:
+        """By operator of the forward, the bytes that it saves for the backward."""
+        ops, blobs = self.net.ops, self.net.blobs
+        found = dict[int, int]()
+        for storage, use in self.uses.items():
+            if use.made >= 0 and use.late >= 0 and ops[use.made].phase == "forward":
+                found[use.made] = found.get(use.made, 0) + blobs[storage].nbytes(self.dims)
+        return found
 
     def place_forward(self) -> list[Unit]:
         """The units of the forward's operators, in the order in which they begin. Each micro-batch calls what the first
