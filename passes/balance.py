@@ -35,7 +35,7 @@ from graphir.ir.text import nbytes_text
 from .base import Pass, Pipeline, Placed, build, register, require_program
 from .choice.attempts import Attempt, Attempts, Budget
 from .choice.bound import bound_of
-from .choice.groups import Grouped, Wanted, grouped
+from .choice.groups import Reading, Wanted
 from .choice.least import exceeded, least
 from .choice.moves import placed
 from .choice.outcome import Outcomes
@@ -289,7 +289,7 @@ class _Balancing:
             limits, tuple(d for d in self.names if not d.is_host), options.options, self.pins(), self.wholes()
         )
         self.parts = micro_batches(program.step.blobs)
-        self.searches = Attempts(self.groups, self.parts, Budget(options.seconds, options.evaluations, options.seed))
+        self.searches = Attempts(self.reading(), self.parts, Budget(options.seconds, options.evaluations, options.seed))
         self.grouped = self.searches.grouped
         self.before: _Emitted | None = None
         self.emits = len(program.step.ops) <= _MOST_EMITTED
@@ -347,13 +347,15 @@ class _Balancing:
         tops = [m for m in claimed if not any(m.startswith(f"{other}.") for other in claimed)]
         return {m: next(top for top in tops if m == top or m.startswith(f"{top}.")) for m in claimed}
 
-    def groups(self, most: int) -> Grouped:
-        """The program in so many groups."""
+    def reading(self) -> Reading:
+        """The program as it is read to be grouped."""
         issue = STREAMS.issue if self.topology.host is None else 0.0
-        return grouped(self.program, self.wanted, self.topology, self.profile, self.threads, most, issue)
+        return Reading(self.program, self.wanted, self.topology, self.profile, self.threads, issue)
 
     def run(self) -> Balanced:
-        attempts = self.searches.made(regroups=self.emits and "recompute" in self.options.options)
+        attempts = self.searches.made(
+            regroups=self.emits and "recompute" in self.options.options, tails_apart=self.emits
+        )
         if not self.emits:
             (only,) = attempts
             if only.found.outcome.over:

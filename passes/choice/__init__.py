@@ -1,6 +1,7 @@
 """How a placement is chosen: what :func:`graphir.passes.balance` is made of.
 
-units.py     program ──▶ what moves as a whole; merging.py makes few groups of these
+units.py     program ──▶ what moves as a whole; tails.py cuts off what has no parameters and saves much
+merging.py   what moves as a whole ──▶ few groups
 tasks.py     groups ──▶ what they compute and hand on; repeats.py says what can be computed again
 groups.py    all of that ──▶ Problem
 problem.py   Problem, and Choice: a device for each group, and what becomes of what it saves

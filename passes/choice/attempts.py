@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
-from .groups import Grouped
+from .groups import Grouped, apart
 from .outcome import Outcomes
 from .problem import AGAIN, Choice, Problem
 from .search import Found, search
@@ -30,6 +30,17 @@ _FIRST: Final = 0.6
 
 _ONWARD: Final = 0.25
 """The part of the budget for which a search goes on where a plan holds more than its groups said."""
+
+
+class Read(Protocol):
+    """What gives groups of several sizes: a :class:`.groups.Reading`."""
+
+    @property
+    def tailed(self) -> object | None:
+        """None where there are no tails that save much."""
+
+    def grouped(self, most: int, *, tails: bool = False) -> Grouped:
+        """The program in so many groups at most, with or without *tails* apart."""
 
 
 class Budget(NamedTuple):
@@ -74,35 +85,45 @@ class Attempts:
     """Searches for a choice.
 
     Args:
-        groups: the program in so many groups at most.
+        reading: what gives the groups of the program.
         parts: how many micro-batches it has.
         budget: of the searches.
 
     Attributes:
-        grouped: the program in as many groups as a search can take.
+        most: how many groups a search can take.
+        grouped: the program in so many groups at most.
         evaluated: how many choices were looked at.
     """
 
-    def __init__(self, groups: Callable[[int], Grouped], parts: int, budget: Budget) -> None:
-        self.groups, self.parts, self.budget = groups, parts, budget
+    def __init__(self, reading: Read, parts: int, budget: Budget) -> None:
+        self.reading, self.parts, self.budget = reading, parts, budget
+        self.most = _MOST if parts == 1 else max(_MOST_IN_PARTS // parts, min(_FEWER))
         begun = time.perf_counter()
-        self.grouped = groups(_MOST if parts == 1 else max(_MOST_IN_PARTS // parts, min(_FEWER)))
+        self.grouped = reading.grouped(self.most)
         self.spent, self.evaluated = time.perf_counter() - begun, 0
 
-    def made(self, *, regroups: bool) -> list[Attempt]:
+    def made(self, *, regroups: bool, tails_apart: bool) -> list[Attempt]:
         """Searches among as many groups as a search can take; where these compute again, or nothing is within the
-        limits, among fewer and larger ones, too, if it *regroups*."""
+        limits, among fewer and larger ones, too, if it *regroups*; and among those with tails apart, if the search
+        goes on with *tails apart*, where there are any."""
         regroups = regroups and self.parts == 1 and len(self.grouped.problem.groups) > min(_FEWER)
-        first = self.attempt(self.grouped, _FIRST if regroups else 1.0)
+        tails_apart = tails_apart and self.reading.tailed is not None
+        first = self.attempt(self.grouped, _FIRST if regroups or tails_apart else 1.0)
         found = first.found
-        if not regroups or found.interrupted:
+        if found.interrupted or not (regroups or tails_apart):
             return [first]
-        if not found.outcome.over and found.choice.stored.count(AGAIN) < _MANY_AGAIN * len(found.choice.stored):
+        many = found.choice.stored.count(AGAIN) >= _MANY_AGAIN * len(found.choice.stored)
+        sizes = [(self.most, True)] if tails_apart else []
+        if regroups and (found.outcome.over or many):
+            sizes += [(most, False) for most in _FEWER]
+        if not sizes:
             return [self.attempt(self.grouped, 1 - _FIRST, (found.choice, *found.others))]
         attempts = [first]
-        for most in _FEWER:
+        for most, finer in sizes:
             if not attempts[-1].found.interrupted:
-                attempts.append(self.attempt(self.groups(most), (1 - _FIRST) / len(_FEWER)))
+                grouped = self.reading.grouped(most, tails=finer)
+                starts = [apart(found.choice, self.grouped, grouped)] if finer else []
+                attempts.append(self.attempt(grouped, (1 - _FIRST) / len(sizes), starts))
         return attempts
 
     def attempt(self, grouped: Grouped, part: float, starts: Sequence[Choice] = ()) -> Attempt:

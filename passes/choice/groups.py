@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from graphir.analysis.memory import memory
@@ -17,11 +18,11 @@ from graphir.ir.device import Device
 from graphir.ir.program import Program
 
 from .merging import Merging
-from .problem import AGAIN, KEEP, Group, Problem, Task
+from .problem import AGAIN, KEEP, Choice, Group, Problem
 from .tasks import Found, Tasks
 from .units import Unit, Units
 
-__all__ = ["Grouped", "Wanted", "grouped"]
+__all__ = ["Grouped", "Reading", "Wanted", "apart", "grouped"]
 
 
 class Wanted(NamedTuple):
@@ -61,6 +62,69 @@ class Grouped:
     again: list[list[str]] = field(default_factory=list)
 
 
+class Reading:
+    """A program, read once for problems of several sizes.
+
+    Args:
+        program: captured, or replicated; before :func:`.copies.inject_copies`.
+        wanted: limits and devices, which the topology has.
+        topology: how fast devices and links are.
+        profile: what was measured of calls on that machine.
+        threads: how many threads one kernel uses.
+        issue: seconds that one host thread takes to issue an operator to any device.
+
+    Raises:
+        PassError: no module of the program has parameters.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        wanted: Wanted,
+        topology: Topology,
+        profile: Profile | None,
+        threads: int,
+        issue: float = 0.0,
+    ) -> None:
+        self.program, self.wanted, self.topology = program, wanted, topology
+        self.profile, self.threads, self.issue = profile, threads, issue
+        self.used = memory(program, profile=profile, threads=threads)
+        self.units = Units(program, dict(self.used.dims))
+
+    @cached_property
+    def tailed(self) -> Units | None:
+        """The units with tails apart that save much; None where there are none."""
+        return self.units.with_tails()
+
+    def grouped(self, most: int, *, tails: bool = False) -> Grouped:
+        """The problem of placing the program in so many groups at most, with or without *tails* apart."""
+        program, wanted, topology = self.program, self.wanted, self.topology
+        units = (self.tailed if tails else None) or self.units
+        numbers, members = Merging(units, most, wanted.pins, wanted.whole).run()
+        tasks = Tasks(units, numbers, self.used)
+        names = _devices(program, wanted)
+        seconds = tasks.seconds(names, topology, self.profile, self.threads)
+        values, found = tasks.values(len(members))
+        latency, pace = _links(names, topology)
+        rooms = tasks.rooms(values)
+        problem = Problem(
+            devices=tuple(map(str, names)),
+            limits=tuple([wanted.limits.get(name) for name in names]),
+            held=tuple([tasks.held.get(name, 0) for name in names]),
+            latency=latency,
+            pace=pace,
+            groups=tuple(
+                [_group(i, modules, names, wanted, tasks, found, latency) for i, modules in enumerate(members)]
+            ),
+            tasks=tuple([tasks.task(*each) for each in zip(tasks.runs, seconds, rooms, strict=True)]),
+            values=tuple(values),
+            parts=tasks.parts,
+            issue=self.issue,
+        )
+        of_op = {i: g for i, g in enumerate(tasks.group_of_op) if g >= 0 and program.step.ops[i].phase == "forward"}
+        return Grouped(problem, members, of_op, found.parks, found.again)
+
+
 def grouped(
     program: Program,
     wanted: Wanted,
@@ -70,49 +134,17 @@ def grouped(
     most: int,
     issue: float = 0.0,
 ) -> Grouped:
-    """The problem of placing a program.
+    """The problem of placing a program in so many groups at most, as :class:`Reading` has it."""
+    return Reading(program, wanted, topology, profile, threads, issue).grouped(most)
 
-    Args:
-        program: captured, or replicated; before :func:`.copies.inject_copies`.
-        wanted: limits and devices, which the topology has.
-        topology: how fast devices and links are.
-        profile: what was measured of calls on that machine.
-        threads: how many threads one kernel uses.
-        most: how many groups there are to be, at most.
-        issue: seconds that one host thread takes to issue an operator to any device.
 
-    Raises:
-        PassError: no module of the program has parameters.
-    """
-    used = memory(program, profile=profile, threads=threads)
-    units = Units(program, dict(used.dims))
-    numbers, members = Merging(units, most, wanted.pins, wanted.whole).run()
-    tasks = Tasks(units, numbers, used)
-    names = _devices(program, wanted)
-    seconds = tasks.seconds(names, topology, profile, threads)
-    values, found = tasks.values(len(members))
-    latency, pace = _links(names, topology)
-    problem = Problem(
-        devices=tuple(map(str, names)),
-        limits=tuple([wanted.limits.get(name) for name in names]),
-        held=tuple([tasks.held.get(name, 0) for name in names]),
-        latency=latency,
-        pace=pace,
-        groups=tuple([_group(i, modules, names, wanted, tasks, found, latency) for i, modules in enumerate(members)]),
-        tasks=tuple(
-            [
-                Task(
-                    run.group, tuple(spent), room, *tasks.counted(run), run.kind, tasks.part(run), tasks.issued(run.ops)
-                )
-                for run, spent, room in zip(tasks.runs, seconds, tasks.rooms(values), strict=True)
-            ]
-        ),
-        values=tuple(values),
-        parts=tasks.parts,
-        issue=issue,
-    )
-    of_op = {i: g for i, g in enumerate(tasks.group_of_op) if g >= 0 and program.step.ops[i].phase == "forward"}
-    return Grouped(problem, members, of_op, found.parks, found.again)
+def apart(choice: Choice, of: Grouped, to: Grouped) -> Choice:
+    """A choice for some groups as one for others of the same program: each goes where its first operator goes."""
+    first: dict[int, int] = {}
+    for i, group in to.of_op.items():
+        first.setdefault(group, of.of_op[i])
+    at = [first[group] for group in range(len(to.problem.groups))]
+    return Choice(tuple([choice.devices[g] for g in at]), tuple([choice.stored[g] for g in at]))
 
 
 def _group(

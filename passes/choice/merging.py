@@ -74,7 +74,7 @@ class Merging:
 
     def gathered(self, chain: Sequence[Unit], saved: Sequence[int], total: int) -> list[list[Unit]]:
         """The units of a chain; of those that were cut off, neighbours together that save little."""
-        cut = {unit for behind in self.units.behind.values() for unit in behind}
+        cut = self.units.cut_off
         found: list[list[Unit]] = []
         nbytes = 0
         for unit in chain:

@@ -105,9 +105,7 @@ class Tails:
                 run, begin = tail[begin:k], k
                 device = ops[run[0]].device
                 yield from (
-                    self.results(run)
-                    if self.bytes_saved(run) > self.least[device] / self.units.parts
-                    else [run]
+                    self.results(run) if self.bytes_saved(run) > self.least[device] / self.units.parts else [run]
                 )
 
     def results(self, run: Sequence[int]) -> Iterator[Sequence[int]]:

@@ -16,7 +16,7 @@ from graphir.ir.device import Device
 from graphir.ir.names import micro_batch_of, micro_batches
 
 from ..micro_work import FORWARD, INPUT, UPDATE, WEIGHT
-from .problem import Value
+from .problem import Task, Value
 from .repeats import Again
 from .units import Unit, Units
 
@@ -156,9 +156,12 @@ class Tasks:
             self.costs[name] = by_speed[key]
         return [[sum(self.costs[name][i] for i in run.ops) for name in names] for run in self.runs]
 
-    def counted(self, run: Run) -> tuple[int, int]:
-        """How many operators a task is, and the bytes that they touch."""
-        return len(run.ops), sum(self.works[i].nbytes for i in run.ops)
+    def task(self, run: Run, seconds: Sequence[float], room: int) -> Task:
+        """A task with the seconds that it takes by device, and the room."""
+        nbytes = sum(self.works[i].nbytes for i in run.ops)
+        return Task(
+            run.group, tuple(seconds), room, len(run.ops), nbytes, run.kind, self.part(run), self.issued(run.ops)
+        )
 
     def issued(self, ops: Sequence[int]) -> int:
         """How many of these operators take time on their device."""

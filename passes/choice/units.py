@@ -1,13 +1,14 @@
 """What moves as a whole: a call of a module that has parameters, on one device, and what goes with it.
 
 What runs behind such a module until the next one begins, such as activations and additions of containers, belongs to
-it, unless it saves much (:mod:`.tails`). Operators of the backward go with the operator whose gradients they compute,
-updates with their parameters.
+it; what saves much can be units of its own (:mod:`.tails`). Operators of the backward go with the operator whose
+gradients they compute, updates with their parameters.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from copy import copy
 from typing import NamedTuple
 
 from graphir.errors import PassError
@@ -27,8 +28,8 @@ __all__ = ["Unit", "Units"]
 
 
 class Unit(NamedTuple):
-    """A module, the device where it is, and which of its calls it is. The state is the first one's. Or a *piece* of what
-    a module without parameters computes, by the name of its first result."""
+    """A module, the device where it is, and which of its calls it is. The state is the first one's. Or a *piece* of
+    what a module without parameters computes, by the name of its first result."""
 
     device: Device
     module: str
@@ -55,7 +56,7 @@ class Units:
         parts: how many micro-batches there are.
         uses: where the step touches each storage.
         saved: by operator of the forward, the bytes that it saves for the backward, where there are any.
-        behind: by unit, those that were cut off from it.
+        cut_off: those that were a part of others.
         at: the units, in the order in which their forward begins, with their positions in it.
         of_op: by operator, its unit; None on the host.
         of_state: by storage of state, its unit.
@@ -72,15 +73,29 @@ class Units:
         self.weighted = weighted_modules(program) - {""} or {""}  # a model without modules is one that stays
         self.of_op: list[Unit | None] = [None] * len(self.net.ops)
         self.of_state: dict[str, Unit] = {}
-        order = self.place_forward()
-        self.behind = Tails(self).behind
-        self.at = {u: i for i, u in enumerate([u for unit in order for u in (unit, *self.behind.get(unit, ()))])}
+        self.cut_off: frozenset[Unit] = frozenset()
+        self.at = {unit: i for i, unit in enumerate(self.place_forward())}
         if not self.at:
             raise PassError(
                 f"no module of program {program.name!r} has parameters of its own, so nothing can be moved",
                 fix="give the model's layers as modules",
             )
         self.place_rest()
+
+    def with_tails(self) -> Units | None:
+        """The units with those tails cut off that save much; None where there are none."""
+        found = copy(self)
+        found.of_op = [
+            unit if op.phase == "forward" else None for op, unit in zip(self.net.ops, self.of_op, strict=True)
+        ]
+        behind = Tails(found).behind
+        if not behind:
+            return None
+        found.cut_off = frozenset([unit for units in behind.values() for unit in units])
+        found.at = {u: i for i, u in enumerate([u for unit in self.at for u in (unit, *behind.get(unit, ()))])}
+        found.of_state = {}
+        found.place_rest()
+        return found
 
     def bytes_saved(self) -> dict[int, int]:
         """By operator of the forward, the bytes that it saves for the backward."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import models
 import parking
 import pytest
 import torch
 import torch.nn.functional as F
+from graphir.passes.choice.units import Units
 from runnable import batch_of, captured, sgd
 from torch import nn
 
 import graphir
 from graphir import Program, passes
+from graphir.errors import PassError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -76,12 +80,17 @@ def need(program: Program) -> int:
     return max(graphir.memory(passes.emit(program), threads=1, profile=None).peak.values())
 
 
+def balanced_of(program: Program, share: float = 0.75, **options: Any) -> passes.Balanced:
+    limits = dict.fromkeys(["gpu:0", "gpu:1"], int(share * need(program)))
+    return passes.balance(program, limits, topology=CPU, **{"options": ["shift"], "evaluations": 400, **options})
+
+
 @pytest.mark.parametrize("name", NETS)
 def test_what_has_no_parameters_moves_and_bits_are_equal(name: str) -> None:
     one = example(name)
     program = captured(one, sgd(one.model.parameters()))
     limits = dict.fromkeys(["gpu:0", "gpu:1"], int(0.75 * need(program)))
-    balanced = passes.balance(program, limits, topology=CPU, options=["shift"], evaluations=400)
+    balanced = balanced_of(program)
     assert balanced.pipeline
     placed = parking.placed(program, balanced.program, share=False)
     found = graphir.memory(passes.emit(placed), threads=1, profile=None).peak
@@ -89,3 +98,62 @@ def test_what_has_no_parameters_moves_and_bits_are_equal(name: str) -> None:
     again = passes.Pipeline(balanced.pipeline)(program)
     assert str(again.step) == str(balanced.program.step)
     parking.assert_runs_the_same(program, placed, [(batch_of(one), {})] * 2, ("serial", "threads"))
+
+
+def test_moves_name_layers_and_results_of_functions() -> None:
+    assert balanced_of(trained("pools")).pipeline == 'shift_modules{modules={"[8:11]": gpu:1, loss: gpu:1}}'
+    text = balanced_of(trained("functional")).pipeline
+    assert "shift_activations{activations=[" in text and "tanh_" in text
+
+
+def test_a_pin_holds_for_a_layer_without_parameters() -> None:
+    program = trained("pools")
+    pinned = balanced_of(program, 0.8, pin={"3": "gpu:1"})
+    assert pinned.device_map["3"] == 1 and set(pinned.device_map.values()) == {0, 1}
+    again = balanced_of(program, 0.8, pin=dict(pinned.device_map))
+    assert again.device_map == pinned.device_map
+
+
+def test_what_is_wanted_as_a_whole_stays_one() -> None:
+    assert balanced_of(trained("tail")).pipeline
+    with pytest.raises(PassError, match="no placement within the limits was found"):
+        balanced_of(trained("tail"), whole=["1"])
+
+
+@pytest.mark.parametrize("name", ["pools", "functional"])
+def test_replicas_and_micro_batches_have_them_too(name: str) -> None:
+    one = example(name)
+    whole = captured(one, sgd(one.model.parameters()))
+    replicated = passes.replicate(whole, [0, 1])
+    share = need(passes.inject_copies(replicated))
+    limits = dict.fromkeys([f"gpu:{i}" for i in range(4)], int(0.8 * share))
+    balanced = passes.balance(replicated, limits, topology="h200x8", options=["shift"], evaluations=600)
+    placed = passes.inject_copies(balanced.program)
+    found = graphir.memory(passes.emit(placed), threads=1, profile=None).peak
+    assert all(found.get(device, 0) <= limits[device] for device in limits)
+    assert graphir.certify(replicated, placed).holds
+    program = captured(one, sgd(one.model.parameters()), accumulate=2)
+    parts = balanced_of(program, 0.8)
+    assert parts.pipeline and graphir.certify(program, passes.inject_copies(parts.program)).holds
+
+
+def read(program: Program) -> Units:
+    return Units(program, dict(program.dims))
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_tails_that_save_much_are_cut_off_in_order(name: str) -> None:
+    program = trained(name)
+    units = read(program)
+    tailed = units.with_tails()
+    assert tailed is not None and tailed.cut_off
+    order = dict.fromkeys([unit for op, unit in zip(program.step.ops, tailed.of_op, strict=True) if unit])
+    assert [unit for unit in order if unit in tailed.at] == sorted(order, key=tailed.at.__getitem__)
+    owners = [(u, t) for u, t in zip(units.of_op, tailed.of_op, strict=True) if t not in tailed.cut_off]
+    assert all(u == t for u, t in owners)  # nothing else has changed
+    assert all(t.piece or not t.call for t in tailed.cut_off)
+
+
+def test_tails_that_save_little_are_no_units() -> None:
+    assert read(captured(models.resnet(blocks=8), None)).with_tails() is None
+    assert read(captured(models.gpt(layers=12), None)).with_tails() is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 from choices import every_choice, limited
 from graphir.passes.choice.attempts import Attempts, Budget
@@ -12,8 +14,18 @@ from graphir.passes.choice.problem import Problem
 from instances import Instance, Shape, instance
 
 
+class Given(NamedTuple):
+    """A problem as it is, whatever size is asked for."""
+
+    problem: Problem
+    tailed: None = None
+
+    def grouped(self, most: int, *, tails: bool = False) -> Grouped:
+        return Grouped(self.problem, [], {})
+
+
 def attempts(problem: Problem, evaluations: int) -> Attempts:
-    return Attempts(lambda most: Grouped(problem, [], {}), 1, Budget(0.0, evaluations, 0))
+    return Attempts(Given(problem), 1, Budget(0.0, evaluations, 0))
 
 
 @pytest.mark.parametrize("shape", ["gpt", "resnet", "u-net", "two replicas"])
