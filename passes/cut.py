@@ -104,12 +104,13 @@ def cheapest_sides(
 
 
 class _Values:
-    """What the step's operators hand to each other.
+    """What the step's operators hand to each other, where something free has to do with it.
 
     Attributes:
         made: by name of a storage, the unit that makes it, or where it lives.
-        found: by name of a storage, the value that it holds after the operators so far.
-        all: every value, those that were overwritten too.
+        loose: the storages that free units make or read.
+        found: by name of such a storage, the value that it holds after the operators so far.
+        all: every value of these, those that were overwritten too.
     """
 
     def __init__(
@@ -126,23 +127,38 @@ class _Values:
             if i in self.units:
                 own = [name for name in op.outputs if name not in inputs and not self.blobs[name].is_view]
                 self.made.update(dict.fromkeys(own, self.units[i]))
+        self.loose = {name for name, unit in inputs.items() if not isinstance(unit, Device)}
+        units = [self.noted(i, op) for i, op in enumerate(step.ops) if op.phase != "reduce"]
         for name, unit in inputs.items():
-            self.hold(name, unit)
-        changed = [storage for i, op in enumerate(step.ops) if op.phase != "reduce" for storage in self.add(i, op)]
+            if name in self.loose:
+                self.hold(name, unit)
+        ops = [op for op in step.ops if op.phase != "reduce"]
+        changed = [storage for op, unit in zip(ops, units, strict=True) for storage in self.add(op, unit)]
         for name in changed:
             if name in inputs:
                 self.found[name].readers[inputs[name]] = None
 
-    def add(self, i: int, op: Operator) -> list[str]:
-        """Note what an operator reads and makes; the storages that it overwrites in the forward."""
-        unit = self.unit(i, op)
-        for name in op.inputs:
-            self.value(name).readers[unit] = None
+    def noted(self, i: int, op: Operator) -> _Unit:
+        """What an operator goes with; what it makes goes there, and what it has to do with is loose if that is free."""
+        unit, blobs = self.unit(i, op), self.blobs
         for name in op.outputs:
-            if not self.blobs[name].is_view and name not in self.found:
-                self.hold(name, self.made.setdefault(name, unit))
+            if blobs[name].storage == name:
+                self.made.setdefault(name, unit)
+        if not isinstance(unit, Device):
+            self.loose.update([blobs[name].storage for name in (*op.inputs, *op.outputs)])
+        return unit
+
+    def add(self, op: Operator, unit: _Unit) -> list[str]:
+        """Note what an operator reads and makes of what is loose; the storages that it overwrites in the forward."""
+        blobs, loose = self.blobs, self.loose
+        for name in op.inputs:
+            if blobs[name].storage in loose:
+                self.value(name).readers[unit] = None
+        for name in op.outputs:
+            if name in loose and name not in self.found:
+                self.hold(name, self.made[name])
         writes = op.effects.writes if op.phase == "forward" else ()
-        overwritten = [self.blobs[op.outputs[output]].storage for output, _ in writes]
+        overwritten = [s for output, _ in writes if (s := blobs[op.outputs[output]].storage) in loose]
         for storage in overwritten:
             self.hold(storage, unit)
         return overwritten
@@ -286,5 +302,7 @@ def _cut(
             join(value, "stays", "moves", (i,))
         else:
             join(value, producer, producer, (i,))
-    _, (_, moves) = nx.minimum_cut(graph, "stays", "moves")
+    # Devices lie around few edges of a large graph, which paths from both ends find at once. What moves is what the end
+    # is reached from then, in any flow the same.
+    _, (_, moves) = nx.minimum_cut(graph, "stays", "moves", flow_func=nx.algorithms.flow.boykov_kolmogorov)
     return {name[1] for name in moves if isinstance(name, tuple) and name[0] == "unit"}
