@@ -76,16 +76,16 @@ def recompute(program: Program, what: str | Sequence[str]) -> Program:
     return build(Recompute, what=(what,) if isinstance(what, str) else what)(program)
 
 
-def repeated_alone(program: Program, uses: Mapping[str, Use]) -> dict[int, None]:
+def repeated_alone(program: Program) -> list[int]:
     """The positions of the forward's operators that can be repeated as they are, or without the statistics that they
     update. What they read has to be there as it was."""
-    sweep = _Recomputing(program, uses, {}, Recompute.name)
-    found = dict[int, None]()
+    sweep = _Recomputing(program, {}, {}, Recompute.name)
+    found = list[int]()
     for i, op in enumerate(program.step.ops):
         if op.phase == "forward":
             with contextlib.suppress(PassError):
                 sweep.repeatable(i)
-                found[i] = None
+                found.append(i)
     return found
 
 

@@ -402,7 +402,7 @@ def _uses(
     for storage, (start, end) in lifetimes:
         blob: Blob = net.blobs[storage]
         category = "copies" if storage in copies else _CATEGORY[blob.role]
-        nbytes = _nbytes(net, blob, dims) + kept.get(storage, 0)
+        nbytes = storage_nbytes(net, blob, dims) + kept.get(storage, 0)
         maker = makers.get(storage)
         module = modules.get(storage, "")
         uses.append(StorageUse(storage, category, nbytes, blob.device, start, max(end, start + 1), maker, module))
@@ -412,7 +412,7 @@ def _uses(
     return uses
 
 
-def _nbytes(net: Net, blob: Blob, dims: Dims) -> int:
+def storage_nbytes(net: Net, blob: Blob, dims: Dims) -> int:
     nbytes = blob.nbytes(dims)
     if not 0 <= nbytes <= _MOST_BYTES:
         fix = "check its sizes and the values of dimensions"
@@ -454,7 +454,7 @@ def _received(plan: Plan, uses: list[StorageUse], others: Iterable[Dims], positi
     buffers: dict[tuple[Device, int], StorageUse] = {}
     for use in uses:
         if use.blob in numbers:
-            nbytes = max([use.nbytes, *[_nbytes(net, net.blobs[use.blob], other) for other in others]])
+            nbytes = max([use.nbytes, *[storage_nbytes(net, net.blobs[use.blob], other) for other in others]])
             kept = use._replace(category="receive buffers", nbytes=nbytes, start=0, end=positions)
             buffer = use.device, numbers[use.blob]
             buffers[buffer] = max(buffers.get(buffer, kept), kept, key=lambda use: use.nbytes)

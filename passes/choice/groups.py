@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from graphir.analysis.memory import memory
+import numpy as np
+
 from graphir.analysis.profiles import Profile
 from graphir.analysis.topology import Topology
 from graphir.ir.device import Device
@@ -19,6 +20,7 @@ from graphir.ir.program import Program
 
 from .merging import Merging
 from .problem import AGAIN, KEEP, Choice, Group, Problem
+from .step import Step
 from .tasks import Found, Tasks
 from .units import Unit, Units
 
@@ -86,10 +88,8 @@ class Reading:
         threads: int,
         issue: float = 0.0,
     ) -> None:
-        self.program, self.wanted, self.topology = program, wanted, topology
-        self.profile, self.threads, self.issue = profile, threads, issue
-        self.used = memory(program, profile=profile, threads=threads)
-        self.units = Units(program, dict(self.used.dims))
+        self.program, self.wanted, self.topology, self.issue = program, wanted, topology, issue
+        self.units = Units(Step(program, profile, threads))
 
     @cached_property
     def tailed(self) -> Units | None:
@@ -101,9 +101,9 @@ class Reading:
         program, wanted, topology = self.program, self.wanted, self.topology
         units = (self.tailed if tails else None) or self.units
         numbers, members = Merging(units, most, wanted.pins, wanted.whole).run()
-        tasks = Tasks(units, numbers, self.used)
+        tasks = Tasks(units, numbers)
         names = _devices(program, wanted)
-        seconds = tasks.seconds(names, topology, self.profile, self.threads)
+        seconds = tasks.seconds(names, topology)
         values, found = tasks.values(len(members))
         latency, pace = _links(names, topology)
         rooms = tasks.rooms(values)
@@ -121,7 +121,8 @@ class Reading:
             parts=tasks.parts,
             issue=self.issue,
         )
-        of_op = {i: g for i, g in enumerate(tasks.group_of_op) if g >= 0 and program.step.ops[i].phase == "forward"}
+        forward = np.flatnonzero(units.step.forward & (tasks.group_of_op >= 0))
+        of_op = dict(zip(forward.tolist(), tasks.group_of_op[forward].tolist(), strict=True))
         return Grouped(problem, members, of_op, found.parks, found.again)
 
 

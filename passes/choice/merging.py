@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+
+import numpy as np
 
 from graphir.ir.device import Device
 
@@ -90,29 +91,19 @@ class Merging:
 
     def crossing(self) -> tuple[list[int], list[int]]:
         """By unit, in order, the bytes that later units of the forward read of what it and earlier ones make; and the
-        bytes that it saves for the backward."""
-        at, uses, dims = self.at, self.units.uses, self.units.dims
-        change, saved = [0] * (len(at) + 1), [0] * len(at)
-        last: dict[str, int] = {}
-        for i, op in enumerate(self.net.ops):
-            unit = self.units.of_op[i]
-            if op.phase != "forward" or unit is None:
-                continue
-            for name in op.inputs:
-                storage = self.net.blobs[name].storage
-                last[storage] = max(last.get(storage, -1), at[unit])
-        for storage, reader in last.items():
-            made = uses[storage].made
-            unit = self.units.of_op[made] if made >= 0 else None
-            if unit is not None and at[unit] < reader:
-                nbytes = self.net.blobs[storage].nbytes(dims)
-                change[at[unit]] += nbytes
-                change[reader] -= nbytes
-        for storage, use in uses.items():
-            unit = self.units.of_op[use.made] if use.made >= 0 else None
-            if unit is not None and unit in at and use.late >= 0:
-                saved[at[unit]] += self.net.blobs[storage].nbytes(dims)
-        return list(accumulate(change)), saved
+        bytes that it makes and that are touched after the forward."""
+        step, rank = self.units.step, self.units.rank()
+        change, saved = np.zeros(len(self.at) + 1, np.int64), np.zeros(len(self.at), np.int64)
+        placed = rank >= 0
+        np.add.at(saved, rank[placed], step.saved[placed])
+        last = np.full(len(step.names), -1, np.int64)
+        reads = ~step.makes & (step.forward & placed)[step.op]
+        np.maximum.at(last, step.storage[reads], rank[step.op[reads]])
+        maker = np.where(step.made >= 0, rank[step.made], -1)
+        handed = (maker >= 0) & (maker < last)
+        np.add.at(change, maker[handed], step.nbytes[handed])
+        np.subtract.at(change, last[handed], step.nbytes[handed])
+        return change.cumsum().tolist(), saved.tolist()
 
     def may_merge(self, a: Sequence[Unit], b: Sequence[Unit]) -> bool:
         return self.pins.get(a[0][1]) == self.pins.get(b[0][1])

@@ -15,6 +15,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from graphir.ir.blob import STATE_ROLES
 from graphir.ir.device import Device
 from graphir.ir.names import base_name, micro_batch_of, prefix_of
@@ -43,12 +45,13 @@ class Tails:
     """
 
     def __init__(self, units: Units) -> None:
-        self.units, self.net, self.weighted = units, units.net, units.weighted
+        self.units, self.net, self.weighted, step = units, units.net, units.weighted, units.step
+        self.saved = np.where(step.forward, step.saved, 0).tolist()
         total: dict[Device, int] = defaultdict(int)
         tails: dict[Unit, int] = defaultdict(int)
-        for i, nbytes in units.saved.items():
+        for i, nbytes in enumerate(self.saved):
             op, unit = self.net.ops[i], units.of_op[i]
-            if unit is not None:
+            if nbytes and unit is not None:
                 total[op.device] += nbytes
                 if op.module not in self.weighted:
                     tails[unit] += nbytes
@@ -95,7 +98,7 @@ class Tails:
         return any(blobs[blobs[name].storage].role in STATE_ROLES for name in self.net.ops[i].inputs)
 
     def bytes_saved(self, ops: Sequence[int]) -> int:
-        return sum(self.units.saved.get(i, 0) for i in ops)
+        return sum(self.saved[i] for i in ops)
 
     def runs(self, tail: Sequence[int]) -> Iterator[Sequence[int]]:
         """A tail in parts: of one module each, and of one result each where a module saves much."""
@@ -113,7 +116,7 @@ class Tails:
         net, begin = self.net, 0
         for k in range(1, len(run)):
             op, before = net.ops[run[k]], net.ops[run[k - 1]]
-            inside = before.of and self.units.uses[net.blobs[before.of].storage].made >= run[k]
+            inside = before.of and self.units.step.maker(before.of) >= run[k]
             if not (op.effects.shows or op.effects.writes or inside):
                 yield run[begin:k]
                 begin = k

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
-from graphir.analysis.cost import operator_costs, works
-from graphir.analysis.memory import Memory, StorageUse
-from graphir.analysis.profiles import Profile
+import numpy as np
+
 from graphir.analysis.topology import Topology
 from graphir.ir.blob import STATE_ROLES
 from graphir.ir.device import Device
-from graphir.ir.names import micro_batch_of, micro_batches
+from graphir.ir.names import micro_batch_of
 
 from ..micro_work import FORWARD, INPUT, UPDATE, WEIGHT
 from .problem import Task, Value
 from .repeats import Again
+from .step import Flags
 from .units import Unit, Units
 
 __all__ = ["Found", "Run", "Tasks"]
@@ -65,177 +67,213 @@ class Tasks:
         held: by device, bytes that are there whatever is chosen.
     """
 
-    def __init__(self, units: Units, numbers: Mapping[Unit, int], memory: Memory) -> None:
-        self.units, self.net, self.dims, self.memory = units, units.net, units.dims, memory
-        self.group_of_op = [-1 if unit is None else numbers[unit] for unit in units.of_op]
-        self.runs: list[Run] = []
-        self.of_op = [-1] * len(self.net.ops)
-        self.works = works(self.net, self.dims)
-        self.parts = micro_batches(self.net.blobs)
+    def __init__(self, units: Units, numbers: Mapping[Unit, int]) -> None:
+        self.units, self.step, self.net = units, units.step, units.net
+        step = self.step
+        of_unit = np.array([numbers[unit] for unit in units.at] or [-1], np.int64)
+        rank = units.rank()
+        self.group_of_op = np.where(rank >= 0, of_unit[rank], -1)
+        self.parts = units.parts
         self.costs: dict[Device, list[float]] = {}
-        self.split()
+        self.runs = self.split()
+        self.of_op = np.full(len(self.net.ops), -1, np.int64)
+        for number, run in enumerate(self.runs):
+            self.of_op[run.ops] = number
+        self.phases = [run.phase for run in self.runs]
         self.state = [0] * (max(numbers.values()) + 1)
         self.held: dict[Device, int] = defaultdict(int)
-        self.home: dict[str, int] = {}
+        self.home: dict[int, int] = {}
         for name in self.net.external_inputs:
             blob = self.net.blobs[name]
             if blob.role not in STATE_ROLES or blob.is_view:
                 continue
-            unit = units.of_state.get(blob.storage)
+            unit, storage = units.of_state.get(blob.storage), step.number[blob.storage]
+            nbytes = int(step.nbytes[storage])
             if unit is None:
-                self.held[blob.device] += blob.nbytes(self.dims)
+                self.held[blob.device] += nbytes
             else:
-                self.home[blob.storage] = numbers[unit]
-                self.state[numbers[unit]] += blob.nbytes(self.dims)
+                self.home[storage] = numbers[unit]
+                self.state[numbers[unit]] += nbytes
 
-    def split(self) -> None:
-        """Cut the step into tasks. None reads what a later one makes, as one would that goes on behind a visit to
+    def split(self) -> list[Run]:
+        """The step cut into tasks. None reads what a later one makes, as one would that goes on behind a visit to
         another device. A group's backward is cut behind each operator that other groups wait for: what comes after
         it, gradients of weights, delays nobody but its own device."""
-        ops, last, blobs = self.net.ops, self.last_readers(), self.net.blobs
+        ops, groups, awaited = self.net.ops, self.group_of_op.tolist(), self.awaited().tolist()
         open_at: dict[Device, Run] = {}
-        maker: dict[str, int] = {}  # by storage, the number of the run that wrote it last
-        at: dict[Run, int] = {}
+        runs: list[Run] = []
+        number: dict[Run, int] = {}
+        of_op: list[int] = [-1] * len(ops)  # the number of its run
         for i, op in enumerate(ops):
-            group = self.group_of_op[i]
+            group = groups[i]
             if group < 0:
                 continue
             run = open_at.get(op.device)
-            read = max([maker.get(blobs[name].storage, -1) for name in op.inputs], default=-1)
-            if run is None or run.group != group or run.phase != op.phase or read > at[run]:
+            # What is open on one device alone is the last one, before which everything was made.
+            if (
+                run is None
+                or run.group != group
+                or run.phase != op.phase
+                or (run is not runs[-1] and max([of_op[w] for w in self.writers(i)], default=-1) > number[run])
+            ):
                 run = open_at[op.device] = Run(group, op.phase)
-                at[run] = len(self.runs)
-                self.runs.append(run)
+                number[run] = len(runs)
+                runs.append(run)
             run.ops.append(i)
-            maker.update([(blobs[name].storage, at[run]) for name in op.outputs])
+            of_op[i] = number[run]
         pieces: list[Run] = []
-        for run in self.runs:
-            pieces += self.pieces(run, last) if run.phase == "backward" else [run]
-        self.runs = sorted(pieces, key=lambda run: run.ops[0])
-        for number, run in enumerate(self.runs):
-            for i in run.ops:
-                self.of_op[i] = number
+        for run in runs:
+            pieces += self.pieces(run, awaited) if run.phase == "backward" else [run]
+        return sorted(pieces, key=lambda run: run.ops[0])
 
-    def pieces(self, run: Run, last: Mapping[str, int]) -> Iterator[Run]:
+    def writers(self, i: int) -> list[int]:
+        """The operators that have written last what an operator reads, each of a group."""
+        begin = int(self.step.begin[i])
+        found = self.last_writers[begin : begin + int(self.step.inputs[i])]
+        return [op for op in found if op >= 0]
+
+    @cached_property
+    def last_writers(self) -> list[int]:
+        """By touch, the last operator of a group before it that has made or overwritten the storage; -1 where there is
+        none."""
+        step, count = self.step, len(self.net.ops)
+        writes = step.makes & (self.group_of_op >= 0)[step.op]
+        keys = np.sort(step.storage[writes] * count + step.op[writes])
+        at = np.searchsorted(keys, step.storage * count + step.op) - 1
+        before = keys[np.maximum(at, 0)] if len(keys) else np.zeros(len(at), np.int64)
+        found: list[int] = np.where((at >= 0) & (before // count == step.storage), before % count, -1).tolist()
+        return found
+
+    def awaited(self) -> Flags:
+        """By operator, whether an operator of another group reads what it makes; the last such one counts."""
+        step, group_of = self.step, self.group_of_op
+        written = step.first(step.makes)
+        maker, reader = written[step.storage], group_of[step.op]
+        apart = ~step.makes & (reader >= 0) & (maker >= 0) & (maker < step.op) & (group_of[maker] != reader)
+        readers = step.last(apart)
+        last = np.where(readers >= 0, group_of[readers], -1)[step.storage]
+        found = np.zeros(len(self.net.ops), np.bool_)
+        found[step.op[step.makes & step.own & (last >= 0) & (last != reader)]] = True
+        return found
+
+    def pieces(self, run: Run, awaited: Sequence[bool]) -> Iterator[Run]:
         """Parts of a run; each but the last one ends with an operator that other groups wait for."""
-        begin, ops = 0, self.net.ops
+        begin = 0
         for k, i in enumerate(run.ops):
-            awaited = any(last.get(name, -1) not in (-1, run.group) for name in ops[i].outputs)
-            if awaited or k + 1 == len(run.ops):
-                piece = Run(run.group, run.phase, awaited)
+            if awaited[i] or k + 1 == len(run.ops):
+                piece = Run(run.group, run.phase, awaited[i])
                 piece.ops = run.ops[begin : k + 1]
                 begin = k + 1
                 yield piece
 
-    def last_readers(self) -> dict[str, int]:
-        """Of each blob, the group of an operator of another group that reads it, where there is one."""
-        blobs, found = self.net.blobs, dict[str, int]()
-        makers: dict[str, int] = {}
-        for i, op in enumerate(self.net.ops):
-            group = self.group_of_op[i]
-            for name in op.inputs:
-                storage = blobs[name].storage
-                if group >= 0 and makers.get(storage, group) != group:
-                    found[storage] = group
-            for name in op.outputs:
-                makers.setdefault(blobs[name].storage, group)
-        return found
-
-    def seconds(
-        self, names: Sequence[Device], topology: Topology, profile: Profile | None, threads: int
-    ) -> list[list[float]]:
+    def seconds(self, names: Sequence[Device], topology: Topology) -> list[list[float]]:
         """By task and device, what it takes."""
-        by_speed: dict[str, list[float]] = {}
         for name in names:
-            speed = topology.speed(str(names[0] if name.is_host else name))  # the host computes nothing here
-            key = speed.model_dump_json()
-            if key not in by_speed:
-                rates = dict.fromkeys([op.device for op in self.net.ops], speed.rates())
-                found = operator_costs(self.net, self.dims, rates.__getitem__, profile, threads, self.works)
-                by_speed[key] = [cost.seconds for cost in found]
-            self.costs[name] = by_speed[key]
-        return [[sum(self.costs[name][i] for i in run.ops) for name in names] for run in self.runs]
+            self.costs[name] = self.step.seconds(names[0] if name.is_host else name, topology)  # the host computes none
+        rows = {id(costs): costs for costs in self.costs.values()}
+        spent = {key: [sum([costs[i] for i in run.ops]) for run in self.runs] for key, costs in rows.items()}
+        return [list(row) for row in zip(*[spent[id(self.costs[name])] for name in names], strict=True)]
 
     def task(self, run: Run, seconds: Sequence[float], room: int) -> Task:
         """A task with the seconds that it takes by device, and the room."""
-        nbytes = sum(self.works[i].nbytes for i in run.ops)
+        works = self.step.works
+        nbytes = sum([works[i].nbytes for i in run.ops])
         return Task(
             run.group, tuple(seconds), room, len(run.ops), nbytes, run.kind, self.part(run), self.issued(run.ops)
         )
 
     def issued(self, ops: Sequence[int]) -> int:
         """How many of these operators take time on their device."""
-        return sum(self.works[i].nbytes > 0 for i in ops)
+        issued = self.step.issued
+        return sum([issued[i] for i in ops])
 
     def part(self, run: Run) -> int:
         """The micro-batch of a task; their number where it is of none."""
         if run.kind == UPDATE:
             return self.parts
+        if self.parts == 1:
+            return 0
         named = [micro_batch_of(name) for i in run.ops for name in self.net.ops[i].outputs]
         return max([part for part in named if part is not None], default=0)
 
     def values(self, groups: int) -> tuple[list[Value], Found]:
         """What tasks hand on, like values together; and what can be parked and computed again."""
-        net, of_op, runs = self.net, self.of_op, self.runs
-        blobs, uses = net.blobs, self.units.uses
-        reads: dict[str, dict[int, None]] = defaultdict(dict)
-        for i, op in enumerate(net.ops):
-            if of_op[i] >= 0:
-                for name in (*op.inputs, *op.outputs):
-                    reads[blobs[name].storage][of_op[i]] = None
-        lasting = {blobs[name].storage for name in net.external_outputs}
-        again = Again(self.units, self.group_of_op, groups, lasting)
+        step, runs, phases = self.step, self.runs, self.phases
+        touching, order = self.touching()
+        lasting = np.zeros(len(step.names), np.bool_)
+        blobs = self.net.blobs
+        for name in self.net.external_outputs:
+            lasting[step.number[blobs[name].storage]] = True
+        again = Again(step, self.group_of_op, groups, lasting)
         found = Found(
             [[] for _ in range(groups)],
-            again.storages,
+            [[step.names[storage] for storage in of_group] for of_group in again.storages],
             [-1] * groups,
             [0] * groups,
             [self.issued(ops) for ops in again.ops],
             [{} for _ in range(groups)],
         )
-        merged: dict[Value, int] = defaultdict(int)
-        for storage, touching in reads.items():
-            blob, use = blobs[storage], uses.get(storage)
-            if blob.device.is_host or use is None:
+        makers, late_at, written = step.makers, step.late.tolist(), step.written.tolist()
+        lasts_of, nbytes, of_op = lasting.tolist(), step.nbytes.tolist(), self.of_op.tolist()
+        merged: dict[tuple[object, ...], int] = defaultdict(int)
+        for storage in order:
+            tasks, maker, lasts = touching[storage], makers[storage], lasts_of[storage]
+            made = of_op[maker] if maker >= 0 else -1
+            if maker >= 0 and made < 0:
                 continue
-            made = of_op[use.made] if use.made >= 0 else -1
-            if use.made >= 0 and made < 0:
+            blob = blobs[step.names[storage]]
+            if blob.device.is_host:
                 continue
-            readers = tuple(sorted(task for task in touching if task != made))
+            readers = tuple([task for task in tasks if task != made])
             state = blob.role in STATE_ROLES
-            group = (
-                self.home.get(storage, -1) if state else runs[made].group if made >= 0 else runs[min(touching)].group
-            )
+            group = self.home.get(storage, -1) if state else runs[made].group if made >= 0 else runs[tasks[0]].group
             if state:
                 readers = tuple([task for task in readers if runs[task].group != group])
                 if group < 0 or not readers:
                     continue
-            lasts = storage in lasting or blob.role == "input"
+            lasts = lasts or blob.role == "input"
             if not readers and not lasts:
                 continue
-            late = sum(runs[task].phase == "forward" for task in readers)
-            saved = made >= 0 and runs[made].phase == "forward" and use.late >= 0 and use.written < 0 and not lasts
+            saved = made >= 0 and phases[made] == "forward" and late_at[storage] >= 0 and written[storage] < 0
+            saved = saved and not lasts
             if saved:
-                found.parks[group].append(storage)
+                found.parks[group].append(step.names[storage])
             rebuilds = tuple(again.rebuilds.get(storage, ()))
-            like = Value(0, made, readers, late, group, lasts, not state, saved, storage in again.of, rebuilds)
-            merged[like] += blob.nbytes(self.dims)
+            merged[made, readers, group, lasts, not state, saved, storage in again.of, rebuilds] += nbytes[storage]
         for storage, group in again.of.items():
-            at = min(task for task in reads[storage] if runs[task].phase != "forward")
+            at = next(task for task in touching[storage] if phases[task] != "forward")
             found.again_at[group] = at if found.again_at[group] < 0 else min(found.again_at[group], at)
         for group in range(groups):
             found.again_seconds[group] = {
                 name: sum(costs[i] for i in again.ops[group]) for name, costs in self.costs.items()
             }
-        values = [like._replace(nbytes=nbytes) for like, nbytes in merged.items()]
+        values = [self.value(size, *key) for key, size in merged.items()]  # type: ignore[arg-type]
         self.found = found
         return sorted(values, key=lambda value: (value.made, value.reads)), found
 
+    def value(self, nbytes: int, made: int, readers: tuple[int, ...], *of: Any) -> Value:
+        """A value with how many of its readers are in the forward."""
+        return Value(nbytes, made, readers, sum(self.phases[task] == "forward" for task in readers), *of)
+
+    def touching(self) -> tuple[dict[int, list[int]], list[int]]:
+        """By storage, the tasks that touch it, ascending; and those storages that several tasks touch, or that may
+        stay, in the order in which tasks begin to touch them."""
+        step, count = self.step, len(self.runs)
+        task = self.of_op[step.op]
+        placed = task >= 0
+        keys = np.unique(step.storage[placed] * count + task[placed])
+        storages, tasks = keys // count, (keys % count).tolist()
+        bounds = np.searchsorted(storages, np.arange(len(step.names) + 1)).tolist()
+        some = np.unique(storages)
+        found = {k: tasks[bounds[k] : bounds[k + 1]] for k in some.tolist()}
+        begun = np.full(len(step.names), -1, np.int64)
+        begun[step.storage[placed][::-1]] = np.flatnonzero(placed)[::-1]
+        return found, some[np.argsort(begun[some], kind="stable")].tolist()
+
     def rooms(self, values: Sequence[Value]) -> list[int]:
         """By task, what its device holds beyond values."""
-        memory, runs = self.memory, self.runs
-        peaks = self.peaks(memory.uses, memory.positions)
-        device_of = [self.net.ops[run.ops[0]].device for run in runs]
+        runs, ops = self.runs, self.net.ops
+        device_of = [ops[run.ops[0]].device for run in runs]
         group_device: dict[int, Device] = {}
         for run, device in zip(runs, device_of, strict=True):
             group_device.setdefault(run.group, device)
@@ -248,43 +286,32 @@ class Tasks:
                 row[end + 1] -= value.nbytes
         live = {device: list(accumulate(row)) for device, row in change.items()}
         empty = [0] * (len(runs) + 1)
+        peaks = self.peaks()
         rooms = [peaks[t] - live.get(device, empty)[t] for t, device in enumerate(device_of)]
-        self.again_rooms(rooms, memory.uses)
+        self.again_rooms(rooms)
         return rooms
 
-    def peaks(self, uses: Sequence[StorageUse], positions: int) -> list[int]:
+    def peaks(self) -> list[int]:
         """By task, the most bytes on its device while it runs, without state."""
-        rows: dict[Device, list[int]] = defaultdict(lambda: [0] * (positions + 1))
-        states = {
-            self.net.blobs[name].storage
-            for name in self.net.external_inputs
-            if self.net.blobs[name].role in STATE_ROLES
-        }
-        for use in uses:
-            if use.blob not in states or use.category == "scratch":
-                rows[use.device][use.start] += use.nbytes
-                rows[use.device][use.end] -= use.nbytes
-        live = {device: list(accumulate(row)) for device, row in rows.items()}
-        found = []
-        for run in self.runs:
-            row = live.get(self.net.ops[run.ops[0]].device)
-            found.append(max([row[i] for i in run.ops]) if row else 0)
-        return found
+        step = self.step
+        held = step.live(np.ones(len(step.spans.start), np.bool_))[step.at, np.arange(len(self.of_op))]
+        found = np.zeros(len(self.runs), np.int64)
+        placed = self.of_op >= 0
+        np.maximum.at(found, self.of_op[placed], held[placed])
+        return found.tolist()
 
-    def again_rooms(self, rooms: Sequence[int], uses: Sequence[StorageUse]) -> None:
+    def again_rooms(self, rooms: Sequence[int]) -> None:
         """What computing again takes beyond the task before which it stands: what its operators hold only for a
         moment."""
-        inside: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-        for use in uses:
-            if use.start < len(self.of_op) and self.of_op[use.start] >= 0:
-                task = self.of_op[use.start]
-                run = self.runs[task]
-                if run.phase == "forward" and use.end <= run.ops[-1] + 1:
-                    inside[task].append((use.start, use.end, use.nbytes))
+        spans, step = self.step.spans, self.step
+        last = np.array([run.ops[-1] if run.phase == "forward" else -1 for run in self.runs], np.int64)
+        task = self.of_op[np.minimum(spans.start, len(self.of_op) - 1)]
+        live = step.live((task >= 0) & (spans.end <= last[task] + 1))
         most: dict[int, int] = defaultdict(int)
-        for task, spans in inside.items():
-            events = sorted([(start, n) for start, _, n in spans] + [(end, -n) for _, end, n in spans])
-            most[self.runs[task].group] = max(most[self.runs[task].group], max(accumulate(n for _, n in events)))
+        for run in self.runs:
+            if run.phase == "forward":
+                row = live[step.at[run.ops[0]]]
+                most[run.group] = max(most[run.group], int(row[run.ops[0] : run.ops[-1] + 1].max()))
         for group, at in enumerate(self.found.again_at):
             if at >= 0:
                 self.found.again_room[group] = max(most[group] - rooms[at], 0)

@@ -11,17 +11,17 @@ from collections import Counter
 from copy import copy
 from typing import NamedTuple
 
+import numpy as np
+
 from graphir.errors import PassError
 from graphir.ir.blob import STATE_ROLES
 from graphir.ir.device import Device
 from graphir.ir.names import base_name, micro_batch_of, micro_batches
 from graphir.ir.operator import Operator
 from graphir.ir.opset import ACCUMULATES
-from graphir.ir.program import Program
-from graphir.ir.size import Dims
 
 from ..module_patterns import weighted_modules
-from ..saved import uses_of
+from .step import Numbers, Step
 from .tails import Tails
 
 __all__ = ["Unit", "Units"]
@@ -49,13 +49,10 @@ class Units:
     """The units of a program.
 
     Args:
-        program: captured, or replicated; before :func:`.copies.inject_copies`.
-        dims: the sizes.
+        step: of a program that is captured, or replicated; before :func:`.copies.inject_copies`.
 
     Attributes:
         parts: how many micro-batches there are.
-        uses: where the step touches each storage.
-        saved: by operator of the forward, the bytes that it saves for the backward, where there are any.
         cut_off: those that were a part of others.
         at: the units, in the order in which their forward begins, with their positions in it.
         of_op: by operator, its unit; None on the host.
@@ -65,11 +62,10 @@ class Units:
         PassError: no module of the program has parameters.
     """
 
-    def __init__(self, program: Program, dims: Dims) -> None:
-        self.program, self.net, self.dims = program, program.step, dims
+    def __init__(self, step: Step) -> None:
+        program = step.program
+        self.step, self.program, self.net = step, program, step.net
         self.parts = micro_batches(self.net.blobs)
-        self.uses = uses_of(self.net)
-        self.saved = self.bytes_saved()
         self.weighted = weighted_modules(program) - {""} or {""}  # a model without modules is one that stays
         self.of_op: list[Unit | None] = [None] * len(self.net.ops)
         self.of_state: dict[str, Unit] = {}
@@ -97,14 +93,10 @@ class Units:
         found.place_rest()
         return found
 
-    def bytes_saved(self) -> dict[int, int]:
-        """By operator of the forward, the bytes that it saves for the backward."""
-        ops, blobs = self.net.ops, self.net.blobs
-        found = dict[int, int]()
-        for storage, use in self.uses.items():
-            if use.made >= 0 and use.late >= 0 and ops[use.made].phase == "forward":
-                found[use.made] = found.get(use.made, 0) + blobs[storage].nbytes(self.dims)
-        return found
+    def rank(self) -> Numbers:
+        """By operator, the position of its unit; -1 where it has none."""
+        at = self.at
+        return np.array([-1 if unit is None else at[unit] for unit in self.of_op], np.int64)
 
     def place_forward(self) -> list[Unit]:
         """The units of the forward's operators, in the order in which they begin. Each micro-batch calls what the first
@@ -171,7 +163,7 @@ class Units:
             storage = blobs[name].storage
             if storage in self.of_state and not op.of:
                 return self.of_state[storage]
-            made = self.uses[storage].made if storage in self.uses else -1
+            made = self.step.maker(storage)
             if made >= 0 and (unit := self.of_op[made]) is not None and unit[0] == op.device:
                 return unit
         return None

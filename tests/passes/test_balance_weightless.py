@@ -9,6 +9,7 @@ import parking
 import pytest
 import torch
 import torch.nn.functional as F
+from graphir.passes.choice.step import Step
 from graphir.passes.choice.units import Units
 from runnable import batch_of, captured, sgd
 from torch import nn
@@ -138,7 +139,7 @@ def test_replicas_and_micro_batches_have_them_too(name: str) -> None:
 
 
 def read(program: Program) -> Units:
-    return Units(program, dict(program.dims))
+    return Units(Step(program, None, 1))
 
 
 @pytest.mark.parametrize("name", NETS)

@@ -44,7 +44,7 @@ def test_names_stand_for_just_those_storages(name: str, by: Literal["park", "rec
     uses = uses_of(program.step)
     saved = list(saved_in(program, dict.fromkeys([op.module for op in program.step.ops], ""), uses))
     if by == "recompute":
-        alone = repeated_alone(program, uses)
+        alone = repeated_alone(program)
         saved = [storage for storage in saved if uses[storage].made in alone]
     modules = sorted({program.step.ops[uses[storage].made].module for storage in saved})
     draw = random.Random(0)

@@ -1,0 +1,227 @@
+"""A step as columns, read once for groups of any size: which operator touches which storage, and how long each holds
+its bytes.
+
+::
+
+    touch      0      1         2        3      4      …
+    op         0      0         0        1      1           of each operand of each operator, in order
+    storage    x      conv.w    conv     conv   relu        as a number, in the order in which they begin
+    makes      -      -         yes      -      yes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import chain
+from operator import eq
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphir.analysis.cost import Work, operator_costs, works
+from graphir.analysis.memory import storage_nbytes
+from graphir.analysis.profiles import Profile
+from graphir.analysis.sources import measured_of, scratch_of
+from graphir.analysis.topology import Topology
+from graphir.ir.blob import STATE_ROLES
+from graphir.ir.device import Device
+from graphir.ir.program import Program
+
+from ..recompute import repeated_alone
+
+__all__ = ["Flags", "Numbers", "Spans", "Step"]
+
+Numbers: TypeAlias = NDArray[np.int64]
+Flags: TypeAlias = NDArray[np.bool_]
+
+
+class Spans(NamedTuple):
+    """What holds bytes without being state, from the operator *start* to the one before *end*.
+
+    Attributes:
+        device: numbers of :attr:`Step.devices`.
+    """
+
+    start: Numbers
+    end: Numbers
+    nbytes: Numbers
+    device: Numbers
+
+
+class Step:
+    """A step as columns.
+
+    Args:
+        program: captured, or replicated; before :func:`.copies.inject_copies`.
+        profile: what was measured of calls on that machine.
+        threads: how many threads one kernel uses.
+
+    Attributes:
+        names: of the storages, those from outside first.
+        number: by name of a storage, its number.
+        given: how many of them are from outside.
+        op, storage, makes: by touch, the operator, the storage, and whether the operator makes or overwrites it.
+        own: by touch, whether it is by the storage's own name.
+        inputs, begin, end: by operator, how many of its touches are inputs; its first touch, and the one behind its
+            last one.
+        forward: by operator, whether it is of the forward.
+        made: by storage, the operator that makes it; -1 of what is from outside.
+        late: by storage, the first operator after the forward that touches what is made before; -1 where none does.
+        written: by storage, the last operator that overwrites it; -1 where none does.
+        devices: those of the net.
+        at: by operator, the number of its device.
+    """
+
+    def __init__(self, program: Program, profile: Profile | None, threads: int) -> None:
+        self.program, self.profile, self.threads = program, profile, threads
+        self.net, self.dims = program.step, dict(program.dims)
+        ops, blobs = self.net.ops, self.net.blobs
+        outside = [blobs[name].storage for name in self.net.external_inputs]
+        by_name = [name for op in ops for name in op.inputs + op.outputs]
+        touched = [blobs[name].storage for name in by_name]
+        self.names = list(dict.fromkeys(chain(outside, touched)))
+        self.number = {name: i for i, name in enumerate(self.names)}
+        self.given = len(set(outside))
+        self.inputs = np.array([len(op.inputs) for op in ops], np.int64)
+        widths = self.inputs + np.array([len(op.outputs) for op in ops], np.int64)
+        self.end = widths.cumsum()
+        self.begin = self.end - widths
+        self.op = np.repeat(np.arange(len(ops)), widths)
+        self.storage = np.array([self.number[name] for name in touched], np.int64)
+        self.makes: Flags = np.arange(len(touched)) - self.begin[self.op] >= self.inputs[self.op]
+        self.own = np.fromiter(map(eq, by_name, touched), np.bool_, len(touched))
+        self.forward = np.array([op.phase == "forward" for op in ops], np.bool_)
+        self.devices = self.net.devices
+        places = {device: i for i, device in enumerate(self.devices)}
+        self.at = np.array([places[op.device] for op in ops], np.int64)
+        self.made = self.first(self.makes)
+        self.made[: self.given] = -1
+        makers = self.op == self.made[self.storage]
+        self.late = self.first(~self.forward[self.op] & ~(self.makes & makers))
+        self.written = self.last(self.makes & ~makers & ~self.viewing())
+        self.costs: dict[str, list[float]] = {}
+
+    def viewing(self) -> Flags:
+        """By touch, whether it makes a view."""
+        found = np.zeros(len(self.op), np.bool_)
+        for i, op in enumerate(self.net.ops):
+            for output, _ in op.effects.views:
+                found[self.begin[i] + len(op.inputs) + output] = True
+        return found
+
+    def first(self, those: Flags) -> Numbers:
+        """By storage, the operator of the first of some touches; -1 where there is none."""
+        found = np.full(len(self.names), -1, np.int64)
+        found[self.storage[those][::-1]] = self.op[those][::-1]  # of equal indices the last one stays
+        return found
+
+    def last(self, those: Flags) -> Numbers:
+        """By storage, the operator of the last of some touches; -1 where there is none."""
+        found = np.full(len(self.names), -1, np.int64)
+        found[self.storage[those]] = self.op[those]
+        return found
+
+    def maker(self, name: str) -> int:
+        """The operator that makes a blob's storage; -1 of what is from outside, or of nothing."""
+        number = self.number.get(self.net.blobs[name].storage, -1)
+        return self.makers[number] if number >= 0 else -1
+
+    def read(self, i: int) -> list[int]:
+        """The storages that an operator reads."""
+        begin = int(self.begin[i])
+        return self.numbers[begin : begin + int(self.inputs[i])]
+
+    @cached_property
+    def makers(self) -> list[int]:
+        """:attr:`made` as a list, for single look-ups."""
+        found: list[int] = self.made.tolist()
+        return found
+
+    @cached_property
+    def numbers(self) -> list[int]:
+        """:attr:`storage` as a list, for single look-ups."""
+        found: list[int] = self.storage.tolist()
+        return found
+
+    @cached_property
+    def nbytes(self) -> Numbers:
+        """By storage, its bytes.
+
+        Raises:
+            GraphirError: a size is negative or absurd.
+        """
+        blobs = self.net.blobs
+        return np.array([storage_nbytes(self.net, blobs[name], self.dims) for name in self.names], np.int64)
+
+    @cached_property
+    def saved(self) -> Numbers:
+        """By operator, the bytes that it makes and that are touched after the forward."""
+        found = np.zeros(len(self.net.ops), np.int64)
+        kept = (self.made >= 0) & (self.late >= 0)
+        np.add.at(found, self.made[kept], self.nbytes[kept])
+        return found
+
+    @cached_property
+    def repeatable(self) -> Flags:
+        """By operator, whether it can be repeated in the backward by itself."""
+        found = np.zeros(len(self.net.ops), np.bool_)
+        found[repeated_alone(self.program)] = True
+        return found
+
+    @cached_property
+    def works(self) -> Sequence[Work]:
+        """By operator, its work."""
+        return works(self.net, self.dims)
+
+    @cached_property
+    def issued(self) -> list[bool]:
+        """By operator, whether it takes time on its device."""
+        return [work.nbytes > 0 for work in self.works]
+
+    def seconds(self, device: Device, topology: Topology) -> list[float]:
+        """By operator, what it takes on a device."""
+        speed = topology.speed(str(device))
+        key = speed.model_dump_json()
+        if key not in self.costs:
+            rates = dict.fromkeys(self.devices, speed.rates())
+            found = operator_costs(self.net, self.dims, rates.__getitem__, self.profile, self.threads, self.works)
+            self.costs[key] = [cost.seconds for cost in found]
+        return self.costs[key]
+
+    @cached_property
+    def spans(self) -> Spans:
+        """What holds bytes, as :func:`graphir.memory` has it, without state; and then what operators hold inside."""
+        net, blobs = self.net, self.net.blobs
+        count, taken = len(net.ops), measured_of(net, self.dims, self.threads, self.profile)
+        start = np.maximum(self.made, 0)
+        end = np.maximum(self.last(np.ones(len(self.op), np.bool_)), start) + 1
+        lasting = [self.number[s] for name in net.external_outputs if (s := blobs[name].storage) in self.number]
+        end[lasting] = count
+        end[: self.given] = count
+        nbytes = self.nbytes.copy()
+        kept = {blobs[net.ops[i].outputs[0]].storage: measured.kept for i, measured in taken.items() if measured.kept}
+        for storage, more in kept.items():
+            nbytes[self.number[storage]] += more
+        places = {device: i for i, device in enumerate(self.devices)}
+        device = np.array([places[blobs[name].device] for name in self.names], np.int64)
+        state = np.zeros(len(self.names), np.bool_)
+        state[[self.number[blobs[n].storage] for n in net.external_inputs if blobs[n].role in STATE_ROLES]] = True
+        calls = [call for call in scratch_of(self.program, self.dims, self.threads, taken) if call.nbytes]
+        inside = np.array([(call.position, call.nbytes or 0, places[call.device]) for call in calls], np.int64)
+        at, scratch, where = inside.reshape(-1, 3).T
+        return Spans(
+            np.concatenate([start[~state], at]),
+            np.concatenate([end[~state], at + 1]),
+            np.concatenate([nbytes[~state], scratch]),
+            np.concatenate([device[~state], where]),
+        )
+
+    def live(self, those: Flags) -> NDArray[np.int64]:
+        """By device and operator, the bytes that some of the spans hold."""
+        spans, count = self.spans, len(self.net.ops)
+        change = np.zeros((len(self.devices), count + 1), np.int64)
+        np.add.at(change, (spans.device[those], spans.start[those]), spans.nbytes[those])
+        np.subtract.at(change, (spans.device[those], spans.end[those]), spans.nbytes[those])
+        return change.cumsum(1)
