@@ -39,6 +39,7 @@ from graphir.ir.opset import ACCUMULATES
 from graphir.ir.program import Program
 
 from .following import may_leave
+from .min_cut import Graph
 from .pieces import Pieces
 
 __all__ = ["Sides", "cheapest_sides"]
@@ -128,24 +129,29 @@ class _Values:
                 own = [name for name in op.outputs if name not in inputs and not self.blobs[name].is_view]
                 self.made.update(dict.fromkeys(own, self.units[i]))
         self.loose = {name for name, unit in inputs.items() if not isinstance(unit, Device)}
-        units = [self.noted(i, op) for i, op in enumerate(step.ops) if op.phase != "reduce"]
+        touching = [(op, self.noted(i, op)) for i, op in enumerate(step.ops) if op.phase != "reduce"]
         for name, unit in inputs.items():
             if name in self.loose:
                 self.hold(name, unit)
-        ops = [op for op in step.ops if op.phase != "reduce"]
-        changed = [storage for op, unit in zip(ops, units, strict=True) for storage in self.add(op, unit)]
+        names = {name for name, blob in self.blobs.items() if blob.storage in self.loose}
+        changed = [
+            storage
+            for op, unit in touching
+            if not (names.isdisjoint(op.inputs) and names.isdisjoint(op.outputs))
+            for storage in self.add(op, unit)
+        ]
         for name in changed:
             if name in inputs:
                 self.found[name].readers[inputs[name]] = None
 
     def noted(self, i: int, op: Operator) -> _Unit:
         """What an operator goes with; what it makes goes there, and what it has to do with is loose if that is free."""
-        unit, blobs = self.unit(i, op), self.blobs
+        unit, blobs, made = self.unit(i, op), self.blobs, self.made
         for name in op.outputs:
-            if blobs[name].storage == name:
-                self.made.setdefault(name, unit)
-        if not isinstance(unit, Device):
-            self.loose.update([blobs[name].storage for name in (*op.inputs, *op.outputs)])
+            if name not in made and blobs[name].storage == name:
+                made[name] = unit
+        if type(unit) is not Device:
+            self.loose.update([blobs[name].storage for name in op.inputs + op.outputs])
         return unit
 
     def add(self, op: Operator, unit: _Unit) -> list[str]:
@@ -170,8 +176,8 @@ class _Values:
 
     def unit(self, i: int, op: Operator) -> _Unit:
         """What an operator goes with."""
-        if i in self.units:
-            return self.units[i]
+        if (given := self.units.get(i)) is not None:
+            return given
         if op.effects.shows or op.phase == "update":
             return self.made.get(self.blobs[op.inputs[0]].storage, op.device) if op.inputs else op.device
         if not op.of:
@@ -194,17 +200,26 @@ class _Values:
 
 def _components(values: Iterable[_Value]) -> Iterator[tuple[list[_Free], list[_Value]]]:
     """Groups of free units that values connect, each with the values that its units make or read."""
-    import networkx as nx  # here, since it takes as long to import as a tenth of torch
-
-    graph = nx.Graph()
+    above: dict[_Free, _Free] = {}
     between: dict[_Free, list[_Value]] = {}
+
+    def top(unit: _Free) -> _Free:
+        """What stands for the group that a unit is in so far."""
+        while (other := above.setdefault(unit, unit)) != unit:
+            above[unit] = unit = above[other]
+        return unit
+
     for value in values:
         free = [unit for unit in value.units if not isinstance(unit, Device)]
+        for unit in free:
+            above[top(unit)] = top(free[0])
         if free:
-            nx.add_path(graph, free) if len(free) > 1 else graph.add_node(free[0])
             between.setdefault(free[0], []).append(value)
-    for component in nx.connected_components(graph):
-        units = sorted(component, key=lambda unit: (isinstance(unit, str), unit))
+    groups: dict[_Free, list[_Free]] = {}
+    for unit in above:
+        groups.setdefault(top(unit), []).append(unit)
+    for group in groups.values():
+        units = sorted(group, key=lambda unit: (isinstance(unit, str), unit))
         yield units, [value for unit in units for value in between.get(unit, ())]
 
 
@@ -268,10 +283,7 @@ def _cut(
     source: Device | None = None,
 ) -> set[_Free]:
     """The *free* units that go to *target* rather than to *source*. Without it, all other devices are one."""
-    import networkx as nx
-
-    graph = nx.DiGraph()
-    graph.add_nodes_from(["stays", "moves"])
+    graph = Graph("stays", "moves")
     choices = set(free)
 
     def node(unit: _Unit) -> object:
@@ -288,11 +300,11 @@ def _cut(
         readers = {node(reader) for reader in value.readers} - {node(value.producer), None}
         if not value.nbytes or not (readers or value.pieces):
             return
-        graph.add_edge(there, ("there", *name), capacity=value.nbytes)
-        graph.add_edge(("back", *name), back, capacity=value.nbytes)
+        graph.add(there, ("there", *name), value.nbytes)
+        graph.add(("back", *name), back, value.nbytes)
         for reader in readers:
-            graph.add_edge(("there", *name), reader)
-            graph.add_edge(reader, ("back", *name))
+            graph.add(("there", *name), reader)
+            graph.add(reader, ("back", *name))
         for piece, part in value.pieces.items():
             join(part, ("there", *name), ("back", *name), (*name, piece))
 
@@ -302,7 +314,4 @@ def _cut(
             join(value, "stays", "moves", (i,))
         else:
             join(value, producer, producer, (i,))
-    # Devices lie around few edges of a large graph, which paths from both ends find at once. What moves is what the end
-    # is reached from then, in any flow the same.
-    _, (_, moves) = nx.minimum_cut(graph, "stays", "moves", flow_func=nx.algorithms.flow.boykov_kolmogorov)
-    return {name[1] for name in moves if isinstance(name, tuple) and name[0] == "unit"}
+    return {name[1] for name in graph.cut() if isinstance(name, tuple) and name[0] == "unit"}

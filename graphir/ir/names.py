@@ -8,6 +8,7 @@ other module reads or writes prefixes.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
+from typing import Final
 
 from .device import Device
 
@@ -21,6 +22,8 @@ __all__ = [
     "prefix_of",
     "replica_prefix",
 ]
+
+_MICRO: Final = "micro_"
 
 
 def replica_prefix(device_index: int, kind: str = "gpu") -> str:
@@ -44,22 +47,22 @@ def base_name(name: str) -> str:
 
 def micro_batch_prefix(position: int) -> str:
     """``micro_<position>/``."""
-    return f"micro_{position}/"
+    return f"{_MICRO}{position}/"
 
 
 def micro_batch_of(name: str) -> int | None:
     """2 of ``gpu_0/micro_2/conv1``; None where the name has no micro-batch's prefix."""
-    at = name.find("micro_")
+    at = name.find(_MICRO)
     end = name.find("/", at)
     if at < 0 or end < 0 or (at and prefix_of(name) != name[:at]):
         return None
-    number = name[at + len("micro_") : end]
+    number = name[at + len(_MICRO) : end]
     return int(number) if number.isdecimal() else None
 
 
 def micro_batches(names: Iterable[str]) -> int:
     """How many micro-batches a step has, by the names of its blobs; 1 where none is named."""
-    return max([micro_batch_of(name) or 0 for name in names], default=0) + 1
+    return max([micro_batch_of(name) or 0 for name in names if _MICRO in name], default=0) + 1
 
 
 def copy_name(name: str, device: Device) -> str:

@@ -16,7 +16,6 @@ class Again:
         step: the columns.
         group_of: by operator, its group; -1 of those on the host.
         groups: how many.
-        lasting: by storage, whether it stays to the end.
 
     Attributes:
         storages: by group, the numbers of the storages.
@@ -25,13 +24,13 @@ class Again:
         rebuilds: by number of a storage that is read by these, the groups of them.
     """
 
-    def __init__(self, step: Step, group_of: Numbers, groups: int, lasting: Flags) -> None:
+    def __init__(self, step: Step, group_of: Numbers, groups: int) -> None:
         self.step, self.group_of = step, group_of.tolist()
         self.storages: list[list[int]] = [[] for _ in range(groups)]
         self.ops: list[list[int]] = [[] for _ in range(groups)]
         self.rebuilds: dict[int, list[int]] = {}
         made = step.made
-        fine = (made >= 0) & (step.late >= 0) & (step.written < 0) & ~lasting & ~self.read_elsewhere(group_of)
+        fine = (made >= 0) & (step.late >= 0) & (step.written < 0) & ~step.lasting & ~self.read_elsewhere(group_of)
         fine &= (group_of >= 0)[made] & step.forward[made] & step.repeatable[made]
         found = np.flatnonzero(fine)
         self.of = dict(zip(found.tolist(), group_of[made[found]].tolist(), strict=True))

@@ -164,6 +164,14 @@ class Step:
         return found
 
     @cached_property
+    def lasting(self) -> Flags:
+        """By storage, whether it is handed back."""
+        found = np.zeros(len(self.names), np.bool_)
+        outputs = [self.net.blobs[name].storage for name in self.net.external_outputs]
+        found[[self.number[name] for name in outputs if name in self.number]] = True
+        return found
+
+    @cached_property
     def repeatable(self) -> Flags:
         """By operator, whether it can be repeated in the backward by itself."""
         found = np.zeros(len(self.net.ops), np.bool_)
@@ -197,8 +205,7 @@ class Step:
         count, taken = len(net.ops), measured_of(net, self.dims, self.threads, self.profile)
         start = np.maximum(self.made, 0)
         end = np.maximum(self.last(np.ones(len(self.op), np.bool_)), start) + 1
-        lasting = [self.number[s] for name in net.external_outputs if (s := blobs[name].storage) in self.number]
-        end[lasting] = count
+        end[self.lasting] = count
         end[: self.given] = count
         nbytes = self.nbytes.copy()
         kept = {blobs[net.ops[i].outputs[0]].storage: measured.kept for i, measured in taken.items() if measured.kept}
@@ -208,9 +215,9 @@ class Step:
         device = np.array([places[blobs[name].device] for name in self.names], np.int64)
         state = np.zeros(len(self.names), np.bool_)
         state[[self.number[blobs[n].storage] for n in net.external_inputs if blobs[n].role in STATE_ROLES]] = True
-        calls = [call for call in scratch_of(self.program, self.dims, self.threads, taken) if call.nbytes]
-        inside = np.array([(call.position, call.nbytes or 0, places[call.device]) for call in calls], np.int64)
-        at, scratch, where = inside.reshape(-1, 3).T
+        calls = scratch_of(self.program, self.dims, self.threads, taken)
+        inside = [(call.position, call.nbytes, places[call.device]) for call in calls if call.nbytes]
+        at, scratch, where = np.array(inside, np.int64).reshape(-1, 3).T
         return Spans(
             np.concatenate([start[~state], at]),
             np.concatenate([end[~state], at + 1]),

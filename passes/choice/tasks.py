@@ -199,12 +199,9 @@ class Tasks:
     def values(self, groups: int) -> tuple[list[Value], Found]:
         """What tasks hand on, like values together; and what can be parked and computed again."""
         step, runs, phases = self.step, self.runs, self.phases
-        touching, order = self.touching()
-        lasting = np.zeros(len(step.names), np.bool_)
         blobs = self.net.blobs
-        for name in self.net.external_outputs:
-            lasting[step.number[blobs[name].storage]] = True
-        again = Again(step, self.group_of_op, groups, lasting)
+        touching, order = self.touching()
+        again = Again(step, self.group_of_op, groups)
         found = Found(
             [[] for _ in range(groups)],
             [[step.names[storage] for storage in of_group] for of_group in again.storages],
@@ -214,7 +211,7 @@ class Tasks:
             [{} for _ in range(groups)],
         )
         makers, late_at, written = step.makers, step.late.tolist(), step.written.tolist()
-        lasts_of, nbytes, of_op = lasting.tolist(), step.nbytes.tolist(), self.of_op.tolist()
+        lasts_of, nbytes, of_op = step.lasting.tolist(), step.nbytes.tolist(), self.of_op.tolist()
         merged: dict[tuple[object, ...], int] = defaultdict(int)
         for storage in order:
             tasks, maker, lasts = touching[storage], makers[storage], lasts_of[storage]
@@ -256,15 +253,16 @@ class Tasks:
         return Value(nbytes, made, readers, sum(self.phases[task] == "forward" for task in readers), *of)
 
     def touching(self) -> tuple[dict[int, list[int]], list[int]]:
-        """By storage, the tasks that touch it, ascending; and those storages that several tasks touch, or that may
-        stay, in the order in which tasks begin to touch them."""
+        """By storage, the tasks that touch it, ascending; and the storages that may be handed on, in the order in which
+        tasks begin to touch them: not what one task makes and nobody else touches."""
         step, count = self.step, len(self.runs)
         task = self.of_op[step.op]
         placed = task >= 0
         keys = np.unique(step.storage[placed] * count + task[placed])
         storages, tasks = keys // count, (keys % count).tolist()
         bounds = np.searchsorted(storages, np.arange(len(step.names) + 1)).tolist()
-        some = np.unique(storages)
+        some, sizes = np.unique(storages, return_counts=True)
+        some = some[(sizes > 1) | (step.made[some] < 0) | step.lasting[some]]
         found = {k: tasks[bounds[k] : bounds[k + 1]] for k in some.tolist()}
         begun = np.full(len(step.names), -1, np.int64)
         begun[step.storage[placed][::-1]] = np.flatnonzero(placed)[::-1]
