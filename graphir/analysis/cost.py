@@ -95,9 +95,9 @@ def work(op: Operator, net: Net, dims: Dims) -> Work:
     return _work(op, net.blobs, dims, {}) if _computes(op) else Work(0, 0)
 
 
-def works(net: Net, dims: Dims) -> list[Work]:
-    """The work of each operator, in the net's order."""
-    sizes: dict[str, int] = {}
+def works(net: Net, dims: Dims, dense: Mapping[str, int] | None = None) -> list[Work]:
+    """The work of each operator, in the net's order; of some blobs a caller may have the *dense* bytes."""
+    sizes = dict(dense or {})
     return [_work(op, net.blobs, dims, sizes) if _computes(op) else Work(0, 0) for op in net.ops]
 
 
@@ -152,7 +152,7 @@ def operator_costs(
         speed = of_device.get(op.device)
         if speed is None:
             speed = of_device[op.device] = rates(op.device)
-        if not _computes(op):
+        if not (done is not None and done[i].nbytes) and not _computes(op):
             found.append(Cost(speed.seconds_per_view, "nothing"))
             continue
         kind = issued_as(op)

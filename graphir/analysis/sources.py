@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
 from ..ir.device import Device
@@ -13,7 +13,7 @@ from ..ir.size import Dims
 from .profiles import Measured, Profile
 from .scratch import is_called, scratch
 
-__all__ = ["OperatorScratch", "Source", "measured_of", "scratch_of"]
+__all__ = ["OperatorScratch", "Source", "held_inside", "measured_of", "scratch_of"]
 
 Source: TypeAlias = Literal["measured", "bound", "computed", "unknown"]
 """Whence what an operator allocates inside is known: it was *measured*; measured too, but follows from values, so that
@@ -70,3 +70,13 @@ def scratch_of(
         blob = net.blobs[op.outputs[part]]
         found.append(OperatorScratch(at, blob.name, op.type, blob.device, *known[position]))
     return found
+
+
+def held_inside(net: Net, dims: Dims, threads: int, taken: Mapping[int, Measured]) -> Iterator[tuple[int, Device, int]]:
+    """The operators of a net that are known to allocate something inside, by position, each with a device and bytes:
+    what :func:`scratch_of` has, without what is nothing or unknown."""
+    for i, op in enumerate(net.ops):
+        nbytes = taken[i].scratch if i in taken else scratch(op, net.blobs, dims, threads)
+        if nbytes and (i in taken or is_called(op)):
+            for name in op.outputs[: parts_of(op)]:
+                yield i, net.blobs[name].device, nbytes

@@ -45,8 +45,8 @@ class Merging:
             merged = self.joined(chain, saved, total / (4 * share)) if long else self.gathered(chain, saved, total)
             sizes = [sum(saved[at[unit]] for unit in group) for group in merged]
             while len(merged) > 1:
-                pairs = [i for i in range(len(merged) - 1) if self.may_merge(merged[i], merged[i + 1])]
-                whole = [i for i in pairs if self.is_whole(merged[i], merged[i + 1])]
+                pairs = [i for i in range(len(merged) - 1) if not self.pins or self.may_merge(merged[i], merged[i + 1])]
+                whole = [i for i in pairs if self.whole and self.is_whole(merged[i], merged[i + 1])]
                 if not whole and (len(merged) <= share or not pairs):
                     break
                 ranked = [

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from graphir.analysis.cost import Work, operator_costs, works
 from graphir.analysis.memory import storage_nbytes
 from graphir.analysis.profiles import Profile
-from graphir.analysis.sources import measured_of, scratch_of
+from graphir.analysis.sources import held_inside, measured_of
 from graphir.analysis.topology import Topology
 from graphir.ir.blob import STATE_ROLES
 from graphir.ir.device import Device
@@ -123,10 +123,10 @@ class Step:
         found[self.storage[those]] = self.op[those]
         return found
 
-    def maker(self, name: str) -> int:
-        """The operator that makes a blob's storage; -1 of what is from outside, or of nothing."""
-        number = self.number.get(self.net.blobs[name].storage, -1)
-        return self.makers[number] if number >= 0 else -1
+    def maker(self, storage: str) -> int:
+        """The operator that makes a storage; -1 of what is from outside, or of nothing."""
+        number = self.number.get(storage)
+        return -1 if number is None else self.makers[number]
 
     def read(self, i: int) -> list[int]:
         """The storages that an operator reads."""
@@ -181,7 +181,9 @@ class Step:
     @cached_property
     def works(self) -> Sequence[Work]:
         """By operator, its work."""
-        return works(self.net, self.dims)
+        blobs = self.net.blobs
+        pairs = zip(self.names, self.nbytes.tolist(), strict=True)
+        return works(self.net, self.dims, {name: nbytes for name, nbytes in pairs if blobs[name].strides is None})
 
     @cached_property
     def issued(self) -> list[bool]:
@@ -215,8 +217,8 @@ class Step:
         device = np.array([places[blobs[name].device] for name in self.names], np.int64)
         state = np.zeros(len(self.names), np.bool_)
         state[[self.number[blobs[n].storage] for n in net.external_inputs if blobs[n].role in STATE_ROLES]] = True
-        calls = scratch_of(self.program, self.dims, self.threads, taken)
-        inside = [(call.position, call.nbytes, places[call.device]) for call in calls if call.nbytes]
+        held = held_inside(net, self.dims, self.threads, taken)
+        inside = [(at, nbytes, places[device]) for at, device, nbytes in held]
         at, scratch, where = np.array(inside, np.int64).reshape(-1, 3).T
         return Spans(
             np.concatenate([start[~state], at]),

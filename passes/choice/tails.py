@@ -116,7 +116,7 @@ class Tails:
         net, begin = self.net, 0
         for k in range(1, len(run)):
             op, before = net.ops[run[k]], net.ops[run[k - 1]]
-            inside = before.of and self.units.step.maker(before.of) >= run[k]
+            inside = before.of and self.units.step.maker(net.blobs[before.of].storage) >= run[k]
             if not (op.effects.shows or op.effects.writes or inside):
                 yield run[begin:k]
                 begin = k

@@ -135,18 +135,19 @@ class Units:
             owner = Unit(blob.device, base_name(name).rpartition(".")[0])
             if blob.role in STATE_ROLES and owner in self.at:
                 self.of_state[blob.storage] = owner
-        for i, op in enumerate(ops):
-            if op.phase == "forward" or op.device.is_host:
+        for i in np.flatnonzero(~self.step.forward).tolist():
+            op = ops[i]
+            if op.device.is_host:
                 continue
-            self.of_op[i] = self.unit_behind(op) or next(
+            unit = self.of_op[i] = self.unit_behind(op) or next(
                 (self.of_op[k] for k in range(i - 1, -1, -1) if ops[k].device == op.device and self.of_op[k]),
                 None,
             )
-            unit = self.of_op[i]
             if op.phase == "update" and unit is not None:
                 for name in op.inputs:
-                    if blobs[name].role in STATE_ROLES and blobs[name].device == op.device:
-                        self.of_state.setdefault(blobs[name].storage, unit)
+                    blob = blobs[name]
+                    if blob.role in STATE_ROLES and blob.device == op.device:
+                        self.of_state.setdefault(blob.storage, unit)
 
     def unit_behind(self, op: Operator) -> Unit | None:
         """The unit that an operator of the backward, a reduction or an update goes with."""
@@ -158,10 +159,9 @@ class Units:
                     return self.of_state[storage]
         if op.type == ACCUMULATES and Unit(op.device, op.module) in self.at:
             return Unit(op.device, op.module)  # the reader's, beside what it adds
-        names = [op.of] if op.of else list(op.inputs)
-        for name in names:
+        for name in (op.of,) if op.of else op.inputs:
             storage = blobs[name].storage
-            if storage in self.of_state and not op.of:
+            if not op.of and storage in self.of_state:
                 return self.of_state[storage]
             made = self.step.maker(storage)
             if made >= 0 and (unit := self.of_op[made]) is not None and unit[0] == op.device:
