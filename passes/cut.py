@@ -156,15 +156,18 @@ class _Values:
 
     def add(self, op: Operator, unit: _Unit) -> list[str]:
         """Note what an operator reads and makes of what is loose; the storages that it overwrites in the forward."""
-        blobs, loose = self.blobs, self.loose
+        blobs, loose, found = self.blobs, self.loose, self.found
         for name in op.inputs:
-            if blobs[name].storage in loose:
+            if name in found:
+                found[name].readers[unit] = None
+            elif blobs[name].storage in loose:
                 self.value(name).readers[unit] = None
         for name in op.outputs:
-            if name in loose and name not in self.found:
+            if name in loose and name not in found:
                 self.hold(name, self.made[name])
-        writes = op.effects.writes if op.phase == "forward" else ()
-        overwritten = [s for output, _ in writes if (s := blobs[op.outputs[output]].storage) in loose]
+        if op.phase != "forward" or not op.effects.writes:
+            return []
+        overwritten = [s for output, _ in op.effects.writes if (s := blobs[op.outputs[output]].storage) in loose]
         for storage in overwritten:
             self.hold(storage, unit)
         return overwritten

@@ -71,7 +71,7 @@ class Step:
         late: by storage, the first operator after the forward that touches what is made before; -1 where none does.
         written: by storage, the last operator that overwrites it; -1 where none does.
         devices: those of the net.
-        at: by operator, the number of its device.
+        at, on_host: by operator, the number of its device, and whether that is the host.
     """
 
     def __init__(self, program: Program, profile: Profile | None, threads: int) -> None:
@@ -96,6 +96,7 @@ class Step:
         self.devices = self.net.devices
         places = {device: i for i, device in enumerate(self.devices)}
         self.at = np.array([places[op.device] for op in ops], np.int64)
+        self.on_host = np.array([device.is_host for device in self.devices], np.bool_)[self.at]
         self.made = self.first(self.makes)
         self.made[: self.given] = -1
         makers = self.op == self.made[self.storage]

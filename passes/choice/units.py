@@ -135,10 +135,8 @@ class Units:
             owner = Unit(blob.device, base_name(name).rpartition(".")[0])
             if blob.role in STATE_ROLES and owner in self.at:
                 self.of_state[blob.storage] = owner
-        for i in np.flatnonzero(~self.step.forward).tolist():
+        for i in np.flatnonzero(~self.step.forward & ~self.step.on_host).tolist():
             op = ops[i]
-            if op.device.is_host:
-                continue
             unit = self.of_op[i] = self.unit_behind(op) or next(
                 (self.of_op[k] for k in range(i - 1, -1, -1) if ops[k].device == op.device and self.of_op[k]),
                 None,
