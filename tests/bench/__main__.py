@@ -4,8 +4,8 @@ A figure that misses its limit is in bold there, the last lines name its row, an
 
 python tests/bench [capture] [scale] [passes] [synthetic] [caffe2] [step] [check] [parallel] [lock] [small] [shard]
                    [replicas] [pipeline] [pipelined] [apart] [memory] [profile] [profiling] [estimate] [simulate]
-                   [balance] [placements] [zoo] [start] [bits] [whole] [cuda] [fit] [mutants] [certificates] [proofs]
-                   [cuts] [compare] [elements] [--write]
+                   [balance] [large] [placements] [zoo] [start] [bits] [whole] [cuda] [fit] [mutants] [certificates]
+                   [proofs] [cuts] [compare] [elements] [--write]
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "profiling": profiling.cost_rows,
     "estimate": estimating.rows,
     "balance": balancing.rows,
+    "large": balancing.large_rows,
     "placements": choosing.rows,
     "zoo": choosing.zoo_rows,
     "simulate": estimating.simulation_rows,

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
+import models
 import torch
+from graphir.passes.choice.groups import Reading, Wanted
+from graphir.passes.choice.moves import placed
+from graphir.passes.choice.outcome import Outcomes
+from graphir.passes.choice.search import search
 from limits import limited
 from test_zoo import ROWS
 from torch import nn
@@ -14,14 +19,24 @@ from zoo_rows import library
 
 import graphir
 from graphir import passes
+from graphir.collector import collector_paused
 from graphir.errors import GraphirError
+from graphir.ir.device import gpu
 
-__all__ = ["rows"]
+T = TypeVar("T")
+
+__all__ = ["large_rows", "rows"]
 
 TOPOLOGY: Final = graphir.Topology.named("h200x8")
 SECONDS: Final = 3.0
 """What a choice between two devices may take, after the capture."""
 
+
+LARGE: Final = 1_000
+"""Layers of the GPT whose step has about 100,000 operators."""
+
+LARGE_SECONDS: Final = 2.0
+"""What all of its choice may take but the search, which looks at plain placements alone."""
 
 CUTS: Final = 200
 """How many contiguous cuts are tried at most."""
@@ -113,6 +128,40 @@ def rows() -> Iterator[str]:
             f"| {'' if cut is None else f'{cut * 1e3:.3f}'} | {found.bound * 1e3:.3f} | {100 * found.gap:.1f} "
             f"| {found.evaluated:,} | {spent} |"
         )
+
+
+def large_rows(runs: int = 3) -> Iterator[str]:
+    """What a choice for a large step takes beside the search, in all and by parts; of some runs, the shortest."""
+    example = models.gpt(layers=LARGE)
+    optimizer = torch.optim.AdamW(example.model.parameters())
+    program = graphir.capture(
+        example.model, example.inputs, targets=example.targets, loss=example.loss, optimizer=optimizer
+    )
+    need = graphir.memory(program, threads=1, profile=None).peak["gpu:0"]
+    limits = dict.fromkeys(["gpu:0", "gpu:1"], int(0.7 * need))
+    devices = (gpu(0), gpu(1))
+    wanted = Wanted(dict(zip(devices, limits.values(), strict=True)), devices, ("shift", "park", "recompute"), {}, {})
+    parts: dict[str, list[float]] = {}
+
+    def timed(name: str, call: Callable[[], T]) -> T:
+        begun = time.perf_counter()
+        with collector_paused():
+            found = call()
+        parts.setdefault(name, []).append(time.perf_counter() - begun)
+        return found
+
+    for _ in range(runs):
+        reading = timed("reading", lambda: Reading(program, wanted, TOPOLOGY, None, 1))
+        first = timed("groups", lambda reading=reading: reading.grouped(48))
+        timed("groups of another size", lambda reading=reading: reading.grouped(24))
+        found = timed("plain placements", lambda first=first: search(Outcomes(first.problem), 0.0))
+        timed("its passes", lambda first=first, found=found: placed(program, first, found.choice))
+        timed("in all", lambda: passes.balance(program, limits, topology=TOPOLOGY, seconds=0))
+    yield "| operators | " + " | ".join([f"{name}, s" for name in parts]) + " | at most |"
+    yield "| ---: |" + " ---: |" * (len(parts) + 1)
+    *cells, whole = [f"{min(taken):.2f}" for taken in parts.values()]
+    whole = limited(whole, at_most=LARGE_SECONDS)
+    yield f"| {len(program.step.ops):,} | {' | '.join(cells)} | {whole} | {LARGE_SECONDS} |"
 
 
 def _captured(case: Case) -> graphir.Program:
