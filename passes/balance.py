@@ -353,23 +353,21 @@ class _Balancing:
         return Reading(self.program, self.wanted, self.topology, self.profile, self.threads, issue)
 
     def run(self) -> Balanced:
-        attempts = self.searches.made(
-            regroups=self.emits and "recompute" in self.options.options, tails_apart=self.emits
-        )
+        attempts = self.searches.made(regroups=self.emits and "recompute" in self.options.options)
         if not self.emits:
-            (only,) = attempts
-            if only.found.outcome.over:
-                raise self.refused(only, only.found.choice)
-            choice = only.found.choice
-            made = _Emitted(choice, placed(self.program, only.grouped, choice), str(InjectCopies()))
-            return self.report(only, made, attempts)
+            best = min(attempts, key=lambda attempt: attempt.rank)
+            choice = best.found.choice
+            if best.found.outcome.over:
+                raise self.refused(best, choice)
+            made = _Emitted(choice, placed(self.program, best.grouped, choice), str(InjectCopies()))
+            return self.report(best, made, attempts)
         nearest: tuple[Attempt, _Emitted] | None = None
         for number in range(_ATTEMPTS):
             tried = [(attempt, self.emitted(attempt, choice)) for attempt, choice in self.candidates(attempts)]
             fitting = [(attempt, one) for attempt, one in tried if not self.excess(one.peaks)]
             if fitting:
-                best = min(fitting, key=lambda pair: (pair[1].seconds, pair[1].program is not self.program))
-                return self.report(*best, attempts)
+                chosen = min(fitting, key=lambda pair: (pair[1].seconds, pair[1].program is not self.program))
+                return self.report(*chosen, attempts)
             near = tried + ([nearest] if nearest else [])
             nearest = min(near, key=lambda pair: sum(self.excess(pair[1].peaks).values()))
             attempts = [a for a in attempts if a.found.outcome.over <= _HOPELESS and not a.found.interrupted]

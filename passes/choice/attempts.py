@@ -102,12 +102,12 @@ class Attempts:
         self.grouped = reading.grouped(self.most)
         self.spent, self.evaluated = time.perf_counter() - begun, 0
 
-    def made(self, *, regroups: bool, tails_apart: bool) -> list[Attempt]:
+    def made(self, *, regroups: bool) -> list[Attempt]:
         """Searches among as many groups as a search can take; where these compute again, or nothing is within the
-        limits, among fewer and larger ones, too, if it *regroups*; and among those with tails apart, if the search
-        goes on with *tails apart*, where there are any."""
+        limits, among fewer and larger ones, too, if it *regroups*. Where tails save much, the search goes on with these
+        apart."""
         regroups = regroups and self.parts == 1 and len(self.grouped.problem.groups) > min(_FEWER)
-        tails_apart = tails_apart and self.reading.tailed is not None
+        tails_apart = self.reading.tailed is not None
         first = self.attempt(self.grouped, _FIRST if regroups or tails_apart else 1.0)
         found = first.found
         if found.interrupted or not (regroups or tails_apart):

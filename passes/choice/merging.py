@@ -92,7 +92,7 @@ class Merging:
     def crossing(self) -> tuple[list[int], list[int]]:
         """By unit, in order, the bytes that later units of the forward read of what it and earlier ones make; and the
         bytes that it makes and that are touched after the forward."""
-        step, rank = self.units.step, self.units.rank()
+        step, rank = self.units.step, self.units.rank
         change, saved = np.zeros(len(self.at) + 1, np.int64), np.zeros(len(self.at), np.int64)
         placed = rank >= 0
         np.add.at(saved, rank[placed], step.saved[placed])

@@ -11,7 +11,7 @@ is called several times or saves much by itself, is a unit by the first result o
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -37,7 +37,7 @@ class Tails:
     """What is cut off from units.
 
     Args:
-        units: of a program, with those of the forward's operators. These get the new ones.
+        units: of a program. The operators of the forward get the new ones.
 
     Attributes:
         least: by device, the bytes that a tail saves at least that is cut off.
@@ -46,18 +46,16 @@ class Tails:
 
     def __init__(self, units: Units) -> None:
         self.units, self.net, self.weighted, step = units, units.net, units.weighted, units.step
-        self.saved = np.where(step.forward, step.saved, 0).tolist()
-        total: dict[Device, int] = defaultdict(int)
-        tails: dict[Unit, int] = defaultdict(int)
-        for i, nbytes in enumerate(self.saved):
-            op, unit = self.net.ops[i], units.of_op[i]
-            if nbytes and unit is not None:
-                total[op.device] += nbytes
-                if op.module not in self.weighted:
-                    tails[unit] += nbytes
-        self.least = {device: nbytes * CUT_OFF for device, nbytes in total.items()}
+        saved, rank = np.where(step.forward, step.saved, 0), units.rank
+        own = np.array([op.module in self.weighted for op in self.net.ops], np.bool_)
+        total, tails = np.zeros(len(step.devices), np.int64), np.zeros(len(units.at), np.int64)
+        np.add.at(total, step.at[rank >= 0], saved[rank >= 0])
+        np.add.at(tails, rank[(rank >= 0) & ~own], saved[(rank >= 0) & ~own])
+        self.saved: list[int] = saved.tolist()
+        self.least = {device: nbytes * CUT_OFF for device, nbytes in zip(step.devices, total.tolist(), strict=True)}
         self.behind: dict[Unit, list[Unit]] = {}
-        large = [unit for unit, nbytes in tails.items() if nbytes > self.least[unit.device]]
+        pairs = zip(units.at, tails.tolist(), strict=True)
+        large = [unit for unit, nbytes in pairs if nbytes > self.least[unit.device]]
         if large:
             self.cut(large)
 

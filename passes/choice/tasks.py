@@ -71,7 +71,7 @@ class Tasks:
         self.units, self.step, self.net = units, units.step, units.net
         step = self.step
         of_unit = np.array([numbers[unit] for unit in units.at] or [-1], np.int64)
-        rank = units.rank()
+        rank = units.rank
         self.group_of_op = np.where(rank >= 0, of_unit[rank], -1)
         self.parts = units.parts
         self.costs: dict[Device, list[float]] = {}

@@ -57,6 +57,7 @@ class Units:
         at: the units, in the order in which their forward begins, with their positions in it.
         of_op: by operator, its unit; None on the host.
         of_state: by storage of state, its unit.
+        rank: by operator, the position of its unit; -1 where it has none.
 
     Raises:
         PassError: no module of the program has parameters.
@@ -77,13 +78,12 @@ class Units:
                 fix="give the model's layers as modules",
             )
         self.place_rest()
+        self.rank = self.ranked()
 
     def with_tails(self) -> Units | None:
         """The units with those tails cut off that save much; None where there are none."""
         found = copy(self)
-        found.of_op = [
-            unit if op.phase == "forward" else None for op, unit in zip(self.net.ops, self.of_op, strict=True)
-        ]
+        found.of_op = [unit if early else None for unit, early in zip(self.of_op, self.step.forward, strict=True)]
         behind = Tails(found).behind
         if not behind:
             return None
@@ -91,10 +91,11 @@ class Units:
         found.at = {u: i for i, u in enumerate([u for unit in self.at for u in (unit, *behind.get(unit, ()))])}
         found.of_state = {}
         found.place_rest()
+        found.rank = found.ranked()
         return found
 
-    def rank(self) -> Numbers:
-        """By operator, the position of its unit; -1 where it has none."""
+    def ranked(self) -> Numbers:
+        """By operator, the position of its unit."""
         at = self.at
         return np.array([-1 if unit is None else at[unit] for unit in self.of_op], np.int64)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import models
@@ -158,3 +159,12 @@ def test_tails_that_save_much_are_cut_off_in_order(name: str) -> None:
 def test_tails_that_save_little_are_no_units() -> None:
     assert read(captured(models.resnet(blocks=8), None)).with_tails() is None
     assert read(captured(models.gpt(layers=12), None)).with_tails() is None
+
+
+def test_programs_too_large_to_be_emitted_have_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_module("graphir.passes.balance"), "_MOST_EMITTED", 0)
+    program = trained("pools")
+    balanced = balanced_of(program)
+    assert balanced.pipeline and not balanced.exact
+    placed = passes.inject_copies(balanced.program)
+    assert graphir.certify(program, placed).holds
