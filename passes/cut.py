@@ -129,7 +129,7 @@ class _Values:
                 own = [name for name in op.outputs if name not in inputs and not self.blobs[name].is_view]
                 self.made.update(dict.fromkeys(own, self.units[i]))
         self.loose = {name for name, unit in inputs.items() if not isinstance(unit, Device)}
-        touching = [(op, self.noted(i, op)) for i, op in enumerate(step.ops) if op.phase != "reduce"]
+        touching = self.noted(step.ops)
         for name, unit in inputs.items():
             if name in self.loose:
                 self.hold(name, unit)
@@ -144,15 +144,24 @@ class _Values:
             if name in inputs:
                 self.found[name].readers[inputs[name]] = None
 
-    def noted(self, i: int, op: Operator) -> _Unit:
-        """What an operator goes with; what it makes goes there, and what it has to do with is loose if that is free."""
-        unit, blobs, made = self.unit(i, op), self.blobs, self.made
-        for name in op.outputs:
-            if name not in made and blobs[name].storage == name:
-                made[name] = unit
-        if type(unit) is not Device:
-            self.loose.update([blobs[name].storage for name in op.inputs + op.outputs])
-        return unit
+    def noted(self, ops: Sequence[Operator]) -> list[tuple[Operator, _Unit]]:
+        """The operators with what they go with; what they make goes there, and what they have to do with is loose if
+        that is free."""
+        blobs, made, loose, given = self.blobs, self.made, self.loose, self.units
+        found = []
+        for i, op in enumerate(ops):
+            if op.phase == "reduce":
+                continue
+            unit = given.get(i)
+            if unit is None:
+                unit = self.unit(i, op)
+            for name in op.outputs:
+                if name not in made and blobs[name].storage == name:
+                    made[name] = unit
+            if type(unit) is not Device:
+                loose.update([blobs[name].storage for name in op.inputs + op.outputs])
+            found.append((op, unit))
+        return found
 
     def add(self, op: Operator, unit: _Unit) -> list[str]:
         """Note what an operator reads and makes of what is loose; the storages that it overwrites in the forward."""
@@ -178,9 +187,7 @@ class _Values:
         self.all.append(value)
 
     def unit(self, i: int, op: Operator) -> _Unit:
-        """What an operator goes with."""
-        if (given := self.units.get(i)) is not None:
-            return given
+        """What an operator goes with that is neither free nor placed."""
         if op.effects.shows or op.phase == "update":
             return self.made.get(self.blobs[op.inputs[0]].storage, op.device) if op.inputs else op.device
         if not op.of:
@@ -301,20 +308,18 @@ def _cut(
     def join(value: _Value, there: object, back: object, name: tuple[object, ...]) -> None:
         """Put a value between where it comes from and its readers."""
         readers = {node(reader) for reader in value.readers} - {node(value.producer), None}
-        if not value.nbytes or not (readers or value.pieces):
-            return
-        graph.add(there, ("there", *name), value.nbytes)
-        graph.add(("back", *name), back, value.nbytes)
-        for reader in readers:
-            graph.add(("there", *name), reader)
-            graph.add(reader, ("back", *name))
-        for piece, part in value.pieces.items():
-            join(part, ("there", *name), ("back", *name), (*name, piece))
+        if value.nbytes and (readers or value.pieces):
+            graph.add(there, ("there", *name), value.nbytes)
+            graph.add(("back", *name), back, value.nbytes)
+            for reader in readers:
+                graph.add(("there", *name), reader)
+                graph.add(reader, ("back", *name))
 
     for i, value in enumerate(between):
         producer = node(value.producer)
-        if producer is None:  # it crosses to each of the two devices that reads it
-            join(value, "stays", "moves", (i,))
-        else:
-            join(value, producer, producer, (i,))
+        # What comes from a third device crosses to each of the two that reads it.
+        join(value, "stays" if producer is None else producer, "moves" if producer is None else producer, (i,))
+        if value.nbytes:
+            for piece, part in value.pieces.items():
+                join(part, ("there", i), ("back", i), (i, piece))
     return {name[1] for name in graph.cut() if isinstance(name, tuple) and name[0] == "unit"}

@@ -21,6 +21,7 @@ from graphir.ir.program import Program
 from .merging import Merging
 from .problem import AGAIN, KEEP, Choice, Group, Problem
 from .step import Step
+from .tails import with_tails
 from .tasks import Found, Tasks
 from .units import Unit, Units
 
@@ -94,7 +95,7 @@ class Reading:
     @cached_property
     def tailed(self) -> Units | None:
         """The units with tails apart that save much; None where there are none."""
-        return self.units.with_tails()
+        return with_tails(self.units)
 
     def grouped(self, most: int, *, tails: bool = False) -> Grouped:
         """The problem of placing the program in so many groups at most, with or without *tails* apart."""

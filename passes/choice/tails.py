@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from copy import copy
+from typing import Final
 
 import numpy as np
 
@@ -22,18 +23,31 @@ from graphir.ir.device import Device
 from graphir.ir.names import base_name, micro_batch_of, prefix_of
 
 from ..module_patterns import module_paths
+from .units import Unit, Units
 
-if TYPE_CHECKING:
-    from .units import Unit, Units
-
-__all__ = ["CUT_OFF", "Tails"]
+__all__ = ["CUT_OFF", "with_tails"]
 
 CUT_OFF: Final = 1 / 12
 """What a tail saves, of all that its device saves, is cut off where it is more. The fewest groups that there are to be
 are as many."""
 
 
-class Tails:
+def with_tails(units: Units) -> Units | None:
+    """The units with those tails cut off that save much; None where there are none."""
+    found = copy(units)
+    found.of_op = [unit if early else None for unit, early in zip(units.of_op, units.step.forward, strict=True)]
+    behind = _Tails(found).behind
+    if not behind:
+        return None
+    found.cut_off = frozenset([unit for tail in behind.values() for unit in tail])
+    found.at = {u: i for i, u in enumerate([u for unit in units.at for u in (unit, *behind.get(unit, ()))])}
+    found.of_state = {}
+    found.place_rest()
+    found.rank = found.ranked()
+    return found
+
+
+class _Tails:
     """What is cut off from units.
 
     Args:

@@ -8,7 +8,6 @@ gradients they compute, updates with their parameters.
 from __future__ import annotations
 
 from collections import Counter
-from copy import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +21,6 @@ from graphir.ir.opset import ACCUMULATES
 
 from ..module_patterns import weighted_modules
 from .step import Numbers, Step
-from .tails import Tails
 
 __all__ = ["Unit", "Units"]
 
@@ -79,20 +77,6 @@ class Units:
             )
         self.place_rest()
         self.rank = self.ranked()
-
-    def with_tails(self) -> Units | None:
-        """The units with those tails cut off that save much; None where there are none."""
-        found = copy(self)
-        found.of_op = [unit if early else None for unit, early in zip(self.of_op, self.step.forward, strict=True)]
-        behind = Tails(found).behind
-        if not behind:
-            return None
-        found.cut_off = frozenset([unit for units in behind.values() for unit in units])
-        found.at = {u: i for i, u in enumerate([u for unit in self.at for u in (unit, *behind.get(unit, ()))])}
-        found.of_state = {}
-        found.place_rest()
-        found.rank = found.ranked()
-        return found
 
     def ranked(self) -> Numbers:
         """By operator, the position of its unit."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graphir.passes.choice.step import Step
+from graphir.passes.choice.tails import with_tails
 from graphir.passes.choice.units import Units
 from runnable import batch_of, captured, sgd
 from torch import nn
@@ -147,7 +148,7 @@ def read(program: Program) -> Units:
 def test_tails_that_save_much_are_cut_off_in_order(name: str) -> None:
     program = trained(name)
     units = read(program)
-    tailed = units.with_tails()
+    tailed = with_tails(units)
     assert tailed is not None and tailed.cut_off
     order = dict.fromkeys([unit for op, unit in zip(program.step.ops, tailed.of_op, strict=True) if unit])
     assert [unit for unit in order if unit in tailed.at] == sorted(order, key=tailed.at.__getitem__)
@@ -157,8 +158,8 @@ def test_tails_that_save_much_are_cut_off_in_order(name: str) -> None:
 
 
 def test_tails_that_save_little_are_no_units() -> None:
-    assert read(captured(models.resnet(blocks=8), None)).with_tails() is None
-    assert read(captured(models.gpt(layers=12), None)).with_tails() is None
+    assert with_tails(read(captured(models.resnet(blocks=8), None))) is None
+    assert with_tails(read(captured(models.gpt(layers=12), None))) is None
 
 
 def test_programs_too_large_to_be_emitted_have_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
