@@ -1,5 +1,6 @@
 """How a placement is chosen: what :func:`graphir.passes.balance` is made of.
 
+step.py      program ──▶ its operators and storages as columns, read once
 units.py     program ──▶ what moves as a whole; tails.py cuts off what has no parameters and saves much
 merging.py   what moves as a whole ──▶ few groups
 tasks.py     groups ──▶ what they compute and hand on; repeats.py says what can be computed again
