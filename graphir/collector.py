@@ -1,7 +1,8 @@
 """Python's garbage collector, which rests during a capture and during a pass.
 
 Both make up to millions of small objects that stay. The collector would look through all of them again and again, which
-takes longer than the work itself, and finds nothing.
+takes longer than the work itself, and finds nothing. So would the first look after that, had what was made meanwhile
+not been declared old.
 """
 
 from __future__ import annotations
@@ -14,7 +15,18 @@ from .process import Setting, held
 
 __all__ = ["collector_paused"]
 
-_COLLECTOR: Final = Setting("the collector", gc.isenabled, lambda on: gc.enable() if on else gc.disable())
+
+def _switch(on: bool) -> None:
+    if not on:
+        gc.disable()
+        return
+    if not gc.get_freeze_count():  # else what somebody has frozen would be let go
+        gc.freeze()
+        gc.unfreeze()
+    gc.enable()
+
+
+_COLLECTOR: Final = Setting("the collector", gc.isenabled, _switch)
 
 
 def collector_paused() -> AbstractContextManager[None]:

@@ -243,6 +243,30 @@ def in_turn(first, second):
         yield "between"
 
 
+def test_what_was_made_while_the_collector_rested_is_not_looked_through_at_once():
+    gc.collect()
+    seen = []
+    gc.callbacks.append(watch := lambda phase, info: seen.append(phase))
+    try:
+        with collector_paused():
+            made = [[] for _ in range(100_000)]
+        after = [[] for _ in range(100)]
+    finally:
+        gc.callbacks.remove(watch)
+    assert gc.isenabled() and not seen and len(made) > len(after)
+
+
+def test_what_somebody_has_frozen_stays_so():
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with collector_paused():
+            pass
+        assert gc.get_freeze_count() == frozen
+    finally:
+        gc.unfreeze()
+
+
 def test_two_threads_leave_the_collector_on():
     assert gc.isenabled()
     for _ in in_turn(collector_paused, collector_paused):
