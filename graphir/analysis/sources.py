@@ -10,6 +10,7 @@ from ..ir.net import Net
 from ..ir.plan import Plan, parts_of
 from ..ir.program import Program
 from ..ir.size import Dims
+from .alike import Kinds
 from .profiles import Measured, Profile
 from .scratch import is_called, scratch
 
@@ -72,11 +73,18 @@ def scratch_of(
     return found
 
 
-def held_inside(net: Net, dims: Dims, threads: int, taken: Mapping[int, Measured]) -> Iterator[tuple[int, Device, int]]:
+def held_inside(
+    net: Net, dims: Dims, threads: int, taken: Mapping[int, Measured], kinds: Kinds
+) -> Iterator[tuple[int, Device, int]]:
     """The operators of a net that are known to allocate something inside, by position, each with a device and bytes:
-    what :func:`scratch_of` has, without what is nothing or unknown."""
-    for i, op in enumerate(net.ops):
-        nbytes = taken[i].scratch if i in taken else scratch(op, net.blobs, dims, threads)
-        if nbytes and (i in taken or is_called(op)):
+    what :func:`scratch_of` has, without what is nothing or unknown; *kinds* says which operators are alike."""
+    known: list[int] = []
+    for i, (op, first) in enumerate(zip(net.ops, kinds, strict=True)):
+        if first != i:
+            known.append(known[first])
+        else:
+            known.append(scratch(op, net.blobs, dims, threads) or 0 if is_called(op) else 0)
+        nbytes = taken[i].scratch if i in taken else known[i]
+        if nbytes:
             for name in op.outputs[: parts_of(op)]:
                 yield i, net.blobs[name].device, nbytes

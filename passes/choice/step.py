@@ -11,7 +11,7 @@ its bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 from itertools import chain
 from operator import eq
@@ -20,6 +20,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from graphir.analysis.alike import Kinds, alike
 from graphir.analysis.cost import Work, operator_costs, works
 from graphir.analysis.memory import storage_nbytes
 from graphir.analysis.profiles import Profile
@@ -153,8 +154,14 @@ class Step:
         Raises:
             GraphirError: a size is negative or absurd.
         """
-        blobs = self.net.blobs
-        return np.array([storage_nbytes(self.net, blobs[name], self.dims) for name in self.names], np.int64)
+        known: dict[Hashable, int] = {}
+        found = []
+        for blob in map(self.net.blobs.__getitem__, self.names):
+            geometry = blob.shape, blob.dtype, blob.strides
+            if geometry not in known:
+                known[geometry] = storage_nbytes(self.net, blob, self.dims)
+            found.append(known[geometry])
+        return np.array(found, np.int64)
 
     @cached_property
     def saved(self) -> Numbers:
@@ -180,11 +187,14 @@ class Step:
         return found
 
     @cached_property
+    def kinds(self) -> Kinds:
+        """Which operators are alike."""
+        return alike(self.net)
+
+    @cached_property
     def works(self) -> Sequence[Work]:
         """By operator, its work."""
-        blobs = self.net.blobs
-        pairs = zip(self.names, self.nbytes.tolist(), strict=True)
-        return works(self.net, self.dims, {name: nbytes for name, nbytes in pairs if blobs[name].strides is None})
+        return works(self.net, self.dims, self.kinds)
 
     @cached_property
     def issued(self) -> list[bool]:
@@ -218,7 +228,7 @@ class Step:
         device = np.array([places[blobs[name].device] for name in self.names], np.int64)
         state = np.zeros(len(self.names), np.bool_)
         state[[self.number[blobs[n].storage] for n in net.external_inputs if blobs[n].role in STATE_ROLES]] = True
-        held = held_inside(net, self.dims, self.threads, taken)
+        held = held_inside(net, self.dims, self.threads, taken, self.kinds)
         inside = [(at, nbytes, places[device]) for at, device, nbytes in held]
         at, scratch, where = np.array(inside, np.int64).reshape(-1, 3).T
         return Spans(

@@ -157,11 +157,13 @@ def large_rows(runs: int = 3) -> Iterator[str]:
         found = timed("plain placements", lambda first=first: search(Outcomes(first.problem), 0.0))
         timed("its passes", lambda first=first, found=found: placed(program, first, found.choice))
         timed("in all", lambda: passes.balance(program, limits, topology=TOPOLOGY, seconds=0))
-    yield "| operators | " + " | ".join([f"{name}, s" for name in parts]) + " | at most |"
-    yield "| ---: |" + " ---: |" * (len(parts) + 1)
-    *cells, whole = [f"{min(taken):.2f}" for taken in parts.values()]
-    whole = limited(whole, at_most=LARGE_SECONDS)
-    yield f"| {len(program.step.ops):,} | {' | '.join(cells)} | {whole} | {LARGE_SECONDS} |"
+        timed("with 2 s of search", lambda: passes.balance(program, limits, topology=TOPOLOGY))
+    yield "| operators | " + " | ".join([f"{name}, s" for name in parts]) + " |"
+    yield "| ---: |" + " ---: |" * len(parts)
+    shortest = {name: min(taken) for name, taken in parts.items()}
+    most = {"in all": LARGE_SECONDS, "with 2 s of search": LARGE_SECONDS + 2}
+    cells = [limited(f"{taken:.2f}", at_most=most.get(name)) for name, taken in shortest.items()]
+    yield f"| {len(program.step.ops):,} | {' | '.join(cells)} |"
 
 
 def _captured(case: Case) -> graphir.Program:
