@@ -289,7 +289,7 @@ class _Balancing:
             limits, tuple(d for d in self.names if not d.is_host), options.options, self.pins(), self.wholes()
         )
         self.parts = micro_batches(program.step.blobs)
-        self.searches = Attempts(self.reading(), self.parts, Budget(options.seconds, options.evaluations, options.seed))
+        self.searches = Attempts(self.reading, self.parts, Budget(options.seconds, options.evaluations, options.seed))
         self.grouped = self.searches.grouped
         self.before: _Emitted | None = None
         self.emits = len(program.step.ops) <= _MOST_EMITTED

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple, Protocol
 
@@ -30,6 +30,10 @@ _FIRST: Final = 0.6
 
 _ONWARD: Final = 0.25
 """The part of the budget for which a search goes on where a plan holds more than its groups said."""
+
+
+_LEAST: Final = 0.25
+"""The part of its seconds that the first search has at least, however long grouping took."""
 
 
 class Read(Protocol):
@@ -85,21 +89,23 @@ class Attempts:
     """Searches for a choice.
 
     Args:
-        reading: what gives the groups of the program.
+        read: reads the program; what that takes is a part of the budget.
         parts: how many micro-batches it has.
         budget: of the searches.
 
     Attributes:
+        reading: what gives the groups of the program.
         most: how many groups a search can take.
         grouped: the program in so many groups at most.
         evaluated: how many choices were looked at.
     """
 
-    def __init__(self, reading: Read, parts: int, budget: Budget) -> None:
-        self.reading, self.parts, self.budget = reading, parts, budget
+    def __init__(self, read: Callable[[], Read], parts: int, budget: Budget) -> None:
+        self.parts, self.budget = parts, budget
         self.most = _MOST if parts == 1 else max(_MOST_IN_PARTS // parts, min(_FEWER))
         begun = time.perf_counter()
-        self.grouped = reading.grouped(self.most)
+        self.reading = read()
+        self.grouped = self.reading.grouped(self.most)
         self.spent, self.evaluated = time.perf_counter() - begun, 0
 
     def made(self, *, regroups: bool) -> list[Attempt]:
@@ -157,7 +163,7 @@ class Attempts:
         seconds, evaluations, seed = self.budget
         seconds *= part
         if not self.evaluated:
-            seconds = max(seconds - self.spent, seconds / 2)
+            seconds = max(seconds - self.spent, _LEAST * seconds)
         outcomes = Outcomes(problem)
         looks = None if evaluations is None else max(round(evaluations * part), 1)
         found = search(outcomes, seconds, looks, seed + number, starts)

@@ -25,7 +25,7 @@ class Given(NamedTuple):
 
 
 def attempts(problem: Problem, evaluations: int) -> Attempts:
-    return Attempts(Given(problem), 1, Budget(0.0, evaluations, 0))
+    return Attempts(lambda: Given(problem), 1, Budget(0.0, evaluations, 0))
 
 
 @pytest.mark.parametrize("shape", ["gpt", "resnet", "u-net", "two replicas"])
