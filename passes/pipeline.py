@@ -16,6 +16,7 @@ model on one device, unlike devices, and replicas side by side.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -173,17 +174,17 @@ class _Ordering:
         if limits is None and schedule == "zero_bubble":
             return self.within_1f1b()
         if not limits:
-            return self.ordered(self.order_of(schedule))
+            return self.ordered(self.unbeaten(schedule).order)
         self.refuse_unknown(limits)
         return self.within(schedule, limits)
 
-    def order_of(
+    def unbeaten(
         self, schedule: str, limits: Sequence[int | None] | None = None, in_flight: int | None = None
-    ) -> list[int]:
-        """The order that a schedule gives."""
+    ) -> Schedule:
+        """What a schedule gives."""
         found = self.found(schedule, limits, in_flight)
         assert found is not None  # nothing beats it
-        return found.order
+        return found
 
     def found(
         self,
@@ -242,36 +243,44 @@ class _Ordering:
     def within(self, schedule: str, limits: Mapping[str, int]) -> Program:
         """The program in the order of a schedule, or of a plainer one, whose plan keeps within the limits."""
         least: Mapping[str, int] = {}
-        for order in self.attempts(schedule, limits):
-            peaks = self.peaks(order)
-            if all(peaks[device] <= limit for device, limit in limits.items()):
-                return self.ordered(order)
+        for found in self.attempts(schedule, limits):
+            peaks = self.peaks(found.order)
+            if not _excess(peaks, limits):
+                return self.ordered((self.faster(found, limits) if schedule == "zero_bubble" else found).order)
             if not least or _excess(peaks, limits) < _excess(least, limits):
                 least = peaks
         exceeded = {device: least[device] for device, limit in limits.items() if least[device] > limit}
         device = next(iter(exceeded))
         raise PassError(
-            f"no order of the micro-batches keeps within {nbytes_text(limits[device])} on {device}",
+            f"no order by {schedule!r} of the micro-batches keeps within {nbytes_text(limits[device])} on {device}",
             where=f"program {self.program.name!r}",
             fix=f"the least that can is limits={{{', '.join(f'{d!r}: {n}' for d, n in exceeded.items())}}}",
         )
 
-    def attempts(self, schedule: str, limits: Mapping[str, int]) -> Iterator[list[int]]:
-        """Orders to try, the fastest first. A plan issues copies and frees in an order of its own, and what is let in
-        can come to more than was reckoned: where a limit is exceeded, the next simulation is given less."""
+    def attempts(self, schedule: str, limits: Mapping[str, int]) -> Iterator[Schedule]:
+        """Schedules to try, the fastest first. A plan issues copies and frees in an order of its own, and what is let
+        in can come to more than was reckoned: where a limit is exceeded, the next simulation is given less."""
         devices, inner = self.work.devices, dict(limits)
         for share in _LESS:
-            found = self.found(schedule, [inner.get(device) for device in devices])
-            assert found is not None and found.peaks is not None  # nothing beats it, and there are limits
-            yield found.order
+            found = self.unbeaten(schedule, [inner.get(device) for device in devices])
+            yield found
             peaks = self.peaks(found.order)
-            for device, held in zip(devices, found.peaks, strict=True):
+            for device, held in zip(devices, found.peaks or (), strict=True):
                 if device in limits and (excess := peaks[device] - limits[device]) > 0:
                     inner[device] = min(inner[device], held) - max(excess, int(share * limits[device]))
         if schedule != "1f1b":
-            yield self.order_of("1f1b", [limits.get(device) for device in devices])
-        yield self.order_of("1f1b", None, 1)
-        yield _one_after_the_other(self.work)
+            yield self.unbeaten("1f1b", [limits.get(device) for device in devices])
+        yield self.unbeaten("1f1b", None, 1)
+        yield Schedule(_one_after_the_other(self.work), math.inf)
+
+    def faster(self, found: Schedule, limits: Mapping[str, int]) -> Schedule:
+        """What was found, or 1F1B within the limits where that takes less time: zero bubble lets in by what it needs at
+        most, and where little room is left, that may be one micro-batch less."""
+        inner = [limits.get(device) for device in self.work.devices]
+        plain = self.found("1f1b", inner, beaten=Beaten(seconds=found.seconds))
+        if plain is None or plain.seconds >= found.seconds or _excess(self.peaks(plain.order), limits):
+            return found
+        return plain
 
     @cached_property
     def plans(self) -> PlanPeaks:

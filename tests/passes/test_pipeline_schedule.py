@@ -124,11 +124,23 @@ def test_limits_of_1f1b_are_no_hindrance_to_zero_bubble(devices: int) -> None:
     assert seconds(passes.pipeline(before, limits=limits)) < 0.95 * seconds(plain)
 
 
+def test_zero_bubble_is_no_slower_than_1f1b_with_the_same_limits() -> None:
+    """Where little room is left, it lets in a micro-batch less."""
+    cut = {"blocks[2:4]": 1, "blocks[4:6]": 2, "avgpool": 2, "fc": 2}
+    before = passes.inject_copies(passes.shift_modules(captured(models.resnet(batch=16, blocks=6), 8), cut))
+    serial = graphir.memory(passes.emit(before)).peak["gpu:1"]
+    free = graphir.memory(passes.emit(passes.pipeline(before, "gpipe"))).peak["gpu:1"]
+    for sixth in range(6):
+        limits = {"gpu:1": serial + (free - serial) * sixth // 6}
+        taken = [seconds(passes.pipeline(before, name, limits=limits)) for name in ("zero_bubble", "1f1b")]  # type: ignore[arg-type]
+        assert taken[0] <= taken[1]
+
+
 def test_limits_that_nothing_keeps_are_refused_with_the_least() -> None:
     with pytest.raises(PassError) as e:
         passes.pipeline(half(), limits={"gpu:0": "20 KiB"})
     first, *_, last = str(e.value).splitlines()
-    assert first == "no order of the micro-batches keeps within 20.0 KiB on gpu:0"
+    assert first == "no order by 'zero_bubble' of the micro-batches keeps within 20.0 KiB on gpu:0"
     assert last.startswith("  fix  the least that can is limits={'gpu:0': ")
     least = int(last.rpartition(": ")[2].rstrip("}"))
     after = passes.pipeline(half(), limits={"gpu:0": least})
