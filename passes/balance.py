@@ -67,7 +67,7 @@ search."""
 _ATTEMPTS: Final = 4
 """How often the search goes on where a plan holds more than the groups said."""
 
-_TRIES: Final = 3
+_TRIES: Final = 4
 """How often limits that a refusal is to name are tried, each time with what the try before lacked: there is a placement
 within them, and a search that begins anew has to find one."""
 
@@ -101,7 +101,8 @@ class _Refused(Exception):
     Attributes:
         missing: what is missing, by device, as text.
         given: the limits, those of the topology, too.
-        limits: within which there is a placement.
+        limits: within which a plan keeps.
+        ample: within which it keeps as its groups are reckoned, too, so that a search finds it.
         proven: what limits have to be multiplied by, at least.
         interrupted: whether the user has had enough of it.
     """
@@ -111,11 +112,16 @@ class _Refused(Exception):
         missing: Sequence[str],
         given: Mapping[str, int],
         limits: Mapping[str, int],
+        ample: Mapping[str, int],
         proven: float,
         interrupted: bool,
     ) -> None:
-        self.missing, self.given, self.limits = missing, given, limits
+        self.missing, self.given, self.limits, self.ample = missing, given, limits, ample
         self.proven, self.interrupted = proven, interrupted
+
+    def times(self, limits: Mapping[str, int]) -> float:
+        """How many times the limits others are."""
+        return max([nbytes / self.given[device] for device, nbytes in limits.items()], default=1.0)
 
 
 @register
@@ -156,24 +162,32 @@ class Balance(Pass):
                 raise self.refusal(refused, program, profile, threads) from None
 
     def refusal(self, refused: _Refused, program: Program, profile: Profile | None, threads: int) -> PassError:
-        """The error that says what is missing, and limits that work: they were tried."""
+        """The error that says what is missing, and limits that work: those that refusals know are tried, the least
+        first, and the largest in the end."""
+        last, known = refused, [refused.limits, refused.ample]
         limits, works = refused.limits, False
-        for _ in range(0 if refused.interrupted else _TRIES):
-            options = self.model_copy(update={"limits": limits})
+        for left in reversed(range(_TRIES)):
+            if last.interrupted:
+                break
             try:
-                _Balancing(options, program, profile, threads).run()
+                _Balancing(self.model_copy(update={"limits": limits}), program, profile, threads).run()
             except _Refused as again:
-                limits = again.limits
+                last, tried = again, refused.times(limits)
+                known += [again.limits, again.ample]
+                more = sorted([one for one in known if refused.times(one) > tried], key=refused.times) or [limits]
+                limits = more[0] if left > 1 else more[-1]
+            except KeyboardInterrupt:  # there is something to say already
+                break
             else:
                 works = True
                 break
         given = ", ".join(f"{device!r}: {nbytes}" for device, nbytes in limits.items())
-        times = max(nbytes / refused.given[device] for device, nbytes in limits.items() if refused.given[device])
         cannot = f"; less than {refused.proven:,.2f} times cannot" if refused.proven >= _MORE else ""
         return PassError(
             f"balance: no placement within the limits was found: {'; '.join(refused.missing)}",
-            fix=f"limits={{{given}}} {'works' if works else 'is the nearest that was found'} ({times:,.2f} times these"
-            f"{cannot}); or add devices, allow more options" + (", pin less" if self.pin else ""),
+            fix=f"limits={{{given}}} {'works' if works else 'is the nearest that was found'} "
+            f"({refused.times(limits):,.2f} times these{cannot}); or add devices, allow more options"
+            + (", pin less" if self.pin else ""),
         )
 
 
@@ -457,10 +471,12 @@ class _Balancing:
             f"{name} lacks {nbytes_text(more)} of {nbytes_text(held[name])}" for name, more in self.excess(held).items()
         ]
         given = {name: n for name, n in zip(problem.devices, problem.limits, strict=True) if n is not None}
-        needed = _named(problem, most)
-        limits = {name: max(nbytes, needed[name]) for name, nbytes in given.items()}
+        limits, ample = (
+            {name: max(nbytes, _named(problem, wanted)[name]) for name, nbytes in given.items()}
+            for wanted in (peaks, most)
+        )
         interrupted = attempt.found.interrupted or found.interrupted
-        return _Refused(missing, given, limits, min(found.proven, exceeded(problem, peaks)), interrupted)
+        return _Refused(missing, given, limits, ample, min(found.proven, exceeded(problem, peaks)), interrupted)
 
     def needs(self, attempt: Attempt, choice: Choice) -> tuple[Sequence[int], Sequence[int]]:
         """By device, what the plan of a choice holds, and the limits under which the choice is found again: what its
