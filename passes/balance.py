@@ -67,9 +67,10 @@ search."""
 _ATTEMPTS: Final = 4
 """How often the search goes on where a plan holds more than the groups said."""
 
-_TRIES: Final = 4
-"""How often limits that a refusal is to name are tried, each time with what the try before lacked: there is a placement
-within them, and a search that begins anew has to find one."""
+_TRIES: Final = 6
+_LARGER: Final = 1.05
+"""How often limits that a refusal is to name are tried: there is a placement within them, and a search that begins anew
+has to find one. Where it finds none within any that are known, limits so many times as large come next."""
 
 _HOPELESS: Final = 0.02
 """By how much the groups may exceed limits so that plans are worth a look."""
@@ -163,10 +164,10 @@ class Balance(Pass):
 
     def refusal(self, refused: _Refused, program: Program, profile: Profile | None, threads: int) -> PassError:
         """The error that says what is missing, and limits that work: those that refusals know are tried, the least
-        first, and the largest in the end."""
+        first, and then larger ones."""
         last, known = refused, [refused.limits, refused.ample]
         limits, works = refused.limits, False
-        for left in reversed(range(_TRIES)):
+        for _ in range(_TRIES):
             if last.interrupted:
                 break
             try:
@@ -174,8 +175,9 @@ class Balance(Pass):
             except _Refused as again:
                 last, tried = again, refused.times(limits)
                 known += [again.limits, again.ample]
-                more = sorted([one for one in known if refused.times(one) > tried], key=refused.times) or [limits]
-                limits = more[0] if left > 1 else more[-1]
+                more = [one for one in known if refused.times(one) > tried]
+                larger = {device: int(_LARGER * nbytes) for device, nbytes in limits.items()}
+                limits = min(more, key=refused.times, default=larger)
             except KeyboardInterrupt:  # there is something to say already
                 break
             else:
