@@ -172,7 +172,7 @@ def test_optimizers(optimizer: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [{"clip_grad_norm": 0.05}, {"loss_scale": 64.0}, {"loss_scale": torch.amp.GradScaler("cpu")}, {"loss": squares}],
-    ids=str,
+    ids=["clipping", "scale", "scaler", "loss"],
 )
 def test_what_the_update_reads_of_all_micro_batches(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
