@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
+from graphir.ir.blob import STATE_ROLES
 from graphir.ir.device import Device, gpu
 from graphir.ir.names import base_name
 from graphir.ir.program import Program
@@ -27,7 +28,7 @@ from .problem import AGAIN, Choice
 __all__ = ["placed"]
 
 _SMALL: Final = 0.002
-"""The part of a limit below which it does not matter on which side of a cut a result is."""
+"""The part of a limit below which it does not matter on which side of a cut a result is made and read."""
 
 
 def placed(program: Program, grouped: Grouped, choice: Choice) -> Program:
@@ -60,18 +61,24 @@ def placed(program: Program, grouped: Grouped, choice: Choice) -> Program:
 
 
 def _settled(program: Program, grouped: Grouped, choice: Choice, names: Sequence[Device]) -> Program:
-    """A program after its modules have moved, with the large results of containers, and of what else no module's path
-    stands for, where the choice wants them, and not where the fewest bytes cross. What one replica wants elsewhere and
-    another one on the same device does not, stays."""
+    """A program after its modules have moved, with what containers compute, and what else no module's path stands for,
+    where the choice wants it, and not where the fewest bytes cross: what makes or reads a large result, and what
+    goes with it. What one replica wants elsewhere and another one on the same device does not, stays."""
     blobs = program.step.blobs
     known = dict.fromkeys(find_activations(program))
     wrong: dict[tuple[int, int], Counter[str]] = defaultdict(Counter)
     least = _SMALL * min([limit for limit in grouped.problem.limits if limit is not None], default=0)
+    leaving: set[tuple[str, Device]] = set()
     for i, group in grouped.of_op.items():
         op, wanted = program.step.ops[i], names[choice.devices[group]]
-        made = next(iter(op.outputs), "")
-        if op.device != wanted and base_name(made) in known and blobs[made].nbytes(program.dims) > least:
-            wrong[op.device.index, wanted.index][base_name(made)] += 1
+        if op.device == wanted or not op.outputs or base_name(op.outputs[0]) not in known:
+            continue
+        read = [blobs[blobs[name].storage] for name in op.inputs]
+        handled = [blobs[op.outputs[0]], *[blob for blob in read if blob.role not in STATE_ROLES]]
+        large = max([blob.nbytes(program.dims) for blob in handled]) > least
+        if large or any((blob.storage, wanted) in leaving for blob in read):
+            wrong[op.device.index, wanted.index][base_name(op.outputs[0])] += 1
+            leaving.update((blobs[name].storage, wanted) for name in op.outputs)
     for (source, target), counts in wrong.items():
         there = {name: [r + name for r in program.replicas if blobs[r + name].device == gpu(source)] for name in counts}
         activations = [name for name, count in counts.items() if count == len(there[name])]

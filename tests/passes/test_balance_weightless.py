@@ -74,8 +74,8 @@ def example(name: str, size: int = 32) -> models.Example:
     return models.Example(model, (x,), (y,), F.mse_loss)
 
 
-def trained(name: str, **options: object) -> Program:
-    one = example(name)
+def trained(name: str, size: int = 32, **options: object) -> Program:
+    one = example(name, size)
     return captured(one, sgd(one.model.parameters()), **options)
 
 
@@ -107,6 +107,21 @@ def test_moves_name_layers_and_results_of_functions() -> None:
     assert balanced_of(trained("pools")).pipeline == 'shift_modules{modules={"[8:11]": gpu:1, loss: gpu:1}}'
     text = balanced_of(trained("functional")).pipeline
     assert "shift_activations{activations=[" in text and "tanh_" in text
+
+
+def crossing(program: Program) -> int:
+    return sum(count.nbytes for count in graphir.traffic(program).copies)
+
+
+@pytest.mark.parametrize("share", [0.7, 0.8])
+def test_the_small_end_of_a_tail_goes_with_what_it_reads(share: float) -> None:
+    program = trained("functional", size=64)
+    balanced = balanced_of(program, share)
+    placed = passes.inject_copies(balanced.program)
+    by_hand = passes.shift_activations(program, passes.find_activations(program)[:4], shifts={0: 1})
+    once = crossing(passes.inject_copies(by_hand))
+    assert crossing(placed) <= 1.01 * once  # there and back, not twice
+    assert sum(link.after for link in balanced.links) == pytest.approx(crossing(placed), rel=0.01)
 
 
 def test_a_pin_holds_for_a_layer_without_parameters() -> None:
