@@ -161,7 +161,7 @@ def _group(
     """A group, with where it may be and what may become of what it saves."""
     usable = [i for i, name in enumerate(names) if name in wanted.devices]
     now, host, pin = names.index(modules[0][0]), len(names) - 1, wanted.pins.get(modules[0][1])
-    on = usable if "shift" in wanted.options and all(unit.module or unit.piece for unit in modules) else []
+    on = usable if "shift" in wanted.options and all(unit.moves for unit in modules) else []
     devices = [now, *on] if pin is None else [names.index(pin)]
     stored = [KEEP]
     if "recompute" in wanted.options and found.again[number]:

@@ -36,6 +36,7 @@ class Merging:
         """
         at = self.at
         crossing, saved = self.crossing()
+        apart = bool(self.pins) or bool(self.units.cut_off)
         chains = [[unit for unit in at if unit[0] == d] for d in dict.fromkeys(unit[0] for unit in at)]
         share = max(self.most // len(chains), 2)
         groups: list[list[Unit]] = []
@@ -45,7 +46,7 @@ class Merging:
             merged = self.joined(chain, saved, total / (4 * share)) if long else self.gathered(chain, saved, total)
             sizes = [sum(saved[at[unit]] for unit in group) for group in merged]
             while len(merged) > 1:
-                pairs = [i for i in range(len(merged) - 1) if not self.pins or self.may_merge(merged[i], merged[i + 1])]
+                pairs = [i for i in range(len(merged) - 1) if not apart or self.may_merge(merged[i], merged[i + 1])]
                 whole = [i for i in pairs if self.whole and self.is_whole(merged[i], merged[i + 1])]
                 if not whole and (len(merged) <= share or not pairs):
                     break
@@ -106,7 +107,8 @@ class Merging:
         return change.cumsum().tolist(), saved.tolist()
 
     def may_merge(self, a: Sequence[Unit], b: Sequence[Unit]) -> bool:
-        return self.pins.get(a[0][1]) == self.pins.get(b[0][1])
+        alike = a[-1].moves == b[0].moves or self.is_whole(a, b)
+        return alike and self.pins.get(a[0][1]) == self.pins.get(b[0][1])
 
     def is_whole(self, a: Sequence[Unit], b: Sequence[Unit]) -> bool:
         last = a[-1][1]

@@ -1,9 +1,11 @@
-"""What runs behind a module with parameters and has none itself: units of its own, where it saves much.
+"""What runs behind a module with parameters, or in front of the first, and has none itself: units of its own, where it
+saves much.
 
 ::
 
     conv, relu                       a unit: what relu saves is a small part
     conv, pool1, pool2, …, tanh, …   a unit conv, one for each layer behind it, and one for each result of a function
+    mul, tanh, …, linear             the same in front of linear; mul stays, if it reads a parameter of the model's own
 
 Layers are units by their paths, as modules with parameters are. What functions compute, and what a layer computes that
 is called several times or saves much by itself, is a unit by the first result of it.
@@ -14,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from copy import copy
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -22,6 +25,7 @@ from graphir.ir.blob import STATE_ROLES
 from graphir.ir.device import Device
 from graphir.ir.names import base_name, micro_batch_of, prefix_of
 
+from ..activations import find_activations
 from ..module_patterns import module_paths
 from .units import Unit, Units
 
@@ -36,11 +40,13 @@ def with_tails(units: Units) -> Units | None:
     """The units with those tails cut off that save much; None where there are none."""
     found = copy(units)
     found.of_op = [unit if early else None for unit, early in zip(units.of_op, units.step.forward, strict=True)]
-    behind = _Tails(found).behind
-    if not behind:
+    tails = _Tails(found)
+    ahead, behind = tails.ahead, tails.behind
+    if not ahead and not behind:
         return None
-    found.cut_off = frozenset([unit for tail in behind.values() for unit in tail])
-    found.at = {u: i for i, u in enumerate([u for unit in units.at for u in (unit, *behind.get(unit, ()))])}
+    found.cut_off = frozenset([unit for cut in (ahead, behind) for tail in cut.values() for unit in tail])
+    order = [u for unit in units.at for u in (*ahead.get(unit, ()), unit, *behind.get(unit, ()))]
+    found.at = {unit: i for i, unit in enumerate(order)}
     found.of_state = {}
     found.place_rest()
     found.rank = found.ranked()
@@ -55,7 +61,7 @@ class _Tails:
 
     Attributes:
         least: by device, the bytes that a tail saves at least that is cut off.
-        behind: by unit, those that were cut off from it, in order.
+        ahead, behind: by unit, those that were cut off from it, in order: in front of its module, and behind it.
     """
 
     def __init__(self, units: Units) -> None:
@@ -67,6 +73,7 @@ class _Tails:
         np.add.at(tails, rank[(rank >= 0) & ~own], saved[(rank >= 0) & ~own])
         self.saved: list[int] = saved.tolist()
         self.least = {device: nbytes * CUT_OFF for device, nbytes in zip(step.devices, total.tolist(), strict=True)}
+        self.ahead: dict[Unit, list[Unit]] = {}
         self.behind: dict[Unit, list[Unit]] = {}
         pairs = zip(units.at, tails.tolist(), strict=True)
         large = [unit for unit, nbytes in pairs if nbytes > self.least[unit.device]]
@@ -75,7 +82,9 @@ class _Tails:
 
     def cut(self, large: Sequence[Unit]) -> None:
         """Cut the tails of some units off."""
-        tails: dict[tuple[Unit, int], list[int]] = {(unit, 0): [] for unit in large}
+        wanted = set(large)
+        heads: dict[tuple[Unit, int], list[int]] = {}
+        tails: dict[tuple[Unit, int], list[int]] = {}
         calls = Counter[tuple[Device, str, int]]()
         ops, part = self.net.ops, 0
         for i, op in enumerate(ops):
@@ -84,26 +93,42 @@ class _Tails:
                 continue
             part = next((own for name in op.outputs if (own := micro_batch_of(name)) is not None), part)
             calls[op.device, op.module, part] += 1
-            if (unit, 0) not in tails:
+            if unit not in wanted:
                 continue
-            if op.module in self.weighted or self.reads_state(i):
+            if op.module in self.weighted:
+                heads.setdefault((unit, part), tails.get((unit, part), []))
+                tails[unit, part] = []
+            elif (unit, part) in heads and self.reads_state(i):
                 tails[unit, part] = []
             else:
                 tails.setdefault((unit, part), []).append(i)
         paths = module_paths(self.units.program)
         leaves = paths.keys() - {path.rpartition(".")[0] for path in paths}
-        for (unit, part), tail in tails.items():
-            one = len({prefix_of(ops[i].outputs[0]) for i in tail if ops[i].outputs}) == 1
-            if not one or self.bytes_saved(tail) <= self.least[unit.device] / self.units.parts:
-                continue
-            for number, run in enumerate(self.runs(tail)):
-                known = self.behind.setdefault(unit, [])
-                if number == len(known):
-                    module = ops[run[0]].module
-                    alone = module in leaves and calls[unit.device, module, part] == len(run)
-                    known.append(unit._replace(module=module, call=0, piece="" if alone else self.name(run)))
-                for i in run:
-                    self.units.of_op[i] = known[number]
+        for cut, found in ((heads, self.ahead), (tails, self.behind)):
+            for (unit, part), tail in cut.items():
+                one = len({prefix_of(ops[i].outputs[0]) for i in tail if ops[i].outputs}) == 1
+                if not one or self.bytes_saved(tail) <= self.least[unit.device] / self.units.parts:
+                    continue
+                for number, run in enumerate(self.runs(tail)):
+                    known = found.setdefault(unit, [])
+                    if number == len(known):
+                        module = ops[run[0]].module
+                        alone = module in leaves and calls[unit.device, module, part] == len(run)
+                        piece = "" if alone else self.name(run)
+                        stays = cut is heads and self.stays(run, piece)
+                        known.append(Unit(unit.device, module, 0, piece, stays))
+                    for i in run:
+                        self.units.of_op[i] = known[number]
+
+    def stays(self, run: Sequence[int], piece: str) -> bool:
+        """Whether operators of a head stay where they are: they read state, which would have to come along, or make
+        what no pass moves by its name, as from what has no gradient."""
+        return any(map(self.reads_state, run)) or (piece != "" and piece not in self.movable)
+
+    @cached_property
+    def movable(self) -> frozenset[str]:
+        """What can be moved by name."""
+        return frozenset(find_activations(self.units.program))
 
     def reads_state(self, i: int) -> bool:
         blobs = self.net.blobs

@@ -27,12 +27,13 @@ __all__ = ["Unit", "Units"]
 
 class Unit(NamedTuple):
     """A module, the device where it is, and which of its calls it is. The state is the first one's. Or a *piece* of
-    what a module without parameters computes, by the name of its first result."""
+    what a module without parameters computes, by the name of its first result. One that *stays* cannot be moved."""
 
     device: Device
     module: str
     call: int = 0
     piece: str = ""
+    stays: bool = False
 
     def __str__(self) -> str:
         return self.piece or self.module
@@ -41,6 +42,11 @@ class Unit(NamedTuple):
     def named(self) -> bool:
         """Whether the module's path stands for it; else it is moved by its activations."""
         return not self.call and not self.piece
+
+    @property
+    def moves(self) -> bool:
+        """Whether it can be moved: something names it."""
+        return not self.stays and bool(self.module or self.piece)
 
 
 class Units:

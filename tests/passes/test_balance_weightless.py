@@ -49,6 +49,22 @@ class Tail(nn.Module):
         return x.mean((2, 3))
 
 
+class Head(nn.Module):
+    """Functions, one or two of which read a parameter of the model's own, and behind them a layer."""
+
+    def __init__(self, twice: bool = True) -> None:
+        super().__init__()
+        self.twice = twice
+        self.scale = nn.Parameter(torch.ones(8, 1, 1))
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x[:, :1].expand(-1, 8, -1, -1) * self.scale
+        for i in range(DEPTH):
+            x = torch.tanh(x) * self.scale if self.twice and i == DEPTH // 2 else torch.tanh(x)
+        return self.linear(x.mean((2, 3)))
+
+
 def pools() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *[nn.MaxPool2d(3, 1, 1) for _ in range(DEPTH)])
 
@@ -62,7 +78,11 @@ def dropouts() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *layers)
 
 
-NETS = {"pools": pools, "functional": Functional, "tail": tail, "dropouts": dropouts}
+def once() -> nn.Module:
+    return Head(twice=False)
+
+
+NETS = {"pools": pools, "functional": Functional, "tail": tail, "dropouts": dropouts, "head": Head, "once": once}
 
 
 def example(name: str, size: int = 32) -> models.Example:
@@ -138,7 +158,7 @@ def test_what_is_wanted_as_a_whole_stays_one() -> None:
         balanced_of(trained("tail"), whole=["1"])
 
 
-@pytest.mark.parametrize("name", ["pools", "functional"])
+@pytest.mark.parametrize("name", ["pools", "functional", "head"])
 def test_replicas_and_micro_batches_have_them_too(name: str) -> None:
     one = example(name)
     whole = captured(one, sgd(one.model.parameters()))
@@ -170,6 +190,26 @@ def test_tails_that_save_much_are_cut_off_in_order(name: str) -> None:
     owners = [(u, t) for u, t in zip(units.of_op, tailed.of_op, strict=True) if t not in tailed.cut_off]
     assert all(u == t for u, t in owners)  # nothing else has changed
     assert all(t.piece or not t.call for t in tailed.cut_off)
+
+
+def test_what_reads_a_parameter_of_the_model_itself_stays() -> None:
+    program = trained("head")
+    tailed = with_tails(read(program))
+    assert tailed is not None
+    fixed = {unit for op, unit in zip(program.step.ops, tailed.of_op, strict=True) if "scale" in op.inputs}
+    assert len(fixed) == 2 and all(unit is not None and unit.stays for unit in fixed)
+    assert tailed.of_state["scale"] in fixed
+    names = [unit.piece for unit in tailed.at if unit in tailed.cut_off and not unit.stays]
+    assert "tanh" in names and "tanh_9" in names
+
+
+def test_a_head_is_placed_as_tightly_as_one_move_by_hand_does() -> None:
+    program = trained("once", size=64)
+    names = passes.find_activations(program)
+    by_hand = passes.inject_copies(passes.shift_activations(program, names[len(names) // 2 :], shifts={0: 1}))
+    share = need(by_hand) / need(program)
+    assert share < 0.8
+    assert crossing(passes.inject_copies(balanced_of(program, share + 1e-6).program)) <= 1.01 * crossing(by_hand)
 
 
 def test_tails_that_save_little_are_no_units() -> None:
