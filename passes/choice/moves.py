@@ -93,7 +93,7 @@ def _moves(
     targets: dict[str, dict[Device, Device]] = defaultdict(dict)
     for units, device in zip(grouped.units, choice.devices, strict=True):
         for unit in units:
-            if unit.named:
+            if unit.named or (unit.stays and unit.module):  # what stays keeps its containers where they are
                 targets[unit.module][unit.device] = names[device]
     moved = {module: {s: t for s, t in to.items() if s != t} for module, to in targets.items()}
     alike: dict[tuple[tuple[Device, Device], ...], list[str]] = defaultdict(list)
@@ -111,7 +111,8 @@ def _moves(
 def _outermost(
     modules: Iterable[str], going: Mapping[str, tuple[tuple[Device, Device], ...]]
 ) -> Iterator[tuple[str, tuple[tuple[Device, Device], ...]]]:
-    """The outermost modules in which all that are placed go the same way, and which one."""
+    """The outermost modules in which all that are placed go the same way, and which one; none of a module that is
+    placed and others are in that go another way."""
     inside: dict[str, set[tuple[tuple[Device, Device], ...]]] = defaultdict(set)
     for module in modules:
         for path in lineage(module):
@@ -119,7 +120,7 @@ def _outermost(
     done: set[str] = set()
     for module in modules:
         above = lineage(module)
-        if done.isdisjoint(above):
-            path = next((path for path in above if len(inside[path]) == 1), module)
-            done.add(path)
-            yield path, going[module]
+        alike = [path for path in above if len(inside[path]) == 1] if above else [module]
+        if alike and done.isdisjoint(above):
+            done.add(alike[0])
+            yield alike[0], going[module]

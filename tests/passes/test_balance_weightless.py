@@ -82,7 +82,19 @@ def once() -> nn.Module:
     return Head(twice=False)
 
 
-NETS = {"pools": pools, "functional": Functional, "tail": tail, "dropouts": dropouts, "head": Head, "once": once}
+def inside() -> nn.Module:
+    return nn.Sequential(Head(twice=False))
+
+
+NETS = {
+    "pools": pools,
+    "functional": Functional,
+    "tail": tail,
+    "dropouts": dropouts,
+    "head": Head,
+    "once": once,
+    "inside": inside,
+}
 
 
 def example(name: str, size: int = 32) -> models.Example:
@@ -201,6 +213,13 @@ def test_what_reads_a_parameter_of_the_model_itself_stays() -> None:
     assert tailed.of_state["scale"] in fixed
     names = [unit.piece for unit in tailed.at if unit in tailed.cut_off and not unit.stays]
     assert "tanh" in names and "tanh_9" in names
+
+
+def test_a_container_whose_own_parameter_stays_is_not_moved_as_a_whole() -> None:
+    balanced = balanced_of(trained("inside"))
+    blobs = balanced.program.step.blobs
+    assert '"0.linear": gpu:1' in balanced.pipeline
+    assert str(blobs["0.linear.weight"].device) == "gpu:1" and str(blobs["0.scale"].device) == "gpu:0"
 
 
 def test_a_head_is_placed_as_tightly_as_one_move_by_hand_does() -> None:
