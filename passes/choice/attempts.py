@@ -25,6 +25,9 @@ _MANY_AGAIN: Final = 0.2
 """How many there are to be, too, where so large a part of them computes again, or nothing is within the limits. What a
 group reads of others is kept, so that larger groups keep less; and they hold more while they compute again."""
 
+_NEAR: Final = 0.02
+"""By how much the limits may be exceeded so that another search among the same groups comes first."""
+
 _FIRST: Final = 0.6
 """The part of a search after which it is decided whether to go on with these."""
 
@@ -119,6 +122,10 @@ class Attempts:
         if found.interrupted or not (regroups or tails_apart):
             return [first]
         many = found.choice.stored.count(AGAIN) >= _MANY_AGAIN * len(found.choice.stored)
+        if regroups and not tails_apart and not many and 0 < found.outcome.over <= _NEAR:
+            other = self.searched(self.grouped, self.grouped.problem, 1 - _FIRST, (), 1)  # as it may be stuck there
+            if not other.found.outcome.over:
+                return [other]
         sizes = [(self.most, True)] if tails_apart else []
         if regroups and (found.outcome.over or many):
             sizes += [(most, False) for most in _FEWER]

@@ -81,7 +81,7 @@ class Merging:
         nbytes = 0
         for unit in chain:
             more = saved[self.at[unit]]
-            small = nbytes + more <= total * CUT_OFF / 2
+            small = nbytes + more <= total * CUT_OFF / 3
             if unit in cut and found and found[-1][-1] in cut and small and self.may_merge(found[-1], [unit]):
                 found[-1].append(unit)
                 nbytes += more

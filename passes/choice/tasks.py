@@ -51,7 +51,6 @@ class Found:
     parks: list[list[str]]
     again: list[list[str]]
     again_at: list[int]
-    again_room: list[int]
     again_issued: list[int]
     again_seconds: list[dict[Device, float]]
 
@@ -206,7 +205,6 @@ class Tasks:
             [[] for _ in range(groups)],
             [[step.names[storage] for storage in of_group] for of_group in again.storages],
             [-1] * groups,
-            [0] * groups,
             [self.issued(ops) for ops in again.ops],
             [{} for _ in range(groups)],
         )
@@ -285,9 +283,7 @@ class Tasks:
         live = {device: list(accumulate(row)) for device, row in change.items()}
         empty = [0] * (len(runs) + 1)
         peaks = self.peaks()
-        rooms = [peaks[t] - live.get(device, empty)[t] for t, device in enumerate(device_of)]
-        self.again_rooms(rooms)
-        return rooms
+        return [peaks[t] - live.get(device, empty)[t] for t, device in enumerate(device_of)]
 
     def peaks(self) -> list[int]:
         """By task, the most bytes on its device while it runs, without state."""
@@ -297,19 +293,3 @@ class Tasks:
         placed = self.of_op >= 0
         np.maximum.at(found, self.of_op[placed], held[placed])
         return found.tolist()
-
-    def again_rooms(self, rooms: Sequence[int]) -> None:
-        """What computing again takes beyond the task before which it stands: what its operators hold only for a
-        moment."""
-        spans, step = self.step.spans, self.step
-        last = np.array([run.ops[-1] if run.phase == "forward" else -1 for run in self.runs], np.int64)
-        task = self.of_op[np.minimum(spans.start, len(self.of_op) - 1)]
-        live = step.live((task >= 0) & (spans.end <= last[task] + 1))
-        most: dict[int, int] = defaultdict(int)
-        for run in self.runs:
-            if run.phase == "forward":
-                row = live[step.at[run.ops[0]]]
-                most[run.group] = max(most[run.group], int(row[run.ops[0] : run.ops[-1] + 1].max()))
-        for group, at in enumerate(self.found.again_at):
-            if at >= 0:
-                self.found.again_room[group] = max(most[group] - rooms[at], 0)
