@@ -19,7 +19,7 @@ from ..ir.optypes.sized import SizedOperator, UnknownShape
 from ..ir.optypes.table import operator_type
 from ..ir.plan import issued_as
 from ..ir.size import Dims
-from .alike import Kinds, alike
+from .alike import Kinds
 from .profiles import Profile
 from .scratch import is_called
 
@@ -96,17 +96,11 @@ def work(op: Operator, net: Net, dims: Dims) -> Work:
     return _work(op, net.blobs, dims, {}) if _computes(op) else Work(0, 0)
 
 
-def works(net: Net, dims: Dims, kinds: Kinds | None = None) -> list[Work]:
-    """The work of each operator, in the net's order.
-
-    Args:
-        net: whose operators.
-        dims: the value of each dimension.
-        kinds: which operators are alike, where a caller knows it.
-    """
+def works(net: Net, dims: Dims, kinds: Kinds) -> list[Work]:
+    """The work of each operator, in the net's order; *kinds* says which operators are alike."""
     sizes: dict[str, int] = {}
     found: list[Work] = []
-    for i, (op, first) in enumerate(zip(net.ops, kinds or alike(net), strict=True)):
+    for i, (op, first) in enumerate(zip(net.ops, kinds, strict=True)):
         if first != i:
             found.append(found[first])
         else:

@@ -36,6 +36,7 @@ __all__ = [
     "check_threads",
     "live_bytes",
     "memory",
+    "storage_nbytes",
 ]
 
 CATEGORIES: Final = (
@@ -413,6 +414,11 @@ def _uses(
 
 
 def storage_nbytes(net: Net, blob: Blob, dims: Dims) -> int:
+    """Bytes of a storage of a net.
+
+    Raises:
+        GraphirError: there are less than none, or absurdly many.
+    """
     nbytes = blob.nbytes(dims)
     if not 0 <= nbytes <= _MOST_BYTES:
         fix = "check its sizes and the values of dimensions"

@@ -180,7 +180,7 @@ def _group(
         again=tuple([found.again_seconds[number][name] for name in names]) if AGAIN in stored else (),
         again_at=found.again_at[number],
         # again_room is left at 0: what computing again holds for a moment is seen in plans, and the search goes on from
-        # there. Reckoned here, by the most of a group, Inception-v3 at 0.3 of its need was refused in 2 searches of 12.
+        # there. Reckoned by the most of a group, it has placements refused that plans keep.
         again_issued=found.again_issued[number],
     )
 

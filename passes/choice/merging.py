@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -62,27 +62,23 @@ class Merging:
     def joined(self, chain: Sequence[Unit], saved: Sequence[int], most: float) -> list[list[Unit]]:
         """Neighbours of a long chain together, as long as they save at most so much: what is left can be compared
         pair by pair."""
-        found: list[list[Unit]] = []
-        nbytes, units = 0, len(chain) / (8 * self.most)
-        for unit in chain:
-            more = saved[self.at[unit]]
-            if found and nbytes + more <= most and len(found[-1]) < units and self.may_merge(found[-1], [unit]):
-                found[-1].append(unit)
-                nbytes += more
-            else:
-                found.append([unit])
-                nbytes = more
-        return found
+        units = len(chain) / (8 * self.most)
+        return self.together(chain, saved, most, lambda group, _: len(group) < units)
 
     def gathered(self, chain: Sequence[Unit], saved: Sequence[int], total: int) -> list[list[Unit]]:
         """The units of a chain; of those that were cut off, neighbours together that save little."""
         cut = self.units.cut_off
+        return self.together(chain, saved, total * CUT_OFF / 3, lambda group, unit: unit in cut and group[-1] in cut)
+
+    def together(
+        self, chain: Sequence[Unit], saved: Sequence[int], most: float, joins: Callable[[list[Unit], Unit], bool]
+    ) -> list[list[Unit]]:
+        """Each unit with those before it, where it *joins* them and they save at most so much with it."""
         found: list[list[Unit]] = []
         nbytes = 0
         for unit in chain:
             more = saved[self.at[unit]]
-            small = nbytes + more <= total * CUT_OFF / 3
-            if unit in cut and found and found[-1][-1] in cut and small and self.may_merge(found[-1], [unit]):
+            if found and nbytes + more <= most and joins(found[-1], unit) and self.may_merge(found[-1], [unit]):
                 found[-1].append(unit)
                 nbytes += more
             else:
