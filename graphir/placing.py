@@ -19,7 +19,6 @@ from graphir.passes import Balanced, Pipeline
 from graphir.passes.balance import Balance
 from graphir.passes.base import build
 from graphir.passes.choice.naming import patterns
-from graphir.passes.module_patterns import lineage
 from graphir.passes.shift_modules import ShiftModules
 from graphir.runtime.memory_limit import PlanLimits
 
@@ -28,6 +27,7 @@ from .analysis.topology import Topology
 from .errors import PassError, after_last
 from .estimate import machine_of
 from .ir.device import Device
+from .ir.module_patterns import lineage
 from .ir.names import base_name
 from .ir.plan import Plan
 from .ir.program import Program

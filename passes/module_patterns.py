@@ -7,30 +7,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice, takewhile
 
 from graphir.errors import PassError, nearest
-from graphir.ir.module_patterns import ModulePattern
+from graphir.ir.module_patterns import ModulePattern, lineage
 from graphir.ir.names import base_name
 from graphir.ir.program import Program
 
-__all__ = ["claims", "lineage", "module_paths", "outermost", "weighted_modules"]
-
-
-def module_paths(program: Program) -> dict[str, None]:
-    """The paths of the modules that run in the step or own some of its state, and of those that they are in."""
-    named = {op.module for op in program.step.ops}
-    named.update(name.rpartition(".")[0] for name in program.interface.module_state)
-    return dict.fromkeys(path for module in sorted(named) for path in lineage(module))
-
-
-def lineage(path: str) -> list[str]:
-    """The modules that a module is in, the outermost first, and itself; nothing for the model."""
-    parts = path.split(".") if path else []
-    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+__all__ = ["claims", "outermost", "weighted_modules"]
 
 
 def weighted_modules(program: Program) -> set[str]:
     """The paths of the modules that own parameters or buffers and that no others are in."""
     owners = {name.rpartition(".")[0] for name in program.interface.module_state}
-    return owners - {path.rpartition(".")[0] for path in module_paths(program)}
+    return owners - {path.rpartition(".")[0] for path in program.module_paths}
 
 
 def claims(program: Program, patterns: Iterable[str]) -> dict[str, str]:
@@ -39,7 +26,7 @@ def claims(program: Program, patterns: Iterable[str]) -> dict[str, str]:
     Raises:
         PassError: a pattern names no module, or two name the same one.
     """
-    paths = module_paths(program)
+    paths = program.module_paths
     found: dict[str, str] = {}
     ordered = sorted(path.split(".") for path in paths)
     for text in patterns:

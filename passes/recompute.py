@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from graphir.errors import PassError
+from graphir.ir.module_patterns import lineage
 from graphir.ir.net import Net
 from graphir.ir.operator import Operator, positions
 from graphir.ir.opset import signature
@@ -33,7 +34,6 @@ from graphir.ir.program import Program
 from graphir.ir.text import operator_text
 
 from .base import Pass, build, register
-from .module_patterns import lineage
 from .saved import Use, choose, require_captured, saved_in, unsaved, uses_of
 from .substitutes import Substitutes, with_operands
 

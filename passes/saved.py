@@ -22,7 +22,7 @@ from graphir.ir.net import Net
 from graphir.ir.program import Program
 
 from .activations import find_activations
-from .module_patterns import claims, module_paths
+from .module_patterns import claims
 
 __all__ = ["Chosen", "Use", "choose", "require_captured", "saved_in", "unsaved", "uses_of"]
 
@@ -100,7 +100,7 @@ def choose(program: Program, what: Sequence[str], by: str) -> Chosen:
     Raises:
         PassError: something names nothing, or two patterns name one module.
     """
-    blobs, paths = program.step.blobs, module_paths(program)
+    blobs, paths = program.step.blobs, program.module_paths
     named: dict[str, str] = {}
     patterns: list[str] = []
     for text in what:

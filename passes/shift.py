@@ -29,7 +29,6 @@ from .base import Pass, Shifts, build, register
 from .caffe2_shift import shift_by_name
 from .following import follow, follows
 from .labels import Label, Source, propagate
-from .module_patterns import module_paths
 
 __all__ = ["ShiftActivations", "shift_activations"]
 
@@ -117,7 +116,7 @@ def _units(program: Program) -> dict[str, str]:
 
 
 def _not_an_activation(program: Program, name: str, listed: Sequence[str]) -> PassError:
-    if name in module_paths(program):
+    if name in program.module_paths:
         return PassError(
             f"{name!r} is a module of program {program.name!r}, and no activation",
             fix=f'move the module: shift_modules(program, {{"{name}": "gpu:1"}})',

@@ -37,7 +37,7 @@ from graphir.ir.text import operator_text
 
 from .base import Pass, build, register
 from .callbacks import require_replicated, visit
-from .module_patterns import claims, module_paths
+from .module_patterns import claims
 from .replica import Replica
 
 __all__ = ["SyncBatchNorm", "asking_modules", "sync_batch_norm"]
@@ -61,7 +61,7 @@ class SyncBatchNorm(Pass):
 
     def rewrite(self, program: Program) -> Program:
         require_replicated(program, self.name)
-        named = [pattern for pattern in self.modules if pattern != _ALL or module_paths(program)]
+        named = [pattern for pattern in self.modules if pattern != _ALL or program.module_paths]
         paths = {path: None for pattern in named for path in claims(program, [pattern])}
         if _ALL in self.modules:
             paths[""] = None  # a model that calls batch_norm itself
@@ -94,7 +94,7 @@ def asking_modules(program: Program) -> list[str]:
     attribute ``statistics_over_replicas``, and it is true. Those that do not run and have no state are left out."""
     found = [] if program.module is None else program.module.named_modules()
     asking = [path for path, module in found if getattr(module, "statistics_over_replicas", False) is True]
-    known = module_paths(program)
+    known = program.module_paths
     return [path or _ALL for path in asking if not path or path in known]
 
 

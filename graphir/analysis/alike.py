@@ -5,7 +5,10 @@ A net of many layers has few that are not, and each formula is asked once for th
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable
+from itertools import count
+from operator import attrgetter
 from typing import TypeAlias
 
 from ..ir.net import Net
@@ -23,11 +26,9 @@ def alike(net: Net) -> Kinds:
 
     What has a registered type is like nothing else: formulas that somebody has registered may look at anything.
     """
-    numbers: dict[Hashable, int] = {}
-    geometry = {
-        name: numbers.setdefault((blob.shape, blob.dtype, blob.strides), len(numbers))
-        for name, blob in net.blobs.items()
-    }
+    numbers: dict[Hashable, int] = defaultdict(count().__next__)
+    geometries = map(attrgetter("shape", "dtype", "strides"), net.blobs.values())
+    geometry = dict(zip(net.blobs, map(numbers.__getitem__, geometries), strict=True))
     sized = geometry.__getitem__
     first: dict[Hashable, int] = {}
     found: Kinds = []

@@ -16,12 +16,18 @@ from typing import Final
 
 from ..errors import PassError
 
-__all__ = ["ModulePattern"]
+__all__ = ["ModulePattern", "lineage"]
 
 _TOKEN: Final = re.compile(r"(?P<any>\*\*\.?)|(?P<one>\*)|\[(?P<range>[^\]]*)\]|(?P<text>[^*\[\]]+)")
 _RANGE: Final = re.compile(r"(?P<first>\d{0,9})(?P<colon>:?)(?P<end>\d{0,9})")
 _INDEX: Final = re.compile(r"\.?(?P<index>\d+)(?=\.|$)")
 _NO_END: Final = 10**9
+
+
+def lineage(path: str) -> list[str]:
+    """The modules that a module is in, the outermost first, and itself; nothing for the model."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
 class ModulePattern:

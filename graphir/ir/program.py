@@ -14,6 +14,7 @@ from pydantic import BeforeValidator
 
 from .device import Device
 from .guard import Guard
+from .module_patterns import lineage
 from .net import Net, replaced
 from .parts import Parts
 from .size import BATCH
@@ -191,6 +192,13 @@ class Program:
     def params(self) -> tuple[str, ...]:
         """Names of the parameters' blobs, prefixes included."""
         return tuple(name for name, blob in self.step.blobs.items() if blob.role == "param")
+
+    @cached_property
+    def module_paths(self) -> Mapping[str, None]:
+        """The paths of the modules that run in the step or own some of its state, and of those that they are in."""
+        named = {op.module for op in self.step.ops}
+        named.update(name.rpartition(".")[0] for name in self.interface.module_state)
+        return dict.fromkeys(path for module in sorted(named) for path in lineage(module))
 
     def __hash__(self) -> int:
         return hash((self.name, self.init, self.step))

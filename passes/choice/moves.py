@@ -11,12 +11,12 @@ from typing import Final
 
 from graphir.ir.blob import STATE_ROLES
 from graphir.ir.device import Device, gpu
+from graphir.ir.module_patterns import lineage
 from graphir.ir.names import base_name
 from graphir.ir.program import Program
 
-from ..activations import find_activations
+from ..activations import activation_names
 from ..base import build
-from ..module_patterns import lineage
 from ..park import Park
 from ..recompute import Recompute
 from ..shift import ShiftActivations
@@ -64,14 +64,16 @@ def _settled(program: Program, grouped: Grouped, choice: Choice, names: Sequence
     """A program after its modules have moved, with what containers compute, and what else no module's path stands for,
     where the choice wants it, and not where the fewest bytes cross: what makes or reads a large result, and what
     goes with it. What one replica wants elsewhere and another one on the same device does not, stays."""
-    blobs = program.step.blobs
-    known = dict.fromkeys(find_activations(program))
+    ops, blobs = program.step.ops, program.step.blobs
+    targets = [names[device] for device in choice.devices]
+    elsewhere = [(i, targets[group]) for i, group in grouped.of_op.items() if ops[i].device != targets[group]]
+    known = {base_name(name) for name in activation_names(program)} if elsewhere else set()
     wrong: dict[tuple[int, int], Counter[str]] = defaultdict(Counter)
     least = _SMALL * min([limit for limit in grouped.problem.limits if limit is not None], default=0)
     leaving: set[tuple[str, Device]] = set()
-    for i, group in grouped.of_op.items():
-        op, wanted = program.step.ops[i], names[choice.devices[group]]
-        if op.device == wanted or not op.outputs or base_name(op.outputs[0]) not in known:
+    for i, wanted in elsewhere:
+        op = ops[i]
+        if not op.outputs or base_name(op.outputs[0]) not in known:
             continue
         read = [blobs[blobs[name].storage] for name in op.inputs]
         handled = [blobs[op.outputs[0]], *[blob for blob in read if blob.role not in STATE_ROLES]]

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import Literal
 
+from graphir.ir.module_patterns import lineage
 from graphir.ir.net import Net
 from graphir.ir.program import Program
 
-from ..module_patterns import lineage, module_paths
 from ..saved import Use, saved_in, uses_of
 
 __all__ = ["patterns", "storages_named"]
@@ -42,7 +42,7 @@ def storages_named(program: Program, storages: Sequence[str], by: Literal["park"
         _narrow(program.step, within)
     held = Counter(path for storage in saved for path in lineage(within[storage]))
     wanted = Counter(path for storage in storages for path in lineage(within[storage]))
-    known = module_paths(program)
+    known = program.module_paths
     chosen = {path for path, number in wanted.items() if number == held[path] and path in known}
     found, left = dict[str, None](), list[str]()
     for storage in storages:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from functools import cached_property
 from itertools import chain
-from operator import eq
+from operator import attrgetter, eq
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -79,9 +79,10 @@ class Step:
         self.program, self.profile, self.threads = program, profile, threads
         self.net, self.dims = program.step, dict(program.dims)
         ops, blobs = self.net.ops, self.net.blobs
-        outside = [blobs[name].storage for name in self.net.external_inputs]
+        storage_of = dict(zip(blobs, map(attrgetter("storage"), blobs.values()), strict=True)).__getitem__
+        outside = list(map(storage_of, self.net.external_inputs))
         by_name = [name for op in ops for name in op.inputs + op.outputs]
-        touched = [blobs[name].storage for name in by_name]
+        touched = list(map(storage_of, by_name))
         self.names = list(dict.fromkeys(chain(outside, touched)))
         self.number = {name: i for i, name in enumerate(self.names)}
         self.given = len(set(outside))
@@ -90,7 +91,7 @@ class Step:
         self.end = widths.cumsum()
         self.begin = self.end - widths
         self.op = np.repeat(np.arange(len(ops)), widths)
-        self.storage = np.array([self.number[name] for name in touched], np.int64)
+        self.storage = np.array(list(map(self.number.__getitem__, touched)), np.int64)
         self.makes: Flags = np.arange(len(touched)) - self.begin[self.op] >= self.inputs[self.op]
         self.own = np.fromiter(map(eq, by_name, touched), np.bool_, len(touched))
         self.forward = np.array([op.phase == "forward" for op in ops], np.bool_)

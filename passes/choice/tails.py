@@ -26,7 +26,6 @@ from graphir.ir.device import Device
 from graphir.ir.names import base_name, micro_batch_of, prefix_of
 
 from ..activations import find_activations
-from ..module_patterns import module_paths
 from .units import Unit, Units
 
 __all__ = ["CUT_OFF", "with_tails"]
@@ -102,7 +101,7 @@ class _Tails:
                 tails[unit, part] = []
             else:
                 tails.setdefault((unit, part), []).append(i)
-        paths = module_paths(self.units.program)
+        paths = self.units.program.module_paths
         leaves = paths.keys() - {path.rpartition(".")[0] for path in paths}
         for cut, found in ((heads, self.ahead), (tails, self.behind)):
             for (unit, part), tail in cut.items():
