@@ -34,12 +34,11 @@ from graphir.ir.text import nbytes_text
 
 from .base import Pass, Pipeline, Placed, build, register, require_program
 from .choice.attempts import Attempt, Attempts, Budget
-from .choice.bound import bound_of
 from .choice.groups import Reading, Wanted
 from .choice.least import exceeded, least
 from .choice.moves import placed
 from .choice.outcome import Outcomes
-from .choice.places import device_map, group_places
+from .choice.places import Reasons, device_map
 from .choice.problem import Choice, Problem
 from .choice.report import Balanced, DeviceUse, LinkBytes
 from .copies import InjectCopies
@@ -536,11 +535,10 @@ class _Balancing:
             links=links,
             before=seconds[0],
             after=seconds[1],
-            bound=min(seconds[1], *[bound_of(one.grouped.problem, then.peaks) for one in attempts]),
             exact=bool(best.peaks),
-            groups=tuple(group_places(outcomes, best.choice)),
             evaluated=self.searches.evaluated,
             device_map=device_map(attempt.grouped, best.choice),
+            reasons=Reasons(problem, best.choice, [one.grouped.problem for one in attempts], then.peaks),
         )
 
 

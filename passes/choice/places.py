@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from graphir.ir.device import Device
 
 from ..base import as_gpu
+from .bound import bound_of
 from .groups import Grouped
 from .outcome import Outcome, Outcomes
 from .problem import AGAIN, KEEP, Choice, Problem
 from .report import GroupPlace
 
-__all__ = ["device_map", "group_places"]
+__all__ = ["Reasons", "device_map"]
 
 
-def group_places(outcomes: Outcomes, choice: Choice) -> list[GroupPlace]:
-    """Where each group is, and what the next best would have cost."""
+class Reasons(NamedTuple):
+    """What says how good a choice is, and why it is so.
+
+    Attributes:
+        problem: what was placed.
+        choice: the placement.
+        others: the problems that were searched, with the limits that were given.
+        peaks: by device, what the choice holds.
+    """
+
+    problem: Problem
+    choice: Choice
+    others: Sequence[Problem]
+    peaks: Sequence[int]
+
+    def bound(self) -> float:
+        """Seconds below which no choice for these problems can be."""
+        return min([bound_of(problem, self.peaks) for problem in self.others])
+
+    def places(self) -> list[GroupPlace]:
+        """Where each group is, and what the next best would have cost."""
+        return _group_places(Outcomes(self.problem), self.choice)
+
+
+def _group_places(outcomes: Outcomes, choice: Choice) -> list[GroupPlace]:
     problem, here = outcomes.problem, outcomes(choice)
     found = []
     for i, group in enumerate(problem.groups):

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from graphir.analysis.tables import cut, seconds_text, table
 from graphir.ir.history import pass_name
 from graphir.ir.program import Program
 from graphir.ir.text import nbytes_text
+
+if TYPE_CHECKING:
+    from .places import Reasons
 
 __all__ = ["Balanced", "DeviceUse", "GroupPlace", "LinkBytes"]
 
@@ -81,13 +85,11 @@ class Balanced:
         devices: each before and after.
         links: those that something crosses.
         before, after: predicted seconds of a step.
-        bound: seconds below which no placement within the limits can be, of these groups and options, as their
-            simulation has it; what the plan takes where it is faster than its groups.
         exact: whether peaks and seconds are those of plans that were emitted for it; else of the groups, which is what
             programs with very many operators get.
-        groups: in the order of the forward.
         evaluated: how many placements were looked at.
         device_map: by module, its device as Accelerate writes it: the number of a gpu, or ``cpu``.
+        reasons: what the bound and the groups are reckoned from when they are asked for.
     """
 
     program: Program = field(repr=False)
@@ -97,11 +99,21 @@ class Balanced:
     links: tuple[LinkBytes, ...]
     before: float
     after: float
-    bound: float
     exact: bool
-    groups: tuple[GroupPlace, ...] = field(repr=False)
     evaluated: int
     device_map: Mapping[str, int | str] = field(repr=False)
+    reasons: Reasons = field(repr=False, compare=False)
+
+    @cached_property
+    def bound(self) -> float:
+        """Seconds below which no placement within the limits can be, of these groups and options, as their simulation
+        has it; what the plan takes where it is faster than its groups."""
+        return min(self.after, self.reasons.bound())
+
+    @cached_property
+    def groups(self) -> tuple[GroupPlace, ...]:
+        """Where each group is and why, in the order of the forward."""
+        return tuple(self.reasons.places())
 
     @property
     def flows(self) -> bool:
