@@ -62,10 +62,7 @@ def varied(problem: Problem, rng: random.Random) -> Problem:
         for value in problem.values
     ]
     values = [_read_by_fewer(problem, value, rng) for value in values]
-    groups = [
-        group._replace(again=tuple([s * rng.choice([1, 2]) for s in group.again]), again_room=rng.choice([0, 10 * MIB]))
-        for group in problem.groups
-    ]
+    groups = [group._replace(again=tuple([s * rng.choice([1, 2]) for s in group.again])) for group in problem.groups]
     return replace(
         problem,
         tasks=tuple(tasks),

@@ -179,8 +179,6 @@ def _group(
         now=now,
         again=tuple([found.again_seconds[number][name] for name in names]) if AGAIN in stored else (),
         again_at=found.again_at[number],
-        # again_room is left at 0: what computing again holds for a moment is seen in plans, and the search goes on from
-        # there. Reckoned by the most of a group, it has placements refused that plans keep.
         again_issued=found.again_issued[number],
     )
 

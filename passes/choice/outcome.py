@@ -409,10 +409,6 @@ class _Step:
         held = live[:, :count].copy()
         held[at, tasks] += facts.rooms
         most = np.maximum(held.max(axis=1), 0.0)
-        for position, number in self.again.items():
-            room, device = problem.groups[number].again_room, self.at[position]
-            if room > 0:
-                most[device] = max(most[device], held[device, position] + room)
         found = [base + int(nbytes) for base, nbytes in zip(problem.held, most, strict=True)]
         for group, device in zip(problem.groups, choice.devices, strict=True):
             found[device] += group.state

@@ -35,9 +35,10 @@ class Group(NamedTuple):
         stored: what may become of what it saves: :data:`KEEP`, :data:`AGAIN`, or the number of a device, or of the
             host, where it is parked.
         now: the device where it is.
-        again: by device, the seconds that computing again takes.
+        again: by device, the seconds that computing again takes. What it holds for a moment beyond the task *again_at*
+            is seen in plans, from which the search goes on: reckoned by groups, it had placements refused that plans
+            keep.
         again_at: the first task that reads what is computed again.
-        again_room: bytes that computing again takes at its peak beyond what the task *again_at* takes.
         again_issued: how many operators computing again issues that take time.
     """
 
@@ -48,7 +49,6 @@ class Group(NamedTuple):
     now: int = 0
     again: tuple[float, ...] = ()
     again_at: int = -1
-    again_room: int = 0
     again_issued: int = 0
 
 

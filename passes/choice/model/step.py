@@ -176,14 +176,9 @@ class Step:
         cp, problem, on, unit = self.cp, self.problem, self.chosen.on, self.unit
         state = sum(group.state // unit * on[g][d] for g, group in enumerate(problem.groups) if d in on[g])
         most = (limit - problem.held[d]) // unit
-        rooms: dict[int, list[LinearExprT]] = defaultdict(lambda: [0])
-        for g, group in enumerate(problem.groups):
-            if (d, AGAIN) in self.chosen.states[g] and group.again_room > 0:
-                rooms[group.again_at].append(group.again_room // unit * self.chosen.states[g][d, AGAIN])
         for position, task in enumerate(problem.tasks):
             if (d, position) in self.received:
                 cp.add(self.buffers[d] >= sum(units * there for units, there in self.received[d, position]))
             live = sum(units * there for units, there in self.live.get((d, position), ()))
             room = task.room // unit * on[task.group][d] if d in on[task.group] else 0
-            for more in rooms[position]:
-                cp.add(state + live + room + more + self.buffers[d] <= most)
+            cp.add(state + live + room + self.buffers[d] <= most)

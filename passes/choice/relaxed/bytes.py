@@ -72,9 +72,6 @@ class Bytes:
         state = {number: group.state / self.unit for number, group in enumerate(groups)}
         terms = [times(nbytes, parts.on(number, k)) for number, nbytes in state.items()]
         terms.append(times(task.room / self.unit, parts.on(task.group, k)))
-        group = groups[task.group]
-        if group.again_at == position and group.again_room > 0:
-            terms.append(times(group.again_room / self.unit, parts.of(task.group, k, "again")))
         alike = parts.classes[k]
         grows: Terms = {}
         if self.factor >= 0:
