@@ -100,10 +100,10 @@ class Values:
         self.all: list[Value] = []
         self.inputs: dict[str, Unit] = {name: homes.get(name, name) for name in step.external_inputs}
         self.made = dict(self.inputs)
-        for i, op in enumerate(step.ops):  # a function's operators belong to its result, which comes after them
-            if i in self.units:
-                own = [name for name in op.outputs if name not in self.inputs and not self.blobs[name].is_view]
-                self.made.update(dict.fromkeys(own, self.units[i]))
+        for i in sorted(self.units):  # a function's operators belong to its result, which comes after them
+            for name in step.ops[i].outputs:
+                if self.blobs[name].storage == name and name not in self.inputs:
+                    self.made[name] = self.units[i]
         self.connected = Connected()
         for name, unit in self.inputs.items():
             if type(unit) is not Device:

@@ -191,7 +191,10 @@ class _Following:
 
 def filled(init: Net, moved: Mapping[str, Blob], by: str) -> Net:
     """Fill every blob of the step where it now is."""
-    blobs = {name: blob.on(moved[name].device) if name in moved else blob for name, blob in init.blobs.items()}
+    blobs = dict(init.blobs)
+    for name, blob in init.blobs.items():
+        if name in moved and moved[name].device != blob.device:
+            blobs[name] = blob.on(moved[name].device)
     ops: Sequence[Operator] = [
         op if op.device == (device := blobs[op.outputs[0]].device) else op.on(device, by) for op in init.ops
     ]

@@ -26,9 +26,9 @@ def claims(program: Program, patterns: Iterable[str]) -> dict[str, str]:
     Raises:
         PassError: a pattern names no module, or two name the same one.
     """
-    paths = program.module_paths
+    paths, patterns = program.module_paths, list(patterns)
     found: dict[str, str] = {}
-    ordered = sorted(path.split(".") for path in paths)
+    ordered = sorted(path.split(".") for path in paths) if patterns else []
     for text in patterns:
         pattern = ModulePattern(text)
         # A path as it stands names what is inside of it, and nothing else.

@@ -22,6 +22,7 @@ from pydantic import BeforeValidator
 
 from graphir.errors import GraphirError, PassError
 from graphir.ir.device import Device
+from graphir.ir.names import base_name
 from graphir.ir.program import Program
 
 from .base import Pass, build, register
@@ -91,12 +92,13 @@ def shift_modules(program: Program, modules: Mapping[str, Target]) -> Program:
 def _refuse_unused_sources(
     program: Program, claimed: Mapping[str, str], modules: Mapping[str, str | Mapping[str, str]]
 ) -> None:
-    used: dict[str, set[Device]] = {pattern: set() for pattern in modules}
-    for op in (*program.init.ops, *program.step.ops):
-        if op.module in claimed:
+    sources = {pattern: to for pattern, to in modules.items() if isinstance(to, Mapping)}
+    used: dict[str, set[Device]] = {pattern: set() for pattern in sources}
+    for op in (*program.init.ops, *program.step.ops) if sources else ():
+        if claimed.get(op.module) in sources:
             used[claimed[op.module]].add(op.device)
-    for pattern, to in modules.items():
-        for source in to if isinstance(to, Mapping) else ():
+    for pattern, to in sources.items():
+        for source in to:
             if source not in used[pattern]:
                 where = sorted(used[pattern], key=Device.order)
                 raise PassError(f"nothing of {pattern!r} is on {source}", fix=f"sources can be {', '.join(where)}")
@@ -172,8 +174,7 @@ class _Move:
         blob = self.program.step.blobs[name]
         if blob.role in ("input", "constant") or blob.device.is_host:
             return blob.device if blob.device.is_host else None
-        prefix = next((prefix for prefix in self.program.replicas if name.startswith(prefix)), "")
-        module = name[len(prefix) :].rpartition(".")[0]
+        module = base_name(name).rpartition(".")[0]
         if overwritten and module not in self.claimed and module not in self.weighted:
             return None
         return self.device(module, blob.device)
