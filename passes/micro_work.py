@@ -15,10 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Final
 
 import torch
 
-from graphir.analysis.cost import NOMINAL, operator_costs
+from graphir.analysis.alike import Kinds, alike
+from graphir.analysis.cost import nominal_seconds
 from graphir.analysis.hazards import hazards
 from graphir.analysis.scratch import is_called, scratch
 from graphir.ir.blob import STATE_ROLES
@@ -34,6 +36,9 @@ from .storage import overwritable
 __all__ = ["FORWARD", "INPUT", "UPDATE", "WEIGHT", "Bytes", "Work", "work_of"]
 
 FORWARD, INPUT, WEIGHT, UPDATE = range(4)
+
+_KINDS: Final = {"forward": FORWARD, "backward": WEIGHT}
+"""By phase, the kind of an operator for all that its phase says; that of others is UPDATE."""
 
 
 class Bytes:
@@ -57,7 +62,13 @@ class Bytes:
     __slots__ = ("alters", "base", "freed", "made", "nbytes", "over", "scratch", "takes", "used", "uses")
 
     def __init__(
-        self, program: Program, touched: Sequence[Sequence[str]], places: dict[str, int], *, in_place: bool
+        self,
+        program: Program,
+        touched: Sequence[Sequence[str]],
+        places: dict[str, int],
+        alike: Kinds,
+        *,
+        in_place: bool,
     ) -> None:
         net, dims = program.step, program.dims
         blobs, given = net.blobs, {net.blobs[name].storage for name in net.external_inputs}
@@ -70,13 +81,22 @@ class Bytes:
         self.nbytes: dict[str, int] = {}
         self.made: list[list[tuple[int, int, bool]]] = []
         self.freed: list[tuple[int, int, bool]] = []
-        for op in net.ops:
+        self.scratch: list[int] = []
+        sizes: list[list[int]] = []
+        threads = torch.get_num_threads()
+        for i, (op, first) in enumerate(zip(net.ops, alike, strict=True)):
+            if first == i:
+                sizes.append([blobs[name].nbytes(dims) for name in op.outputs])
+                self.scratch.append(scratch(op, blobs, dims, threads) or 0 if is_called(op) else 0)
+            else:
+                sizes.append(sizes[first])
+                self.scratch.append(self.scratch[first])
             made = []
-            for name in op.outputs:
+            for name, nbytes in zip(op.outputs, sizes[i], strict=True):
                 blob = blobs[name]
                 if blob.storage == name and name not in given and name not in number:
-                    made.append((places[blob.device], blob.nbytes(dims), op.type == "Copy"))
-                    self.nbytes[name] = made[-1][1]
+                    made.append((places[blob.device], nbytes, op.type == "Copy"))
+                    self.nbytes[name] = nbytes
                     number[name] = -1
                     if name not in kept:
                         number[name] = len(self.freed)
@@ -92,11 +112,6 @@ class Bytes:
             if (operand := overwritable(op, blobs)) is not None:
                 n = number.get(operand.storage, -1)
                 self.over[i] = n if n >= 0 and not self.freed[n][2] else -1
-        self.scratch = [0] * len(net.ops)
-        threads = torch.get_num_threads()
-        for i, op in enumerate(net.ops):
-            if is_called(op):
-                self.scratch[i] = scratch(op, blobs, dims, threads) or 0
         self.alters = [nbytes > 0 or over >= 0 for nbytes, over in zip(self.scratch, self.over, strict=True)]
         self.takes = list(self.scratch)
         for i, over in enumerate(self.over):
@@ -127,6 +142,7 @@ class Work:
         place: where its results live.
         lane: which lane executes it, as an index; a collective has one of its own.
         lanes: how many there are. Those of the devices' computation come first.
+        alike: of each operator, the first one that is like it.
         seconds: what it is expected to take.
         hazards: of the step.
         earlier, later: the operators that have to come before it and after it: by hazards, and copies that are taken
@@ -142,7 +158,8 @@ class Work:
         self.touched, self.earlier = self.hazards.touched, list(self.hazards.earlier)
         self.devices = [str(device) for device in net.devices]
         self.places = {device: i for i, device in enumerate(self.devices)}
-        self.seconds = [cost.seconds for cost in operator_costs(net, program.dims, lambda _: NOMINAL)]
+        self.alike = alike(net)
+        self.seconds = nominal_seconds(net, program.dims, self.alike)
         self.micro, self.kind = _assigned(net, self.earlier, count)
         _hold_back(net, self.earlier, self.kind)
         self.later: list[list[int]] = [[] for _ in net.ops]
@@ -151,18 +168,22 @@ class Work:
                 self.later[other].append(i)
         self._tell_inputs(net)
         self.place, self.lane = [], []
-        lanes = {f"{device}.compute": i for i, device in enumerate(self.devices)}
+        blobs, places = net.blobs, self.places
+        others: dict[str, int] = {}
         for op in net.ops:
-            home = net.blobs[op.outputs[0]].device if op.outputs else op.device
-            self.place.append(self.places[home])
-            at = "collectives" if issued_as(op) == "collective" else issued_on(op, net.blobs)
-            self.lane.append(lanes.setdefault(at, len(lanes)))
-        self.lanes = len(lanes)
+            self.place.append(places[blobs[op.outputs[0]].device if op.outputs else op.device])
+            issued = issued_as(op)
+            if issued == "run":
+                self.lane.append(places[op.device])
+            else:
+                at = "collectives" if issued == "collective" else issued_on(op, blobs)
+                self.lane.append(others.setdefault(at, len(places) + len(others)))
+        self.lanes = len(places) + len(others)
 
     @cached_property
     def bytes(self) -> Bytes:
         """What its operators allocate."""
-        return Bytes(self.program, self.touched, self.places, in_place=self.in_place)
+        return Bytes(self.program, self.touched, self.places, self.alike, in_place=self.in_place)
 
     @cached_property
     def waits(self) -> list[int]:
@@ -223,9 +244,12 @@ class Work:
         for i in range(len(ops) - 1, -1, -1):
             if kind[i] != WEIGHT:
                 continue
-            behind = [other for other in later[i] if kind[other] in (INPUT, WEIGHT)]
-            goes_on[i] = any(goes_on[other] or _computes(ops[other]) for other in behind)
-            if (goes_on[i] and ops[i].type == "Copy") or any(kind[other] == INPUT for other in behind):
+            for other in later[i]:
+                if kind[other] == INPUT:
+                    kind[i] = INPUT
+                if kind[other] in (INPUT, WEIGHT) and (goes_on[other] or _computes(ops[other])):
+                    goes_on[i] = True
+            if goes_on[i] and ops[i].type == "Copy":
                 kind[i] = INPUT
 
 
@@ -244,11 +268,11 @@ def _assigned(net: Net, earlier: Sequence[Sequence[int]], count: int) -> tuple[l
     micro: list[int] = []
     kind: list[int] = []
     for op, before in zip(net.ops, earlier, strict=True):
-        what = {"forward": FORWARD, "backward": WEIGHT}.get(op.phase, UPDATE)
+        what = _KINDS.get(op.phase, UPDATE)
         own = micro_batch_of(op.outputs[0]) if op.outputs else None
         mine = max([micro[other] for other in before], default=0)
-        if own is not None:
-            mine = max(mine, own)
+        if own is not None and own > mine:
+            mine = own
         if what == UPDATE or mine == count:
             what, mine = UPDATE, count
         micro.append(mine)

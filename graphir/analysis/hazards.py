@@ -54,7 +54,9 @@ def hazards(net: Net) -> Hazards:
     readers: dict[str, list[int]] = {}
     viewer: dict[str, int] = {}
     for i, op in enumerate(net.ops):
-        device, earlier, touched = op.device, dict[int, None](), dict[str, None]()
+        device = op.device
+        earlier: dict[int, None] = {}
+        touched: dict[str, None] = {}
         for name in op.inputs:
             blob = blobs[name]
             touched[storage := blob.storage] = None
@@ -68,7 +70,7 @@ def hazards(net: Net) -> Hazards:
                 readers[storage] = [i]
             if blob.device != device:
                 found.shared.add(storage)
-        views = op.effects.viewing
+        views = op.effects.viewing if op.effects.views else ()
         for position, name in enumerate(op.outputs):
             blob = blobs[name]
             touched[storage := blob.storage] = None
