@@ -18,7 +18,7 @@ from graphir.ir.net import Net
 from graphir.ir.plan import issued_as
 
 from .micro_work import Work
-from .order import issue_order
+from .order import Tasks
 
 __all__ = ["PlanPeaks"]
 
@@ -32,13 +32,16 @@ class PlanPeaks:
     Attributes:
         base: by device, the bytes of state and inputs, which stay.
         nbytes: of each other storage.
+        tasks: operators and frees.
+        copies: the operators that receive what no operator has made before.
         parts: of each operator, what its instructions make, one after the other: (device, bytes made, bytes that are
             allocated inside).
     """
 
     def __init__(self, work: Work) -> None:
-        self.program, self.hazards = work.program, work.hazards
+        self.program = work.program
         net, dims, sizes = self.program.step, self.program.dims, work.bytes
+        self.tasks = Tasks(net, dims, work.hazards)
         blobs, taken = net.blobs, measured_of(net, dims, torch.get_num_threads(), cached())
         self.base = dict(zip(work.devices, sizes.base, strict=True))
         self.nbytes = dict(sizes.nbytes)
@@ -48,9 +51,12 @@ class PlanPeaks:
                 self.nbytes[storage] += more
             else:
                 self.base[blobs[storage].device] += more
+        self.copies: set[int] = set()
         made: set[str] = set()
         self.parts: list[list[tuple[Device, int, int]]] = []
         for i, op in enumerate(net.ops):
+            if op.type == "Copy" and not (op.output_versions or (0,))[0]:
+                self.copies.add(i)
             inside = taken[i].scratch if i in taken else sizes.scratch[i]
             parts = []
             for name in op.outputs:
@@ -65,26 +71,24 @@ class PlanPeaks:
         Args:
             order: the positions of the operators in the program.
         """
-        step = self.program.step
-        net = step.with_(ops=tuple([step.ops[i] for i in order]))
-        blobs, dims, nbytes = net.blobs, self.program.dims, self.nbytes
-        issues = issue_order(net, dims, self.hazards.reordered(order), 0)
-        buffers = Buffers(net, dims)
+        net, nbytes = self.program.step, self.nbytes
+        blobs, issues = net.blobs, self.tasks.issued(order, 0)
+        buffers = Buffers(net, self.program.dims)
         buffers.freed.update([issue for issue in issues if isinstance(issue, str)])
         live, peaks = dict(self.base), dict(self.base)
         for issue in issues:
             if isinstance(issue, str):
-                buffers.free(issue)
-                if issue in nbytes and issue not in buffers.numbers:
+                if issue in buffers.numbers:
+                    buffers.free(issue)
+                elif issue in nbytes:
                     live[blobs[issue].device] -= nbytes[issue]
                 continue
-            for place in issue:
-                op = net.ops[place]
-                if op.type == "Copy" and not (op.output_versions and op.output_versions[0]):
-                    buffers.receive(op.outputs[0])
-            for place in issue:
-                for device, made, inside in self.parts[order[place]]:
-                    if made and net.ops[place].outputs[0] not in buffers.numbers:
+            for i in issue:
+                if i in self.copies:
+                    buffers.receive(net.ops[i].outputs[0])
+            for i in issue:
+                for device, made, inside in self.parts[i]:
+                    if made and net.ops[i].outputs[0] not in buffers.numbers:
                         live[device] += made
                     if live[device] + inside > peaks[device]:
                         peaks[device] = live[device] + inside
