@@ -65,6 +65,9 @@ class Beaten(NamedTuple):
     peaks: Sequence[int | None] | None = None
 
 
+_ROUNDING: Final = 1 + 1e-9
+"""Sums of the same seconds in another order differ by less."""
+
 UNBEATEN: Final = Beaten()
 """Any schedule is of use."""
 
@@ -100,6 +103,7 @@ class _Simulation:
     gated: for each operator, whether it begins only once its segment is let in.
     segments: for each operator, that of its micro-batch; None: an update.
     held_up: devices on which a segment waits.
+    left: by lane, the seconds of the operators that have not begun.
     forced_at: how many operators had begun when a segment was last let in that does not fit.
     """
 
@@ -120,7 +124,8 @@ class _Simulation:
         self.order: list[int] = []
         self.dirty: set[int] = set()
         self.held_up: set[int] = set()
-        self.now = 0.0
+        self.now, self.left = 0.0, list(work.loads)
+        self.late = _ROUNDING * beaten.seconds
         self.useless, self.forced_at = False, -1
         self.gated: list[bool] = []
         self.defers = self.limited and rules.ranks[INPUT] < rules.ranks[WEIGHT]
@@ -159,6 +164,8 @@ class _Simulation:
             self.advance()
             if self.useless:
                 return None
+        if self.now > self.beaten.seconds:
+            return None
         return Schedule(self.order, self.now, [room.peak for room in self.rooms] if self.gates else None)
 
     def advance(self) -> None:
@@ -170,8 +177,6 @@ class _Simulation:
         ready, begun, segment, key, current = self.ready, self.begun, self.segment, self.key, self.current
         busy, dirty = self.busy, self.dirty
         self.now = now = events[0][0]
-        if now > self.beaten.seconds:
-            self.useless = True
         while events and events[0][0] == now:
             i = heappop(events)[1]
             lane = lanes[i]
@@ -226,6 +231,9 @@ class _Simulation:
         else:
             return
         self.busy[lane] = True
+        if self.now + self.left[lane] > self.late:
+            self.useless = True
+        self.left[lane] -= self.seconds[i]
         self.order.append(i)
         if self.gates:
             self.enter(i)
@@ -301,13 +309,13 @@ class _Simulation:
 
     def let_in_who_fits(self) -> None:
         """Let in, on each device where somebody waits and something has changed, who fits."""
-        for place in sorted(self.held_up):
-            room = self.rooms[place]
-            if room.stirred:
-                self.let_in(room)
-                room.stirred = False
-                if not room.waiting:
-                    self.held_up.discard(place)
+        rooms = self.rooms
+        for place in sorted([place for place in self.held_up if rooms[place].stirred]):
+            room = rooms[place]
+            self.let_in(room)
+            room.stirred = False
+            if not room.waiting:
+                self.held_up.discard(place)
 
     def let_in(self, room: Room) -> None:
         """Let in whoever fits: backwards before forwards, the earliest of each first."""

@@ -24,7 +24,7 @@ from graphir.analysis.cost import nominal_seconds
 from graphir.analysis.hazards import hazards
 from graphir.analysis.scratch import is_called, scratch
 from graphir.ir.blob import STATE_ROLES
-from graphir.ir.names import micro_batch_of, micro_batches
+from graphir.ir.names import micro_batch_of
 from graphir.ir.net import Net
 from graphir.ir.operator import Operator
 from graphir.ir.opset import ACCUMULATES
@@ -33,7 +33,7 @@ from graphir.ir.program import Program
 
 from .storage import overwritable
 
-__all__ = ["FORWARD", "INPUT", "UPDATE", "WEIGHT", "Bytes", "Work", "work_of"]
+__all__ = ["FORWARD", "INPUT", "UPDATE", "WEIGHT", "Bytes", "Work"]
 
 FORWARD, INPUT, WEIGHT, UPDATE = range(4)
 
@@ -134,7 +134,7 @@ class Work:
     """The operators of a step, by position in the program.
 
     Attributes:
-        program: whose step it is.
+        program: whose step it is, with copies between its devices.
         count: of micro-batches.
         devices: their names; a *place* is an index into them.
         micro: the micro-batch of each operator; that of an update is ``count``.
@@ -150,7 +150,7 @@ class Work:
         in_place: whether operators overwrite what is dead, as they do after :func:`.share_storage`.
     """
 
-    def __init__(self, program: Program, count: int, *, in_place: bool) -> None:
+    def __init__(self, program: Program, count: int, *, in_place: bool = False) -> None:
         self.program, self.count, self.in_place = program, count, in_place
         self._ranked: dict[tuple[int, int, int, int], tuple[list[int], list[int]]] = {}
         net = program.step
@@ -189,6 +189,14 @@ class Work:
     def waits(self) -> list[int]:
         """For how many others each operator waits."""
         return list(map(len, self.earlier))
+
+    @cached_property
+    def loads(self) -> list[float]:
+        """By lane, the seconds of its operators."""
+        found = [0.0] * self.lanes
+        for lane, seconds in zip(self.lane, self.seconds, strict=True):
+            found[lane] += seconds
+        return found
 
     def ranked(self, ranks: tuple[int, int, int, int]) -> tuple[list[int], list[int]]:
         """What operators are sorted by, if kinds have these ranks: by rank and micro-batch, and by position, too."""
@@ -251,16 +259,6 @@ class Work:
                     goes_on[i] = True
             if goes_on[i] and ops[i].type == "Copy":
                 kind[i] = INPUT
-
-
-def work_of(program: Program, *, in_place: bool = False) -> Work:
-    """The work of a program with micro-batches.
-
-    Args:
-        program: with copies between its devices.
-        in_place: whether bytes are those that it takes after :func:`.share_storage`.
-    """
-    return Work(program, micro_batches(program.step.blobs), in_place=in_place)
 
 
 def _assigned(net: Net, earlier: Sequence[Sequence[int]], count: int) -> tuple[list[int], list[int]]:

@@ -7,7 +7,7 @@ orders that are left, and :mod:`.instructions` puts in the events that hold lane
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..ir.blob import Blob
@@ -32,18 +32,6 @@ class Hazards(NamedTuple):
     earlier: list[list[int]]
     touched: list[tuple[str, ...]]
     shared: set[str]
-
-    def reordered(self, order: Sequence[int]) -> Hazards:
-        """The hazards of the net with its operators in another order that respects them.
-
-        Args:
-            order: the positions in this net, in the order in which they stand in the other one.
-        """
-        places = [0] * len(order)
-        for place, i in enumerate(order):
-            places[i] = place
-        earlier = [[places[other] for other in self.earlier[i]] for i in order]
-        return Hazards(earlier, [self.touched[i] for i in order], self.shared)
 
 
 def hazards(net: Net) -> Hazards:
