@@ -58,7 +58,7 @@ def hazards(net: Net) -> Hazards:
                 readers[storage] = [i]
             if blob.device != device:
                 found.shared.add(storage)
-        views = op.effects.viewing if op.effects.views else ()
+        views = dict(op.effects.views)
         for position, name in enumerate(op.outputs):
             blob = blobs[name]
             touched[storage := blob.storage] = None
