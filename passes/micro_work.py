@@ -46,8 +46,8 @@ class Bytes:
 
     Attributes:
         base: by device, what is there throughout: state and inputs.
-        nbytes: of each storage that the step makes.
         made: for each operator, the storages that it makes: (device, bytes, whether it is a copy's).
+        storages: the same by name.
         used: for each operator, the storages that it touches and that the step frees, as numbers.
         uses: of each of these, how many operators touch it.
         freed: of each of these, (device, bytes, whether it is a copy's).
@@ -59,7 +59,7 @@ class Bytes:
             does not.
     """
 
-    __slots__ = ("alters", "base", "freed", "made", "nbytes", "over", "scratch", "takes", "used", "uses")
+    __slots__ = ("alters", "base", "freed", "made", "over", "scratch", "storages", "takes", "used", "uses")
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Bytes:
         kept = given | {blobs[name].storage for name in net.external_outputs}
         kept.update(name for name, blob in blobs.items() if blob.role in STATE_ROLES)
         number: dict[str, int] = {}
-        self.nbytes: dict[str, int] = {}
+        self.storages: dict[str, tuple[int, int, bool]] = {}
         self.made: list[list[tuple[int, int, bool]]] = []
         self.freed: list[tuple[int, int, bool]] = []
         self.scratch: list[int] = []
@@ -95,12 +95,12 @@ class Bytes:
             for name, nbytes in zip(op.outputs, sizes[i], strict=True):
                 blob = blobs[name]
                 if blob.storage == name and name not in given and name not in number:
-                    made.append((places[blob.device], nbytes, op.type == "Copy"))
-                    self.nbytes[name] = nbytes
+                    storage = self.storages[name] = places[blob.device], nbytes, op.type == "Copy"
+                    made.append(storage)
                     number[name] = -1
                     if name not in kept:
                         number[name] = len(self.freed)
-                        self.freed.append(made[-1])
+                        self.freed.append(storage)
             self.made.append(made)
         self.used = [[n for storage in storages if (n := number.get(storage, -1)) >= 0] for storages in touched]
         self.uses = [0] * len(self.freed)
