@@ -180,55 +180,50 @@ class _Simulation:
             room.spare = 2 * nbytes
 
     def run(self) -> Schedule | None:
-        for i, missing in enumerate(self.missing):
-            if not missing:
+        for i, others in enumerate(self.missing):
+            if not others:
                 self.becomes_ready(i)
+        events, missing, later, lanes, gated = self.events, self.missing, self.work.later, self.lane, self.gated
+        ready, begun, segment, key, current = self.ready, self.begun, self.segment, self.key, self.current
+        busy, dirty, rooms = self.busy, self.dirty, self.rooms
         while True:
             if self.held_up:
                 self.let_in_who_fits()
-            dirty = self.dirty
             if len(dirty) == 1:
                 self.start(dirty.pop())
             else:
-                self.dirty = set()
-                for lane in sorted(dirty):
+                due = sorted(dirty)
+                dirty.clear()
+                for lane in due:
                     self.start(lane)
-            if not self.events and not (self.rooms and self.force()):
-                break
-            self.advance()
             if self.useless:
                 return None
+            if not events:
+                if rooms and self.force():
+                    continue
+                break
+            self.now = now = events[0][0]
+            while events and events[0][0] == now:
+                i = heappop(events)[1]
+                lane = lanes[i]
+                busy[lane] = False
+                dirty.add(lane)
+                if rooms:
+                    self.leave(i)
+                for other in later[i]:
+                    missing[other] = left = missing[other] - 1
+                    if left:
+                        continue
+                    if rooms and gated[other]:
+                        self.becomes_ready(other)
+                        continue
+                    lane = lanes[other]  # as push does
+                    heappush(begun[lane] if segment[other] == current[lane] else ready[lane], key[other])
+                    if not busy[lane]:
+                        dirty.add(lane)
         if self.now > self.beaten.seconds:
             return None
         return Schedule(self.order, self.now, [room.peak for room in self.rooms] or None)
-
-    def advance(self) -> None:
-        """Go on to the next moment at which operators end."""
-        events = self.events
-        if not events:
-            return
-        missing, later, lanes, gates, gated = self.missing, self.work.later, self.lane, bool(self.rooms), self.gated
-        ready, begun, segment, key, current = self.ready, self.begun, self.segment, self.key, self.current
-        busy, dirty = self.busy, self.dirty
-        self.now = now = events[0][0]
-        while events and events[0][0] == now:
-            i = heappop(events)[1]
-            lane = lanes[i]
-            busy[lane] = False
-            dirty.add(lane)
-            if gates:
-                self.leave(i)
-            for other in later[i]:
-                missing[other] = left = missing[other] - 1
-                if left:
-                    continue
-                if gates and gated[other]:
-                    self.becomes_ready(other)
-                    continue
-                lane = lanes[other]  # as push does
-                heappush(begun[lane] if segment[other] == current[lane] else ready[lane], key[other])
-                if not busy[lane]:
-                    dirty.add(lane)
 
     def becomes_ready(self, i: int) -> None:
         if self.rooms and self.gated[i]:

@@ -267,10 +267,10 @@ def _assigned(net: Net, earlier: Sequence[Sequence[int]], count: int) -> tuple[l
     kind: list[int] = []
     for op, before in zip(net.ops, earlier, strict=True):
         what = _KINDS.get(op.phase, UPDATE)
-        own = micro_batch_of(op.outputs[0]) if op.outputs else None
-        mine = max([micro[other] for other in before], default=0)
-        if own is not None and own > mine:
-            mine = own
+        mine = micro_batch_of(op.outputs[0]) or 0 if op.outputs else 0
+        for other in before:
+            if micro[other] > mine:
+                mine = micro[other]
         if what == UPDATE or mine == count:
             what, mine = UPDATE, count
         micro.append(mine)

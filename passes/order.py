@@ -229,12 +229,12 @@ class _Order:
                 self.let_go(self.held_on.pop(op.device, ()))
                 self.settle()
             self.issue((i,))
-            self.passed[op.device] += 1
-            here = op.device, self.passed[op.device]
-            for copy in self.ahead.pop(here, ()) if self.ahead else ():
+            passed = self.passed[op.device] = self.passed[op.device] + 1
+            here = op.device, passed
+            for copy in self.ahead.pop(here, ()):
                 self.due(copy)
-            if self.late:
-                self.let_go(self.late.pop(here, ()))
+            if here in self.late:
+                self.let_go(self.late.pop(here))
             self.settle()
         while self.held or self.gathered or self.together:
             self.release()
