@@ -65,6 +65,9 @@ class Beaten(NamedTuple):
     peaks: Sequence[int | None] | None = None
 
 
+_ROUNDING: Final = 1 + 1e-9
+"""Sums of the same seconds in another order differ by less."""
+
 UNBEATEN: Final = Beaten()
 """Any schedule is of use."""
 
@@ -100,15 +103,48 @@ class _Simulation:
     gated: for each operator, whether it begins only once its segment is let in.
     segments: for each operator, that of its micro-batch; None: an update.
     held_up: devices on which a segment waits.
+    due: by lane, until when its next operator has to begin for the schedule to be of use: all others come behind it.
+    rooms: the devices, where what begins is to be let in; empty: all begins at once.
     forced_at: how many operators had begun when a segment was last let in that does not fit.
     """
+
+    __slots__ = (
+        "beaten",
+        "begun",
+        "busy",
+        "current",
+        "defers",
+        "dirty",
+        "due",
+        "events",
+        "forced_at",
+        "gated",
+        "held_up",
+        "key",
+        "kind",
+        "lane",
+        "missing",
+        "most",
+        "now",
+        "order",
+        "place",
+        "ready",
+        "rooms",
+        "rules",
+        "seconds",
+        "segment",
+        "segments",
+        "size",
+        "sizes",
+        "useless",
+        "uses",
+        "work",
+    )
 
     def __init__(self, work: Work, rules: Rules, needs: Sequence[Need] | None, beaten: Beaten) -> None:
         self.work, self.rules, self.beaten = work, rules, beaten
         self.lane, self.place, self.kind = work.lane, work.place, work.kind
         self.seconds = work.seconds
-        self.limited = needs is not None and rules.limits is not None
-        self.gates = self.limited or rules.in_flight is not None
         self.size = len(work.micro)
         self.segment, self.key = work.ranked(rules.ranks)
         self.missing = list(work.waits)
@@ -121,78 +157,76 @@ class _Simulation:
         self.dirty: set[int] = set()
         self.held_up: set[int] = set()
         self.now = 0.0
+        self.due = [_ROUNDING * beaten.seconds - load for load in work.loads]
         self.useless, self.forced_at = False, -1
         self.gated: list[bool] = []
-        self.defers = self.limited and rules.ranks[INPUT] < rules.ranks[WEIGHT]
-        if self.gates:
-            self._furnish(needs)
+        self.rooms: list[Room] = []
+        limited = needs is not None and rules.limits is not None
+        self.defers = limited and rules.ranks[INPUT] < rules.ranks[WEIGHT]
+        if limited or rules.in_flight is not None:
+            self._furnish(needs if limited else None)
 
     def _furnish(self, needs: Sequence[Need] | None) -> None:
         work, rules, devices = self.work, self.rules, len(self.work.devices)
         limits: Sequence[int | None] = rules.limits or [None] * devices
         in_flight: Sequence[int | None] = rules.in_flight or [None] * devices
-        of: Sequence[Need | None] = needs if self.limited and needs is not None else [None] * devices
+        of: Sequence[Need | None] = needs or [None] * devices
         base = work.bytes.base
         self.rooms = [Room(work.counts[d], limits[d], in_flight[d], base[d], of[d]) for d in range(devices)]
         self.sizes, self.uses = work.bytes, list(work.bytes.uses)
-        self.segments, self.gated = work.segments, work.allocating if self.limited else work.entering
+        self.segments, self.gated = work.segments, work.entering if needs is None else work.allocating
         self.most = self.beaten.peaks or [None] * devices
         for room, nbytes in zip(self.rooms, work.most_for_weights if self.defers else (), strict=False):
             room.spare = 2 * nbytes
 
     def run(self) -> Schedule | None:
-        for i, missing in enumerate(self.missing):
-            if not missing:
+        for i, others in enumerate(self.missing):
+            if not others:
                 self.becomes_ready(i)
+        events, missing, later, lanes, gated = self.events, self.missing, self.work.later, self.lane, self.gated
+        ready, begun, segment, key, current = self.ready, self.begun, self.segment, self.key, self.current
+        busy, dirty, rooms = self.busy, self.dirty, self.rooms
         while True:
             if self.held_up:
                 self.let_in_who_fits()
-            dirty = self.dirty
             if len(dirty) == 1:
                 self.start(dirty.pop())
             else:
-                self.dirty = set()
-                for lane in sorted(dirty):
+                due = sorted(dirty)
+                dirty.clear()
+                for lane in due:
                     self.start(lane)
-            if not self.events and not (self.gates and self.force()):
-                break
-            self.advance()
             if self.useless:
                 return None
-        return Schedule(self.order, self.now, [room.peak for room in self.rooms] if self.gates else None)
-
-    def advance(self) -> None:
-        """Go on to the next moment at which operators end."""
-        events = self.events
-        if not events:
-            return
-        missing, later, lanes, gates, gated = self.missing, self.work.later, self.lane, self.gates, self.gated
-        ready, begun, segment, key, current = self.ready, self.begun, self.segment, self.key, self.current
-        busy, dirty = self.busy, self.dirty
-        self.now = now = events[0][0]
-        if now > self.beaten.seconds:
-            self.useless = True
-        while events and events[0][0] == now:
-            i = heappop(events)[1]
-            lane = lanes[i]
-            busy[lane] = False
-            dirty.add(lane)
-            if gates:
-                self.leave(i)
-            for other in later[i]:
-                missing[other] = left = missing[other] - 1
-                if left:
+            if not events:
+                if rooms and self.force():
                     continue
-                if gates and gated[other]:
-                    self.becomes_ready(other)
-                    continue
-                lane = lanes[other]  # as push does
-                heappush(begun[lane] if segment[other] == current[lane] else ready[lane], key[other])
-                if not busy[lane]:
-                    dirty.add(lane)
+                break
+            self.now = now = events[0][0]
+            while events and events[0][0] == now:
+                i = heappop(events)[1]
+                lane = lanes[i]
+                busy[lane] = False
+                dirty.add(lane)
+                if rooms:
+                    self.leave(i)
+                for other in later[i]:
+                    missing[other] = left = missing[other] - 1
+                    if left:
+                        continue
+                    if rooms and gated[other]:
+                        self.becomes_ready(other)
+                        continue
+                    lane = lanes[other]  # as push does
+                    heappush(begun[lane] if segment[other] == current[lane] else ready[lane], key[other])
+                    if not busy[lane]:
+                        dirty.add(lane)
+        if self.now > self.beaten.seconds:
+            return None
+        return Schedule(self.order, self.now, [room.peak for room in self.rooms] or None)
 
     def becomes_ready(self, i: int) -> None:
-        if self.gates and self.gated[i]:
+        if self.rooms and self.gated[i]:
             place, segment = self.place[i], self.segments[i]
             room = self.rooms[place]
             if segment is not None and segment not in room.open:
@@ -226,8 +260,11 @@ class _Simulation:
         else:
             return
         self.busy[lane] = True
+        if self.now > self.due[lane]:
+            self.useless = True
+        self.due[lane] += self.seconds[i]
         self.order.append(i)
-        if self.gates:
+        if self.rooms:
             self.enter(i)
         heappush(self.events, (self.now + self.seconds[i], i))
 
@@ -301,13 +338,13 @@ class _Simulation:
 
     def let_in_who_fits(self) -> None:
         """Let in, on each device where somebody waits and something has changed, who fits."""
-        for place in sorted(self.held_up):
-            room = self.rooms[place]
-            if room.stirred:
-                self.let_in(room)
-                room.stirred = False
-                if not room.waiting:
-                    self.held_up.discard(place)
+        rooms = self.rooms
+        for place in sorted([place for place in self.held_up if rooms[place].stirred]):
+            room = rooms[place]
+            self.let_in(room)
+            room.stirred = False
+            if not room.waiting:
+                self.held_up.discard(place)
 
     def let_in(self, room: Room) -> None:
         """Let in whoever fits: backwards before forwards, the earliest of each first."""

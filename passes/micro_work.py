@@ -15,14 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Final
 
 import torch
 
-from graphir.analysis.cost import NOMINAL, operator_costs
+from graphir.analysis.alike import Kinds, alike
+from graphir.analysis.cost import nominal_seconds
 from graphir.analysis.hazards import hazards
 from graphir.analysis.scratch import is_called, scratch
 from graphir.ir.blob import STATE_ROLES
-from graphir.ir.names import micro_batch_of, micro_batches
+from graphir.ir.names import micro_batch_of
 from graphir.ir.net import Net
 from graphir.ir.operator import Operator
 from graphir.ir.opset import ACCUMULATES
@@ -31,9 +33,12 @@ from graphir.ir.program import Program
 
 from .storage import overwritable
 
-__all__ = ["FORWARD", "INPUT", "UPDATE", "WEIGHT", "Bytes", "Work", "work_of"]
+__all__ = ["FORWARD", "INPUT", "UPDATE", "WEIGHT", "Bytes", "Work"]
 
 FORWARD, INPUT, WEIGHT, UPDATE = range(4)
+
+_KINDS: Final = {"forward": FORWARD, "backward": WEIGHT}
+"""By phase, the kind of an operator for all that its phase says; that of others is UPDATE."""
 
 
 class Bytes:
@@ -41,8 +46,8 @@ class Bytes:
 
     Attributes:
         base: by device, what is there throughout: state and inputs.
-        nbytes: of each storage that the step makes.
         made: for each operator, the storages that it makes: (device, bytes, whether it is a copy's).
+        storages: the same by name.
         used: for each operator, the storages that it touches and that the step frees, as numbers.
         uses: of each of these, how many operators touch it.
         freed: of each of these, (device, bytes, whether it is a copy's).
@@ -54,10 +59,16 @@ class Bytes:
             does not.
     """
 
-    __slots__ = ("alters", "base", "freed", "made", "nbytes", "over", "scratch", "takes", "used", "uses")
+    __slots__ = ("alters", "base", "freed", "made", "over", "scratch", "storages", "takes", "used", "uses")
 
     def __init__(
-        self, program: Program, touched: Sequence[Sequence[str]], places: dict[str, int], *, in_place: bool
+        self,
+        program: Program,
+        touched: Sequence[Sequence[str]],
+        places: dict[str, int],
+        alike: Kinds,
+        *,
+        in_place: bool,
     ) -> None:
         net, dims = program.step, program.dims
         blobs, given = net.blobs, {net.blobs[name].storage for name in net.external_inputs}
@@ -67,20 +78,29 @@ class Bytes:
         kept = given | {blobs[name].storage for name in net.external_outputs}
         kept.update(name for name, blob in blobs.items() if blob.role in STATE_ROLES)
         number: dict[str, int] = {}
-        self.nbytes: dict[str, int] = {}
+        self.storages: dict[str, tuple[int, int, bool]] = {}
         self.made: list[list[tuple[int, int, bool]]] = []
         self.freed: list[tuple[int, int, bool]] = []
-        for op in net.ops:
+        self.scratch: list[int] = []
+        sizes: list[list[int]] = []
+        threads = torch.get_num_threads()
+        for i, (op, first) in enumerate(zip(net.ops, alike, strict=True)):
+            if first == i:
+                sizes.append([blobs[name].nbytes(dims) for name in op.outputs])
+                self.scratch.append(scratch(op, blobs, dims, threads) or 0 if is_called(op) else 0)
+            else:
+                sizes.append(sizes[first])
+                self.scratch.append(self.scratch[first])
             made = []
-            for name in op.outputs:
+            for name, nbytes in zip(op.outputs, sizes[i], strict=True):
                 blob = blobs[name]
                 if blob.storage == name and name not in given and name not in number:
-                    made.append((places[blob.device], blob.nbytes(dims), op.type == "Copy"))
-                    self.nbytes[name] = made[-1][1]
+                    storage = self.storages[name] = places[blob.device], nbytes, op.type == "Copy"
+                    made.append(storage)
                     number[name] = -1
                     if name not in kept:
                         number[name] = len(self.freed)
-                        self.freed.append(made[-1])
+                        self.freed.append(storage)
             self.made.append(made)
         self.used = [[n for storage in storages if (n := number.get(storage, -1)) >= 0] for storages in touched]
         self.uses = [0] * len(self.freed)
@@ -92,11 +112,6 @@ class Bytes:
             if (operand := overwritable(op, blobs)) is not None:
                 n = number.get(operand.storage, -1)
                 self.over[i] = n if n >= 0 and not self.freed[n][2] else -1
-        self.scratch = [0] * len(net.ops)
-        threads = torch.get_num_threads()
-        for i, op in enumerate(net.ops):
-            if is_called(op):
-                self.scratch[i] = scratch(op, blobs, dims, threads) or 0
         self.alters = [nbytes > 0 or over >= 0 for nbytes, over in zip(self.scratch, self.over, strict=True)]
         self.takes = list(self.scratch)
         for i, over in enumerate(self.over):
@@ -119,7 +134,7 @@ class Work:
     """The operators of a step, by position in the program.
 
     Attributes:
-        program: whose step it is.
+        program: whose step it is, with copies between its devices.
         count: of micro-batches.
         devices: their names; a *place* is an index into them.
         micro: the micro-batch of each operator; that of an update is ``count``.
@@ -127,6 +142,7 @@ class Work:
         place: where its results live.
         lane: which lane executes it, as an index; a collective has one of its own.
         lanes: how many there are. Those of the devices' computation come first.
+        alike: of each operator, the first one that is like it.
         seconds: what it is expected to take.
         hazards: of the step.
         earlier, later: the operators that have to come before it and after it: by hazards, and copies that are taken
@@ -134,7 +150,7 @@ class Work:
         in_place: whether operators overwrite what is dead, as they do after :func:`.share_storage`.
     """
 
-    def __init__(self, program: Program, count: int, *, in_place: bool) -> None:
+    def __init__(self, program: Program, count: int, *, in_place: bool = False) -> None:
         self.program, self.count, self.in_place = program, count, in_place
         self._ranked: dict[tuple[int, int, int, int], tuple[list[int], list[int]]] = {}
         net = program.step
@@ -142,7 +158,8 @@ class Work:
         self.touched, self.earlier = self.hazards.touched, list(self.hazards.earlier)
         self.devices = [str(device) for device in net.devices]
         self.places = {device: i for i, device in enumerate(self.devices)}
-        self.seconds = [cost.seconds for cost in operator_costs(net, program.dims, lambda _: NOMINAL)]
+        self.alike = alike(net)
+        self.seconds = nominal_seconds(net, program.dims, self.alike)
         self.micro, self.kind = _assigned(net, self.earlier, count)
         _hold_back(net, self.earlier, self.kind)
         self.later: list[list[int]] = [[] for _ in net.ops]
@@ -151,23 +168,35 @@ class Work:
                 self.later[other].append(i)
         self._tell_inputs(net)
         self.place, self.lane = [], []
-        lanes = {f"{device}.compute": i for i, device in enumerate(self.devices)}
+        blobs, places = net.blobs, self.places
+        others: dict[str, int] = {}
         for op in net.ops:
-            home = net.blobs[op.outputs[0]].device if op.outputs else op.device
-            self.place.append(self.places[home])
-            at = "collectives" if issued_as(op) == "collective" else issued_on(op, net.blobs)
-            self.lane.append(lanes.setdefault(at, len(lanes)))
-        self.lanes = len(lanes)
+            self.place.append(places[blobs[op.outputs[0]].device if op.outputs else op.device])
+            issued = issued_as(op)
+            if issued == "run":
+                self.lane.append(places[op.device])
+            else:
+                at = "collectives" if issued == "collective" else issued_on(op, blobs)
+                self.lane.append(others.setdefault(at, len(places) + len(others)))
+        self.lanes = len(places) + len(others)
 
     @cached_property
     def bytes(self) -> Bytes:
         """What its operators allocate."""
-        return Bytes(self.program, self.touched, self.places, in_place=self.in_place)
+        return Bytes(self.program, self.touched, self.places, self.alike, in_place=self.in_place)
 
     @cached_property
     def waits(self) -> list[int]:
         """For how many others each operator waits."""
         return list(map(len, self.earlier))
+
+    @cached_property
+    def loads(self) -> list[float]:
+        """By lane, the seconds of its operators."""
+        found = [0.0] * self.lanes
+        for lane, seconds in zip(self.lane, self.seconds, strict=True):
+            found[lane] += seconds
+        return found
 
     def ranked(self, ranks: tuple[int, int, int, int]) -> tuple[list[int], list[int]]:
         """What operators are sorted by, if kinds have these ranks: by rank and micro-batch, and by position, too."""
@@ -223,20 +252,13 @@ class Work:
         for i in range(len(ops) - 1, -1, -1):
             if kind[i] != WEIGHT:
                 continue
-            behind = [other for other in later[i] if kind[other] in (INPUT, WEIGHT)]
-            goes_on[i] = any(goes_on[other] or _computes(ops[other]) for other in behind)
-            if (goes_on[i] and ops[i].type == "Copy") or any(kind[other] == INPUT for other in behind):
+            for other in later[i]:
+                if kind[other] == INPUT:
+                    kind[i] = INPUT
+                if kind[other] in (INPUT, WEIGHT) and (goes_on[other] or _computes(ops[other])):
+                    goes_on[i] = True
+            if goes_on[i] and ops[i].type == "Copy":
                 kind[i] = INPUT
-
-
-def work_of(program: Program, *, in_place: bool = False) -> Work:
-    """The work of a program with micro-batches.
-
-    Args:
-        program: with copies between its devices.
-        in_place: whether bytes are those that it takes after :func:`.share_storage`.
-    """
-    return Work(program, micro_batches(program.step.blobs), in_place=in_place)
 
 
 def _assigned(net: Net, earlier: Sequence[Sequence[int]], count: int) -> tuple[list[int], list[int]]:
@@ -244,11 +266,11 @@ def _assigned(net: Net, earlier: Sequence[Sequence[int]], count: int) -> tuple[l
     micro: list[int] = []
     kind: list[int] = []
     for op, before in zip(net.ops, earlier, strict=True):
-        what = {"forward": FORWARD, "backward": WEIGHT}.get(op.phase, UPDATE)
-        own = micro_batch_of(op.outputs[0]) if op.outputs else None
-        mine = max([micro[other] for other in before], default=0)
-        if own is not None:
-            mine = max(mine, own)
+        what = _KINDS.get(op.phase, UPDATE)
+        mine = micro_batch_of(op.outputs[0]) or 0 if op.outputs else 0
+        for other in before:
+            if micro[other] > mine:
+                mine = micro[other]
         if what == UPDATE or mine == count:
             what, mine = UPDATE, count
         micro.append(mine)

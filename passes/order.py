@@ -39,7 +39,7 @@ from graphir.ir.operator import Operator
 from graphir.ir.plan import issued_as, issued_on, parts_of
 from graphir.ir.size import Dims
 
-__all__ = ["AHEAD", "issue_order"]
+__all__ = ["AHEAD", "Tasks", "issue_order"]
 
 _Task: TypeAlias = "int | str"
 """An operator by position, or the free of a storage."""
@@ -67,17 +67,77 @@ def issue_order(net: Net, dims: Dims, found: Hazards, ahead: int = AHEAD) -> lis
         found: its hazards.
         ahead: how many operators of its destination before its first reader a copy is issued at the earliest.
     """
-    return _Order(net, dims, found, ahead).run()
+    return Tasks(net, dims, found).issued(range(len(net.ops)), ahead)
+
+
+class Tasks:
+    """The tasks of a step: its operators, and the frees of storages.
+
+    Attributes:
+        kinds: of the instructions that execute each operator.
+        soon: whether an operator is a reduction or follows from one.
+        plain: whether an operator is issued in program order: neither a transfer nor what follows from a reduction.
+        earlier: for each operator, those that have to come before it, where program order does not ensure it.
+        uses: of each storage, how many operators touch it, and one more if it outlives the step.
+        small: the transfers that may be one of a group.
+        leaving: the storages that :func:`.park.park` takes away.
+    """
+
+    def __init__(self, net: Net, dims: Dims, found: Hazards) -> None:
+        self.net, self.dims, self.found = net, dims, found
+        ops, blobs = net.ops, net.blobs
+        self.kinds = [issued_as(op) for op in ops]
+        self.soon = _follow_reductions(ops, found.earlier)
+        self.plain = [kind == "run" and not soon for kind, soon in zip(self.kinds, self.soon, strict=True)]
+        self.earlier = [
+            [other for other in earlier if not self.plain[other]] if plain else earlier
+            for plain, earlier in zip(self.plain, found.earlier, strict=True)
+        ]
+        self.uses = Counter(chain.from_iterable(found.touched))
+        self.uses.update(_kept(net))
+        self.small = {i for i, kind in enumerate(self.kinds) if kind != "run" and self.is_small(i)}
+        parking = [op for op in ops if op.by == "park" and op.type == "Copy"]
+        self.leaving = {blobs[op.inputs[0]].storage for op in parking} - {op.outputs[0] for op in parking}
+
+    def issued(self, order: Sequence[int], ahead: int) -> list[Issue]:
+        """The order in which to issue the tasks where the program has its operators in another order, which respects
+        the hazards, too.
+
+        Args:
+            order: the positions of the operators in the net.
+            ahead: see :func:`issue_order`.
+        """
+        return _Order(self, order, ahead).run()
+
+    def is_small(self, i: int) -> bool:
+        """Whether a transfer may be one of a group."""
+        return self.nbytes(i) < (_BUCKET if self.gathers(i) else _SMALL) and self.net.ops[i].by != "park"
+
+    def gathers(self, i: int) -> bool:
+        """Whether a transfer is a reduction of gradients."""
+        return self.soon[i] and self.kinds[i] == "collective"
+
+    def nbytes(self, i: int) -> int:
+        """How much a transfer brings to each destination from each source."""
+        return self.net.blobs[self.net.ops[i].inputs[0]].nbytes(self.dims)
+
+    def route(self, i: int) -> tuple[str, ...]:
+        """From which devices to which lanes a transfer goes."""
+        return (*[self.net.blobs[name].device for name in self.net.ops[i].inputs], *self.lanes(i))
+
+    def lanes(self, i: int) -> list[str]:
+        """The lanes that execute a transfer."""
+        op, blobs = self.net.ops[i], self.net.blobs
+        return list(dict.fromkeys([issued_on(op, blobs, part) for part in range(parts_of(op))]))
 
 
 class _Order:
-    """Issues the tasks of a step: its operators, and the frees of storages.
+    """Issues tasks.
 
     A *point* is one operator that is issued in program order, with all that becomes ready by it.
 
     Attributes:
-        plain: whether an operator is issued in program order: neither a transfer nor what follows from a reduction.
-        earlier: for each operator, those that have to come before it.
+        order: the operators in program order.
         followers: the operators that have to come after each operator, where program order does not ensure it.
         missing: for each operator, how many of those that have to come before it are not issued yet.
         uses: of each storage, the operators that touch it and are not issued yet, and one more if it outlives the step.
@@ -86,8 +146,6 @@ class _Order:
         gathered: small reductions that are ready, and their bytes, by route.
         together: small copies that are ready and not due, by route.
         places: for each copy, how many operators of its destination are issued before it at the least.
-        small: the transfers that may be one of a group.
-        leaving: the storages that :func:`.park.park` takes away.
         late: delayed frees, by their device and the number of its operators after which they are delayed no longer.
         point: the number of the current point.
         moved: for each lane, the last point at which it was given a transfer.
@@ -96,28 +154,17 @@ class _Order:
         held_by, held_on: the delayed tasks, by lane and by their own device.
     """
 
-    def __init__(self, net: Net, dims: Dims, found: Hazards, least: int) -> None:
-        self.least = least
-        self.net, self.dims, self.touched, ops = net, dims, found.touched, net.ops
-        blobs = net.blobs
-        self.kinds = [issued_as(op) for op in ops]
-        self.soon = _follow_reductions(ops, found.earlier)
-        self.plain = [kind == "run" and not soon for kind, soon in zip(self.kinds, self.soon, strict=True)]
+    def __init__(self, tasks: Tasks, order: Sequence[int], least: int) -> None:
+        self.tasks, self.order, self.least = tasks, order, least
+        self.net, self.kinds, self.touched = tasks.net, tasks.kinds, tasks.found.touched
+        ops = self.net.ops
         self.followers: list[list[int]] = [[] for _ in ops]
-        self.missing: list[int] = []
-        self.earlier = found.earlier
-        for i, earlier in enumerate(found.earlier):
-            if self.plain[i]:
-                earlier = [other for other in earlier if not self.plain[other]]
-            for other in earlier:
+        for i in order:
+            for other in tasks.earlier[i]:
                 self.followers[other].append(i)
-            self.missing.append(len(earlier))
-        self.uses = Counter(chain.from_iterable(self.touched))
-        self.uses.update(_kept(net))
-        self.small = {i for i, kind in enumerate(self.kinds) if kind != "run" and self.is_small(i)}
+        self.missing = list(map(len, tasks.earlier))
+        self.uses = dict(tasks.uses)
         self.places = self._places()
-        parking = [op for op in ops if op.by == "park" and op.type == "Copy"]
-        self.leaving = {blobs[op.inputs[0]].storage for op in parking} - {op.outputs[0] for op in parking}
         self.late: dict[tuple[Device, int], list[_Task]] = {}
         self.passed: dict[Device, int] = defaultdict(int)
         self.ahead: dict[tuple[Device, int], list[int]] = {}
@@ -145,27 +192,31 @@ class _Order:
         stands: dict[int, int] = {}
         found: dict[int, int] = {}
         unread: dict[str, int] = {}
-        for i, op in enumerate(self.net.ops):
+        ops, plain = self.net.ops, self.tasks.plain
+        for i in self.order:
+            op = ops[i]
             for name in op.inputs if unread else ():
                 if (copy := unread.pop(name, None)) is not None:
-                    found[copy] = before[self.net.ops[copy].device] - self.least
-            if self.kinds[i] == "copy":
+                    found[copy] = before[ops[copy].device] - self.least
+            if plain[i]:
+                before[op.device] += 1
+            elif self.kinds[i] == "copy":
                 stands[i] = before[op.device]
                 unread[op.outputs[0]] = i
-            elif self.plain[i]:
-                before[op.device] += 1
         for i, place in stands.items():
             read = found.get(i, place - self.least)
-            found[i] = read if i in self.small else min(place, read)
+            found[i] = read if i in self.tasks.small else min(place, read)
         return found
 
     def run(self) -> list[Issue]:
-        for i, missing in enumerate(self.missing):
-            if not missing:
+        ops, soon, small = self.net.ops, self.tasks.soon, self.tasks.small
+        for i in self.order:
+            if not self.missing[i]:
                 self.becomes_ready(i)
         self.settle()
-        for i, op in enumerate(self.net.ops):
-            if self.soon[i] or (self.kinds[i] == "copy" and i in self.small):
+        for i in self.order:
+            op = ops[i]
+            if soon[i] or (self.kinds[i] == "copy" and i in small):
                 continue
             self.point += 1
             if self.missing[i]:
@@ -178,11 +229,12 @@ class _Order:
                 self.let_go(self.held_on.pop(op.device, ()))
                 self.settle()
             self.issue((i,))
-            self.passed[op.device] += 1
-            here = op.device, self.passed[op.device]
+            passed = self.passed[op.device] = self.passed[op.device] + 1
+            here = op.device, passed
             for copy in self.ahead.pop(here, ()):
                 self.due(copy)
-            self.let_go(self.late.pop(here, ()))
+            if here in self.late:
+                self.let_go(self.late.pop(here))
             self.settle()
         while self.held or self.gathered or self.together:
             self.release()
@@ -190,7 +242,7 @@ class _Order:
 
     def bring(self, i: int) -> None:
         """Issue the gathered copies that come before an operator."""
-        for other in self.earlier[i]:
+        for other in self.tasks.found.earlier[i]:
             if self.kinds[other] == "copy" and not self.missing[other]:
                 self.due(other)
         self.settle()
@@ -225,29 +277,8 @@ class _Order:
     def grouped(self, transfers: Sequence[int]) -> Iterator[tuple[int, ...]]:
         groups: dict[object, list[int]] = {}
         for i in transfers:
-            groups.setdefault(self.route(i) if i in self.small else i, []).append(i)
+            groups.setdefault(self.tasks.route(i) if i in self.tasks.small else i, []).append(i)
         return map(tuple, groups.values())
-
-    def is_small(self, i: int) -> bool:
-        """Whether a transfer may be one of a group."""
-        return self.nbytes(i) < (_BUCKET if self.gathers(i) else _SMALL) and self.net.ops[i].by != "park"
-
-    def gathers(self, i: int) -> bool:
-        """Whether a transfer is a reduction of gradients."""
-        return self.soon[i] and self.kinds[i] == "collective"
-
-    def nbytes(self, i: int) -> int:
-        """How much a transfer brings to each destination from each source."""
-        return self.net.blobs[self.net.ops[i].inputs[0]].nbytes(self.dims)
-
-    def route(self, i: int) -> tuple[str, ...]:
-        """From which devices to which lanes a transfer goes."""
-        return (*[self.net.blobs[name].device for name in self.net.ops[i].inputs], *self.lanes(i))
-
-    def lanes(self, i: int) -> list[str]:
-        """The lanes that execute a transfer."""
-        op, blobs = self.net.ops[i], self.net.blobs
-        return list(dict.fromkeys([issued_on(op, blobs, part) for part in range(parts_of(op))]))
 
     def issue(self, group: tuple[int, ...]) -> None:
         """Issue operators. Operators and frees that waited for nothing else become ready."""
@@ -269,7 +300,7 @@ class _Order:
     def moves(self, i: int) -> None:
         """Note that the lanes of a transfer were given it: tasks that waited for this are no longer delayed, and tasks
         that depend on it may be."""
-        lanes, outputs = self.lanes(i), self.net.ops[i].outputs
+        lanes, outputs = self.tasks.lanes(i), self.net.ops[i].outputs
         for at in lanes:
             if self.moved.get(at) != self.point:
                 self.moved[at] = self.point
@@ -285,7 +316,7 @@ class _Order:
     def becomes_ready(self, i: int) -> None:
         if self.kinds[i] != "run":
             self.transfer(i)
-        elif self.soon[i]:
+        elif self.tasks.soon[i]:
             self.follow(i)
 
     def follow(self, task: _Task) -> None:
@@ -301,7 +332,7 @@ class _Order:
         if isinstance(task, str):
             device = self.net.blobs[task].device
             self.late.setdefault((device, self.passed[device] + max(self.least, 1)), []).append(task)
-            if task in self.leaving:  # what is parked comes in a row: each would wait for the one before
+            if task in self.tasks.leaving:  # what is parked comes in a row: each would wait for the one before
                 return
         for at in lanes:
             self.held_by.setdefault(at, []).append(task)
@@ -309,20 +340,20 @@ class _Order:
 
     def transfer(self, i: int) -> None:
         """A transfer is ready."""
-        wanted, device = self.places.get(i, 0), self.net.ops[i].device
-        if self.gathers(i):
-            gathered, nbytes = self.gathered.pop(route := self.route(i), ([], 0))
+        tasks, wanted, device = self.tasks, self.places.get(i, 0), self.net.ops[i].device
+        if tasks.gathers(i):
+            gathered, nbytes = self.gathered.pop(route := tasks.route(i), ([], 0))
             gathered.append(i)
-            nbytes += self.nbytes(i)
+            nbytes += tasks.nbytes(i)
             if nbytes < _BUCKET:
                 self.gathered[route] = gathered, nbytes
             else:
                 self.transfers += gathered
-        elif self.soon[i] or self.kinds[i] != "copy":
+        elif tasks.soon[i] or self.kinds[i] != "copy":
             self.transfers.append(i)
         else:
-            if i in self.small:
-                self.together.setdefault(self.route(i), []).append(i)
+            if i in tasks.small:
+                self.together.setdefault(tasks.route(i), []).append(i)
             if wanted <= self.passed[device]:
                 self.due(i)
             else:
@@ -332,7 +363,7 @@ class _Order:
         """Issue a copy next, and those that are gathered with it."""
         if self.issued[copy]:
             return
-        self.transfers += self.together.pop(self.route(copy), ()) if copy in self.small else (copy,)
+        self.transfers += self.together.pop(self.tasks.route(copy), ()) if copy in self.tasks.small else (copy,)
 
     def turn(self, task: _Task) -> tuple[bool, Device]:
         """What tasks are sorted by: operators before frees, the tasks of one device side by side."""

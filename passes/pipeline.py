@@ -33,7 +33,7 @@ from graphir.ir.text import nbytes_text
 from .base import Pass, build, register
 from .limits import Limits
 from .list_schedule import RANKS, UNBEATEN, Beaten, Rules, Schedule, list_schedule
-from .micro_work import FORWARD, Work, work_of
+from .micro_work import FORWARD, Work
 from .pipeline_needs import Need, comes_back, most_in_flight, needs_of
 from .plan_peaks import PlanPeaks
 
@@ -86,8 +86,9 @@ class PipelineSchedule(Pass):
 
     def ordered(self, program: Program, *, warns: bool) -> Program:
         """The program in the order of the schedule; it *warns* of what holds micro-batches together, or does not."""
-        _refuse_unfit(program)
-        work = work_of(program, in_place=self.limits is None)
+        count = micro_batches(program.step.blobs)
+        _refuse_unfit(program, count)
+        work = Work(program, count, in_place=self.limits is None)
         if warns:
             _warn_of_waiting(work)
         return _Ordering(program, work, self).run()
@@ -130,9 +131,9 @@ def pipeline(
     return build(PipelineSchedule, schedule=schedule, limits=limits, in_flight=in_flight)(program)
 
 
-def _refuse_unfit(program: Program) -> None:
+def _refuse_unfit(program: Program, count: int) -> None:
     net, where = program.step, f"program {program.name!r}"
-    if micro_batches(net.blobs) == 1:
+    if count == 1:
         raise PassError(
             "a step with one micro-batch has nothing to overlap",
             where=where,

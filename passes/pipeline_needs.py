@@ -89,7 +89,8 @@ class _Needs:
 def needs_of(work: Work) -> list[Need]:
     """What the micro-batches need on each device, one after the other."""
     sizes, needs = work.bytes, _Needs(len(work.devices))
-    order = sorted(range(len(work.micro)), key=lambda i: (work.micro[i], work.kind[i] != FORWARD, i))
+    segments = [2 * micro + (kind != FORWARD) for micro, kind in zip(work.micro, work.kind, strict=True)]
+    order = sorted(range(len(segments)), key=segments.__getitem__)
     uses, current = list(sizes.uses), (-1, False)
     for i in order:
         if work.kind[i] == UPDATE:

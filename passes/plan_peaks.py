@@ -13,12 +13,10 @@ import torch
 from graphir.analysis.buffers import Buffers
 from graphir.analysis.profile_files import cached
 from graphir.analysis.sources import measured_of
-from graphir.ir.device import Device
-from graphir.ir.net import Net
 from graphir.ir.plan import issued_as
 
 from .micro_work import Work
-from .order import issue_order
+from .order import Tasks
 
 __all__ = ["PlanPeaks"]
 
@@ -31,32 +29,39 @@ class PlanPeaks:
 
     Attributes:
         base: by device, the bytes of state and inputs, which stay.
-        nbytes: of each other storage.
+        storages: each other storage: (device, bytes).
+        tasks: operators and frees.
+        copies: the operators that receive what no operator has made before, and what that is.
         parts: of each operator, what its instructions make, one after the other: (device, bytes made, bytes that are
             allocated inside).
     """
 
     def __init__(self, work: Work) -> None:
-        self.program, self.hazards = work.program, work.hazards
-        net, dims, sizes = self.program.step, self.program.dims, work.bytes
-        blobs, taken = net.blobs, measured_of(net, dims, torch.get_num_threads(), cached())
-        self.base = dict(zip(work.devices, sizes.base, strict=True))
-        self.nbytes = dict(sizes.nbytes)
-        kept = {blobs[net.ops[i].outputs[0]].storage: found.kept for i, found in taken.items() if found.kept}
+        self.net, self.dims, self.devices, sizes = work.program.step, work.program.dims, work.devices, work.bytes
+        self.tasks = Tasks(self.net, self.dims, work.hazards)
+        ops, blobs, places = self.net.ops, self.net.blobs, work.places
+        taken = measured_of(self.net, self.dims, torch.get_num_threads(), cached())
+        self.base = list(sizes.base)
+        self.storages = {name: (place, nbytes) for name, (place, nbytes, _) in sizes.storages.items()}
+        kept = {blobs[ops[i].outputs[0]].storage: found.kept for i, found in taken.items() if found.kept}
         for storage, more in kept.items():
-            if storage in self.nbytes:
-                self.nbytes[storage] += more
+            if storage in self.storages:
+                place, nbytes = self.storages[storage]
+                self.storages[storage] = place, nbytes + more
             else:
-                self.base[blobs[storage].device] += more
+                self.base[places[blobs[storage].device]] += more
+        self.copies: dict[int, str] = {}
         made: set[str] = set()
-        self.parts: list[list[tuple[Device, int, int]]] = []
-        for i, op in enumerate(net.ops):
+        self.parts: list[list[tuple[int, int, int]]] = []
+        for i, op in enumerate(ops):
+            if op.type == "Copy" and not (op.output_versions or (0,))[0]:
+                self.copies[i] = op.outputs[0]
             inside = taken[i].scratch if i in taken else sizes.scratch[i]
             parts = []
-            for name in op.outputs:
-                new = self.nbytes[name] if name in self.nbytes and name not in made else 0
+            for name in op.outputs if inside or sizes.made[i] else ():
+                new = self.storages[name][1] if name in self.storages and name not in made else 0
                 made.add(name)
-                parts.append((blobs[name].device, new, inside))
+                parts.append((places[blobs[name].device], new, inside))
             self.parts.append(parts if issued_as(op) == "collective" else _at_once(parts))
 
     def of(self, order: Sequence[int]) -> dict[str, int]:
@@ -65,43 +70,42 @@ class PlanPeaks:
         Args:
             order: the positions of the operators in the program.
         """
-        step = self.program.step
-        net = step.with_(ops=tuple([step.ops[i] for i in order]))
-        blobs, dims, nbytes = net.blobs, self.program.dims, self.nbytes
-        issues = issue_order(net, dims, self.hazards.reordered(order), 0)
-        buffers = Buffers(net, dims)
+        storages, copies, issues = self.storages, self.copies, self.tasks.issued(order, 0)
+        buffers = Buffers(self.net, self.dims)
         buffers.freed.update([issue for issue in issues if isinstance(issue, str)])
-        live, peaks = dict(self.base), dict(self.base)
+        live, peaks = list(self.base), list(self.base)
         for issue in issues:
             if isinstance(issue, str):
-                buffers.free(issue)
-                if issue in nbytes and issue not in buffers.numbers:
-                    live[blobs[issue].device] -= nbytes[issue]
+                if issue in buffers.numbers:
+                    buffers.free(issue)
+                elif issue in storages:
+                    place, nbytes = storages[issue]
+                    live[place] -= nbytes
                 continue
-            for place in issue:
-                op = net.ops[place]
-                if op.type == "Copy" and not (op.output_versions and op.output_versions[0]):
-                    buffers.receive(op.outputs[0])
-            for place in issue:
-                for device, made, inside in self.parts[order[place]]:
-                    if made and net.ops[place].outputs[0] not in buffers.numbers:
-                        live[device] += made
-                    if live[device] + inside > peaks[device]:
-                        peaks[device] = live[device] + inside
-        for (device, _), most in self.received(net, buffers).items():
-            peaks[device] += most
-        return peaks
+            for i in issue:
+                if i in copies:
+                    buffers.receive(copies[i])
+            for i in issue:
+                received = i in copies and copies[i] in buffers.numbers
+                for place, made, inside in self.parts[i]:
+                    if not received:
+                        live[place] += made
+                    if live[place] + inside > peaks[place]:
+                        peaks[place] = live[place] + inside
+        for (place, _), most in self.received(buffers).items():
+            peaks[place] += most
+        return dict(zip(self.devices, peaks, strict=True))
 
-    def received(self, net: Net, buffers: Buffers) -> dict[tuple[Device, int], int]:
+    def received(self, buffers: Buffers) -> dict[tuple[int, int], int]:
         """The bytes of each receive buffer, by device and number: those of the largest storage that it receives."""
-        found: dict[tuple[Device, int], int] = {}
+        found: dict[tuple[int, int], int] = {}
         for storage, number in buffers.numbers.items():
-            buffer = net.blobs[storage].device, number
-            found[buffer] = max(found.get(buffer, 0), self.nbytes[storage])
+            place, nbytes = self.storages[storage]
+            found[place, number] = max(found.get((place, number), 0), nbytes)
         return found
 
 
-def _at_once(parts: Sequence[tuple[Device, int, int]]) -> list[tuple[Device, int, int]]:
+def _at_once(parts: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     """What one instruction makes that makes all results, by device: inside, it allocates where the first one lives."""
     if len(parts) < 2:
         return [part for part in parts if part[1] or part[2]]

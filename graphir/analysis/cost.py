@@ -23,7 +23,7 @@ from .alike import Kinds
 from .profiles import Profile
 from .scratch import is_called
 
-__all__ = ["NOMINAL", "Cost", "CostSource", "Rates", "Work", "operator_costs", "work", "works"]
+__all__ = ["NOMINAL", "Cost", "CostSource", "Rates", "Work", "nominal_seconds", "operator_costs", "work", "works"]
 
 CostSource: TypeAlias = Literal["profile", "registered", "roofline", "link", "nothing"]
 """Where an operator's seconds come from: its call was measured, in a *profile*; it is a *roofline*, of the arithmetic
@@ -173,6 +173,16 @@ def operator_costs(
         own = operator_type(op.type).registered and made.flops
         found.append(Cost(speed.seconds(made), "registered" if own else "roofline"))
     return found
+
+
+def nominal_seconds(net: Net, dims: Dims, kinds: Kinds) -> list[float]:
+    """What one instruction of each operator takes at :data:`NOMINAL` rates, in the net's order; *kinds* says which
+    operators are alike."""
+    firsts = [i for i, first in enumerate(kinds) if first == i]
+    some = net.with_(ops=tuple([net.ops[i] for i in firsts]))
+    costs = operator_costs(some, dims, lambda _: NOMINAL)
+    seconds = {first: cost.seconds for first, cost in zip(firsts, costs, strict=True)}
+    return [seconds[first] for first in kinds]
 
 
 def _reduced(op: Operator, nbytes: int) -> int:

@@ -7,7 +7,7 @@ orders that are left, and :mod:`.instructions` puts in the events that hold lane
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..ir.blob import Blob
@@ -33,18 +33,6 @@ class Hazards(NamedTuple):
     touched: list[tuple[str, ...]]
     shared: set[str]
 
-    def reordered(self, order: Sequence[int]) -> Hazards:
-        """The hazards of the net with its operators in another order that respects them.
-
-        Args:
-            order: the positions in this net, in the order in which they stand in the other one.
-        """
-        places = [0] * len(order)
-        for place, i in enumerate(order):
-            places[i] = place
-        earlier = [[places[other] for other in self.earlier[i]] for i in order]
-        return Hazards(earlier, [self.touched[i] for i in order], self.shared)
-
 
 def hazards(net: Net) -> Hazards:
     """What a net's operators touch."""
@@ -54,7 +42,9 @@ def hazards(net: Net) -> Hazards:
     readers: dict[str, list[int]] = {}
     viewer: dict[str, int] = {}
     for i, op in enumerate(net.ops):
-        device, earlier, touched = op.device, dict[int, None](), dict[str, None]()
+        device = op.device
+        earlier: dict[int, None] = {}
+        touched: dict[str, None] = {}
         for name in op.inputs:
             blob = blobs[name]
             touched[storage := blob.storage] = None
@@ -68,7 +58,7 @@ def hazards(net: Net) -> Hazards:
                 readers[storage] = [i]
             if blob.device != device:
                 found.shared.add(storage)
-        views = op.effects.viewing
+        views = dict(op.effects.views)
         for position, name in enumerate(op.outputs):
             blob = blobs[name]
             touched[storage := blob.storage] = None

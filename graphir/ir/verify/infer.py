@@ -17,7 +17,7 @@ from ..blob import Blob, contiguous_strides, reach, same_strides
 from ..calls import call_of, evaluate, filled, flatten
 from ..dtype import ITEMSIZE
 from ..meta import rule_of
-from ..operator import Arg, Effects, Operator, Symbol, bind_arg, groups, map_arg, positions
+from ..operator import Arg, Effects, Operator, Symbol, bind_arg, groups, positions
 from ..opset import NAMESPACES, Signature, effects_of, signature
 from ..optypes.fakes import Refused
 from ..optypes.own import OWN
@@ -132,26 +132,20 @@ def _args_key(args: Mapping[str, Arg], dims: Dims) -> tuple[Any, ...]:
     """The arguments as a hashable value that tells apart what torch does, and Python's ``==`` does not."""
     key: list[Any] = []
     for name, arg in args.items():
-        if arg.__class__ is tuple:
-            for item in arg:
-                if item.__class__ is not int:
-                    key += (name, map_arg(arg, lambda scalar: _identity(scalar, dims)))
-                    break
-            else:
-                key += (name, arg)
-        else:
-            key += (name, arg if arg.__class__ is int else _identity(arg, dims))
+        key += (name, arg if arg.__class__ is int else _identity(arg, dims))
     return tuple(key)
 
 
-def _identity(scalar: Any, dims: Dims) -> Any:
+def _identity(arg: Any, dims: Dims) -> Any:
     """1, 1.0 and True are three, as a type promotion has them; so are 0.0 and -0.0, and a text and a symbol."""
-    kind = scalar.__class__
+    kind = arg.__class__
+    if kind is tuple:
+        return tuple([item if item.__class__ is int else _identity(item, dims) for item in arg])
     if kind is float:
-        return scalar.hex()  # no text is equal to it: those stand beside their type
+        return arg.hex()  # no text is equal to it: those stand beside their type
     if kind is Polynomial:
-        return bind(scalar, dims)
-    return scalar if kind is int or scalar is None else (kind, scalar)
+        return bind(arg, dims)
+    return arg if kind is int or arg is None else (kind, arg)
 
 
 def _infer(op: Operator, inputs: Inputs, args: Mapping[str, Arg]) -> Inferred:

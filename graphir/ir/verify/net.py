@@ -31,7 +31,7 @@ of what is known. A name of a Caffe2 net may hold tensors of several shapes, so 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
@@ -212,28 +212,25 @@ class _Walk:
         if (reads is not None and len(reads) != len(inputs)) or (makes is not None and len(makes) != len(outputs)):
             self.report("the operator has another number of versions than of operands", op)
             return
-        unknown = [name for name in (*inputs, *outputs) if name not in blobs]
-        if op.of and op.of not in blobs:
-            unknown.append(op.of)
-        if unknown:
-            for name in dict.fromkeys(unknown):
-                self.report(f"blob {name!r} is not declared", op)
+        try:
+            read, made = [blobs[name] for name in inputs], [blobs[name] for name in outputs]
+            if op.of:
+                blobs[op.of]
+        except KeyError:
+            self.undeclared(op)
             return
 
         away = False
-        bound = []
-        for k, name in enumerate(inputs):
-            blob = blobs[name]
-            version = 0 if reads is None else reads[k]
+        for k, blob in enumerate(read):
+            name, version = inputs[k], 0 if reads is None else reads[k]
             if latest.get(name) != version or self.made_at[name] != state[blob.storage]:
                 self.misread(name, version, op)
             if blob.device != device:
                 away = True
-            bound.append(geometries[name])
 
         if op.effects is PURE or op.effects == PURE:
-            for k, name in enumerate(outputs):
-                blob = blobs[name]
+            for k, blob in enumerate(made):
+                name = outputs[k]
                 self.make(name, 0 if makes is None else makes[k], op)
                 if blob.storage != name:
                     self.report(f"output {name!r} is new but declared as a view of {blob.storage!r}", op)
@@ -241,13 +238,18 @@ class _Walk:
                 if blob.device != device:
                     away = True
         else:
-            away = self.aliases(position, op) or away
+            away = self.aliases(position, op, read, made) or away
 
         if away and self.placed:
             self.place(op)
         if op.type == "AllReduce" and inputs and blobs[inputs[0]].device != device:
             self.report(f"AllReduce is on {device} but its first participant is on {blobs[inputs[0]].device}", op)
-        self.signature(op, bound)
+        self.signature(op, [geometries[name] for name in inputs])
+
+    def undeclared(self, op: Operator) -> None:
+        for name in dict.fromkeys((*op.inputs, *op.outputs, *([op.of] if op.of else []))):
+            if name not in self.net.blobs:
+                self.report(f"blob {name!r} is not declared", op)
 
     def make(self, name: str, version: int, op: Operator) -> None:
         last = self.latest.get(name, -1)
@@ -260,20 +262,21 @@ class _Walk:
                 self.report(f"version {version} of blob {name!r} is made where version {last + 1} is due", op)
         self.latest[name] = max(version, last + 1)
 
-    def aliases(self, position: int, op: Operator) -> bool:
+    def aliases(self, position: int, op: Operator, read: Sequence[Blob], made: Sequence[Blob]) -> bool:
         """Invariant 8, and the states that outputs are made in; whether an output is on another device."""
-        blobs, state, effects = self.net.blobs, self.state, op.effects
-        shared = dict(effects.views) | dict(effects.writes)
-        written = {output for output, _ in effects.writes}
-        count = len(op.inputs)
-        if any(output >= len(op.outputs) or source >= count for output, source in (*effects.views, *effects.writes)):
-            self.report("the effects name operands that the operator does not have", op)
-            return False
-        for k, name in enumerate(op.outputs):
+        state, effects = self.state, op.effects
+        for output, operand in (*effects.views, *effects.writes):
+            if output >= len(made) or operand >= len(read):
+                self.report("the effects name operands that the operator does not have", op)
+                return False
+        written = dict(effects.writes)
+        shared = {**dict(effects.views), **written}
+        away = False
+        for k, blob in enumerate(made):
+            name, storage = op.outputs[k], blob.storage
             self.make(name, 0 if op.output_versions is None else op.output_versions[k], op)
-            blob, storage = blobs[name], blobs[name].storage
             if k in shared:
-                source = blobs[op.inputs[shared[k]]]
+                source = read[shared[k]]
                 if storage != source.storage:
                     verb = "overwrites" if k in written else "is a view of"
                     self.report(f"output {name!r} {verb} {source.name!r} but its storage is {storage!r}", op)
@@ -283,9 +286,11 @@ class _Walk:
                 self.report(f"output {name!r} is new but declared as a view of {storage!r}", op)
             if k in written or k not in shared:
                 state[storage] = position
-        for name in op.outputs:
-            self.made_at[name] = state.setdefault(blobs[name].storage, position)
-        return any(blobs[name].device != op.device for name in op.outputs)
+            if blob.device != op.device:
+                away = True
+        for k, blob in enumerate(made):
+            self.made_at[op.outputs[k]] = state.setdefault(blob.storage, position)
+        return away
 
     def misread(self, name: str, version: int, op: Operator | None) -> None:
         last = self.latest.get(name)
