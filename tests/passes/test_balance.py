@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import json
 import math
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -171,6 +173,14 @@ def test_why_says_what_else_it_would_have_cost() -> None:
     text = str(balanced)
     for word in ("peak before", "peak after", "next best", "the gap is", "passes:"):
         assert word in text
+
+
+def test_what_is_reckoned_when_asked_for_is_the_same_on_the_other_side_of_a_pickle() -> None:
+    program = trained(layers())
+    balanced = passes.balance(program, limited(program, 0.8), evaluations=200)
+    sent = pickle.loads(pickle.dumps(balanced))
+    assert (sent.bound, sent.groups, str(sent)) == (balanced.bound, balanced.groups, str(balanced))
+    assert json.loads(balanced.to_json())["bound"] == balanced.bound
 
 
 def test_a_bound_is_finite_where_groups_are_reckoned_to_hold_more_than_plans() -> None:
