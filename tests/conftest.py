@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -75,3 +76,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def few_objects() -> Iterator[None]:
+    """The collector lists what a module's tests make, and not what was there before: modules, the other tests.
+
+    A capture that refuses looks for caches among all objects. Those that test files define are not found here.
+    """
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

@@ -1,6 +1,6 @@
 """What an installation holds, and that ``passes`` and ``runtime`` are found in each of the three ways to have graphir.
 
-Each test has a copy of the checkout and a fresh environment, in which the dependencies of the running one are visible
+Each way has a copy of the checkout and a fresh environment, in which the dependencies of the running one are visible
 through a ``.pth`` file; so nothing is downloaded, and nothing is written to the checkout.
 """
 
@@ -48,11 +48,10 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
-@pytest.fixture
-def python(tmp_path: Path) -> Path:
+def fresh(folder: Path) -> Path:
     """The interpreter of a fresh environment without graphir."""
-    venv.EnvBuilder(with_pip=False, symlinks=os.name != "nt").create(tmp_path / "environment")
-    python = tmp_path / "environment" / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    venv.EnvBuilder(with_pip=False, symlinks=os.name != "nt").create(folder / "environment")
+    python = folder / "environment" / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     # A folder that a .pth file adds comes after the environment's own, and its own .pth files are not read: an
     # editable graphir of the running environment stays out of sight.
     (site_packages(python) / "dependencies.pth").write_text(
@@ -71,6 +70,23 @@ def wheel(checkout: Path) -> Path:
     pip("wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", target, checkout, cwd=checkout.parent)
     (path,) = target.glob("graphir-*.whl")
     return path
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment that has the wheel."""
+    python = fresh(tmp_path_factory.mktemp("installed"))
+    pip("--python", python, "install", "--no-deps", "--no-index", wheel, cwd=wheel.parent)
+    return python
+
+
+@pytest.fixture(scope="module")
+def editable(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment that has the checkout itself."""
+    python = fresh(tmp_path_factory.mktemp("editable"))
+    options = ("--no-deps", "--no-index", "--no-build-isolation")
+    pip("--python", python, "install", *options, "--editable", checkout, cwd=checkout.parent)
+    return python
 
 
 def wheel_names(wheel: Path) -> set[str]:
@@ -101,28 +117,24 @@ def test_the_wheel_carries_the_licence(wheel):
     assert any(name.endswith("licenses/LICENSE") for name in wheel_names(wheel))
 
 
-def test_an_installed_wheel_imports_whole(wheel, python, tmp_path):
-    pip("--python", python, "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
-    assert Path(run(python, "-c", IMPORT_ALL, cwd=tmp_path).strip()) == site_packages(python) / "graphir/__init__.py"
+def test_an_installed_wheel_imports_whole(installed, tmp_path):
+    assert Path(run(installed, "-c", IMPORT_ALL, cwd=tmp_path).strip()) == (
+        site_packages(installed) / "graphir/__init__.py"
+    )
 
 
-def test_an_installed_wheel_has_the_command(wheel, python, tmp_path):
-    pip("--python", python, "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
-    assert "demo" in run(python.parent / "graphir", "--help", cwd=tmp_path)
+def test_an_installed_wheel_has_the_command(installed, tmp_path):
+    assert "demo" in run(installed.parent / "graphir", "--help", cwd=tmp_path)
 
 
-def test_an_editable_install_imports_the_checkout(checkout, python, tmp_path):
-    options = ("--no-deps", "--no-index", "--no-build-isolation")
-    pip("--python", python, "install", *options, "--editable", checkout, cwd=tmp_path)
-    assert Path(run(python, "-c", IMPORT_ALL, cwd=tmp_path).strip()) == checkout / "graphir/__init__.py"
+def test_an_editable_install_imports_the_checkout_and_adds_no_module_called_passes_or_runtime(
+    checkout, editable, tmp_path
+):
+    find = "; from importlib.util import find_spec; print(find_spec('passes'), find_spec('runtime'))"
+    imported, found = run(editable, "-c", IMPORT_ALL.strip() + find, cwd=tmp_path).splitlines()
+    assert Path(imported) == checkout / "graphir/__init__.py"
+    assert found.split() == ["None", "None"]
 
 
-def test_an_editable_install_adds_no_module_called_passes_or_runtime(checkout, python, tmp_path):
-    options = ("--no-deps", "--no-index", "--no-build-isolation")
-    pip("--python", python, "install", *options, "--editable", checkout, cwd=tmp_path)
-    find = "from importlib.util import find_spec; import graphir; print(find_spec('passes'), find_spec('runtime'))"
-    assert run(python, "-c", find, cwd=tmp_path).split() == ["None", "None"]
-
-
-def test_a_bare_checkout_imports_from_its_root(checkout, python):
-    assert Path(run(python, "-c", IMPORT_ALL, cwd=checkout).strip()) == checkout / "graphir/__init__.py"
+def test_a_bare_checkout_imports_from_its_root(checkout, tmp_path):
+    assert Path(run(fresh(tmp_path), "-c", IMPORT_ALL, cwd=checkout).strip()) == checkout / "graphir/__init__.py"

@@ -154,22 +154,45 @@ def _group_norm_backward(args: Sequence[Any]) -> tuple[torch.dtype, ...]:
     return data, params, params
 
 
+def _on_meta(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """A rule whose results have the geometry and types that *rule* gives them on the meta device.
+
+    Torch's rules of batch norms are long and in Python: each operator in them costs much more on fake tensors.
+    """
+
+    def on_meta(*args: Any) -> tuple[Tensor | None, ...]:
+        data: Tensor = args[0]
+        if data.is_meta:
+            returned: tuple[Tensor | None, ...] = rule(*args)
+            return returned
+        with unset_fake_temporarily():
+            returned = rule(*[_meta_alike(arg) if isinstance(arg, Tensor) else arg for arg in args])
+        return tuple([t if t is None else data.new_empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in returned])
+
+    return on_meta
+
+
+def _meta_alike(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
 def _batch_norm(*args: Any) -> tuple[Tensor, ...]:
     """What a batch norm returns, of one value a channel, too: there torch's rule divides by the number of values less
     one to update running statistics, on which the results do not depend."""
     data, weight, bias, mean, var, training, *options = args
     if training and data.numel() == data.shape[1]:
         mean = var = None
-    returned: tuple[Tensor, ...] = LAYOUTS["aten.native_batch_norm.default"](
-        data, weight, bias, mean, var, training, *options
-    )
+    rule = LAYOUTS["aten.native_batch_norm.default"]
+    if training:  # otherwise the statistics that come back are empty on the host alone
+        rule = _on_meta(rule)
+    returned: tuple[Tensor, ...] = rule(data, weight, bias, mean, var, training, *options)
     return returned
 
 
 def _masked_batch_norm_backward(*args: Any) -> tuple[Tensor | None, ...]:
     """An input that the mask leaves out has no gradient, as with the kernels; torch's rule makes one."""
     *_, mask = args
-    gradient, *others = LAYOUTS["aten.native_batch_norm_backward.default"](*args)
+    gradient, *others = _on_meta(LAYOUTS["aten.native_batch_norm_backward.default"])(*args)
     return (gradient if mask[0] else None, *others)
 
 

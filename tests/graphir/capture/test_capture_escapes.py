@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from graphir.capture import capture
 from graphir.errors import CaptureError
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 ELSEWHERE = torch.ones(3)
 TEXT = "the text of a tensor reads numbers out of a tensor, so the step depends on data"
 DATA = "reads numbers out of a tensor, so the step depends on data"

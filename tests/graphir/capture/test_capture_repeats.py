@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from graphir.capture import capture
 from graphir.errors import CaptureError
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 COUNTS = {"calls": 0}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 import graphir
 from graphir import runtime
+from graphir.cli import main
 from graphir.demo.digits import load_digits
 from graphir.demo.model import DigitsNet
 
@@ -74,26 +76,35 @@ def test_training_goes_on_from_what_it_saved(demo: tuple[str, Path]) -> None:
     assert right.float().mean() > 0.8
 
 
-def test_terminals_without_unicode_can_show_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "graphir", "demo", "--epochs", "1", "--out", str(tmp_path)]
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, env=environment, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert b"every check held" in done.stdout
+def run(monkeypatch: pytest.MonkeyPatch, *options: str | Path) -> int:
+    """What ``graphir demo`` ends with, in this process."""
+    monkeypatch.setattr(sys, "argv", ["graphir", "demo", *map(str, options)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
 
 
-def test_bad_options_are_refused_in_one_message() -> None:
-    command = [sys.executable, "-m", "graphir", "demo", "--seed", "99999999999999999999"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 2
-    assert "--seed" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_terminals_without_unicode_can_show_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii"))
+    assert run(monkeypatch, "--epochs", "1", "--out", tmp_path) == 0
+    sys.stdout.flush()
+    assert b"every check held" in printed.getvalue()
 
 
-def test_a_folder_that_cannot_be_made_is_said_in_one_line(tmp_path: Path) -> None:
+def test_bad_options_are_refused_in_one_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "--seed", "99999999999999999999") == 2
+    errors = capsys.readouterr().err
+    assert "--seed" in errors
+    assert "Traceback" not in errors
+
+
+def test_a_folder_that_cannot_be_made_is_said_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("")
-    command = [sys.executable, "-m", "graphir", "demo", "--epochs", "1", "--out", str(tmp_path / "file" / "x")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 1
-    assert done.stderr.startswith("graphir: ")
-    assert "Traceback" not in done.stderr
+    assert run(monkeypatch, "--epochs", "1", "--out", tmp_path / "file" / "x") == 1
+    errors = capsys.readouterr().err
+    assert errors.startswith("graphir: ") and errors.count("\n") == 1

@@ -75,3 +75,27 @@ def test_batch_norm_has_no_gradient_of_an_input_that_needs_none(mask: tuple[bool
     args = [*torch.rand(2, 4, 3), *[channels] * 5, True, 1e-5, mask]
     bare = [arg.to("meta") if isinstance(arg, torch.Tensor) else arg for arg in args]
     assert [t is None for t in META[type](*bare)] == [t is None for t in overload(type)(*args)]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_batch_norms_of_fake_tensors_lie_as_the_kernels_make_them(
+    rows: int, dtype: torch.dtype, training: bool
+) -> None:
+    type = "aten.native_batch_norm.default"
+    pictures = torch.rand(rows, 4, 2, 3, dtype=dtype)
+    for x in (pictures, pictures.to(memory_format=torch.channels_last), pictures.transpose(2, 3)):
+        given = x, *[torch.rand(4) for _ in range(4)]
+        real = overload(type)(*given, training, 0.1, 1e-5)
+        slopes = overload(f"{type[:-8]}_backward.default")
+        back = slopes(x, x, *[given[i] for i in (1, 3, 4)], *real[1:], training, 1e-5, [True] * 3)
+        with FakeTensorMode() as mode:
+            fakes = [mode.from_tensor(t) for t in given]
+            made = META[type](*fakes, training, 0.1, 1e-5)
+            statistics = [mode.from_tensor(t) for t in real[1:]]
+            operands = fakes[0], fakes[0], fakes[1], fakes[3], fakes[4], *statistics
+            returned = META[f"{type[:-8]}_backward.default"](*operands, training, 1e-5, [True] * 3)
+        for ours, theirs in zip((*made, *returned), (*real, *back), strict=True):
+            assert (ours.shape, ours.stride(), ours.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
+            assert ours.device == theirs.device
