@@ -353,8 +353,20 @@ class _Balancing:
                     f"balance: {other!r} is pinned as a part of the model, and '' as all of it",
                     fix="pin the model as a whole, or its parts",
                 )
-            return dict.fromkeys([op.module for op in self.program.step.ops], given[""])
-        return {module: given[pattern] for module, pattern in claims(self.program, given).items()}
+            claimed = dict.fromkeys([op.module for op in self.program.step.ops], "")
+        else:
+            claimed = claims(self.program, given)
+        for op in self.program.step.ops if "shift" not in self.options.options else ():
+            pattern = claimed.get(op.module)
+            if pattern is None or op.phase != "forward" or op.device.is_host:
+                continue
+            if op.device != given[pattern]:
+                raise PassError(
+                    f"balance: {pattern!r} is pinned to {given[pattern]}, and options do not allow to shift it from "
+                    f"{op.device}",
+                    fix="add 'shift' to options, or pin it where it is",
+                )
+        return {module: given[pattern] for module, pattern in claimed.items()}
 
     def wholes(self) -> dict[str, str]:
         """By module, which module of a pattern's it is in."""
@@ -406,7 +418,8 @@ class _Balancing:
         found = [(best, choice) for choice in (best.found.choice, *best.found.others[:count])]
         found += [(other, other.found.choice) for other in near]
         now = best.problem.now()
-        return found if any(choice == now for _, choice in found) else [*found, (best, now)]
+        pinned = any(group.now not in group.devices for group in best.problem.groups)
+        return found if pinned or any(choice == now for _, choice in found) else [*found, (best, now)]
 
     def excess(self, peaks: Mapping[str, int]) -> dict[str, int]:
         """By how many bytes devices exceed their limits, those that do."""

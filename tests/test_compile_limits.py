@@ -89,6 +89,19 @@ def test_later_captures_have_state_where_the_first_has_it(devices: list[int], sh
         assert homes(passes.emit(passes.inject_copies(again))) == homes(first)
 
 
+def test_a_later_capture_that_would_fit_on_one_device_has_its_state_where_the_first_has_it() -> None:
+    limits = {f"gpu:{i}": int(0.6 * need()) for i in range(2)}
+    with compiled(limits=limits) as step, compiled() as plain:
+        for count, scale in ((256, 1), (8, 2), (256, 1)):
+            x, y = rows(count)
+            with pytest.warns(RecaptureWarning) if scale == 2 else _nothing():
+                found = step.step(x, y, scale=scale)
+            with pytest.warns(RecaptureWarning) if scale == 2 else _nothing():
+                assert torch.equal(found, plain.step(x, y, scale=scale))
+        first, second = step.plans
+        assert homes(first) == homes(second) and len(set(homes(first).values())) > 1
+
+
 def test_a_larger_batch_that_would_exceed_a_limit_is_captured_and_placed_anew() -> None:
     limits = {f"gpu:{i}": int(0.6 * need()) for i in range(2)}
     with compiled(limits=limits, kwargs={}) as step, compiled(kwargs={}) as plain:

@@ -19,6 +19,7 @@ from ..activations import activation_names
 from ..base import build
 from ..park import Park
 from ..recompute import Recompute
+from ..saved import unsaved, uses_of
 from ..shift import ShiftActivations
 from ..shift_modules import ShiftModules
 from .groups import Grouped
@@ -55,6 +56,9 @@ def placed(program: Program, grouped: Grouped, choice: Choice) -> Program:
     for target, storages in parked.items():
         there, blobs = names[target], found.step.blobs  # what follows others may be there already
         away = [storage for storage in storages if blobs[storage].device != there]
+        if again:  # what repeats other groups may have left the backward other values to read
+            uses = uses_of(found.step)
+            away = [storage for storage in away if unsaved(found, storage, uses, Park.name) is None]
         if away:
             found = build(Park, what=storages_named(found, away, "park"), to=str(there)).recorded(found)
     return found

@@ -127,6 +127,62 @@ def test_pins_hold_and_an_accelerate_map_goes_in_and_out() -> None:
     assert {place for module, place in pinned.device_map.items() if module.startswith("layers.0")} == {1}
 
 
+@pytest.mark.parametrize("pin", [{"2": 1}, {"": 1}, {"0": 0, "2": 1}])
+def test_pins_hold_where_everything_fits_as_it_is(pin: dict[str, int]) -> None:
+    program = trained(layers())
+    given = {"gpu:0": need(program), "gpu:1": 2 * need(program)}
+    placed = passes.balance(program, given, pin=pin, evaluations=50).device_map
+    inside = [(module, device) for module in placed for path, device in pin.items() if path in ("", module)]
+    assert inside and all(placed[module] == device for module, device in inside)
+
+
+def test_a_pin_elsewhere_is_refused_where_nothing_may_be_shifted() -> None:
+    program = trained(layers())
+    given = {"gpu:0": need(program), "gpu:1": need(program)}
+    assert set(passes.balance(program, given, pin={"2": 0}, options=["park"], evaluations=5).device_map.values()) == {0}
+    with pytest.raises(PassError, match=r"'2' is pinned to gpu:1, and options do not allow to shift it from gpu:0"):
+        passes.balance(program, given, pin={"2": 1}, options=["park"])
+
+
+class Thrice(nn.Module):
+    """A layer that is called three times, with another one beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 32)
+        self.shared = nn.TransformerEncoderLayer(32, 4, 128, 0.1, batch_first=True)
+        self.own = nn.TransformerEncoderLayer(32, 4, 128, 0.1, batch_first=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for call in range(3):
+            x = self.shared(x) + (0.1 * self.own(x) if call == 1 else 0)
+        return x @ self.embed.weight.t()
+
+
+@pytest.mark.parametrize("replicas", [None, [0]])
+def test_a_group_is_parked_of_which_another_one_computes_something_again(replicas: list[int] | None) -> None:
+    torch.manual_seed(0)
+    model = Thrice()
+    ids = torch.randint(0, 64, (48, 12))
+    program = graphir.capture(
+        model,
+        (ids,),
+        targets=(ids,),
+        loss=lambda output, target: nn.functional.cross_entropy(output.flatten(0, 1), target.flatten()),
+        optimizer=torch.optim.AdamW(model.parameters()),
+    )
+    program = program if replicas is None else passes.replicate(program, devices=replicas)
+    given = {"gpu:0": int(0.5 * need(program)), "gpu:1": int(0.5 * need(program))}
+    for seed in range(4):
+        try:
+            balanced = passes.balance(program, given, options=["park", "recompute"], evaluations=60, seed=seed)
+        except PassError as e:  # so few are looked at
+            assert "no placement within the limits was found" in e.what
+        else:
+            assert graphir.certify(program, passes.inject_copies(balanced.program)).holds
+
+
 def test_modules_are_kept_whole() -> None:
     program = trained(models.gpt(layers=4))
     balanced = passes.balance(program, limited(program, 0.8), whole=["layers.*"], options=["shift"], evaluations=600)

@@ -13,6 +13,7 @@ from graphir.passes.choice.outcome import Outcomes
 from graphir.passes.choice.problem import AGAIN, KEEP, Choice, Group, Problem, Task, Value
 from graphir.passes.micro_work import FORWARD, INPUT, WEIGHT
 from runnable import batch_of, captured, sgd
+from torch import Tensor, nn
 
 import graphir
 from graphir import Program, passes, runtime
@@ -95,6 +96,37 @@ def test_compile_lets_micro_batches_flow_within_limits() -> None:
         assert all(found[device] <= limits[device] for device in limits)
         first = step.step(*batch_of(example))
         assert step.step(*batch_of(example)) < first
+
+
+class Found(nn.Module):
+    """What tables find beside a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList([nn.EmbeddingBag(100, 32, mode="sum") for _ in range(4)])
+        self.bottom, self.top = nn.Linear(16, 32), nn.Linear(5 * 32, 1)
+
+    def forward(self, dense: Tensor, lookups: list[Tensor]) -> Tensor:
+        found = [table(rows) for table, rows in zip(self.tables, lookups, strict=True)]
+        return self.top(torch.cat([self.bottom(dense), *found], 1))  # type: ignore[no-any-return]
+
+
+def test_what_inputs_of_a_sharded_step_are_cut_into_is_not_computed_again() -> None:
+    torch.manual_seed(0)
+    model = Found()
+    program = graphir.capture(
+        model,
+        (torch.randn(32, 16), [torch.randint(0, 100, (32, 4)) for _ in range(4)]),
+        targets=(torch.randn(32, 1),),
+        loss=nn.functional.mse_loss,
+        optimizer=torch.optim.Adagrad(model.parameters(), 0.1),
+        accumulate=4,
+    )
+    sharded = passes.shard(program, {"tables.*": "balanced"}, devices=[0, 1])
+    need = graphir.memory(passes.emit(passes.inject_copies(sharded)), threads=1, profile=None).peak
+    limits = {device: 2 * need[device] for device in ("gpu:0", "gpu:1")}
+    balanced = passes.balance(sharded, limits, options=["recompute"], evaluations=30)
+    assert graphir.certify(sharded, passes.inject_copies(balanced.program)).holds
 
 
 def flowing(tasks: list[Task], values: list[Value]) -> Problem:
