@@ -357,15 +357,14 @@ class _Balancing:
         else:
             claimed = claims(self.program, given)
         for op in self.program.step.ops if "shift" not in self.options.options else ():
-            pattern = claimed.get(op.module)
-            if pattern is None or op.phase != "forward" or op.device.is_host:
+            named = claimed.get(op.module)
+            if named is None or op.phase != "forward" or op.device.is_host or op.device == given[named]:
                 continue
-            if op.device != given[pattern]:
-                raise PassError(
-                    f"balance: {pattern!r} is pinned to {given[pattern]}, and options do not allow to shift it from "
-                    f"{op.device}",
-                    fix="add 'shift' to options, or pin it where it is",
-                )
+            raise PassError(
+                f"balance: {named!r} is pinned to {given[named]}, and options do not allow to shift it from "
+                f"{op.device}",
+                fix="add 'shift' to options, or pin it where it is",
+            )
         return {module: given[pattern] for module, pattern in claimed.items()}
 
     def wholes(self) -> dict[str, str]:

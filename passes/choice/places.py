@@ -12,9 +12,31 @@ from .bound import bound_of
 from .groups import Grouped
 from .outcome import Outcome, Outcomes
 from .problem import AGAIN, KEEP, Choice, Problem
-from .report import GroupPlace
 
-__all__ = ["Reasons", "device_map"]
+__all__ = ["GroupPlace", "Reasons", "device_map"]
+
+
+class GroupPlace(NamedTuple):
+    """Where a group of modules is, and why.
+
+    Attributes:
+        modules: its first and last one.
+        device: where it is.
+        saved: what becomes of what it saves for the backward: ``kept``, ``recomputed``, or ``parked on`` a device.
+        moved: whether any of that is new.
+        otherwise: the next best for this group alone.
+        seconds: how much longer a step would take then.
+        over: the device that would exceed its limit then, and by how many bytes; empty and 0 where none would.
+    """
+
+    modules: str
+    device: str
+    saved: str
+    moved: bool
+    otherwise: str
+    seconds: float
+    over: str
+    excess: int
 
 
 class Reasons(NamedTuple):

@@ -6,17 +6,16 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from graphir.analysis.tables import cut, seconds_text, table
 from graphir.ir.history import pass_name
 from graphir.ir.program import Program
 from graphir.ir.text import nbytes_text
 
-if TYPE_CHECKING:
-    from .places import Reasons
+from .places import GroupPlace, Reasons
 
-__all__ = ["Balanced", "DeviceUse", "GroupPlace", "LinkBytes"]
+__all__ = ["Balanced", "DeviceUse", "LinkBytes"]
 
 _MOST_GROUPS: Final = 12
 _NAME: Final = 44
@@ -47,29 +46,6 @@ class LinkBytes(NamedTuple):
     destination: str
     before: int
     after: int
-
-
-class GroupPlace(NamedTuple):
-    """Where a group of modules is, and why.
-
-    Attributes:
-        modules: its first and last one.
-        device: where it is.
-        saved: what becomes of what it saves for the backward: ``kept``, ``recomputed``, or ``parked on`` a device.
-        moved: whether any of that is new.
-        otherwise: the next best for this group alone.
-        seconds: how much longer a step would take then.
-        over: the device that would exceed its limit then, and by how many bytes; empty and 0 where none would.
-    """
-
-    modules: str
-    device: str
-    saved: str
-    moved: bool
-    otherwise: str
-    seconds: float
-    over: str
-    excess: int
 
 
 @dataclass(frozen=True)
