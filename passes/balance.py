@@ -77,6 +77,9 @@ _HOPELESS: Final = 0.02
 _MORE: Final = 1.005
 """What limits have to be multiplied by at least so that it is said."""
 
+_SAID: Final = 1.01
+"""How many times as long as its groups say a plan may take so that it is believed to be among the best."""
+
 _OTHERS: Final = 2
 _OTHERS_IN_PARTS: Final = 4
 _MANY: Final = 1_500
@@ -389,7 +392,7 @@ class _Balancing:
             return self.report(best, made, attempts)
         nearest: tuple[Attempt, _Emitted] | None = None
         for number in range(_ATTEMPTS):
-            tried = [(attempt, self.emitted(attempt, choice)) for attempt, choice in self.candidates(attempts)]
+            tried = self.tried(attempts)
             fitting = [(attempt, one) for attempt, one in tried if not self.excess(one.peaks)]
             if fitting:
                 chosen = min(fitting, key=lambda pair: (pair[1].seconds, pair[1].program is not self.program))
@@ -406,6 +409,22 @@ class _Balancing:
         assert nearest is not None
         attempt, one = nearest
         raise self.refused(attempt, one.choice)
+
+    def tried(self, attempts: Sequence[Attempt]) -> list[tuple[Attempt, _Emitted]]:
+        """The candidates as plans. Where none takes as short as its groups say, the next best one and the plain one,
+        too: these may be of another kind."""
+        found = [(attempt, self.emitted(attempt, choice)) for attempt, choice in self.candidates(attempts)]
+        best = min(attempts, key=lambda attempt: attempt.rank)
+        for choice in (*best.found.others[:1], *best.found.others[-1:]):
+            if any(self.keeps_word(attempt, one) for attempt, one in found):
+                break
+            if all(one.choice != choice for _, one in found):
+                found.append((best, self.emitted(best, choice)))
+        return found
+
+    def keeps_word(self, attempt: Attempt, one: _Emitted) -> bool:
+        """Whether a plan within the limits takes about as short as its groups say."""
+        return not self.excess(one.peaks) and one.seconds <= _SAID * attempt.outcomes(one.choice).seconds
 
     def candidates(self, attempts: Sequence[Attempt]) -> list[tuple[Attempt, Choice]]:
         """The choices that are worth a plan: the best ones of the best attempt, and the best one of each other that is

@@ -57,7 +57,7 @@ class Found(NamedTuple):
         choice: the best.
         outcome: what it comes to; where no limits could be kept, the least excess is best.
         evaluated: how many choices were looked at, those that were again counted again.
-        others: the next best ones, where annealing had ended before; the best first.
+        others: the next best ones, where annealing had ended before; the best first, and the best plain one last.
         interrupted: whether Ctrl-C ended it.
     """
 
@@ -165,8 +165,7 @@ class _Search:
         for choice in plain:
             self.tried(choice)
         self.seeded = True
-        if self.problem.parts > 1:
-            self.ends.update(sorted(plain, key=self.rank)[:_CUTS])
+        self.ends.update(sorted(plain, key=self.rank)[: _CUTS if self.problem.parts > 1 else 1])
         others = cycle([plain[0], *sorted(plain[1:], key=self.cost)])
         part = max(_POLISHED - self.spent(), 0.0) / _ROUNDS
         number = 0
