@@ -52,6 +52,7 @@ class _Needs:
     Attributes:
         live, copied: bytes at present, but for copies and of copies.
         start, held: what was live before the current forward and before the current backward; ``before``: of copies.
+        figures: at most, so far.
     """
 
     def __init__(self, devices: int) -> None:
@@ -73,42 +74,40 @@ class _Needs:
                 self.raise_to("held_copies", device, self.copied[device] - self.before[device])
                 self.held[device] = nbytes
 
-    def change(self, device: int, nbytes: int, copy: bool) -> None:
-        """A storage is made, or freed by less than 0."""
-        now = self.copied if copy else self.live
-        now[device] += nbytes
-        if copy:
-            self.raise_to("copies", device, now[device] - self.before[device])
-
-    def top(self, device: int, beside: int, *, forward: bool) -> None:
-        """Note what is live at once, with what an operator takes beside its results."""
-        figure, base = ("forward", self.start) if forward else ("backward", self.held)
-        self.raise_to(figure, device, self.live[device] + beside - base[device])
-
 
 def needs_of(work: Work) -> list[Need]:
     """What the micro-batches need on each device, one after the other."""
-    sizes, needs = work.bytes, _Needs(len(work.devices))
+    sizes, place, needs = work.bytes, work.place, _Needs(len(work.devices))
+    live, copied, before, figures = needs.live, needs.copied, needs.before, needs.figures
     segments = [2 * micro + (kind != FORWARD) for micro, kind in zip(work.micro, work.kind, strict=True)]
     order = sorted(range(len(segments)), key=segments.__getitem__)
     uses, current = list(sizes.uses), (-1, False)
+    most, base = figures["forward"], needs.start
     for i in order:
         if work.kind[i] == UPDATE:
             break
         if (now := (work.micro[i], work.kind[i] == FORWARD)) != current:
             needs.turn(to_forward=now[1])
             current = now
-        for made in sizes.made[i]:
-            needs.change(*made)
+            most, base = (figures["forward"], needs.start) if now[1] else (figures["backward"], needs.held)
+        for device, nbytes, copy in sizes.made[i]:
+            if copy:
+                copied[device] += nbytes
+                figures["copies"][device] = max(figures["copies"][device], copied[device] - before[device])
+            else:
+                live[device] += nbytes
         if now[0] or now[1]:
-            needs.top(work.place[i], sizes.top(i, uses), forward=now[1])
+            device = place[i]
+            top = live[device] + sizes.top(i, uses) - base[device]
+            if top > most[device]:
+                most[device] = top
         for n in sizes.used[i]:
             uses[n] -= 1
             if not uses[n]:
                 device, nbytes, copy = sizes.freed[n]
-                needs.change(device, -nbytes, copy)
+                (copied if copy else live)[device] -= nbytes
     needs.turn(to_forward=True)
-    return [Need(*figures) for figures in zip(*needs.figures.values(), strict=True)]
+    return [Need(*of) for of in zip(*figures.values(), strict=True)]
 
 
 def comes_back(work: Work) -> bool:
