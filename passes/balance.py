@@ -411,20 +411,20 @@ class _Balancing:
         raise self.refused(attempt, one.choice)
 
     def tried(self, attempts: Sequence[Attempt]) -> list[tuple[Attempt, _Emitted]]:
-        """The candidates as plans. Where none takes as short as its groups say, the next best one and the plain one,
-        too: these may be of another kind."""
+        """The candidates as plans. Where some are within the limits, but none takes as short as its groups say, the
+        next best one and the plain one, too: these may be of another kind."""
         found = [(attempt, self.emitted(attempt, choice)) for attempt, choice in self.candidates(attempts)]
         best = min(attempts, key=lambda attempt: attempt.rank)
         for choice in (*best.found.others[:1], *best.found.others[-1:]):
-            if any(self.keeps_word(attempt, one) for attempt, one in found):
-                break
-            if all(one.choice != choice for _, one in found):
+            fitting = [
+                (one.seconds, attempt.outcomes(one.choice).seconds)
+                for attempt, one in found
+                if not self.excess(one.peaks)
+            ]
+            slow = fitting and all(seconds > _SAID * said for seconds, said in fitting)
+            if slow and all(one.choice != choice for _, one in found):
                 found.append((best, self.emitted(best, choice)))
         return found
-
-    def keeps_word(self, attempt: Attempt, one: _Emitted) -> bool:
-        """Whether a plan within the limits takes about as short as its groups say."""
-        return not self.excess(one.peaks) and one.seconds <= _SAID * attempt.outcomes(one.choice).seconds
 
     def candidates(self, attempts: Sequence[Attempt]) -> list[tuple[Attempt, Choice]]:
         """The choices that are worth a plan: the best ones of the best attempt, and the best one of each other that is
