@@ -118,7 +118,7 @@ class Values:
             for unit, top in tops.items()
             if top in alone and (isinstance(unit, int) or self.inputs.get(unit) == unit)
         }
-        contended = {name for name, top in names.items() if len(around[top]) > 1}
+        contended = {name for name, top in names.items() if len(around.get(top, ())) > 1}
         self.loose = {self.blobs[name].storage for name in contended}
         self.connect([each for each in touching if not contended.isdisjoint(each[0].inputs + each[0].outputs)])
 

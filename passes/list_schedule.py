@@ -108,39 +108,6 @@ class _Simulation:
     forced_at: how many operators had begun when a segment was last let in that does not fit.
     """
 
-    __slots__ = (
-        "beaten",
-        "begun",
-        "busy",
-        "current",
-        "defers",
-        "dirty",
-        "due",
-        "events",
-        "forced_at",
-        "gated",
-        "held_up",
-        "key",
-        "kind",
-        "lane",
-        "missing",
-        "most",
-        "now",
-        "order",
-        "place",
-        "ready",
-        "rooms",
-        "rules",
-        "seconds",
-        "segment",
-        "segments",
-        "size",
-        "sizes",
-        "useless",
-        "uses",
-        "work",
-    )
-
     def __init__(self, work: Work, rules: Rules, needs: Sequence[Need] | None, beaten: Beaten) -> None:
         self.work, self.rules, self.beaten = work, rules, beaten
         self.lane, self.place, self.kind = work.lane, work.place, work.kind

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from .layouts import LAYOUTS, as_kernel, is_asked_if_ambiguous
 from .opset import overload
 from .optypes.table import operator_type
+from .optypes.trial import without_data
 
 __all__ = ["META", "errors_not_logged", "fresh_fake_mode", "rule_of"]
 
@@ -166,14 +167,10 @@ def _on_meta(rule: Callable[..., Any]) -> Callable[..., Any]:
             returned: tuple[Tensor | None, ...] = rule(*args)
             return returned
         with unset_fake_temporarily():
-            returned = rule(*[_meta_alike(arg) if isinstance(arg, Tensor) else arg for arg in args])
+            returned = rule(*[without_data(arg) if isinstance(arg, Tensor) else arg for arg in args])
         return tuple([t if t is None else data.new_empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in returned])
 
     return on_meta
-
-
-def _meta_alike(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _batch_norm(*args: Any) -> tuple[Tensor, ...]:

@@ -57,7 +57,7 @@ class Found(NamedTuple):
         choice: the best.
         outcome: what it comes to; where no limits could be kept, the least excess is best.
         evaluated: how many choices were looked at, those that were again counted again.
-        others: the next best ones, where annealing had ended before; the best first, and the best plain one last.
+        others: the next best ones, where annealing had ended before; the best first, and plain ones last.
         interrupted: whether Ctrl-C ended it.
     """
 

@@ -6,6 +6,7 @@ import ast
 import json
 import math
 import pickle
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -174,13 +175,34 @@ def test_a_group_is_parked_of_which_another_one_computes_something_again(replica
     )
     program = program if replicas is None else passes.replicate(program, devices=replicas)
     given = {"gpu:0": int(0.5 * need(program)), "gpu:1": int(0.5 * need(program))}
+    found = 0
     for seed in range(4):
         try:
             balanced = passes.balance(program, given, options=["park", "recompute"], evaluations=60, seed=seed)
         except PassError as e:  # so few are looked at
             assert "no placement within the limits was found" in e.what
         else:
+            found += 1
             assert graphir.certify(program, passes.inject_copies(balanced.program)).holds
+    assert found
+
+
+def test_where_plans_are_slower_than_their_groups_say_others_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["graphir.passes.balance"]
+    program, estimated = trained(models.gpt(layers=4)), module.estimated  # type: ignore[attr-defined]
+    limits = limited(program, 0.5)
+    monkeypatch.setattr(module, "_MANY", 0)  # as of a large program, of which the best alone is planned
+    plans: dict[int, int] = {}
+    for slower in (1, 2):
+
+        def slowed(*args: Any, slower: int = slower) -> Any:
+            plans[slower] = plans.get(slower, 0) + 1
+            found = estimated(*args)
+            return replace(found, seconds=slower * found.seconds)
+
+        monkeypatch.setattr(module, "estimated", slowed)
+        passes.balance(program, limits, evaluations=600)
+    assert plans[2] > plans[1]
 
 
 def test_modules_are_kept_whole() -> None:

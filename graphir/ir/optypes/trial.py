@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 
 from ..tensor import same_bits
 
-__all__ = ["Disagreement", "disagreement"]
+__all__ = ["Disagreement", "disagreement", "without_data"]
 
 
 class Disagreement(NamedTuple):
@@ -73,7 +73,7 @@ def _aliases(declared: Any) -> set[str]:
 def _other_than_fake(func: OpOverload, example: Sequence[Any], made: Sequence[Tensor]) -> Disagreement | None:
     try:
         with torch.no_grad():
-            faked = list(_tensors(func(*[_each(value, _without_data) for value in example])))
+            faked = list(_tensors(func(*[_each(value, without_data) for value in example])))
     except Exception as e:  # whatever its fake raises
         return Disagreement(f"has a fake that fails on the example: {type(e).__name__}: {e}", "mend the fake")
     if len(faked) != len(made):
@@ -111,7 +111,8 @@ def _each(value: Any, change: Any) -> Any:
     return [_each(item, change) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _without_data(tensor: Tensor) -> Tensor:
+def without_data(tensor: Tensor) -> Tensor:
+    """A tensor of the same geometry on the meta device."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
