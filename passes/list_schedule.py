@@ -12,8 +12,8 @@ then of the earliest micro-batch, then of the earliest position in the program. 
     ===========  ==============================  ===================================================================
 
 Where bytes or micro-batches are limited, these are let in on a device by :mod:`.rooms`. One backward at a time is sure
-to fit then; another one begins if it fits beside. Where all are kept waiting, the earliest is let in all the same, and
-the limit is exceeded.
+to fit then; another one begins if it fits beside. A copy is kept back while it would take receive buffers, which stay,
+beyond the limit. Where all are kept waiting, the earliest is let in all the same, and the limit is exceeded.
 """
 
 from __future__ import annotations
@@ -105,6 +105,8 @@ class _Simulation:
     held_up: devices on which a segment waits.
     due: by lane, until when its next operator has to begin for the schedule to be of use: all others come behind it.
     rooms: the devices, where what begins is to be let in; empty: all begins at once.
+    limited: whether bytes are; ``defers``: and gradients of parameters come after forwards.
+    sent: copies that begin whether they fit or not, as nothing else can.
     forced_at: how many operators had begun when a segment was last let in that does not fit.
     """
 
@@ -129,6 +131,7 @@ class _Simulation:
         self.gated: list[bool] = []
         self.rooms: list[Room] = []
         limited = needs is not None and rules.limits is not None
+        self.limited, self.sent = limited, set[int]()
         self.defers = limited and rules.ranks[INPUT] < rules.ranks[WEIGHT]
         if limited or rules.in_flight is not None:
             self._furnish(needs if limited else None)
@@ -213,7 +216,12 @@ class _Simulation:
         if self.busy[lane]:
             return
         begun, ready = self.begun[lane], self.ready[lane]
-        if begun:
+        if self.limited and lane >= len(self.rooms):
+            received = self.receivable(ready)
+            if received is None:
+                return
+            i = received
+        elif begun:
             i = heappop(begun) % self.size
         elif ready:
             taken = self.fitting(ready) if self.defers else heappop(ready)
@@ -234,6 +242,22 @@ class _Simulation:
         if self.rooms:
             self.enter(i)
         heappush(self.events, (self.now + self.seconds[i], i))
+
+    def receivable(self, ready: list[int]) -> int | None:
+        """Take the best ready transfer that finds room where it goes, and keep back those before it."""
+        while ready:
+            i = heappop(ready) % self.size
+            room = self.rooms[self.place[i]]
+            if i in self.sent or all([room.receives(nbytes) for _, nbytes, copy in self.sizes.made[i] if copy]):
+                return i
+            room.kept_back.append(i)
+        return None
+
+    def send_on(self, room: Room) -> None:
+        """Let copies that were kept back be ready again."""
+        ready, room.kept_back = room.kept_back, []
+        for i in ready:
+            self.push(i)
 
     def fitting(self, ready: list[int]) -> int | None:
         """Take the best ready operator. Where that would take what gradients of parameters need, take one that computes
@@ -283,14 +307,14 @@ class _Simulation:
                 room.computing.add(segment[1])
             for device, nbytes, copy in made:
                 self.rooms[device].takes(nbytes, copy, segment)
-        top = room.live + room.pool
+        top = room.live
         if sizes.alters[i]:
             top += sizes.top(i, self.uses)
-        if top > room.peak:
-            room.peak = top
-            most = self.most[place]
-            if most is not None and top > most:
-                self.useless = True
+        if top > room.top:
+            room.top = top
+        most = self.most[place]
+        if most is not None and room.top + room.pool > most:
+            self.useless = True
 
     def leave(self, i: int) -> None:
         """An operator ends: what it used last is freed, and a segment may be done."""
@@ -299,7 +323,10 @@ class _Simulation:
             uses[n] = left = uses[n] - 1
             if not left:
                 device, nbytes, copy = sizes.freed[n]
-                self.rooms[device].frees(nbytes, copy, segment)
+                room = self.rooms[device]
+                room.frees(nbytes, copy, segment)
+                if copy and room.kept_back:
+                    self.send_on(room)
         if segment is not None:
             self.rooms[self.place[i]].goes_on(segment)
 
@@ -327,7 +354,13 @@ class _Simulation:
             self.push(i)
 
     def force(self) -> bool:
-        """Let in the earliest of all who wait; false where nobody does."""
+        """Let in the earliest of all who wait, copies first; false where nobody does."""
+        kept_back = [(self.key[i], i) for room in self.rooms for i in room.kept_back]
+        if kept_back:
+            i = min(kept_back)[1]
+            self.sent.add(i)
+            self.send_on(self.rooms[self.place[i]])
+            return True
         waiting = [(micro, forward, d) for d, room in enumerate(self.rooms) for forward, micro in room.waiting]
         if not waiting:
             return False

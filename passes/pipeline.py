@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias, get_args
 
@@ -42,11 +42,8 @@ __all__ = ["PipelineSchedule", "Schedules", "pipeline"]
 Schedules: TypeAlias = Literal["zero_bubble", "1f1b", "gpipe"]
 
 _LESS: Final = (0.0, 0.03, 0.1)
-"""By how much of itself a limit that a plan exceeds is tightened, the first time and later, at least: first by what
+"""By how much of itself a limit that is exceeded is tightened, the first time and later, at least: first by what
 exceeds it."""
-
-_SHARES: Final = (1.0, 0.99, 0.97)
-"""Of 1F1B's peak, the limits to try: what is let in can come to a little more than was reckoned."""
 
 _MORE: Final = 2
 _WORTHWHILE: Final = 0.97
@@ -231,13 +228,9 @@ class _Ordering:
         plain, devices = self.found("1f1b"), self.work.devices
         assert plain is not None and plain.peaks is not None
         peaks = [peak for device, peak in zip(devices, plain.peaks, strict=True) if device.startswith("gpu")]
-        most = max(peaks)
-        beaten = Beaten(plain.seconds, [most if device.startswith("gpu") else None for device in devices])
-        for share in _SHARES:
-            inner = int(share * most)
-            limits = [inner if device.startswith("gpu") else None for device in devices]
-            found = self.found("zero_bubble", limits, beaten=beaten)
-            if found is not None and found.seconds < plain.seconds:
+        limits = [max(peaks) if device.startswith("gpu") else None for device in devices]
+        for found, held in self.tightened("zero_bubble", limits, _simulated, Beaten(plain.seconds)):
+            if _within(held, limits) and found.seconds < plain.seconds:
                 return self.ordered(found.order)
         return self.ordered(plain.order)
 
@@ -259,20 +252,39 @@ class _Ordering:
         )
 
     def attempts(self, schedule: str, limits: Mapping[str, int]) -> Iterator[Schedule]:
-        """Schedules to try, the fastest first. A plan issues copies and frees in an order of its own, and what is let
-        in can come to more than was reckoned: where a limit is exceeded, the next simulation is given less."""
-        devices, inner = self.work.devices, dict(limits)
-        for share in _LESS:
-            found = self.unbeaten(schedule, [inner.get(device) for device in devices])
+        """Schedules to try, the fastest first: the one without limits, if it keeps within them all the same. A plan
+        issues copies and frees in an order of its own, and what is let in can come to more than was reckoned: where a
+        limit is exceeded, the next simulation is given less."""
+        most = [limits.get(device) for device in self.work.devices]
+        free = self.found(schedule, [None for _ in most], beaten=Beaten(peaks=most))
+        if free is not None:
+            yield free
+        for found, _ in self.tightened(schedule, most, self.planned):
             yield found
-            peaks = self.peaks(found.order)
-            for device, held in zip(devices, found.peaks or (), strict=True):
-                if device in limits and (excess := peaks[device] - limits[device]) > 0:
-                    inner[device] = min(inner[device], held) - max(excess, int(share * limits[device]))
         if schedule != "1f1b":
-            yield self.unbeaten("1f1b", [limits.get(device) for device in devices])
+            yield self.unbeaten("1f1b", most)
         yield self.unbeaten("1f1b", None, 1)
         yield Schedule(_one_after_the_other(self.work), math.inf)
+
+    def tightened(
+        self,
+        schedule: str,
+        limits: Sequence[int | None],
+        peaks: Callable[[Schedule], Sequence[int]],
+        beaten: Beaten = UNBEATEN,
+    ) -> Iterator[tuple[Schedule, Sequence[int]]]:
+        """A schedule and its *peaks*, as long as it is not beaten; of a device that exceeds its limit, the next
+        simulation is given less."""
+        inner = list(limits)
+        for share in _LESS:
+            found = self.found(schedule, inner, beaten=beaten)
+            if found is None:
+                return
+            held = peaks(found)
+            yield found, held
+            for d, (limit, given) in enumerate(zip(limits, inner, strict=True)):
+                if limit is not None and given is not None and held[d] > limit:
+                    inner[d] = min(given, _simulated(found)[d]) - max(held[d] - limit, int(share * limit))
 
     def faster(self, found: Schedule, limits: Mapping[str, int]) -> Schedule:
         """What was found, or 1F1B within the limits where that takes less time: zero bubble lets in by what it needs at
@@ -287,6 +299,10 @@ class _Ordering:
     def plans(self) -> PlanPeaks:
         """What the program's plans hold."""
         return PlanPeaks(self.work)
+
+    def planned(self, found: Schedule) -> Sequence[int]:
+        """The most bytes on each device, as predicted for the plan of a schedule."""
+        return list(self.peaks(found.order).values())
 
     def peaks(self, order: Sequence[int]) -> Mapping[str, int]:
         """The most bytes on each device, as predicted for the plan."""
@@ -307,6 +323,16 @@ class _Ordering:
 
 def _excess(peaks: Mapping[str, int], limits: Mapping[str, int]) -> int:
     return sum(max(0, peaks[device] - limit) for device, limit in limits.items())
+
+
+def _simulated(found: Schedule) -> Sequence[int]:
+    """The most bytes on each device, as the simulation has them."""
+    assert found.peaks is not None  # it was limited
+    return found.peaks
+
+
+def _within(peaks: Sequence[int], limits: Sequence[int | None]) -> bool:
+    return all(limit is None or peak <= limit for peak, limit in zip(peaks, limits, strict=True))
 
 
 def _one_after_the_other(work: Work) -> list[int]:

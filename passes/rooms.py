@@ -33,11 +33,12 @@ class Room:
         open: segments that are let in.
         live, copied, pool: bytes of storages but for copies; of copies; the most that copies took so far, which stay
             allocated as receive buffers.
-        peak: the most bytes at once so far.
+        top: the most bytes at once so far, but for copies.
         growing: bytes that each begun forward has allocated so far, but for copies.
         computing: the begun forwards of which more was executed than copies.
         compelled: the micro-batches whose forwards go ahead whether they fit or not, as nothing else can.
         stirred: something was freed or is done, or waits anew, since somebody was last let in.
+        kept_back: copies to here that are ready and would take receive buffers beyond the limit.
         backwards: micro-batches whose backward is let in and not done; ``grown``: what these have allocated so far.
     """
 
@@ -50,16 +51,17 @@ class Room:
         "growing",
         "grown",
         "inside",
+        "kept_back",
         "left_backward",
         "left_forward",
         "limit",
         "live",
         "need",
         "open",
-        "peak",
         "pool",
         "spare",
         "stirred",
+        "top",
         "waiting",
     )
 
@@ -76,12 +78,23 @@ class Room:
         self.inside: set[int] = set()
         self.waiting: dict[Segment, list[int]] = {}
         self.open: set[Segment] = set()
-        self.live, self.copied, self.pool, self.peak = base, 0, 0, base
+        self.live, self.copied, self.pool, self.top = base, 0, 0, base
+        self.kept_back: list[int] = []
         self.growing: dict[int, int] = {}
         self.computing: set[int] = set()
         self.compelled: set[int] = set()
         self.backwards: set[int] = set()
         self.grown, self.spare, self.stirred = 0, 0, False
+
+    @property
+    def peak(self) -> int:
+        """The most bytes so far: receive buffers are there throughout."""
+        return self.top + self.pool
+
+    def receives(self, nbytes: int) -> bool:
+        """Whether a copy of so many bytes keeps within the limit: in buffers that are free, or in new ones."""
+        copied = self.copied + nbytes
+        return self.limit is None or copied <= self.pool or self.top + copied <= self.limit
 
     def wait(self, segment: Segment, i: int) -> None:
         """An operator is ready, and its segment is not let in."""
