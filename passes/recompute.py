@@ -18,7 +18,6 @@ that it updates, so it is repeated without these, by the same kernel.
 
 from __future__ import annotations
 
-import contextlib
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
@@ -79,13 +78,14 @@ def recompute(program: Program, what: str | Sequence[str]) -> Program:
 def repeated_alone(program: Program) -> list[int]:
     """The positions of the forward's operators that can be repeated as they are, or without the statistics that they
     update. What they read has to be there as it was."""
-    sweep = _Recomputing(program, {}, {}, Recompute.name)
     found = list[int]()
     for i, op in enumerate(program.step.ops):
         if op.phase == "forward":
-            with contextlib.suppress(PassError):
-                sweep.repeatable(i)
-                found.append(i)
+            try:
+                _repeatable(op, program.step)
+            except PassError:
+                continue
+            found.append(i)
     return found
 
 
@@ -169,7 +169,7 @@ class _Recomputing(Substitutes):
         while left:
             made = self.uses[left.pop()].made
             if made not in needed:
-                needed[made] = self.repeatable(made)
+                needed[made] = _repeatable(self.net.ops[made], self.net)
                 left += self.missing(needed[made])
         for made in sorted(needed):
             self.again(needed[made])
@@ -188,32 +188,13 @@ class _Recomputing(Substitutes):
             since = bisect_right(written, self.uses[self.net.blobs[reader.outputs[0]].storage].made)
             if since < bisect_right(written, self.position) or not kept:
                 by = self.net.ops[written[min(since, len(written) - 1)]]
-                raise self.error(
-                    reader, f"{storage!r}, which it reads, is overwritten in between by {by.type}", "leave it out"
+                raise _error(
+                    reader,
+                    self.net,
+                    f"{storage!r}, which it reads, is overwritten in between by {by.type}",
+                    "leave it out",
                 )
         return kept
-
-    def repeatable(self, position: int) -> Operator:
-        """An operator as it can be repeated: it changes nothing.
-
-        Raises:
-            PassError: it cannot be.
-        """
-        op = self.net.ops[position]
-        kind = operator_type(op.type)
-        if issued_as(op) == "collective":
-            raise self.error(op, "it runs on several devices", "name what is computed from its result")
-        if kind.nondeterministic:
-            raise self.error(op, f"it {kind.nondeterministic}", "keep its result")
-        if kind.unwritten:
-            raise self.error(op, "it leaves memory unwritten", "keep its result")
-        if not op.effects.writes:
-            return op
-        pure = _without_statistics(op)
-        if pure is None:
-            overwritten = op.outputs[op.effects.writes[0][0]]
-            raise self.error(op, f"it overwrites {overwritten!r}", "keep its result, or recompute before share_storage")
-        return pure
 
     def again(self, op: Operator) -> None:
         """Repeat an operator."""
@@ -226,10 +207,33 @@ class _Recomputing(Substitutes):
             makes.append((made, 0))
         self.ops.append(with_operands(op, reads, makes)._replace(phase="backward", by=self.by, of=op.outputs[0]))
 
-    def error(self, op: Operator, why: str, fix: str) -> PassError:
-        return PassError(
-            f"recompute: {op.type} cannot be repeated in the backward: {why}", at=operator_text(op, self.net), fix=fix
-        )
+
+def _repeatable(op: Operator, net: Net) -> Operator:
+    """An operator as it can be repeated: it changes nothing.
+
+    Raises:
+        PassError: it cannot be.
+    """
+    kind = operator_type(op.type)
+    if issued_as(op) == "collective":
+        raise _error(op, net, "it runs on several devices", "name what is computed from its result")
+    if kind.nondeterministic:
+        raise _error(op, net, f"it {kind.nondeterministic}", "keep its result")
+    if kind.unwritten:
+        raise _error(op, net, "it leaves memory unwritten", "keep its result")
+    if not op.effects.writes:
+        return op
+    pure = _without_statistics(op)
+    if pure is None:
+        overwritten = op.outputs[op.effects.writes[0][0]]
+        raise _error(op, net, f"it overwrites {overwritten!r}", "keep its result, or recompute before share_storage")
+    return pure
+
+
+def _error(op: Operator, net: Net, why: str, fix: str) -> PassError:
+    return PassError(
+        f"recompute: {op.type} cannot be repeated in the backward: {why}", at=operator_text(op, net), fix=fix
+    )
 
 
 def _without_statistics(op: Operator) -> Operator | None:
