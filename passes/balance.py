@@ -149,11 +149,12 @@ class Balance(Pass):
     def balanced(self, program: Program, profile: Profile | None = None, threads: int = 1) -> Balanced:
         """The placement, with what led to it."""
         require_captured(program, self.name)
-        if any(op.by == InjectCopies.name for op in program.step.ops):
+        by = {op.by for op in program.step.ops}
+        if InjectCopies.name in by:
             raise PassError(
                 f"program {program.name!r} has the copies of a placement already", fix="balance before inject_copies"
             )
-        if any(op.by == Park.name for op in program.step.ops):
+        if Park.name in by:
             raise PassError(
                 f"program {program.name!r} has something parked already",
                 fix="balance the program before park: it parks what has to be",
