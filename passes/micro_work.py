@@ -20,7 +20,7 @@ from typing import Final
 import torch
 
 from graphir.analysis.alike import Kinds, alike
-from graphir.analysis.cost import nominal_seconds
+from graphir.analysis.cost import seconds_alike
 from graphir.analysis.hazards import hazards
 from graphir.analysis.scratch import is_called, scratch
 from graphir.ir.blob import STATE_ROLES
@@ -159,7 +159,7 @@ class Work:
         self.devices = [str(device) for device in net.devices]
         self.places = {device: i for i, device in enumerate(self.devices)}
         self.alike = alike(net)
-        self.seconds = nominal_seconds(net, program.dims, self.alike)
+        self.seconds = seconds_alike(net, program.dims, self.alike)
         self.micro, self.kind = _assigned(net, self.earlier, count)
         _hold_back(net, self.earlier, self.kind)
         self.later: list[list[int]] = [[] for _ in net.ops]

@@ -5,11 +5,10 @@ A net of many layers has few that are not, and each formula is asked once for th
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Hashable
-from itertools import count
-from operator import attrgetter
 from typing import TypeAlias
+
+import numpy as np
 
 from ..ir.net import Net
 from ..ir.optypes.table import operator_type
@@ -26,15 +25,15 @@ def alike(net: Net) -> Kinds:
 
     What has a registered type is like nothing else: formulas that somebody has registered may look at anything.
     """
-    numbers: dict[Hashable, int] = defaultdict(count().__next__)
-    geometries = map(attrgetter("shape", "dtype", "strides"), net.blobs.values())
-    geometry = dict(zip(net.blobs, map(numbers.__getitem__, geometries), strict=True))
-    sized = geometry.__getitem__
+    touches = net.touches
+    geometry = touches.geometry[touches.blob].astype(np.int32)
+    sized, width = geometry.tobytes(), geometry.itemsize  # slices of bytes are the cheapest keys
+    begins, inputs, ends = (touches.begin * width).tolist(), touches.inputs.tolist(), (touches.end * width).tolist()
     first: dict[Hashable, int] = {}
     found: Kinds = []
-    for i, op in enumerate(net.ops):
+    for i, (op, begin, count, end) in enumerate(zip(net.ops, begins, inputs, ends, strict=True)):
         args = tuple(op.args.items()) if op.args else ()
-        key = op.type, op.operands, tuple(map(sized, op.inputs)), tuple(map(sized, op.outputs)), op.effects, args
+        key = op.type, op.operands, count, sized[begin:end], op.effects, args
         known = first.setdefault(key, i)
         if known == i and operator_type(op.type).registered:
             del first[key]

@@ -23,7 +23,7 @@ from .alike import Kinds
 from .profiles import Profile
 from .scratch import is_called
 
-__all__ = ["NOMINAL", "Cost", "CostSource", "Rates", "Work", "nominal_seconds", "operator_costs", "work", "works"]
+__all__ = ["NOMINAL", "Cost", "CostSource", "Rates", "Work", "operator_costs", "seconds_alike", "work", "works"]
 
 CostSource: TypeAlias = Literal["profile", "registered", "roofline", "link", "nothing"]
 """Where an operator's seconds come from: its call was measured, in a *profile*; it is a *roofline*, of the arithmetic
@@ -175,12 +175,12 @@ def operator_costs(
     return found
 
 
-def nominal_seconds(net: Net, dims: Dims, kinds: Kinds) -> list[float]:
-    """What one instruction of each operator takes at :data:`NOMINAL` rates, in the net's order; *kinds* says which
+def seconds_alike(net: Net, dims: Dims, kinds: Kinds, rates: Rates = NOMINAL) -> list[float]:
+    """What one instruction of each operator takes wherever it runs, by shapes, in the net's order; *kinds* says which
     operators are alike."""
     firsts = [i for i, first in enumerate(kinds) if first == i]
     some = net.with_(ops=tuple([net.ops[i] for i in firsts]))
-    costs = operator_costs(some, dims, lambda _: NOMINAL)
+    costs = operator_costs(some, dims, lambda _: rates)
     seconds = {first: cost.seconds for first, cost in zip(firsts, costs, strict=True)}
     return [seconds[first] for first in kinds]
 

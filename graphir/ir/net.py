@@ -13,6 +13,7 @@ from .blob import Blob
 from .device import Device
 from .dialect import TORCH, Dialect
 from .operator import Operator
+from .touches import Touches
 
 if TYPE_CHECKING:
     import networkx
@@ -88,6 +89,11 @@ class Net:
         that each entry lies near the one before it. A sweep over a million operators takes as long as its cache misses.
         """
         return dict.fromkeys(chain.from_iterable([op.inputs for op in self.ops]))
+
+    @cached_property
+    def touches(self) -> Touches:
+        """Which operator touches which blob, as columns."""
+        return Touches(self.ops, self.blobs)
 
     @cached_property
     def unread(self) -> tuple[str, ...]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from .step import Flags, Numbers, Step
+from graphir.ir.touches import Flags, Numbers
+
+from .step import Step
 
 __all__ = ["Again"]
 

@@ -3,25 +3,23 @@ its bytes.
 
 ::
 
-    touch      0      1         2        3      4      …
-    op         0      0         0        1      1           of each operand of each operator, in order
+    touch      0      1         2        3      4      …    as Net.touches has them
+    op         0      0         0        1      1
     storage    x      conv.w    conv     conv   relu        as a number, in the order in which they begin
     makes      -      -         yes      -      yes
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from itertools import chain
-from operator import attrgetter, eq
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from graphir.analysis.alike import Kinds, alike
-from graphir.analysis.cost import Work, operator_costs, works
+from graphir.analysis.cost import Work, operator_costs, seconds_alike, works
 from graphir.analysis.memory import storage_nbytes
 from graphir.analysis.profiles import Profile
 from graphir.analysis.sources import held_inside, measured_of
@@ -29,13 +27,11 @@ from graphir.analysis.topology import Topology
 from graphir.ir.blob import STATE_ROLES
 from graphir.ir.device import Device
 from graphir.ir.program import Program
+from graphir.ir.touches import Flags, Numbers
 
 from ..recompute import repeated_alone
 
-__all__ = ["Flags", "Numbers", "Spans", "Step"]
-
-Numbers: TypeAlias = NDArray[np.int64]
-Flags: TypeAlias = NDArray[np.bool_]
+__all__ = ["Spans", "Step"]
 
 
 class Spans(NamedTuple):
@@ -62,6 +58,7 @@ class Step:
     Attributes:
         names: of the storages, those from outside first.
         number: by name of a storage, its number.
+        blobs: of the storages, as :class:`~graphir.ir.touches.Touches` numbers them.
         given: how many of them are from outside.
         op, storage, makes: by touch, the operator, the storage, and whether the operator makes or overwrites it.
         own: by touch, whether it is by the storage's own name.
@@ -78,22 +75,20 @@ class Step:
     def __init__(self, program: Program, profile: Profile | None, threads: int) -> None:
         self.program, self.profile, self.threads = program, profile, threads
         self.net, self.dims = program.step, dict(program.dims)
-        ops, blobs = self.net.ops, self.net.blobs
-        storage_of = dict(zip(blobs, map(attrgetter("storage"), blobs.values()), strict=True)).__getitem__
-        outside = list(map(storage_of, self.net.external_inputs))
-        by_name = [name for op in ops for name in op.inputs + op.outputs]
-        touched = list(map(storage_of, by_name))
-        self.names = list(dict.fromkeys(chain(outside, touched)))
+        ops, touches = self.net.ops, self.net.touches
+        self.op, self.makes = touches.op, touches.makes
+        self.inputs, self.begin, self.end = touches.inputs, touches.begin, touches.end
+        outside = touches.storage[[touches.number[name] for name in self.net.external_inputs]]
+        touched = touches.storage[touches.blob]
+        self.own = touched == touches.blob
+        both = np.concatenate([outside, touched])
+        self.blobs = both[_firsts(both)]
+        self.names = [touches.names[blob] for blob in self.blobs.tolist()]
         self.number = {name: i for i, name in enumerate(self.names)}
-        self.given = len(set(outside))
-        self.inputs = np.array([len(op.inputs) for op in ops], np.int64)
-        widths = self.inputs + np.array([len(op.outputs) for op in ops], np.int64)
-        self.end = widths.cumsum()
-        self.begin = self.end - widths
-        self.op = np.repeat(np.arange(len(ops)), widths)
-        self.storage = np.array(list(map(self.number.__getitem__, touched)), np.int64)
-        self.makes: Flags = np.arange(len(touched)) - self.begin[self.op] >= self.inputs[self.op]
-        self.own = np.fromiter(map(eq, by_name, touched), np.bool_, len(touched))
+        self.given = len(np.unique(outside))
+        numbers = np.zeros(len(touches.names), np.int64)
+        numbers[self.blobs] = np.arange(len(self.blobs))
+        self.storage = numbers[touched]
         self.forward = np.array([op.phase == "forward" for op in ops], np.bool_)
         self.devices = self.net.devices
         places = {device: i for i, device in enumerate(self.devices)}
@@ -155,14 +150,12 @@ class Step:
         Raises:
             GraphirError: a size is negative or absurd.
         """
-        known: dict[Hashable, int] = {}
-        found = []
-        for blob in map(self.net.blobs.__getitem__, self.names):
-            geometry = blob.shape, blob.dtype, blob.strides
-            if geometry not in known:
-                known[geometry] = storage_nbytes(self.net, blob, self.dims)
-            found.append(known[geometry])
-        return np.array(found, np.int64)
+        geometry = self.net.touches.geometry[self.blobs]
+        known = np.zeros(geometry.max(initial=-1) + 1, np.int64)
+        for i in _firsts(geometry).tolist():
+            known[geometry[i]] = storage_nbytes(self.net, self.net.blobs[self.names[i]], self.dims)
+        found: Numbers = known[geometry]
+        return found
 
     @cached_property
     def saved(self) -> Numbers:
@@ -207,9 +200,12 @@ class Step:
         speed = topology.speed(str(device))
         key = speed.model_dump_json()
         if key not in self.costs:
-            rates = dict.fromkeys(self.devices, speed.rates())
-            found = operator_costs(self.net, self.dims, rates.__getitem__, self.profile, self.threads, self.works)
-            self.costs[key] = [cost.seconds for cost in found]
+            net, dims, rates = self.net, self.dims, speed.rates()
+            if self.profile is None:
+                self.costs[key] = seconds_alike(net, dims, self.kinds, rates)
+            else:
+                found = operator_costs(net, dims, lambda _: rates, self.profile, self.threads, self.works)
+                self.costs[key] = [cost.seconds for cost in found]
         return self.costs[key]
 
     @cached_property
@@ -246,3 +242,11 @@ class Step:
         np.add.at(change, (spans.device[those], spans.start[those]), spans.nbytes[those])
         np.subtract.at(change, (spans.device[those], spans.end[those]), spans.nbytes[those])
         return change.cumsum(1)
+
+
+def _firsts(numbers: Numbers) -> Numbers:
+    """Where each of some numbers occurs for the first time."""
+    at = np.zeros(numbers.max(initial=-1) + 1, np.int64)
+    places = np.arange(len(numbers))
+    at[numbers[::-1]] = places[::-1]  # of equal indices the last one stays
+    return np.flatnonzero(at[numbers] == places)

@@ -15,11 +15,11 @@ from graphir.analysis.topology import Topology
 from graphir.ir.blob import STATE_ROLES
 from graphir.ir.device import Device
 from graphir.ir.names import micro_batch_of
+from graphir.ir.touches import Flags
 
 from ..micro_work import FORWARD, INPUT, UPDATE, WEIGHT
 from .problem import Task, Value
 from .repeats import Again
-from .step import Flags
 from .units import Unit, Units
 
 __all__ = ["Found", "Run", "Tasks"]

@@ -18,9 +18,10 @@ from graphir.ir.device import Device
 from graphir.ir.names import base_name, micro_batch_of, micro_batches
 from graphir.ir.operator import Operator
 from graphir.ir.opset import ACCUMULATES
+from graphir.ir.touches import Numbers
 
 from ..module_patterns import weighted_modules
-from .step import Numbers, Step
+from .step import Step
 
 __all__ = ["Unit", "Units"]
 
