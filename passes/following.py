@@ -62,98 +62,113 @@ class _Following:
     """One sweep in program order.
 
     Attributes:
-        at: of each storage that is elsewhere than before, the device.
+        number: by name, that of a blob.
+        begin, blob: by operator, its first touch; by touch, the blob, as :class:`~graphir.ir.touches.Touches` has it.
+        storage, home: by blob, its storage, and where it was.
+        at: by storage, where it is, if that is elsewhere than before.
     """
 
     def __init__(self, net: Net, dims: Dims, moved: Mapping[int, Device], homes: Mapping[str, Device], by: str) -> None:
         self.net, self.dims, self.moved, self.by = net, dims, moved, by
-        self.at: dict[str, Device] = dict(homes)
+        touches = net.touches
+        self.number = touches.number
+        self.begin: list[int] = touches.begin.tolist()
+        self.blob: list[int] = touches.blob.tolist()
+        self.storage: list[int] = touches.storage.tolist()
+        self.home = [blob.device for blob in net.blobs.values()]
+        self.at: list[Device | None] = [None] * len(self.home)
+        for name, device in homes.items():
+            self.at[self.number[name]] = device
         for i, device in moved.items():  # a function's operators follow its result, which comes after them
-            self.made_by(net.ops[i], device)
+            self.made_by(i, device)
 
     def run(self) -> tuple[tuple[Operator, ...], dict[str, Blob]]:
         """The operators and the blobs where they are now."""
-        at, blobs, by = self.at, self.net.blobs, self.by
         ops = list(self.net.ops)
         for i, op in enumerate(ops):
             device = self.moved.get(i)
             if device is None:
-                if op.phase == "forward" and not follows(op):
+                if not follows(op):
                     continue
-                device = self.device_of(op)
-            before = op.device
-            if device != before:
-                ops[i] = op.on(device, by)
+                device = self.device_of(i, op)
+            if device != op.device:
+                ops[i] = op.on(device, self.by)
             if op.type == "AllReduce":
-                for participant, result in zip(participants(op), op.outputs, strict=True):
-                    self.move(blobs[result], self.place(op.inputs[participant]))
-                continue
-            if device != before and i not in self.moved:
-                self.made_by(op, device)
-        changed = dict(blobs)
-        if at:
-            for name, blob in blobs.items():
-                found = at.get(blob.storage)
-                if found is not None:
-                    changed[name] = blob.on(found)
-        return tuple(ops), changed
+                for participant, result in zip(participants(op), self.outputs(i), strict=True):
+                    self.move(result, self.place(self.inputs(i)[participant]))
+            elif device != op.device and i not in self.moved:
+                self.made_by(i, device)
+        blobs, at = dict(self.net.blobs), self.at
+        for (name, blob), storage in zip(self.net.blobs.items(), self.storage, strict=True):
+            found = at[storage]
+            if found is not None:
+                blobs[name] = blob.on(found)
+        return tuple(ops), blobs
 
-    def made_by(self, op: Operator, device: Device) -> None:
+    def inputs(self, i: int) -> list[int]:
+        """The blobs that an operator reads."""
+        begin = self.begin[i]
+        return self.blob[begin : begin + len(self.net.ops[i].inputs)]
+
+    def outputs(self, i: int) -> list[int]:
+        """The blobs that an operator makes."""
+        op = self.net.ops[i]
+        begin = self.begin[i] + len(op.inputs)
+        return self.blob[begin : begin + len(op.outputs)]
+
+    def made_by(self, i: int, device: Device) -> None:
         """Note where the storages are that an operator makes on its new device."""
-        at, blobs = self.at, self.net.blobs
-        for name in op.outputs:
-            blob = blobs[name]
-            if blob.device == op.device and blob.storage == name and name not in at:
-                at[name] = device
+        at, before = self.at, self.net.ops[i].device
+        for blob in self.outputs(i):
+            if self.storage[blob] == blob and at[blob] is None and self.home[blob] == before:
+                at[blob] = device
 
-    def move(self, blob: Blob, device: Device) -> None:
+    def move(self, blob: int, device: Device) -> None:
         """Note where a storage is, if it is not where it was."""
-        if blob.device != device:
-            self.at[blob.storage] = device
+        if self.home[blob] != device:
+            self.at[self.storage[blob]] = device
 
-    def place(self, name: str) -> Device:
+    def place(self, blob: int) -> Device:
         """Where a blob is now."""
-        blob = self.net.blobs[name]
-        return self.at.get(blob.storage, blob.device)
+        return self.at[self.storage[blob]] or self.home[blob]
 
-    def device_of(self, op: Operator) -> Device:
+    def device_of(self, i: int, op: Operator) -> Device:
         """Where an operator goes that nobody has moved."""
         if op.effects.shows:
-            return self.place(op.inputs[op.effects.views[0][1]])
+            return self.place(self.blob[self.begin[i] + op.effects.views[0][1]])
         if op.type == "AllReduce":
-            return self.place(op.inputs[0])
+            return self.place(self.inputs(i)[0])
         if op.phase == "reduce":
             return self.read_at.get(op.outputs[0], op.device)
         if op.phase == "update":
-            return self.updated(op)
-        return self.beside(op, op.of or self.differentiated(op))
+            return self.updated(i, op)
+        of = op.of or self.differentiated(op)
+        return self.beside(i, op, self.number[of]) if of else op.device
 
-    def updated(self, op: Operator) -> Device:
+    def updated(self, i: int, op: Operator) -> Device:
         """Where an operator of the update goes: to what it overwrites, else to the first gradient that it reads."""
-        blobs, home = self.net.blobs, op.device
-        anchors = [source for _, source in op.effects.writes] or range(len(op.inputs))
-        anchor = next((op.inputs[k] for k in anchors if blobs[op.inputs[k]].device == home), None)
+        inputs, home = self.inputs(i), op.device
+        overwritten = [inputs[source] for _, source in op.effects.writes]
+        anchor = next((blob for blob in overwritten or inputs if self.home[blob] == home), None)
         device = home if anchor is None else self.place(anchor)
         if device != home:  # the optimizer's state is where the parameter is
-            for _, source in op.effects.writes:
-                blob = blobs[op.inputs[source]]
-                if blob.device == home:
-                    self.at.setdefault(blob.storage, device)
+            for blob in overwritten:
+                if self.home[blob] == home and self.at[self.storage[blob]] is None:
+                    self.at[self.storage[blob]] = device
         return device
 
-    def beside(self, op: Operator, of: str) -> Device:
+    def beside(self, i: int, op: Operator, of: int) -> Device:
         """Where an operator goes that belongs to the blob *of*."""
-        blobs = self.net.blobs
-        if not of or blobs[of].device != op.device:
+        if self.home[of] != op.device:
             return op.device
         anchor = self.place(of)
         if op.type == ACCUMULATES and len(op.inputs) > 1:
-            summands = {self.place(name) for name in op.inputs}
+            summands = set(map(self.place, self.inputs(i)))
             return summands.pop() if len(summands) == 1 else anchor
-        if blobs[of].is_view and op.inputs and op.outputs:
-            given, made = blobs[op.inputs[0]], blobs[op.outputs[0]]
+        if self.storage[of] != of and op.inputs and op.outputs:
+            given, made = self.net.blobs[op.inputs[0]], self.net.blobs[op.outputs[0]]
             if given.device == op.device and dense_nbytes(made, self.dims) < dense_nbytes(given, self.dims):
-                return self.place(op.inputs[0])
+                return self.place(self.inputs(i)[0])
         return anchor
 
     def differentiated(self, op: Operator) -> str:
@@ -176,9 +191,9 @@ class _Following:
     def read_at(self) -> Mapping[str, Device]:
         """Where the results of reductions are read: by an update, or by another reduction."""
         found: dict[str, Device] = {}
-        for op in reversed(self.net.ops):
+        for i, op in reversed(list(enumerate(self.net.ops))):
             if op.phase == "update" and op.effects.writes:
-                device = self.updated(op)
+                device = self.updated(i, op)
             elif op.phase == "reduce" and op.type != "AllReduce" and op.outputs[0] in found:
                 device = found[op.outputs[0]]
             else:
