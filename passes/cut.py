@@ -33,7 +33,8 @@ from graphir.ir.device import Device
 from graphir.ir.opset import ACCUMULATES
 from graphir.ir.program import Program
 
-from .crossings import Connected, Free, Unit, Value, Values
+from .connections import Connected, Connections, Free, Unit
+from .crossings import Value, Values
 from .min_cut import Graph
 
 __all__ = ["Sides", "cheapest_sides"]
@@ -61,10 +62,10 @@ def cheapest_sides(
     Returns:
         The devices of the free operators and inputs, and of what computes the gradients of views.
     """
-    values = Values(program, placed, homes, free)
+    connections = Connections(program, placed, homes, free)
     ops, blobs = program.step.ops, program.step.blobs
-    at = dict(values.settled)
-    for units, between in _components(values.all):
+    at = dict(connections.settled)
+    for units, between in _components(Values(program, connections).all):
         here = next((ops[u].device if isinstance(u, int) else blobs[u].device for u in units), None)
         at.update(_assigned(units, between, here))
     return Sides(
@@ -75,7 +76,7 @@ def cheapest_sides(
 
 def _components(values: Iterable[Value]) -> Iterator[tuple[list[Free], list[Value]]]:
     """Groups of free units that values connect, each with the values that its units make or read."""
-    connected = Connected()
+    connected = Connected[Free]()
     between: dict[Free, list[Value]] = {}
     for value in values:
         free = [unit for unit in value.units if not isinstance(unit, Device)]
