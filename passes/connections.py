@@ -117,17 +117,13 @@ class Connections:
             op = self.net.ops[i]
             if op.phase == "reduce":
                 continue
-            begin, end = begins[i], ends[i]
+            begin, end, beside = begins[i], ends[i], -1
             if op.effects.shows or op.phase == "update":
-                anchor = storage[begin] if op.inputs else None
-            elif op.of and may_leave(op, self.net.blobs):
-                anchor, unit[i] = None, self.ops_from + i
-            else:
-                anchor = int(touches.storage[touches.number[op.of]]) if op.of else None
-            if anchor is not None and made[anchor] >= 0:
-                unit[i] = made[anchor]
-            elif unit[i] < 0:
-                unit[i] = self.node[op.device]
+                beside = made[storage[begin]] if op.inputs else -1
+            elif op.of:
+                leaves = may_leave(op, self.net.blobs)
+                beside = self.ops_from + i if leaves else made[touches.storage[touches.number[op.of]]]
+            unit[i] = beside if beside >= 0 else self.node[op.device]
             for touch in range(begin + len(op.inputs), end):
                 if own[touch] and made[storage[touch]] < 0:
                     made[storage[touch]] = unit[i]

@@ -9,10 +9,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from graphir.ir.blob import STATE_ROLES
+from graphir.ir.blob import STATE_ROLES, Blob
 from graphir.ir.device import Device, gpu
 from graphir.ir.module_patterns import lineage
 from graphir.ir.names import base_name
+from graphir.ir.operator import Operator
 from graphir.ir.program import Program
 
 from ..activations import activation_names
@@ -71,18 +72,20 @@ def _settled(program: Program, grouped: Grouped, choice: Choice, names: Sequence
     ops, blobs = program.step.ops, program.step.blobs
     targets = [names[device] for device in choice.devices]
     elsewhere = [(i, targets[group]) for i, group in grouped.of_op.items() if ops[i].device != targets[group]]
-    known = {base_name(name) for name in activation_names(program)} if elsewhere else set()
-    wrong: dict[tuple[int, int], Counter[str]] = defaultdict(Counter)
     least = _SMALL * min([limit for limit in grouped.problem.limits if limit is not None], default=0)
+    large = {
+        i
+        for i, _ in elsewhere
+        if max([blob.nbytes(program.dims) for blob in _handled(ops[i], blobs)], default=0) > least
+    }
+    known = {base_name(name) for name in activation_names(program)} if large else set()
+    wrong: dict[tuple[int, int], Counter[str]] = defaultdict(Counter)
     leaving: set[tuple[str, Device]] = set()
     for i, wanted in elsewhere:
         op = ops[i]
         if not op.outputs or base_name(op.outputs[0]) not in known:
             continue
-        read = [blobs[blobs[name].storage] for name in op.inputs]
-        handled = [blobs[op.outputs[0]], *[blob for blob in read if blob.role not in STATE_ROLES]]
-        large = max([blob.nbytes(program.dims) for blob in handled]) > least
-        if large or any((blob.storage, wanted) in leaving for blob in read):
+        if i in large or any((blobs[name].storage, wanted) in leaving for name in op.inputs):
             wrong[op.device.index, wanted.index][base_name(op.outputs[0])] += 1
             leaving.update((blobs[name].storage, wanted) for name in op.outputs)
     for (source, target), counts in wrong.items():
@@ -90,6 +93,12 @@ def _settled(program: Program, grouped: Grouped, choice: Choice, names: Sequence
         activations = [name for name, count in counts.items() if count == len(there[name])]
         program = build(ShiftActivations, activations=activations, shifts={source: target}).recorded(program)
     return program
+
+
+def _handled(op: Operator, blobs: Mapping[str, Blob]) -> list[Blob]:
+    """What an operator makes first, and the storages that it reads without being state."""
+    read = [blobs[blobs[name].storage] for name in op.inputs]
+    return [blobs[name] for name in op.outputs[:1]] + [blob for blob in read if blob.role not in STATE_ROLES]
 
 
 def _moves(

@@ -62,8 +62,7 @@ class Step:
         given: how many of them are from outside.
         op, storage, makes: by touch, the operator, the storage, and whether the operator makes or overwrites it.
         own: by touch, whether it is by the storage's own name.
-        inputs, begin, end: by operator, how many of its touches are inputs; its first touch, and the one behind its
-            last one.
+        bounds: by operator, its first touch, and the one behind its inputs.
         forward: by operator, whether it is of the forward.
         made: by storage, the operator that makes it; -1 of what is from outside.
         late: by storage, the first operator after the forward that touches what is made before; -1 where none does.
@@ -77,7 +76,8 @@ class Step:
         self.net, self.dims = program.step, dict(program.dims)
         ops, touches = self.net.ops, self.net.touches
         self.op, self.makes = touches.op, touches.makes
-        self.inputs, self.begin, self.end = touches.inputs, touches.begin, touches.end
+        begin, inputs = touches.begin, touches.inputs
+        self.bounds: list[tuple[int, int]] = list(zip(begin.tolist(), (begin + inputs).tolist(), strict=True))
         outside = touches.storage[[touches.number[name] for name in self.net.external_inputs]]
         touched = touches.storage[touches.blob]
         self.own = touched == touches.blob
@@ -104,9 +104,8 @@ class Step:
     def viewing(self) -> Flags:
         """By touch, whether it makes a view."""
         found = np.zeros(len(self.op), np.bool_)
-        for i, op in enumerate(self.net.ops):
-            for output, _ in op.effects.views:
-                found[self.begin[i] + len(op.inputs) + output] = True
+        pairs = zip(self.bounds, self.net.ops, strict=True)
+        found[[made + output for (_, made), op in pairs for output, _ in op.effects.views]] = True
         return found
 
     def first(self, those: Flags) -> Numbers:
@@ -128,8 +127,8 @@ class Step:
 
     def read(self, i: int) -> list[int]:
         """The storages that an operator reads."""
-        begin = int(self.begin[i])
-        return self.numbers[begin : begin + int(self.inputs[i])]
+        begin, end = self.bounds[i]
+        return self.numbers[begin:end]
 
     @cached_property
     def makers(self) -> list[int]:

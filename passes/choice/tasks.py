@@ -64,6 +64,7 @@ class Tasks:
         parts: how many micro-batches there are.
         state: by group, bytes of state.
         held: by device, bytes that are there whatever is chosen.
+        home: by storage of state, its group; -1 of others.
     """
 
     def __init__(self, units: Units, numbers: Mapping[Unit, int]) -> None:
@@ -81,18 +82,19 @@ class Tasks:
         self.phases = [run.phase for run in self.runs]
         self.state = [0] * (max(numbers.values()) + 1)
         self.held: dict[Device, int] = defaultdict(int)
-        self.home: dict[int, int] = {}
+        self.home = np.full(len(step.names), -1, np.int64)
+        sizes = step.nbytes.tolist()
         for name in self.net.external_inputs:
             blob = self.net.blobs[name]
             if blob.role not in STATE_ROLES or blob.is_view:
                 continue
-            unit, storage = units.of_state.get(blob.storage), step.number[blob.storage]
-            nbytes = int(step.nbytes[storage])
+            storage = step.number[name]
+            unit = units.of_state.get(storage)
             if unit is None:
-                self.held[blob.device] += nbytes
+                self.held[blob.device] += sizes[storage]
             else:
                 self.home[storage] = numbers[unit]
-                self.state[numbers[unit]] += nbytes
+                self.state[numbers[unit]] += sizes[storage]
 
     def split(self) -> list[Run]:
         """The step cut into tasks. None reads what a later one makes, as one would that goes on behind a visit to
@@ -127,9 +129,8 @@ class Tasks:
 
     def writers(self, i: int) -> list[int]:
         """The operators that have written last what an operator reads, each of a group."""
-        begin = int(self.step.begin[i])
-        found = self.last_writers[begin : begin + int(self.step.inputs[i])]
-        return [op for op in found if op >= 0]
+        begin, end = self.step.bounds[i]
+        return [op for op in self.last_writers[begin:end] if op >= 0]
 
     @cached_property
     def last_writers(self) -> list[int]:
@@ -210,6 +211,7 @@ class Tasks:
         )
         makers, late_at, written = step.makers, step.late.tolist(), step.written.tolist()
         lasts_of, nbytes, of_op = step.lasting.tolist(), step.nbytes.tolist(), self.of_op.tolist()
+        homes = self.home.tolist()
         merged: dict[tuple[object, ...], int] = defaultdict(int)
         for storage in order:
             tasks, maker, lasts = touching[storage], makers[storage], lasts_of[storage]
@@ -221,7 +223,7 @@ class Tasks:
                 continue
             readers = tuple([task for task in tasks if task != made])
             state = blob.role in STATE_ROLES
-            group = self.home.get(storage, -1) if state else runs[made].group if made >= 0 else runs[tasks[0]].group
+            group = homes[storage] if state else runs[made].group if made >= 0 else runs[tasks[0]].group
             if state:
                 readers = tuple([task for task in readers if runs[task].group != group])
                 if group < 0 or not readers:
@@ -252,16 +254,19 @@ class Tasks:
 
     def touching(self) -> tuple[dict[int, list[int]], list[int]]:
         """By storage, the tasks that touch it, ascending; and the storages that may be handed on, in the order in which
-        tasks begin to touch them: not what one task makes and nobody else touches."""
+        tasks begin to touch them: not what one task makes and nobody else touches, nor state that stays at home."""
         step, count = self.step, len(self.runs)
         task = self.of_op[step.op]
         placed = task >= 0
         keys = np.unique(step.storage[placed] * count + task[placed])
-        storages, tasks = keys // count, (keys % count).tolist()
+        storages, tasks = keys // count, keys % count
+        abroad = np.zeros(len(step.names), np.bool_)
+        abroad[storages[np.array([run.group for run in self.runs])[tasks] != self.home[storages]]] = True
         bounds = np.searchsorted(storages, np.arange(len(step.names) + 1)).tolist()
         some, sizes = np.unique(storages, return_counts=True)
-        some = some[(sizes > 1) | (step.made[some] < 0) | step.lasting[some]]
-        found = {k: tasks[bounds[k] : bounds[k + 1]] for k in some.tolist()}
+        some = some[((sizes > 1) | (step.made[some] < 0) | step.lasting[some]) & abroad[some]]
+        each = tasks.tolist()
+        found = {k: each[bounds[k] : bounds[k + 1]] for k in some.tolist()}
         begun = np.full(len(step.names), -1, np.int64)
         begun[step.storage[placed][::-1]] = np.flatnonzero(placed)[::-1]
         return found, some[np.argsort(begun[some], kind="stable")].tolist()

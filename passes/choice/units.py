@@ -61,7 +61,7 @@ class Units:
         cut_off: those that were a part of others.
         at: the units, in the order in which their forward begins, with their positions in it.
         of_op: by operator, its unit; None on the host.
-        of_state: by storage of state, its unit.
+        of_state: by number of a storage of state, its unit.
         rank: by operator, the position of its unit; -1 where it has none.
 
     Raises:
@@ -74,7 +74,7 @@ class Units:
         self.parts = micro_batches(self.net.blobs)
         self.weighted = weighted_modules(program) - {""} or {""}  # a model without modules is one that stays
         self.of_op: list[Unit | None] = [None] * len(self.net.ops)
-        self.of_state: dict[str, Unit] = {}
+        self.of_state: dict[int, Unit] = {}
         self.cut_off: frozenset[Unit] = frozenset()
         self.at = {unit: i for i, unit in enumerate(self.place_forward())}
         if not self.at:
@@ -121,39 +121,44 @@ class Units:
 
     def place_rest(self) -> None:
         """The units of state, and of the operators behind the forward."""
-        blobs, ops = self.net.blobs, self.net.ops
+        blobs, ops, numbers = self.net.blobs, self.net.ops, self.step.number
+        modules = {unit.module for unit in self.at}
         for name in self.net.external_inputs:
-            blob = blobs[name]
-            owner = Unit(blob.device, base_name(name).rpartition(".")[0])
-            if blob.role in STATE_ROLES and owner in self.at:
-                self.of_state[blob.storage] = owner
+            module = base_name(name).rpartition(".")[0]
+            if module in modules and (blob := blobs[name]).role in STATE_ROLES:
+                owner = Unit(blob.device, module)
+                if owner in self.at:
+                    self.of_state[numbers[blob.storage]] = owner
         for i in np.flatnonzero(~self.step.forward & ~self.step.on_host).tolist():
             op = ops[i]
-            unit = self.of_op[i] = self.unit_behind(op) or next(
+            unit = self.of_op[i] = self.unit_behind(i, op) or next(
                 (self.of_op[k] for k in range(i - 1, -1, -1) if ops[k].device == op.device and self.of_op[k]),
                 None,
             )
             if op.phase == "update" and unit is not None:
-                for name in op.inputs:
+                for name, storage in zip(op.inputs, self.step.read(i), strict=True):
                     blob = blobs[name]
                     if blob.role in STATE_ROLES and blob.device == op.device:
-                        self.of_state.setdefault(blob.storage, unit)
+                        self.of_state.setdefault(storage, unit)
 
-    def unit_behind(self, op: Operator) -> Unit | None:
+    def unit_behind(self, i: int, op: Operator) -> Unit | None:
         """The unit that an operator of the backward, a reduction or an update goes with."""
-        blobs = self.net.blobs
         if op.phase == "update":
+            read = self.step.read(i)
             for _, source in op.effects.writes:
-                storage = blobs[op.inputs[source]].storage
-                if storage in self.of_state:
-                    return self.of_state[storage]
+                if read[source] in self.of_state:
+                    return self.of_state[read[source]]
         if op.type == ACCUMULATES and Unit(op.device, op.module) in self.at:
             return Unit(op.device, op.module)  # the reader's, beside what it adds
-        for name in (op.of,) if op.of else op.inputs:
-            storage = blobs[name].storage
-            if not op.of and storage in self.of_state:
-                return self.of_state[storage]
-            made = self.step.maker(storage)
-            if made >= 0 and (unit := self.of_op[made]) is not None and unit[0] == op.device:
+        if op.of:
+            return self.beside(op, self.step.maker(self.net.blobs[op.of].storage))
+        for storage in self.step.read(i):
+            unit = self.of_state.get(storage) or self.beside(op, self.step.makers[storage])
+            if unit is not None:
                 return unit
         return None
+
+    def beside(self, op: Operator, made: int) -> Unit | None:
+        """The unit of what an operator goes with, if there is one and both are on one device."""
+        unit = self.of_op[made] if made >= 0 else None
+        return unit if unit is not None and unit.device == op.device else None

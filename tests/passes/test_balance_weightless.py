@@ -210,7 +210,7 @@ def test_what_reads_a_parameter_of_the_model_itself_stays() -> None:
     assert tailed is not None
     fixed = {unit for op, unit in zip(program.step.ops, tailed.of_op, strict=True) if "scale" in op.inputs}
     assert len(fixed) == 2 and all(unit is not None and unit.stays for unit in fixed)
-    assert tailed.of_state["scale"] in fixed
+    assert tailed.of_state[tailed.step.number["scale"]] in fixed
     names = [unit.piece for unit in tailed.at if unit in tailed.cut_off and not unit.stays]
     assert "tanh" in names and "tanh_9" in names
 

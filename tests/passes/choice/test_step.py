@@ -95,11 +95,7 @@ def test_no_task_reads_what_a_later_one_makes(program: Program) -> None:
                 assert writer.get(blobs[name].storage, -1) <= task
             writer.update([(blobs[name].storage, task) for name in op.outputs])
     walked = [[writer_of(program, tasks, i, name) for name in op.inputs] for i, op in enumerate(program.step.ops)]
-    step = tasks.step
-    assert walked == [
-        tasks.last_writers[begin : begin + count]
-        for begin, count in zip(step.begin.tolist(), step.inputs.tolist(), strict=True)
-    ]
+    assert walked == [tasks.last_writers[begin:end] for begin, end in tasks.step.bounds]
 
 
 def writer_of(program: Program, tasks: Tasks, at: int, name: str) -> int:
