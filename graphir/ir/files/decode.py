@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Final
 
@@ -125,7 +125,11 @@ def _blob(record: BlobRecord) -> Blob:
 
 
 def _operator(
-    record: OperatorRecord, effects: tuple[Effects, ...], sources: tuple[str, ...], blobs: Sequence[str]
+    record: OperatorRecord,
+    effects: tuple[Effects, ...],
+    sources: tuple[str, ...],
+    blobs: Sequence[str],
+    known: Mapping[str, str],
 ) -> Operator:
     of = record.of
     if isinstance(of, int):
@@ -141,8 +145,8 @@ def _operator(
             raise GraphirError(f"{len(versions)} versions of {len(names)} operands", fix="each operand has one version")
     return Operator(
         admitted(record.type),
-        record.inputs,
-        record.outputs,
+        tuple([known.get(name, name) for name in record.inputs]),
+        tuple([known.get(name, name) for name in record.outputs]),
         {name: _arg(value) for name, value in record.args.items()} if record.args else {},
         Device.parse(record.device),
         record.phase,
@@ -170,13 +174,13 @@ def _net(record: NetRecord, place: str) -> Net:
             blobs[blob.name] = _blob(blob)
     except GraphirError as e:
         raise _placed(f"{place}.blobs[{len(blobs)}]", e) from None
-    names = tuple(blobs)
+    names, known = tuple(blobs), {name: name for name in blobs}  # one object a name, which is found without comparing
     if len(set(record.external_inputs)) != len(record.external_inputs):
         twice = next(name for name, count in Counter(record.external_inputs).items() if count > 1)
         raise _placed(f"{place}.external_inputs", GraphirError(f"external input {twice!r} is listed twice"))
     try:
         for op in record.ops:
-            ops.append(_operator(op, record.effects, record.sources, names))
+            ops.append(_operator(op, record.effects, record.sources, names, known))
     except GraphirError as e:
         raise _placed(f"{place}.ops[{len(ops)}]", e) from None
     return Net(
