@@ -248,7 +248,7 @@ class _Simulation:
         while ready:
             i = heappop(ready) % self.size
             room = self.rooms[self.place[i]]
-            if i in self.sent or all([room.receives(nbytes) for _, nbytes, copy in self.sizes.made[i] if copy]):
+            if i in self.sent or all(room.receives(nbytes) for _, nbytes, copy in self.sizes.made[i] if copy):
                 return i
             room.kept_back.append(i)
         return None
