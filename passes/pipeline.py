@@ -41,9 +41,9 @@ __all__ = ["PipelineSchedule", "Schedules", "pipeline"]
 
 Schedules: TypeAlias = Literal["zero_bubble", "1f1b", "gpipe"]
 
-_LESS: Final = (0.0, 0.03, 0.1)
-"""By how much of itself a limit that is exceeded is tightened, the first time and later, at least: first by what
-exceeds it."""
+_LESS: Final = (0.0, 0.0, 0.01, 0.03)
+"""Of each simulation within limits, by how much of itself a limit is less at least, if the one before has exceeded it:
+it is less by what exceeded it."""
 
 _MORE: Final = 2
 _WORTHWHILE: Final = 0.97
@@ -276,15 +276,18 @@ class _Ordering:
         """A schedule and its *peaks*, as long as it is not beaten; of a device that exceeds its limit, the next
         simulation is given less."""
         inner = list(limits)
+        simulated: Sequence[int] = [0 for _ in inner]
+        held = simulated
         for share in _LESS:
+            for d, (limit, given) in enumerate(zip(limits, inner, strict=True)):
+                if limit is not None and given is not None and held[d] > limit:
+                    less = min(given, simulated[d]) - (held[d] - limit)
+                    inner[d] = min(less, int((1 - share) * limit))
             found = self.found(schedule, inner, beaten=beaten)
             if found is None:
                 return
-            held = peaks(found)
+            simulated, held = _simulated(found), peaks(found)
             yield found, held
-            for d, (limit, given) in enumerate(zip(limits, inner, strict=True)):
-                if limit is not None and given is not None and held[d] > limit:
-                    inner[d] = min(given, _simulated(found)[d]) - max(held[d] - limit, int(share * limit))
 
     def faster(self, found: Schedule, limits: Mapping[str, int]) -> Schedule:
         """What was found, or 1F1B within the limits where that takes less time: zero bubble lets in by what it needs at
