@@ -31,6 +31,7 @@ from graphir.ir.device import Device
 from graphir.ir.names import micro_batches
 from graphir.ir.program import Program
 from graphir.ir.text import nbytes_text
+from graphir.ir.verify import blamed
 
 from .base import Pass, Pipeline, Placed, build, register, require_program
 from .choice.attempts import Attempt, Attempts, Budget
@@ -159,7 +160,7 @@ class Balance(Pass):
                 f"program {program.name!r} has something parked already",
                 fix="balance the program before park: it parks what has to be",
             )
-        with collector_paused():
+        with collector_paused(), blamed(program):
             try:
                 return _Balancing(self, program, profile, threads).run()
             except _Refused as refused:

@@ -236,35 +236,46 @@ class _Ordering:
 
     def within(self, schedule: str, limits: Mapping[str, int]) -> Program:
         """The program in the order of a schedule, or of a plainer one, whose plan keeps within the limits."""
-        least: Mapping[str, int] = {}
-        for found in self.attempts(schedule, limits):
-            peaks = self.peaks(found.order)
-            if not _excess(peaks, limits):
-                return self.ordered((self.faster(found, limits) if schedule == "zero_bubble" else found).order)
-            if not least or _excess(peaks, limits) < _excess(least, limits):
-                least = peaks
-        exceeded = {device: least[device] for device, limit in limits.items() if least[device] > limit}
-        device = next(iter(exceeded))
+        found = self.fitting(schedule, limits)
+        if found is not None:
+            return self.ordered((self.faster(found, limits) if schedule == "zero_bubble" else found).order)
+        least = self.least(schedule, limits)
+        device = next(iter(least))
         raise PassError(
             f"no order by {schedule!r} of the micro-batches keeps within {nbytes_text(limits[device])} on {device}",
             where=f"program {self.program.name!r}",
-            fix=f"the least that can is limits={{{', '.join(f'{d!r}: {n}' for d, n in exceeded.items())}}}",
+            fix=f"the least that can is limits={{{', '.join(f'{d!r}: {n}' for d, n in least.items())}}}",
         )
 
-    def attempts(self, schedule: str, limits: Mapping[str, int]) -> Iterator[Schedule]:
-        """Schedules to try, the fastest first: the one without limits, if it keeps within them all the same. A plan
-        issues copies and frees in an order of its own, and what is let in can come to more than was reckoned: where a
-        limit is exceeded, the next simulation is given less."""
+    def fitting(self, schedule: str, limits: Mapping[str, int]) -> Schedule | None:
+        """The first of the attempts whose plan keeps within the limits."""
+        tried = self.attempts(schedule, limits)
+        return next((found for found in tried if not _excess(self.peaks(found.order), limits)), None)
+
+    def least(self, schedule: str, limits: Mapping[str, int]) -> Mapping[str, int]:
+        """By device whose limit is too small, one with which the schedule has an order: what the nearest order holds,
+        if that one or another is found with it. The last attempts do not depend on limits."""
+        tried = [self.peaks(found.order) for found in self.attempts(schedule, limits)]
+        needed = [
+            {device: peaks[device] for device, limit in limits.items() if peaks[device] > limit}
+            for peaks in sorted(tried, key=lambda peaks: _excess(peaks, limits))
+        ]
+        return next(more for more in needed if self.fitting(schedule, {**limits, **more}) is not None)
+
+    def attempts(self, schedule: str, limits: Mapping[str, int], beaten: Beaten = UNBEATEN) -> Iterator[Schedule]:
+        """Schedules to try that are not beaten, the fastest first: the one without limits, if it keeps within them all
+        the same. A plan issues copies and frees in an order of its own, and what is let in can come to more than was
+        reckoned: where a limit is exceeded, the next simulation is given less."""
         most = [limits.get(device) for device in self.work.devices]
-        free = self.found(schedule, [None for _ in most], beaten=Beaten(peaks=most))
+        free = self.found(schedule, [None for _ in most], beaten=Beaten(beaten.seconds, most))
         if free is not None:
             yield free
-        for found, _ in self.tightened(schedule, most, self.planned):
+        for found, _ in self.tightened(schedule, most, self.planned, beaten):
             yield found
-        if schedule != "1f1b":
-            yield self.unbeaten("1f1b", most)
-        yield self.unbeaten("1f1b", None, 1)
-        yield Schedule(_one_after_the_other(self.work), math.inf)
+        plainer = [] if schedule == "1f1b" else [self.found("1f1b", most, beaten=beaten)]
+        yield from filter(None, [*plainer, self.found("1f1b", None, 1, beaten)])
+        if beaten is UNBEATEN:
+            yield Schedule(_one_after_the_other(self.work), math.inf)
 
     def tightened(
         self,
@@ -292,11 +303,10 @@ class _Ordering:
     def faster(self, found: Schedule, limits: Mapping[str, int]) -> Schedule:
         """What was found, or 1F1B within the limits where that takes less time: zero bubble lets in by what it needs at
         most, and where little room is left, that may be one micro-batch less."""
-        inner = [limits.get(device) for device in self.work.devices]
-        plain = self.found("1f1b", inner, beaten=Beaten(seconds=found.seconds))
-        if plain is None or plain.seconds >= found.seconds or _excess(self.peaks(plain.order), limits):
-            return found
-        return plain
+        for plain in self.attempts("1f1b", limits, Beaten(found.seconds)):
+            if plain.seconds < found.seconds and not _excess(self.peaks(plain.order), limits):
+                return plain
+        return found
 
     @cached_property
     def plans(self) -> PlanPeaks:

@@ -15,7 +15,7 @@ import graphir
 from graphir import passes
 from graphir.analysis.topology import Speed
 from graphir.cli import app
-from graphir.errors import GraphirError, PassError
+from graphir.errors import GraphirError, PassError, VerifyError
 from graphir.ir.program import Program
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -142,3 +142,11 @@ def test_pins_to_the_host_are_refused_though_a_limit_names_it(program: Program) 
     with pytest.raises(PassError, match="'fc1' is pinned to the host") as refusal:
         passes.balance(program, {"gpu:0": 10**9, "cpu": 10**9}, pin={"fc1": "cpu"})
     assert refusal.value.fix == "pin modules to gpus; options 'park' puts what they save on the host"
+
+
+def test_a_program_that_is_not_well_formed_is_told_so(program: Program) -> None:
+    """What balance looked up in it raised a bare KeyError."""
+    first, *others = program.step.ops
+    broken = program.with_(step=program.step.with_(ops=(first._replace(inputs=("nowhere",)), *others)))
+    with pytest.raises(VerifyError, match="blob 'nowhere' is not declared"):
+        passes.balance(broken, {"gpu:0": "1 GiB", "gpu:1": "1 GiB"}, evaluations=10)

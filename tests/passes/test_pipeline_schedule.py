@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import random
 import warnings
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import models
 import pytest
 import torch
 from micro import assert_same, captured, mlp, steps
+from torch import nn
 
 import graphir
 from graphir import passes
@@ -165,6 +167,49 @@ def test_limits_that_nothing_keeps_are_refused_with_the_least() -> None:
     least = int(last.rpartition(": ")[2].rstrip("}"))
     after = passes.pipeline(half(), limits={"gpu:0": least})
     assert graphir.memory(passes.emit(after)).peak["gpu:0"] <= least
+
+
+class TwiceCalled(nn.Module):
+    """Layers that are called twice, and a weight that two of them share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(16, 16) for _ in range(3))
+        self.c.weight = self.a.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.c(torch.relu(self.b(self.a(x)))) + self.a(self.b(x))
+        return y
+
+
+def twice_called(second: str, third: str, parts: int) -> Program:
+    torch.manual_seed(0)
+    batch = (torch.randn(2 * parts, 16),), (torch.randn(2 * parts, 16),)
+    example = models.Example(TwiceCalled(), *batch, nn.functional.mse_loss)
+    return passes.inject_copies(passes.shift_modules(captured(example, parts), {second: 1, third: 2}))
+
+
+@pytest.mark.parametrize("gpus", [(5964, 3622, 2626), (9405, 2858, 4357), (9429, 958, 7361)])
+def test_the_least_that_a_refusal_names_works(gpus: tuple[int, int, int]) -> None:
+    """What the nearest order holds was named, which was not found again within that."""
+    before = twice_called("c", "b", 8)
+    limits = {f"gpu:{device}": nbytes for device, nbytes in enumerate(gpus)}
+    with pytest.raises(PassError) as e:
+        passes.pipeline(before, limits=limits)
+    named = ast.literal_eval(e.value.fix.partition("limits=")[2])
+    after = passes.pipeline(before, limits={**limits, **named})
+    peak = graphir.memory(passes.emit(after)).peak
+    assert all(peak[device] <= nbytes for device, nbytes in {**limits, **named}.items())
+
+
+@pytest.mark.parametrize("gpus", [(12978, 3504, 8282), (10720, 4320, 9235)])
+def test_zero_bubble_is_no_slower_than_any_1f1b_within_the_limits(gpus: tuple[int, int, int]) -> None:
+    """The 1F1B that has no limits, and keeps within them, was not looked at."""
+    before = twice_called("c", "b", 8)
+    limits = {f"gpu:{device}": nbytes for device, nbytes in enumerate(gpus)}
+    orders = [passes.pipeline(before, name, limits=limits) for name in ("zero_bubble", "1f1b")]  # type: ignore[arg-type]
+    taken = [graphir.overlap(passes.emit(order)).seconds for order in orders]
+    assert taken[0] <= 1.01 * taken[1]
 
 
 def test_a_forward_that_fits_nowhere_goes_ahead_in_the_end() -> None:
