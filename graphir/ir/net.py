@@ -171,6 +171,10 @@ class Net:
                 graph.add_edge(("op", i), (name, version))
         return graph
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Its fields; what was found out about them is found out again."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
     def __hash__(self) -> int:
         return hash((self.name, len(self.ops), len(self.blobs), self.external_inputs, self.external_outputs))
 

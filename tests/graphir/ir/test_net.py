@@ -71,6 +71,14 @@ def test_a_changed_net_leaves_the_old_one():
     assert net.name == "chain"
 
 
+def test_what_was_found_out_about_a_net_is_not_pickled_with_it():
+    net = chain()
+    fresh = pickle.dumps(net)
+    assert net.touches.makes.any() and net.producer("x") and net.devices
+    assert pickle.dumps(net) == fresh
+    assert pickle.loads(fresh) == net
+
+
 def test_a_net_is_a_graph_of_operators_and_values():
     net = chain()
     graph = net.to_networkx()
