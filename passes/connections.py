@@ -76,8 +76,7 @@ class Connections:
         self, program: Program, placed: Mapping[int, Device], homes: Mapping[str, Device], free: Mapping[int, None]
     ) -> None:
         self.net, self.touches = program.step, program.step.touches
-        self.storage = self.touches.storage[self.touches.blob]
-        self.own = self.touches.makes & (self.storage == self.touches.blob)
+        self.own = self.touches.makes & (self.touches.stored == self.touches.blob)
         self.devices = list(dict.fromkeys([*self.net.devices, *placed.values(), *homes.values()]))
         self.node = {device: node for node, device in enumerate(self.devices)}
         self.ops_from = len(self.devices)
@@ -112,7 +111,7 @@ class Connections:
         """The units of the operators that are neither free nor placed, and what these make."""
         touches, unit, made = self.touches, self.unit.tolist(), self.made.tolist()
         begins, ends = touches.begin.tolist(), touches.end.tolist()
-        storage, own = self.storage.tolist(), self.own.tolist()
+        storage, own = touches.stored.tolist(), self.own.tolist()
         for i in np.flatnonzero(self.unit < 0).tolist():
             op = self.net.ops[i]
             if op.phase == "reduce":
@@ -137,7 +136,7 @@ class Connections:
             blob = self.touches.number[name]
             if self.made[blob] == blobs_from + blob:
                 found.join(blobs_from + blob, ())
-        nodes = (self.storage + blobs_from).tolist()
+        nodes = (self.touches.stored + blobs_from).tolist()
         for i in np.flatnonzero(self.unit >= self.ops_from).tolist():
             found.join(int(self.unit[i]), nodes[self.touches.begin[i] : self.touches.end[i]])
         return found.tops()

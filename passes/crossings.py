@@ -63,7 +63,7 @@ class Values:
         for name, unit in inputs.items():
             self.hold(name, unit)
         changed: list[str] = []
-        for i in np.unique(touches.op[loose[touches.storage[touches.blob]]]).tolist():
+        for i in np.unique(touches.op[loose[touches.stored]]).tolist():
             if connections.unit[i] >= 0:
                 changed += self.add(step.ops[i], connections.named(int(connections.unit[i])))
         for name in changed:

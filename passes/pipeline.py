@@ -253,12 +253,11 @@ class _Ordering:
         return next((found for found in tried if not _excess(self.peaks(found.order), limits)), None)
 
     def least(self, schedule: str, limits: Mapping[str, int]) -> Mapping[str, int]:
-        """By device whose limit is too small, one with which the schedule has an order: what the nearest order holds,
-        if that one or another is found with it. The last attempts do not depend on limits."""
-        tried = [self.peaks(found.order) for found in self.attempts(schedule, limits)]
+        """By device whose limit is too small, one with which the schedule has an order: what the nearest order so far
+        holds, if that one or another is found with it. The last attempts do not depend on limits."""
         needed = [
             {device: peaks[device] for device, limit in limits.items() if peaks[device] > limit}
-            for peaks in sorted(tried, key=lambda peaks: _excess(peaks, limits))
+            for peaks in sorted(self.measured.values(), key=lambda peaks: _excess(peaks, limits))
         ]
         return next(more for more in needed if self.fitting(schedule, {**limits, **more}) is not None)
 
@@ -272,8 +271,12 @@ class _Ordering:
             yield free
         for found, _ in self.tightened(schedule, most, self.planned, beaten):
             yield found
-        plainer = [] if schedule == "1f1b" else [self.found("1f1b", most, beaten=beaten)]
-        yield from filter(None, [*plainer, self.found("1f1b", None, 1, beaten)])
+        for limited, in_flight in ((most, None), (None, 1)):
+            if schedule == "1f1b" and limited:
+                continue
+            plainer = self.found("1f1b", limited, in_flight, beaten)
+            if plainer is not None:
+                yield plainer
         if beaten is UNBEATEN:
             yield Schedule(_one_after_the_other(self.work), math.inf)
 

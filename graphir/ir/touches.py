@@ -37,6 +37,7 @@ class Touches:
         number: by name of a blob, its number.
         storage: by blob, the number of the blob that owns its bytes.
         op, blob, makes: by touch, the operator, the blob, and whether the operator makes or overwrites it.
+        stored: by touch, the storage.
         inputs, begin, end: by operator, how many of its touches are inputs; its first touch, and the one behind its
             last one.
     """
@@ -51,6 +52,7 @@ class Touches:
         self.begin = self.end - widths
         self.op = np.repeat(np.arange(len(ops)), widths)
         self.blob = self.numbered(chain.from_iterable([op.inputs + op.outputs for op in ops]), len(self.op))
+        self.stored = self.storage[self.blob]
         self.makes: Flags = np.arange(len(self.op)) - self.begin[self.op] >= self.inputs[self.op]
 
     def numbered(self, names: Iterable[str], count: int) -> Numbers:

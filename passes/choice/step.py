@@ -79,16 +79,15 @@ class Step:
         begin, inputs = touches.begin, touches.inputs
         self.bounds: list[tuple[int, int]] = list(zip(begin.tolist(), (begin + inputs).tolist(), strict=True))
         outside = touches.storage[[touches.number[name] for name in self.net.external_inputs]]
-        touched = touches.storage[touches.blob]
-        self.own = touched == touches.blob
-        both = np.concatenate([outside, touched])
+        self.own = touches.stored == touches.blob
+        both = np.concatenate([outside, touches.stored])
         self.blobs = both[_firsts(both)]
         self.names = [touches.names[blob] for blob in self.blobs.tolist()]
         self.number = {name: i for i, name in enumerate(self.names)}
         self.given = len(np.unique(outside))
         numbers = np.zeros(len(touches.names), np.int64)
         numbers[self.blobs] = np.arange(len(self.blobs))
-        self.storage = numbers[touched]
+        self.storage = numbers[touches.stored]
         self.forward = np.array([op.phase == "forward" for op in ops], np.bool_)
         self.devices = self.net.devices
         places = {device: i for i, device in enumerate(self.devices)}

@@ -182,17 +182,18 @@ class TwiceCalled(nn.Module):
         return y
 
 
-def twice_called(second: str, third: str, parts: int) -> Program:
+@cache
+def twice_called() -> Program:
+    """In eight micro-batches, each layer on a device of its own."""
     torch.manual_seed(0)
-    batch = (torch.randn(2 * parts, 16),), (torch.randn(2 * parts, 16),)
-    example = models.Example(TwiceCalled(), *batch, nn.functional.mse_loss)
-    return passes.inject_copies(passes.shift_modules(captured(example, parts), {second: 1, third: 2}))
+    example = models.Example(TwiceCalled(), (torch.randn(16, 16),), (torch.randn(16, 16),), nn.functional.mse_loss)
+    return passes.inject_copies(passes.shift_modules(captured(example, 8), {"c": 1, "b": 2}))
 
 
 @pytest.mark.parametrize("gpus", [(5964, 3622, 2626), (9405, 2858, 4357), (9429, 958, 7361)])
 def test_the_least_that_a_refusal_names_works(gpus: tuple[int, int, int]) -> None:
     """What the nearest order holds was named, which was not found again within that."""
-    before = twice_called("c", "b", 8)
+    before = twice_called()
     limits = {f"gpu:{device}": nbytes for device, nbytes in enumerate(gpus)}
     with pytest.raises(PassError) as e:
         passes.pipeline(before, limits=limits)
@@ -205,7 +206,7 @@ def test_the_least_that_a_refusal_names_works(gpus: tuple[int, int, int]) -> Non
 @pytest.mark.parametrize("gpus", [(12978, 3504, 8282), (10720, 4320, 9235)])
 def test_zero_bubble_is_no_slower_than_any_1f1b_within_the_limits(gpus: tuple[int, int, int]) -> None:
     """The 1F1B that has no limits, and keeps within them, was not looked at."""
-    before = twice_called("c", "b", 8)
+    before = twice_called()
     limits = {f"gpu:{device}": nbytes for device, nbytes in enumerate(gpus)}
     orders = [passes.pipeline(before, name, limits=limits) for name in ("zero_bubble", "1f1b")]  # type: ignore[arg-type]
     taken = [graphir.overlap(passes.emit(order)).seconds for order in orders]

@@ -27,4 +27,5 @@ def test_columns_say_which_operator_touches_which_blob():
     assert touches.begin.tolist() == [0, 3, 5, 7]
     assert touches.end.tolist() == [3, 5, 7, 8]
     assert [touches.names[i] for i in touches.storage] == list("wxaabc")
+    assert [touches.names[i] for i in touches.stored] == list("xwaaabca")
     assert touches.geometry.tolist() == [0, 1, 1, 2, 1, 3]
