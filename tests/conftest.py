@@ -25,25 +25,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden; read the diff by eye")
 
 
-def pytest_configure() -> None:
-    """Tests interrupt themselves, also where pytest runs in the background: a shell has that ignore SIGINT."""
+def pytest_configure(config: pytest.Config) -> None:
+    """GPUs are for ``-m cuda``: all other tests are of the host, and their processes see no GPU on any machine.
+
+    Tests interrupt themselves, also where pytest runs in the background: a shell has that ignore SIGINT.
+    """
+    if config.getoption("markexpr") != "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # read by torch at the first question about devices
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``cuda`` are skipped where there is no CUDA device."""
+    """Tests marked ``cuda`` are skipped where no CUDA device is seen."""
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("cuda"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
-@pytest.fixture(autouse=True)
-def _host_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sessions see CUDA devices in tests that are marked ``cuda``; the bits of all others are the host's."""
-    if torch.cuda.is_available() and not request.node.get_closest_marker("cuda"):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and to be asked for by -m cuda"))
 
 
 @pytest.fixture(autouse=True)

@@ -110,6 +110,7 @@ def test_examples_print_what_the_page_shows(page, tmp_path, monkeypatch, request
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # some figures are per thread
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")  # and some of one kind of processor
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     shutil.copytree(CAFFE2_MODEL, tmp_path, dirs_exist_ok=True)
     text = page.read_text(encoding="utf-8")
     for example, printed in reversed(list(run(page))):

@@ -1,8 +1,8 @@
 """The scratch of convolutions and of their gradients: that of oneDNN on x86 with AVX-512, and of ATen's own kernels.
 
 OneDNN's blocked layouts have 16 channels a block. AVX2's have 8, which matters only where channels are no multiple of
-16; other processors convolve without blocks. So the formulas hold where torch finds AVX-512; elsewhere the bytes of
-convolutions by oneDNN are unknown until they are measured.
+16; other processors convolve without blocks; those with AMX have kernels of other scratch. So the formulas hold where
+torch finds AVX-512 and no AMX; elsewhere the bytes of convolutions by oneDNN are unknown until they are measured.
 """
 
 from __future__ import annotations
@@ -214,8 +214,8 @@ class _Convolution(NamedTuple):
 def _are_blocked_by_16() -> bool:
     """Whether oneDNN convolves on this machine, and by its kernels for AVX-512."""
     mkldnn = torch.backends.mkldnn
-    mkldnn = torch.backends.mkldnn
-    return bool(mkldnn.is_available() and mkldnn.enabled) and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    vectors = torch.backends.cpu.get_cpu_capability() == "AVX512" and not torch.cpu._is_amx_tile_supported()
+    return bool(mkldnn.is_available() and mkldnn.enabled) and vectors
 
 
 def convolution(call: SizedOperator) -> int | None:

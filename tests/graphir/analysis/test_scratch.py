@@ -26,7 +26,9 @@ from graphir.ir.operator import Operator
 from graphir.ir.plan import Plan
 
 needs_avx512 = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkldnn.is_available(),
+    torch.backends.cpu.get_cpu_capability() != "AVX512"
+    or torch.cpu._is_amx_tile_supported()
+    or not torch.backends.mkldnn.is_available(),
     reason="convolutions' scratch is that of oneDNN's kernels for AVX-512",
 )
 
@@ -97,6 +99,14 @@ UNKNOWN = {
     "overlapping, transposed": nn.ConvTranspose2d(32, 16, 4, stride=2),
     "channels last": nn.Conv2d(32, 32, 3).to(memory_format=torch.channels_last),
 }
+
+
+@needs_avx512
+def test_kernels_for_amx_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = passes.emit(graphir.capture(CONVOLUTIONS["3x3"][0], inputs=(torch.randn(4, 32, 12, 12),)))
+    assert graphir.memory(plan).sources()["computed"] == 1
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert graphir.memory(plan).sources()["unknown"] == 1
 
 
 @pytest.mark.parametrize("case", UNKNOWN)

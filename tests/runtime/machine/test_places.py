@@ -85,7 +85,6 @@ def test_bindings_that_do_not_fit_are_refused(binding: Any, what: str) -> None:
     assert error.value.what.startswith(what) and error.value.fix
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
 def test_cuda_without_cuda_is_refused() -> None:
     program = captured(models.mlp())
     with pytest.raises(SessionError, match="there is no CUDA device here"):
