@@ -17,7 +17,7 @@ import torch
 from apart import apart
 from limits import limited
 from stepping import momentum_sgd
-from timing import in_turn, ratio, warmed
+from timing import in_turn, quartile, ratio, warmed
 from torch import Tensor, fx, nn
 
 import graphir
@@ -26,7 +26,7 @@ from graphir.ir.program import Program
 
 __all__ = ["CASES", "Case", "predicted_rows", "rows"]
 
-_ROUNDS, _WARM, _STEPS = 10, 1, 1
+_ROUNDS, _WARM, _STEPS = 30, 1, 1
 
 
 class Stack(nn.Module):
@@ -105,6 +105,9 @@ APART = "two threads, half of the micro-batches each, apart"
 GIVEN = "zero bubble, limits given"
 """The plan within the peak of 1F1B's on its fullest device, which is measured on plans."""
 
+COPIED = "copied by torch.fx"
+"""The yardstick of the machine."""
+
 SEGMENTS = "zero bubble, no limit, in segments"
 """The plan without a limit, executed without the interpreter's lock."""
 
@@ -155,15 +158,15 @@ def _rows_of(name: str, case: Case) -> Iterator[str]:
     fullest = {order: max(graphir.memory(plan).peak.values()) for order, plan in plans.items()}
     taken = _taken(name, case, example, one, {"one device": passes.emit(passes.share_storage(one)), **plans})
     alone, apart_ = taken.pop("one device"), taken.pop(APART)
-    cores = min(ratio(alone, apart_), 2.0)
+    cores = min(quartile(alone) / quartile(apart_), 2.0)
     fullest[SEGMENTS] = fullest["zero bubble, no limit"]
     rivals = {order: taken.pop(order) for order in RIVALS if order in taken}
     best = min(rivals, key=lambda order: statistics.median(rivals[order])) if rivals else ""
     bound = 2 * case.parts / (case.parts + 1)
-    yield f"| {name} | one device | {statistics.median(alone) * 1e3:.1f} | 1.00 |  |  |  |  |  |  |  |  |"
-    yield f"| {name} | {APART} | {statistics.median(apart_) * 1e3:.1f} | {cores:.2f} |  |  |  |  |  |  |  |  |"
+    yield f"| {name} | one device | {quartile(alone) * 1e3:.1f} | 1.00 |  |  |  |  |  |  |  |  |"
+    yield f"| {name} | {APART} | {quartile(apart_) * 1e3:.1f} | {cores:.2f} |  |  |  |  |  |  |  |  |"
     for order, seconds in taken.items():
-        faster, share = ratio(alone, seconds), PLANS[order][1] if order in PLANS else None
+        faster, share = quartile(alone) / quartile(seconds), PLANS[order][1] if order in PLANS else None
         bubble = order in PLANS and order.startswith("zero bubble")
         least = 1.35 if not case.rival and bubble else None
         share = share if case.rival else None
@@ -174,16 +177,16 @@ def _rows_of(name: str, case: Case) -> Iterator[str]:
             against, at_most = limited(f"{ratio(seconds, rivals[best]):.2f}", at_most=late), str(late or "")
         mib = limited(f"{fullest[order] / 2**20:.2f}", at_most=None if most is None else round(most / 2**20, 2))
         yield (
-            f"| {name} | {order} | {statistics.median(seconds) * 1e3:.1f} "
+            f"| {name} | {order} | {quartile(seconds) * 1e3:.1f} "
             f"| {limited(f'{faster:.2f}', at_least=least)} | {least or ''} "
             f"| {faster / bound:.2f} | {limited(f'{2 * faster / bound / cores:.2f}', at_least=share)} | {share or ''} "
             f"| {mib} | {'' if most is None else f'{most / 2**20:.2f}'} | {against} | {at_most} |"
         )
     if best:
         seconds = rivals[best]
-        faster = ratio(alone, seconds)
+        faster = quartile(alone) / quartile(seconds)
         yield (
-            f"| {name} | torch.distributed.pipelining, {best} | {statistics.median(seconds) * 1e3:.1f} "
+            f"| {name} | torch.distributed.pipelining, {best} | {quartile(seconds) * 1e3:.1f} "
             f"| {faster:.2f} |  | {faster / bound:.2f} | {2 * faster / bound / cores:.2f} |  |  |  | 1.00 |  |"
         )
 
@@ -220,8 +223,9 @@ def _step_seconds(run: Callable[[int], float]) -> float:
     return run(_STEPS) / _STEPS
 
 
-RUNS = 3
-"""Of so many, the shortest is what a pass takes of the processor's time: others only ever add to it."""
+RUNS = 5
+"""Of so many, one in each round of all, the shortest is what a pass takes of the processor's time: others only ever add
+to it."""
 
 
 def predicted_rows() -> Iterator[str]:
@@ -232,32 +236,35 @@ def predicted_rows() -> Iterator[str]:
         "| copied by torch.fx, µs a node |"
     )
     yield "| ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |"
-    for devices in (4, 8):
-        for parts in (devices, 2 * devices):
-            program, moved = _deep(devices, parts)
-            alone = graphir.overlap(passes.emit(program)).seconds
-            graph = program.to_fx().graph
-            copied = _microseconds(partial(_copied, graph), len(graph.nodes))
-            orders = {name: order for name, (order, _) in PLANS.items() if order is not None}
-            for name, order in {**orders, GIVEN: partial(passes.pipeline, limits=_fullest(moved))}.items():
-                each = _microseconds(partial(_anew, order, moved), len(moved.step.ops))
-                faster = alone / graphir.overlap(passes.emit(order(moved))).seconds
-                least = 0.85 * devices if name == "zero bubble, no limit" and parts == 2 * devices else None
-                yield (
-                    f"| {devices} | {parts} | {name} | {limited(f'{faster:.2f}', at_least=least)} "
-                    f"| {f'{least:.2f}' if least else ''} | {len(moved.step.ops):,} "
-                    f"| {limited(f'{each:.1f}', at_most=40)} | 40 | {copied:.1f} |"
-                )
+    cases = {(devices, parts): _deep(devices, parts) for devices in (4, 8) for parts in (devices, 2 * devices)}
+    passed: dict[tuple[int, int], dict[str, Callable[[Program], Program]]] = {}
+    runs: dict[tuple[int, int, str], Callable[[], float]] = {}
+    for (devices, parts), (program, moved) in cases.items():
+        orders = {name: order for name, (order, _) in PLANS.items() if order is not None}
+        passed[devices, parts] = {**orders, GIVEN: partial(passes.pipeline, limits=_fullest(moved))}
+        for name, order in passed[devices, parts].items():
+            runs[devices, parts, name] = partial(_microseconds, partial(_anew, order, moved), len(moved.step.ops))
+        graph = program.to_fx().graph
+        runs[devices, parts, COPIED] = partial(_microseconds, partial(_copied, graph), len(graph.nodes))
+    least = {run: min(taken) for run, taken in in_turn(runs, RUNS).items()}
+    for (devices, parts), (program, moved) in cases.items():
+        alone = graphir.overlap(passes.emit(program)).seconds
+        for name, order in passed[devices, parts].items():
+            faster = alone / graphir.overlap(passes.emit(order(moved))).seconds
+            share = 0.85 * devices if name == "zero bubble, no limit" and parts == 2 * devices else None
+            each, copied = least[devices, parts, name], least[devices, parts, COPIED]
+            yield (
+                f"| {devices} | {parts} | {name} | {limited(f'{faster:.2f}', at_least=share)} "
+                f"| {f'{share:.2f}' if share else ''} | {len(moved.step.ops):,} "
+                f"| {limited(f'{each:.1f}', at_most=40)} | 40 | {copied:.1f} |"
+            )
 
 
 def _microseconds(run: Callable[[], object], each: int) -> float:
-    """What a call takes, for each of so many."""
-    taken = []
-    for _ in range(RUNS):
-        start = time.process_time()
-        run()
-        taken.append(time.process_time() - start)
-    return min(taken) / each * 1e6
+    """What a call takes of the processor's time, for each of so many."""
+    start = time.process_time()
+    run()
+    return (time.process_time() - start) / each * 1e6
 
 
 def _copied(graph: fx.Graph) -> None:
