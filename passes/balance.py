@@ -14,6 +14,7 @@ on with that in mind.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, TypeAlias
 
@@ -35,7 +36,7 @@ from graphir.ir.verify import blamed
 
 from .base import Pass, Pipeline, Placed, build, register, require_program
 from .choice.attempts import Attempt, Attempts, Budget
-from .choice.groups import Reading, Wanted
+from .choice.groups import Grouped, Reading, Wanted
 from .choice.least import exceeded, least
 from .choice.moves import placed
 from .choice.outcome import Outcomes
@@ -80,6 +81,13 @@ _MORE: Final = 1.005
 
 _SAID: Final = 1.01
 """How many times as long as its groups say a plan may take so that it is believed to be among the best."""
+
+_ON_TOP: Final = 0.3
+"""The part of the seconds of a search that plans may take on top of these."""
+
+_KINDS: Final = 3
+_UNLIKE: Final = 0.1
+"""How many of the next best choices are tried where the best ones are not, and what part of the groups is elsewhere."""
 
 _OTHERS: Final = 2
 _OTHERS_IN_PARTS: Final = 4
@@ -291,7 +299,7 @@ class _Balancing:
     Attributes:
         topology: where the program would run.
         grouped: the program in as many groups as a search can take.
-        before: the program as it is.
+        before: the program as it is, once it was emitted.
     """
 
     def __init__(self, options: Balance, program: Program, profile: Profile | None, threads: int) -> None:
@@ -363,7 +371,7 @@ class _Balancing:
             claimed = claims(self.program, given)
         for op in self.program.step.ops if "shift" not in self.options.options else ():
             named = claimed.get(op.module)
-            if named is None or op.phase != "forward" or op.device.is_host or op.device == given[named]:
+            if named is None or op.phase == "backward" or op.device.is_host or op.device == given[named]:
                 continue
             raise PassError(
                 f"balance: {named!r} is pinned to {given[named]}, and options do not allow to shift it from "
@@ -384,6 +392,8 @@ class _Balancing:
         return Reading(self.program, self.wanted, self.topology, self.profile, self.threads, issue)
 
     def run(self) -> Balanced:
+        if self.emits:
+            self.leave_to_plans()
         attempts = self.searches.made(regroups=self.emits and "recompute" in self.options.options)
         if not self.emits:
             best = min(attempts, key=lambda attempt: attempt.rank)
@@ -412,12 +422,25 @@ class _Balancing:
         attempt, one = nearest
         raise self.refused(attempt, one.choice)
 
+    def leave_to_plans(self) -> None:
+        """Let the search end early enough for the plans of what it finds, by what that of the program itself takes."""
+        begun = time.perf_counter()
+        self.before = self.planned(self.grouped, self.grouped.problem.now())
+        plans = (1 + self.others()) * (time.perf_counter() - begun)
+        self.searches.leave(max(plans - _ON_TOP * self.options.seconds, 0.0))
+
+    def others(self) -> int:
+        """How many of the next best choices are worth a plan."""
+        if self.parts > 1:
+            return _OTHERS_IN_PARTS
+        return _OTHERS if len(self.program.step.ops) <= _MANY else 0
+
     def tried(self, attempts: Sequence[Attempt]) -> list[tuple[Attempt, _Emitted]]:
-        """The candidates as plans. Where some are within the limits, but none takes as short as its groups say, the
-        next best one and the plain one, too: these may be of another kind."""
+        """The candidates as plans. Where some are within the limits, but none takes as short as its groups say, some of
+        the next best ones and the plain one, too: these may be of another kind."""
         found = [(attempt, self.emitted(attempt, choice)) for attempt, choice in self.candidates(attempts)]
         best = min(attempts, key=lambda attempt: attempt.rank)
-        for choice in (*best.found.others[:1], *best.found.others[-1:]):
+        for choice in (*self.unlike(best, [one.choice for of, one in found if of is best]), *best.found.others[-1:]):
             fitting = [
                 (one.seconds, attempt.outcomes(one.choice).seconds)
                 for attempt, one in found
@@ -428,14 +451,21 @@ class _Balancing:
                 found.append((best, self.emitted(best, choice)))
         return found
 
+    def unlike(self, attempt: Attempt, tried: Sequence[Choice]) -> list[Choice]:
+        """Some of the next best choices that have a good part of the groups elsewhere than those that were tried."""
+        found = list(tried)
+        for choice in attempt.found.others:
+            if all(_elsewhere(choice, other) >= _UNLIKE * len(choice.devices) for other in found):
+                found.append(choice)
+        return found[len(tried) : len(tried) + _KINDS]
+
     def candidates(self, attempts: Sequence[Attempt]) -> list[tuple[Attempt, Choice]]:
         """The choices that are worth a plan: the best ones of the best attempt, and the best one of each other that is
         about as good."""
         best, *others = sorted(attempts, key=lambda attempt: attempt.rank)
-        count = _OTHERS_IN_PARTS if self.parts > 1 else _OTHERS if len(self.program.step.ops) <= _MANY else 0
         over, seconds = best.rank
         near = [other for other in others if over or (not other.rank[0] and other.rank[1] <= _WORSE * seconds)]
-        found = [(best, choice) for choice in (best.found.choice, *best.found.others[:count])]
+        found = [(best, choice) for choice in (best.found.choice, *best.found.others[: self.others()])]
         found += [(other, other.found.choice) for other in near]
         now = best.problem.now()
         pinned = any(group.now not in group.devices for group in best.problem.groups)
@@ -463,13 +493,12 @@ class _Balancing:
 
     def emitted(self, attempt: Attempt, choice: Choice) -> _Emitted:
         """A choice made, and what its plan comes to."""
-        if choice == attempt.problem.now():
-            self.before = self.before or self.planned(attempt, choice)
+        if self.before is not None and choice == attempt.problem.now():
             return self.before._replace(choice=choice)
-        return self.planned(attempt, choice)
+        return self.planned(attempt.grouped, choice)
 
-    def planned(self, attempt: Attempt, choice: Choice) -> _Emitted:
-        program = placed(self.program, attempt.grouped, choice)
+    def planned(self, grouped: Grouped, choice: Choice) -> _Emitted:
+        program = placed(self.program, grouped, choice)
         copied, then = InjectCopies().recorded(program), str(InjectCopies())
         if self.parts > 1:
             copied, then = self.flowing(copied, then)
@@ -573,6 +602,11 @@ class _Balancing:
             device_map=device_map(attempt.grouped, best.choice),
             reasons=Reasons(problem, best.choice, [one.grouped.problem for one in attempts], then.peaks),
         )
+
+
+def _elsewhere(choice: Choice, other: Choice) -> int:
+    """How many groups two choices have on different devices."""
+    return sum(a != b for a, b in zip(choice.devices, other.devices, strict=True))
 
 
 def _named(problem: Problem, figures: Sequence[int]) -> dict[str, int]:

@@ -54,7 +54,7 @@ class Budget(NamedTuple):
     """What searches may take together, beside those that go on.
 
     Attributes:
-        seconds: how long they search; what grouping takes is a part of it.
+        seconds: how long they search; what grouping takes is a part of it, and what is left to others.
         evaluations: how many choices they look at instead.
         seed: of their random changes.
     """
@@ -110,6 +110,10 @@ class Attempts:
         self.reading = read()
         self.grouped = self.reading.grouped(self.most)
         self.spent, self.evaluated = time.perf_counter() - begun, 0
+
+    def leave(self, seconds: float) -> None:
+        """Leave a part of the budget to what comes after the searches."""
+        self.spent += seconds
 
     def made(self, *, regroups: bool) -> list[Attempt]:
         """Searches among as many groups as a search can take; where these compute again, or nothing is within the

@@ -56,6 +56,8 @@ class Grouped:
         parks: by group, the storages that are parked with it.
         again: by group, those that are computed again with it.
         of_op: by operator of the forward, its group.
+        homes: by device and module that owns state and runs nothing, the group that its state goes with, or the device
+            where it is pinned.
     """
 
     problem: Problem
@@ -63,6 +65,7 @@ class Grouped:
     of_op: dict[int, int]
     parks: list[list[str]] = field(default_factory=list)
     again: list[list[str]] = field(default_factory=list)
+    homes: dict[tuple[Device, str], int | Device] = field(default_factory=dict)
 
 
 class Reading:
@@ -89,8 +92,11 @@ class Reading:
         threads: int,
         issue: float = 0.0,
     ) -> None:
-        self.program, self.wanted, self.topology, self.issue = program, wanted, topology, issue
+        self.program, self.topology, self.issue = program, topology, issue
         self.units = Units(Step(program, profile, threads))
+        pins, homes = wanted.pins, self.units.homes.items()
+        carried = {unit.module: pins[module] for (_, module), unit in homes if module in pins}
+        self.wanted = wanted._replace(pins={**carried, **pins})
 
     @cached_property
     def tailed(self) -> Units | None:
@@ -124,7 +130,10 @@ class Reading:
         )
         forward = np.flatnonzero(units.step.forward & (tasks.group_of_op >= 0))
         of_op = dict(zip(forward.tolist(), tasks.group_of_op[forward].tolist(), strict=True))
-        return Grouped(problem, members, of_op, found.parks, found.again)
+        homes = {
+            (device, module): wanted.pins.get(module, numbers[unit]) for (device, module), unit in units.homes.items()
+        }
+        return Grouped(problem, members, of_op, found.parks, found.again, homes)
 
 
 def grouped(

@@ -110,11 +110,18 @@ def _described(problem: Problem, device: int, stored: int) -> str:
 
 
 def device_map(grouped: Grouped, choice: Choice) -> dict[str, int | str]:
-    """By module that is a unit, the number of its gpu; of a replicated program, where the first replica has it."""
+    """By module that is a unit, or owns state, the number of its gpu; of a replicated program, where the first replica
+    has it."""
+    names = [Device.parse(name) for name in grouped.problem.devices]
     found: dict[str, int | str] = {}
     for units, device in zip(grouped.units, choice.devices, strict=True):
-        name = Device.parse(grouped.problem.devices[device])
         for unit in units:
             if not unit.piece:
-                found.setdefault(unit.module, "cpu" if name.is_host else as_gpu(name))
+                found.setdefault(unit.module, _gpu(names[device]))
+    for (_, module), home in grouped.homes.items():
+        found.setdefault(module, _gpu(names[choice.devices[home]] if isinstance(home, int) else home))
     return found
+
+
+def _gpu(device: Device) -> int | str:
+    return "cpu" if device.is_host else as_gpu(device)

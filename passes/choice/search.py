@@ -57,7 +57,8 @@ class Found(NamedTuple):
         choice: the best.
         outcome: what it comes to; where no limits could be kept, the least excess is best.
         evaluated: how many choices were looked at, those that were again counted again.
-        others: the next best ones, where annealing had ended before; the best first, and plain ones last.
+        others: the best of other rounds of annealing, and what rounds began with; the best first, and the plain one
+            last where there is one micro-batch.
         interrupted: whether Ctrl-C ended it.
     """
 
@@ -97,7 +98,8 @@ def search(
         pass
     except KeyboardInterrupt:
         interrupted = True
-    others = sorted(found.ends - {found.best}, key=found.rank)
+    last = found.plainest if outcomes.problem.parts == 1 else None
+    others = sorted(found.ends - {found.best}, key=lambda choice: (choice == last, found.rank(choice)))
     return Found(found.best, found.outcomes(found.best), found.tries, tuple(others), interrupted)
 
 
@@ -109,7 +111,8 @@ class _Search:
         least: by how much it exceeds limits, and what it costs.
         tries: how many choices were looked at.
         seeded: whether all plain choices were; they are, whatever the budget.
-        ends: the best at the end of each round.
+        ends: the best so far, and that of the round, at the end of each; what the search began with.
+        plainest: the best of the plain choices.
     """
 
     def __init__(self, outcomes: Outcomes, seconds: float, evaluations: int | None, seed: int) -> None:
@@ -118,6 +121,7 @@ class _Search:
         self.seconds, self.evaluations, self.begun = seconds, evaluations, time.perf_counter()
         self.tries, self.seeded = 0, False
         self.ends: set[Choice] = set()
+        self.plainest: Choice | None = None
         self.turn = _TURN if self.problem.parts == 1 else _TURN_IN_PARTS
         self.base = max(self.outcomes(self.problem.now()).seconds, 1e-12)
         self.best = self.allowed(self.problem.now())
@@ -159,13 +163,16 @@ class _Search:
         return found[1]
 
     def run(self, starts: Sequence[Choice]) -> None:
-        for choice in starts:
-            self.tried(self.allowed(choice))
+        for choice in map(self.allowed, starts):
+            self.tried(choice)
+            self.ends.add(choice)
         plain = list(dict.fromkeys(self.plain()))
         for choice in plain:
             self.tried(choice)
         self.seeded = True
-        self.ends.update(sorted(plain, key=self.rank)[: _CUTS if self.problem.parts > 1 else 1])
+        best, *_ = ranked = sorted(plain, key=self.rank)
+        self.plainest = best
+        self.ends.update(ranked[: _CUTS if self.problem.parts > 1 else 1])
         others = cycle([plain[0], *sorted(plain[1:], key=self.cost)])
         part = max(_POLISHED - self.spent(), 0.0) / _ROUNDS
         number = 0
@@ -245,6 +252,7 @@ class _Search:
     def anneal(self, start: Choice, until: float, hottest: float) -> None:
         """Change at random, and take what is worse less and less often."""
         now, cost = start, self.cost(start)
+        best, least = now, cost
         begin, first, most = self.spent(), self.tries, _TRIES * len(start.devices)
         while (part := max((self.spent() - begin) / max(until - begin, 1e-9), (self.tries - first) / most)) < 1:
             warm = hottest * (_COLDEST / hottest) ** part
@@ -255,6 +263,10 @@ class _Search:
             new = self.tried(choice)
             if new <= cost or self.random.random() < math.exp((cost - new) / warm):
                 now, cost = choice, new
+                if cost < least:
+                    best, least = now, cost
+        if self.problem.parts == 1:
+            self.ends.add(best)
 
     def changed(self, choice: Choice) -> Choice:
         """A choice with one or some neighbouring groups changed."""

@@ -62,6 +62,8 @@ class Units:
         at: the units, in the order in which their forward begins, with their positions in it.
         of_op: by operator, its unit; None on the host.
         of_state: by number of a storage of state, its unit.
+        homes: by device and module that owns state and runs nothing, as ``shared`` of models that tie embeddings, the
+            unit that its state goes with.
         rank: by operator, the position of its unit; -1 where it has none.
 
     Raises:
@@ -75,6 +77,7 @@ class Units:
         self.weighted = weighted_modules(program) - {""} or {""}  # a model without modules is one that stays
         self.of_op: list[Unit | None] = [None] * len(self.net.ops)
         self.of_state: dict[int, Unit] = {}
+        self.homes: dict[tuple[Device, str], Unit] = {}
         self.cut_off: frozenset[Unit] = frozenset()
         self.at = {unit: i for i, unit in enumerate(self.place_forward())}
         if not self.at:
@@ -123,12 +126,16 @@ class Units:
         """The units of state, and of the operators behind the forward."""
         blobs, ops, numbers = self.net.blobs, self.net.ops, self.step.number
         modules = {unit.module for unit in self.at}
+        resting: list[tuple[Device, str, int]] = []
         for name in self.net.external_inputs:
             module = base_name(name).rpartition(".")[0]
-            if module in modules and (blob := blobs[name]).role in STATE_ROLES:
-                owner = Unit(blob.device, module)
-                if owner in self.at:
-                    self.of_state[numbers[blob.storage]] = owner
+            if module not in self.weighted or (blob := blobs[name]).role not in STATE_ROLES:
+                continue
+            owner = Unit(blob.device, module)
+            if owner in self.at:
+                self.of_state[numbers[blob.storage]] = owner
+            elif module not in modules:
+                resting.append((blob.device, module, numbers[blob.storage]))
         for i in np.flatnonzero(~self.step.forward & ~self.step.on_host).tolist():
             op = ops[i]
             unit = self.of_op[i] = self.unit_behind(i, op) or next(
@@ -140,6 +147,8 @@ class Units:
                     blob = blobs[name]
                     if blob.role in STATE_ROLES and blob.device == op.device:
                         self.of_state.setdefault(storage, unit)
+        found = [(device, module, self.of_state.get(storage)) for device, module, storage in resting]
+        self.homes = {(device, module): unit for device, module, unit in found if unit is not None}
 
     def unit_behind(self, i: int, op: Operator) -> Unit | None:
         """The unit that an operator of the backward, a reduction or an update goes with."""

@@ -137,6 +137,45 @@ def test_pins_hold_where_everything_fits_as_it_is(pin: dict[str, int]) -> None:
     assert inside and all(placed[module] == device for module, device in inside)
 
 
+class Tied(nn.Module):
+    """Embeddings with one weight, which is that of a module that runs nothing, as T5's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Embedding(512, 64)
+        self.token, self.head = nn.Embedding(512, 64), nn.Linear(64, 512, bias=False)
+        self.token.weight = self.head.weight = self.shared.weight
+        self.layers = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.layers(self.token(x))).flatten(0, 1)
+        return found
+
+
+def tied() -> Program:
+    torch.manual_seed(0)
+    words = torch.randint(512, (8, 16))
+    return trained(models.Example(Tied(), (words,), (words.flatten(),), nn.functional.cross_entropy))
+
+
+@pytest.mark.parametrize("pin", [{"token": 1}, {"shared": 1}, {"shared": 1, "token": 0}, {"shared": 0, "head": 1}])
+def test_state_of_a_module_that_runs_nothing_is_where_its_group_is(pin: dict[str, int]) -> None:
+    program = tied()
+    found = passes.balance(program, {"gpu:0": need(program), "gpu:1": need(program)}, pin=pin, evaluations=100)
+    placed = found.device_map["shared"]
+    assert found.program.step.blobs["shared.weight"].device == f"gpu:{placed}"
+    assert placed == pin.get("shared", pin.get("token")) and all(found.device_map[m] == d for m, d in pin.items())
+    assert passes.balance(program, {"gpu:0": need(program), "gpu:1": need(program)}, pin=dict(found.device_map))
+    graphir.certify(program, passes.inject_copies(found.program))
+
+
+def test_a_pin_of_state_elsewhere_is_refused_where_nothing_may_be_shifted() -> None:
+    program = tied()
+    given = {"gpu:0": need(program), "gpu:1": need(program)}
+    with pytest.raises(PassError, match="'shared' is pinned to gpu:1, and options do not allow to shift it from gpu:0"):
+        passes.balance(program, given, pin={"shared": 1}, options=["park"])
+
+
 def test_a_pin_elsewhere_is_refused_where_nothing_may_be_shifted() -> None:
     program = trained(layers())
     given = {"gpu:0": need(program), "gpu:1": need(program)}
