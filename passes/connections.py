@@ -110,22 +110,23 @@ class Connections:
     def place_rest(self) -> None:
         """The units of the operators that are neither free nor placed, and what these make."""
         touches, unit, made = self.touches, self.unit.tolist(), self.made.tolist()
-        begins, ends = touches.begin.tolist(), touches.end.tolist()
-        storage, own = touches.stored.tolist(), self.own.tolist()
+        begins, ends, inputs = touches.begin.tolist(), touches.end.tolist(), touches.inputs.tolist()
+        storage, own, owner = touches.stored.tolist(), self.own.tolist(), touches.storage.tolist()
+        ops, number, node, ops_from = self.net.ops, touches.number, self.node, self.ops_from
         for i in np.flatnonzero(self.unit < 0).tolist():
-            op = self.net.ops[i]
-            if op.phase == "reduce":
+            op = ops[i]
+            phase, begin, beside = op.phase, begins[i], -1
+            if phase == "reduce":
                 continue
-            begin, end, beside = begins[i], ends[i], -1
-            if op.effects.shows or op.phase == "update":
-                beside = made[storage[begin]] if op.inputs else -1
+            if phase == "update" or op.effects.shows:
+                beside = made[storage[begin]] if inputs[i] else -1
             elif op.of:
-                leaves = may_leave(op, self.net.blobs)
-                beside = self.ops_from + i if leaves else made[touches.storage[touches.number[op.of]]]
-            unit[i] = beside if beside >= 0 else self.node[op.device]
-            for touch in range(begin + len(op.inputs), end):
+                of = number[op.of]
+                beside = ops_from + i if may_leave(op, owner[of] != of) else made[owner[of]]
+            unit[i] = beside = beside if beside >= 0 else node[op.device]
+            for touch in range(begin + inputs[i], ends[i]):
                 if own[touch] and made[storage[touch]] < 0:
-                    made[storage[touch]] = unit[i]
+                    made[storage[touch]] = beside
         self.unit, self.made = np.array(unit, np.int64), np.array(made, np.int64)
 
     def joined(self) -> dict[int, int]:

@@ -63,7 +63,8 @@ class Values:
         for name, unit in inputs.items():
             self.hold(name, unit)
         changed: list[str] = []
-        for i in np.unique(touches.op[loose[touches.stored]]).tolist():
+        of_loose = touches.op[loose[touches.stored]]
+        for i in of_loose[np.diff(of_loose, prepend=-1) != 0].tolist():
             if connections.unit[i] >= 0:
                 changed += self.add(step.ops[i], connections.named(int(connections.unit[i])))
         for name in changed:

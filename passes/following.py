@@ -38,10 +38,10 @@ def follows(op: Operator) -> bool:
     return op.effects is not PURE and op.effects.shows  # nearly all are, and need not be asked
 
 
-def may_leave(op: Operator, blobs: Mapping[str, Blob]) -> bool:
+def may_leave(op: Operator, of_view: bool) -> bool:
     """Whether an operator of the backward may run elsewhere than the operator that it belongs to: it adds gradients up,
-    or computes the gradient of a view."""
-    return op.type == ACCUMULATES or blobs[op.of].is_view
+    or computes the gradient *of* a *view*."""
+    return op.type == ACCUMULATES or of_view
 
 
 def follow(program: Program, moved: Mapping[int, Device], homes: Mapping[str, Device], by: str) -> Program:

@@ -84,7 +84,7 @@ class Step:
         self.blobs = both[_firsts(both)]
         self.names = [touches.names[blob] for blob in self.blobs.tolist()]
         self.number = {name: i for i, name in enumerate(self.names)}
-        self.given = len(np.unique(outside))
+        self.given = len(set(outside.tolist()))
         numbers = np.zeros(len(touches.names), np.int64)
         numbers[self.blobs] = np.arange(len(self.blobs))
         self.storage = numbers[touches.stored]
@@ -220,7 +220,7 @@ class Step:
         for storage, more in kept.items():
             nbytes[self.number[storage]] += more
         places = {device: i for i, device in enumerate(self.devices)}
-        device = np.array([places[blobs[name].device] for name in self.names], np.int64)
+        device = np.array([places[blob.device] for blob in blobs.values()], np.int64)[self.blobs]
         state = np.zeros(len(self.names), np.bool_)
         state[[self.number[blobs[n].storage] for n in net.external_inputs if blobs[n].role in STATE_ROLES]] = True
         held = held_inside(net, self.dims, self.threads, taken, self.kinds)

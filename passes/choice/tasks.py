@@ -258,13 +258,14 @@ class Tasks:
         step, count = self.step, len(self.runs)
         task = self.of_op[step.op]
         placed = task >= 0
-        keys = np.unique(step.storage[placed] * count + task[placed])
+        keys = np.sort(step.storage[placed] * count + task[placed])  # np.unique hashes, which takes ten times as long
+        keys = keys[np.diff(keys, prepend=-1) != 0]
         storages, tasks = keys // count, keys % count
         abroad = np.zeros(len(step.names), np.bool_)
         abroad[storages[np.array([run.group for run in self.runs])[tasks] != self.home[storages]]] = True
-        bounds = np.searchsorted(storages, np.arange(len(step.names) + 1)).tolist()
-        some, sizes = np.unique(storages, return_counts=True)
-        some = some[((sizes > 1) | (step.made[some] < 0) | step.lasting[some]) & abroad[some]]
+        sizes = np.bincount(storages, minlength=len(step.names))
+        bounds = [0, *sizes.cumsum().tolist()]
+        some = np.flatnonzero(((sizes > 1) | ((sizes > 0) & ((step.made < 0) | step.lasting))) & abroad)
         each = tasks.tolist()
         found = {k: each[bounds[k] : bounds[k + 1]] for k in some.tolist()}
         begun = np.full(len(step.names), -1, np.int64)
