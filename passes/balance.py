@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
 from pydantic import AllowInfNan, BeforeValidator, NonNegativeFloat, PositiveInt
 
-from graphir.analysis.estimate import estimated
-from graphir.analysis.execution import ONE_THREAD, STREAMS, THREADS
-from graphir.analysis.memory import check_profile, check_threads, memory
+from graphir.analysis.execution import STREAMS
+from graphir.analysis.memory import check_profile, check_threads
 from graphir.analysis.profile_files import profile_of
 from graphir.analysis.profiles import Profile
 from graphir.analysis.topology import Topology
@@ -36,19 +35,18 @@ from graphir.ir.verify import blamed
 
 from .base import Pass, Pipeline, Placed, build, register, require_program
 from .choice.attempts import Attempt, Attempts, Budget
-from .choice.groups import Grouped, Reading, Wanted
+from .choice.groups import Reading, Wanted
 from .choice.least import exceeded, least
 from .choice.moves import placed
 from .choice.outcome import Outcomes
 from .choice.places import Reasons, device_map
+from .choice.plans import Emitted, Plans
 from .choice.problem import Choice, Problem
 from .choice.report import Balanced, DeviceUse, LinkBytes
 from .copies import InjectCopies
-from .emit import instructed
 from .limits import Limits
 from .module_patterns import claims
 from .park import Park
-from .pipeline import PipelineSchedule
 from .saved import require_captured
 
 __all__ = ["Balance", "balance"]
@@ -276,30 +274,13 @@ def _pinned(device: Any) -> Any:
     return "cpu" if device == "disk" else device
 
 
-class _Emitted(NamedTuple):
-    """A choice that was made.
-
-    Attributes:
-        program: placed.
-        then: the passes that come next, as text.
-        peaks: by device, what its plan holds; nothing where it was not emitted.
-        seconds: of a step.
-    """
-
-    choice: Choice
-    program: Program
-    then: str
-    peaks: Mapping[str, int] = {}
-    seconds: float = 0.0
-
-
 class _Balancing:
     """Some searches, what they need, and what they have found.
 
     Attributes:
         topology: where the program would run.
         grouped: the program in as many groups as a search can take.
-        before: the program as it is, once it was emitted.
+        plans: what choices come to as plans.
     """
 
     def __init__(self, options: Balance, program: Program, profile: Profile | None, threads: int) -> None:
@@ -319,7 +300,7 @@ class _Balancing:
         self.parts = micro_batches(program.step.blobs)
         self.searches = Attempts(self.reading, self.parts, Budget(options.seconds, options.evaluations, options.seed))
         self.grouped = self.searches.grouped
-        self.before: _Emitted | None = None
+        self.plans = Plans(program, limits, self.topology, profile, threads)
         self.emits = len(program.step.ops) <= _MOST_EMITTED
 
     def refuse(self) -> None:
@@ -400,9 +381,9 @@ class _Balancing:
             choice = best.found.choice
             if best.found.outcome.over:
                 raise self.refused(best, choice)
-            made = _Emitted(choice, placed(self.program, best.grouped, choice), str(InjectCopies()))
+            made = Emitted(choice, placed(self.program, best.grouped, choice), str(InjectCopies()))
             return self.report(best, made, attempts)
-        nearest: tuple[Attempt, _Emitted] | None = None
+        nearest: tuple[Attempt, Emitted] | None = None
         for number in range(_ATTEMPTS):
             tried = self.tried(attempts)
             fitting = [(attempt, one) for attempt, one in tried if not self.excess(one.peaks)]
@@ -425,7 +406,7 @@ class _Balancing:
     def leave_to_plans(self) -> None:
         """Let the search end early enough for the plans of what it finds, by what that of the program itself takes."""
         begun = time.perf_counter()
-        self.before = self.planned(self.grouped, self.grouped.problem.now())
+        self.plans.of(self.grouped, self.grouped.problem.now())
         plans = (1 + self.others()) * (time.perf_counter() - begun)
         self.searches.leave(max(plans - _ON_TOP * self.options.seconds, 0.0))
 
@@ -435,10 +416,10 @@ class _Balancing:
             return _OTHERS_IN_PARTS
         return _OTHERS if len(self.program.step.ops) <= _MANY else 0
 
-    def tried(self, attempts: Sequence[Attempt]) -> list[tuple[Attempt, _Emitted]]:
+    def tried(self, attempts: Sequence[Attempt]) -> list[tuple[Attempt, Emitted]]:
         """The candidates as plans. Where some are within the limits, but none takes as short as its groups say, some of
         the next best ones and the plain one, too: these may be of another kind."""
-        found = [(attempt, self.emitted(attempt, choice)) for attempt, choice in self.candidates(attempts)]
+        found = [(attempt, self.plans.of(attempt.grouped, choice)) for attempt, choice in self.candidates(attempts)]
         best = min(attempts, key=lambda attempt: attempt.rank)
         for choice in (*self.unlike(best, [one.choice for of, one in found if of is best]), *best.found.others[-1:]):
             fitting = [
@@ -448,7 +429,7 @@ class _Balancing:
             ]
             slow = fitting and all(seconds > _SAID * said for seconds, said in fitting)
             if slow and all(one.choice != choice for _, one in found):
-                found.append((best, self.emitted(best, choice)))
+                found.append((best, self.plans.of(best.grouped, choice)))
         return found
 
     def unlike(self, attempt: Attempt, tried: Sequence[Choice]) -> list[Choice]:
@@ -478,7 +459,7 @@ class _Balancing:
         found = {name: peaks.get(name, 0) - limit for name, limit in limits if limit is not None}
         return {name: more for name, more in found.items() if more > 0}
 
-    def onward(self, attempt: Attempt, tried: Sequence[_Emitted], number: int, of: int) -> Attempt:
+    def onward(self, attempt: Attempt, tried: Sequence[Emitted], number: int, of: int) -> Attempt:
         """The attempt again, with devices that hold more than its groups say."""
         if not tried:
             return attempt
@@ -490,38 +471,6 @@ class _Balancing:
         ]
         nearest = min(tried, key=lambda one: sum(self.excess(one.peaks).values()))
         return self.searches.onward(attempt, more, nearest.choice, number, of)
-
-    def emitted(self, attempt: Attempt, choice: Choice) -> _Emitted:
-        """A choice made, and what its plan comes to."""
-        if self.before is not None and choice == attempt.problem.now():
-            return self.before._replace(choice=choice)
-        return self.planned(attempt.grouped, choice)
-
-    def planned(self, grouped: Grouped, choice: Choice) -> _Emitted:
-        program = placed(self.program, grouped, choice)
-        copied, then = InjectCopies().recorded(program), str(InjectCopies())
-        if self.parts > 1:
-            copied, then = self.flowing(copied, then)
-        plan = instructed(copied)
-        executions = (STREAMS,) if self.topology.host is None else (ONE_THREAD, THREADS)
-        peaks = memory(plan, threads=self.threads, profile=self.profile).peak
-        seconds = min(
-            estimated(plan, self.topology, execution, plan.dims, self.profile, self.threads).seconds
-            for execution in executions
-        )
-        return _Emitted(choice, program, then, {str(device): n for device, n in peaks.items()}, seconds)
-
-    def flowing(self, copied: Program, then: str) -> tuple[Program, str]:
-        """A program in the order in which its micro-batches flow within the limits, and the passes so far; in its own
-        order where nothing flows, or none keeps within them."""
-        used = {str(device) for device in copied.devices}
-        limits = {str(device): limit for device, limit in self.limits.items() if str(device) in used}
-        order = build(PipelineSchedule, limits=limits)
-        try:
-            found = order.ordered(copied, warns=False)
-        except PassError:
-            return copied, then
-        return found.with_(history=(*copied.history, str(order))), f"{then} | {order}"
 
     def refused(self, attempt: Attempt, choice: Choice) -> _Refused:
         """What is missing where the nearest placement is, and limits under which there is one."""
@@ -548,16 +497,16 @@ class _Balancing:
         reckoned = Outcomes(problem)(choice).peaks
         if not self.emits:
             return reckoned, reckoned
-        held = self.emitted(attempt, choice).peaks
+        held = self.plans.of(attempt.grouped, choice).peaks
         peaks = [held.get(device, 0) for device in problem.devices]
         return peaks, list(map(max, peaks, reckoned))
 
-    def report(self, attempt: Attempt, best: _Emitted, attempts: Sequence[Attempt]) -> Balanced:
+    def report(self, attempt: Attempt, best: Emitted, attempts: Sequence[Attempt]) -> Balanced:
         """The placement before and after."""
         problem, outcomes = attempt.problem, attempt.outcomes
         now, then = outcomes(problem.now()), outcomes(best.choice)
         if best.peaks:
-            before = self.emitted(attempt, problem.now())
+            before = self.plans.of(attempt.grouped, problem.now())
             peaks, seconds = (before.peaks, best.peaks), (before.seconds, best.seconds)
         else:
             peaks = _named(problem, now.peaks), _named(problem, then.peaks)

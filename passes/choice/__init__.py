@@ -12,6 +12,7 @@ bound.py     Problem ──▶ what no choice can beat, by a linear program: lin
 exact.py     Problem ──▶ the best choice there is, by a constraint solver: model/ says what it solves
 facts.py     Problem ──▶ what holds whatever is chosen, for both
 moves.py     Choice ──▶ the program, placed; naming.py says how its passes name modules
+plans.py     Choice ──▶ its plan: what devices hold, and how long a step takes
 places.py    Choice ──▶ where each group is, and why
 report.py    what is printed
 """

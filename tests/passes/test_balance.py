@@ -9,6 +9,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import models
 import parking
 import pytest
 import torch
+from graphir.passes.choice import plans
 from graphir.passes.choice.bound import bound_of, lower_bound
 from graphir.passes.choice.outcome import Outcomes
 from graphir.passes.choice.problem import AGAIN, KEEP, Choice
@@ -226,22 +228,28 @@ def test_a_group_is_parked_of_which_another_one_computes_something_again(replica
     assert found
 
 
-def test_where_plans_are_slower_than_their_groups_say_others_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules["graphir.passes.balance"]
-    program, estimated = trained(models.gpt(layers=4)), module.estimated  # type: ignore[attr-defined]
+def test_where_plans_are_slower_than_their_groups_say_unlike_ones_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, estimated, made = trained(models.gpt(layers=4)), plans.estimated, plans.Plans.made
     limits = limited(program, 0.5)
-    monkeypatch.setattr(module, "_MANY", 0)  # as of a large program, of which the best alone is planned
-    plans: dict[int, int] = {}
-    for slower in (1, 2):
+    monkeypatch.setattr(sys.modules["graphir.passes.balance"], "_MANY", 0)  # as of a large program
+    tried: dict[int, list[Choice]] = {1: [], 2: []}
+    for slower, found in tried.items():
 
         def slowed(*args: Any, slower: int = slower) -> Any:
-            plans[slower] = plans.get(slower, 0) + 1
             found = estimated(*args)
             return replace(found, seconds=slower * found.seconds)
 
-        monkeypatch.setattr(module, "estimated", slowed)
+        def noted(self: plans.Plans, grouped: Any, choice: Choice, found: list[Choice] = found) -> plans.Emitted:
+            found.append(choice)
+            return made(self, grouped, choice)
+
+        monkeypatch.setattr(plans, "estimated", slowed)
+        monkeypatch.setattr(plans.Plans, "made", noted)
         passes.balance(program, limits, evaluations=600)
-    assert plans[2] > plans[1]
+    assert len(tried[2]) > len(tried[1])
+    for choice, other in combinations(tried[2][:-1], 2):  # the last one is plain, like which another may be
+        apart = sum(a != b for a, b in zip(choice.devices, other.devices, strict=True))
+        assert apart >= 0.1 * len(choice.devices)
 
 
 def test_modules_are_kept_whole() -> None:
