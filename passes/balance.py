@@ -27,8 +27,9 @@ from graphir.analysis.profiles import Profile
 from graphir.analysis.topology import Topology
 from graphir.collector import collector_paused
 from graphir.errors import GraphirError, PassError
+from graphir.ir.blob import STATE_ROLES
 from graphir.ir.device import Device
-from graphir.ir.names import micro_batches
+from graphir.ir.names import base_name, micro_batches
 from graphir.ir.program import Program
 from graphir.ir.text import nbytes_text
 from graphir.ir.verify import blamed
@@ -350,16 +351,22 @@ class _Balancing:
             claimed = dict.fromkeys([op.module for op in self.program.step.ops], "")
         else:
             claimed = claims(self.program, given)
-        for op in self.program.step.ops if "shift" not in self.options.options else ():
-            named = claimed.get(op.module)
-            if named is None or op.phase == "backward" or op.device.is_host or op.device == given[named]:
+        for module, device in self.places() if "shift" not in self.options.options else ():
+            named = claimed.get(module)
+            if named is None or device.is_host or device == given[named]:
                 continue
             raise PassError(
-                f"balance: {named!r} is pinned to {given[named]}, and options do not allow to shift it from "
-                f"{op.device}",
+                f"balance: {named!r} is pinned to {given[named]}, and options do not allow to shift it from {device}",
                 fix="add 'shift' to options, or pin it where it is",
             )
         return {module: given[pattern] for module, pattern in claimed.items()}
+
+    def places(self) -> dict[tuple[str, Device], None]:
+        """Modules, and the devices where they run in the forward, or own state."""
+        step = self.program.step
+        run = [(op.module, op.device) for op in step.ops if op.phase == "forward"]
+        state = [name for name in step.external_inputs if step.blobs[name].role in STATE_ROLES]
+        return dict.fromkeys([*run, *[(base_name(n).rpartition(".")[0], step.blobs[n].device) for n in state]])
 
     def wholes(self) -> dict[str, str]:
         """By module, which module of a pattern's it is in."""

@@ -147,8 +147,15 @@ class Units:
                     blob = blobs[name]
                     if blob.role in STATE_ROLES and blob.device == op.device:
                         self.of_state.setdefault(storage, unit)
-        found = [(device, module, self.of_state.get(storage)) for device, module, storage in resting]
-        self.homes = {(device, module): unit for device, module, unit in found if unit is not None}
+        for device, module, storage in resting:
+            unit = self.of_state.get(storage) or self.first_reader(storage)  # what is frozen has no update
+            if unit is not None and unit.device == device:
+                self.homes[device, module] = self.of_state[storage] = unit
+
+    def first_reader(self, storage: int) -> Unit | None:
+        """The unit of the first operator that touches a storage."""
+        touches = np.flatnonzero(self.step.storage == storage)
+        return self.of_op[self.step.op[touches[0]]] if len(touches) else None
 
     def unit_behind(self, i: int, op: Operator) -> Unit | None:
         """The unit that an operator of the backward, a reduction or an update goes with."""

@@ -154,15 +154,17 @@ class Tied(nn.Module):
         return found
 
 
-def tied() -> Program:
+def tied(*, frozen: bool = False) -> Program:
     torch.manual_seed(0)
-    words = torch.randint(512, (8, 16))
-    return trained(models.Example(Tied(), (words,), (words.flatten(),), nn.functional.cross_entropy))
+    words, model = torch.randint(512, (8, 16)), Tied()
+    model.shared.weight.requires_grad_(not frozen)
+    return trained(models.Example(model, (words,), (words.flatten(),), nn.functional.cross_entropy))
 
 
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("pin", [{"token": 1}, {"shared": 1}, {"shared": 1, "token": 0}, {"shared": 0, "head": 1}])
-def test_state_of_a_module_that_runs_nothing_is_where_its_group_is(pin: dict[str, int]) -> None:
-    program = tied()
+def test_state_of_a_module_that_runs_nothing_is_where_its_group_is(pin: dict[str, int], frozen: bool) -> None:
+    program = tied(frozen=frozen)
     found = passes.balance(program, {"gpu:0": need(program), "gpu:1": need(program)}, pin=pin, evaluations=100)
     placed = found.device_map["shared"]
     assert found.program.step.blobs["shared.weight"].device == f"gpu:{placed}"
@@ -171,8 +173,9 @@ def test_state_of_a_module_that_runs_nothing_is_where_its_group_is(pin: dict[str
     graphir.certify(program, passes.inject_copies(found.program))
 
 
-def test_a_pin_of_state_elsewhere_is_refused_where_nothing_may_be_shifted() -> None:
-    program = tied()
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_pin_of_state_elsewhere_is_refused_where_nothing_may_be_shifted(frozen: bool) -> None:
+    program = tied(frozen=frozen)
     given = {"gpu:0": need(program), "gpu:1": need(program)}
     with pytest.raises(PassError, match="'shared' is pinned to gpu:1, and options do not allow to shift it from gpu:0"):
         passes.balance(program, given, pin={"shared": 1}, options=["park"])
