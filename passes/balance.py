@@ -15,9 +15,10 @@ on with that in mind.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
+import torch
 from pydantic import AllowInfNan, BeforeValidator, NonNegativeFloat, PositiveInt
 
 from graphir.analysis.execution import STREAMS
@@ -217,7 +218,7 @@ def balance(
     evaluations: int | None = None,
     seed: int = 0,
     profile: Profile | Literal["cached"] | None = None,
-    threads: int = 1,
+    threads: int | None = 1,
 ) -> Balanced:
     """Find the placement that keeps within limits and whose step is shortest.
 
@@ -241,7 +242,7 @@ def balance(
         seed: of the search's random changes.
         profile: what :func:`graphir.profile` measured on that machine; shapes alone by default. ``cached``: what this
             machine's file has, if the topology was measured here.
-        threads: how many threads one kernel uses, as the profile has it.
+        threads: how many threads one kernel uses, as the profile has it; None: as many as torch now does.
 
     Raises:
         PassError: no placement that keeps within the limits is found; it says what is missing where, and limits that
@@ -267,7 +268,7 @@ def balance(
     except GraphirError as e:
         raise PassError(f"balance: {e.what}", fix=e.fix) from None
     measured = profile_of(given.topology or Topology.named(_DEFAULT)) if profile == "cached" else profile
-    return given.balanced(program, measured, threads)
+    return given.balanced(program, measured, torch.get_num_threads() if threads is None else threads)
 
 
 def _pinned(device: Any) -> Any:
@@ -364,7 +365,7 @@ class _Balancing:
     def places(self) -> dict[tuple[str, Device], None]:
         """Modules, and the devices where they run in the forward, or own state."""
         step = self.program.step
-        run = [(op.module, op.device) for op in step.ops if op.phase == "forward"]
+        run = [(op.module, op.device) for op in step.ops if op.phase == "forward" and not op.effects.shows]
         state = [name for name in step.external_inputs if step.blobs[name].role in STATE_ROLES]
         return dict.fromkeys([*run, *[(base_name(n).rpartition(".")[0], step.blobs[n].device) for n in state]])
 
@@ -392,8 +393,16 @@ class _Balancing:
             return self.report(best, made, attempts)
         nearest: tuple[Attempt, Emitted] | None = None
         for number in range(_ATTEMPTS):
-            tried = self.tried(attempts)
-            fitting = [(attempt, one) for attempt, one in tried if not self.excess(one.peaks)]
+            tried: list[tuple[Attempt, Emitted]] = []
+            fitting: list[tuple[Attempt, Emitted]] = []
+            try:
+                for attempt, one in self.tried(attempts):
+                    tried.append((attempt, one))
+                    if not self.excess(one.peaks):
+                        fitting.append((attempt, one))
+            except KeyboardInterrupt:  # as in a search: the best so far
+                if not fitting:
+                    raise
             if fitting:
                 chosen = min(fitting, key=lambda pair: (pair[1].seconds, pair[1].program is not self.program))
                 return self.report(*chosen, attempts)
@@ -423,12 +432,16 @@ class _Balancing:
             return _OTHERS_IN_PARTS
         return _OTHERS if len(self.program.step.ops) <= _MANY else 0
 
-    def tried(self, attempts: Sequence[Attempt]) -> list[tuple[Attempt, Emitted]]:
+    def tried(self, attempts: Sequence[Attempt]) -> Iterator[tuple[Attempt, Emitted]]:
         """The candidates as plans. Where some are within the limits, but none takes as short as its groups say, some of
         the next best ones and the plain one, too: these may be of another kind."""
-        found = [(attempt, self.plans.of(attempt.grouped, choice)) for attempt, choice in self.candidates(attempts)]
+        found: list[tuple[Attempt, Emitted]] = []
+        for attempt, choice in self.candidates(attempts):
+            found.append((attempt, self.plans.of(attempt.grouped, choice)))
+            yield found[-1]
         best = min(attempts, key=lambda attempt: attempt.rank)
-        for choice in (*self.unlike(best, [one.choice for of, one in found if of is best]), *best.found.others[-1:]):
+        unlike = self.unlike(best, [one.choice for of, one in found if of is best])
+        for choice in (*unlike, *best.found.others[-1:]):
             fitting = [
                 (one.seconds, attempt.outcomes(one.choice).seconds)
                 for attempt, one in found
@@ -437,7 +450,7 @@ class _Balancing:
             slow = fitting and all(seconds > _SAID * said for seconds, said in fitting)
             if slow and all(one.choice != choice for _, one in found):
                 found.append((best, self.plans.of(best.grouped, choice)))
-        return found
+                yield found[-1]
 
     def unlike(self, attempt: Attempt, tried: Sequence[Choice]) -> list[Choice]:
         """Some of the next best choices that have a good part of the groups elsewhere than those that were tried."""
@@ -555,7 +568,7 @@ class _Balancing:
             after=seconds[1],
             exact=bool(best.peaks),
             evaluated=self.searches.evaluated,
-            device_map=device_map(attempt.grouped, best.choice),
+            device_map=device_map(best.program, attempt.grouped),
             reasons=Reasons(problem, best.choice, [one.grouped.problem for one in attempts], then.peaks),
         )
 

@@ -88,11 +88,25 @@ def _settled(program: Program, grouped: Grouped, choice: Choice, names: Sequence
         if i in large or any((blobs[name].storage, wanted) in leaving for name in op.inputs):
             wrong[op.device.index, wanted.index][base_name(op.outputs[0])] += 1
             leaving.update((blobs[name].storage, wanted) for name in op.outputs)
-    for (source, target), counts in wrong.items():
-        there = {name: [r + name for r in program.replicas if blobs[r + name].device == gpu(source)] for name in counts}
-        activations = [name for name, count in counts.items() if count == len(there[name])]
-        program = build(ShiftActivations, activations=activations, shifts={source: target}).recorded(program)
+    for source, target in _emptied_first(wrong):
+        counts = wrong[source, target]
+        full = [(name, r + name) for name in counts for r in program.replicas]
+        there = Counter([name for name, own in full if own in blobs and blobs[own].device == gpu(source)])
+        activations = [name for name, count in counts.items() if count == there[name]]
+        if activations:
+            program = build(ShiftActivations, activations=activations, shifts={source: target}).recorded(program)
     return program
+
+
+def _emptied_first(ways: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Sources and targets, what leaves a device before what goes there, which would go on with it; as far as that can
+    be."""
+    left = list(ways)
+    while left:
+        sources = {source for source, _ in left}
+        found = next((way for way in left if way[1] not in sources), left[0])
+        left.remove(found)
+        yield found
 
 
 def _handled(op: Operator, blobs: Mapping[str, Blob]) -> list[Blob]:

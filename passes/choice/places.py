@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from graphir.ir.device import Device
+from graphir.ir.names import base_name
+from graphir.ir.program import Program
 
 from ..base import as_gpu
 from .bound import bound_of
@@ -109,17 +112,32 @@ def _described(problem: Problem, device: int, stored: int) -> str:
     return f"on {problem.devices[device]}, {_stored(problem, stored)}"
 
 
-def device_map(grouped: Grouped, choice: Choice) -> dict[str, int | str]:
-    """By module that is a unit, or owns state, the number of its gpu; of a replicated program, where the first replica
-    has it."""
-    names = [Device.parse(name) for name in grouped.problem.devices]
+def device_map(program: Program, grouped: Grouped) -> dict[str, int | str]:
+    """By module that is a unit, or owns state, the number of the gpu where a placed program has its state, or else runs
+    it; by name of its state, where that is on several devices. Of a replicated program, where the first replica has it.
+    """
+    step, prefix = program.step, program.replicas[0]
+    wanted = dict.fromkeys([unit.module for units in grouped.units for unit in units if not unit.piece])
+    wanted.update(dict.fromkeys([module for _, module in grouped.homes]))
+    state: dict[str, dict[str, Device]] = defaultdict(dict)
+    for name in step.external_inputs:
+        if (blob := step.blobs[name]).role not in ("param", "buffer"):
+            continue
+        own = base_name(name)
+        if name == prefix + own and (module := own.rpartition(".")[0]) in wanted:
+            state[module][own] = blob.device
+    run: dict[str, Device] = {}
+    without = wanted.keys() - state.keys()
+    for op in step.ops if without else ():
+        if op.phase == "forward" and op.module in without and not op.effects.shows:
+            run.setdefault(op.module, op.device)
     found: dict[str, int | str] = {}
-    for units, device in zip(grouped.units, choice.devices, strict=True):
-        for unit in units:
-            if not unit.piece:
-                found.setdefault(unit.module, _gpu(names[device]))
-    for (_, module), home in grouped.homes.items():
-        found.setdefault(module, _gpu(names[choice.devices[home]] if isinstance(home, int) else home))
+    for module in wanted:
+        devices = {run[module]} if module in run else set(state[module].values())
+        if len(devices) == 1:
+            found[module] = _gpu(devices.pop())
+        else:
+            found.update({name: _gpu(device) for name, device in state[module].items()})
     return found
 
 

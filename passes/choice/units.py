@@ -99,6 +99,7 @@ class Units:
         now: dict[str, Unit] = {}
         waiting: list[tuple[int, str]] = []
         order: dict[Unit, None] = {}
+        away = self.shown_away()
         calls, part = Counter[tuple[Device, str]](), 0
         for i, op in enumerate(self.net.ops):
             if op.phase != "forward" or op.device.is_host:
@@ -106,7 +107,7 @@ class Units:
             if op.outputs and (own := micro_batch_of(op.outputs[0])) is not None and own != part:
                 calls, part, now = Counter(), own, {}
             key, called = str(op.device), (op.device, op.module)
-            if op.module in self.weighted:
+            if op.module in self.weighted and called not in away:
                 if key not in now or now[key][:2] != called:
                     now[key] = Unit(*called, calls[called] if self.program.replicas == ("",) else 0)
                     calls[called] += 1
@@ -121,6 +122,18 @@ class Units:
         for i, key in waiting:
             self.of_op[i] = first.get(key)
         return list(order)
+
+    def shown_away(self) -> set[tuple[Device, str]]:
+        """Devices and modules that have nothing but views there, and compute elsewhere: a view of what a module is
+        handed is where its storage is."""
+        if sum(not device.is_host for device in self.net.devices) < 2:
+            return set()
+        forward = [op for op in self.net.ops if op.phase == "forward"]
+        computing = {(op.device, op.module) for op in forward if not op.effects.shows}
+        modules = {module for _, module in computing}
+        return {
+            called for op in forward if (called := (op.device, op.module)) not in computing and op.module in modules
+        }
 
     def place_rest(self) -> None:
         """The units of state, and of the operators behind the forward."""

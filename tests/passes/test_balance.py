@@ -17,7 +17,7 @@ import models
 import parking
 import pytest
 import torch
-from graphir.passes.choice import plans
+from graphir.passes.choice import moves, plans
 from graphir.passes.choice.bound import bound_of, lower_bound
 from graphir.passes.choice.outcome import Outcomes
 from graphir.passes.choice.problem import AGAIN, KEEP, Choice
@@ -530,3 +530,72 @@ def test_a_search_ends_where_nothing_can_be_changed() -> None:
     program = trained(models.mlp())
     balanced = passes.balance(program, {"gpu:0": 10 * need(program)}, options=["shift"], evaluations=50)
     assert balanced.pipeline == ""
+
+
+@pytest.mark.parametrize("how", ["rows", "columns"])
+def test_what_one_replica_alone_has_of_a_split_table_is_placed(how: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.EmbeddingBag(500, 16, mode="sum"), nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
+    example = models.Example(model, (torch.randint(500, (32, 3)),), (torch.randn(32, 1),), nn.functional.mse_loss)
+    program = passes.shard(trained(example), {"0": (how, [0, 1])}, devices=[0, 1])
+    most = max(graphir.memory(passes.emit(passes.inject_copies(program)), threads=1, profile=None).peak.values())
+    for devices in (2, 4):
+        found = passes.balance(program, {f"gpu:{d}": 2 * most for d in range(devices)}, evaluations=50)
+        assert graphir.certify(program, passes.inject_copies(found.program)).holds
+
+
+def test_what_leaves_a_device_is_moved_before_what_goes_there() -> None:
+    assert list(moves._emptied_first([(0, 1), (1, 3), (3, 2)])) == [(3, 2), (1, 3), (0, 1)]
+    assert list(moves._emptied_first([(0, 1), (1, 0), (2, 0)])) == [(0, 1), (1, 0), (2, 0)]
+
+
+class Embedded(nn.Module):
+    """Layers on three dimensions, which begin with a view of what they are handed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.first, self.second = nn.Embedding(64, 32), nn.Linear(32, 32), nn.Linear(32, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.second(self.first(self.token(x)).relu()).flatten(0, 1)
+        return found
+
+
+def test_a_placement_that_is_there_is_told_and_can_be_pinned() -> None:
+    torch.manual_seed(0)
+    words = torch.randint(64, (4, 8))
+    program = trained(models.Example(Embedded(), (words,), (words.flatten(),), nn.functional.cross_entropy))
+    limits = {"gpu:0": 2 * need(program), "gpu:1": 2 * need(program)}
+    for there in ({"second": 1}, {"token": 1}, {"first": 1, "second": 1}):
+        moved = passes.shift_modules(program, there)
+        as_is = passes.balance(moved, limits, options=["park"], evaluations=5)
+        assert as_is.device_map == {"token": 0, "first": 0, "second": 0, **there}
+        kept = passes.balance(moved, limits, options=["park"], pin=dict(as_is.device_map), evaluations=5)
+        assert not kept.pipeline and kept.device_map == as_is.device_map
+        assert passes.balance(moved, limits, pin=dict(as_is.device_map), evaluations=50).device_map == as_is.device_map
+    with pytest.raises(PassError, match="'second' is pinned to gpu:0, and options do not allow to shift it from gpu:1"):
+        passes.balance(passes.shift_modules(program, {"second": 1}), limits, options=["park"], pin={"second": 0})
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_ctrl_c_while_plans_are_made_ends_with_the_best_so_far(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, made, calls = trained(models.gpt(layers=4)), plans.Plans.made, [0]
+
+    def interrupted(self: plans.Plans, grouped: Any, choice: Choice) -> plans.Emitted:
+        calls[0] += 1
+        if calls[0] > after:
+            raise KeyboardInterrupt
+        return made(self, grouped, choice)
+
+    monkeypatch.setattr(plans.Plans, "made", interrupted)
+    if after == 1:  # nothing within the limits is known yet
+        with pytest.raises(KeyboardInterrupt):
+            passes.balance(program, limited(program, 0.7), evaluations=100)
+    else:
+        found = passes.balance(program, limited(program, 0.7), evaluations=100)
+        assert all(device.after <= (device.limit or math.inf) for device in found.devices)
+
+
+def test_threads_can_be_torch_s() -> None:
+    program = trained(layers())
+    assert passes.balance(program, limited(program, 0.9), evaluations=20, threads=None).after > 0
