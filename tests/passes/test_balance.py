@@ -532,16 +532,31 @@ def test_a_search_ends_where_nothing_can_be_changed() -> None:
     assert balanced.pipeline == ""
 
 
+class Ranker(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList([nn.EmbeddingBag(500, 16, mode="sum") for _ in range(2)])
+        self.bottom = nn.Linear(8, 16)
+        self.top = nn.Sequential(nn.Linear(48, 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def forward(self, dense: torch.Tensor, bags: list[torch.Tensor]) -> torch.Tensor:
+        looked_up = [table(bag) for table, bag in zip(self.tables, bags, strict=True)]
+        found: torch.Tensor = self.top(torch.cat([self.bottom(dense), *looked_up], 1))
+        return found
+
+
 @pytest.mark.parametrize("how", ["rows", "columns"])
 def test_what_one_replica_alone_has_of_a_split_table_is_placed(how: str) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.EmbeddingBag(500, 16, mode="sum"), nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
-    example = models.Example(model, (torch.randint(500, (32, 3)),), (torch.randn(32, 1),), nn.functional.mse_loss)
-    program = passes.shard(trained(example), {"0": (how, [0, 1])}, devices=[0, 1])
+    bags = [torch.randint(500, (32, 3)) for _ in range(2)]
+    example = models.Example(Ranker(), (torch.randn(32, 8), bags), (torch.randn(32, 1),), nn.functional.mse_loss)
+    program = passes.shard(trained(example), {"tables.0": (how, [0, 1]), "tables.1": 1}, devices=[0, 1])
     most = max(graphir.memory(passes.emit(passes.inject_copies(program)), threads=1, profile=None).peak.values())
     for devices in (2, 4):
-        found = passes.balance(program, {f"gpu:{d}": 2 * most for d in range(devices)}, evaluations=50)
-        assert graphir.certify(program, passes.inject_copies(found.program)).holds
+        for share in (2.0, 1.1):
+            limits = {f"gpu:{d}": int(share * most) for d in range(devices)}
+            found = passes.balance(program, limits, evaluations=50)
+            assert graphir.certify(program, passes.inject_copies(found.program)).holds
 
 
 def test_what_leaves_a_device_is_moved_before_what_goes_there() -> None:
