@@ -29,7 +29,7 @@ from graphir.analysis.topology import Topology
 from graphir.collector import collector_paused
 from graphir.errors import GraphirError, PassError
 from graphir.ir.blob import STATE_ROLES
-from graphir.ir.device import Device
+from graphir.ir.device import CPU, Device
 from graphir.ir.names import base_name, micro_batches
 from graphir.ir.program import Program
 from graphir.ir.text import nbytes_text
@@ -47,7 +47,7 @@ from .choice.problem import Choice, Problem
 from .choice.report import Balanced, DeviceUse, LinkBytes
 from .copies import InjectCopies
 from .limits import Limits
-from .module_patterns import claims
+from .module_patterns import claims, weighted_modules
 from .park import Park
 from .saved import require_captured
 
@@ -329,7 +329,8 @@ class _Balancing:
             raise PassError(f"balance: {e.what}", fix=e.fix) from None
 
     def pins(self) -> dict[str, Device]:
-        """By module, the device where it has to be."""
+        """By module, the device where it has to be; by name of its state, where that is expected, as maps say it of a
+        module whose state is on several devices."""
         given = {pattern: Device.parse(device) for pattern, device in self.options.pin.items()}
         usable = {*self.names, *self.program.devices}
         for pattern, device in given.items():
@@ -351,7 +352,7 @@ class _Balancing:
                 )
             claimed = dict.fromkeys([op.module for op in self.program.step.ops], "")
         else:
-            claimed = claims(self.program, given)
+            claimed = claims(self.program, [pattern for pattern in given if not self.is_state(pattern)])
         for module, device in self.places() if "shift" not in self.options.options else ():
             named = claimed.get(module)
             if named is None or device.is_host or device == given[named]:
@@ -360,7 +361,13 @@ class _Balancing:
                 f"balance: {named!r} is pinned to {given[named]}, and options do not allow to shift it from {device}",
                 fix="add 'shift' to options, or pin it where it is",
             )
-        return {module: given[pattern] for module, pattern in claimed.items()}
+        expected = {name: device for name, device in given.items() if self.is_state(name)}
+        return {**expected, **{module: given[pattern] for module, pattern in claimed.items()}}
+
+    def is_state(self, name: str) -> bool:
+        """Whether that is a parameter or a buffer."""
+        blob = self.program.step.blobs.get(self.program.replicas[0] + name)
+        return blob is not None and blob.role in ("param", "buffer")
 
     def places(self) -> dict[tuple[str, Device], None]:
         """Modules, and the devices where they run in the forward, or own state."""
@@ -521,8 +528,29 @@ class _Balancing:
         peaks = [held.get(device, 0) for device in problem.devices]
         return peaks, list(map(max, peaks, reckoned))
 
+    def refuse_pins(self, placed: Program) -> None:
+        """Refuse pins of state that goes with what reads or overwrites it, which is elsewhere.
+
+        Raises:
+            PassError: there is one.
+        """
+        pins, step = self.wanted.pins, placed.step
+        owners = weighted_modules(placed)  # no pass moves what a container owns by itself
+        for name in step.external_inputs if pins else ():
+            own, device = base_name(name), step.blobs[name].device
+            module = own.rpartition(".")[0]
+            pinned = own if own in pins else module
+            if step.blobs[name].role not in STATE_ROLES or (pinned == module and module not in owners):
+                continue
+            if device not in (wanted := pins.get(pinned, device), CPU):
+                raise PassError(
+                    f"balance: {pinned!r} is pinned to {wanted}, but {name!r} goes with what uses it, on {device}",
+                    fix="pin what uses it to the same device, or pin less",
+                )
+
     def report(self, attempt: Attempt, best: Emitted, attempts: Sequence[Attempt]) -> Balanced:
         """The placement before and after."""
+        self.refuse_pins(best.program)
         problem, outcomes = attempt.problem, attempt.outcomes
         now, then = outcomes(problem.now()), outcomes(best.choice)
         if best.peaks:

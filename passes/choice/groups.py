@@ -57,7 +57,7 @@ class Grouped:
         again: by group, those that are computed again with it.
         of_op: by operator of the forward, its group.
         homes: by device and module that owns state and runs nothing, the group that its state goes with, or the device
-            where it is pinned.
+            where it is pinned; None where several groups use it, each some.
     """
 
     problem: Problem
@@ -65,7 +65,7 @@ class Grouped:
     of_op: dict[int, int]
     parks: list[list[str]] = field(default_factory=list)
     again: list[list[str]] = field(default_factory=list)
-    homes: dict[tuple[Device, str], int | Device] = field(default_factory=dict)
+    homes: dict[tuple[Device, str], int | Device | None] = field(default_factory=dict)
 
 
 class Reading:
@@ -95,7 +95,7 @@ class Reading:
         self.program, self.topology, self.issue = program, topology, issue
         self.units = Units(Step(program, profile, threads))
         pins, homes = wanted.pins, self.units.homes.items()
-        carried = {unit.module: pins[module] for (_, module), unit in homes if module in pins}
+        carried = {unit.module: pins[module] for (_, module), units in homes if module in pins for unit in units}
         self.wanted = wanted._replace(pins={**carried, **pins})
 
     @cached_property
@@ -130,9 +130,10 @@ class Reading:
         )
         forward = np.flatnonzero(units.step.forward & (tasks.group_of_op >= 0))
         of_op = dict(zip(forward.tolist(), tasks.group_of_op[forward].tolist(), strict=True))
-        homes = {
-            (device, module): wanted.pins.get(module, numbers[unit]) for (device, module), unit in units.homes.items()
-        }
+        homes: dict[tuple[Device, str], int | Device | None] = {}
+        for key, owners in units.homes.items():
+            using = {numbers[unit] for unit in owners}
+            homes[key] = wanted.pins.get(key[1], using.pop() if len(using) == 1 else None)
         return Grouped(problem, members, of_op, found.parks, found.again, homes)
 
 

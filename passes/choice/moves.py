@@ -125,7 +125,8 @@ def _moves(
             if unit.named or (unit.stays and unit.module):  # what stays keeps its containers where they are
                 targets[unit.module][unit.device] = names[device]
     for (source, module), home in grouped.homes.items():
-        targets[module][source] = names[choice.devices[home]] if isinstance(home, int) else home
+        if home is not None:
+            targets[module][source] = names[choice.devices[home]] if isinstance(home, int) else home
     moved = {module: {s: t for s, t in to.items() if s != t} for module, to in targets.items()}
     alike: dict[tuple[tuple[Device, Device], ...], list[str]] = defaultdict(list)
     for path, to in _outermost(targets, {m: tuple(sorted(to.items())) for m, to in moved.items()}):

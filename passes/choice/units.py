@@ -7,7 +7,7 @@ gradients they compute, updates with their parameters.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import NamedTuple
 
 import numpy as np
@@ -63,7 +63,7 @@ class Units:
         of_op: by operator, its unit; None on the host.
         of_state: by number of a storage of state, its unit.
         homes: by device and module that owns state and runs nothing, as ``shared`` of models that tie embeddings, the
-            unit that its state goes with.
+            units that its state goes with.
         rank: by operator, the position of its unit; -1 where it has none.
 
     Raises:
@@ -77,7 +77,7 @@ class Units:
         self.weighted = weighted_modules(program) - {""} or {""}  # a model without modules is one that stays
         self.of_op: list[Unit | None] = [None] * len(self.net.ops)
         self.of_state: dict[int, Unit] = {}
-        self.homes: dict[tuple[Device, str], Unit] = {}
+        self.homes: dict[tuple[Device, str], set[Unit]] = defaultdict(set)
         self.cut_off: frozenset[Unit] = frozenset()
         self.at = {unit: i for i, unit in enumerate(self.place_forward())}
         if not self.at:
@@ -163,7 +163,8 @@ class Units:
         for device, module, storage in resting:
             unit = self.of_state.get(storage) or self.first_reader(storage)  # what is frozen has no update
             if unit is not None and unit.device == device:
-                self.homes[device, module] = self.of_state[storage] = unit
+                self.of_state[storage] = unit
+                self.homes[device, module].add(unit)
 
     def first_reader(self, storage: int) -> Unit | None:
         """The unit of the first operator that touches a storage."""

@@ -611,6 +611,41 @@ def test_ctrl_c_while_plans_are_made_ends_with_the_best_so_far(after: int, monke
         assert all(device.after <= (device.limit or math.inf) for device in found.devices)
 
 
+class Listed(nn.Module):
+    """Weights in a list, which the model multiplies by between its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(64, 64)) for _ in range(3)])
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight, layer in zip(self.weights, self.layers, strict=True):
+            x = layer(x) @ weight
+        return x
+
+
+def test_a_pin_of_state_that_goes_with_what_is_pinned_elsewhere_is_refused() -> None:
+    torch.manual_seed(0)
+    program = trained(models.Example(Listed(), (torch.randn(64, 64),), (torch.randn(64, 64),), nn.functional.mse_loss))
+    limits = {"gpu:0": need(program), "gpu:1": need(program)}
+    with pytest.raises(
+        PassError, match=r"'weights' is pinned to gpu:0, but 'weights.0' goes with what uses it, on gpu:1"
+    ):
+        passes.balance(program, limits, pin={"weights": 0, "layers": 1}, evaluations=50)
+    both = passes.balance(program, limits, pin={"weights": 1, "layers": 1}, evaluations=50)
+    assert set(both.device_map.values()) == {1}
+    apart = passes.balance(program, limits, pin={"layers.0": 1, "layers.1": 0, "layers.2": 1}, evaluations=50)
+    found = {k: place for k, place in apart.device_map.items() if k.startswith("weights")}
+    assert found == {"weights.0": 1, "weights.1": 0, "weights.2": 1}
+    again = passes.balance(program, limits, pin=dict(apart.device_map), evaluations=50)
+    assert again.device_map == apart.device_map
+    with pytest.raises(
+        PassError, match=r"'weights.1' is pinned to gpu:1, but 'weights.1' goes with what uses it, on gpu:0"
+    ):
+        passes.balance(program, limits, pin={**apart.device_map, "weights.1": 1}, evaluations=50)
+
+
 def test_threads_can_be_torch_s() -> None:
     program = trained(layers())
     assert passes.balance(program, limited(program, 0.9), evaluations=20, threads=None).after > 0
