@@ -401,15 +401,12 @@ class _Balancing:
         nearest: tuple[Attempt, Emitted] | None = None
         for number in range(_ATTEMPTS):
             tried: list[tuple[Attempt, Emitted]] = []
-            fitting: list[tuple[Attempt, Emitted]] = []
             try:
-                for attempt, one in self.tried(attempts):
-                    tried.append((attempt, one))
-                    if not self.excess(one.peaks):
-                        fitting.append((attempt, one))
+                tried.extend(self.tried(attempts))
             except KeyboardInterrupt:  # as in a search: the best so far
-                if not fitting:
+                if not self.fitting(tried):
                     raise
+            fitting = self.fitting(tried)
             if fitting:
                 chosen = min(fitting, key=lambda pair: (pair[1].seconds, pair[1].program is not self.program))
                 return self.report(*chosen, attempts)
@@ -449,15 +446,22 @@ class _Balancing:
         best = min(attempts, key=lambda attempt: attempt.rank)
         unlike = self.unlike(best, [one.choice for of, one in found if of is best])
         for choice in (*unlike, *best.found.others[-1:]):
-            fitting = [
-                (one.seconds, attempt.outcomes(one.choice).seconds)
-                for attempt, one in found
-                if not self.excess(one.peaks)
-            ]
-            slow = fitting and all(seconds > _SAID * said for seconds, said in fitting)
-            if slow and all(one.choice != choice for _, one in found):
+            if self.slow(found) and all(one.choice != choice for _, one in found):
                 found.append((best, self.plans.of(best.grouped, choice)))
                 yield found[-1]
+        fastest = min(self.fitting(found), key=lambda pair: pair[1].seconds, default=None)
+        if fastest is not None and fastest[1].choice in best.found.others[-1:]:  # no search was needed for that
+            again = self.searches.anew(best)
+            yield again, self.plans.of(again.grouped, again.found.choice)
+
+    def fitting(self, found: Sequence[tuple[Attempt, Emitted]]) -> list[tuple[Attempt, Emitted]]:
+        """Those whose plans are within the limits."""
+        return [(attempt, one) for attempt, one in found if not self.excess(one.peaks)]
+
+    def slow(self, found: Sequence[tuple[Attempt, Emitted]]) -> bool:
+        """Whether some plans are within the limits, and all of these take longer than their groups say."""
+        fitting = [(one.seconds, attempt.outcomes(one.choice).seconds) for attempt, one in self.fitting(found)]
+        return bool(fitting) and all(seconds > _SAID * said for seconds, said in fitting)
 
     def unlike(self, attempt: Attempt, tried: Sequence[Choice]) -> list[Choice]:
         """Some of the next best choices that have a good part of the groups elsewhere than those that were tried."""

@@ -162,6 +162,10 @@ class Attempts:
         starts = (near, attempt.found.choice, *attempt.found.others)
         return self.searched(attempt.grouped, problem, _ONWARD / of, starts, number)
 
+    def anew(self, attempt: Attempt) -> Attempt:
+        """Another search among the same groups, which draws other numbers."""
+        return self.searched(attempt.grouped, attempt.problem, _ONWARD, (), 1)
+
     def eased(self, attempt: Attempt, factor: float, near: Choice, number: int, of: int) -> Attempt:
         """A search within limits that are multiplied by a factor, as :meth:`onward` goes on."""
         problem = attempt.problem
