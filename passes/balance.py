@@ -15,7 +15,7 @@ on with that in mind.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
 import torch
@@ -302,7 +302,7 @@ class _Balancing:
         self.parts = micro_batches(program.step.blobs)
         self.searches = Attempts(self.reading, self.parts, Budget(options.seconds, options.evaluations, options.seed))
         self.grouped = self.searches.grouped
-        self.plans = Plans(program, limits, self.topology, profile, threads)
+        self.plans = Plans(program, limits, self.topology, profile, threads, flows=self.parts > 1)
         self.emits = len(program.step.ops) <= _MOST_EMITTED
 
     def refuse(self) -> None:
@@ -344,6 +344,7 @@ class _Balancing:
                     f"balance: {pattern!r} is pinned to {device}, which no limit names",
                     fix="pin modules to gpus, and add the device to limits or devices",
                 )
+        expected = {name: device for name, device in given.items() if self.is_state(name)}
         if "" in given:
             if other := next(filter(None, given), ""):
                 raise PassError(
@@ -352,7 +353,7 @@ class _Balancing:
                 )
             claimed = dict.fromkeys([op.module for op in self.program.step.ops], "")
         else:
-            claimed = claims(self.program, [pattern for pattern in given if not self.is_state(pattern)])
+            claimed = claims(self.program, [pattern for pattern in given if pattern not in expected])
         for module, device in self.places() if "shift" not in self.options.options else ():
             named = claimed.get(module)
             if named is None or device.is_host or device == given[named]:
@@ -361,7 +362,6 @@ class _Balancing:
                 f"balance: {named!r} is pinned to {given[named]}, and options do not allow to shift it from {device}",
                 fix="add 'shift' to options, or pin it where it is",
             )
-        expected = {name: device for name, device in given.items() if self.is_state(name)}
         return {**expected, **{module: given[pattern] for module, pattern in claimed.items()}}
 
     def is_state(self, name: str) -> bool:
@@ -402,7 +402,7 @@ class _Balancing:
         for number in range(_ATTEMPTS):
             tried: list[tuple[Attempt, Emitted]] = []
             try:
-                tried.extend(self.tried(attempts))
+                self.try_plans(attempts, tried)
             except KeyboardInterrupt:  # as in a search: the best so far
                 if not self.fitting(tried):
                     raise
@@ -436,23 +436,20 @@ class _Balancing:
             return _OTHERS_IN_PARTS
         return _OTHERS if len(self.program.step.ops) <= _MANY else 0
 
-    def tried(self, attempts: Sequence[Attempt]) -> Iterator[tuple[Attempt, Emitted]]:
-        """The candidates as plans. Where some are within the limits, but none takes as short as its groups say, some of
-        the next best ones and the plain one, too: these may be of another kind."""
-        found: list[tuple[Attempt, Emitted]] = []
+    def try_plans(self, attempts: Sequence[Attempt], found: list[tuple[Attempt, Emitted]]) -> None:
+        """Add the candidates as plans. Where some are within the limits, but none takes as short as its groups say,
+        some of the next best ones and the plain one, too: these may be of another kind."""
         for attempt, choice in self.candidates(attempts):
             found.append((attempt, self.plans.of(attempt.grouped, choice)))
-            yield found[-1]
         best = min(attempts, key=lambda attempt: attempt.rank)
         unlike = self.unlike(best, [one.choice for of, one in found if of is best])
         for choice in (*unlike, *best.found.others[-1:]):
             if self.slow(found) and all(one.choice != choice for _, one in found):
                 found.append((best, self.plans.of(best.grouped, choice)))
-                yield found[-1]
         fastest = min(self.fitting(found), key=lambda pair: pair[1].seconds, default=None)
         if fastest is not None and fastest[1].choice in best.found.others[-1:]:  # no search was needed for that
             again = self.searches.anew(best)
-            yield again, self.plans.of(again.grouped, again.found.choice)
+            found.append((again, self.plans.of(again.grouped, again.found.choice)))
 
     def fitting(self, found: Sequence[tuple[Attempt, Emitted]]) -> list[tuple[Attempt, Emitted]]:
         """Those whose plans are within the limits."""
@@ -539,7 +536,7 @@ class _Balancing:
             PassError: there is one.
         """
         pins, step = self.wanted.pins, placed.step
-        owners = weighted_modules(placed)  # no pass moves what a container owns by itself
+        owners = weighted_modules(placed) if pins else set()  # no pass moves what a container owns by itself
         for name in step.external_inputs if pins else ():
             own, device = base_name(name), step.blobs[name].device
             module = own.rpartition(".")[0]

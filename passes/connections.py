@@ -16,10 +16,9 @@ from typing import Generic, TypeAlias, TypeVar
 import numpy as np
 
 from graphir.ir.device import Device
+from graphir.ir.opset import ACCUMULATES
 from graphir.ir.program import Program
 from graphir.ir.touches import Flags, Numbers
-
-from .following import may_leave
 
 __all__ = ["Connected", "Connections", "Free", "Unit"]
 
@@ -122,7 +121,8 @@ class Connections:
                 beside = made[storage[begin]] if inputs[i] else -1
             elif op.of:
                 of = number[op.of]
-                beside = ops_from + i if may_leave(op, owner[of] != of) else made[owner[of]]
+                # What adds gradients up, or computes that of a view, may run elsewhere than what it belongs to.
+                beside = ops_from + i if op.type == ACCUMULATES or owner[of] != of else made[owner[of]]
             unit[i] = beside = beside if beside >= 0 else node[op.device]
             for touch in range(begin + inputs[i], ends[i]):
                 if own[touch] and made[storage[touch]] < 0:

@@ -28,7 +28,7 @@ from graphir.ir.opset import ACCUMULATES
 from graphir.ir.program import Program
 from graphir.ir.size import Dims
 
-__all__ = ["filled", "follow", "follows", "may_leave"]
+__all__ = ["filled", "follow", "follows"]
 
 
 def follows(op: Operator) -> bool:
@@ -36,12 +36,6 @@ def follows(op: Operator) -> bool:
     if op.phase != "forward" or op.of:
         return True
     return op.effects is not PURE and op.effects.shows  # nearly all are, and need not be asked
-
-
-def may_leave(op: Operator, of_view: bool) -> bool:
-    """Whether an operator of the backward may run elsewhere than the operator that it belongs to: it adds gradients up,
-    or computes the gradient *of* a *view*."""
-    return op.type == ACCUMULATES or of_view
 
 
 def follow(program: Program, moved: Mapping[int, Device], homes: Mapping[str, Device], by: str) -> Program:

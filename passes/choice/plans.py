@@ -12,7 +12,6 @@ from graphir.analysis.profiles import Profile
 from graphir.analysis.topology import Topology
 from graphir.errors import PassError
 from graphir.ir.device import Device
-from graphir.ir.names import micro_batches
 from graphir.ir.program import Program
 
 from ..base import build
@@ -52,6 +51,7 @@ class Plans:
         topology: where it would run.
         profile: what was measured of calls on that machine.
         threads: how many threads one kernel uses.
+        flows: whether it has several micro-batches.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class Plans:
         topology: Topology,
         profile: Profile | None,
         threads: int,
+        flows: bool,
     ) -> None:
         self.program, self.limits, self.topology = program, limits, topology
-        self.profile, self.threads = profile, threads
-        self.flows = micro_batches(program.step.blobs) > 1
+        self.profile, self.threads, self.flows = profile, threads, flows
         self.now: Emitted | None = None
 
     def of(self, grouped: Grouped, choice: Choice) -> Emitted:

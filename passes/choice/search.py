@@ -170,8 +170,8 @@ class _Search:
         for choice in plain:
             self.tried(choice)
         self.seeded = True
-        best, *_ = ranked = sorted(plain, key=self.rank)
-        self.plainest = best
+        ranked = sorted(plain, key=self.rank)
+        self.plainest = ranked[0]
         self.ends.update(ranked[: _CUTS if self.problem.parts > 1 else 1])
         others = cycle([plain[0], *sorted(plain[1:], key=self.cost)])
         part = max(_POLISHED - self.spent(), 0.0) / _ROUNDS
@@ -265,7 +265,7 @@ class _Search:
                 now, cost = choice, new
                 if cost < least:
                     best, least = now, cost
-        if self.problem.parts == 1:
+        if self.problem.parts == 1:  # where micro-batches flow, plain choices are the others for plans to decide on
             self.ends.add(best)
 
     def changed(self, choice: Choice) -> Choice:

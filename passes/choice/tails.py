@@ -13,7 +13,7 @@ is called several times or saves much by itself, is a unit by the first result o
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from copy import copy
 from functools import cached_property
@@ -46,7 +46,6 @@ def with_tails(units: Units) -> Units | None:
     found.cut_off = frozenset([unit for cut in (ahead, behind) for tail in cut.values() for unit in tail])
     order = [u for unit in units.at for u in (*ahead.get(unit, ()), unit, *behind.get(unit, ()))]
     found.at = {unit: i for i, unit in enumerate(order)}
-    found.of_state, found.homes = {}, defaultdict(set)
     found.place_rest()
     found.rank = found.ranked()
     return found

@@ -76,8 +76,6 @@ class Units:
         self.parts = micro_batches(self.net.blobs)
         self.weighted = weighted_modules(program) - {""} or {""}  # a model without modules is one that stays
         self.of_op: list[Unit | None] = [None] * len(self.net.ops)
-        self.of_state: dict[int, Unit] = {}
-        self.homes: dict[tuple[Device, str], set[Unit]] = defaultdict(set)
         self.cut_off: frozenset[Unit] = frozenset()
         self.at = {unit: i for i, unit in enumerate(self.place_forward())}
         if not self.at:
@@ -137,6 +135,8 @@ class Units:
 
     def place_rest(self) -> None:
         """The units of state, and of the operators behind the forward."""
+        self.of_state: dict[int, Unit] = {}
+        self.homes: dict[tuple[Device, str], set[Unit]] = defaultdict(set)
         blobs, ops, numbers = self.net.blobs, self.net.ops, self.step.number
         modules = {unit.module for unit in self.at}
         resting: list[tuple[Device, str, int]] = []

@@ -18,6 +18,7 @@ import parking
 import pytest
 import torch
 from graphir.passes.choice import moves, plans
+from graphir.passes.choice.attempts import Attempt, Attempts
 from graphir.passes.choice.bound import bound_of, lower_bound
 from graphir.passes.choice.outcome import Outcomes
 from graphir.passes.choice.problem import AGAIN, KEEP, Choice
@@ -169,7 +170,10 @@ def test_state_of_a_module_that_runs_nothing_is_where_its_group_is(pin: dict[str
     placed = found.device_map["shared"]
     assert found.program.step.blobs["shared.weight"].device == f"gpu:{placed}"
     assert placed == pin.get("shared", pin.get("token")) and all(found.device_map[m] == d for m, d in pin.items())
-    assert passes.balance(program, {"gpu:0": need(program), "gpu:1": need(program)}, pin=dict(found.device_map))
+    again = passes.balance(
+        program, {"gpu:0": need(program), "gpu:1": need(program)}, pin=dict(found.device_map), evaluations=50
+    )
+    assert again.device_map == found.device_map
     graphir.certify(program, passes.inject_copies(found.program))
 
 
@@ -253,6 +257,32 @@ def test_where_plans_are_slower_than_their_groups_say_unlike_ones_are_planned(mo
     for choice, other in combinations(tried[2][:-1], 2):  # the last one is plain, like which another may be
         apart = sum(a != b for a, b in zip(choice.devices, other.devices, strict=True))
         assert apart >= 0.1 * len(choice.devices)
+
+
+def test_where_the_plain_choice_is_the_fastest_plan_another_search_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, made, plain = trained(models.gpt(layers=4)), plans.Plans.made, set[Choice]()
+    searched, anew, again = Attempts.made, Attempts.anew, list[Attempt]()
+
+    def noted(self: Attempts, *, regroups: bool) -> list[Attempt]:
+        found = searched(self, regroups=regroups)
+        elsewhere = [one.problem.now()._replace(devices=(1,) * len(one.problem.groups)) for one in found]
+        plain.update(elsewhere)
+        pairs = zip(found, elsewhere, strict=True)
+        return [one._replace(found=one.found._replace(others=(choice,))) for one, choice in pairs]
+
+    def slowed(self: plans.Plans, grouped: Any, choice: Choice) -> plans.Emitted:
+        return made(self, grouped, choice)._replace(seconds=1.0 if choice in plain else 2.0)
+
+    def counted(self: Attempts, attempt: Attempt) -> Attempt:
+        again.append(anew(self, attempt))
+        return again[-1]
+
+    monkeypatch.setattr(Attempts, "made", noted)
+    monkeypatch.setattr(Attempts, "anew", counted)
+    monkeypatch.setattr(plans.Plans, "made", slowed)
+    balanced = passes.balance(program, limited(program, 1.5), evaluations=100)
+    assert len(again) == 1 and again[0].found.evaluated <= 100
+    assert balanced.after == 1.0 and set(balanced.device_map.values()) == {1}
 
 
 def test_modules_are_kept_whole() -> None:
