@@ -23,6 +23,7 @@ from pydantic import AllowInfNan, BeforeValidator, NonNegativeFloat, PositiveInt
 
 from graphir.analysis.execution import STREAMS
 from graphir.analysis.memory import check_profile, check_threads
+from graphir.analysis.placed import exchanged
 from graphir.analysis.profile_files import profile_of
 from graphir.analysis.profiles import Profile
 from graphir.analysis.topology import Topology
@@ -31,6 +32,7 @@ from graphir.errors import GraphirError, PassError
 from graphir.ir.blob import STATE_ROLES
 from graphir.ir.device import CPU, Device
 from graphir.ir.names import base_name, micro_batches
+from graphir.ir.net import Net
 from graphir.ir.program import Program
 from graphir.ir.text import nbytes_text
 from graphir.ir.verify import blamed
@@ -48,7 +50,6 @@ from .choice.report import Balanced, DeviceUse, LinkBytes
 from .copies import InjectCopies
 from .limits import Limits
 from .module_patterns import claims, weighted_modules
-from .park import Park
 from .saved import require_captured
 
 __all__ = ["Balance", "balance"]
@@ -158,15 +159,14 @@ class Balance(Pass):
     def balanced(self, program: Program, profile: Profile | None = None, threads: int = 1) -> Balanced:
         """The placement, with what led to it."""
         require_captured(program, self.name)
-        by = {op.by for op in program.step.ops}
-        if InjectCopies.name in by:
-            raise PassError(
-                f"program {program.name!r} has the copies of a placement already", fix="balance before inject_copies"
-            )
-        if Park.name in by:
+        if any(op.issue == "placed" for op in program.step.ops):
             raise PassError(
                 f"program {program.name!r} has something parked already",
                 fix="balance the program before park: it parks what has to be",
+            )
+        if _placed_copies(program.step):
+            raise PassError(
+                f"program {program.name!r} has the copies of a placement already", fix="balance before inject_copies"
             )
         with collector_paused(), blamed(program):
             try:
@@ -600,6 +600,18 @@ class _Balancing:
             device_map=device_map(best.program, attempt.grouped),
             reasons=Reasons(problem, best.choice, [one.grouped.problem for one in attempts], then.peaks),
         )
+
+
+def _placed_copies(net: Net) -> bool:
+    """Whether copies bring values of a replica from one gpu to another: it is placed, by more than an exchange."""
+    exchange = set(map(id, exchanged(net)))
+    return any(
+        op.type == "Copy"
+        and id(op) not in exchange
+        and not op.device.is_host
+        and not net.blobs[op.inputs[0]].device.is_host
+        for op in net.ops
+    )
 
 
 def _elsewhere(choice: Choice, other: Choice) -> int:

@@ -13,7 +13,6 @@ from graphir.analysis.instructions import instructions
 from graphir.analysis.values import value_numbers
 from graphir.collector import collector_paused
 from graphir.errors import PassError, nearest
-from graphir.ir.history import pass_name
 from graphir.ir.names import base_name
 from graphir.ir.plan import Plan
 from graphir.ir.program import Program
@@ -35,7 +34,7 @@ def emit(program: Program, dims: Mapping[str, int] | None = None, *, ahead: int 
         ahead: how many operators of its destination before its first reader each copy is issued; a copy that stands
             further ahead in the program, as those of :func:`park` do, is issued at its place. More of them hide slower
             links, and hold what was copied for longer. A value that was copied is freed no later than so many operators
-            after that.
+            after that. By default :attr:`Program.ahead`; where the program says nothing, 8.
 
     Raises:
         PlacementError: an operand is elsewhere; inject_copies puts the copies in.
@@ -54,7 +53,7 @@ def emit(program: Program, dims: Mapping[str, int] | None = None, *, ahead: int 
 def instructed(program: Program, ahead: int | None = None) -> Plan:
     """The plan of a program that is known to be well-formed and placed, without the values by which it is checked."""
     net, found = program.step, hazards(program.step)
-    least = _ahead_of(program) if ahead is None else ahead
+    least = next(given for given in (ahead, program.ahead, AHEAD) if given is not None)
     order, buffers = issue_order(net, program.dims, found, least), Buffers(net, program.dims)
     buffers.freed.update([issue for issue in order if isinstance(issue, str)])
     return Plan(
@@ -63,12 +62,6 @@ def instructed(program: Program, ahead: int | None = None) -> Plan:
         instructions=instructions(net, order, found, buffers),
         buffers=buffers.numbers,
     )
-
-
-def _ahead_of(program: Program) -> int:
-    """How far ahead copies are issued, unless somebody says otherwise. Where they stand when they are due, to issue
-    them earlier lets a thread wait that could compute, and takes a second receive buffer."""
-    return 0 if "pipeline" in map(pass_name, program.history) else AHEAD
 
 
 def _bind(program: Program, dims: Mapping[str, int]) -> dict[str, int]:

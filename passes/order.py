@@ -5,16 +5,16 @@ Operators keep their program order, except that
 * a transfer (a copy or a collective) is issued as soon as its operands are there. A copy takes memory at its
   destination, so it is issued no earlier than some operators of the destination before its first reader (*ahead*), or,
   where it stands further ahead than that in the program, at its place. A small copy counts as standing directly before
-  its first reader, and is gathered with others until the destination comes near the first of these; but not what
-  :func:`.park.park` copies, since all of that would come back at once;
+  its first reader, and is gathered with others until the destination comes near the first of these. A copy whose
+  ``issue`` is ``placed`` counts as large: all that is parked would come back at once otherwise;
 * in a program that reduces gradients, what follows from a reduction is issued as soon as it can be: an update once its
   gradient is reduced and every reader of the parameter is issued, not after the whole backward. Reductions of small
   gradients are gathered until they come to :data:`_BUCKET` bytes;
 * a storage is freed after its last use.
 
 Updates and frees that depend on a just-issued transfer are delayed: until the transfer's lane has been given another
-one at a later point of the program, or until their own device waits for a transfer anyway; what is parked is freed so
-many operators later as copies are ahead::
+one at a later point of the program, or until their own device waits for a transfer anyway; what a ``placed`` copy takes
+away is freed so many operators later as copies are ahead::
 
     gpu:0.compute:  run w2_grad            run w1_grad             run update w2   free w2_grad
     gpu:0.copy_in:              reduce w2_grad         reduce w1_grad
@@ -80,7 +80,7 @@ class Tasks:
         earlier: for each operator, those that have to come before it, where program order does not ensure it.
         uses: of each storage, how many operators touch it, and one more if it outlives the step.
         small: the transfers that may be one of a group.
-        leaving: the storages that :func:`.park.park` takes away.
+        leaving: the storages that ``placed`` copies take away.
     """
 
     def __init__(self, net: Net, dims: Dims, found: Hazards) -> None:
@@ -96,7 +96,7 @@ class Tasks:
         self.uses = Counter(chain.from_iterable(found.touched))
         self.uses.update(_kept(net))
         self.small = {i for i, kind in enumerate(self.kinds) if kind != "run" and self.is_small(i)}
-        parking = [op for op in ops if op.by == "park" and op.type == "Copy"]
+        parking = [op for op in ops if op.issue == "placed"]
         self.leaving = {blobs[op.inputs[0]].storage for op in parking} - {op.outputs[0] for op in parking}
 
     def issued(self, order: Sequence[int], ahead: int) -> list[Issue]:
@@ -111,7 +111,7 @@ class Tasks:
 
     def is_small(self, i: int) -> bool:
         """Whether a transfer may be one of a group."""
-        return self.nbytes(i) < (_BUCKET if self.gathers(i) else _SMALL) and self.net.ops[i].by != "park"
+        return self.nbytes(i) < (_BUCKET if self.gathers(i) else _SMALL) and self.net.ops[i].issue != "placed"
 
     def gathers(self, i: int) -> bool:
         """Whether a transfer is a reduction of gradients."""
@@ -332,7 +332,7 @@ class _Order:
         if isinstance(task, str):
             device = self.net.blobs[task].device
             self.late.setdefault((device, self.passed[device] + max(self.least, 1)), []).append(task)
-            if task in self.tasks.leaving:  # what is parked comes in a row: each would wait for the one before
+            if task in self.tasks.leaving:  # they leave in a row: each would wait for the one before
                 return
         for at in lanes:
             self.held_by.setdefault(at, []).append(task)

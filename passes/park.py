@@ -27,7 +27,7 @@ from graphir.ir.blob import STATE_ROLES, Blob
 from graphir.ir.device import Device, gpu
 from graphir.ir.names import copy_name
 from graphir.ir.net import Net
-from graphir.ir.operator import Operator, Phase
+from graphir.ir.operator import Operator, Phase, Received
 from graphir.ir.program import Program
 
 from .base import Gpu, Pass, Placed, build, register
@@ -276,7 +276,8 @@ class _Parking(Substitutes):
 
     def copy(self, source: tuple[str, int], target: tuple[str, int], of: str, phase: Phase) -> None:
         device = self.blobs[target[0]].device
-        blank = Operator("Copy", (), (), {}, device, phase, by=self.by, of=of)
+        received: Received = "" if device.is_host else "fresh"  # a buffer would keep what parking gives back
+        blank = Operator("Copy", (), (), {}, device, phase, by=self.by, of=of, issue="placed", received=received)
         self.ops.append(with_operands(blank, [source], [target]))
 
 

@@ -16,7 +16,6 @@ from typing import Any
 from graphir.errors import PassError
 from graphir.ir.blob import STATE_ROLES, Blob
 from graphir.ir.device import Device, gpu
-from graphir.ir.history import parse_passes
 from graphir.ir.names import fresh, replica_prefix
 from graphir.ir.net import Net
 from graphir.ir.operator import Arg, Operator, map_arg
@@ -123,7 +122,7 @@ class Site:
         of = self.blob_name(op.of) if op.of else ""
         names = op.type, self.names(op.inputs), self.names(op.outputs), args, device
         by = self.by or op.by
-        return Operator._make(names + op[5:7] + (by,) + op[8:15] + (of, op.source))  # half of _replace
+        return Operator._make(names + op[5:7] + (by,) + op[8:15] + (of,) + op[16:])  # half of _replace
 
 
 def replica_sites(program: Program, devices: Sequence[int], by: str) -> list[Site]:
@@ -200,12 +199,11 @@ def reduced(
 
 def gradient_reduction(program: Program) -> Mapping[str, Arg]:
     """How a program reduces gradients over its replicas: ``reduction`` and ``shares`` as ``AllReduce`` takes them.
-    Empty where it adds them up. Where it has none, as the pass that made the replicas says, which means by default."""
+    Empty where it adds them up. Where no operator reduces gradients, as :attr:`Program.reduction` says."""
     for op in program.step.ops:
         if op.phase == "reduce" and op.type in ("AllReduce", "graphir.sparse_sum"):
             return {name: op.args[name] for name in ("reduction", "shares") if name in op.args}
-    said = [entry.options.get("reduction") for text in program.history for entry in parse_passes(text)]
-    if "sum" in said:
+    if program.reduction == "sum":
         return {}
     rows = [f"{prefix}batch" for prefix in program.replicas]
     shares: tuple[Arg, ...] = (1,) * len(rows)

@@ -45,8 +45,7 @@ class Replicate(Pass):
         if self.on_replica is None and not defines_callback(program.module):
             return replicated
         function = None if self.on_replica is None else self.on_replica.required(self.name)
-        known = replicated.with_(history=(*program.history, str(self)))  # callbacks may ask how gradients are reduced
-        return with_callbacks(known, function, self.name, own=True)
+        return with_callbacks(replicated, function, self.name, own=True)
 
     def recorded(self, program: Program) -> Program:
         """Replicate, and synchronise the batch norms that say so; the history has both."""
@@ -66,6 +65,7 @@ class Replicate(Pass):
             dims={site.prefix + dim: value for site in sites for dim, value in program.dims.items()},
             guards=tuple([guard.renamed(site.prefix.__add__) for site in sites for guard in program.guards]),
             replicas=tuple(site.prefix for site in sites),
+            reduction=self.reduction,
         )
 
 

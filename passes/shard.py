@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from typing import Annotated, ClassVar, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator
 
@@ -25,7 +25,7 @@ from graphir.ir.device import gpu
 from graphir.ir.names import micro_batch_of
 from graphir.ir.net import Net
 from graphir.ir.operator import Operator
-from graphir.ir.program import Interface, Program
+from graphir.ir.program import Interface, Program, Reduction
 
 from .base import Gpu, Pass, as_gpu, build, printed_device, register
 from .exchange import Exchange
@@ -37,8 +37,6 @@ from .table_blocks import KINDS, Kind, tables_of
 from .table_split import split_tables
 
 __all__ = ["Shard", "shard"]
-
-Reduction: TypeAlias = Literal["mean", "sum"]
 
 
 Target: TypeAlias = str | tuple[Kind, tuple[int, ...]]
@@ -162,6 +160,7 @@ def _spread(regions: Regions, reduction: Reduction) -> Program:
         dims=regions.dims(),
         guards=tuple(dict.fromkeys(regions.guards())),
         replicas=tuple(site.prefix for site in regions.replicas),
+        reduction=reduction,
     )
 
 

@@ -5,7 +5,7 @@ one after the other, and has as many bytes as the largest of them. A copy takes 
 enough; where none is, the largest free one, which grows; and a new one only where none is free. Of buffers of equal
 size it takes the one that has been free for longest: the use that the copy waits for is then long past.
 
-What :func:`.park.park` copies to a gpu takes none: a buffer would keep the memory that parking gives back.
+A copy whose ``received`` is ``fresh`` takes none: a buffer would keep the memory that parking gives back.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Buffers:
         numbers: the buffer of each storage that has one; numbers count from 0 on each device.
         freed: the storages that the step frees; only these take buffers.
         nbytes: of each device's buffers, by number.
-        parking: what copies of :func:`.park.park` make on gpus.
+        fresh: what copies make that take fresh memory.
         idle: by device, the storage that each free buffer held last, in the order in which the buffers became free.
     """
 
@@ -39,14 +39,14 @@ class Buffers:
         self.net, self.dims = net, dims
         self.numbers: dict[str, int] = {}
         self.freed: set[str] = set()
-        self.parking = {op.outputs[0] for op in net.ops if op.by == "park" and op.device.kind == "gpu"}
+        self.fresh = {op.outputs[0] for op in net.ops if op.received == "fresh"}
         self.nbytes: dict[Device, list[int]] = defaultdict(list)
         self.idle: dict[Device, list[str]] = defaultdict(list)
 
     def receive(self, storage: str) -> str | None:
         """Give a buffer to a storage that a copy makes; return the storage that the buffer held before, if any."""
         blob = self.net.blobs[storage]
-        if storage not in self.freed or storage in self.parking or not _dense(blob):
+        if storage not in self.freed or storage in self.fresh or not _dense(blob):
             return None
         wanted, held, idle = blob.nbytes(self.dims), self.nbytes[blob.device], self.idle[blob.device]
         if not idle:

@@ -65,7 +65,7 @@ class OperatorMove(_Entry):
 
 
 class OperatorChange(_Entry):
-    """An operator whose type, inputs, arguments, phase, seed or effects differ."""
+    """An operator whose type, inputs, arguments, phase, seed, effects, issue or receive memory differ."""
 
     output: str
     field: str
@@ -116,6 +116,8 @@ class Diff(_Entry):
         blobs: blobs of both that changed, in another way than by moving with the operator that makes them.
         peaks: by device; none for bare nets, or where sizes are not known.
         guards: those of one alone, ``+`` before those of *after*; none for bare nets.
+        program: how far ahead copies are issued and how gradients are reduced, where the programs differ in it, as
+            ``ahead None -> 0``; none for bare nets.
     """
 
     before: str
@@ -129,11 +131,13 @@ class Diff(_Entry):
     blobs: tuple[BlobChange, ...] = ()
     peaks: tuple[Peak, ...] = ()
     guards: tuple[str, ...] = ()
+    program: tuple[str, ...] = ()
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing differs."""
-        lists = (self.moved, self.copies, self.added, self.removed, self.changed, self.blobs, self.guards)
+        operators = (self.moved, self.copies, self.added, self.removed, self.changed)
+        lists = (*operators, self.blobs, self.guards, self.program)
         return not any(lists) and not self.order and all(p.before == p.after for p in self.peaks)
 
     def to_json(self) -> str:
@@ -153,6 +157,7 @@ class Diff(_Entry):
             ("operators changed", self.changed),
             ("blobs changed", self.blobs),
             ("guards changed", self.guards),
+            ("program changed", self.program),
         ):
             lines += _section(title, entries)
         if self.order:
@@ -208,6 +213,7 @@ def diff(before: _Subject, after: _Subject) -> Diff:
         blobs=tuple(found.blobs),
         peaks=_peaks(before, after),
         guards=_guards(before, after),
+        program=_program(before, after),
     )
 
 
@@ -221,6 +227,14 @@ def _guards(before: _Subject, after: _Subject) -> tuple[str, ...]:
         return ()
     ours, theirs = (list(map(str, program_of(subject).guards)) for subject in (before, after))
     return (*(f"- {g}" for g in ours if g not in theirs), *(f"+ {g}" for g in theirs if g not in ours))
+
+
+def _program(before: _Subject, after: _Subject) -> tuple[str, ...]:
+    if isinstance(before, Net) or isinstance(after, Net):
+        return ()
+    a, b = program_of(before), program_of(after)
+    values = [(name, getattr(a, name), getattr(b, name)) for name in ("ahead", "reduction")]
+    return tuple([f"{name} {x} -> {y}" for name, x, y in values if x != y])
 
 
 def _peaks(before: _Subject, after: _Subject) -> tuple[Peak, ...]:
@@ -268,7 +282,7 @@ class _Compared:
         if a.device != b.device:
             self.moved.append(OperatorMove(output=key, type=b.type, before=a.device, after=b.device, by=b.by))
             self.carried.update(b.outputs)
-        for name in ("type", "inputs", "outputs", "args", "phase", "seed", "effects"):
+        for name in ("type", "inputs", "outputs", "args", "phase", "seed", "effects", "issue", "received"):
             x, y = getattr(a, name), getattr(b, name)
             same = x == y if name != "args" else repr(x) == repr(y)  # 1, 1.0 and True are different arguments
             if not same and not (name == "effects" and a.type != b.type):

@@ -11,12 +11,15 @@ from typing import Final, NamedTuple
 from ..errors import GraphirError
 from ..ir.blob import dense_nbytes
 from ..ir.device import Device
+from ..ir.names import prefix_of
+from ..ir.net import Net
+from ..ir.operator import Operator
 from ..ir.plan import Plan, program_of, sizes_of
 from ..ir.program import Program
 from ..ir.size import Dims
 from ..ir.text import nbytes_text
 
-__all__ = ["PlacedModule", "PlacedModules", "placed"]
+__all__ = ["PlacedModule", "PlacedModules", "exchanged", "placed"]
 
 _LONGEST: Final = 30
 """Of a module's path, in the table."""
@@ -127,8 +130,22 @@ def _sent(program: Program, dims: Dims) -> Counter[str]:
     net = program.step
     modules = {name: op.module for op in net.ops for name in op.outputs}
     found: Counter[str] = Counter()
-    for op in net.ops:
-        if op.type == "Copy" and op.by == "shard":
-            module = modules.get(op.of or net.blobs[op.inputs[0]].storage, "")
-            found[module] += dense_nbytes(net.blobs[op.inputs[0]], dims)
+    for op in exchanged(net):
+        module = modules.get(op.of or net.blobs[op.inputs[0]].storage, "")
+        found[module] += dense_nbytes(net.blobs[op.inputs[0]], dims)
     return found
+
+
+def exchanged(net: Net) -> list[Operator]:
+    """The copies that bring something from one replica, or from a placed module, to another: a reader of the copy has
+    another prefix than its source. Copies within a replica are those of a placement."""
+    copies: dict[str, Operator] = {}
+    found: dict[str, Operator] = {}
+    for op in net.ops:
+        for name in op.inputs if copies else ():
+            copy = copies.get(name)
+            if copy is not None and op.outputs and prefix_of(op.outputs[0]) != prefix_of(copy.inputs[0]):
+                found[name] = copy
+        if op.type == "Copy":
+            copies[op.outputs[0]] = op
+    return list(found.values())

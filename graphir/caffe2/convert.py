@@ -20,7 +20,7 @@ from typing import Final, NamedTuple, cast
 
 from ..errors import FileError, GraphirError
 from ..ir.blob import Blob, Role
-from ..ir.device import CPU, KINDS, Device
+from ..ir.device import KINDS, Device
 from ..ir.net import Net
 from ..ir.operator import PURE, Arg, Effects, Operator, stored_versions
 from ..ir.placement import blob_devices
@@ -55,7 +55,7 @@ def decode(message: Message, where: str) -> Net:
         name, proto = _net_text(message)
         default = _device(message.device_option)
         ops: list[Operator] = []
-        reader = _Reader(external)
+        reader = _Reader(external, default)
         for position, op in enumerate(message.op):
             place = f"{where}, at op[{position}]"
             ops.append(reader.operator(op))
@@ -83,11 +83,11 @@ def encode(net: Net) -> Message:
             message.ClearField("external_input")
             _put(message, "external_input", net.external_inputs)
         _put(message, "external_output", net.external_outputs)
-        has_default = message.HasField("device_option")
+        default = _device(message.device_option)
         for position, op in enumerate(net.ops):
             place, at = f"net {net.name!r}, op[{position}]", _shown(op)
             written = message.op.add()
-            _write(op, written, explicit=has_default and bool(op.by))
+            _write(op, written, default)
             _put(written, "input", op.inputs)
             _put(written, "output", op.outputs)
     except GraphirError as e:
@@ -113,11 +113,16 @@ class _Rest(NamedTuple):
 class _Reader:
     """Reads the operators of a net in their order.
 
+    Args:
+        external: the external inputs.
+        default: the device of the net, on which operators run that name none.
+
     Attributes:
         control: the control inputs of the operators that have any, by position.
     """
 
-    def __init__(self, external: Iterable[str]) -> None:
+    def __init__(self, external: Iterable[str], default: Device) -> None:
+        self.default = default
         self.control: dict[int, tuple[str, ...]] = {}
         self._latest = dict.fromkeys(external, 0)
         self._gradients: set[str] = set()
@@ -164,11 +169,11 @@ class _Reader:
         key: bytes = rest.SerializeToString(deterministic=True)
         found = self._rests.get(key)
         if found is None:
-            found = self._rests[key] = _split(rest)
+            found = self._rests[key] = _split(rest, self.default)
         return found
 
 
-def _split(rest: Message) -> _Rest:
+def _split(rest: Message, default: Device) -> _Rest:
     """Take an operator without inputs and outputs apart, and see that it can be put together again."""
     (type,) = _names((rest.type,))
     if not type:
@@ -180,8 +185,8 @@ def _split(rest: Message) -> _Rest:
     kept = messages().OperatorDef()
     kept.CopyFrom(rest)
     kept.ClearField("type")
-    device = _device(rest.device_option)
-    if device != CPU and rest.device_option == _option(device):
+    device = _device(rest.device_option) if rest.HasField("device_option") else default
+    if device != default and rest.device_option == _option(device):
         kept.ClearField("device_option")
     args = _arguments(rest.arg)
     if len(args) == len(rest.arg):
@@ -194,7 +199,7 @@ def _split(rest: Message) -> _Rest:
                 arg.name = name
     proto = _text(kept)
     again = messages().OperatorDef()
-    _write(Operator(type, (), (), args, device, proto=proto), again)
+    _write(Operator(type, (), (), args, device, proto=proto), again, default)
     if again != rest and _text(again) != _text(rest):  # two NaN are not equal, but read the same
         raise GraphirError("the operator cannot be kept as it is", at=_text(rest), fix="report it as a bug")
     return _Rest(type, args, device, proto, is_random(type, args), rest.is_gradient_op, tuple(rest.control_input))
@@ -241,13 +246,13 @@ def _effects(writes: tuple[tuple[int, int], ...], random: bool) -> Effects:
 # Operators, written
 
 
-def _write(op: Operator, message: Message, *, explicit: bool = False) -> None:
+def _write(op: Operator, message: Message, default: Device) -> None:
     """Write an operator without its inputs and outputs.
 
     Args:
         op: the operator.
         message: where to; an ``OperatorDef``.
-        explicit: also say that it is on cpu:0, where it would run somewhere else otherwise.
+        default: where it runs if it names no device.
     """
     if "." in op.type or op.type in ("", "AllReduce") or op.operands is not None or op.results is not None:
         raise GraphirError(f"operators of type {op.type!r} are not Caffe2's", fix=_NOT_CAFFE2)
@@ -256,7 +261,7 @@ def _write(op: Operator, message: Message, *, explicit: bool = False) -> None:
     if message.HasField("device_option"):
         if _device(message.device_option) != op.device:
             message.device_option.MergeFrom(_option(op.device))
-    elif explicit or op.device != CPU:
+    elif op.device != default:
         message.device_option.CopyFrom(_option(op.device))
     if message.arg:
         _merge(message, op.args)

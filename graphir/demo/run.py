@@ -155,7 +155,7 @@ class _Demo:
         replicated = passes.replicate(captured, devices=DEVICES)
         shifted = passes.shift_activations(replicated, activations[len(activations) // 2 :], shifts=SHIFTS)
         placed = passes.share_storage(passes.inject_copies(shifted))
-        moved = sum(op.by == "shift_activations" for op in shifted.step.ops)
+        moved = sum(a.device != b.device for a, b in zip(replicated.step.ops, shifted.step.ops, strict=True))
         copies = sum(op.type == "Copy" for op in placed.step.ops)
         self.say(f"replicate{{devices={list(DEVICES)}}}: {len(replicated.step.ops)} operators, gradients averaged")
         self.say(f"shift_activations: the second half, {dict(SHIFTS)}: {moved} operators moved, {copies} copies put in")

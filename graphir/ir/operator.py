@@ -12,14 +12,18 @@ from .dtype import TORCH_NAME
 from .size import Dims, Polynomial, bind
 
 __all__ = [
+    "ISSUES",
     "PHASES",
     "PURE",
+    "RECEIVED",
     "SYMBOLS",
     "Arg",
     "Effects",
     "Group",
+    "Issue",
     "Operator",
     "Phase",
+    "Received",
     "Symbol",
     "bind_arg",
     "flattened",
@@ -36,6 +40,11 @@ _T = TypeVar("_T")
 
 Phase: TypeAlias = Literal["init", "forward", "backward", "reduce", "update"]
 PHASES: Final[tuple[str, ...]] = get_args(Phase)
+
+Issue: TypeAlias = Literal["", "placed"]
+ISSUES: Final[tuple[str, ...]] = get_args(Issue)
+Received: TypeAlias = Literal["", "fresh"]
+RECEIVED: Final[tuple[str, ...]] = get_args(Received)
 
 
 class Symbol(str):
@@ -103,7 +112,8 @@ class Operator(NamedTuple):
         device: where it runs.
         phase: init, forward, backward, reduce or update.
         module: path of the module that it came from.
-        by: name of the pass that made, moved or changed it last; empty as captured.
+        by: name of the pass that made, moved or changed it last; empty as captured. It is for people and decides
+            nothing.
         seed: the seed id, if it draws random numbers.
         operands: how ``inputs`` fill the type's tensor parameters, see :func:`groups`; None: one each.
         results: how ``outputs`` fill what the type returns, in the same notation; None: one each.
@@ -116,6 +126,10 @@ class Operator(NamedTuple):
             gradients names a result of the forward operator whose gradients these are. One that adds gradients up names
             the blob whose gradient the sum is. One that a checkpoint runs again names the result that it repeats.
             ``of`` says nothing about what is computed.
+        issue: of a ``Copy``, when :func:`~graphir.passes.emit` issues it. ``placed``: alone, where it stands in the
+            program, or earlier if ``ahead`` says so. Empty: small copies are gathered until their first reader is near.
+        received: of a ``Copy``, which memory it fills. ``fresh``: memory taken in each step and given back when the
+            storage is freed. Empty: ``emit`` may give it a receive buffer, which is held from step to step.
         source: the line of a user's code that called it, or whose gradient it computes, such as ``models/net.py:42``.
             It says nothing about what is computed: operators that differ in it alone are equal, and texts leave it out.
     """
@@ -136,6 +150,8 @@ class Operator(NamedTuple):
     output_versions: tuple[int, ...] | None = None
     proto: str = ""
     of: str = ""
+    issue: Issue = ""
+    received: Received = ""
     source: str = ""
 
     # The line is for people, as a location is in MLIR: a net read from its text, which has none, is the same net.

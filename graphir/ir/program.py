@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 from pydantic import BeforeValidator
 
@@ -22,7 +22,7 @@ from .size import BATCH
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Interface", "ParamGroup", "Program", "Scalar", "Slot"]
+__all__ = ["REDUCTIONS", "Interface", "Note", "ParamGroup", "Program", "Reduction", "Scalar", "Slot"]
 
 
 def _number(given: object) -> object:
@@ -31,6 +31,12 @@ def _number(given: object) -> object:
         return math.nan if given["float"] == "nan" else float(given["float"])
     return given
 
+
+Reduction: TypeAlias = Literal["mean", "sum"]
+REDUCTIONS: Final[tuple[str, ...]] = get_args(Reduction)
+
+Note: TypeAlias = "int | float | bool | str | tuple[Note, ...] | Mapping[str, Note] | None"
+"""A value as JSON has it; a list is a tuple."""
 
 Scalar: TypeAlias = int | Annotated[float, BeforeValidator(_number)] | bool | str | None
 
@@ -132,8 +138,15 @@ class Program:
         fixed: why sizes are plain numbers where they are; empty where they follow every named dimension.
         replicas: the prefix of each replica, by position; ``("",)`` as captured.
         interface: how arguments and results map to blobs.
-        history: the text of each pass that was run, in order.
+        history: the text of each pass that was run, in order. It is for people and decides nothing.
         guards: what the dimensions must satisfy for this to be the step that eager PyTorch takes.
+        ahead: how many operators of its destination before its first reader each copy is issued, unless ``emit`` is
+            given another number; None: as many as ``emit`` has by default.
+        reduction: how the gradients of replicas are put together: ``mean``, where each replica counts by its share of
+            the batch, or ``sum``. The operators that reduce gradients say so themselves; passes that add reductions go
+            by this where there are none yet.
+        notes: what others want to keep with the program, by name: values as JSON has them. They decide nothing. Files
+            keep them, texts leave them out. Not part of equality.
         state: the module's and the optimizer's own (unprefixed) names, and ``step``, to tensors; empty where the
             model was captured on the meta device. Not part of equality.
         module: the captured module. Not saved, pickled or copied, not part of equality.
@@ -153,6 +166,9 @@ class Program:
     interface: Interface = field(default_factory=Interface)
     history: tuple[str, ...] = ()
     guards: tuple[Guard, ...] = ()
+    ahead: int | None = None
+    reduction: Reduction = "mean"
+    notes: Mapping[str, Note] = field(default_factory=dict, compare=False)
     state: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
     module: torch.nn.Module | None = field(default=None, compare=False)
     witness: Callable[[Mapping[str, int]], None] | None = field(default=None, compare=False)

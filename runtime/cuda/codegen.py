@@ -380,7 +380,7 @@ class StreamStatements(Statements):
 
 def is_taken_anew(op: Operator, place: torch.device) -> bool:
     """Whether a copy to a *place* takes memory in each step, not a buffer that is kept: see :mod:`.receive`."""
-    return op.by == "park" and op.device.kind == "gpu" and place.type == "cuda"
+    return op.received == "fresh" and place.type == "cuda"
 
 
 def generate_streams(

@@ -20,7 +20,7 @@ from ..guard import Guard, parse_guard
 from ..net import Net
 from ..operator import PURE, SYMBOLS, Arg, Effects, Operator, Symbol
 from ..plan import Instruction, Plan
-from ..program import Program
+from ..program import Note, Program
 from ..size import LARGEST, Dims, Shape, Size, parse_size
 from .records import (
     AnyFile,
@@ -160,6 +160,8 @@ def _operator(
         record.output_versions,
         record.proto,
         of,
+        record.issue,
+        record.received,
         "" if record.source is None else sources[record.source],
     )
 
@@ -206,7 +208,17 @@ def _program(record: ProgramRecord) -> Program:
         record.interface,
         record.history,
         _guards(record.guards),
+        record.ahead,
+        record.reduction,
+        {name: _note(value) for name, value in record.notes.items()},
     )
+
+
+def _note(value: JsonValue) -> Note:
+    """A note, its lists as tuples."""
+    if isinstance(value, dict):
+        return {name: _note(part) for name, part in value.items()}
+    return tuple([_note(part) for part in value]) if isinstance(value, list) else value
 
 
 def _guards(records: Sequence[GuardRecord]) -> tuple[Guard, ...]:

@@ -27,7 +27,7 @@ from .decode import value_of
 from .encode import document_of
 from .records import VERSION, AnyFile, Header, NetFile, PlanFile, ProgramFile, TensorRecord
 from .tensors import StoredTensors, describe, stored_layouts, write_tensors
-from .upgrade import upgraded
+from .upgrade import upgraded, with_fields
 
 __all__ = [
     "MOST_BYTES",
@@ -147,11 +147,13 @@ def _read(text: bytes, where: str) -> tuple[AnyFile, Net | Program | Plan]:
             fix="install a graphir that reads it, or write the file again with this one",
         )
     try:
-        if header.version < VERSION:
+        if header.version < 3:
             text = upgraded(text, header.version)
         with collector_paused():
             found = model.model_validate_json(text)
             value = value_of(found)
+            if header.version < VERSION:
+                value = with_fields(value)
     except ValidationError as e:
         raise damaged(e, where, "the file was damaged or edited; write it again") from None
     except GraphirError as e:

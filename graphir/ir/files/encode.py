@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from ...errors import GraphirError
 from ..blob import Blob
 from ..dialect import TORCH
 from ..net import Net
@@ -109,6 +110,8 @@ def _net(net: Net) -> Document:
             op.input_versions,
             op.seed,
             op.proto,
+            op.issue,
+            op.received,
         )
 
     ops = _rows(map(operator, net.ops), OperatorRecord)
@@ -139,6 +142,28 @@ def _plain(value: Any) -> Any:
     return [_plain(part) for part in value] if isinstance(value, tuple) else _scalar(value)
 
 
+def _notes(program: Program) -> Document:
+    """The notes of a program.
+
+    Raises:
+        GraphirError: one is no value as JSON has it.
+    """
+
+    def note(value: Any) -> Any:
+        if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+            return {key: note(part) for key, part in value.items()}
+        if isinstance(value, list | tuple):
+            return [note(part) for part in value]
+        if value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
+            return value
+        raise GraphirError(
+            f"a note of program {program.name!r} holds {value!r}, which JSON cannot",
+            fix="notes hold numbers, texts, booleans, None, lists, and mappings from texts to such values",
+        )
+
+    return {name: note(value) for name, value in program.notes.items()}
+
+
 def _program(program: Program, state: Mapping[str, TensorRecord] | None) -> Document:
     return {
         "name": program.name,
@@ -147,6 +172,9 @@ def _program(program: Program, state: Mapping[str, TensorRecord] | None) -> Docu
         "replicas": program.replicas,
         "history": program.history,
         "guards": [(str(guard), guard.reason) for guard in program.guards],
+        **({} if program.ahead is None else {"ahead": program.ahead}),
+        **({} if program.reduction == "mean" else {"reduction": program.reduction}),
+        **({"notes": _notes(program)} if program.notes else {}),
         "interface": _interface(program.interface),
         **({} if state is None else {"state": dict(state)}),
         "init": _net(program.init),

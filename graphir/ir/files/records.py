@@ -14,9 +14,9 @@ from typing import Annotated, Final, Literal, NamedTuple, TypeAlias
 from pydantic import BaseModel, ConfigDict, JsonValue, NonNegativeInt, StringConstraints
 
 from ..blob import Role
-from ..operator import Effects, Phase
+from ..operator import Effects, Issue, Phase, Received
 from ..plan import Instruction
-from ..program import Interface
+from ..program import Interface, Reduction
 
 __all__ = [
     "VERSION",
@@ -34,8 +34,8 @@ __all__ = [
     "TensorRecord",
 ]
 
-VERSION: Final = 3
-"""The version of the file format that is written. Versions 1 and 2 are read, too, see :func:`.upgrade.upgraded`."""
+VERSION: Final = 4
+"""The version of the file format that is written. Versions 1 to 3 are read, too, see :func:`.upgrade.upgraded`."""
 
 SizeText: TypeAlias = "int | str"
 Pattern: TypeAlias = Annotated[str, StringConstraints(pattern=r"^([t_]|\[[t_]*\])*$")]
@@ -91,6 +91,8 @@ class OperatorRecord(NamedTuple):
     input_versions: Versions = None
     seed: int | None = None
     proto: str = ""
+    issue: Issue = ""
+    received: Received = ""
 
 
 class NetRecord(_Record):
@@ -134,6 +136,9 @@ class ProgramRecord(_Record):
     replicas: tuple[str, ...] = ("",)
     history: tuple[str, ...] = ()
     guards: tuple[GuardRecord, ...] = ()
+    ahead: NonNegativeInt | None = None
+    reduction: Reduction = "mean"
+    notes: dict[str, JsonValue] = {}
     interface: Interface = Interface()
     state: dict[str, TensorRecord] | None = None
     init: NetRecord

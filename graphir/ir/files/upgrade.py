@@ -1,13 +1,24 @@
-"""Files of earlier versions, as this version reads them."""
+"""Files of earlier versions, as this version reads them.
+
+:func:`upgraded` adds what the records of a file want and an earlier version left out. :func:`with_fields` adds what an
+earlier version said in names of passes and this one says in fields of its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pydantic_core import from_json, to_json
 
-__all__ = ["upgraded"]
+from ...errors import ParseError
+from ..history import parse_passes, pass_name
+from ..net import Net
+from ..operator import Operator
+from ..plan import Plan
+from ..program import Program
+
+__all__ = ["upgraded", "with_fields"]
 
 
 def upgraded(text: bytes, version: int) -> bytes:
@@ -31,6 +42,47 @@ def upgraded(text: bytes, version: int) -> bytes:
             event.setdefault("version", 0)
             event.setdefault("lane", instruction.get("lane"))
     return to_json(document)
+
+
+def with_fields(value: Net | Program | Plan) -> Net | Program | Plan:
+    """The value of a file of version 1 to 3, with the fields that version 4 has.
+
+    Until version 3, the name of the pass that made a copy said how the copy is issued and where it is received; that
+    ``pipeline`` is in the history said that copies stand where they are due; and the options of the pass that made the
+    replicas said how gradients are reduced.
+    """
+    if isinstance(value, Plan):
+        return value.with_(program=_program(value.program))
+    return _program(value) if isinstance(value, Program) else _net(value)
+
+
+def _program(program: Program) -> Program:
+    return program.with_(
+        step=_net(program.step),
+        ahead=0 if "pipeline" in map(pass_name, program.history) else None,
+        reduction="sum" if "sum" in _reductions(program.history) else "mean",
+    )
+
+
+def _net(net: Net) -> Net:
+    return net.with_(ops=tuple(map(_parked, net.ops)))
+
+
+def _parked(op: Operator) -> Operator:
+    """A copy of the pass ``park`` with how it is issued and where it is received."""
+    if op.by != "park" or op.type != "Copy":
+        return op
+    return op._replace(issue="placed", received="" if op.device.is_host else "fresh")
+
+
+def _reductions(history: Iterable[str]) -> Iterator[object]:
+    """How the passes of a history reduce gradients, as far as their options say."""
+    for text in history:
+        try:
+            (found,) = parse_passes(text)
+        except (ParseError, ValueError):  # a history may say anything
+            continue
+        yield found.options.get("reduction")
 
 
 def _objects(place: Any, *keys: str) -> Iterator[dict[str, Any]]:

@@ -14,7 +14,7 @@ from ..guard import Guard, parse_guard
 from ..net import Net
 from ..parts import Parts
 from ..plan import KINDS, STREAMS, Event, Instruction, Kind, Plan
-from ..program import Interface, ParamGroup, Program, Scalar, Slot
+from ..program import REDUCTIONS, Interface, ParamGroup, Program, Reduction, Scalar, Slot
 from .parse_net import NetReader, read_net
 from .tokens import Line, Lines
 
@@ -70,7 +70,7 @@ def _program(reader: Lines, line: Line) -> Program:
         if not header.statement(reader, line):
             raise line.error(
                 f"unknown statement {line.shown()}",
-                "a program has dims, fixed, guards, replicas, passes, two nets, interface",
+                "a program has dims, fixed, guards, replicas, ahead, reduction, passes, two nets, interface",
             )
 
 
@@ -84,6 +84,8 @@ class _Header:
         self.guards: list[Guard] = []
         self.replicas: tuple[str, ...] = ("",)
         self.history: tuple[str, ...] = ()
+        self.ahead: int | None = None
+        self.reduction: Reduction = "mean"
         self.nets: list[NetReader] = []
         self.interface = Interface()
 
@@ -106,6 +108,10 @@ class _Header:
             self.replicas = line.names()
         elif word == "passes":
             self.history = _passes(line)
+        elif word == "ahead":
+            self.ahead = line.take_integer()
+        elif word == "reduction":
+            self.reduction = cast("Reduction", line.one_of(REDUCTIONS, "reduction"))
         elif word == "interface":
             self.interface = _interface(reader, line)
             return True
@@ -129,6 +135,8 @@ class _Header:
             self.interface,
             self.history,
             tuple(self.guards),
+            self.ahead,
+            self.reduction,
         )
 
 

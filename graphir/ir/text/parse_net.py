@@ -13,7 +13,7 @@ from ..device import Device
 from ..dialect import TORCH, dialect_called
 from ..dtype import ITEMSIZE
 from ..net import Net
-from ..operator import PHASES, Arg, Effects, Operator
+from ..operator import ISSUES, PHASES, RECEIVED, Arg, Effects, Operator
 from ..opset import NAMESPACES
 from ..size import Shape, Size
 from .printer import default_effects, default_module, default_role, shown_pattern
@@ -169,6 +169,8 @@ class NetReader:
             _versions([output.version for output in outputs]),
             given.get("proto", ""),
             given.get("of", ""),
+            given.get("issue", ""),
+            given.get("received", ""),
         )
 
     def outputs(self, line: Line) -> tuple[list[_Output], str | None]:
@@ -280,10 +282,15 @@ def _versions(versions: list[int | None]) -> tuple[int, ...] | None:
 
 
 def _phase(line: Line) -> str:
-    phase = line.name()
-    if phase not in PHASES:
-        raise line.error(f"{phase!r} is not a phase{nearest(phase, PHASES)}", f"phases: {', '.join(PHASES)}")
-    return phase
+    return line.one_of(PHASES, "phase")
+
+
+def _issue(line: Line) -> str:
+    return line.one_of(ISSUES[1:], "way to issue")
+
+
+def _received(line: Line) -> str:
+    return line.one_of(RECEIVED[1:], "way to receive")
 
 
 def _pattern(line: Line) -> str | None:
@@ -320,6 +327,8 @@ _ATTRIBUTES: Final[Mapping[str, Callable[[Line], Any]]] = {
     "module": Line.name,
     "of": Line.name,
     "by": Line.name,
+    "issue": _issue,
+    "received": _received,
     "seed": Line.take_integer,
     "device": Line.device,
     "operands": _pattern,

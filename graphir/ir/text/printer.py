@@ -304,6 +304,10 @@ class Printer:
             found.append(f"of={key_text(op.of)}")
         if op.by:
             found.append(f"by={key_text(op.by)}")
+        if op.issue:
+            found.append(f"issue={op.issue}")
+        if op.received:
+            found.append(f"received={op.received}")
         if op.seed is not None:
             found.append(f"seed={op.seed}")
         first = self.blobs.get(op.outputs[0]) if op.outputs else None

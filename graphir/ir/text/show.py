@@ -44,7 +44,7 @@ _RAW_PASS: Final = re.compile(r'(?!["\s])(?:"(?:[^"\\\n]|\\.)*"|[^|"#\n])+(?<!\s
 
 
 def canonical_text(x: Net | Program | Plan) -> str:
-    """The text that ``parse`` reads back: of a program without its state and module."""
+    """The text that ``parse`` reads back: of a program without its state, module and notes."""
     return show(x, figures=False)
 
 
@@ -114,6 +114,10 @@ def _header(program: Program) -> Iterator[str]:
         yield f"  guard {json_string(str(guard))} {json_string(guard.reason)}"
     if program.replicas != ("",):
         yield f"  replicas {', '.join(map(quoted, program.replicas))}".rstrip()
+    if program.ahead is not None:
+        yield f"  ahead {program.ahead}"
+    if program.reduction != "mean":
+        yield f"  reduction {program.reduction}"
     if program.history:
         texts = (text if _RAW_PASS.fullmatch(text) else json_string(text) for text in program.history)
         yield f"  passes {' | '.join(texts)}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeVar
 
-from ...errors import GraphirError, ParseError
+from ...errors import GraphirError, ParseError, nearest
 from ..device import KINDS, Device
 from ..operator import SYMBOLS, Arg, Symbol
 from ..size import LONGEST_TEXT, Shape, Size, parse_size
@@ -242,6 +242,13 @@ class Line:
 
     def take_integer(self) -> int:
         return self.integer(self.take())
+
+    def one_of(self, words: Sequence[str], kind: str) -> str:
+        """One of some words, which are those of a *kind*."""
+        word = self.name()
+        if word not in words:
+            raise self.error(f"{word!r} is not a {kind}{nearest(word, words)}", f"{kind}s: {', '.join(words)}")
+        return word
 
     def names(self) -> tuple[str, ...]:
         """``a, b, …`` up to the end of the line."""

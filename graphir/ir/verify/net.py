@@ -17,7 +17,7 @@ Of every net, *well-formed*:
 11. The type is torch's or graphir's own, or an imported one, without a dot; arguments, inputs and outputs fit its
     signature.
 12. Shapes, element types, strides and offsets are possible ones, and those that the operator gives.
-13. A collective runs on the device of its first participant.
+13. A collective runs on the device of its first participant. Only a ``Copy`` says how it is issued and received.
 
 *Placed*:
 
@@ -39,9 +39,9 @@ from ...errors import GraphirError, VerifyError, after_last
 from ..blob import Blob
 from ..device import Device
 from ..net import Net
-from ..operator import PURE, Operator, leaves
+from ..operator import ISSUES, PURE, RECEIVED, Operator, leaves
 from ..placement import is_host_scalar, required_devices, same_memory
-from ..plan import Plan, program_of, sizes_of
+from ..plan import Plan, issued_as, program_of, sizes_of
 from ..program import Program
 from ..size import Dims, Polynomial, Size, size_dims
 from .infer import Geometry, Inferred, absurdity, geometry, infer, same_layout
@@ -244,7 +244,16 @@ class _Walk:
             self.place(op)
         if op.type == "AllReduce" and inputs and blobs[inputs[0]].device != device:
             self.report(f"AllReduce is on {device} but its first participant is on {blobs[inputs[0]].device}", op)
+        if op.issue or op.received:
+            self.transfer(op)
         self.signature(op, [geometries[name] for name in inputs])
+
+    def transfer(self, op: Operator) -> None:
+        for name, value, known in (("issue", op.issue, ISSUES), ("received", op.received, RECEIVED)):
+            if value not in known:
+                self.report(f"{name} cannot be {value!r}, only {' or '.join(map(repr, known))}", op)
+            elif value and issued_as(op) != "copy":
+                self.report(f"{op.type} is no Copy, and so cannot have {name}={value}", op)
 
     def undeclared(self, op: Operator) -> None:
         for name in dict.fromkeys((*op.inputs, *op.outputs, *([op.of] if op.of else []))):

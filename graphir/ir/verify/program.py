@@ -1,6 +1,7 @@
 """The invariants of a program as a whole; :mod:`.verify` has those of its nets.
 
-15. The prefixes of the replicas differ.
+15. The prefixes of the replicas differ. Gradients are reduced in a known way, and copies are issued a whole number
+    of operators ahead, from 0 up.
 16. Operators of ``init`` have the phase init, those of ``step`` another one.
 17. ``init`` makes every blob of ``step`` that lives from step to step, with the same geometry, role and device; only
     what Caffe2 feeds into a workspace is not made.
@@ -23,7 +24,7 @@ from ..blob import STATE_ROLES, Blob
 from ..device import CPU
 from ..dtype import TORCH_NAME
 from ..parts import whole_shape
-from ..program import Program
+from ..program import REDUCTIONS, Program
 from ..size import bind_shape
 from .parts import part_names, parts_problems
 from .problems import Problem
@@ -43,6 +44,10 @@ def _phases(program: Program) -> Iterator[Problem]:
                 yield Problem(f"dimension {dim!r} of the guard {guard} has no value")
     if len(set(program.replicas)) != len(program.replicas) or not program.replicas:
         yield Problem(f"the replicas {list(program.replicas)} are not distinct prefixes")
+    if program.reduction not in REDUCTIONS:
+        yield Problem(f"reduction cannot be {program.reduction!r}, only {' or '.join(map(repr, REDUCTIONS))}")
+    if program.ahead is not None and (type(program.ahead) is not int or program.ahead < 0):
+        yield Problem(f"copies cannot be issued {program.ahead!r} operators ahead, only a whole number from 0 up")
     for net, initial in ((program.init, True), (program.step, False)):
         for op in net.ops:
             if (op.phase == "init") != initial:
