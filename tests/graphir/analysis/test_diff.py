@@ -109,6 +109,19 @@ def test_diff_of_a_random_program_with_itself_is_empty(seed: int) -> None:
     assert diff(nets.random_program(seed), nets.random_program(seed)).is_empty
 
 
+def test_how_copies_are_issued_and_gradients_reduced() -> None:
+    before = program_of("""
+        input x : f32[4] @gpu:0
+        a : f32[4] @gpu:1 = Copy(x)
+    """)
+    copy = before.step.ops[0]._replace(issue="placed", received="fresh")
+    after = before.with_(step=before.step.with_(ops=(copy,)), ahead=0, reduction="sum")
+    found = diff(before, after)
+    assert not found.is_empty and not diff(before, before.with_(ahead=1)).is_empty
+    assert [str(change) for change in found.changed] == ["a: issue  -> placed", "a: received  -> fresh"]
+    assert "program changed: 2\n  ahead None -> 0\n  reduction mean -> sum" in str(found)
+
+
 def test_blob_fields() -> None:
     (change,) = diff(TINY, reblobbed(TINY, "d.t", strides=(1, 8))).blobs
     assert str(change) == "d.t: strides [1, 4] -> [1, 8]"

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 import graphir
+from graphir import passes
 from graphir.errors import FileError, GraphirError
 from graphir.ir.blob import Blob
 from graphir.ir.device import gpu
@@ -118,9 +119,12 @@ def everything():
 
 def test_every_field_comes_back(tmp_path):
     program = everything()
+    op = program.step.ops[0]._replace(type="Copy", issue="placed", received="fresh")
+    program = program.with_(step=program.step.with_(ops=(op,)), ahead=3, reduction="sum")
     save(program, tmp_path / "p.json")
     again = load(tmp_path / "p.json")
     assert again == program
+    assert again != program.with_(ahead=2) and again != program.with_(reduction="mean")
     assert repr(again.step.ops[0].args) == repr(program.step.ops[0].args)
 
 
@@ -130,6 +134,65 @@ def test_files_of_version_2_are_read(tmp_path):
     assert load(FILES / "plan.v2.json") == plan
     changed(shutil.copy(FILES / "plan.v2.json", tmp_path / "plan.v1.json"), "version", to=1)
     assert load(tmp_path / "plan.v1.json") == plan.with_(values={})
+
+
+@pytest.mark.parametrize("name", ["parked", "summed"])
+def test_files_of_version_3_are_read(name):
+    """What the names of passes said in them, fields say now: the program's plan is the one that stands beside it."""
+    program, plan = load(FILES / f"{name}.v3.json"), load(FILES / f"{name}.plan.v3.json")
+    if name == "summed":
+        assert program.reduction == "sum" and program.ahead is None
+        program = passes.inject_copies(passes.sync_batch_norm(program))
+    else:
+        copies = [op for op in program.step.ops if op.by == "park" and op.type == "Copy"]
+        assert {(op.issue, op.received) for op in copies} == {("placed", "fresh")} and program.ahead == 0
+        assert not any(op.issue or op.received for op in program.step.ops if op not in copies)
+    assert passes.emit(program) == plan
+
+
+def test_a_net_of_version_3_is_read(tmp_path):
+    document = json.loads((FILES / "parked.v3.json").read_text())
+    net = {"format": "graphir.net", "version": 3, "net": document["program"]["step"]}
+    (tmp_path / "net.json").write_text(json.dumps(net))
+    assert load(tmp_path / "net.json") == load(FILES / "parked.v3.json").step
+
+
+@pytest.mark.parametrize("history", [["park{"], ["pipeline {"], ["x{a=" + "1" * 5000 + "}"], ["a | b"]])
+def test_a_history_of_version_3_may_say_anything(history, tmp_path):
+    path = shutil.copy(FILES / "summed.v3.json", tmp_path / "p.json")
+    program = load(changed(path, "program", "history", to=history))
+    assert program.history == tuple(history) and program.reduction == "mean"
+
+
+# Notes
+
+NOTES = {
+    "balance": {"bound": 0.5, "groups": (1, 2, {"where": None}), "exact": True, "слой": ""},
+    "certificate": "0692b534758240df",
+}
+
+
+def test_notes_come_back_and_decide_nothing(tmp_path):
+    program = nets.random_program(1).with_(notes=NOTES)
+    program.save(tmp_path / "p.json")
+    again = load(tmp_path / "p.json")
+    assert again.notes == NOTES and again == program == program.with_(notes={})
+    again.save(tmp_path / "q.json")
+    assert (tmp_path / "q.json").read_bytes() == (tmp_path / "p.json").read_bytes()
+    plan = nets.random_plan(1)
+    plan.with_(program=plan.program.with_(notes=NOTES)).save(tmp_path / "plan.json")
+    assert load(tmp_path / "plan.json").program.notes == NOTES
+    assert str(program) == str(program.with_(notes={}))
+
+
+@pytest.mark.parametrize("note", [math.inf, math.nan, {1: 2}, (b"x",), {"a": (object(),)}, 1j])
+def test_notes_that_json_does_not_have_are_refused(note, tmp_path):
+    with pytest.raises(GraphirError, match="a note of program 'random1' holds .*, which JSON cannot") as caught:
+        nets.random_program(1).with_(notes={"mine": note}).save(tmp_path / "p.json")
+    assert caught.value.fix == (
+        "notes hold numbers, texts, booleans, None, lists, and mappings from texts to such values"
+    )
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("nan", [math.nan, float("nan"), -math.inf + math.inf], ids=["math", "made", "computed"])
@@ -360,7 +423,7 @@ def test_a_folder_is_refused(tmp_path):
 def test_a_newer_version_is_refused(net_file):
     with pytest.raises(FileError) as caught:
         load(changed(net_file, "version", to=7))
-    assert caught.value.what == "the file has version 7 of its format, this graphir reads versions 1 to 3"
+    assert caught.value.what == "the file has version 7 of its format, this graphir reads versions 1 to 4"
     assert caught.value.where == str(net_file)
     assert "install a graphir that reads it" in caught.value.fix
 
@@ -418,6 +481,8 @@ def test_a_file_cut_short_is_refused(net_file):
         (("net", "ops", 3, "output_versions"), [], "0 versions of ", "net.ops[3]"),
         (("net", "ops", 3, "operands"), "t)", "String should match pattern", "net.ops[3].operands"),
         (("net", "ops", 3, "seed"), True, "Input should be a valid integer", "net.ops[3].seed"),
+        (("net", "ops", 3, "issue"), "soon", "Input should be '' or 'placed'", "net.ops[3].issue"),
+        (("net", "ops", 3, "received"), 1, "Input should be '' or 'fresh'", "net.ops[3].received"),
         (("net", "ops", 3, "seed"), 1.0, "Input should be a valid integer", "net.ops[3].seed"),
         (("net", "ops", 3, "args"), {"a": {"size": "2*"}}, "'2*' is not a size", "net.ops[3]"),
         (("net", "ops", 3, "args"), {"a": [{"symbol": "f31"}]}, "{'symbol': 'f31'} is not an argument", "net.ops[3]"),

@@ -217,6 +217,7 @@ def test_interfaces_come_back():
         ),
     )  # fmt: skip
     program = Program("p", Net("p.init", (), {}), Net("p.step", (), {}), interface=interface, fixed='why "not"')
+    round_trip(program.with_(ahead=0, reduction="sum"))
     round_trip(program.with_(history=("a{b=[\"|\", 'c']}", "a | b", "", "x # y", " z", '"q"'), replicas=()))
 
 
@@ -225,6 +226,8 @@ def test_collectives_and_copies_come_back():
         Operator("Copy", ("x",), ("x_gpu_1",), {}, gpu(1), by="inject_copies"),
         Operator("AllReduce", ("x", "x_gpu_1"), ("r", "s"), {}, gpu(0), "reduce", operands="[tt]", results="[tt]"),
         Operator("Copy", ("x",), ("y", "z"), {"odd": 1}, gpu(1)),
+        Operator("Copy", ("x",), ("x_gpu_2",), {}, gpu(2), issue="placed"),
+        Operator("Copy", ("x",), ("x_gpu_3",), {}, gpu(3), by="park", issue="placed", received="fresh", seed=1),
         inputs=["x"],
     )  # fmt: skip
     instructions = (
@@ -232,6 +235,8 @@ def test_collectives_and_copies_come_back():
         Instruction("collective", "gpu:0.compute", 1, 1),
         Instruction("collective", "gpu:1.compute", 1, 0),
         Instruction("copy", "gpu:0.copy_out", 2),
+        Instruction("copy", "gpu:2.copy_in", 3),
+        Instruction("copy", "gpu:3.copy_in", 4),
     )
     net = net.with_(blobs=net.blobs | {"x_gpu_1": blob("x_gpu_1", device="gpu:1", role="temporary")})
     plan = Plan(Program("p", Net("i", (), {}), net), {}, instructions)
@@ -348,6 +353,9 @@ HEAD = "net n {\n  input x : f32[2] @gpu:0\n"
         (HEAD + "  y : f32[2] @gpu:0 = aten.relu(x, a=" + "[" * 65 + "\n}", "lists in lists more than 64 deep", 3),
         (HEAD + "  y : f32[2] @gpu:0 = aten.relu(x, a=" + "9" * 5000 + ")\n}", "is too long", 3),
         (HEAD + "  y : f32[2] @gpu:0 = aten.relu(x) {fase=forward}\n}", "unknown attribute 'fase'; did you mean", 3),
+        (HEAD + "  y : f32[2] @gpu:0 = Copy(x) {issue=place}\n}", "'place' is not a way to issue; did you mean", 3),
+        (HEAD + "  y : f32[2] @gpu:0 = Copy(x) {received=x}\n}", "'x' is not a way to receive", 3),
+        ("program p {\n  reduction sums\n}", "'sums' is not a reduction; did you mean 'sum'?", 2),
         (HEAD + "  y : f32[2] @gpu:0 = aten.relu(x) {phase=forwards}\n}", "'forwards' is not a phase; did you mean", 3),
         (HEAD + "  y : f32[2] @gpu:0 = aten.relu(x) {seed=x}\n}", "expected an integer, found 'x'", 3),
         (HEAD + "  y : f32[2] @gpu:0 = aten.relu(x) {seed=1, seed=1}\n}", "attribute seed is given twice", 3),

@@ -187,6 +187,13 @@ BROKEN: dict[str, tuple[Program, str]] = {
         edited(two_participants(), SGD + 1, device=GPU1),
         "AllReduce is on gpu:1 but its first participant is on gpu:0",
     ),
+    "13 issue": (edited(TINY, RELU, issue="placed"), "aten.relu.default is no Copy, and so cannot have issue=placed"),
+    "13 received": (edited(TINY, RELU, received="lost"), "received cannot be 'lost', only '' or 'fresh'"),
+    "15 reduction": (TINY.with_(reduction="max"), "reduction cannot be 'max', only 'mean' or 'sum'"),
+    "15 ahead": (
+        TINY.with_(ahead=-1),
+        "copies cannot be issued -1 operators ahead, only a whole number from 0 up",
+    ),
     "15 replicas": (TINY.with_(replicas=("", "")), "the replicas ['', ''] are not distinct prefixes"),
     "16 phase": (edited(TINY, RELU, phase="init"), "an operator of step has the phase init"),
     "17 not made": (
