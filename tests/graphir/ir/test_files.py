@@ -187,7 +187,7 @@ def test_notes_come_back_and_decide_nothing(tmp_path):
 
 @pytest.mark.parametrize("note", [math.inf, math.nan, {1: 2}, (b"x",), {"a": (object(),)}, 1j])
 def test_notes_that_json_does_not_have_are_refused(note, tmp_path):
-    with pytest.raises(GraphirError, match="a note of program 'random1' holds .*, which JSON cannot") as caught:
+    with pytest.raises(GraphirError, match=r"a note of program 'random1' holds .*, which JSON cannot") as caught:
         nets.random_program(1).with_(notes={"mine": note}).save(tmp_path / "p.json")
     assert caught.value.fix == (
         "notes hold numbers, texts, booleans, None, lists, and mappings from texts to such values"
