@@ -366,6 +366,6 @@ def _warn_of_waiting(work: Work) -> None:
                     f"{shared[0]!r} holds the micro-batches of {work.program.name!r} together: "
                     f"{ops[i].outputs[0]!r} has to wait for {ops[other].outputs[0]!r} of an earlier one's backward",
                     PipelineWarning,
-                    stacklevel=8,
+                    stacklevel=7,
                 )
                 return
