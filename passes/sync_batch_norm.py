@@ -18,12 +18,13 @@ row, times s_r / sum(s), is that of one device which has the whole batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import BeforeValidator
 from torch import nn
 
+from graphir.analysis.values import Numbering, Run
 from graphir.capture.single_values import REFUSAL, single_values_allowed
 from graphir.errors import GraphirError, PassError
 from graphir.ir.guard import Guard
@@ -102,12 +103,32 @@ class _Synchronised:
     """The callback.
 
     Attributes:
-        moments: for each mean that a converted forward saves, its moments over all replicas.
+        moments: of each converted forward, by the mean that it saves, the moments over all replicas.
     """
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.moments: dict[str, str] = {}
+
+    @cached_property
+    def saved(self) -> Mapping[int, str]:
+        """The mean that the forward of a backward in training saves; by the id of the backward.
+
+        Other passes may have put copies, views and repeated forwards between the two. The mean that a backward reads
+        has the value of the one that its forward saved, whatever its name.
+        """
+        found: dict[int, str] = {}
+        means: dict[int, str] = {}
+        step, run = self.program.step, Run(Numbering(), self.program)
+        run.declare(step)
+        run.begin(step.external_inputs, 0)
+        for op in step.ops:
+            if op.type == _BACKWARD and op.args["train"] and (mean := means.get(run.read(_by_name(op)["save_mean"]))):
+                found[id(op)] = mean
+            run.execute(op, 0)
+            if operator_type(op.type).batch_norm and op.args.get("training", True):
+                means[run.read(op.outputs[1])] = op.outputs[1]
+        return found
 
     def __call__(self, ctx: object, copy_id: int, replica: Replica) -> None:
         for op in replica.ops:
@@ -136,11 +157,20 @@ class _Synchronised:
         self.moments[new.outputs[1]] = total
 
     def backward(self, op: Operator, replica: Replica) -> None:
-        given = _by_name(op)
-        moments = self.moments.get(given.get("save_mean", ""))
         mask = op.args.get("output_mask")
-        if moments is None or not isinstance(mask, tuple) or not mask[0]:
+        if not op.args["train"] or not isinstance(mask, tuple) or not mask[0]:
             return  # without a gradient of the input, the two others follow from what the forward saved
+        if id(op) not in self.saved:
+            raise PassError(
+                "sync_batch_norm finds no forward of this backward: no batch norm saves the mean that it reads",
+                at=operator_text(op, self.program.step),
+                where=f"module {op.module!r}",
+                fix="run sync_batch_norm directly after replicate or shard",
+            )
+        moments = self.moments.get(self.saved[id(op)])
+        if moments is None:
+            return  # the forward is none of those that were to be converted
+        given = _by_name(op)
         made = list(_results(op, mask))
         new = [replica.fresh(f"{replica.path or 'model'}.{what}") for what in ("backward_products", "backward_sum")]
         names = [None, *[name or own for name, own in zip(made[1:], new, strict=True)]]

@@ -17,12 +17,14 @@ from torch import Tensor, nn
 import graphir
 from graphir import passes, runtime
 from graphir.errors import PassError
+from graphir.ir.operator import Operator
 from graphir.ir.program import Program
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 FORWARD = "graphir.synchronised_batch_norm"
 BACKWARD = "graphir.synchronised_batch_norm_backward"
+NATIVE = "aten.native_batch_norm_backward.default"
 
 
 @cache
@@ -138,6 +140,40 @@ def test_micro_batches_are_synchronised_each() -> None:
         (F.cross_entropy(whole(rows), classes) / 2).backward()
     reference.step()
     close(state, dict(whole.state_dict()))
+
+
+BEFORE: dict[str, Callable[[Program], Program]] = {
+    "parked": lambda program: passes.park(program, ["stem.1.save_mean", "rows.save_mean"], "gpu:3"),
+    "recomputed": lambda program: passes.recompute(program, "stem"),
+    "moved, with copies": lambda program: passes.inject_copies(passes.shift_modules(program, {"stem.1": {0: 2, 1: 3}})),
+    "shared": passes.share_storage,
+}
+
+
+@pytest.mark.parametrize("before", BEFORE)
+def test_a_backward_finds_its_forward_behind_other_passes(before: str) -> None:
+    """Behind copies, and behind a forward that is repeated, a backward reads the saved mean under another name."""
+    torch.manual_seed(0)
+    model = Normed().double()
+    whole = copy.deepcopy(model)
+    program = passes.sync_batch_norm(BEFORE[before](replicated(2, model)))
+    backwards = [op for op in program.step.ops if op.type == NATIVE]
+    assert backwards and not any(op.args["output_mask"][0] for op in backwards)  # type: ignore[index]
+    trained(passes.inject_copies(program), whole, [6, 5], executor="reference")
+
+
+def test_a_backward_without_a_forward_is_refused() -> None:
+    program = standard()
+    step = program.step
+
+    def strange(op: Operator) -> Operator:
+        inputs = tuple([name.replace("rows.save_mean", "rows.save_invstd") for name in op.inputs])
+        return op._replace(inputs=inputs) if op.type == NATIVE else op
+
+    changed = program.with_(step=step.with_(ops=tuple(map(strange, step.ops))))
+    with pytest.raises(PassError, match="finds no forward of this backward") as refusal:
+        passes.sync_batch_norm(changed)
+    assert refusal.value.fix == "run sync_batch_norm directly after replicate or shard"
 
 
 def test_a_first_layer_keeps_its_backward() -> None:
