@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError, nearest
 from .conditions import Broken
+from .libraries import Outside
 from .refusals import where
 from .values import geometry_of
 
@@ -201,8 +202,10 @@ class Attributes:
             f"{'module' if refused else 'private'} {self._path}",
             f"the step changes {what}, which a program would not do",
             where=where(self._path),
-            fix="keep it in a buffer and update that in place, or don't store it on the module; if the first step "
-            f"alone changes it, run one before the capture; if nothing depends on it, pass allow_changes=({whole!r},)",
+            fix=Outside(
+                "keep it in a buffer and update that in place, or don't store it on the module; if the first step "
+                f"alone changes it, run one before the capture; if nothing depends on it, pass allow_changes=({whole!r},)"
+            ),
         )
         if refused:
             raise error

@@ -12,6 +12,7 @@ from typing import Final
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import CaptureError
+from .libraries import Outside
 from .refusals import where
 from .values import Call, Value
 
@@ -35,7 +36,7 @@ def batches_read_in(frame: FrameType, scope: str) -> bool:
     raise CaptureError(
         f"the forward of {type(module).__name__} with momentum=None reads the number of batches as a Python number",
         where=where(scope),
-        fix="set a momentum, such as 0.1, or leave the forward to torch.nn's, which is captured",
+        fix=Outside("set a momentum, such as 0.1, or leave the forward to torch.nn's, which is captured"),
     )
 
 

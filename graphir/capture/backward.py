@@ -10,7 +10,7 @@ import torch
 from ..errors import CaptureError
 from ..ir.blob import dense_strides, same_strides
 from .recorder import Recorder
-from .refusals import in_short
+from .refusals import USE_REENTRANT, in_short
 from .values import Value
 
 __all__ = ["backward"]
@@ -44,7 +44,7 @@ def backward(
             ) from e
         raise CaptureError(
             "reentrant checkpointing runs a backward of its own inside the backward",
-            fix="pass use_reentrant=False to torch.utils.checkpoint.checkpoint",
+            fix=USE_REENTRANT,
         ) from e
     with recorder.unseen():
         return list(_gradients(asked, found, recorder, first_batch))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, TypeAlias
 
 from ..errors import CaptureError
@@ -35,10 +35,12 @@ class Watch:
     Attributes:
         line: that line, as in ``Operator.source``; empty until it is found.
         scope: path of the module that ran then.
+        code: that the line is of.
     """
 
     def __init__(self, condition: str) -> None:
         self.line = self.scope = ""
+        self.code: CodeType | None = None
         self._condition, self._found = condition, False
 
     @contextlib.contextmanager
@@ -54,6 +56,7 @@ class Watch:
                 except Broken:
                     self._found = True
                     self.line, self.scope = last
+                    self.code = lines.code_of(self.line)
 
         def trace(frame: FrameType, event: str, arg: Any) -> Any:
             nonlocal last

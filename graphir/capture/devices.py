@@ -9,11 +9,12 @@ from typing import Any, Final
 import torch
 
 from ..errors import CaptureError
+from .libraries import Outside
 from .patches import replaced
 from .refusals import where
 from .scopes import Scopes
 
-__all__ = ["modules_stay", "moves_stay", "on_host"]
+__all__ = ["moves_stay", "on_host"]
 
 _HOST: Final = torch.device("cpu")
 
@@ -43,10 +44,18 @@ def on_host(kwargs: Mapping[str, Any], here: Callable[[], str]) -> Mapping[str, 
 
 
 @contextlib.contextmanager
-def moves_stay() -> Iterator[None]:
-    """While this is active, ``x.to("cuda")``, ``x.cuda()`` and ``x.pin_memory()`` of this thread do not move tensors.
+def moves_stay(scopes: Scopes) -> Iterator[None]:
+    """While this is active, ``x.to("cuda")``, ``x.cuda()`` and ``x.pin_memory()`` of this thread do not move tensors,
+    and ``module.to(...)`` does nothing where it would change no tensor.
 
-    They ask for the device before the dispatcher sees them, which fails where there is none.
+    The former ask for the device before the dispatcher sees them, which fails where there is none. The latter would
+    exchange the parameters, which fakes don't allow.
+
+    Args:
+        scopes: which module runs.
+
+    Raises:
+        CaptureError: a module would change one of its tensors.
     """
     move = torch.Tensor.to
 
@@ -58,19 +67,13 @@ def moves_stay() -> Iterator[None]:
     def stay(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return tensor
 
-    with replaced(torch.Tensor, {"to": to, "cuda": stay, "pin_memory": stay}):
+    of_tensors = {"to": to, "cuda": stay, "pin_memory": stay}
+    with replaced(torch.Tensor, of_tensors), replaced(torch.nn.Module, {"_apply": _unchanged(scopes)}):
         yield
 
 
-@contextlib.contextmanager
-def modules_stay(scopes: Scopes) -> Iterator[None]:
-    """While this is active, ``module.to(...)`` of this thread does nothing where it would change no tensor.
-
-    Torch would exchange the parameters, which fakes don't allow.
-
-    Raises:
-        CaptureError: it would change one.
-    """
+def _unchanged(scopes: Scopes) -> Callable[..., Any]:
+    """In the place of a module's ``_apply``: does nothing where that would change no tensor."""
 
     def unchanged(module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         for name, tensor in (*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)):
@@ -81,12 +84,11 @@ def modules_stay(scopes: Scopes) -> Iterator[None]:
                     f"the step converts {name!r} of a {type(module).__name__} (module.to, .half, …), which no operator "
                     "tells",
                     where=where(scopes.current),
-                    fix="convert the module before the capture, or the tensor where it is used: weight.to(dtype)",
+                    fix=Outside("convert the module before the capture, or the tensor where it is used: weight.to(dtype)"),
                 )
         return module
 
-    with replaced(torch.nn.Module, {"_apply": unchanged}):
-        yield
+    return unchanged
 
 
 def _hosted(argument: Any) -> Any:

@@ -34,11 +34,13 @@ class Draw(NamedTuple):
         module: whose random state it changes.
         line: of the source, as in ``Operator.source``.
         scope: path of the module that runs.
+        code: that the line is of.
     """
 
     module: str
     line: str
     scope: str
+    code: CodeType | None
 
 
 class Draws:
@@ -74,7 +76,7 @@ class Draws:
             changed = changed_from(states)
             alone = operators() == before_it and _waited() - waited < _WAITED_SECONDS
             if changed is not None and last is not None and alone:
-                self.found.setdefault(last[0], Draw(changed, last[1], scopes.current))
+                self.found.setdefault(last[0], Draw(changed, last[1], scopes.current, lines.code_of(last[1])))
             if event == "opcode":
                 last = (frame.f_code, frame.f_lasti), lines.of_frame(frame)
             before_it, waited = operators(), _waited()

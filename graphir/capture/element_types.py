@@ -14,6 +14,7 @@ import torch
 from ..errors import CaptureError
 from ..ir.opset import signature
 from .forms import Bound, Form
+from .libraries import Outside
 from .refusals import where
 
 __all__ = ["check_element_types"]
@@ -129,7 +130,7 @@ def _check_alike(form: Form, given: list[_Given], here: Callable[[], str]) -> No
         raise CaptureError(
             f"{form.type} takes {names} of one element type, not of {_types(given)}",
             where=where(here()),
-            fix="bring them to one: convert the step's inputs, as by x.to(torch.float32), or the module",
+            fix=Outside("bring them to one: convert the step's inputs, as by x.to(torch.float32), or the module"),
         )
 
 

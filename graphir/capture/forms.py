@@ -14,6 +14,7 @@ from ..ir.operator import Arg
 from ..ir.opset import effects_of, is_random, signature
 from ..ir.optypes.table import operator_type
 from ..ir.symbols import to_symbol
+from .libraries import Outside
 
 __all__ = ["Bound", "Form", "form_of", "normal_arg"]
 
@@ -157,7 +158,7 @@ class Form:
                     if name == "layout" and value not in (None, torch.strided):
                         raise GraphirError(
                             f"{value} tensors are not supported",
-                            fix="use dense tensors (for an embedding, sparse=False)",
+                            fix=Outside("use dense tensors (for an embedding, sparse=False)"),
                         )
                     continue
                 normal = normal_arg(value)

@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from .conditions import Broken, Conditions
+from .libraries import Outside
 from .patches import replaced
 
 __all__ = ["SETTINGS", "global_state_kept"]
@@ -68,7 +69,7 @@ def global_state_kept(conditions: Conditions) -> Iterator[None]:
                 raise Broken(
                     "settings",
                     f"the step changes {name} for everything that comes after it",
-                    fix="use the context manager of torch for it, or set it before the step",
+                    fix=Outside("use the context manager of torch for it, or set it before the step"),
                 )
 
     conditions["settings"] = check

@@ -15,6 +15,7 @@ from ..errors import CaptureError
 from ..ir.tensor import PLAIN
 from .attributes import TABLES, Attributes, Change
 from .conditions import Broken, Conditions
+from .libraries import Outside
 from .naming import RESERVED, Names
 from .overlaps import overlaps
 from .refusals import DENSE, where
@@ -178,7 +179,7 @@ def _check_gradient(path: str, kind: str, key: str, tensor: torch.Tensor, fake: 
     for broken, doing, fix in (
         (fake._backward_hooks, "puts a hook on the gradient of", "do what the hook does in the loss"),
         (fake.grad is not None, "computes a gradient of its own for", "call torch.autograd.grad, or add to the loss"),
-        (fake.requires_grad != tensor.requires_grad, "sets requires_grad of", "set it before the capture"),
+        (fake.requires_grad != tensor.requires_grad, "sets requires_grad of", Outside("set it before the capture")),
     ):
         if broken:
             raise Broken(f"module {path}", f"the step {doing} {what}", where=where(path), fix=fix)
@@ -200,8 +201,10 @@ def _changed(
                     f"module {path}",
                     f"the step rebinds {kind} {key!r}: a new tensor takes its place instead of a new value",
                     where=where(path),
-                    fix=f"write the value into it: self.{key}.copy_(value); "
-                    "if the first step alone sets it up, run one before the capture",
+                    fix=Outside(
+                        f"write the value into it: self.{key}.copy_(value); "
+                        "if the first step alone sets it up, run one before the capture"
+                    ),
                 )
             if old is not None:
                 _check_gradient(path, kind, key, old, fakes[id(old)])

@@ -76,6 +76,8 @@ class _ModuleChoice:
         for replacement in reversed(self.replacements):
             if replacement.applies(None):
                 return replacement.value
+        if self._name not in self._table:
+            raise AttributeError(self._name)  # Python then asks the module's class, as it did before
         return self._table[self._name]
 
     def __set__(self, instance: object, value: object) -> None:

@@ -29,6 +29,7 @@ from .edges import keep_edges
 from .forms import Bound, Form, form_of
 from .interrupts import Interrupts
 from .known import number_in, tensor_of
+from .libraries import Outside
 from .mutation import functional_call, functional_view, laid_out, overwritten_base
 from .overlaps import described, refuse_overlapping_operands
 from .randomness import refuse_generator
@@ -37,6 +38,7 @@ from .refusals import DENSE, FAKE_ERRORS, REFUSED_AT_TIMES, refuse_operator, ref
 from .results import in_sequence
 from .scopes import Scopes
 from .selections import masks_in, selected
+from .sequences import is_ctc, record_ctc, refuse_packed
 from .source_lines import SourceLines
 from .sparse import SparseTensors
 from .tape import Tape
@@ -182,6 +184,10 @@ class Recorder(Tape, TorchDispatchMode):
                 return BATCHES
             if (masks := masks_in(func, args)) and all(map(self.is_known, masks)):
                 return self._select(form_of(func), args)
+            if func is _NUMBER:
+                refuse_packed(sys._getframe(2), self._scope())
+            if is_ctc(func):
+                return record_ctc(self, func, pytree.tree_map_only(torch.Tensor, self._constant, args))
             refuse_operator(func, self._scope(), args)
             form = form_of(func)
             if func not in REFUSED_AT_TIMES and func not in VALUES_AND_VECTORS:
@@ -317,7 +323,7 @@ class Recorder(Tape, TorchDispatchMode):
                 f"the step reads argument {self.arguments[id(real)]!r} from elsewhere too, where another step would "
                 "still find this tensor",
                 where=self.here(),
-                fix="pass it where it is read: through kwargs= to the model, through targets= to the loss",
+                fix=Outside("pass it where it is read: through kwargs= to the model, through targets= to the loss"),
             )
         if type(real) not in PLAIN or real.is_quantized:
             kind = real.dtype if real.is_quantized else type(real).__name__

@@ -22,13 +22,14 @@ from .caches import Caches
 from .comparison import same_step
 from .composites import refuse_unread_vectors, values_alone_asked
 from .conditions import Broken, Conditions, Watch
-from .devices import modules_stay, moves_stay
+from .devices import moves_stay
 from .draws import RUNS, Draw, Draws
 from .escapes import escapes_refused
 from .extents import plain
 from .global_state import global_state_kept
 from .gradients import Finished, fake_scaler, finish_gradients, refuse_sparse, scale_loss
 from .interrupts import Interrupts
+from .libraries import remedy
 from .known import fakes_with_known_values_hidden
 from .micro_batches import Sums, micro_batch, prefix_of_micro_batch
 from .model_state import ModelState, attributes_kept, fakes_in_place
@@ -39,6 +40,7 @@ from .recorded_step import Outcome, Recording
 from .recorder import Recorder
 from .refusals import failure, where
 from .scopes import Scopes
+from .sequences import sequences_followed
 from .source_lines import SourceLines
 from .stand_ins import attribute_paths, fake_leaves, fake_state
 from .traces import traces_refused
@@ -134,7 +136,7 @@ def _record(step: Step, dims: Dims, named: bool) -> Recording:
         place = broken.where or where(watch.scope)
         if watch.line:
             place = f"{place}, at {watch.line}"
-        raise CaptureError(broken.what, where=place, fix=broken.fix) from None
+        raise CaptureError(broken.what, where=place, fix=remedy(watch.code, broken.fix)) from None
     if step.random.suspected:
         _refuse_draws(step, dims, named, interrupts)
     return recording
@@ -162,7 +164,7 @@ def _refuse_draws(step: Step, dims: Dims, named: bool, interrupts: Interrupts) -
     step.random.restore()
     draw = twice[0]
     error = drawn_from(draw.module)
-    raise CaptureError(error.what, where=where(draw.scope, draw.line), fix=error.fix)
+    raise CaptureError(error.what, where=where(draw.scope, draw.line), fix=remedy(draw.code, error.fix))
 
 
 def _run(
@@ -196,11 +198,11 @@ def _run(
         values_alone_asked(),
         seeding_refused(scopes),
         recorder.exchanges_refused(),
-        moves_stay(),
-        modules_stay(scopes),
+        moves_stay(scopes),
         fakes_with_known_values_hidden(recorder.is_known),
         escapes_refused(scopes, recorder.held_by),
         traces_refused(scopes),
+        sequences_followed(scopes, recorder.held_by),
         fake_mode,
         recorder,
         watch.follow(conditions, lines, scopes) if watch is not None else contextlib.nullcontext(),
@@ -351,7 +353,8 @@ def _failures(recorder: Recorder, lines: SourceLines) -> Iterator[None]:
         raise
     except CaptureError as e:
         place, line = e.where or where(scopes.failed or scopes.current), lines.of_error(e) or recorder.failed_line
-        raise CaptureError(e.what, at=e.at, where=f"{place}, at {line}" if line else place, fix=e.fix) from e.__cause__
+        place, fix = f"{place}, at {line}" if line else place, remedy(lines.code_of(line), e.fix)
+        raise CaptureError(e.what, at=e.at, where=place, fix=fix) from e.__cause__
     except Exception as e:
         what, fix = failure(e)
         raise CaptureError(what, where=where(scopes.failed or scopes.current, lines.of_error(e)), fix=fix) from e

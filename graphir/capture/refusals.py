@@ -18,6 +18,7 @@ from ..errors import CaptureError, GraphirError
 from ..ir.opset import NAMESPACES
 from ..ir.optypes.table import operator_type
 from .forms import Form, form_of
+from .libraries import Outside
 
 __all__ = [
     "BRANCHES",
@@ -25,6 +26,7 @@ __all__ = [
     "FAKE_ERRORS",
     "READS_DATA",
     "REFUSED_AT_TIMES",
+    "USE_REENTRANT",
     "failure",
     "in_short",
     "refuse_loss",
@@ -67,11 +69,17 @@ READS_DATA: Final = (
 )
 """The remedy where a step reads a tensor's numbers."""
 
-DENSE: Final = (
+DENSE: Final = Outside(
     "use dense tensors: sparse=False for an embedding; y.index_add(0, rows, values[:, None] * x[columns]) for the "
     "product with a sparse matrix"
 )
 """The remedy where a step makes, reads or takes tensors that have no strides."""
+
+USE_REENTRANT: Final = Outside(
+    "pass use_reentrant=False to torch.utils.checkpoint.checkpoint; to models of transformers "
+    'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})'
+)
+"""The remedy for a checkpoint that runs a backward inside of the backward."""
 
 REFUSED_AT_TIMES: Final = frozenset(
     {
@@ -86,9 +94,9 @@ _REMEDIES: Final[Mapping[str, str]] = {
     "aten.nonzero": "index with a mask of fixed shape: torch.where(mask, a, b), or multiply by the mask",
     "aten.masked_select": "keep the shape: torch.where(mask, a, b), or multiply by the mask",
     "aten.index": "a boolean mask selects an unknown number of elements: use torch.where(mask, a, b)",
-    "aten._ctc_loss": "write its recursion over the frames with torch.logsumexp, on targets padded to one length: what "
-    "torch's keeps for backward is as long as the longest target",
-    "aten._pack_padded_sequence": "run the padded sequences, and mask what is behind their ends",
+    "aten._ctc_loss": "call torch.nn.functional.ctc_loss, which is captured",
+    "aten._pack_padded_sequence": "call torch.nn.utils.rnn.pack_padded_sequence, which is captured for lengths that are "
+    "Python integers",
     "aten.equal": READS_DATA + "; torch.istft asks so, too: write it with torch.fft.irfft and F.fold",
     "aten.linalg_lstsq": "solve the normal equations, torch.linalg.solve(A.mT @ A, A.mT @ b), or use torch.linalg.pinv",
     "aten.resize_": "make a new tensor instead; if the first step alone does it, run one before the capture",
@@ -208,7 +216,7 @@ _UNSUPPORTED: Final[Mapping[str, tuple[str, str]]] = {
     ),
     "aten._nested_tensor_from_mask_left_aligned": (
         "nn.TransformerEncoder makes nested tensors of what a padding mask leaves, so sizes depend on data",
-        "make it with enable_nested_tensor=False, or set its attribute use_nested_tensor to False",
+        Outside("make it with enable_nested_tensor=False, or set its attribute use_nested_tensor to False"),
     ),
     "aten._efficientzerotensor": (
         "forward-mode derivatives that are zero have no memory, which no program can express",
@@ -226,8 +234,10 @@ def _complaint(func: torch._ops.OpOverload, args: tuple[object, ...]) -> tuple[s
         allowed = ", ".join(sorted(NAMESPACES))
         return (
             f"operator {func} is not one of torch's own",
-            f"graphir.register_operator(torch.ops.{name}) once before the capture, or write it with operators of "
-            f"{allowed}",
+            Outside(
+                f"graphir.register_operator(torch.ops.{name}) once before the capture, or write it with operators of "
+                f"{allowed}"
+            ),
         )
     if name in _UNSUPPORTED:
         return _UNSUPPORTED[name]
@@ -242,7 +252,7 @@ def _complaint(func: torch._ops.OpOverload, args: tuple[object, ...]) -> tuple[s
         return (
             "the sparse gradient of an embedding with padding_idx leaves out the rows of padding, whose number depends "
             "on data",
-            "use sparse=False, leave padding_idx out, or use nn.EmbeddingBag",
+            Outside("use sparse=False, leave padding_idx out, or use nn.EmbeddingBag"),
         )
     if name == "aten.cumprod" and computes.startswith("ProdBackward"):
         return (
@@ -252,7 +262,7 @@ def _complaint(func: torch._ops.OpOverload, args: tuple[object, ...]) -> tuple[s
     if name == "aten._fused_moving_avg_obs_fq_helper" and _resizes_statistics(*args):
         return (
             "the first step of a fake quantization by channel gives its statistics their sizes",
-            "run one step before the capture",
+            Outside("run one step before the capture"),
         )
     if torch.Tag.dynamic_output_shape in func.tags:
         return f"the shape of {func}'s result depends on data", _REMEDIES.get(name, _FIXED_SHAPE)

@@ -40,6 +40,7 @@ class SourceLines:
     def __init__(self, end: CodeType) -> None:
         self._kinds: dict[CodeType, int] = {end: _END}
         self._texts: dict[tuple[CodeType, int], str] = {}
+        self._codes: dict[str, CodeType] = {}
 
     def current(self) -> str:
         """``models/net.py:42``; empty where no such frame runs, as in most of a backward."""
@@ -79,6 +80,10 @@ class SourceLines:
             trace = trace.tb_next
         return places[min(places)] if places else ""
 
+    def code_of(self, line: str) -> CodeType | None:
+        """The code that a line found here is of; None for an empty one."""
+        return self._codes.get(line)
+
     def is_users(self, frame: FrameType) -> bool:
         """Whether *frame* runs code of a user or a library."""
         code = frame.f_code
@@ -93,6 +98,7 @@ class SourceLines:
         text = self._texts.get(key)
         if text is None:
             text = self._texts[key] = f"{_shown(code.co_filename, self._folders)}:{line}"
+            self._codes[text] = code
         return text
 
 

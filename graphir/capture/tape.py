@@ -23,7 +23,7 @@ from .forms import Bound, Form, form_of
 from .known import is_known_result
 from .memory import Memory
 from .randomness import SeedIds, seedable
-from .refusals import DENSE, where
+from .refusals import DENSE, USE_REENTRANT, where
 from .results import Results, in_sequence
 from .scopes import Scopes
 from .source_lines import SourceLines
@@ -134,7 +134,7 @@ class Tape:
                     raise CaptureError(
                         "reentrant checkpointing runs a backward of its own inside the backward",
                         where=where(value.scope, value.call.line if value.call is not None else ""),
-                        fix="pass use_reentrant=False to torch.utils.checkpoint.checkpoint",
+                        fix=USE_REENTRANT,
                     )
         self._belonging.unite(functions)
         self.phase = "backward"

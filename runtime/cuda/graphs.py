@@ -41,6 +41,7 @@ from ..executors.generated import Generated
 from ..failures.faults import reason_of
 from ..kernels.buffers import Buffer
 from ..kernels.communication import spanned
+from ..kernels.ctc import CTC
 from ..kernels.optimizers import UPDATES
 from ..kernels.sparse import SPARSE
 from .codegen import StreamStatements, StreamWriter
@@ -227,7 +228,9 @@ def late_instructions(plan: Plan, places: Mapping[Device, torch.device]) -> froz
         views = op.effects.viewing
         writes = {net.blobs[name].storage for i, name in enumerate(op.outputs) if i not in views}
         on_host = any(places[net.blobs[name].device].type == "cpu" for name in (*op.inputs, *op.outputs))
-        on_host |= op.type in SPARSE  # the host asks how many rows are there
+        on_host |= (
+            op.type in SPARSE or op.type in CTC
+        )  # the host asks how many rows are there, or how long sequences are
         if not (on_host or op.type in UPDATES or reads & written or writes & touched):
             continue
         if op.phase != "update":

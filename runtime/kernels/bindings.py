@@ -21,6 +21,7 @@ from .batch_norm import BATCH_NORM
 from .blocks import BLOCKS
 from .bounds import CHECKED
 from .communication import scale
+from .ctc import CTC
 from .losses import LOSSES
 from .repeatable import REPEATABLE
 from .sparse import SPARSE
@@ -77,6 +78,7 @@ OWN_KERNELS: Final[Mapping[str, Callable[..., Any]]] = {
     **BATCH_NORM,
     **BLOCKS,
     **CHECKED,
+    **CTC,
     **LOSSES,
     **SPARSE,
     **REPEATABLE,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from graphir.ir.opset import overload
 
-__all__ = ["CHECKED", "check_attention", "check_dense", "check_lookups"]
+__all__ = ["CHECKED", "check_attention", "check_dense", "check_lookups", "check_within"]
 
 
 def _refuse(what: str, *tensors: Tensor | None) -> None:
@@ -39,7 +39,7 @@ def _hold(tensor: Tensor | None, count: int, what: str) -> None:
         _refuse(f"{what} has {tensor.numel()} elements, not {count}")
 
 
-def _within(indices: Tensor, least: int, end: int, what: str) -> None:
+def check_within(indices: Tensor, least: int, end: int, what: str) -> None:
     """Indices are from *least* up to, not including, *end*; on CUDA nobody looks."""
     if indices.is_cpu and indices.numel():
         low, high = (int(bound) for bound in indices.aminmax())
@@ -66,7 +66,7 @@ def _max_pool_backward(type: str, spatial: int, grad_output: Tensor, self: Tenso
     *options, indices = rest
     _like_forward(type, grad_output, self, *options)
     _equal(grad_output, indices)
-    _within(indices, 0, prod(self.shape[-spatial:]), "an index of a maximum")
+    check_within(indices, 0, prod(self.shape[-spatial:]), "an index of a maximum")
 
 
 def _adaptive_max_pool_backward(spatial: int, grad_output: Tensor, self: Tensor, indices: Tensor) -> None:
@@ -74,7 +74,7 @@ def _adaptive_max_pool_backward(spatial: int, grad_output: Tensor, self: Tensor,
     _equal(grad_output, indices)
     if spatial == 3:
         _dense(indices)
-    _within(indices, 0, prod(self.shape[-spatial:]), "an index of a maximum")
+    check_within(indices, 0, prod(self.shape[-spatial:]), "an index of a maximum")
 
 
 def _adaptive_backward(spatial: int, grad_output: Tensor, self: Tensor) -> None:
@@ -211,7 +211,7 @@ def _nll_loss_backward(
 ) -> None:
     if not self.dim():
         _refuse("the operand has no classes", self)
-    _within(target[target != ignore_index] if target.is_cpu else target, 0, self.shape[-1], "the class")
+    check_within(target[target != ignore_index] if target.is_cpu else target, 0, self.shape[-1], "the class")
 
 
 def _embedding_bag(
@@ -229,8 +229,8 @@ def _embedding_bag(
         _refuse("weight, indices and offsets are a matrix and two vectors, not", weight, indices, offsets)
     if count and not offsets.numel():
         _refuse("there are indices, and no bag", indices, offsets)
-    _within(indices, 0, weight.shape[0], "the index")
-    _within(offsets, 0, count + 1, "the offset")
+    check_within(indices, 0, weight.shape[0], "the index")
+    check_within(offsets, 0, count + 1, "the offset")
     if offsets.is_cpu and bool((offsets[1:] < offsets[:-1]).any()):
         raise IndexError("an offset is smaller than the one before")
     _hold(per_sample_weights, count, "per_sample_weights")
@@ -254,16 +254,16 @@ def _embedding_bag_backward(
     if grad.dim() != 2 or any(vector.dim() != 1 for vector in vectors):
         _refuse("the gradient is a matrix, and indices, offsets and sizes are vectors, not", grad, *vectors)
     bags, count = grad.shape[0], indices.numel()
-    _within(indices, 0, num_weights, "the index")
-    _within(offsets, 0, count + 1, "the offset")
+    check_within(indices, 0, num_weights, "the index")
+    check_within(offsets, 0, count + 1, "the offset")
     _hold(offset2bag if offset2bag.numel() else None, count, "offset2bag")
-    _within(offset2bag, 0, bags, "the bag")
+    check_within(offset2bag, 0, bags, "the bag")
     _hold(per_sample_weights, count, "per_sample_weights")
     if offsets.numel() not in (bags, bags + 1) or bag_size.numel() < (bags if mode == 1 else 0):
         _refuse("there is an offset and a size for each bag", grad, offsets, bag_size)
     if mode == 2:
         _equal(grad, maximum_indices)
-        _within(maximum_indices, -1, num_weights, "the index")
+        check_within(maximum_indices, -1, num_weights, "the index")
 
 
 def _embedding_bag_weights_backward(
@@ -275,10 +275,10 @@ def _embedding_bag_weights_backward(
     if grad.shape[1] != weight.shape[1]:
         _refuse("the gradient has other columns than the weight", grad, weight)
     bags, count = grad.shape[0], indices.numel()
-    _within(indices, 0, weight.shape[0], "the index")
-    _within(offsets, 0, count + 1, "the offset")
+    check_within(indices, 0, weight.shape[0], "the index")
+    check_within(offsets, 0, count + 1, "the offset")
     _hold(offset2bag if offset2bag.numel() else None, count, "offset2bag")
-    _within(offset2bag, 0, bags, "the bag")
+    check_within(offset2bag, 0, bags, "the bag")
     if offsets.numel() not in (bags, bags + 1):
         _refuse("there is an offset for each bag", grad, offsets)
 
@@ -392,7 +392,7 @@ def check_lookups(indices: Tensor, least: int, end: int | None) -> None:
     Raises:
         IndexError: one is not.
     """
-    _within(indices, least, torch.iinfo(indices.dtype).max if end is None else end, "the index")
+    check_within(indices, least, torch.iinfo(indices.dtype).max if end is None else end, "the index")
 
 
 def check_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *results: Tensor) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from . import fakes, flops, scratch
 from .blocks import BLOCKS
+from .ctc import CTC
 from .record import OperatorType
 
 __all__ = ["OWN"]
@@ -209,7 +210,7 @@ _RECORDS: Final = (
     ),
 )
 
-OWN: Final[Mapping[str, OperatorType]] = {**{record.type: record for record in _RECORDS}, **BLOCKS}
+OWN: Final[Mapping[str, OperatorType]] = {**{record.type: record for record in _RECORDS}, **BLOCKS, **CTC}
 """graphir's own types.
 
 ``Copy`` brings a blob to its device, strides kept. ``AllReduce`` gives every participant the sum of all inputs, added
@@ -243,5 +244,6 @@ pair. The sum is that of sparse tensors in torch, in the order of the operands, 
 ``AllReduce``. The ``sparse_`` optimizers add the slots of a row up and update it once, as torch does. Those called
 ``caffe2_sparse_`` are Caffe2's: each slot updates its row and the row's state by itself, in the order of the slots.
 
-Those that begin with ``block_`` look up a block of a table's rows, see :mod:`.blocks`.
+Those that begin with ``block_`` look up a block of a table's rows, see :mod:`.blocks`; those that begin with
+``ctc_loss`` are in :mod:`.ctc`.
 """

@@ -1,0 +1,59 @@
+"""Remedies where the refused line is a library's: nobody is told to edit code that is installed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import CodeType
+from typing import Final
+
+import torch
+
+__all__ = ["Outside", "library_of", "remedy"]
+
+_INSTALLED: Final = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
+_TORCH: Final = f"{Path(torch.__file__).parent}{os.sep}"
+_OUTSIDE_OF_IT: Final = (
+    "compute the loss outside of the model (pass no labels, and loss=), choose by the model's configuration what does not "
+    "come to this line, or train by graphir.DataParallel with the loss outside, which runs eagerly what can't be captured"
+)
+_LAYER_DROP: Final = (
+    "LayerDrop skips layers by numbers that Python reads: make the model with layerdrop=0.0 in its configuration "
+    "(encoder_layerdrop=0.0, decoder_layerdrop=0.0), or set the attribute layerdrop of the modules that have it to 0.0"
+)
+
+
+class Outside(str):
+    """A remedy that does not change the refused line: an argument, a configuration, or what to do before a capture."""
+
+    __slots__ = ()
+
+
+def library_of(code: CodeType | None) -> str:
+    """The installed package that *code* is of, such as ``transformers``; empty for a user's own."""
+    if code is None:
+        return ""
+    path = code.co_filename
+    if path.startswith(_TORCH):
+        return "torch"
+    for folder in _INSTALLED:
+        _, found, inside = path.rpartition(folder)
+        if found:
+            return inside.partition(os.sep)[0].removesuffix(".py")
+    return ""
+
+
+def remedy(code: CodeType | None, fix: str) -> str:
+    """What a user can do about a line of *code*.
+
+    Args:
+        code: that the refused line is of; None where no line is known.
+        fix: the remedy for code of the user's own.
+    """
+    library = library_of(code)
+    if not library or isinstance(fix, Outside):
+        return fix
+    assert code is not None
+    if any("layerdrop" in name.lower() for name in (*code.co_names, *code.co_varnames)):
+        return _LAYER_DROP
+    return f"the line is one of {library}'s: {_OUTSIDE_OF_IT}"
