@@ -204,7 +204,8 @@ class Attributes:
             where=where(self._path),
             fix=Outside(
                 "keep it in a buffer and update that in place, or don't store it on the module; if the first step "
-                f"alone changes it, run one before the capture; if nothing depends on it, pass allow_changes=({whole!r},)"
+                "alone changes it, run one before the capture; if nothing depends on it, pass "
+                f"allow_changes=({whole!r},)"
             ),
         )
         if refused:

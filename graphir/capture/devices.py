@@ -84,7 +84,9 @@ def _unchanged(scopes: Scopes) -> Callable[..., Any]:
                     f"the step converts {name!r} of a {type(module).__name__} (module.to, .half, …), which no operator "
                     "tells",
                     where=where(scopes.current),
-                    fix=Outside("convert the module before the capture, or the tensor where it is used: weight.to(dtype)"),
+                    fix=Outside(
+                        "convert the module before the capture, or the tensor where it is used: weight.to(dtype)"
+                    ),
                 )
         return module
 

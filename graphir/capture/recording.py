@@ -29,8 +29,8 @@ from .extents import plain
 from .global_state import global_state_kept
 from .gradients import Finished, fake_scaler, finish_gradients, refuse_sparse, scale_loss
 from .interrupts import Interrupts
-from .libraries import remedy
 from .known import fakes_with_known_values_hidden
+from .libraries import remedy
 from .micro_batches import Sums, micro_batch, prefix_of_micro_batch
 from .model_state import ModelState, attributes_kept, fakes_in_place
 from .options import LossScaler, Options

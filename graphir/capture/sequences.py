@@ -149,7 +149,9 @@ def _with_tensors(ctc_loss: Callable[..., torch.Tensor]) -> Callable[..., torch.
     return call
 
 
-def _check_lengths(log_probs: torch.Tensor, targets: torch.Tensor, frames: Sequence[int], labels: Sequence[int]) -> None:
+def _check_lengths(
+    log_probs: torch.Tensor, targets: torch.Tensor, frames: Sequence[int], labels: Sequence[int]
+) -> None:
     """What torch's kernel asks of lengths; that the sizes are as large becomes a guard of the program.
 
     Raises:

@@ -21,6 +21,7 @@ from graphir.ir.opset import signature
 from graphir.ir.size import Dims, bind
 from graphir.ir.symbols import to_torch
 
+from ..kernels.ctc import CTC
 from ..kernels.slots import SLOT_BY_SLOT
 
 __all__ = ["Geometry", "geometries", "variants"]
@@ -161,6 +162,20 @@ def _group_ends(request: Request) -> Tensor:
     return torch.arange(1, count + 1) * shapes[0][-2] // count
 
 
+def _frames(request: Request) -> Tensor:
+    """All frames, for each sequence."""
+    return torch.full((prod(request.shape),), request.given["log_probs"].shape[0])
+
+
+def _labels(request: Request) -> Tensor:
+    """As many labels as each row of targets has, or about the same part of the concatenated ones."""
+    targets = request.given["targets"].shape
+    batch = prod(request.shape)
+    if len(targets) == 2:
+        return torch.full((batch,), targets[1])
+    return (torch.arange(batch + 1) * targets[0] // max(batch, 1)).diff()
+
+
 def _selected(request: Request) -> Tensor:
     """A mask that selects as many elements as the results have, or the operand that is written."""
     size = prod(request.shape)
@@ -196,6 +211,8 @@ _SPARSE: Final[Sequence[Mapping[str, Values]]] = (
 
 _BAGS: Final[Sequence[Mapping[str, Values]]] = ({"offsets": _offsets, "bag_size": _bag_sizes},)
 
+_SEQUENCES: Final[Sequence[Mapping[str, Values]]] = ({"input_lengths": _frames, "target_lengths": _labels},)
+
 _SPECIAL: Final[Mapping[str, Sequence[Mapping[str, Values]]]] = {
     **dict.fromkeys(SLOT_BY_SLOT, _SPARSE),
     "graphir.sparse_sum": _SPARSE,
@@ -205,6 +222,7 @@ _SPECIAL: Final[Mapping[str, Sequence[Mapping[str, Values]]]] = {
     "graphir.sparse_row_wise_adagrad": _SPARSE,
     "graphir.embedding_bag_backward": ({"offsets": _offsets, "offset2bag": _bag_of_each, "bag_size": _bag_sizes},),
     "graphir.block_embedding_bag": _BAGS,
+    **dict.fromkeys(CTC, _SEQUENCES),
     "graphir.block_embedding_bag_backward": _BAGS,
     "graphir.block_embedding_bag_per_sample_weights_backward": ({"offsets": _offsets},),
     "graphir.block_embedding_bag_sparse_backward": _BAGS,

@@ -95,9 +95,7 @@ def test_targets_may_be_concatenated() -> None:
     joined = targets[targets > 0]
     loss = nn.CTCLoss(zero_infinity=True)
     model = Listener()
-    program = capture(
-        model, (x,), targets=(joined, frames, labels), loss=loss, batch_dims=((0,), {}, (None, 0, 0))
-    )
+    program = capture(model, (x,), targets=(joined, frames, labels), loss=loss, batch_dims=((0,), {}, (None, 0, 0)))
     with Session(emit(program), program.state) as session:
         assert torch.equal(session.step(x, joined, frames, labels), loss(model(x), joined, frames, labels))
         with pytest.raises(RunError, match="to have size 12 at dimension 0"):
@@ -114,13 +112,16 @@ def test_lengths_may_be_integers() -> None:
 
 
 def test_one_sequence_without_a_batch_has_at_least_as_many_frames_as_it_says() -> None:
-    model, loss = nn.Sequential(nn.Linear(3, CLASSES), nn.LogSoftmax(-1)), in_integers(torch.tensor([7]), torch.tensor([2]))
+    model, loss = (
+        nn.Sequential(nn.Linear(3, CLASSES), nn.LogSoftmax(-1)),
+        in_integers(torch.tensor([7]), torch.tensor([2])),
+    )
     x, targets = torch.randn(FRAMES, 3), torch.tensor([2, 1])
     program = capture(model, (x,), targets=(targets,), loss=loss)
     with Session(emit(program), program.state) as session:
         for frames in (9, 7):
             assert torch.equal(session.step(x[:frames], targets), loss(model(x[:frames]), targets))
-        with pytest.raises(CoverageError, match="batch=6"):
+        with pytest.raises(CoverageError, match="the program takes batch>=7"):
             session.step(x[:6], targets)
 
 
@@ -179,14 +180,14 @@ class Packed(nn.Module):
             self.before(x), lengths, batch_first=self.batch_first, enforce_sorted=in_order
         )
         out, state = self.recurrent(packed)
-        padded, count = rnn.pad_packed_sequence(out, batch_first=self.batch_first, padding_value=-1.0, total_length=9)
+        padded, count = rnn.pad_packed_sequence(out, batch_first=self.batch_first, padding_value=-1.0, total_length=6)
         return padded * count.view((-1, 1, 1) if self.batch_first else (1, -1, 1)), state
 
 
 KINDS: dict[str, tuple[Callable[..., nn.Module], list[int], dict[str, Any]]] = {
-    "gru": (nn.GRU, [7, 5, 3, 3], {"batch_first": True, "bidirectional": True}),
-    "lstm": (nn.LSTM, [3, 7, 5, 2], {"num_layers": 2, "proj_size": 3}),
-    "rnn": (nn.RNN, [6, 6, 6, 6], {"nonlinearity": "relu", "batch_first": True}),
+    "gru": (nn.GRU, [4, 2, 1, 1], {"batch_first": True, "bidirectional": True}),
+    "lstm": (nn.LSTM, [2, 4, 3, 1], {"num_layers": 2, "proj_size": 3}),
+    "rnn": (nn.RNN, [3, 3, 3, 3], {"nonlinearity": "relu", "batch_first": True}),
 }
 
 
@@ -194,7 +195,7 @@ KINDS: dict[str, tuple[Callable[..., nn.Module], list[int], dict[str, Any]]] = {
 def test_packed_sequences_have_torchs_bits(kind: str) -> None:
     make, lengths, options = KINDS[kind]
     model = Packed(make, lengths, **options)
-    x = torch.randn(4, 8, 3) if model.batch_first else torch.randn(8, 4, 3)
+    x = torch.randn(4, 5, 3) if model.batch_first else torch.randn(5, 4, 3)
 
     def loss(out: tuple[Tensor, Any]) -> Tensor:
         return out[0].square().mean()
@@ -225,24 +226,25 @@ def test_gradients_of_packed_data_keep_the_signs_of_zeros() -> None:
 
 
 def test_fixed_says_that_lengths_are_of_a_batch() -> None:
-    model, x = Packed(nn.GRU, [7, 5, 3, 3], batch_first=True), torch.randn(4, 8, 3)
+    model, x = Packed(nn.GRU, [4, 2, 1, 1], batch_first=True), torch.randn(4, 5, 3)
     program = capture(model, (x,), output=lambda out: out[0])
     assert "there are 4 lengths for 11 sequences" in program.fixed
     with Session(emit(program), program.state) as session:
         assert torch.equal(session.step(x), model(x)[0])
 
 
+@pytest.mark.filterwarnings("ignore::graphir.errors.RecaptureWarning")
 def test_compile_makes_a_plan_for_each_list_of_lengths() -> None:
-    model, x = Packed(nn.GRU, None, batch_first=True), torch.randn(4, 8, 3)
-    with graphir.compile(model, (x, [7, 5, 3, 3]), output=lambda out: out[0]) as compiled:
-        for lengths in ([7, 5, 3, 3], [8, 8, 2, 1], [7, 5, 3, 3]):
+    model, x = Packed(nn.GRU, None, batch_first=True), torch.randn(4, 5, 3)
+    with graphir.compile(model, (x, [4, 2, 1, 1]), output=lambda out: out[0]) as compiled:
+        for lengths in ([4, 2, 1, 1], [3, 3, 2, 1], [4, 2, 1, 1]):
             assert torch.equal(compiled.step(x, lengths), model(x, lengths)[0])
 
 
 @pytest.mark.parametrize("packs", [True, False])
 def test_lengths_that_are_data_are_refused_with_what_can_be_done(packs: bool) -> None:
-    model, x = Packed(nn.GRU, None, batch_first=True), torch.randn(4, 8, 3)
-    lengths = torch.tensor([7, 5, 3, 3])
+    model, x = Packed(nn.GRU, None, batch_first=True), torch.randn(4, 5, 3)
+    lengths = torch.tensor([4, 2, 1, 1])
     given = (x, lengths) if packs else (rnn.pack_padded_sequence(x, lengths, batch_first=True),)
     with pytest.raises(CaptureError) as error:
         capture(model if packs else nn.GRU(3, 5), given)
@@ -252,9 +254,9 @@ def test_lengths_that_are_data_are_refused_with_what_can_be_done(packs: bool) ->
 
 @pytest.mark.parametrize(
     ("lengths", "complaint"),
-    [([7, 5], "2 lengths for 4 sequences"), ([9, 5, 3, 3], "are not between 1 and 8"), ([3, 2, 1, 0], "not between 1")],
+    [([5, 3], "2 lengths for 4 sequences"), ([6, 5, 3, 3], "are not between 1 and 5"), ([3, 2, 1, 0], "not between 1")],
 )
 def test_lengths_that_torch_refuses_are_refused(lengths: list[int], complaint: str) -> None:
     model = Packed(nn.GRU, lengths, batch_first=True)
     with pytest.raises(CaptureError, match=complaint):
-        capture(model, (torch.randn(4, 8, 3),))
+        capture(model, (torch.randn(4, 5, 3),))

@@ -244,3 +244,22 @@ def test_batch_norms_over_replicas_are_laid_out_as_torch_s() -> None:
     assert made.outputs == (last, CHANNELS, CHANNELS)
     found = call("graphir.batch_norm_moments", [last], args={"participant": 1, "participants": 2})
     assert found.outputs == (MOMENTS,)
+
+
+def test_ctc_losses() -> None:
+    log_probs, lengths, losses = Geometry((9, 2, 5), "f32"), Geometry((2,), "i64"), Geometry((2,), "f32")
+    rows, joined = Geometry((2, 4), "i64"), Geometry((7,), "i64")
+    for targets in (rows, joined):
+        assert call("graphir.ctc_loss", [log_probs, targets, lengths, lengths]).outputs == (losses,)
+        given = [losses, log_probs, targets, lengths, lengths]
+        assert call("graphir.ctc_loss_backward", given).outputs == (log_probs,)
+    for changed, complaint in (
+        ([joined, rows, lengths, lengths], "takes log_probs of [frames, batch, classes]"),
+        ([log_probs, Geometry((3, 4), "i64"), lengths, lengths], "of 2 sequences takes as many rows of targets"),
+        ([log_probs, rows, joined, lengths], "takes as many whole numbers as input_lengths, not i64[7]"),
+        ([log_probs, rows, lengths, losses], "takes as many whole numbers as target_lengths, not f32[2]"),
+    ):
+        assert complaint in call("graphir.ctc_loss", changed).complaint
+    assert "the gradient of a CTC loss is f32[2], not i64[2]" in (
+        call("graphir.ctc_loss_backward", [lengths, log_probs, rows, lengths, lengths]).complaint
+    )

@@ -149,6 +149,19 @@ def test_sparse_sums_wait_for_their_device() -> None:
         watched(plan, program.state, TOGETHER, CudaGraphs)
 
 
+def test_lengths_of_sequences_are_read_on_the_host() -> None:
+    lengths = torch.tensor([3, 4])
+    program = graphir.capture(
+        torch.nn.LogSoftmax(-1),
+        inputs=(torch.randn(4, 2, 3, requires_grad=True),),
+        targets=(torch.ones(2, 2, dtype=torch.int64), lengths, lengths - 2),
+        loss=torch.nn.CTCLoss(),
+        batch_dims=((1,), {}, (0, 0, 0)),
+    )
+    with pytest.raises(SessionError, match=r"an operator that is no update needs the host(.|\n)*graphir.ctc_loss"):
+        watched(passes.emit(program), program.state, TOGETHER, CudaGraphs)
+
+
 def test_graphs_are_the_cuda_executors() -> None:
     example = models.mlp()
     program = captured(example, sgd(example.model.parameters()))
