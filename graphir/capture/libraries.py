@@ -15,8 +15,8 @@ _INSTALLED: Final = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packa
 _TORCH: Final = f"{Path(torch.__file__).parent}{os.sep}"
 _EAGERLY: Final = "or train by graphir.DataParallel with the loss outside, which runs eagerly what can't be captured"
 _AROUND: Final = (
-    "compute the loss outside of the model (pass no labels, and loss=), choose by the model's configuration what does not "
-    f"come to this line, {_EAGERLY}"
+    "compute the loss outside of the model (pass no labels, and loss=), choose by the model's configuration what does "
+    f"not come to this line, {_EAGERLY}"
 )
 _LAYER_DROP: Final = (
     "LayerDrop skips layers by numbers that Python reads: make the model with layerdrop=0.0 in its configuration "

@@ -95,8 +95,8 @@ _REMEDIES: Final[Mapping[str, str]] = {
     "aten.masked_select": "keep the shape: torch.where(mask, a, b), or multiply by the mask",
     "aten.index": "a boolean mask selects an unknown number of elements: use torch.where(mask, a, b)",
     "aten._ctc_loss": "call torch.nn.functional.ctc_loss, which is captured",
-    "aten._pack_padded_sequence": "call torch.nn.utils.rnn.pack_padded_sequence, which is captured for lengths that are "
-    "Python integers",
+    "aten._pack_padded_sequence": "call torch.nn.utils.rnn.pack_padded_sequence, which is captured for lengths that "
+    "are Python integers",
     "aten.equal": READS_DATA + "; torch.istft asks so, too: write it with torch.fft.irfft and F.fold",
     "aten.linalg_lstsq": "solve the normal equations, torch.linalg.solve(A.mT @ A, A.mT @ b), or use torch.linalg.pinv",
     "aten.resize_": "make a new tensor instead; if the first step alone does it, run one before the capture",

@@ -1,7 +1,7 @@
 """Sequences of several lengths: losses of CTC, and packed sequences.
 
-Lengths that are Python integers are no data. Torch's C++ reads those of packed sequences out of a tensor's memory, which
-a fake tensor does not have: where the values of the tensor are known, a real one is read in its place.
+Lengths that are Python integers are no data. Torch's C++ reads those of packed sequences out of a tensor's memory. A
+fake tensor has none: where its values are known, a real tensor is read in its place.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def sequences_followed(scopes: Scopes, known: Known) -> Iterator[None]:
     def pack(input: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
         frames, batch = input.shape[:2][:: -1 if batch_first else 1]
         blocks = _blocks(integers(lengths), batch, frames)
-        data: torch.Tensor = _Pack.apply(input, blocks, batch_first)
+        data: torch.Tensor = _Pack.apply(input, blocks, batch_first)  # type: ignore[no-untyped-call]
         return data, torch.tensor([block.rows for block in blocks for _ in range(block.frames)])
 
     def pad(
@@ -128,8 +128,8 @@ def _lengths_are_data(scope: str) -> CaptureError:
         fix=Outside(
             "pass pack_padded_sequence lengths that are Python integers, [7, 5, 3]: each list of them has a program of "
             "its own, so sort sequences into buckets of few lengths; or run the padded sequences, and mask what is "
-            "behind their ends; or train by graphir.DataParallel with the loss outside of the model, which runs eagerly "
-            "what can't be captured"
+            "behind their ends; or train by graphir.DataParallel with the loss outside of the model, which runs "
+            "eagerly what can't be captured"
         ),
     )
 

@@ -40,7 +40,9 @@ def heard() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def in_integers(frames: Tensor, labels: Tensor) -> Callable[..., Tensor]:
-    def loss(out: Tensor, targets: Tensor, *, lengths: Any = (frames.tolist(), labels.tolist())) -> Tensor:
+    lengths = frames.tolist(), labels.tolist()
+
+    def loss(out: Tensor, targets: Tensor) -> Tensor:
         return F.ctc_loss(out, targets, *lengths, zero_infinity=True)
 
     return loss
@@ -112,10 +114,8 @@ def test_lengths_may_be_integers() -> None:
 
 
 def test_one_sequence_without_a_batch_has_at_least_as_many_frames_as_it_says() -> None:
-    model, loss = (
-        nn.Sequential(nn.Linear(3, CLASSES), nn.LogSoftmax(-1)),
-        in_integers(torch.tensor([7]), torch.tensor([2])),
-    )
+    model = nn.Sequential(nn.Linear(3, CLASSES), nn.LogSoftmax(-1))
+    loss = in_integers(torch.tensor([7]), torch.tensor([2]))
     x, targets = torch.randn(FRAMES, 3), torch.tensor([2, 1])
     program = capture(model, (x,), targets=(targets,), loss=loss)
     with Session(emit(program), program.state) as session:
