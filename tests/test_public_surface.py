@@ -22,7 +22,7 @@ PUBLIC = {
     "graphir.parallel": """
         CallbackContext CompiledReplicas DataParallel ReplicationAssertionError ReplicationCallbackDataParallel
         ReplicationIndexError ReplicationRuntimeError ReplicationTypeError ReplicationValueError SynchronizedBatchNorm1d
-        SynchronizedBatchNorm2d SynchronizedBatchNorm3d all_gather convert_sync_batch_norm data_parallel
+        SynchronizedBatchNorm2d SynchronizedBatchNorm3d UserScattered all_gather convert_sync_batch_norm data_parallel
         exec_data_parallel_replication_callback gather parallel_apply patch_replication_callback replicate scatter
         scatter_kwargs
     """,

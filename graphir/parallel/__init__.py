@@ -36,6 +36,7 @@ from .sync_batch_norm import (
     SynchronizedBatchNorm3d,
     convert_sync_batch_norm,
 )
+from .user_scattered import UserScattered
 
 __all__ = [
     "CallbackContext",
@@ -50,6 +51,7 @@ __all__ = [
     "SynchronizedBatchNorm1d",
     "SynchronizedBatchNorm2d",
     "SynchronizedBatchNorm3d",
+    "UserScattered",
     "all_gather",
     "convert_sync_batch_norm",
     "data_parallel",

@@ -105,7 +105,7 @@ class _Call(NamedTuple):
     def outcome(self, settings: ThreadSettings | None = None) -> _Outcome:
         """What it returns or raises; in a new thread, with the *settings* of the one that it works for."""
         try:
-            with self.round.attend(self.replica):
+            with self.round.attend(self.replica, self.module):
                 return _Outcome(self._output() if settings is None else settings.call(self._output))
         except BaseException as e:
             where = f"in replica {self.replica} on device gpu:{self.id} ({self.place})"

@@ -149,5 +149,5 @@ class _Attending:
         self._module, self._round, self._copy = module, round, copy
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._round.attend(self._copy):
+        with self._round.attend(self._copy, self._module):
             return self._module(*args, **kwargs)

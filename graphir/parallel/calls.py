@@ -39,6 +39,7 @@ class Call(NamedTuple):
         at: their positions among the leaves.
         rows: of the batch.
         kind: equal for calls that one plan may stand for.
+        sizes: the rows of each replica; None: as torch.chunk cuts the batch.
     """
 
     args: tuple[Any, ...]
@@ -47,15 +48,16 @@ class Call(NamedTuple):
     at: tuple[int, ...]
     rows: int
     kind: Hashable
+    sizes: tuple[int, ...] | None = None
 
     def of_this_size(self) -> Call:
         """The call as one of a kind that has these rows alone."""
-        return self._replace(kind=(self.kind, self.rows))
+        return self._replace(kind=(self.kind, self.rows, self.sizes))
 
     def shares(
         self, dim: int, replicas: int, values: Mapping[tuple[int, int], Tensor] | None = None
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """The arguments of each replica, cut by torch.chunk's rule; gradients flow through them to :attr:`tensors`.
+        """The arguments of each replica; gradients flow through them to :attr:`tensors`.
 
         Args:
             dim: along which they are cut.
@@ -63,7 +65,12 @@ class Call(NamedTuple):
             values: by position among the leaves and replica: what was in the share, if that is not to be looked up now.
         """
         leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
-        cut = [list(leaf.chunk(replicas, dim)) if isinstance(leaf, Tensor) else [leaf] * replicas for leaf in leaves]
+        cut = [
+            [leaf] * replicas
+            if not isinstance(leaf, Tensor)
+            else list(leaf.chunk(replicas, dim) if self.sizes is None else leaf.split(self.sizes, dim))
+            for leaf in leaves
+        ]
         for (i, replica), value in (values or {}).items():
             cut[i][replica] = _Copied.apply(cut[i][replica], value)  # type: ignore[no-untyped-call]
         return [pytree.tree_unflatten([parts[replica] for parts in cut], spec) for replica in range(replicas)]
@@ -82,7 +89,13 @@ class _Copied(torch.autograd.Function):
 
 
 def read_call(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], dim: int, replicas: int, place: torch.device, modes: Hashable
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    dim: int,
+    replicas: int,
+    place: torch.device,
+    modes: Hashable,
+    sizes: tuple[int, ...] | None = None,
 ) -> Call:
     """Read a call.
 
@@ -92,6 +105,7 @@ def read_call(
         replicas: how many there are.
         place: the device of the module's parameters.
         modes: of the module; calls in others are of another kind.
+        sizes: the rows of each replica; None: as torch.chunk cuts the batch.
 
     Raises:
         Unfit: no plan can stand for such a call.
@@ -126,12 +140,14 @@ def read_call(
     if rows < 0:
         raise Unfit("no argument is a tensor")
     each = -(-rows // replicas)
-    if not rows or -(-rows // each) < replicas:
+    few = not rows or -(-rows // each) < replicas if sizes is None else len(sizes) < replicas or 0 in sizes
+    if few:
         raise TooFewRows
     settings = tuple([setting.get() for setting in SETTINGS.values()])
     modes = modes, torch.is_inference_mode_enabled(), torch.get_num_threads(), FORKS[0]
     at = tuple([i for i, leaf in enumerate(leaves) if graded and isinstance(leaf, Tensor) and leaf.requires_grad])
-    return Call(args, kwargs, tuple([leaves[i] for i in at]), at, rows, (spec, tuple(described), settings, modes))
+    kind = spec, tuple(described), settings, modes
+    return Call(args, kwargs, tuple([leaves[i] for i in at]), at, rows, kind, sizes)
 
 
 def _not_mapped(spec: pytree.TreeSpec) -> str:

@@ -103,8 +103,15 @@ class CompiledReplicas:
         self.__dict__.update(state)
         self._reset()
 
-    def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __call__(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, sizes: tuple[int, ...] | None = None
+    ) -> Any:
         """The module's output for these arguments, gathered; None where eager replicas have to run.
+
+        Args:
+            args: positional ones, of the whole batch.
+            kwargs: keyword arguments.
+            sizes: the rows of each replica; by default as ``torch.chunk`` cuts the batch.
 
         Warns:
             EagerWarning: says why they have to, once for each reason.
@@ -114,7 +121,7 @@ class CompiledReplicas:
         """
         try:
             with self._lock:
-                call = self._read(tuple(args), dict(kwargs or {}))
+                call = self._read(tuple(args), dict(kwargs or {}), sizes)
                 try:
                     output = self._plans(call)(call)
                 except CoverageError:
@@ -128,10 +135,10 @@ class CompiledReplicas:
             self._tell(str(e).partition("\n")[0])
             return None
 
-    def _read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    def _read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: tuple[int, ...] | None) -> Call:
         place = self._params[0].device if self._params else torch.device("cpu")
         modes = tuple([m.training for m in self._modules]), tuple([p.requires_grad for p in self._params])
-        return read_call(args, kwargs, self._replicas.dim, len(self._replicas.devices), place, modes)
+        return read_call(args, kwargs, self._replicas.dim, len(self._replicas.devices), place, modes, sizes)
 
     def _plans(self, call: Call) -> Plans:
         """The plans for such a call, captured if need be.

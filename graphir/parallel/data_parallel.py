@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any, Final, TypeAlias, TypeVar, cast
+from typing import Any, Final, Literal, TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
@@ -21,10 +21,10 @@ from ..capture.randomness import active_ids
 from .apply import apply_replicas
 from .compiled import CompiledReplicas
 from .devices import Binding, DeviceId, device_id, ids_of, places_of_ids
-from .errors import ReplicationRuntimeError
+from .errors import ReplicationRuntimeError, ReplicationValueError
 from .gather import gather
 from .replicas import replicate
-from .scatter import scatter_kwargs
+from .scatter import scatter_kwargs, shares_with_rows
 
 __all__ = ["DataParallel", "data_parallel"]
 
@@ -57,6 +57,8 @@ class DataParallel(nn.DataParallel[Any]):
         binding: on which real device each id is, as :class:`graphir.runtime.Session` takes it. ``auto``: the GPU of
             that number, or the host where there is none. ``cpu``: the host anywhere. ``cuda``, or a dict such as
             ``{"gpu:0": "cuda:0", "gpu:1": "cuda:0"}``, lets several share a GPU.
+        idle: ``call`` calls a replica that has no rows, as torch does where there are arguments that are not split: the
+            module has to do without the others. ``skip`` leaves such replicas out.
 
     Attributes:
         module: the module.
@@ -64,7 +66,7 @@ class DataParallel(nn.DataParallel[Any]):
 
     Raises:
         ReplicationIndexError: *device_ids* is empty.
-        ReplicationValueError: a device is none or is named twice; the binding does not fit.
+        ReplicationValueError: a device is none or is named twice; the binding does not fit; *idle* is another word.
         ReplicationRuntimeError: there are fewer GPUs, and the binding shares none.
     """
 
@@ -82,8 +84,14 @@ class DataParallel(nn.DataParallel[Any]):
         dim: int = 0,
         *,
         binding: Binding = "auto",
+        idle: Literal["call", "skip"] = "call",
     ) -> None:
         nn.Module.__init__(self)
+        if idle not in ("call", "skip"):
+            raise ReplicationValueError(
+                f"idle is {idle!r}", where="DataParallel(...)", fix="give 'call', as torch does, or 'skip'"
+            )
+        self.idle = idle
         ids = ids_of(device_ids, binding)
         self.module = module
         self.dim = dim
@@ -111,16 +119,29 @@ class DataParallel(nn.DataParallel[Any]):
             if not self.device_ids:
                 return self.module(*inputs, **kwargs)
             self._check_module()
-            if (fast := self._fast_path()) is not None and (output := fast(inputs, kwargs)) is not None:
+            if (fast := self._fast_path()) is not None and (output := self._planned(fast, inputs, kwargs)) is not None:
                 return output
             args, named = self.scatter(inputs, kwargs, self.device_ids)
             if not args and not named:
                 args, named = ((),), ({},)
             if len(self.device_ids) == 1:
                 return self.module(*args[0], **named[0])
+            busy = shares_with_rows(args, named, self.dim)
+            if self.idle == "skip":
+                args, named = args[:busy], named[:busy]
             replicas = self.replicate(self.module, self.device_ids[: len(args)])
-            outputs = self.parallel_apply(replicas, args, named)
+            try:
+                outputs = self.parallel_apply(replicas, args, named)
+            except TypeError as e:
+                idle = next((i for i in range(busy, len(args)) if f"in replica {i} " in str(e)), None)
+                if idle is None or type(e) is not TypeError:
+                    raise
+                raise _without_rows(e, idle) from e.__cause__
             return self.gather(outputs, self.output_device)
+
+    def _planned(self, plans: CompiledReplicas, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The output by *plans*; None where eager replicas have to run."""
+        return plans(inputs, kwargs)
 
     def _fast_path(self) -> CompiledReplicas | None:
         """What runs the replicas as plans; None with one device, where steps are overridden, and within
@@ -133,7 +154,12 @@ class DataParallel(nn.DataParallel[Any]):
         return self._compiled[1]
 
     def _overrides(self, name: str) -> bool:
-        return name in self.__dict__ or getattr(type(self), name) is not getattr(DataParallel, name)
+        return name in self.__dict__ or getattr(type(self), name) is not getattr(self._own_steps(), name)
+
+    @staticmethod
+    def _own_steps() -> type[DataParallel]:
+        """The class whose steps plans stand for."""
+        return DataParallel
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_compiled": None}
@@ -186,6 +212,12 @@ class DataParallel(nn.DataParallel[Any]):
         return next((name for name, tensor in tensors if tensor is wanted), "")
 
 
+def _without_rows(error: TypeError, replica: int) -> TypeError:
+    """The *error* of a *replica* that has no rows, which says how to leave it out."""
+    fix = f"replica {replica} has no rows of this batch: DataParallel(..., idle='skip') does not call it"
+    return TypeError(f"{error}\n  fix  {fix}")
+
+
 class _Call(DataParallel):
     """One call's, which leaves the module where it is. There is no second call, which plans would be for."""
 
@@ -204,6 +236,7 @@ def data_parallel(
     module_kwargs: Mapping[str, Any] | None = None,
     *,
     binding: Binding = "auto",
+    idle: Literal["call", "skip"] = "call",
 ) -> Any:
     """Call a module once as :class:`DataParallel` does; ``torch.nn.parallel.data_parallel``'s signature.
 
@@ -215,10 +248,12 @@ def data_parallel(
         dim: along which tensors are split and put together.
         module_kwargs: keyword arguments of the module.
         binding: the real device of each id.
+        idle: whether replicas without rows are called.
 
     Raises:
         ReplicationError: as :class:`DataParallel`.
     """
     if not isinstance(inputs, tuple):
         inputs = () if inputs is None else (inputs,)
-    return _Call(module, device_ids, output_device, dim, binding=binding).forward(*inputs, **dict(module_kwargs or {}))
+    call = _Call(module, device_ids, output_device, dim, binding=binding, idle=idle)
+    return call.forward(*inputs, **dict(module_kwargs or {}))

@@ -20,9 +20,9 @@ def gather(outputs: Sequence[Any], place: torch.device, dim: int = 0) -> Any:
     """Put the tensors of the replicas' outputs behind each other along *dim*, in replica order.
 
     Tuples, lists, named tuples and dicts are mapped, by the keys of the first replica's, and so is what else is made of
-    an iterable of its parts, such as a cache of transformers; None stays None. Gradients flow back, to each replica
-    those of its rows. Where all replicas return a tensor without dimensions, such as a loss, the result is a vector,
-    with torch's warning.
+    an iterable of its parts, such as a cache of transformers. None stays None. A text becomes the list of all replicas'
+    texts, as in Jacinle. Gradients flow back, to each replica those of its rows. Where all replicas return a tensor
+    without dimensions, such as a loss, the result is a vector, with torch's warning.
 
     Args:
         outputs: one for each replica, of the same structure.
@@ -30,7 +30,7 @@ def gather(outputs: Sequence[Any], place: torch.device, dim: int = 0) -> Any:
         dim: the dimension along which it is put together.
 
     Raises:
-        ReplicationTypeError: an output is neither a tensor, None, nor a structure of them.
+        ReplicationTypeError: an output is neither a tensor, None, a text, nor a structure of them.
         ReplicationValueError: the structures differ.
         ReplicationRuntimeError: tensors differ in other dimensions.
         ReplicationIndexError: tensors have no dimension *dim*.
@@ -44,15 +44,17 @@ def _gathered(outputs: list[Any], place: torch.device, dim: int, path: str) -> A
         return _joined(outputs, place, dim, path)
     if first is None:
         return None
+    if isinstance(first, str):
+        return outputs
     if isinstance(first, dict):
         _same_keys(outputs, path)
         kind: Any = type(first)
         return kind((key, _gathered([o[key] for o in outputs], place, dim, f"{path}[{key!r}]")) for key in first)
-    if isinstance(first, (str, bytes)) or not isinstance(first, Iterable):
+    if isinstance(first, bytes) or not isinstance(first, Iterable):
         raise ReplicationTypeError(
             f"{path} is of type {type(first).__name__}, which cannot be gathered",
             where=_WHERE,
-            fix="return tensors, None, or tuples, lists and dicts of them; a number as torch.tensor([number])",
+            fix="return tensors, texts, None, or tuples, lists and dicts of them; a number as torch.tensor([number])",
         )
     parts = _same_lengths(outputs, path)
     items = [_gathered(list(values), place, dim, f"{path}[{i}]") for i, values in enumerate(zip(*parts, strict=True))]

@@ -120,7 +120,7 @@ class Plans:
             CoverageError: the plans do not cover the call's sizes.
             RunError: an operator failed.
         """
-        dims, shares = self._scatter.split(call.args, call.kwargs)
+        dims, shares = self._scatter.split(call.args, call.kwargs, call.sizes)
         if self._backward is not None:
             # The backward reads them, and the caller may have overwritten its own by then.
             shares = [share.detach().clone() for share in shares]
@@ -181,7 +181,7 @@ def _fetches(program: Program, outputs: Sequence[str], dim: int) -> list[tuple[A
     if not any(fetch.blob is not None for fetch in fetches):
         raise CaptureError("the module returns no tensor")
     for fetch in fetches:
-        if fetch.blob is None and fetch.value is not None:
+        if fetch.blob is None and not isinstance(fetch.value, (str, type(None))):
             raise CaptureError(f"the module returns {fetch.value!r}, which cannot be gathered")
         shape = None if fetch.blob is None else program.step.blobs[program.blob_of(fetch.blob)].shape
         if shape is None:
@@ -190,4 +190,12 @@ def _fetches(program: Program, outputs: Sequence[str], dim: int) -> list[tuple[A
             raise CaptureError(f"the module returns a tensor without dimension {dim}, along which to gather it")
         if any(base_name(name) == BATCH for k, size in enumerate(shape) if k != dim for name in size_dims(size)):
             raise CaptureError(f"the module returns a tensor that has rows of the batch not only along dimension {dim}")
-    return [(f.value, [] if f.blob is None else [at[p + f.blob] for p in program.replicas]) for f in fetches]
+    return [
+        (_of_each(f.value, program.replicas), [] if f.blob is None else [at[p + f.blob] for p in program.replicas])
+        for f in fetches
+    ]
+
+
+def _of_each(value: Any, replicas: Sequence[str]) -> Any:
+    """What :func:`gather` makes of a value that each replica returns and that is no tensor."""
+    return [value for _ in replicas] if isinstance(value, str) else value

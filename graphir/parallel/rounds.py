@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
+from ..errors import counted
 from .errors import ReplicationRuntimeError
 
 __all__ = ["Attendance", "Desertion", "Round", "here"]
@@ -28,10 +29,10 @@ class Desertion(ReplicationRuntimeError):
 
 
 class _Meeting:
-    """One coming together: what each replica gave, and what it gets."""
+    """One coming together at a place: what each replica gave, and what it gets."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, key: object, what: Callable[[], str]) -> None:
+        self.key, self.what = key, what
         self.given: dict[int, Any] = {}
         self.results: Sequence[Any] | None = None
 
@@ -53,10 +54,10 @@ class Round:
         self._stuck = ""
 
     @contextmanager
-    def attend(self, copy: int) -> Iterator[None]:
-        """Run a replica in this thread: modules in it find the round by :func:`here`."""
+    def attend(self, copy: int, root: object) -> Iterator[None]:
+        """Run the replica *root* in this thread: modules in it find the round by :func:`here`."""
         before = here()
-        _thread.attendance = Attendance(self, copy)
+        _thread.attendance = Attendance(self, copy, root)
         try:
             yield
         finally:
@@ -71,13 +72,20 @@ class Round:
             self._gone.update(range(self.copies))
             self._changed.notify_all()
 
-    def meet(self, copy: int, key: object, what: str, value: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
+    def meet(
+        self,
+        copy: int,
+        key: object,
+        what: Callable[[], str],
+        value: Any,
+        combine: Callable[[list[Any]], Sequence[Any]],
+    ) -> Any:
         """Wait for the other replicas at the same place, and get this one's part of the combination.
 
         Args:
             copy: which replica comes.
             key: of the place, equal in all replicas. A replica's visits to a place are counted.
-            what: the place, for messages.
+            what: tells the place, for messages.
             value: what the replica brings.
             combine: is called once, by replica 0, with the values in replica order; returns one part for each.
 
@@ -101,9 +109,10 @@ class Round:
             assert meeting.results is not None
             return meeting.results[copy]
 
-    def _meeting(self, copy: int, key: object, what: str) -> _Meeting:
-        visit = self._visits[key, copy] = self._visits.get((key, copy), -1) + 1
-        return self._meetings.setdefault((key, visit), _Meeting(what))
+    def _meeting(self, copy: int, key: object, what: Callable[[], str]) -> _Meeting:
+        visit = self._visits.get((key, copy), 0)
+        self._visits[key, copy] = visit + 1
+        return self._meetings.setdefault((key, visit), _Meeting(key, what))
 
     def _may_go(self, copy: int, meeting: _Meeting) -> bool:
         return len(meeting.given) == self.copies if copy == 0 else meeting.results is not None
@@ -113,15 +122,22 @@ class Round:
         missing = [copy for copy in range(self.copies) if copy not in meeting.given]
         gone = [copy for copy in missing if copy in self._gone] or [0] * (meeting.results is None and 0 in self._gone)
         if not self._stuck and self._all_wait():
-            places = ", ".join(f"replica {copy} at {self._waiting[copy].what}" for copy in sorted(self._waiting))
+            places = ", ".join(f"replica {copy} at {self._waiting[copy].what()}" for copy in sorted(self._waiting))
             self._stuck = f"the replicas wait for each other: {places}"
             self._changed.notify_all()
         if self._stuck or gone:
             raise Desertion(
-                self._stuck or f"{meeting.what} waits for replica {gone[0]}, which is done or has failed without it",
+                self._stuck
+                or f"{meeting.what()} waits for replica {gone[0]}, which is done or has failed without it: called "
+                f"{self._counts(meeting)}",
                 where="a forward of replicas",
                 fix="let each replica run the same modules, in the same order",
             )
+
+    def _counts(self, meeting: _Meeting) -> str:
+        """How often each replica has come to the place of a meeting."""
+        visits = (self._visits.get((meeting.key, copy), 0) for copy in range(self.copies))
+        return ", ".join(f"{counted(number, 'time')} by replica {copy}" for copy, number in enumerate(visits))
 
     def _all_wait(self) -> bool:
         """Whether every replica waits for others, and none for one that has gone."""
@@ -136,12 +152,16 @@ class Attendance(NamedTuple):
     Attributes:
         round: the forward.
         copy: the replica.
+        root: what it calls.
     """
 
     round: Round
     copy: int
+    root: object
 
-    def meet(self, key: object, what: str, value: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
+    def meet(
+        self, key: object, what: Callable[[], str], value: Any, combine: Callable[[list[Any]], Sequence[Any]]
+    ) -> Any:
         """:meth:`Round.meet`."""
         return self.round.meet(self.copy, key, what, value, combine)
 

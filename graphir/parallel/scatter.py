@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from ..errors import counted
 from .errors import ReplicationIndexError, ReplicationRuntimeError
 
-__all__ = ["is_namedtuple", "scatter", "scatter_kwargs"]
+__all__ = ["has_rows", "is_namedtuple", "moved", "scatter", "scatter_kwargs", "shares_with_rows"]
 
 
 def scatter(inputs: Any, places: Sequence[torch.device], dim: int = 0) -> Sequence[Any]:
@@ -68,9 +69,27 @@ def scatter_kwargs(
     return tuple(args), tuple(named)
 
 
+def shares_with_rows(args: Sequence[Any], kwargs: Sequence[Any], dim: int) -> int:
+    """How many replicas have rows, of those that these are the arguments of: the ones after them have no tensor, or
+    none with rows along *dim*. All of them, where no replica has any."""
+    with_rows = [i for i, share in enumerate(zip(args, kwargs, strict=False)) if has_rows(share, dim)]
+    return with_rows[-1] + 1 if with_rows else len(args)
+
+
+def has_rows(share: Any, dim: int) -> bool:
+    """Whether a replica's arguments hold a tensor that has rows along *dim*, or a tensor without that dimension."""
+    tensors = (leaf for leaf in pytree.tree_leaves(share) if isinstance(leaf, torch.Tensor))
+    return any(not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] for tensor in tensors)
+
+
 def is_namedtuple(value: object) -> bool:
     """Whether a value is of a type that ``collections.namedtuple`` or ``typing.NamedTuple`` made."""
     return isinstance(value, tuple) and hasattr(value, "_asdict") and hasattr(value, "_fields")
+
+
+def moved(share: Any, place: torch.device, dim: int) -> Any:
+    """A share that is one already, with its tensors on *place*, each one of its own."""
+    return _Whole([place], dim).shares(share)[0]
 
 
 class _Scatter:
@@ -124,6 +143,13 @@ class _Scatter:
         chunks = tensor.chunk(len(self._places), self._dim)
         self.numbers.add(len(chunks))
         return tuple(_moved(chunk, place) for chunk, place in zip(chunks, self._places, strict=False))
+
+
+class _Whole(_Scatter):
+    """Moves the tensors of structures to the only place, and splits none."""
+
+    def _split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (_moved(tensor, self._places[0]),)
 
 
 def _moved(chunk: torch.Tensor, place: torch.device) -> torch.Tensor:

@@ -58,7 +58,7 @@ class _Synchronized(_BatchNorm):
             )
         if attendance is None or attendance.round.copies == 1:
             return super().forward(input)
-        with _OverAllCopies(attendance, self._place, _described(self)):
+        with _OverAllCopies(attendance, self._place, lambda: _named(self, attendance.root)):
             return super().forward(input)
 
 
@@ -146,7 +146,7 @@ def _synchronized(kind: type[_BatchNorm]) -> type[_Synchronized]:
 class _OverAllCopies(TorchFunctionMode):
     """While it is active, ``torch.nn.functional.batch_norm`` normalises over the rows of all copies."""
 
-    def __init__(self, attendance: Attendance, place: _Place, described: str) -> None:
+    def __init__(self, attendance: Attendance, place: _Place, described: Callable[[], str]) -> None:
         super().__init__()
         self._attendance, self._place, self._described = attendance, place, described
 
@@ -175,7 +175,7 @@ class _OverAllCopies(TorchFunctionMode):
         if count <= 1:
             raise ReplicationValueError(
                 f"{REFUSAL}, got input size {tuple(input.shape)}",
-                where=f"{self._described}, over all replicas",
+                where=f"{self._described()}, over all replicas",
                 fix="train on more rows",
             )
         var = squares / count
@@ -217,6 +217,13 @@ def _along(channels: Tensor, x: Tensor) -> Tensor:
 def _follow(running: Tensor | None, now: Tensor, momentum: float) -> None:
     if running is not None:
         running.mul_(1 - momentum).add_(now.to(running.dtype), alpha=momentum)
+
+
+def _named(module: nn.Module, root: object) -> str:
+    """A module's path in the replica *root*, and what it is."""
+    inside = root.named_modules() if isinstance(root, nn.Module) else ()
+    path = next((path for path, found in inside if found is module), "")
+    return f"module {path!r}, {_described(module)}" if path else _described(module)
 
 
 def _described(module: nn.Module) -> str:

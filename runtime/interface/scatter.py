@@ -8,6 +8,7 @@ each; later steps look it up and slice.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -127,8 +128,15 @@ class Scatter:
         }
         self.fits: dict[Hashable, Fit] = {}
 
-    def split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Dims, list[Tensor]]:
+    def split(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: tuple[int, ...] | None = None
+    ) -> tuple[Dims, list[Tensor]]:
         """The dimensions, and the tensor of each input.
+
+        Args:
+            args: positional arguments.
+            kwargs: keyword arguments.
+            sizes: the rows of each replica, of every argument that is cut; by default as torch.chunk cuts them.
 
         Raises:
             SessionError: the arguments do not fit the program; the argument is named.
@@ -138,14 +146,14 @@ class Scatter:
             self.check_constants(leaves)
         try:
             tensors = map(leaves.__getitem__, self.tensors)
-            key = tuple([(t.shape, t.stride(), t.dtype, t.device, t.__class__) for t in tensors])
+            key = sizes, *[(t.shape, t.stride(), t.dtype, t.device, t.__class__) for t in tensors]
             if self.from_offset_0:
                 key += tuple([leaves[i].storage_offset() for i in self.tensors])
             fit = self.fits.get(key)
         except (AttributeError, RuntimeError, TypeError):  # not a tensor, or one without strides
             fit, key = None, ()
         if fit is None:
-            fit = self.fit(leaves)
+            fit = self.fit(leaves, sizes)
             if len(self.fits) >= _KEPT_FITS:
                 self.fits.clear()
             self.fits[key] = fit
@@ -169,7 +177,7 @@ class Scatter:
                     fix="pass the same tensor, or capture the program with two",
                 )
 
-    def fit(self, leaves: Sequence[Any]) -> Fit:
+    def fit(self, leaves: Sequence[Any], sizes: Sequence[int] | None = None) -> Fit:
         """How these leaves are split; see :meth:`split`."""
         for i in self.tensors:
             self.check_leaf(i, leaves[i])
@@ -181,7 +189,7 @@ class Scatter:
             start = length = 0
             if dim is not None:
                 if i not in rows:
-                    rows[i] = self.chunks(i, leaves[i], dim)
+                    rows[i] = self.chunks(i, leaves[i], dim) if sizes is None else _rows_of(sizes)
                 if i not in self.placed:
                     start, length = rows[i][replica]
                     shape[dim] = length
@@ -397,6 +405,11 @@ class Scatter:
         if same and blob.storage not in self.overwritten and not (self.from_offset_0 and offset):
             return share
         return share._replace(layout=(size, strides, place))
+
+
+def _rows_of(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Start and length of the rows of replicas that have so many."""
+    return list(zip(accumulate(sizes, initial=0), sizes, strict=False))
 
 
 def _meet(size: Size, actual: int, found: dict[str, int], lowest: int) -> None:

@@ -211,9 +211,32 @@ class Skipping(nn.Module):
 
 
 def test_a_replica_that_does_not_come_leaves_nobody_hanging() -> None:
-    with pytest.raises(RuntimeError, match=r"Norm1d\(4.*\) waits for replica 1, which is done or has failed") as caught:
+    told = r"module 'norm', .*Norm1d\(4.*\) waits for replica 1, which is done or has failed"
+    with pytest.raises(RuntimeError, match=told) as caught:
         graphir.DataParallel(Skipping(), [0, 1])(torch.randn(3, 4))
     assert "in replica 0" in str(caught.value) and "fix  let each replica run the same modules" in str(caught.value)
+
+
+class Repeating(nn.Module):
+    """Calls its norm once for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), parallel.SynchronizedBatchNorm1d(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(len(x)):
+            x = self.inner(x)
+        return x
+
+
+@pytest.mark.parametrize("rows", [3, 5])
+@pytest.mark.parametrize("wrap", [graphir.DataParallel, graphir.ReplicationCallbackDataParallel])
+def test_norms_that_replicas_call_unequally_often_are_counted(rows: int, wrap: Any) -> None:
+    first, second = (rows + 1) // 2, rows // 2
+    told = rf"module 'inner\.1', .* called {first} times by replica 0, {second} times? by replica 1\n"
+    with pytest.raises(graphir.ReplicationError, match=told):
+        wrap(Repeating(), [0, 1])(torch.randn(rows, 4))
 
 
 def test_a_replica_that_fails_leaves_nobody_hanging() -> None:
