@@ -17,6 +17,7 @@ row, times s_r / sum(s), is that of one device which has the whole batch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, reduce
 from typing import Annotated, Any, ClassVar, Final
@@ -26,9 +27,10 @@ from torch import nn
 
 from graphir.analysis.values import Numbering, Run
 from graphir.capture.single_values import REFUSAL, single_values_allowed
-from graphir.errors import GraphirError, PassError
+from graphir.errors import GraphirError, PassError, ReplicationError, counted
+from graphir.ir.blob import STATE_ROLES
 from graphir.ir.guard import Guard
-from graphir.ir.names import base_name
+from graphir.ir.names import base_name, prefix_of
 from graphir.ir.operator import Arg, Operator
 from graphir.ir.opset import signature
 from graphir.ir.optypes.table import operator_type
@@ -183,10 +185,34 @@ class _Synchronised:
         factor = _share(replica.reduction, replica.copy_id)
         replica.insert_after(sums, "graphir.synchronised_batch_norm_backward", operands, factor, names=made[:1])
 
+    @cached_property
+    def calls(self) -> Counter[tuple[str, str]]:
+        """How often each module normalises in training, by its path and the prefix of the replica."""
+        norms = (op for op in self.program.step.ops if operator_type(op.type).batch_norm)
+        return Counter((op.module, prefix_of(op.outputs[0])) for op in norms if op.args.get("training", True))
+
     def is_everywhere(self, op: Operator) -> bool:
-        """Whether all replicas have this batch norm: a placed module has the whole batch already."""
-        made = base_name(op.outputs[0])
-        return all(prefix + made in self.program.step.blobs for prefix in self.program.replicas)
+        """Whether all replicas have this batch norm: a placed module, whose state is in one replica, has the whole
+        batch already.
+
+        Raises:
+            ReplicationError: all replicas have the module, and do not call it equally often.
+        """
+        replicas = self.program.replicas
+        calls = [self.calls[op.module, prefix] for prefix in replicas]
+        if len(set(calls)) == 1:
+            return True
+        state = {base_name(name) for name in op.inputs if self.program.step.blobs[name].role in STATE_ROLES}
+        if not all(prefix + name in self.program.step.blobs for prefix in replicas for name in state):
+            return False
+        if not state and not all(calls):
+            return False
+        counts = ", ".join(f"{counted(number, 'time')} by replica {i}" for i, number in enumerate(calls))
+        raise ReplicationError(
+            f"the batch norm of module {op.module!r} is called {counts}: statistics would wait for each other",
+            at=operator_text(op, self.program.step),
+            fix="let each replica call it equally often, or leave the module out of modules=",
+        )
 
     def is_over_batch(self, op: Operator) -> bool:
         """Whether statistics are over the batch: not those of each sample, whose channels an instance norm takes for

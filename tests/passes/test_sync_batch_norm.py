@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import graphir
 from graphir import passes, runtime
-from graphir.errors import PassError
+from graphir.errors import PassError, ReplicationError
 from graphir.ir.operator import Operator
 from graphir.ir.program import Program
 
@@ -174,6 +174,19 @@ def test_a_backward_without_a_forward_is_refused() -> None:
     with pytest.raises(PassError, match="finds no forward of this backward") as refusal:
         passes.sync_batch_norm(changed)
     assert refusal.value.fix == "run sync_batch_norm directly after replicate or shard"
+
+
+def test_norms_that_replicas_call_unequally_often_are_refused() -> None:
+    """One replica's is in evaluation, so that it would not come to the sums of the others."""
+    program = passes.replicate(graphir.capture(Normed(), (torch.randn(6, 3, 7, 6),)), [0, 1])
+    step = program.step
+
+    def in_evaluation(op: Operator) -> Operator:
+        return op._replace(args={**op.args, "training": False}) if op.outputs[0] == "gpu_1/rows" else op
+
+    changed = program.with_(step=step.with_(ops=tuple(map(in_evaluation, step.ops))))
+    with pytest.raises(ReplicationError, match="module 'rows' is called 1 time by replica 0, 0 times by replica 1"):
+        passes.sync_batch_norm(changed)
 
 
 def test_a_first_layer_keeps_its_backward() -> None:
