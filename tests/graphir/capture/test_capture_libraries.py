@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -83,6 +84,18 @@ def test_what_avoids_the_line_is_named(library: ModuleType, name: str) -> None:
     assert all(
         words in fix for words in ("pass no labels, and loss=", "configuration", "DataParallel with the loss out")
     )
+
+
+def test_a_line_that_draws_is_found_beside_other_threads(library: ModuleType) -> None:
+    """Nobody knows at once who drew: the step runs again."""
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    try:
+        assert refused(library.Draws()).fix.startswith("the line is one of strangers's")
+    finally:
+        done.set()
+        thread.join()
 
 
 @pytest.mark.parametrize("name", ["Encoder", "RandomEncoder"])

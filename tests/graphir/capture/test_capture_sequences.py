@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -260,3 +261,21 @@ def test_lengths_that_torch_refuses_are_refused(lengths: list[int], complaint: s
     model = Packed(nn.GRU, lengths, batch_first=True)
     with pytest.raises(CaptureError, match=complaint):
         capture(model, (torch.randn(4, 5, 3),))
+
+
+def test_other_threads_pack_sequences_meanwhile() -> None:
+    gru, padded, found = nn.GRU(3, 2), torch.randn(4, 2, 3), list[Tensor]()
+
+    def run() -> None:
+        found.append(gru(rnn.pack_padded_sequence(padded, torch.tensor([4, 2])))[0].data.detach())
+
+    class Beside(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
+            return x * 2
+
+    capture(Beside(), (torch.ones(3),))
+    run()
+    assert len(found) > 1 and all(torch.equal(data, found[-1]) for data in found)

@@ -108,3 +108,17 @@ def test_one_device_and_none() -> None:
         assert torch.equal(model([x]), module(x))
     with pytest.raises(graphir.ReplicationError, match="2 shares for 1 device"):
         model([x, x])
+
+
+def test_gradients_of_gradients_are_those_of_the_shares() -> None:
+    def penalty(output: Tensor, x: Tensor) -> Tensor:
+        (grad,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+        return grad.square().sum()
+
+    module = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    model = UserScattered(module, [0, 1], binding="cpu")
+    first, second = torch.randn(5, 4, requires_grad=True), torch.randn(1, 4, requires_grad=True)
+    for x in (first, second):
+        ours = torch.autograd.grad(penalty(model([first, second]), x), module.parameters(), allow_unused=True)
+        theirs = torch.autograd.grad(penalty(module(x), x), module.parameters())
+        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(ours, theirs, strict=True))
