@@ -120,7 +120,7 @@ def check_element_types(form: Form, bound: Bound, here: Callable[[], str]) -> No
                 raise CaptureError(
                     f"{form.type} takes {parameter} of {' or '.join(map(str, types))}, not of {given.tensor.dtype}",
                     where=where(here()),
-                    fix=f"convert it, such as by .to({types[0]})",
+                    fix=Outside(f"convert it, such as by .to({types[0]})"),
                 )
 
 
