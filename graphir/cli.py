@@ -21,6 +21,7 @@ from .analysis.traffic import traffic as traffic_of
 from .errors import GraphirError
 from .estimate import EXECUTORS
 from .estimate import estimate as estimate_of
+from .ir.device import DeviceName
 from .ir.files import load, load_stream, save, to_json
 from .ir.net import Net
 from .ir.plan import Plan
@@ -188,7 +189,7 @@ def balance(
     loaded = _load(file)
     if not isinstance(loaded, Program):
         raise GraphirError(f"balance takes a program, not a {type(loaded).__name__.lower()}", where=file)
-    limits: dict[str | int, int | str] = {}
+    limits: dict[DeviceName, int | str] = {}
     for given in limit:
         device, equals, nbytes = given.partition("=")
         if not equals:

@@ -34,6 +34,7 @@ from .capture.arguments import Arguments, read_arguments
 from .capture.modes import Modes
 from .capture.refusals import refuse_model
 from .errors import CoverageError, PassError, PlacementError, RecaptureWarning, SessionError, counted, nearest
+from .ir.device import DeviceName
 from .ir.plan import Plan
 from .ir.program import Program
 from .placing import Placing, flowing
@@ -90,8 +91,8 @@ class Compiled:
         kwargs: Mapping[str, Any] | None = None,
         targets: Sequence[Any] = (),
         batch_dims: Any = None,
-        devices: Sequence[int | str] = (0,),
-        limits: Mapping[str | int, int | str] | None = None,
+        devices: Sequence[DeviceName] = (0,),
+        limits: Mapping[DeviceName, int | str] | None = None,
         passes: str | Callable[[Program], Program] = "",
         most_plans: int = 8,
         session: Mapping[str, Any] | None = None,

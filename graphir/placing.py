@@ -26,7 +26,7 @@ from .analysis.profile_files import profile_of
 from .analysis.topology import Topology
 from .errors import PassError, after_last
 from .estimate import machine_of
-from .ir.device import Device
+from .ir.device import Device, DeviceName
 from .ir.module_patterns import lineage
 from .ir.names import base_name
 from .ir.plan import Plan
@@ -52,7 +52,7 @@ class Placing:
         PassError: these are no limits.
     """
 
-    def __init__(self, limits: Mapping[str | int, int | str]) -> None:
+    def __init__(self, limits: Mapping[DeviceName, int | str]) -> None:
         self.limits: Mapping[str, int] = build(Balance, limits=limits).limits
         self.balanced: Balanced | None = None
         self._homes: dict[str, Device] = {}

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
 import torch
-from pydantic import AllowInfNan, BeforeValidator, NonNegativeFloat, PositiveInt
+from pydantic import AfterValidator, AllowInfNan, BeforeValidator, NonNegativeFloat, PositiveInt
 
 from graphir.analysis.execution import STREAMS
 from graphir.analysis.memory import check_profile, check_threads
@@ -30,14 +30,15 @@ from graphir.analysis.topology import Topology
 from graphir.collector import collector_paused
 from graphir.errors import GraphirError, PassError
 from graphir.ir.blob import STATE_ROLES
-from graphir.ir.device import CPU, Device
+from graphir.ir.device import CPU, Device, DeviceName
+from graphir.ir.module_patterns import lineage
 from graphir.ir.names import base_name, micro_batches
 from graphir.ir.net import Net
 from graphir.ir.program import Program
 from graphir.ir.text import nbytes_text
 from graphir.ir.verify import blamed
 
-from .base import Pass, Pipeline, Placed, build, register, require_program
+from .base import OptionError, Pass, Pipeline, Placed, as_device, build, read_option, register, require_program
 from .choice.attempts import Attempt, Attempts, Budget
 from .choice.groups import Reading, Wanted
 from .choice.least import exceeded, least
@@ -49,7 +50,7 @@ from .choice.problem import Choice, Problem
 from .choice.report import Balanced, DeviceUse, LinkBytes
 from .copies import InjectCopies
 from .limits import Limits
-from .module_patterns import claims, weighted_modules
+from .module_patterns import claims, leaves_out, weighted_modules
 from .saved import require_captured
 
 __all__ = ["Balance", "balance"]
@@ -101,11 +102,19 @@ def _topology(given: Any) -> Any:
     if given is None or isinstance(given, Topology):
         return given
     if not isinstance(given, str):
-        raise ValueError(f"expected a topology or the name of one, not {given!r:.40}")
-    try:
-        return Topology.named(given)
-    except GraphirError as e:
-        raise ValueError(f"{e.what}; {e.fix}") from None
+        raise OptionError(f"{given!r:.40} is no topology", fix="give a topology, or the name of one, such as 'h200x8'")
+    return read_option(Topology.named, given)
+
+
+def _pinned(given: Any) -> str | None:
+    """The gpu where modules have to be; None of what is left out. Accelerate's maps have the host and ``disk``, too."""
+    if given is None:
+        return None
+    if given != "disk" and not (device := as_device(given)).is_host:
+        return str(device)
+    raise OptionError(
+        f"no module is put on {str(given)!r}", fix="pin modules to gpus; options 'park' puts what they save on the host"
+    )
 
 
 class _Refused(Exception):
@@ -147,7 +156,7 @@ class Balance(Pass):
     topology: Annotated[Topology | None, BeforeValidator(_topology)] = None
     options: tuple[Option, ...] = ("shift", "park", "recompute")
     devices: tuple[Placed, ...] = ()
-    pin: dict[str, Placed] = {}  # noqa: RUF012
+    pin: Annotated[dict[str, Annotated[str | None, BeforeValidator(_pinned)]], AfterValidator(leaves_out)] = {}  # noqa: RUF012
     whole: tuple[str, ...] = ()
     seconds: Annotated[NonNegativeFloat, AllowInfNan(False)] = 2.0
     evaluations: PositiveInt | None = None
@@ -207,12 +216,12 @@ class Balance(Pass):
 
 def balance(
     program: Program,
-    limits: Mapping[str | int, int | str],
+    limits: Mapping[DeviceName, int | str],
     *,
     topology: Topology | str | None = None,
     options: Sequence[Option] = ("shift", "park", "recompute"),
-    devices: Sequence[str | int] = (),
-    pin: Mapping[str, str | int] | None = None,
+    devices: Sequence[DeviceName] = (),
+    pin: Mapping[str, DeviceName | None] | None = None,
     whole: Sequence[str] = (),
     seconds: float = 2.0,
     evaluations: int | None = None,
@@ -256,7 +265,7 @@ def balance(
         topology=topology,
         options=options,
         devices=devices,
-        pin={pattern: _pinned(device) for pattern, device in pin.items()} if isinstance(pin, Mapping) else pin or {},
+        pin=pin or {},
         whole=whole,
         seconds=seconds,
         evaluations=evaluations,
@@ -269,11 +278,6 @@ def balance(
         raise PassError(f"balance: {e.what}", fix=e.fix) from None
     measured = profile_of(given.topology or Topology.named(_DEFAULT)) if profile == "cached" else profile
     return given.balanced(program, measured, torch.get_num_threads() if threads is None else threads)
-
-
-def _pinned(device: Any) -> Any:
-    """A device as Accelerate's maps have it, too: ``disk`` is none of ours."""
-    return "cpu" if device == "disk" else device
 
 
 class _Balancing:
@@ -331,29 +335,16 @@ class _Balancing:
     def pins(self) -> dict[str, Device]:
         """By module, the device where it has to be; by name of its state, where that is expected, as maps say it of a
         module whose state is on several devices."""
-        given = {pattern: Device.parse(device) for pattern, device in self.options.pin.items()}
+        given = {pattern: Device.parse(to) for pattern, to in self.options.pin.items() if to is not None}
         usable = {*self.names, *self.program.devices}
         for pattern, device in given.items():
-            if device.is_host:
-                raise PassError(
-                    f"balance: {pattern!r} is pinned to the host, where no module is put",
-                    fix="pin modules to gpus; options 'park' puts what they save on the host",
-                )
             if device not in usable:
                 raise PassError(
                     f"balance: {pattern!r} is pinned to {device}, which no limit names",
                     fix="pin modules to gpus, and add the device to limits or devices",
                 )
         expected = {name: device for name, device in given.items() if self.is_state(name)}
-        if "" in given:
-            if other := next(filter(None, given), ""):
-                raise PassError(
-                    f"balance: {other!r} is pinned as a part of the model, and '' as all of it",
-                    fix="pin the model as a whole, or its parts",
-                )
-            claimed = dict.fromkeys([op.module for op in self.program.step.ops], "")
-        else:
-            claimed = claims(self.program, [pattern for pattern in given if pattern not in expected])
+        claimed = claims(self.program, {text: to for text, to in self.options.pin.items() if text not in expected})
         for module, device in self.places() if "shift" not in self.options.options else ():
             named = claimed.get(module)
             if named is None or device.is_host or device == given[named]:
@@ -379,8 +370,7 @@ class _Balancing:
     def wholes(self) -> dict[str, str]:
         """By module, which module of a pattern's it is in."""
         claimed = claims(self.program, self.options.whole)
-        tops = [m for m in claimed if not any(m.startswith(f"{other}.") for other in claimed)]
-        return {m: next(top for top in tops if m == top or m.startswith(f"{top}.")) for m in claimed}
+        return {module: next(top for top in ("", *lineage(module)) if top in claimed) for module in claimed}
 
     def reading(self) -> Reading:
         """The program as it is read to be grouped."""

@@ -8,7 +8,7 @@ program; the one given is never changed, and the new one is verified before it i
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Final, NamedTuple, TypeAlias, TypeVar
 
 from pydantic import (
@@ -16,7 +16,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     ValidationError,
-    ValidatorFunctionWrapHandler,
     WrapValidator,
 )
 
@@ -29,24 +28,32 @@ from graphir.ir.verify import blamed, verify
 
 __all__ = [
     "Gpu",
+    "OptionError",
     "Pass",
     "Pipeline",
     "Placed",
     "Run",
     "Shifts",
     "Timing",
+    "as_device",
     "as_gpu",
     "build",
     "each_once",
     "parse_pipeline",
     "printed_device",
+    "read_option",
     "register",
     "require_program",
 ]
 
 P = TypeVar("P", bound="Pass")
+T = TypeVar("T")
 
 _REGISTRY: Final[dict[str, type[Pass]]] = {}
+
+
+class OptionError(PassError, ValueError):
+    """An option that a validator of a field refuses: a ValueError, as pydantic takes it, with a remedy."""
 
 
 class Pass(BaseModel):
@@ -104,18 +111,24 @@ class Pass(BaseModel):
         return self.name + (f"{{{', '.join(given)}}}" if given else "")
 
 
-def _device(given: Any) -> Device:
+def read_option(read: Callable[[Any], T], given: Any) -> T:
+    """``read(given)``; its refusal becomes one of the option, with the same remedy. For a field's validator."""
     try:
-        return Device.parse(given)
+        return read(given)
     except GraphirError as e:
-        raise ValueError(f"{e.what}; {e.fix}") from None
+        raise OptionError(e.what, fix=e.fix) from None
+
+
+def as_device(given: Any) -> Device:
+    """A device, in any spelling that :meth:`~graphir.ir.device.Device.parse` takes; a field's validator."""
+    return read_option(Device.parse, given)
 
 
 def as_gpu(given: Any) -> int:
     """The number of a gpu, given as it is printed or by its number; a field's validator."""
-    device = _device(given)
+    device = as_device(given)
     if device.kind != "gpu":
-        raise ValueError(f"{device} is not a gpu; write 'gpu:0', 'gpu:1', … or its number")
+        raise OptionError(f"{device} is not a gpu", fix="write 'gpu:0', 'cuda:0' or 0")
     return device.index
 
 
@@ -123,14 +136,16 @@ Gpu: TypeAlias = Annotated[int, BeforeValidator(as_gpu)]
 """An option that is a gpu: given as it is printed or by its number, kept and printed as its number."""
 
 
-def each_once(given: Any, read: ValidatorFunctionWrapHandler) -> Any:
+def each_once(given: Any, read: Callable[[Any], Any]) -> Any:
     """Devices, each of which is given once, however it is written; the validator of a field."""
     found = read(given)
     if isinstance(given, Mapping) and len(found) < len(given):
         first: dict[Device, Any] = {}
         for key in given:
-            if (device := _device(key)) in first:
-                raise ValueError(f"a device is given twice: {device}, as {first[device]!r} and {key!r}")
+            if (device := as_device(key)) in first:
+                raise OptionError(
+                    f"a device is given twice: {device}, as {first[device]!r} and {key!r}", fix="give each device once"
+                )
             first[device] = key
     return found
 
@@ -141,7 +156,7 @@ Shifts: TypeAlias = Annotated[dict[Gpu, Gpu], WrapValidator(each_once)]
 
 def printed_device(given: Any) -> str:
     """A device as it is printed; a field's validator."""
-    return str(_device(given))
+    return str(as_device(given))
 
 
 Placed: TypeAlias = Annotated[str, BeforeValidator(printed_device)]
@@ -155,7 +170,8 @@ def register(cls: type[P]) -> type[P]:
 
 
 def build(cls: type[P], **options: Any) -> P:
-    """``cls(**options)``, with every complaint of pydantic's in one :class:`~graphir.errors.PassError`.
+    """``cls(**options)``, with every complaint of pydantic's in one :class:`~graphir.errors.PassError`. The remedy of
+    an :class:`OptionError` is kept.
 
     Sequences become tuples, so that lists, ranges and the text of a pipeline give equal passes; a string is refused
     where several names are meant.
@@ -165,12 +181,18 @@ def build(cls: type[P], **options: Any) -> P:
     except RecursionError:
         raise PassError(f"{cls.name}: an option contains itself", fix="give lists of names and numbers") from None
     except ValidationError as e:
-        found = []
+        known = f"options of {cls.name}: {', '.join(cls.model_fields) or 'none'}"
+        found, fixes = [], dict[str, None]()
         for complaint in e.errors():
             field = ".".join(str(part) for part in complaint["loc"] if part != "[key]") or "options"
-            found.append(f"{field}: {_complaint(complaint['type'], complaint['msg'], complaint['input'])}")
-        known = ", ".join(cls.model_fields) or "none"
-        raise PassError(f"{cls.name}: {'; '.join(found)}", fix=f"options of {cls.name}: {known}") from None
+            refusal = complaint.get("ctx", {}).get("error")
+            if isinstance(refusal, OptionError):
+                what, fix = refusal.what, refusal.fix
+            else:
+                what, fix = _complaint(complaint["type"], complaint["msg"], complaint["input"]), ""
+            found.append(f"{field}: {what}")
+            fixes[fix or known] = None
+        raise PassError(f"{cls.name}: {'; '.join(found)}", fix="; ".join(fixes)) from None
 
 
 _EXPECTED: Final[Mapping[str, str]] = {

@@ -21,6 +21,7 @@ from graphir.errors import GraphirError, PassError
 from graphir.ir.program import Program
 from graphir.replication import HOOKS, OWN_CALLBACK, CallbackContext
 
+from .base import OptionError
 from .edits import StepEdits
 from .replica import CopiedOperators, Replica
 
@@ -75,7 +76,7 @@ class Named(str):
 
 def _name_of(given: object) -> str:
     if not callable(given):
-        raise ValueError(f"expected a callable f(ctx, copy_id, replica), not {given!r:.40}")
+        raise OptionError(f"{given!r:.40} is no callback", fix="give a callable f(ctx, copy_id, replica)")
     at = given if hasattr(given, "__qualname__") else type(given)
     return f"{getattr(at, '__module__', None) or ''}.{at.__qualname__}".lstrip(".")
 

@@ -18,7 +18,7 @@ from typing import ClassVar, NamedTuple, TypeVar, overload
 from pydantic import Field
 
 from graphir.errors import GraphirError, PassError
-from graphir.ir.device import Device
+from graphir.ir.device import Device, DeviceName
 from graphir.ir.net import Net
 from graphir.ir.placement import blob_devices, same_memory
 from graphir.ir.program import Program
@@ -103,7 +103,7 @@ def inject_copies(subject: _Subject, *, placeholder_ops: Sequence[str] = ()) -> 
 def inject_copies(
     subject: Program | Net,
     *,
-    blob_to_device: Mapping[str, str | int],
+    blob_to_device: Mapping[str, DeviceName],
     blob_remap: Mapping[tuple[str, str], str] | None = None,
     placeholder_ops: Sequence[str] = (),
 ) -> InjectedCopies: ...
@@ -112,7 +112,7 @@ def inject_copies(
 def inject_copies(
     subject: Program | Net,
     *,
-    blob_to_device: Mapping[str, str | int] | None = None,
+    blob_to_device: Mapping[str, DeviceName] | None = None,
     blob_remap: Mapping[tuple[str, str], str] | None = None,
     placeholder_ops: Sequence[str] = (),
 ) -> Program | Net | InjectedCopies:
@@ -152,7 +152,7 @@ def inject_copies(
 def inject_caffe2_copies(
     subject: Program | Net,
     *,
-    blob_to_device: Mapping[str, str | int],
+    blob_to_device: Mapping[str, DeviceName],
     blob_remap: Mapping[tuple[str, str], str] | None = None,
     placeholder_ops: Sequence[str] = (),
 ) -> InjectedCopies:

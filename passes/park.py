@@ -24,13 +24,13 @@ from pydantic import NonNegativeInt, field_validator
 
 from graphir.errors import PassError
 from graphir.ir.blob import STATE_ROLES, Blob
-from graphir.ir.device import Device, gpu
+from graphir.ir.device import Device, DeviceName, gpu
 from graphir.ir.names import copy_name
 from graphir.ir.net import Net
 from graphir.ir.operator import Operator, Phase, Received
 from graphir.ir.program import Program
 
-from .base import Gpu, Pass, Placed, build, register
+from .base import Gpu, OptionError, Pass, Placed, build, register
 from .following import filled
 from .saved import Use, choose, require_captured, saved_in, unsaved, uses_of
 from .substitutes import Substitutes, with_operands
@@ -57,7 +57,7 @@ class Park(Pass):
     def _moves(cls, to: str | dict[int, str]) -> str | dict[int, str]:
         for source, target in to.items() if isinstance(to, dict) else ():
             if gpu(source) == target:
-                raise ValueError(f"{target} is where it is already; give another device")
+                raise OptionError(f"{target} is where it is already", fix="give another device")
         return to
 
     def rewrite(self, program: Program) -> Program:
@@ -80,7 +80,7 @@ class Park(Pass):
 def park(
     program: Program,
     what: str | Sequence[str],
-    to: str | int | Mapping[str, str | int] | Mapping[int, str | int] | Mapping[int | str, int | str],
+    to: DeviceName | Mapping[str, DeviceName] | Mapping[int, DeviceName] | Mapping[DeviceName, DeviceName],
     *,
     ahead: int | None = None,
 ) -> Program:

@@ -25,12 +25,13 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias, get_args
 from pydantic import BeforeValidator
 
 from graphir.errors import PassError, PipelineWarning, nearest
+from graphir.ir.device import DeviceName
 from graphir.ir.names import micro_batches
 from graphir.ir.net import Net
 from graphir.ir.program import Program
 from graphir.ir.text import nbytes_text
 
-from .base import Pass, build, register
+from .base import OptionError, Pass, build, register
 from .limits import Limits
 from .list_schedule import RANKS, UNBEATEN, Beaten, Rules, Schedule, list_schedule
 from .micro_work import FORWARD, Work
@@ -54,13 +55,13 @@ if the step becomes shorter than this share."""
 def _known_schedule(given: Any) -> Any:
     if given not in get_args(Schedules):
         known = ", ".join(map(repr, get_args(Schedules)))
-        raise ValueError(f"unknown schedule {given!r}{nearest(given, get_args(Schedules))}; schedules are {known}")
+        raise OptionError(f"unknown schedule {given!r}{nearest(given, get_args(Schedules))}", fix=f"schedules: {known}")
     return given
 
 
 def _at_least_one(given: Any) -> Any:
     if given is not None and (type(given) is not int or given < 1):
-        raise ValueError(f"{given!r} micro-batches cannot be in flight; give a whole number from 1 up")
+        raise OptionError(f"{given!r} micro-batches cannot be in flight", fix="give a whole number from 1 up")
     return given
 
 
@@ -91,7 +92,7 @@ def pipeline(
     program: Program,
     schedule: Schedules = "zero_bubble",
     *,
-    limits: Mapping[str | int, int | str] | None = None,
+    limits: Mapping[DeviceName, int | str] | None = None,
     in_flight: int | None = None,
 ) -> Program:
     """The program in an order in which devices work on several micro-batches at a time. Changes no value.

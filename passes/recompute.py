@@ -113,9 +113,9 @@ def _leaving(net: Net, modules: Mapping[str, str], saved: Mapping[str, str]) -> 
     roots: dict[str, str] = {}
 
     def root(module: str) -> str:
-        """The outermost module of a pattern's that *module* is in; empty where it is in none."""
+        """The outermost module of a pattern's that *module* is in; empty where it is in none, or in the model."""
         if module not in roots:
-            roots[module] = next((path for path in lineage(module) if path in modules), "")
+            roots[module] = next((path for path in ("", *lineage(module)) if path in modules), "")
         return roots[module]
 
     home: dict[str, str] = {}

@@ -28,7 +28,6 @@ from graphir.ir.size import Polynomial, Size, add, dimension, size_dims, substit
 from .bag_offsets import require_whole_offsets
 from .following import follow, follows
 from .micro_cuts import Cut, cuts_of
-from .module_patterns import claims
 from .replicas import Site, replica_sites
 
 __all__ = ["PERMUTES", "REPLICATED", "Crossings", "Regions"]
@@ -85,8 +84,7 @@ class Regions:
         self.whole_batch = reduce(add, batches)
         regions = {device: gpu(k + 1) for k, device in enumerate(dict.fromkeys(homes.values()))}
         self.owners = {region: Site(program, device, self.whole, by) for device, region in regions.items()}
-        claimed = claims(program, homes)
-        placed = self._followed({module: regions[homes[root]] for module, root in claimed.items()})
+        placed = self._followed({module: regions[device] for module, device in homes.items()})
         self.init, self.net = placed.init, placed.step
         cuts = cuts_of(program)
         self._require_rows_of_batch(cut=bool(cuts))

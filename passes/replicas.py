@@ -22,6 +22,7 @@ from graphir.ir.operator import Arg, Operator, map_arg
 from graphir.ir.program import Program
 from graphir.ir.size import Polynomial, Shape, Size, dimension, rename_dims
 
+from .base import OptionError
 from .sparse_reduction import reduce_sparse, sparse_gradients
 
 __all__ = ["Site", "distinct", "gradient_reduction", "reduced", "replica_sites", "require_captured", "shares_of"]
@@ -30,10 +31,10 @@ __all__ = ["Site", "distinct", "gradient_reduction", "reduced", "replica_sites",
 def distinct(devices: tuple[int, ...]) -> tuple[int, ...]:
     """The devices, at least one and none twice; a field's validator."""
     if not devices:
-        raise ValueError("no devices; give at least one, such as [0]")
+        raise OptionError("no devices", fix="give at least one, such as [0]")
     repeated = sorted({d for d in devices if devices.count(d) > 1})
     if repeated:
-        raise ValueError(f"device {repeated[0]} is given more than once; each replica needs a device of its own")
+        raise OptionError(f"device {repeated[0]} is given more than once", fix="give each replica a device of its own")
     return devices
 
 

@@ -19,6 +19,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator
 
+from graphir.ir.device import DeviceName
 from graphir.ir.net import Net
 from graphir.ir.program import Interface, Program
 
@@ -71,7 +72,7 @@ class Replicate(Pass):
 
 def replicate(
     program: Program,
-    devices: Sequence[int | str],
+    devices: Sequence[DeviceName],
     *,
     reduction: Literal["mean", "sum"] = "mean",
     on_replica: Callback | None = None,

@@ -11,7 +11,7 @@ from pydantic import field_validator
 
 from graphir.ir.program import Program
 
-from .base import Pass, build, register
+from .base import OptionError, Pass, build, register
 from .callbacks import Callback, OnReplica, require_replicated, with_callbacks
 
 __all__ = ["ReplicationCallback", "replication_callback"]
@@ -29,7 +29,7 @@ class ReplicationCallback(Pass):
     @classmethod
     def _given(cls, on_replica: object) -> object:
         if on_replica is None:
-            raise ValueError("expected a callable f(ctx, copy_id, replica), not None")
+            raise OptionError("None is no callback", fix="give a callable f(ctx, copy_id, replica)")
         return on_replica
 
     def rewrite(self, program: Program) -> Program:

@@ -105,7 +105,7 @@ def choose(program: Program, what: Sequence[str], by: str) -> Chosen:
     patterns: list[str] = []
     for text in what:
         names = [text] if text in blobs else [p + text for p in program.replicas if p + text in blobs]
-        if not names and not any(map(ModulePattern(text).matches, paths)):
+        if not names and not text.startswith("!") and not any(map(ModulePattern(text).matches, ["", *paths])):
             names = _states(program, text)
             if not names:
                 raise _unknown(program, text, paths, by)

@@ -17,19 +17,20 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping, 
 from dataclasses import replace
 from typing import Annotated, ClassVar, TypeAlias
 
+import torch
 from pydantic import AfterValidator, BeforeValidator
 
 from graphir.analysis.hazards import touches
 from graphir.errors import PassError
-from graphir.ir.device import gpu
+from graphir.ir.device import DeviceName, gpu
 from graphir.ir.names import micro_batch_of
 from graphir.ir.net import Net
 from graphir.ir.operator import Operator
 from graphir.ir.program import Interface, Program, Reduction
 
-from .base import Gpu, Pass, as_gpu, build, printed_device, register
+from .base import Gpu, OptionError, Pass, as_gpu, build, printed_device, register
 from .exchange import Exchange
-from .module_patterns import claims
+from .module_patterns import claims, leaves_out
 from .regions import REPLICATED, Regions
 from .replicas import distinct, reduced, require_captured
 from .shard_homes import STRATEGIES, homes_of
@@ -43,15 +44,18 @@ Target: TypeAlias = str | tuple[Kind, tuple[int, ...]]
 """Where a module goes: to a device, as a strategy says, or in blocks to several gpus."""
 
 
-def _target(given: object) -> Target:
-    if isinstance(given, str | int):
+def _target(given: object) -> Target | None:
+    if given is None:  # of what is left out
+        return None
+    if isinstance(given, str | int | torch.device):
         return str(given) if given in STRATEGIES else printed_device(given)
     match given:
         case ["rows" | "columns" as kind, [*devices]]:
             return kind, distinct(tuple(map(as_gpu, devices)))
-    raise ValueError(
-        f"{given!r} says nowhere to go; give a gpu, {' or '.join(map(repr, STRATEGIES))}, or a kind and gpus: "
-        f"{' or '.join(repr((kind, [0, 1])) for kind in KINDS)}"
+    raise OptionError(
+        f"{given!r} says nowhere to go",
+        fix=f"give a gpu, {' or '.join(map(repr, STRATEGIES))}, or a kind and gpus: "
+        f"{' or '.join(repr((kind, [0, 1])) for kind in KINDS)}",
     )
 
 
@@ -61,7 +65,7 @@ class Shard(Pass):
 
     name: ClassVar[str] = "shard"
 
-    placement: dict[str, Annotated[Target, BeforeValidator(_target)]]
+    placement: Annotated[dict[str, Annotated[Target | None, BeforeValidator(_target)]], AfterValidator(leaves_out)]
     devices: Annotated[tuple[Gpu, ...], AfterValidator(distinct)]
     reduction: Reduction = "mean"
 
@@ -72,22 +76,23 @@ class Shard(Pass):
             )
         require_captured(program, len(self.devices))
         devices = [gpu(device) for device in self.devices]
-        claims(program, self.placement)  # of the modules that there are, before there are blocks
-        splits = {pattern: target for pattern, target in self.placement.items() if not isinstance(target, str)}
-        tables = tables_of(program, splits, devices)
+        claimed = claims(program, self.placement)  # of the modules that there are, before there are blocks
+        whole = {pattern: target for pattern, target in self.placement.items() if isinstance(target, str)}
+        splits = {pattern: target for pattern, target in self.placement.items() if isinstance(target, tuple)}
+        tables = tables_of(program, {m: by for m, by in claimed.items() if by in splits}, splits, devices)
         several = [table for table in tables if len(table.blocks) > 1]
         program = split_tables(program, several, self.name)
-        whole = {pattern: target for pattern, target in self.placement.items() if isinstance(target, str)}
         blocks = {block.path: str(block.device) for table in several for block in table.blocks}
         blocks.update({table.module: str(table.blocks[0].device) for table in tables if table not in several})
-        homes = homes_of(program, {**whole, **blocks}, devices)
+        claimed = {m: by for m, by in claimed.items() if by in whole} | {path: path for path in blocks}
+        homes = homes_of(program, claimed, {**whole, **blocks}, devices)
         return _spread(Regions(program, homes, self.devices, self.name), self.reduction)
 
 
 def shard(
     program: Program,
-    placement: Mapping[str, str | int | tuple[str, Sequence[int | str]]],
-    devices: Sequence[int | str],
+    placement: Mapping[str, DeviceName | tuple[str, Sequence[DeviceName]] | None],
+    devices: Sequence[DeviceName],
     *,
     reduction: Reduction = "mean",
 ) -> Program:
@@ -106,16 +111,17 @@ def shard(
         placement: by pattern (``"emb_l.0"``, ``"emb_l.*"``), the gpu to which the modules go; or ``"round_robin"``: to
             one gpu after the other; or ``"balanced"``: the largest first, each to the gpu with the fewest bytes of
             placed modules so far; or ``("rows", [0, 1])``, ``("columns", [0, 1])``: the table of an ``nn.Embedding`` or
-            ``nn.EmbeddingBag`` in blocks, one on each of these gpus.
+            ``nn.EmbeddingBag`` in blocks, one on each of these gpus. ``"!emb_l.2": None`` leaves modules out.
         devices: numbers of gpus, or gpus as they are printed: replica r lives on ``gpu:<devices[r]>``.
         reduction: ``mean``: the loss is a mean over rows, so that each replica counts by its share; ``sum``: gradients
             are added up.
 
     Raises:
-        PassError: a pattern names no module, two name the same one, or a device is none of *devices*; a placed module
-            hands on what has no batch as its first dimension, or shares a parameter with one that is not placed; what
-            is to be split is no table, or cannot be; offsets of bags would be cut, into shares or micro-batches, and
-            not their lookups; the program is replicated or placed already. Nothing has changed then.
+        PassError: a pattern names no module, or none that others leave to it, or two that are equally close say
+            different things of one; a device is none of *devices*; a placed module hands on what has no batch as its
+            first dimension, or shares a parameter with one that is not placed; what is to be split is no table, or
+            cannot be; offsets of bags would be cut, into shares or micro-batches, and not their lookups; the program is
+            replicated or placed already. Nothing has changed then.
     """
     return build(Shard, placement=placement, devices=devices, reduction=reduction)(program)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from graphir.errors import PassError
@@ -10,7 +10,7 @@ from graphir.ir.blob import STATE_ROLES, dense_nbytes
 from graphir.ir.device import Device
 from graphir.ir.program import Program
 
-from .module_patterns import claims, outermost
+from .module_patterns import roots
 
 __all__ = ["STRATEGIES", "homes_of", "module_nbytes"]
 
@@ -19,21 +19,32 @@ STRATEGIES: Final = ("round_robin", "balanced")
 first, each to the device with the fewest bytes."""
 
 
-def homes_of(program: Program, placement: Mapping[str, str], devices: Sequence[Device]) -> dict[str, Device]:
-    """The device of each module that patterns of *placement* name, in the order of the paths.
+def homes_of(
+    program: Program, claimed: Mapping[str, str], placement: Mapping[str, str], devices: Sequence[Device]
+) -> dict[str, Device]:
+    """The device of each placed module, in the order of the paths.
+
+    Args:
+        program: captured.
+        claimed: by placed module, the pattern that holds for it.
+        placement: by pattern, a device or a strategy. Modules that one pattern claims with those inside of them go to
+            one device.
+        devices: of the replicas.
 
     Raises:
-        PassError: a pattern names no module, two name the same one, or a device is none of *devices*.
+        PassError: a device is none of *devices*.
     """
-    claimed = claims(program, placement)
-    roots = outermost(claimed)
+    within = roots(claimed)
     for pattern, target in placement.items():
         if target not in STRATEGIES and target not in devices:
             raise PassError(
                 f"{pattern!r} cannot be placed on {target}: no replica is there",
                 fix=f"devices: {', '.join(devices)}; or {' or '.join(map(repr, STRATEGIES))}",
             )
-    nbytes = module_nbytes(program, roots)
+    nbytes = dict.fromkeys(within.values(), 0)
+    for module, own in module_nbytes(program).items():
+        if module in within:
+            nbytes[within[module]] += own
     held = dict.fromkeys(devices, 0)
     found: dict[str, Device] = {}
 
@@ -41,30 +52,27 @@ def homes_of(program: Program, placement: Mapping[str, str], devices: Sequence[D
         found[root] = device
         held[device] += nbytes[root]
 
-    for root in roots:
+    for root in nbytes:
         if placement[claimed[root]] not in STRATEGIES:
             place(root, Device.parse(placement[claimed[root]]))
     for pattern, target in placement.items():
-        mine = [root for root in roots if claimed[root] == pattern]
+        mine = [root for root in nbytes if claimed[root] == pattern]
         if target == "round_robin":
             for i, root in enumerate(mine):
                 place(root, devices[i % len(devices)])
         elif target == "balanced":
             for root in sorted(mine, key=nbytes.__getitem__, reverse=True):
                 place(root, min(devices, key=held.__getitem__))
-    return {root: found[root] for root in roots}
+    return {module: found[root] for module, root in within.items()}
 
 
-def module_nbytes(program: Program, roots: Iterable[str]) -> dict[str, int]:
-    """The bytes of parameters, buffers and optimizer state of each module, all that is inside of it included."""
-    found = dict.fromkeys(roots, 0)
+def module_nbytes(program: Program) -> dict[str, int]:
+    """By module, the bytes of its own parameters and buffers, and of their optimizer state."""
+    found: dict[str, int] = {}
     owner = dict(program.interface.owners())
     for name in program.step.external_inputs:
         blob = program.step.blobs[name]
         if blob.role in STATE_ROLES:
-            path = owner.get(name, name).rpartition(".")[0]
-            while path and path not in found:
-                path = path.rpartition(".")[0]
-            if path:
-                found[path] += dense_nbytes(blob, program.dims)
+            module = owner.get(name, name).rpartition(".")[0]
+            found[module] = found.get(module, 0) + dense_nbytes(blob, program.dims)
     return found

@@ -20,12 +20,12 @@ from typing import ClassVar, Final
 from pydantic import field_validator
 
 from graphir.errors import PassError, nearest
-from graphir.ir.device import Device, gpu
+from graphir.ir.device import Device, DeviceName, gpu
 from graphir.ir.names import base_name
 from graphir.ir.program import Program
 
 from .activations import activation_names, find_activations
-from .base import Pass, Shifts, build, register
+from .base import OptionError, Pass, Shifts, build, register
 from .caffe2_shift import shift_by_name
 from .following import follow, follows
 from .labels import Label, Source, propagate
@@ -52,7 +52,9 @@ class ShiftActivations(Pass):
     def _disjoint(cls, shifts: dict[int, int]) -> dict[int, int]:
         both = sorted(shifts.keys() & set(shifts.values()))
         if both:
-            raise ValueError(f"device {both[0]} is both a source and a target; shift in two calls, targets first")
+            raise OptionError(
+                f"device {both[0]} is both a source and a target", fix="shift in two calls, targets first"
+            )
         return shifts
 
     def rewrite(self, program: Program) -> Program:
@@ -131,7 +133,7 @@ def _not_an_activation(program: Program, name: str, listed: Sequence[str]) -> Pa
 def shift_activations(
     program: Program,
     activations: Sequence[str],
-    shifts: Mapping[int, int | str] | Mapping[str, int | str] | Mapping[int | str, int | str],
+    shifts: Mapping[int, DeviceName] | Mapping[str, DeviceName] | Mapping[DeviceName, DeviceName],
     *,
     strict: bool = True,
 ) -> Program:

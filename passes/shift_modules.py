@@ -18,37 +18,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, TypeAlias
 
-from pydantic import BeforeValidator
+from pydantic import AfterValidator, BeforeValidator
 
-from graphir.errors import GraphirError, PassError
-from graphir.ir.device import Device
+from graphir.errors import PassError
+from graphir.ir.device import Device, DeviceName
 from graphir.ir.names import base_name
 from graphir.ir.program import Program
 
-from .base import Pass, build, register
+from .base import Pass, build, each_once, printed_device, register
 from .cut import cheapest_sides
 from .following import follow, follows
-from .module_patterns import claims, weighted_modules
+from .module_patterns import claims, leaves_out, weighted_modules
 
 __all__ = ["ShiftModules", "Target", "shift_modules"]
 
-Target: TypeAlias = "str | int | Mapping[str | int, str | int]"
+Target: TypeAlias = "DeviceName | Mapping[DeviceName, DeviceName]"
 """A device, or for each source device a target."""
 
 _CAST: Final = "aten._to_copy.default"
 
 
 def _printed(target: Any) -> Any:
-    """A target with its devices as they are printed."""
-    try:
-        if isinstance(target, Mapping):
-            found = {str(Device.parse(source)): str(Device.parse(to)) for source, to in target.items()}
-            if len(found) < len(target):
-                raise ValueError("a device is given twice")
-            return found
-        return str(Device.parse(target))
-    except GraphirError as e:
-        raise ValueError(f"{e.what}; {e.fix}") from None
+    """A target with its devices as they are printed; None of what is left out."""
+    if target is None:
+        return None
+    if not isinstance(target, Mapping):
+        return printed_device(target)
+    return each_once(target, lambda given: {printed_device(source): printed_device(to) for source, to in given.items()})
 
 
 @register
@@ -57,7 +53,9 @@ class ShiftModules(Pass):
 
     name: ClassVar[str] = "shift_modules"
 
-    modules: dict[str, Annotated[str | dict[str, str], BeforeValidator(_printed)]]
+    modules: Annotated[
+        dict[str, Annotated[str | dict[str, str] | None, BeforeValidator(_printed)]], AfterValidator(leaves_out)
+    ]
 
     def rewrite(self, program: Program) -> Program:
         if program.step.dialect.workspace:
@@ -66,11 +64,12 @@ class ShiftModules(Pass):
                 fix="shift a Caffe2 net by shift_activations",
             )
         claimed = claims(program, self.modules)
-        _refuse_unused_sources(program, claimed, self.modules)
-        return _Move(program, claimed, {pattern: _targets(to) for pattern, to in self.modules.items()}).run()
+        targets = {pattern: to for pattern, to in self.modules.items() if to is not None}
+        _refuse_unused_sources(program, claimed, targets)
+        return _Move(program, claimed, {pattern: _targets(to) for pattern, to in targets.items()}).run()
 
 
-def shift_modules(program: Program, modules: Mapping[str, Target]) -> Program:
+def shift_modules(program: Program, modules: Mapping[str, Target | None]) -> Program:
     """Move modules, with everything inside of them, to other devices.
 
     The result needs :func:`inject_copies` before it can be emitted. At a contiguous cut each activation crosses once,
@@ -79,12 +78,14 @@ def shift_modules(program: Program, modules: Mapping[str, Target]) -> Program:
     Args:
         program: captured, or replicated.
         modules: by pattern (``"layer4"``, ``"transformer.h[2:4]"``, ``"**.mlp"``), the device to which the modules go:
-            ``"gpu:1"``, ``1`` or ``"cpu"``; or for each device that they are on another one, as ``{0: 2, 1: 3}`` for
-            two replicas.
+            ``"gpu:1"``, ``1``, ``torch.device("cuda:1")`` or ``"cpu"``; or for each device that they are on another
+            one, as ``{0: 2, 1: 3}`` for two replicas. ``""`` is the whole model, and ``"!layer4.0": None`` leaves
+            modules out; of several patterns for one module the closest one holds (see docs/glossary).
 
     Raises:
-        PassError: a pattern names no module, two name the same one, a device is none, or nothing of the modules is on
-            a source. Nothing has changed then.
+        PassError: a pattern names no module, or none that others leave to it, or two that are equally close say
+            different things of one; a device is none; or nothing of the modules is on a source. Nothing has changed
+            then.
     """
     return build(ShiftModules, modules=modules)(program)
 

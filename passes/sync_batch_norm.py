@@ -65,7 +65,7 @@ class SyncBatchNorm(Pass):
     def rewrite(self, program: Program) -> Program:
         require_replicated(program, self.name)
         named = [pattern for pattern in self.modules if pattern != _ALL or program.module_paths]
-        paths = {path: None for pattern in named for path in claims(program, [pattern])}
+        paths = dict.fromkeys(claims(program, named))
         if _ALL in self.modules:
             paths[""] = None  # a model that calls batch_norm itself
         if len(program.replicas) == 1:

@@ -17,7 +17,7 @@ from graphir.ir.operator import Operator
 from graphir.ir.program import Program
 from graphir.ir.size import bind_shape
 
-from .module_patterns import claims, outermost
+from .module_patterns import roots
 
 __all__ = ["BAGS", "EMBEDDING", "KINDS", "LOOKUPS", "Block", "Kind", "Table", "tables_of"]
 
@@ -82,17 +82,21 @@ class Table(NamedTuple):
 
 
 def tables_of(
-    program: Program, splits: Mapping[str, tuple[Kind, Sequence[int]]], devices: Sequence[Device]
+    program: Program,
+    claimed: Mapping[str, str],
+    splits: Mapping[str, tuple[Kind, Sequence[int]]],
+    devices: Sequence[Device],
 ) -> list[Table]:
     """The tables that patterns name, in the order of their paths.
 
     Args:
         program: captured.
+        claimed: by module that is split, the pattern that holds for it.
         splits: by pattern, how its tables are split, and the gpus of their blocks.
         devices: of the replicas.
 
     Raises:
-        PassError: a pattern names what is no table, or what cannot be split so; a device has no replica.
+        PassError: a module is no table, or what cannot be split so; a device has no replica.
     """
     for pattern, (_, numbers) in splits.items():
         for device in map(gpu, numbers):
@@ -101,12 +105,11 @@ def tables_of(
                     f"{pattern!r} cannot be placed on {device}: no replica is there",
                     fix=f"devices: {', '.join(devices)}",
                 )
-    claimed = claims(program, splits)
     owned = _owned(program, claimed)
     readers = _readers(program.step, {name for names in owned.values() for name in names})
     return [
         _table(program, module, owned.get(module, []), readers, *splits[claimed[module]])
-        for module in outermost(claimed)
+        for module in dict.fromkeys(roots(claimed).values())
     ]
 
 

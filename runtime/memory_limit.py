@@ -17,14 +17,15 @@ from graphir.errors import CoverageError, GraphirError, SessionError
 from graphir.ir.device import Device
 from graphir.ir.plan import Plan
 from graphir.ir.size import Dims
-from graphir.ir.text import nbytes_text
+from graphir.ir.text import nbytes_of, nbytes_text
 
 from .machine.capacity import capacity
 
-__all__ = ["MemoryLimit", "Most", "PlanLimits", "check_most"]
+__all__ = ["MemoryLimit", "Most", "PlanLimits", "most_of"]
 
-Most: TypeAlias = 'int | Literal["machine"] | None'
-"""Bytes of each real device, ``machine`` for as many as it has, None for any number."""
+Most: TypeAlias = "int | str | None"
+"""Bytes of each real device, as a number or as text like ``40 GiB``; ``machine`` for as many as it has, None for any
+number."""
 
 _FIX: Final = (
     "give smaller sizes, or bind devices to memory of their own; Session(..., memory_limit=None) runs it all the same"
@@ -32,18 +33,21 @@ _FIX: Final = (
 _HOST: Final = torch.device("cpu")
 
 
-def check_most(given: object) -> None:
-    """Refuse what is no limit.
+def most_of(given: object) -> int | Literal["machine"] | None:
+    """A limit as callers write it, its bytes as a number.
 
     Raises:
         SessionError: it is none.
     """
-    if not (given is None or given == "machine" or (type(given) is int and given > 0)):
-        raise SessionError(
-            f"memory_limit={given!r}: it is a number of bytes",
-            where="Session(...)",
-            fix="give a whole number from 1 up, 'machine' for what each device has, or None for no limit",
-        )
+    if given is None:
+        return None
+    if given == "machine":
+        return "machine"
+    try:
+        return nbytes_of(given)
+    except GraphirError as e:
+        fix = f"{e.fix}; or give 'machine' for what each device has, or None for no limit"
+        raise SessionError(f"memory_limit: {e.what}", where="Session(...)", fix=fix) from None
 
 
 class PlanLimits(NamedTuple):
@@ -104,7 +108,7 @@ class MemoryLimit:
         plan: that was verified.
         places: the real device of each logical one; those that share one are counted together.
         threads: how many threads one kernel may use.
-        most: of each real device.
+        most: of each real device, as :func:`most_of` reads it.
 
     Raises:
         SessionError: it takes more at its own sizes, or to be filled.
@@ -113,8 +117,9 @@ class MemoryLimit:
     def __init__(self, plan: Plan, places: Mapping[Device, torch.device], threads: int, most: Most) -> None:
         self.plan, self.places, self.threads = plan, places, threads
         self.most: dict[torch.device, int] = {}
-        for place in {_HOST, *places.values()} if most is not None else ():
-            bound = capacity(place) if most == "machine" else most
+        given = most_of(most)
+        for place in {_HOST, *places.values()} if given is not None else ():
+            bound = capacity(place) if given == "machine" else given
             if bound is not None:
                 self.most[place] = bound
         self.admitted: Dims | None = None

@@ -20,7 +20,7 @@ from .executors.reference import Reference
 from .executors.segments import Segments
 from .executors.serial import Serial
 from .executors.threads import Threads
-from .memory_limit import Most, check_most
+from .memory_limit import Most, most_of
 from .observing.probes import Observable
 
 __all__ = ["ExecutorName", "Options"]
@@ -73,7 +73,7 @@ class Options(NamedTuple):
                 where="Session(...)",
                 fix="leave it out, or use executor='adversarial'",
             )
-        check_most(self.memory_limit)
+        most_of(self.memory_limit)
         for name, value in (("cuda_graph", self.cuda_graph), ("keep_heap", self.keep_heap)):
             if type(value) is not bool:
                 raise SessionError(f"{name}={value!r}: it is on or off", where="Session(...)", fix="give True or False")

@@ -12,7 +12,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 
 from ..errors import FileError, GraphirError, nearest
 from ..ir.device import Device
@@ -20,6 +30,7 @@ from ..ir.dtype import ITEMSIZE
 from ..ir.files.disk import atomic_write, damaged, path_of, read_bytes
 from ..ir.files.records import Header
 from ..ir.size import LARGEST
+from ..ir.text.nbytes import nbytes_of
 from .cost import Rates
 
 __all__ = ["MOST_BYTES", "Host", "Link", "Speed", "Topology"]
@@ -35,6 +46,32 @@ _MOST_LINKS: Final = 1 << 16
 PerSecond: TypeAlias = Annotated[float, Field(gt=0, le=1e24, allow_inf_nan=False)]
 Seconds: TypeAlias = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Name: TypeAlias = Annotated[str, Field(pattern=r"^\P{Cc}*$", max_length=200)]
+
+
+def _named_device(given: Any) -> str:
+    try:
+        return str(Device.parse(given))
+    except GraphirError as e:
+        raise ValueError(e.what) from None
+
+
+Named: TypeAlias = Annotated[str, BeforeValidator(_named_device)]
+"""A device, in any spelling that :meth:`~graphir.ir.device.Device.parse` takes, kept as it is printed."""
+
+
+def _each_once(given: Any, read: ValidatorFunctionWrapHandler) -> Any:
+    """Devices, none of which is named twice in two spellings."""
+    found = read(given)
+    if len(found) < len(given):
+        raise ValueError("a device is named twice: 'cpu' is 'cpu:0', 'cuda:0' is 'gpu:0'")
+    return found
+
+
+def _nbytes(given: Any) -> int:
+    try:
+        return nbytes_of(given)
+    except GraphirError as e:
+        raise ValueError(e.what) from None
 
 
 class _Record(BaseModel):
@@ -63,14 +100,14 @@ class Speed(_Record):
         flops_per_second: of large matrix products, by element type (``f32``, ``bf16``, …); that of ``f32``, which has
             to be there, holds for what has none of its own.
         bytes_per_second: of its own memory.
-        memory: bytes that it holds; None where nobody says.
+        memory: bytes that it holds, as a number or as text like ``80 GiB``; None where nobody says.
         seconds_per_call: what an operator takes however small it is: a launch, or a call.
         seconds_per_view: what one takes that makes nothing but views.
     """
 
     flops_per_second: Annotated[dict[str, PerSecond], Field(max_length=len(ITEMSIZE))]
     bytes_per_second: PerSecond
-    memory: Annotated[int, Field(gt=0, le=LARGEST)] | None = None
+    memory: Annotated[int, BeforeValidator(_nbytes), Field(le=LARGEST)] | None = None
     seconds_per_call: Seconds = 0.0
     seconds_per_view: Seconds = 0.0
 
@@ -99,15 +136,10 @@ class Link(_Record):
         latency: seconds that a copy takes however small it is.
     """
 
-    source: str
-    destination: str
+    source: Named
+    destination: Named
     bytes_per_second: PerSecond
     latency: Seconds = 0.0
-
-    @field_validator("source", "destination")
-    @classmethod
-    def _device(cls, given: str) -> str:
-        return _named_device(given)
 
     @model_validator(mode="after")
     def _apart(self) -> Link:
@@ -145,18 +177,10 @@ class Topology(_Record):
     """
 
     name: Name
-    devices: Annotated[dict[str, Speed], Field(min_length=1, max_length=_MOST_DEVICES)]
+    devices: Annotated[dict[Named, Speed], Field(min_length=1, max_length=_MOST_DEVICES), WrapValidator(_each_once)]
     links: Annotated[tuple[Link, ...], Field(max_length=_MOST_LINKS)] = ()
     host: Host | None = None
     machine: Annotated[str, Field(pattern=r"^\P{Cc}*$", max_length=1000)] = ""
-
-    @field_validator("devices")
-    @classmethod
-    def _named(cls, given: dict[str, Speed]) -> dict[str, Speed]:
-        named = {_named_device(device): speed for device, speed in given.items()}
-        if len(named) < len(given):
-            raise ValueError("a device is named twice: 'cpu' is 'cpu:0'")
-        return named
 
     @model_validator(mode="after")
     def _consistent(self) -> Topology:
@@ -270,13 +294,6 @@ class _TopologyFile(BaseModel):
     format: Literal["graphir.topology"]
     version: Literal[1]
     topology: Topology
-
-
-def _named_device(given: str) -> str:
-    try:
-        return str(Device.parse(given))
-    except GraphirError as e:
-        raise ValueError(e.what) from None
 
 
 def _some(names: Mapping[str, object], most: int = 10) -> str:

@@ -9,7 +9,7 @@ from typing import Final, NoReturn
 
 from ..errors import GraphirError, nearest
 from ..ir.blob import Blob, Role
-from ..ir.device import Device
+from ..ir.device import Device, DeviceName
 from ..ir.dtype import ITEMSIZE
 from ..ir.files.disk import path_of
 from ..ir.names import replica_prefix
@@ -66,7 +66,7 @@ def save_net(net: Net, path: str | Path) -> None:
 def load_program(
     step: str | Path | Net,
     init: str | Path | Net | None = None,
-    devices: Sequence[int | str] = (),
+    devices: Sequence[DeviceName] = (),
     device_prefix: str = "gpu",
     params: Sequence[str] = (),
     shapes: Mapping[str, tuple[Sequence[int], str]] | None = None,
@@ -161,7 +161,7 @@ def _replicas(net: Net, devices: object, prefix: object, where: str) -> tuple[st
     found = []
     for device in devices:
         named = Device.parse(device)
-        if isinstance(device, str) and named.kind != prefix:
+        if not isinstance(device, int) and named.kind != prefix:
             what = f"devices has {device!r}, but device_prefix is {prefix!r}"
             raise GraphirError(what, fix=f"write device_prefix={named.kind!r}, or devices=[{named.index}]")
         replica = replica_prefix(named.index, prefix)

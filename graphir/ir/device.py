@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import Final
+from typing import Final, TypeAlias
+
+import torch
 
 from ..errors import GraphirError
 
-__all__ = ["CPU", "KINDS", "Device", "gpu"]
+__all__ = ["CPU", "KINDS", "Device", "DeviceName", "gpu"]
+
+DeviceName: TypeAlias = "str | int | torch.device"
+"""How callers name a device; see :meth:`Device.parse`."""
 
 KINDS: Final = ("cpu", "gpu", "mkldnn", "opengl", "opencl", "ideep", "hip", "fpga", "msnpu", "xla")
 """The kinds of devices, each at the position that is its number in Caffe2's ``DeviceTypeProto`` (``gpu`` is CUDA)."""
 
-_FIX: Final = "write 'gpu:0', 'gpu:1', … or 'cpu', or a gpu's number"
+_FIX: Final = "write 'gpu:0', 'cuda:0' or 0 for a gpu, or 'cpu' for the host"
 
 _TEXT: Final = re.compile(rf"({'|'.join(KINDS)}):(0|[1-9][0-9]{{0,5}})")
 
@@ -30,16 +35,21 @@ class Device(str):
     __slots__ = ()
 
     @staticmethod
-    def parse(given: str | int) -> Device:
+    def parse(given: DeviceName) -> Device:
         """The device that somebody names: as it is printed, such as ``gpu:1``, ``cpu`` (which is ``cpu:0``) or
-        ``hip:2``, or by number, which is a gpu's.
+        ``hip:2``; by number, which is a gpu's; or as torch and Accelerate write it: ``cuda:1``, ``torch.device``.
 
         Raises:
-            GraphirError: *given* is not a device.
+            GraphirError: *given* is not a device. Accelerate's ``disk`` is none: a step keeps all it uses in memory.
         """
-        text = f"gpu:{given}" if type(given) is int else "cpu:0" if given == "cpu" else given
-        found = _interned(text) if isinstance(text, str) else None
+        text = given if isinstance(given, str) else f"gpu:{given}" if type(given) is int else _text(given)
+        found = _interned(text)
         if found is None:
+            if given == "disk":
+                raise GraphirError(
+                    "'disk' is not a device: a step keeps all that it uses in memory",
+                    fix="write 'cpu', the memory of the host, or name a gpu",
+                )
             raise GraphirError(f"{given!r} is not a device", fix=_FIX)
         return found
 
@@ -65,7 +75,15 @@ class Device(str):
 
 @lru_cache(maxsize=4096)
 def _interned(text: str) -> Device | None:
+    printed = "cpu:0" if text == "cpu" else f"gpu:{text[5:]}" if text.startswith("cuda:") else text
+    if printed != text:
+        return _interned(printed)
     return Device(text) if _TEXT.fullmatch(text) else None
+
+
+def _text(given: object) -> str:
+    """A ``torch.device`` as text; nothing for what is none."""
+    return str(given) if isinstance(given, torch.device) else ""
 
 
 def gpu(index: int) -> Device:

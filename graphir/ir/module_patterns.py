@@ -6,6 +6,12 @@
     transformer.h[2:4]   transformer.h.2 and transformer.h.3; h[2:] and h[:4] are open at one end, h[2] is one
     *.attn               attn of each child of the model: a * stops at a dot
     **.norm              every norm, at whatever depth
+    (nothing)            the model itself, and all inside it
+    !h.2                 beside other patterns: what they name, but not h.2 and what is inside it
+
+Of several patterns that name one module the closest one holds: a path as it stands goes before ``[2:4]``, that before
+``*``, that before ``**``, and the model itself comes last. Of two of one kind the one with more names that are written
+out holds: ``h.2.attn`` before ``h.2``. Two that are equally close and say different things are refused.
 """
 
 from __future__ import annotations
@@ -50,8 +56,14 @@ class ModulePattern:
                 raise self._error()
             self._steps.append(self._step(token))
             position = token.end()
-        if not self._steps:
-            raise PassError("an empty pattern names no module", fix="write ** for the whole model")
+
+    @property
+    def closeness(self) -> tuple[int, int]:
+        """What patterns are ordered by that name one module; of the one that holds it is the largest."""
+        parts = [part for part in self.text.replace("[", ".[").split(".") if part]
+        literal = [part for part in parts if not set(part) & set("*[]")]
+        loosest = next((i for i, mark in enumerate(("**", "*", "["), start=1) if mark in self.text), 4)
+        return loosest if self.text else 0, len(literal)
 
     def _step(self, token: re.Match[str]) -> Callable[[str, int], Iterable[int]]:
         """What leads from a position in a path to those at which this part of the pattern may end."""
@@ -85,8 +97,7 @@ class ModulePattern:
 
     def covers(self, path: str) -> bool:
         """Whether *path* is a module that the pattern names, or is inside of such a one."""
-        parts = path.split(".")
-        return any(self.matches(".".join(parts[:depth])) for depth in range(1, len(parts) + 1))
+        return any(map(self.matches, ["", *lineage(path)]))
 
     def matches(self, path: str) -> bool:
         """Whether *path* is a module that the pattern names; what is inside of such a one does not match by itself."""

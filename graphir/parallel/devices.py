@@ -6,8 +6,9 @@ host, ``gpu:0``, ``gpu:1``, …; a binding asks for that anywhere, or shares a G
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Final, TypeAlias
+from typing import Final
 
 import torch
 
@@ -15,11 +16,10 @@ from graphir.runtime.machine.places import Binding, places_of
 
 from ..errors import GraphirError
 from ..ir.device import Device, gpu
+from ..ir.device import DeviceName as DeviceId
 from .errors import ReplicationIndexError, ReplicationRuntimeError, ReplicationValueError
 
 __all__ = ["HOST", "Binding", "DeviceId", "device_id", "ids_of", "places_of_ids"]
-
-DeviceId: TypeAlias = "int | str | torch.device"
 
 HOST: Final = -1
 """The host as an output device, torch's number for it."""
@@ -73,15 +73,15 @@ def device_id(given: DeviceId, argument: str) -> int:
     if isinstance(given, int) and not isinstance(given, bool) and given >= HOST:
         return given
     if isinstance(given, (str, torch.device)):
-        try:
-            device = torch.device(str(given).replace("gpu", "cuda"))
-        except RuntimeError:
-            device = None
-        if device is not None and device.type in ("cuda", "cpu"):
-            index: int | None = device.index
-            if index is not None:
-                return index
-            return HOST if device.type == "cpu" else torch.cuda.current_device() if torch.cuda.device_count() else 0
+        text = str(given)
+        if text == "cpu":
+            return HOST
+        if text in ("cuda", "gpu"):
+            return torch.cuda.current_device() if torch.cuda.device_count() else 0
+        with contextlib.suppress(GraphirError):
+            device = Device.parse(text)
+            if device.kind in ("gpu", "cpu"):
+                return device.index
     raise ReplicationValueError(f"{argument}: {given!r} is no device", where=_WHERE, fix=_IDS)
 
 
@@ -123,7 +123,7 @@ def places_of_ids(ids: Sequence[int], output: int, binding: Binding) -> dict[int
 
 
 def _refuse_others(
-    binding: Mapping[str, DeviceId] | Mapping[int, DeviceId] | Mapping[str | int, DeviceId],
+    binding: Mapping[str, DeviceId] | Mapping[int, DeviceId] | Mapping[DeviceId, DeviceId],
     devices: Mapping[int, Device],
 ) -> None:
     for name in binding:

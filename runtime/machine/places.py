@@ -8,12 +8,11 @@ from typing import Final, Literal, TypeAlias
 import torch
 
 from graphir.errors import GraphirError, SessionError, nearest
-from graphir.ir.device import Device
+from graphir.ir.device import Device, DeviceName
 
 __all__ = ["Binding", "generator_on", "places_of"]
 
-Place: TypeAlias = "str | int | torch.device"
-Places: TypeAlias = "Mapping[str, Place] | Mapping[int, Place] | Mapping[str | int, Place]"
+Places: TypeAlias = "Mapping[str, DeviceName] | Mapping[int, DeviceName] | Mapping[DeviceName, DeviceName]"
 Binding: TypeAlias = 'Literal["auto", "cpu", "cuda"] | Places'
 
 _HOST: Final = torch.device("cpu")
@@ -70,9 +69,9 @@ def _given(binding: Places, placed: Sequence[Device]) -> dict[Device, torch.devi
     return found
 
 
-def _named(binding: Places, placed: Sequence[Device]) -> dict[Device, Place]:
+def _named(binding: Places, placed: Sequence[Device]) -> dict[Device, DeviceName]:
     """The binding by the plan's devices."""
-    found: dict[Device, Place] = {}
+    found: dict[Device, DeviceName] = {}
     for name, place in binding.items():
         try:
             device = Device.parse(name)

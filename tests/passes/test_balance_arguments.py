@@ -52,14 +52,18 @@ def test_what_is_no_program_is_refused(program: Program, make: Callable[[Program
         ({"profile": "stored"}, "balance: profile is a str, not a Profile"),
         ({"threads": 0}, "balance: threads=0: a kernel needs at least one thread"),
         ({"topology": HOSTLESS}, "balance: topology 'hostless' has no device cpu:0"),
-        ({"topology": {"name": "x"}}, "balance: topology: expected a topology or the name of one, not {'name': 'x'}"),
+        ({"topology": {"name": "x"}}, "balance: topology: {'name': 'x'} is no topology"),
         ({"limits": "1 GiB"}, "balance: limits: expected a dict, not '1 GiB'"),
         ({"seconds": math.inf}, "balance: seconds: Input should be a finite number"),
         ({"seconds": math.nan}, "balance: seconds: Input should be a finite number"),
-        ({"pin": {"fc1": "cpu"}}, "balance: 'fc1' is pinned to the host, where no module is put"),
-        ({"pin": {"fc1": "disk"}}, "balance: 'fc1' is pinned to the host, where no module is put"),
+        ({"pin": {"fc1": "cpu"}}, "balance: pin.fc1: no module is put on 'cpu'"),
+        ({"pin": {"fc1": "disk"}}, "balance: pin.fc1: no module is put on 'disk'"),
         ({"pin": {"": 5}}, "balance: '' is pinned to gpu:5, which no limit names"),
-        ({"pin": {"": 0, "fc1": 0}}, "balance: 'fc1' is pinned as a part of the model, and '' as all of it"),
+        (
+            {"pin": {"fc*": 0, "f*": 1}, "devices": [1]},
+            "module 'fc1' is named by two patterns that are equally close, 'fc*' and 'f*'",
+        ),
+        ({"pin": {"fc1": None}}, "balance: pin: 'fc1' goes to None"),
         ({"pin": ["fc1"]}, "balance: pin: expected a dict, not ('fc1',)"),
         ({"limits": [("gpu:0", 10**9)]}, "balance: limits: expected a dict, not (('gpu:0', 1000000000),)"),
     ],
@@ -130,16 +134,19 @@ def test_the_command_line_takes_a_finite_number_of_seconds(program: Program, tmp
         )
 
 
-@pytest.mark.parametrize("given", ["1 MB", "80GB", "1 PiB", "1024K", "1.5"])
-def test_limits_that_are_no_bytes_are_refused_with_the_units(program: Program, given: str) -> None:
-    said = f"'{given}' is no number of bytes; write 24000000 or '24 MiB', in one of the units B, KiB, MiB, GiB, TiB"
+@pytest.mark.parametrize("given", ["40 XB", "1 PiB", "1024K", "1.5", "-1 MB", "nan", -1, 0, True, 1.5, math.nan])
+def test_limits_that_are_no_bytes_are_refused_with_the_units(program: Program, given: Any) -> None:
     with pytest.raises(PassError) as refusal:
         passes.balance(program, {"gpu:0": given})
-    assert refusal.value.what == f"balance: limits.gpu:0: {said}"
+    assert refusal.value.what == f"balance: limits.gpu:0: {given!r} is no number of bytes"
+    assert refusal.value.fix == (
+        "write a whole number from 1 up, or text such as '24 MiB' or '24 MB': "
+        "KiB, MiB, GiB, TiB are powers of 1024, KB, MB, GB, TB of 1000"
+    )
 
 
 def test_pins_to_the_host_are_refused_though_a_limit_names_it(program: Program) -> None:
-    with pytest.raises(PassError, match="'fc1' is pinned to the host") as refusal:
+    with pytest.raises(PassError, match=r"pin\.fc1: no module is put on 'cpu'") as refusal:
         passes.balance(program, {"gpu:0": 10**9, "cpu": 10**9}, pin={"fc1": "cpu"})
     assert refusal.value.fix == "pin modules to gpus; options 'park' puts what they save on the host"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from graphir.passes.module_patterns import claims
@@ -9,6 +11,7 @@ from torch import nn
 
 from graphir import Program, capture, passes
 from graphir.errors import PassError
+from graphir.ir.device import gpu
 from graphir.ir.module_patterns import ModulePattern
 
 
@@ -29,6 +32,7 @@ from graphir.ir.module_patterns import ModulePattern
         ("conv*", ["conv1", "conv2"], ["conv", "conv1.a"]),
         ("**", ["a", "a.b"], []),
         ("a.b", ["a.b"], ["axb"]),
+        ("", [""], ["a", "a.b"]),
     ],
 )
 def test_what_a_pattern_names(pattern: str, named: list[str], others: list[str]) -> None:
@@ -39,7 +43,6 @@ def test_what_a_pattern_names(pattern: str, named: list[str], others: list[str])
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("", "an empty pattern names no module\n  fix  write .. for the whole model"),
         ("h[", "'h\\[' is not a pattern of modules"),
         ("h]", "'h]' is not a pattern"),
         ("h[]", "'h\\[\\]' is not a pattern"),
@@ -75,11 +78,92 @@ def test_a_module_is_claimed_with_all_inside_of_it() -> None:
     }
 
 
-@pytest.mark.parametrize("other", ["second", "second.0", "**.0", "*"])
-def test_two_patterns_for_one_module_are_refused(other: str) -> None:
-    with pytest.raises(PassError, match=r"module 'second(\.0)?' is named by two patterns") as e:
-        claims(blocks(), ["second.**" if other == "second.0" else "secon*", other])
-    assert "let one of them leave it out" in str(e.value)
+CLOSE = ["second.0", "second", "second[0]", "[0]", "second.*", "*.0", "*", "second.**", "**.0", "**", ""]
+"""Patterns that name ``second.0``, or a module that it is in, the closest one first; ``[0]`` names another one."""
+
+
+def test_of_several_patterns_for_one_module_the_closest_one_holds() -> None:
+    """``second.*`` and ``*.0`` have one name each that is written out, as ``second.**`` and ``**.0``."""
+    close = [pattern for pattern in CLOSE if pattern not in ("[0]", "*.0", "**.0")]
+    for i, pattern in enumerate(close):
+        for farther in close[i + 1 :]:
+            for given in ([pattern, farther], [farther, pattern]):
+                assert claims(blocks(), given)["second.0"] == pattern
+
+
+@pytest.mark.parametrize(("one", "other"), [("second.*", "*.0"), ("second.**", "**.0"), ("secon*", "*cond")])
+def test_patterns_that_are_equally_close_are_refused_where_they_say_different_things(one: str, other: str) -> None:
+    path = "second" if one == "secon*" else "second.0"
+    with pytest.raises(PassError) as refusal:
+        claims(blocks(), {one: 0, other: 1})
+    assert str(refusal.value) == (
+        f"module {path!r} is named by two patterns that are equally close, {one!r} and {other!r}\n"
+        f"  fix  give {path!r} an entry of its own, or narrow one of the patterns"
+    )
+    assert claims(blocks(), [one, other])[path] == one  # patterns of a list say nothing that could differ
+    assert claims(blocks(), {one: 0, other: 0})[path] == one
+    if path == "second.0":
+        assert claims(blocks(), {one: 0, other: 1, path: 2})[path] == path  # what the remedy says
+
+
+def test_patterns_leave_out() -> None:
+    left = claims(blocks(), {"**": 1, "!second": None, "!first[1:]": None})
+    assert left == dict.fromkeys(["first", "first.0", "loss"], "**")
+    assert "second.0" not in claims(blocks(), ["second", "!**.0"])  # though the path as it stands is closer
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (
+            ["!second"],
+            "'!second' leaves out modules that no other pattern names\n  fix  name modules that",
+        ),
+        (["first", "!second"], "'!second' leaves out modules that no other pattern names"),
+        (["first.0", "!first"], "'first.0' names only what '!first' leaves out\n  fix  give 'first.0' up, or '!first'"),
+        (["**", "!third"], "no module of program 'sequential' is named by 'third'"),
+        (
+            {"second": 0, "second[1:]": 1},
+            "'second[1:]' names only modules for which 'second' holds, which is closer\n"
+            "  fix  name the modules as they stand, such as 'second.1'",
+        ),
+    ],
+)
+def test_patterns_that_decide_nothing_are_refused(patterns: Any, message: str) -> None:
+    with pytest.raises(PassError) as refusal:
+        claims(blocks(), patterns)
+    assert str(refusal.value).startswith(message)
+
+
+def test_everything_is_the_model_itself() -> None:
+    program = blocks()
+    moved = passes.shift_modules(program, {"": 1})
+    assert {op.device for op in moved.step.ops} == {gpu(1)}
+    assert passes.shift_modules(program, {"": torch.device("cuda:1")}) == moved
+    but = passes.shift_modules(program, {"": 1, "second": 0})
+    assert {op.device for op in but.step.ops if op.module[:6] == "second" and op.phase == "forward"} == {gpu(0)}
+    assert {op.device for op in but.step.ops if op.module[:5] == "first" and op.phase == "forward"} == {gpu(1)}
+    for other in (moved, but, passes.shift_modules(program, {"**": 1, "!second": None})):
+        assert passes.Pipeline(other.history[-1])(program) == other
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        (
+            {"!second": 1, "**": 0},
+            "modules: '!second' leaves modules out: they go nowhere\n  fix  write '!sec",
+        ),
+        (
+            {"second": None},
+            "modules: 'second' goes to None\n  fix  give a device, or write '!second': None",
+        ),
+    ],
+)
+def test_just_what_is_left_out_goes_nowhere(modules: dict[str, Any], message: str) -> None:
+    for pattern_pass in (passes.shift_modules, lambda p, given: passes.shard(p, given, [0, 1])):
+        with pytest.raises(PassError, match=message.replace("modules:", "(modules|placement):")):
+            pattern_pass(blocks(), modules)
 
 
 @pytest.mark.parametrize(

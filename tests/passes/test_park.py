@@ -221,7 +221,7 @@ def test_refusals(what: str, to: object, message: str) -> None:
 
 
 def test_a_device_that_parks_on_itself_is_refused() -> None:
-    with pytest.raises(PassError, match="gpu:0 is where it is already; give another device"):
+    with pytest.raises(PassError, match="gpu:0 is where it is already\n  fix  give another device"):
         passes.park(trained(models.resnet()), "relu", {0: 0})
 
 

@@ -317,10 +317,14 @@ REFUSED: list[tuple[Callable[[], Program], dict[str, Any], str]] = [
     (
         half,
         {"schedule": "1f2b"},
-        "pipeline: schedule: unknown schedule '1f2b'; did you mean '1f1b'?; schedules are 'zero_bubble', '1f1b', "
-        "'gpipe'",
+        "pipeline: schedule: unknown schedule '1f2b'; did you mean '1f1b'?\n"
+        "  fix  schedules: 'zero_bubble', '1f1b', 'gpipe'",
     ),
-    (half, {"in_flight": 0}, "pipeline: in_flight: 0 micro-batches cannot be in flight; give a whole number from 1 up"),
+    (
+        half,
+        {"in_flight": 0},
+        "pipeline: in_flight: 0 micro-batches cannot be in flight\n  fix  give a whole number from 1 up",
+    ),
     (
         half,
         {"limits": {"gpu:7": 1 << 30}},
@@ -330,8 +334,7 @@ REFUSED: list[tuple[Callable[[], Program], dict[str, Any], str]] = [
     (
         half,
         {"limits": {"gpu:0": "much"}},
-        "pipeline: limits.gpu:0: 'much' is no number of bytes; write 24000000 or '24 MiB', in one of the units B, KiB, "
-        "MiB, GiB, TiB",
+        "pipeline: limits.gpu:0: 'much' is no number of bytes\n  fix  write a whole number from 1 up",
     ),
 ]
 

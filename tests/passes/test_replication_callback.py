@@ -290,9 +290,9 @@ def test_what_breaks_an_invariant_is_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (3, r"on_replica: expected a callable f\(ctx, copy_id, replica\), not 3"),
-        ([nothing], "on_replica: expected a callable"),
-        (None, r"on_replica: expected a callable f\(ctx, copy_id, replica\), not None"),
+        (3, r"on_replica: 3 is no callback\n  fix  give a callable f\(ctx, copy_id, replica\)"),
+        ([nothing], "on_replica: .* is no callback"),
+        (None, "on_replica: None is no callback"),
         ("nothing", "replication_callback was run with the callable nothing"),
     ],
 )

@@ -473,11 +473,11 @@ def refused(program: Program, placement: Any, devices: Any = (0, 1)) -> str:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        (("rows", []), "placement.table: no devices; give at least one"),
+        (("rows", []), "placement.table: no devices\n  fix  give at least one"),
         (("rows", [0, 0]), "placement.table: device 0 is given more than once"),
         (("rows", [0, "cpu"]), "placement.table: cpu:0 is not a gpu"),
         (("rows", ["x"]), "placement.table: 'x' is not a device"),
-        (("diagonals", [0, 1]), "placement.table: ('diagonals', [0, 1]) says nowhere to go; give a gpu, "),
+        (("diagonals", [0, 1]), "placement.table: ('diagonals', [0, 1]) says nowhere to go\n  fix  give a gpu, "),
         (("rows", 0), "placement.table: ('rows', 0) says nowhere to go"),
         (("rows",), "or a kind and gpus: ('rows', [0, 1]) or ('columns', [0, 1])"),
         ("rows", "placement.table: 'rows' is not a device"),
@@ -528,12 +528,56 @@ def test_what_is_no_table_is_refused(module: str) -> None:
 
 
 def test_what_holds_tables_is_none() -> None:
-    config = Config()
-    program = graphir.capture(Dlrm(config), clicks(config, 4, 0).inputs, batch_dims=(batch_dims(config)[0], {}, ()))
+    program = dlrm()
     assert "module 'emb_l' is no embedding table" in refused(program, {"emb_l": ("rows", [0, 1])})
-    found = refused(program, {"emb_l.*": 0, "emb_l.1": ("rows", [0, 1])})
-    assert "module 'emb_l.1' is named by two patterns" in found
     assert "no module of program 'dlrm' is named by 'emb_x'" in refused(program, {"emb_x": ("rows", [0, 1])})
+
+
+@cache
+def dlrm() -> Program:
+    """A DLRM with three tables, forward alone."""
+    config = Config()
+    return graphir.capture(Dlrm(config), clicks(config, 4, 0).inputs, batch_dims=(batch_dims(config)[0], {}, ()))
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        {"emb_l.1": ("rows", [0, 1]), "emb_l.*": "round_robin"},
+        {"emb_l.*": ("rows", [0, 1]), "emb_l[0]": 0, "emb_l[2:]": 1},
+        {"emb_l[:]": "round_robin", "emb_l.1": ("rows", ["cuda:0", torch.device("cuda:1")])},
+    ],
+)
+def test_of_all_tables_one_is_split(placement: Any) -> None:
+    """The split table has no turn among the other ones: the first of these is on gpu:0, the second on gpu:1."""
+    step = passes.shard(dlrm(), placement, [0, 1]).step
+    homes = {name: blob.device for name, blob in step.blobs.items() if blob.role == "param" and "emb_l" in name}
+    assert homes == {
+        "gpu_0/emb_l.0.weight": "gpu:0",
+        "gpu_0/emb_l.1.rows_0.weight": "gpu:0",
+        "gpu_1/emb_l.1.rows_1.weight": "gpu:1",
+        "gpu_1/emb_l.2.weight": "gpu:1",
+    }
+
+
+def test_modules_that_are_left_out_are_replicated() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = nn.ModuleList([nn.Embedding(5, 2) for _ in range(3)])
+
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            return torch.cat([table(words) for table in self.tables], 1)
+
+    program = graphir.capture(Words(), (torch.randint(5, (4,)),), loss=lambda out: out.mean())
+    left = passes.shard(program, {"tables.*": "round_robin", "!tables.1": None}, [0, 1])
+    assert left.step == passes.shard(program, {"tables.0": 0, "tables.2": 1}, [0, 1]).step
+    assert passes.Pipeline(left.history[-1])(program) == left
+
+
+def test_a_part_of_a_placed_module_goes_elsewhere() -> None:
+    inside = passes.shard(dlrm(), {"emb_l": 0, "emb_l.1": 1}, [0, 1])
+    assert inside.step == passes.shard(dlrm(), {"emb_l.0": 0, "emb_l.2": 0, "emb_l.1": 1}, [0, 1]).step
 
 
 def test_a_tied_table_is_refused() -> None:

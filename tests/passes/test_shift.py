@@ -291,7 +291,7 @@ def test_devices_are_taken_as_they_are_printed() -> None:
 @pytest.mark.parametrize(
     ("shifts", "message"),
     [
-        ({0: "cpu"}, r"shifts\.0: cpu:0 is not a gpu; write 'gpu:0'"),
+        ({0: "cpu"}, r"shifts\.0: cpu:0 is not a gpu\n  fix  write 'gpu:0'"),
         ({0: 1, "gpu:0": 2}, "a device is given twice"),
     ],
 )

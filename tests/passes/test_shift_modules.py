@@ -420,7 +420,7 @@ def test_the_text_of_a_pass_is_read_back() -> None:
 @pytest.mark.parametrize(
     ("modules", "message"),
     [
-        ({"fc2": "gpu:x"}, "modules.fc2: 'gpu:x' is not a device; write 'gpu:0', 'gpu:1', … or 'cpu'"),
+        ({"fc2": "gpu:x"}, "modules.fc2: 'gpu:x' is not a device\n  fix  write 'gpu:0', 'cuda:0' or 0 for a gpu"),
         ({"fc2": -1}, "modules.fc2: -1 is not a device"),
         ({"fc2": 1.5}, "modules.fc2: 1.5 is not a device"),
         ({"fc2": True}, "modules.fc2: True is not a device"),

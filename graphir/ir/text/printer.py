@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
@@ -17,10 +15,10 @@ from ..net import Net
 from ..operator import PURE, SYMBOLS, Arg, Effects, Operator, Symbol, groups, map_arg
 from ..opset import NAMESPACES
 from ..size import Dims, Shape
+from .nbytes import nbytes_text
 from .tokens import BARE_NAME
 
 __all__ = [
-    "NBYTES_UNITS",
     "RESERVED",
     "Printer",
     "Style",
@@ -30,8 +28,6 @@ __all__ = [
     "default_role",
     "json_string",
     "key_text",
-    "nbytes_of",
-    "nbytes_text",
     "net_lines",
     "net_phase",
     "quoted",
@@ -101,27 +97,6 @@ def _type(dtype: str | None, shape: Shape | None) -> str:
     if shape is None:
         return f"{dtype}[?]" if dtype else "?"
     return f"{dtype or '?'}[{','.join(map(str, shape))}]"
-
-
-NBYTES_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
-"""The units of bytes, each 1024 times the one before."""
-
-
-def nbytes_text(nbytes: int) -> str:
-    """``16.0 MiB``."""
-    if nbytes < 1024:
-        return f"{nbytes} B"
-    power = min(int(math.log2(nbytes)) // 10, 4)
-    return f"{nbytes / 1024**power:.1f} {NBYTES_UNITS[power]}"
-
-
-_NBYTES: Final = re.compile(rf"(\d{{1,15}}(?:\.\d{{1,15}})?) ?({'|'.join(NBYTES_UNITS)})")
-
-
-def nbytes_of(text: str) -> int | None:
-    """The bytes of ``16.0 MiB``, as :func:`nbytes_text` writes them; None where the text is none of bytes."""
-    found = _NBYTES.fullmatch(text.strip())
-    return None if found is None else int(float(found[1]) * 1024 ** NBYTES_UNITS.index(found[2]))
 
 
 # Defaults, which the parser shares

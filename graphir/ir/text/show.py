@@ -23,13 +23,13 @@ from ..net import Net
 from ..operator import Arg, Operator
 from ..plan import Instruction, Plan
 from ..program import Interface, Program, Slot
+from .nbytes import nbytes_text
 from .printer import (
     Printer,
     Style,
     declarations,
     json_string,
     key_text,
-    nbytes_text,
     net_lines,
     net_phase,
     quoted,

@@ -1,5 +1,7 @@
 """Devices, blob names, and the geometry of blobs."""
 
+import math
+
 import pytest
 import torch
 
@@ -22,8 +24,23 @@ def test_devices_are_interned():
     assert Device.parse("cpu") is CPU
 
 
-def test_a_number_is_a_gpus():
-    assert Device.parse(3) is gpu(3)
+@pytest.mark.parametrize("given", [3, "gpu:3", "cuda:3", torch.device("cuda:3"), torch.device("cuda", 3)])
+def test_a_gpu_is_named_as_in_torch_and_accelerate(given):
+    assert Device.parse(given) is gpu(3)
+
+
+@pytest.mark.parametrize("given", ["cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)])
+def test_the_host_is_named_as_in_torch(given):
+    assert Device.parse(given) is CPU
+
+
+def test_the_disk_is_refused_by_name():
+    with pytest.raises(GraphirError) as caught:
+        Device.parse("disk")
+    assert str(caught.value) == (
+        "'disk' is not a device: a step keeps all that it uses in memory\n"
+        "  fix  write 'cpu', the memory of the host, or name a gpu"
+    )
 
 
 def test_devices_are_sorted_by_number_with_the_host_last():
@@ -34,14 +51,15 @@ def test_devices_are_sorted_by_number_with_the_host_last():
 @pytest.mark.parametrize(
     "given",
     [
-        *("", "gpu", "gpu:", "gpu:01", "gpu:-1", "cuda:0", "gpu:1 ", "GPU:1", "gpu:1000000", "gpu:\u0661", "0"),
-        *(-1, 10**6, True, 0.0, None, ["gpu:0"]),
+        *("", "gpu", "gpu:", "gpu:01", "gpu:-1", "gpu:1 ", "GPU:1", "gpu:1000000", "gpu:\u0661", "0", "mps"),
+        *("cuda", "cuda:", "cuda:01", "cuda:-1"),
+        *(-1, 10**6, True, 0.0, math.nan, None, ["gpu:0"], torch.device("cuda"), torch.device("meta")),
     ],
 )
 def test_what_is_not_a_device_is_refused(given):
     with pytest.raises(GraphirError) as caught:
         Device.parse(given)
-    fix = "write 'gpu:0', 'gpu:1', … or 'cpu', or a gpu's number"
+    fix = "write 'gpu:0', 'cuda:0' or 0 for a gpu, or 'cpu' for the host"
     assert str(caught.value) == f"{given!r} is not a device\n  fix  {fix}"
 
 
