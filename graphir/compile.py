@@ -16,10 +16,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Final, NoReturn
 
 import torch
@@ -33,7 +32,7 @@ from .capture import capture
 from .capture.arguments import Arguments, read_arguments
 from .capture.modes import Modes
 from .capture.refusals import refuse_model
-from .errors import CoverageError, PassError, PlacementError, RecaptureWarning, SessionError, counted, nearest
+from .errors import CoverageError, PassError, PlacementError, RecaptureWarning, SessionError, counted, nearest, warn
 from .ir.device import DeviceName
 from .ir.plan import Plan
 from .ir.program import Program
@@ -175,7 +174,7 @@ class Compiled:
             old.close()
         text = f"the step of {session.plan.name!r} was captured anew: {refusal.what} ({refusal.fix})"
         kept = f"; {self._most_plans} plans are kept, the one not used for longest was dropped" if dropped else ""
-        warnings.warn(text + kept, RecaptureWarning, stacklevel=_depth(inspect.currentframe()))
+        warn(text + kept, RecaptureWarning)
         return result
 
     def run(self, loader: Iterable[Any], steps: int | None = None, progress: bool = True) -> list[Any]:
@@ -397,14 +396,6 @@ def _check_options(session: object) -> None:
             raise SessionError(
                 f"a session has no option {name!r}{nearest(name, _OPTIONS)}", fix=f"options: {', '.join(_OPTIONS)}"
             )
-
-
-def _depth(frame: FrameType | None) -> int:
-    """The ``stacklevel`` of graphir's caller for a warning in *frame*: steps are made in loops of graphir's too."""
-    depth = 1
-    while frame is not None and frame.f_globals["__name__"].partition(".")[0] == "graphir":
-        frame, depth = frame.f_back, depth + 1
-    return depth
 
 
 def _dims_tree(arguments: Arguments) -> tuple[Any, Any, Any]:

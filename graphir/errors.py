@@ -10,6 +10,8 @@ A message says what is wrong on its first line, then where (``at``, ``in``) and 
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Final
@@ -35,6 +37,7 @@ __all__ = [
     "after_last",
     "counted",
     "nearest",
+    "warn",
 ]
 
 
@@ -161,3 +164,12 @@ def nearest(name: object, known: Iterable[object]) -> str:
     """``; did you mean 'a' or 'b'?`` for the known names closest to *name*, or nothing."""
     close = get_close_matches(str(name), list(map(str, known)), n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
+
+
+def warn(text: str, category: type[Warning]) -> None:
+    """Warn, at the line of the caller that led here: the last one outside of graphir, and of torch, whose modules call
+    ``forward``."""
+    frame, depth = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("graphir", "torch"):
+        frame, depth = frame.f_back, depth + 1
+    warnings.warn(text, category, stacklevel=depth)

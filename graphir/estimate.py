@@ -19,7 +19,7 @@ from .errors import GraphirError, nearest
 from .ir.device import Device
 from .ir.plan import Plan, sizes_of
 from .ir.size import Dims
-from .ir.verify import require
+from .ir.verify import Planned, require, subject_of
 
 __all__ = ["EXECUTORS", "estimate", "machine_of"]
 
@@ -28,7 +28,7 @@ EXECUTORS: Final = ("auto", "serial", "threads", "segments", "cuda")
 
 
 def estimate(
-    plan: Plan,
+    plan: Plan | Planned,
     topology: Topology | str | None = None,
     *,
     executor: str = "auto",
@@ -44,7 +44,7 @@ def estimate(
     issues to; on the host a thread for each device, with all its lanes.
 
     Args:
-        plan: what would be executed.
+        plan: what would be executed; or a session or a compiled step, which stand for their plan.
         topology: where: a topology, or the name of one. None: this machine, if it has no CUDA devices and as many cores
             as the plan has devices, or if *executor* is one of the host's, with rates that are measured once a process;
             else ``h200x8``.
@@ -62,6 +62,7 @@ def estimate(
     Warns:
         ProfileWarning: this machine's file cannot be used; it says so once.
     """
+    plan = subject_of(plan)
     require(plan, (Plan,), "estimate")
     check_threads(threads)
     check_dims("dims", {} if dims is None else dims, plan)

@@ -77,13 +77,19 @@ class Placing:
             return replace(found, pipeline=" | ".join(found.program.history[len(program.history) :]))
         except PassError as e:
             where = "a later capture, whose modules stay where the first one has them"
-            fix = f"compile the model at its largest sizes first; {e.fix}"
-            raise PassError(e.what, at=e.at, where=where, fix=fix) from None
+            raise PassError(e.what, at=e.at, where=where, fix=e.fix) from None
 
     def _balance(self, program: Program, **options: object) -> Balanced:
         place, threads = self._place(program)
+        if missing := next((device for device in self.limits if device not in place.devices), None):
+            raise PassError(
+                f"limits name {missing}, which neither this machine nor {place.name} has",
+                fix=f"limits can name {', '.join(list(place.devices)[:10])}",
+            )
+        # Nothing else that balance takes is for users of compile to choose.
+        remedy = "compile the model at its largest sizes first" if options else "name more devices in limits"
         return build(Balance, limits=self.limits, topology=place, **options).balanced(
-            program, profile_of(place), threads
+            program, profile_of(place), threads, remedy
         )
 
     def _place(self, program: Program) -> tuple[Topology, int]:

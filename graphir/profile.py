@@ -27,7 +27,7 @@ from .ir.files.disk import path_of
 from .ir.plan import Plan, issued_as, sizes_of
 from .ir.program import Program
 from .ir.size import Dims
-from .ir.verify import require, verify
+from .ir.verify import Planned, require, subject_of, verify
 
 __all__ = ["profile"]
 
@@ -40,7 +40,7 @@ timed shall have it to themselves."""
 
 
 def profile(
-    subject: Program | Plan,
+    subject: Program | Plan | Planned,
     dims: Dims | None = None,
     *,
     threads: int | None = None,
@@ -53,7 +53,8 @@ def profile(
     default file has.
 
     Args:
-        subject: whose step's operators are measured; nothing of its state is read or written.
+        subject: whose step's operators are measured; nothing of its state is read or written. A session and a compiled
+            step stand for their plan.
         dims: the value of each dimension; the captured ones, or those that the plan was emitted for, by default.
         threads: how many threads one kernel uses; as many as torch now uses by default.
         path: of the file; by default this machine's, see :mod:`graphir.analysis.profile_files`.
@@ -67,6 +68,7 @@ def profile(
         VerifyError: *subject* is not well-formed.
         FileError: the file cannot be read or written, is damaged, or is of another machine or version.
     """
+    subject = subject_of(subject)
     require(subject, (Program, Plan), "profile")
     check_threads(threads)
     check_dims("dims", {} if dims is None else dims, subject)

@@ -165,8 +165,18 @@ class Balance(Pass):
     def recorded(self, program: Program) -> Program:
         return self.balanced(program).program
 
-    def balanced(self, program: Program, profile: Profile | None = None, threads: int = 1) -> Balanced:
-        """The placement, with what led to it."""
+    def balanced(
+        self, program: Program, profile: Profile | None = None, threads: int = 1, remedy: str = ""
+    ) -> Balanced:
+        """The placement, with what led to it.
+
+        Args:
+            program: as :func:`balance` takes it.
+            profile: likewise.
+            threads: likewise.
+            remedy: what callers can do where nothing is within the limits, beside giving more; by default, what those
+                of :func:`balance` can.
+        """
         require_captured(program, self.name)
         if any(op.issue == "placed" for op in program.step.ops):
             raise PassError(
@@ -181,9 +191,11 @@ class Balance(Pass):
             try:
                 return _Balancing(self, program, profile, threads).run()
             except _Refused as refused:
-                raise self.refusal(refused, program, profile, threads) from None
+                raise self.refusal(refused, program, profile, threads, remedy) from None
 
-    def refusal(self, refused: _Refused, program: Program, profile: Profile | None, threads: int) -> PassError:
+    def refusal(
+        self, refused: _Refused, program: Program, profile: Profile | None, threads: int, remedy: str
+    ) -> PassError:
         """The error that says what is missing, and limits that work: those that refusals know are tried, the least
         first, and then larger ones."""
         last, known = refused, [refused.limits, refused.ample]
@@ -209,8 +221,8 @@ class Balance(Pass):
         return PassError(
             f"balance: no placement within the limits was found: {'; '.join(refused.missing)}",
             fix=f"limits={{{given}}} {'works' if works else 'is the nearest that was found'} "
-            f"({refused.times(limits):,.2f} times these{cannot}); or add devices, allow more options"
-            + (", pin less" if self.pin else ""),
+            f"({refused.times(limits):,.2f} times these{cannot}); or "
+            + (remedy or "add devices, allow more options" + (", pin less" if self.pin else "")),
         )
 
 
@@ -319,9 +331,21 @@ class _Balancing:
             raise PassError(
                 "balance: limits names no device", fix="give the most that a device may hold, as {'gpu:0': '3.3 GiB'}"
             )
+        there = self.topology.devices
+        for option, devices in (("limits", self.options.limits), ("devices", self.options.devices)):
+            if missing := next((device for device in devices if device not in there), None):
+                raise PassError(
+                    f"balance: {option} names {missing}, which topology {self.topology.name!r} does not have",
+                    fix=f"{option} can name {', '.join(list(there)[:10])}; or give a topology that has {missing}",
+                )
+        if CPU not in there:
+            raise PassError(
+                f"balance: topology {self.topology.name!r} has no device {CPU}",
+                fix="add it to the topology's devices, with links to the others, or give another topology",
+            )
         used = [device for device in self.program.devices if not device.is_host]
         try:
-            for device in (*used, *self.names, Device.parse("cpu")):
+            for device in used:
                 self.topology.speed(device)
             if "shift" in self.options.options:
                 for source in dict.fromkeys([*used, *self.names]):

@@ -229,7 +229,8 @@ def require_program(program: object, what: str) -> None:
     """
     if not isinstance(program, Program):
         kind = type(program).__name__
-        fix = "give the program that the plan was emitted from" if kind == "Plan" else "graphir.capture makes one"
+        planned = kind == "Plan" or hasattr(program, "plan")  # a session, or a compiled step
+        fix = "give the program that the plan was emitted from" if planned else "graphir.capture makes one"
         raise PassError(f"{what} takes a Program, not {kind}", fix=fix)
 
 

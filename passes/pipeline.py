@@ -17,14 +17,13 @@ model on one device, unlike devices, and replicas side by side.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 from pydantic import BeforeValidator
 
-from graphir.errors import PassError, PipelineWarning, nearest
+from graphir.errors import PassError, PipelineWarning, nearest, warn
 from graphir.ir.device import DeviceName
 from graphir.ir.names import micro_batches
 from graphir.ir.net import Net
@@ -363,10 +362,9 @@ def _warn_of_waiting(work: Work) -> None:
                 ops, blobs = work.program.step.ops, work.program.step.blobs
                 written = {blobs[name].storage for op in (ops[i], ops[other]) for name in op.outputs}
                 shared = [name for name in work.touched[i] if name in work.touched[other] and name in written]
-                warnings.warn(
+                warn(
                     f"{shared[0]!r} holds the micro-batches of {work.program.name!r} together: "
                     f"{ops[i].outputs[0]!r} has to wait for {ops[other].outputs[0]!r} of an earlier one's backward",
                     PipelineWarning,
-                    stacklevel=7,
                 )
                 return

@@ -18,7 +18,7 @@ from ..ir.optypes.table import operator_type
 from ..ir.plan import Plan, program_of
 from ..ir.program import Program
 from ..ir.text import operator_text
-from ..ir.verify import require, verify
+from ..ir.verify import Planned, require, subject_of, verify
 from .diff import words
 from .induction import Induction, by_induction
 from .interfaces import InterfaceDifference, interface_difference, phase_difference
@@ -62,7 +62,9 @@ class Certificate:
         return "\n".join(lines + [f"  but {caveat}" for caveat in self.caveats])
 
 
-def certify(before: Program | Plan, after: Program | Plan, *, verified: bool = False) -> Certificate:
+def certify(
+    before: Program | Plan | Planned, after: Program | Plan | Planned, *, verified: bool = False
+) -> Certificate:
     """Prove that two programs compute the same values.
 
     External outputs, parameters, buffers, constants and optimizer states are compared by name, and so is everything
@@ -71,7 +73,7 @@ def certify(before: Program | Plan, after: Program | Plan, *, verified: bool = F
     programs that compute the same by other operators, or in another order of operands, are refused too.
 
     Args:
-        before: a program, or a plan, which stands for its program.
+        before: a program; or a plan, a session or a compiled step, which stand for their program.
         after: the same.
         verified: both are known to be well-formed. Proofs are about well-formed programs only, so without this they are
             verified first (not where operands are).
@@ -81,6 +83,7 @@ def certify(before: Program | Plan, after: Program | Plan, *, verified: bool = F
         EquivalenceError: they don't; names the first blob that differs, and shows both derivations.
         VerifyError: one of them is not well-formed.
     """
+    before, after = subject_of(before), subject_of(after)
     for subject in (before, after):
         require(subject, (Program, Plan), "certify")
     with collector_paused():

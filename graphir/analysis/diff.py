@@ -17,7 +17,7 @@ from ..ir.plan import Plan, program_of, sizes_of
 from ..ir.program import Program
 from ..ir.size import Dims
 from ..ir.text import nbytes_text, type_name
-from ..ir.verify import require, verify
+from ..ir.verify import Planned, require, subject_of, verify
 from .memory import memory
 
 __all__ = ["BlobChange", "Diff", "OperatorChange", "OperatorEntry", "OperatorMove", "Peak", "diff", "words"]
@@ -181,12 +181,15 @@ def _clip(line: str) -> str:
     return line if len(line) <= _WIDTH else line[: _WIDTH - 1] + "…"
 
 
-def diff(before: _Subject, after: _Subject) -> Diff:
+def diff(before: _Subject | Planned, after: _Subject | Planned) -> Diff:
     """What differs between two programs, plans or nets: operators are matched by what they make.
+
+    A session and a compiled step stand for their plan.
 
     Raises:
         GraphirError: one of them is something else, or broken.
     """
+    before, after = subject_of(before), subject_of(after)
     for subject in (before, after):
         require(subject, (Program, Plan, Net), "diff")
     ours, theirs = _nets(before), _nets(after)

@@ -19,7 +19,7 @@ from ..ir.plan import Plan, program_of, sizes_of
 from ..ir.program import Program
 from ..ir.size import LARGEST, Dims, size_dims
 from ..ir.text import nbytes_text
-from ..ir.verify import require
+from ..ir.verify import Planned, require, subject_of
 from ..ir.verify.infer import is_known
 from .liveness import Lifetime, liveness, stays
 from .profile_files import cached
@@ -261,7 +261,7 @@ class Memory:
 
 
 def memory(
-    subject: Program | Plan,
+    subject: Program | Plan | Planned,
     dims: Dims | None = None,
     *,
     frees: Frees = "last use",
@@ -273,7 +273,8 @@ def memory(
 
     Args:
         subject: a program, whose operators are taken in program order, and whose copies live as everything else does;
-            or a plan, whose own frees count, and whose receive buffers are kept.
+            or a plan, whose own frees count, and whose receive buffers are kept; or a session or a compiled step, which
+            stand for their plan.
         dims: the value of each dimension; the captured ones, or those that the plan was emitted for, by default.
         frees: what frees the storages of a program: the ``"last use"`` of each, as emit does; or ``"operators"``, that
             is nothing but the type ``Free``, as a Caffe2 net is executed, where everything else stays.
@@ -292,6 +293,7 @@ def memory(
     Warns:
         ProfileWarning: this machine's file cannot be used; it says so once.
     """
+    subject = subject_of(subject)
     _check_arguments(subject, frees, threads, profile)
     others = tuple(earlier) if isinstance(earlier, Iterable) else (earlier,)
     check_dims("dims", {} if dims is None else dims, subject)

@@ -10,7 +10,7 @@ from ..ir.device import Device
 from ..ir.names import micro_batch_of, micro_batches
 from ..ir.operator import Operator
 from ..ir.plan import Plan, lane_device
-from ..ir.verify import require
+from ..ir.verify import Planned, require, subject_of
 from .cost import NOMINAL, operator_costs
 from .execution import Execution
 from .schedule import Interval, schedule
@@ -58,11 +58,13 @@ class Overlap:
         return "\n".join(self.lines(f"overlap of {self.name!r}"))
 
 
-def overlap(plan: Plan, seconds: Sequence[float] | None = None, worker: Callable[[str], str] = lane_device) -> Overlap:
+def overlap(
+    plan: Plan | Planned, seconds: Sequence[float] | None = None, worker: Callable[[str], str] = lane_device
+) -> Overlap:
     """Predict which micro-batch each device works on, and when.
 
     Args:
-        plan: usually of a program that :func:`graphir.passes.pipeline` has ordered.
+        plan: usually of a program that :func:`graphir.passes.pipeline` has ordered; or a session or a compiled step.
         seconds: what each operator takes, by position in the step; at nominal rates of a core by default, whose
             proportions count, and not the sum.
         worker: who executes a lane; each device's lanes take turns by default, as they do in threads.
@@ -70,6 +72,7 @@ def overlap(plan: Plan, seconds: Sequence[float] | None = None, worker: Callable
     Raises:
         GraphirError: *plan* is no plan.
     """
+    plan = subject_of(plan)
     require(plan, (Plan,), "overlap")
     if seconds is None:
         seconds = [cost.seconds for cost in operator_costs(plan.step, plan.dims, lambda _: NOMINAL)]

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, NamedTuple
 
-from ..errors import GraphirError
 from ..ir.blob import dense_nbytes
 from ..ir.device import Device
 from ..ir.names import prefix_of
@@ -18,6 +17,7 @@ from ..ir.plan import Plan, program_of, sizes_of
 from ..ir.program import Program
 from ..ir.size import Dims
 from ..ir.text import nbytes_text
+from ..ir.verify import Planned, require, subject_of
 
 __all__ = ["PlacedModule", "PlacedModules", "exchanged", "placed"]
 
@@ -92,20 +92,19 @@ class PlacedModules:
         return "\n".join(lines)
 
 
-def placed(program_or_plan: Program | Plan) -> PlacedModules:
+def placed(program_or_plan: Program | Plan | Planned) -> PlacedModules:
     """What :func:`graphir.passes.shard` has placed: each module's device, its bytes, and those of its exchange.
 
     Args:
-        program_or_plan: sharded, with or without its copies; of a plan, at the plan's sizes.
+        program_or_plan: sharded, with or without its copies; of a plan, at the plan's sizes. A session and a compiled
+            step stand for their plan.
 
     Raises:
         GraphirError: it is neither a program nor a plan.
     """
-    if not isinstance(program_or_plan, Program | Plan):
-        raise GraphirError(
-            f"placed takes a program or a plan, not {type(program_or_plan).__name__}", fix="graphir.capture makes one"
-        )
-    program, dims = program_of(program_or_plan), sizes_of(program_or_plan)
+    subject = subject_of(program_or_plan)
+    require(subject, (Program, Plan), "placed")
+    program, dims = program_of(subject), sizes_of(subject)
     interface, blobs = program.interface, program.step.blobs
     owner = dict(interface.owners())
     parameters: Counter[str] = Counter()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Annotated, Final, Literal, NamedTuple, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..errors import FileError, ProfileWarning
+from ..errors import FileError, ProfileWarning, warn
 from ..ir.files.disk import atomic_write, damaged, path_of, read_bytes
 from ..ir.files.records import Header
 from ..ir.size import LARGEST
@@ -236,6 +235,5 @@ def _usable(path: Path) -> Profile | None:
     try:
         return of_machine(path, machine())
     except FileError as e:
-        text = f"{path} is left out of predictions: {e.what} (fix: {e.fix})"
-        warnings.warn(text, ProfileWarning, stacklevel=5)
+        warn(f"{path} is left out of predictions: {e.what} (fix: {e.fix})", ProfileWarning)
         return None

@@ -286,7 +286,9 @@ def _has_mask(indices: object) -> bool:
 
 
 def failure(error: Exception) -> tuple[str, str]:
-    """What is wrong where a step failed as it was recorded, and what to do."""
+    """What is wrong where a step failed as it was recorded, and what to do; an error of graphir's says both itself."""
+    if isinstance(error, GraphirError):
+        return error.what, error.fix
     said = str(error)
     for pattern, what, fix in _IN_TORCHS_WORDS:
         if match := re.match(pattern, said):

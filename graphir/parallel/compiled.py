@@ -17,7 +17,6 @@ what runs forward and ``backward`` the node.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Final
 
@@ -26,7 +25,7 @@ import torch
 from graphir.runtime.machine.places import Binding
 from graphir.runtime.machine.surroundings import follow_forks
 
-from ..errors import CoverageError, EagerWarning, GraphirError, RunError, SessionError
+from ..errors import CoverageError, EagerWarning, GraphirError, RunError, SessionError, warn
 from ..replication import OWN_CALLBACK
 from .calls import Call, TooFewRows, Unfit, read_call
 from .devices import places_of_ids
@@ -162,7 +161,7 @@ class CompiledReplicas:
         if why not in self._told:
             self._told.add(why)
             name = type(self._replicas.module).__name__
-            warnings.warn(f"the replicas of {name} run eagerly: {why}", EagerWarning, stacklevel=3)
+            warn(f"the replicas of {name} run eagerly: {why}", EagerWarning)
 
 
 class _Captures:

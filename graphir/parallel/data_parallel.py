@@ -196,7 +196,8 @@ class DataParallel(nn.DataParallel[Any]):
             raise ReplicationRuntimeError(
                 "a DataParallel cannot be captured",
                 where=_FORWARD,
-                fix="capture the module in it, `.module`, on one replica's share, then graphir.passes.replicate",
+                fix="put the module in it, `.module`, in its place, capture one replica's share, then "
+                "graphir.passes.replicate",
             )
         for tensor in chain(self.module.parameters(), self.module.buffers()):
             if tensor.device != self.src_device_obj:

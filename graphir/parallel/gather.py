@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
+from ..errors import warn
 from .errors import ReplicationIndexError, ReplicationRuntimeError, ReplicationTypeError, ReplicationValueError
 from .scatter import is_namedtuple
 
@@ -72,10 +72,10 @@ def _joined(outputs: list[Any], place: torch.device, dim: int, path: str) -> tor
             )
     shapes = ", ".join(str(tuple(tensor.shape)) for tensor in outputs)
     if all(not tensor.dim() for tensor in outputs) and dim == 0:
-        warnings.warn(
+        warn(
             "Was asked to gather along dimension 0, but all input tensors were scalars; will instead unsqueeze "
             "and return a vector.",
-            stacklevel=2,
+            UserWarning,
         )
         outputs = [tensor.view(1) for tensor in outputs]
     elif any(not -tensor.dim() <= dim < tensor.dim() for tensor in outputs):

@@ -7,14 +7,13 @@ shares, and only as many replicas run.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from ..errors import counted
+from ..errors import counted, warn
 from .errors import ReplicationIndexError, ReplicationRuntimeError
 
 __all__ = ["has_rows", "is_namedtuple", "moved", "scatter", "scatter_kwargs", "shares_with_rows"]
@@ -57,10 +56,10 @@ def scatter_kwargs(
     named = list(splitting.shares(dict(kwargs))) if kwargs else []
     if len(splitting.numbers) > 1:
         few, many = min(splitting.numbers), max(splitting.numbers)
-        warnings.warn(
+        warn(
             f"some tensors were split into {counted(few, 'share')} along dimension {dim}, others into {many}: what is "
             "left over of the longer ones is not used; give all tensors the same size there",
-            stacklevel=3,
+            UserWarning,
         )
     if len(args) < len(named):
         args += [()] * (len(named) - len(args))

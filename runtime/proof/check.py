@@ -20,7 +20,7 @@ from typing import Final
 from graphir.analysis.values import value_numbers
 from graphir.errors import PlanError, counted
 from graphir.ir.plan import Plan
-from graphir.ir.verify import RAW, require
+from graphir.ir.verify import RAW, Planned, require, subject_of
 
 from .findings import Finding
 from .ordering import Ordering
@@ -32,8 +32,9 @@ _SHOWN: Final = 3
 """Findings that an error shows."""
 
 
-def check(plan: Plan) -> list[Finding]:
-    """What can go wrong when a plan runs, in steps that follow each other; nothing if it is proven that nothing can.
+def check(plan: Plan | Planned) -> list[Finding]:
+    """What can go wrong when a plan runs, in steps that follow each other; nothing if it is proven that nothing can. A
+    session and a compiled step stand for their plan.
 
     Linear in the instructions, for a fixed number of lanes. A plan without value numbers, from a file of an earlier
     graphir, is not held against any.
@@ -42,6 +43,7 @@ def check(plan: Plan) -> list[Finding]:
         GraphirError: it is no plan.
         PlanError: its instructions or its program make no sense: ``graphir.verify`` says more.
     """
+    plan = subject_of(plan)
     require(plan, (Plan,), "check")
     ordering = Ordering(plan)
     ordering.run()

@@ -17,7 +17,7 @@ from ...ir.plan import Plan, program_of, sizes_of
 from ...ir.program import Program
 from ...ir.size import Dims
 from ...ir.text import operator_text
-from ...ir.verify import require
+from ...ir.verify import Planned, require, subject_of
 from ..memory import check_dims
 from ..overlap import flows, overlap
 from .crossings import Crossing, Crossings, Kind, crossings, is_copy, kind_of
@@ -28,14 +28,14 @@ from .results import Copied, Link, Reduced, Traffic
 __all__ = ["traffic"]
 
 
-def traffic(subject: Program | Plan | Net, dims: Dims | None = None) -> Traffic:
+def traffic(subject: Program | Plan | Net | Planned, dims: Dims | None = None) -> Traffic:
     """What a step copies between devices, and which move of which pass made each copy necessary.
 
     Bytes are those of the elements that are copied, as a session's report has them. What several devices reduce
     together is listed apart.
 
     Args:
-        subject: a program with its copies, a plan, or a net.
+        subject: a program with its copies, a plan, or a net; a session and a compiled step stand for their plan.
         dims: the value of each dimension; the captured ones, or those that the plan was emitted for, by default.
 
     Raises:
@@ -43,6 +43,7 @@ def traffic(subject: Program | Plan | Net, dims: Dims | None = None) -> Traffic:
             or a dimension has no value.
         PlacementError: operands are on other devices than their operators, and have no copies yet.
     """
+    subject = subject_of(subject)
     require(subject, (Program, Plan, Net), "traffic")
     program = _program(subject)
     check_dims("dims", {} if dims is None else dims, program)

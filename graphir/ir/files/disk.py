@@ -47,11 +47,17 @@ MOST_BYTES: Final = 1 << 30
 
 _CHUNK: Final = 1 << 20
 
+_HEAD: Final = 512
+"""Bytes by which files of tensors are told: the first entry of an archive of torch.save is in them."""
+
 _FORMATS: Final[Mapping[str, type[AnyFile]]] = {
     "graphir.net": NetFile,
     "graphir.program": ProgramFile,
     "graphir.plan": PlanFile,
 }
+
+_PICKLES: Final = tuple([bytes((0x80, protocol)) for protocol in range(2, 6)])
+"""How a pickle begins, which torch.save wrote by itself before there were archives."""
 
 _TEXTS: Final = (b"init net ", b"net ", b"program ", b"plan ")
 """How the text form begins, which :func:`load` does not read."""
@@ -115,6 +121,7 @@ def load_stream(stream: BinaryIO, where: str) -> Net | Program | Plan:
         FileError: as :func:`load`.
     """
     text = read_stream(stream, MOST_BYTES)
+    refuse_tensors(text[:_HEAD], where)
     if len(text) > MOST_BYTES:
         raise FileError(f"more than {MOST_BYTES} bytes are not read", where=where)
     return _read(text, where)[1]
@@ -197,12 +204,34 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
             if stat.S_ISBLK(found.st_mode) or (stat.S_ISCHR(found.st_mode) and not file.isatty()):
                 raise FileError("the path is that of a device", where=str(path), fix="give the path of a file")
             nbytes = found.st_size
+            refuse_tensors(file.peek(_HEAD)[:_HEAD], str(path))
             text = read_stream(file, most) if nbytes <= most else b""
     except OSError as e:
         raise FileError(f"the file cannot be read: {e.strerror}", where=str(path), fix="check the path") from None
     if max(nbytes, len(text)) > most:
         raise FileError(f"the file has {max(nbytes, len(text))} bytes; more than {most} are not read", where=str(path))
     return text
+
+
+def refuse_tensors(head: bytes, where: str) -> None:
+    """Refuse files of tensors by how they begin.
+
+    Raises:
+        FileError: it is one.
+    """
+    if head[:2] in _PICKLES or (head.startswith(b"PK") and b"data.pkl" in head):
+        raise FileError(
+            "the file is a checkpoint, as torch.save writes it",
+            where=where,
+            fix="read it by torch.load(path, weights_only=True), and load what it holds into the model before it is "
+            "captured, or by session.load_state_dict",
+        )
+    if head[8:].startswith(b'{"') and int.from_bytes(head[:8], "little") < MOST_BYTES:
+        raise FileError(
+            "the file holds tensors, as safetensors writes them",
+            where=where,
+            fix="read it by safetensors.torch.load_file; of a program saved with its state, load the other file",
+        )
 
 
 def read_stream(stream: BinaryIO | BufferedIOBase, most: int) -> bytes:

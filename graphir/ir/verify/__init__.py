@@ -2,6 +2,6 @@
 
 from .net import blamed, verify
 from .problems import RAW, Problem
-from .subject import require
+from .subject import Planned, require, subject_of
 
-__all__ = ["RAW", "Problem", "blamed", "require", "verify"]
+__all__ = ["RAW", "Planned", "Problem", "blamed", "require", "subject_of", "verify"]

@@ -48,18 +48,18 @@ from .infer import Geometry, Inferred, absurdity, geometry, infer, same_layout
 from .plan import plan_problems
 from .problems import RAW, Misplaced, Problem, raise_all
 from .program import program_problems
-from .subject import require
+from .subject import Planned, require, subject_of
 
 __all__ = ["Problem", "blamed", "net_problems", "verify"]
 
 Subject: TypeAlias = Program | Plan | Net
 
 
-def verify(subject: Subject, *, dims: Dims | None = None, placed: bool = True) -> None:
+def verify(subject: Subject | Planned, *, dims: Dims | None = None, placed: bool = True) -> None:
     """Check every invariant of a program, a plan or a net, and raise all that are broken as one error.
 
     Args:
-        subject: what to verify.
+        subject: what to verify; a session and a compiled step stand for their plan.
         dims: the value of each dimension at which shapes are compared; the program's or plan's own ones by default. A
             bare net has none, so that its operators with named dimensions are not compared with their shapes.
         placed: also check where operands are; a program may break that between a shift and its copies.
@@ -69,6 +69,7 @@ def verify(subject: Subject, *, dims: Dims | None = None, placed: bool = True) -
         PlacementError: operands are on the wrong device, and nothing else is wrong.
         VerifyError: some other invariant is broken.
     """
+    subject = subject_of(subject)
     require(subject, (Program, Plan, Net), "verify")
     kind = type(subject).__name__.lower()
     where = f"{kind} {subject.name!r}"

@@ -1,10 +1,36 @@
-"""Whether a function was given one of graphir's values at all."""
+"""Whether a function was given one of graphir's values at all, and which one it is to look at."""
 
 from __future__ import annotations
 
-from ...errors import GraphirError
+from typing import Final, Protocol, overload
 
-__all__ = ["require"]
+from ...errors import GraphirError
+from ..net import Net
+from ..plan import Plan
+from ..program import Program
+
+__all__ = ["Planned", "require", "subject_of"]
+
+_FIX: Final = "capture one, or graphir.load its file, or graphir.parse its text"
+
+
+class Planned(Protocol):
+    """What has a plan: a session, or a compiled step, whose plan is the one that was used last."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+
+@overload
+def subject_of(given: Plan | Planned) -> Plan: ...
+@overload
+def subject_of(given: Program | Plan | Planned) -> Program | Plan: ...
+@overload
+def subject_of(given: Net | Program | Plan | Planned) -> Net | Program | Plan: ...
+def subject_of(given: object) -> object:
+    """The plan of what has one; anything else as it is."""
+    found = getattr(given, "plan", None)
+    return found if isinstance(found, Plan) else given
 
 
 def require(subject: object, kinds: tuple[type, ...], function: str) -> None:
@@ -16,7 +42,9 @@ def require(subject: object, kinds: tuple[type, ...], function: str) -> None:
     if not isinstance(subject, kinds):
         *others, last = (kind.__name__ for kind in kinds)
         wanted = f"{', '.join(others)} or {last}" if others else last
-        raise GraphirError(
-            f"{function} takes a {wanted}, not {type(subject).__name__}",
-            fix="capture one, or graphir.load its file, or graphir.parse its text",
-        )
+        fix = _FIX
+        if Plan in kinds and isinstance(subject, Program):
+            fix = "passes.emit makes a plan of a program"
+        elif isinstance(getattr(subject, "plan", None), Plan):
+            fix = f"give the plan, {type(subject).__name__.lower()}.plan"
+        raise GraphirError(f"{function} takes a {wanted}, not {type(subject).__name__}", fix=fix)
