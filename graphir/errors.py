@@ -25,6 +25,7 @@ __all__ = [
     "GraphirError",
     "ParseError",
     "PassError",
+    "PassWarning",
     "PipelineWarning",
     "PlacementError",
     "PlanError",
@@ -129,6 +130,10 @@ class ReplicationError(GraphirError):
 
 class EagerWarning(UserWarning):
     """Replicas run operator by operator, since the compiled plan cannot stand for them; says why."""
+
+
+class PassWarning(UserWarning):
+    """A pass took its options in one of two ways that they can be meant; says which, and how to write the other."""
 
 
 class PipelineWarning(UserWarning):

@@ -32,7 +32,7 @@ from graphir.ir.program import Program
 
 from .base import Gpu, OptionError, Pass, Placed, build, register
 from .following import filled
-from .saved import Use, choose, require_captured, saved_in, unsaved, uses_of
+from .saved import Use, choose, require_captured, saved_in, unsaved, uses_of, warn_of_modules
 from .substitutes import Substitutes, with_operands
 from .trips import Clock, Trip, toll
 
@@ -101,7 +101,10 @@ def park(
         PassError: a name is unknown, or of what cannot be parked; the message says why. Nothing has changed then.
     """
     named = (what,) if isinstance(what, str) else what
-    return build(Park, what=named, to=to, ahead=ahead)(program)
+    chosen = build(Park, what=named, to=to, ahead=ahead)
+    made = chosen(program)
+    warn_of_modules(program, chosen.what, Park.name)
+    return made
 
 
 class _Chosen:

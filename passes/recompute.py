@@ -33,7 +33,7 @@ from graphir.ir.program import Program
 from graphir.ir.text import operator_text
 
 from .base import Pass, build, register
-from .saved import Use, choose, require_captured, saved_in, unsaved, uses_of
+from .saved import Use, choose, require_captured, saved_in, unsaved, uses_of, warn_of_modules
 from .substitutes import Substitutes, with_operands
 
 __all__ = ["Recompute", "recompute", "repeated_alone"]
@@ -72,7 +72,10 @@ def recompute(program: Program, what: str | Sequence[str]) -> Program:
     Raises:
         PassError: a name is unknown, or of what cannot be recomputed; the message says why. Nothing has changed then.
     """
-    return build(Recompute, what=(what,) if isinstance(what, str) else what)(program)
+    chosen = build(Recompute, what=(what,) if isinstance(what, str) else what)
+    made = chosen(program)
+    warn_of_modules(program, chosen.what, Recompute.name)
+    return made
 
 
 def repeated_alone(program: Program) -> list[int]:

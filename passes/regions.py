@@ -252,7 +252,11 @@ class Regions:
         """Refuse a step without rows to split, or with lookups that would be split like rows."""
         interface, name = self.program.interface, self.program.name
         if interface.loss is not None and self.of(interface.loss) != REPLICATED:
-            raise PassError("the loss cannot be placed", fix="place modules of the model")
+            raise PassError(
+                "the loss cannot be placed: each replica has its own",
+                fix="place modules of the model; one that compares all rows can return a value for each, as "
+                "cross_entropy does by reduction='none', and loss= take their mean",
+            )
         if "batch" not in self.program.dims:
             reason = f": {self.program.fixed}" if self.program.fixed else ""
             raise PassError(f"program {name!r} has no batch to split{reason}", fix="let its sizes follow the batch")

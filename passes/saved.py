@@ -11,10 +11,11 @@ every replica, or of one where they have its prefix; patterns stand for modules,
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from graphir.errors import PassError, nearest
+from graphir.errors import PassError, PassWarning, nearest, warn
 from graphir.ir.blob import STATE_ROLES
 from graphir.ir.module_patterns import ModulePattern
 from graphir.ir.names import base_name
@@ -24,7 +25,7 @@ from graphir.ir.program import Program
 from .activations import find_activations
 from .module_patterns import claims
 
-__all__ = ["Chosen", "Use", "choose", "require_captured", "saved_in", "unsaved", "uses_of"]
+__all__ = ["Chosen", "Use", "choose", "require_captured", "saved_in", "unsaved", "uses_of", "warn_of_modules"]
 
 
 class Use(NamedTuple):
@@ -116,6 +117,34 @@ def choose(program: Program, what: Sequence[str], by: str) -> Chosen:
     return Chosen(named, claims(program, patterns) if patterns else {})
 
 
+def warn_of_modules(program: Program, what: Sequence[str], by: str) -> None:
+    """Warn where a name is an activation's, for which it stands, and that of a module that saves something else, too.
+
+    Warns:
+        PassWarning: it is; says how the module is written.
+    """
+    blobs = program.step.blobs
+    for text in what:
+        taken = {blobs[p + text].storage for p in program.replicas if p + text in blobs}
+        if not taken or text not in program.module_paths:
+            continue
+        if saved_in(program, claims(program, [text]), uses_of(program.step)).keys() - taken:
+            means = f"{text!r} means the activation of this name, not the module"
+            warn(f"{by}: {means}; {_module_written(program, text)}", PassWarning)
+
+
+def _module_written(program: Program, name: str) -> str:
+    """How to write the module that a blob has the name of; empty where there is none."""
+    path = base_name(name)
+    if path not in program.module_paths:
+        return ""
+    head, dot, last = path.rpartition(".")
+    for pattern in (re.sub(r"(?:^|\.)(\d+)(?=\.|$)", r"[\1]", path, count=1), f"{head}{dot}**.{last}"):
+        if pattern != path and claims(program, [pattern]).keys() == claims(program, [path]).keys():
+            return f"write {pattern!r} for the module"
+    return f"for the module, name what is in it, as {path + '.*'!r} does"
+
+
 def _states(program: Program, text: str) -> list[str]:
     """The state blobs whose names a pattern matches."""
     pattern, blobs = ModulePattern(text), program.step.blobs
@@ -135,6 +164,12 @@ def saved_in(program: Program, modules: Mapping[str, str], uses: Mapping[str, Us
 
 def unsaved(program: Program, name: str, uses: Mapping[str, Use], by: str) -> tuple[str, str] | None:
     """Why a blob is no activation that is saved for the backward, and what to do; None if it is one."""
+    why = _unsaved(program, name, uses, by)
+    module = _module_written(program, name) if why is not None else ""
+    return (why[0], f"{why[1]}, or {module}") if why is not None and module else why
+
+
+def _unsaved(program: Program, name: str, uses: Mapping[str, Use], by: str) -> tuple[str, str] | None:
     step, blob = program.step, program.step.blobs[name]
     if blob.is_view:
         return f"is a view of {blob.storage!r}, which holds the bytes", f"name {base_name(blob.storage)!r}"

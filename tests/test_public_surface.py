@@ -14,8 +14,8 @@ PUBLIC = {
         Blob Certificate Compiled DataParallel Device Diff Estimate Memory Net Operator Overlap PlacedModules Plan
         Profile Program ReplicationCallbackDataParallel Topology Traffic
         CaptureError CoverageError EagerWarning EquivalenceError FileError GraphirError ParseError PassError
-        PipelineWarning PlacementError PlanError ProfileWarning RecaptureWarning ReplicationError RunError SessionError
-        VerifyError
+        PassWarning PipelineWarning PlacementError PlanError ProfileWarning RecaptureWarning ReplicationError RunError
+        SessionError VerifyError
         allow_operators capture certify compile data_parallel diff estimate exec_data_parallel_replication_callback load
         memory overlap parse patch_replication_callback placed profile register_operator save seeded show traffic verify
     """,

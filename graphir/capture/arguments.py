@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -17,6 +17,12 @@ from .dimensions import read_dims
 from .structures import named_leaves, tuple_of, written_structure
 
 __all__ = ["Arguments", "Leaf", "read_arguments"]
+
+_AS_REAL: Final = "pass torch.view_as_real of it, and let the model begin with torch.view_as_complex"
+_AS_PARTS: Final = (
+    "pass its dense parts; of a sparse matrix a.coalesce() the indices() and values(), whose product with x is "
+    "y.index_add(0, indices[0], values[:, None] * x[indices[1]])"
+)
 
 
 class Leaf(NamedTuple):
@@ -131,7 +137,8 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor | Scalar]
         if isinstance(leaf, torch.Tensor):
             if leaf.is_complex() or leaf.layout != torch.strided:
                 kind = "complex" if leaf.is_complex() else str(leaf.layout).removeprefix("torch.")
-                raise CaptureError(f"argument {path!r} is a {kind} tensor", fix="pass real, dense tensors")
+                fix = _AS_REAL if leaf.is_complex() else _AS_PARTS
+                raise CaptureError(f"argument {path!r} is a {kind} tensor", fix=fix)
             if type(leaf) not in PLAIN:
                 raise CaptureError(
                     f"argument {path!r} is a {type(leaf).__name__}, whose operators may be others than a tensor's",

@@ -86,7 +86,8 @@ def read_optimizer(optimizer: object, blobs: Mapping[int, str]) -> tuple[Group, 
     if type(optimizer) not in _RULES:
         raise CaptureError(
             f"optimizer {type(optimizer).__name__} is not supported",
-            fix=f"supported: {', '.join(kind.__name__ for kind in _RULES)}",
+            fix=f"supported: {', '.join(kind.__name__ for kind in _RULES)}; or capture without an optimizer: "
+            "what gradients() returns after each step is for any optimizer to take",
         )
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise CaptureError("the optimizer has step hooks, which a program would not run", fix="remove the hooks")

@@ -162,11 +162,13 @@ class Scatter:
     def check_constants(self, leaves: Sequence[Any]) -> None:
         for i, value in self.constants:
             if not _same(leaves[i], value):
+                number = isinstance(leaves[i], (int, float)) and not isinstance(leaves[i], bool)
+                tensor = f": pass a number that changes as a tensor, torch.tensor({leaves[i]!r}), or" if number else ":"
                 error = CoverageError if isinstance(leaves[i], (Tensor, *_SCALARS)) else SessionError
                 raise error(
                     f"{self.arguments.names[i]} was {value!r} when the program was captured, now {leaves[i]!r}",
                     where=f"program {self.program.name!r}",
-                    fix="arguments that are not tensors are part of the program: capture it again with this one",
+                    fix=f"arguments that are no tensors are part of the program{tensor} capture it again with this one",
                 )
         for i, j in self.again:
             if leaves[i] is not leaves[j]:
