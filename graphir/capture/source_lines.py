@@ -69,13 +69,15 @@ class SourceLines:
         return "" if found is None else self._text(found.f_code, found.f_lasti, found.f_lineno)
 
     def of_error(self, error: BaseException) -> str:
-        """The line that raised *error*, as far as it has been handed on."""
+        """The line that raised *error*, as far as it has been handed on; of what graphir raises, the line that called
+        it."""
         places: dict[int, str] = {}
         trace = error.__traceback__
         while trace is not None:
             code = trace.tb_frame.f_code
             kind = self._kinds.get(code, _kind(code.co_filename))
-            if kind in (_USERS, _MODULE, _FUNCTION):
+            own = trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "graphir"
+            if kind in (_USERS, _MODULE, _FUNCTION) and not own:
                 places[kind] = self._text(code, trace.tb_lasti, trace.tb_lineno)
             trace = trace.tb_next
         return places[min(places)] if places else ""
