@@ -171,7 +171,7 @@ def register(cls: type[P]) -> type[P]:
 
 def build(cls: type[P], **options: Any) -> P:
     """``cls(**options)``, with every complaint of pydantic's in one :class:`~graphir.errors.PassError`. The remedy of
-    an :class:`OptionError` is kept.
+    an error of graphir's that a validator raises is kept.
 
     Sequences become tuples, so that lists, ranges and the text of a pipeline give equal passes; a string is refused
     where several names are meant.
@@ -180,6 +180,8 @@ def build(cls: type[P], **options: Any) -> P:
         return cls(**{name: _frozen(value) for name, value in options.items()})
     except RecursionError:
         raise PassError(f"{cls.name}: an option contains itself", fix="give lists of names and numbers") from None
+    except GraphirError as e:  # of a validator that knows of no fields
+        raise PassError(f"{cls.name}: {e.what}", at=e.at, where=e.where, fix=e.fix) from None
     except ValidationError as e:
         known = f"options of {cls.name}: {', '.join(cls.model_fields) or 'none'}"
         found, fixes = [], dict[str, None]()

@@ -99,6 +99,8 @@ def test_a_validator_keeps_its_remedy() -> None:
         def _positive(cls, by: int) -> int:
             if by < 1:
                 raise passes.base.OptionError(f"{by} scales by nothing", fix="give a number from 1 up")
+            if by == 13:
+                raise GraphirError("by: 13 is no luck", fix="give 12")
             return by
 
     assert str(said(lambda: passes.build(Scale, by=0))) == (
@@ -110,6 +112,8 @@ def test_a_validator_keeps_its_remedy() -> None:
     assert both.fix == (
         "give a number from 1 up; write 'cpu', the memory of the host, or name a gpu; options of scale: by, to"
     )
+    error = said(lambda: passes.build(Scale, by=13))
+    assert (error.what, error.fix) == ("scale: by: 13 is no luck", "give 12")
     error = said(lambda: passes.shift_activations(two_layers(), ["relu"], {0: 1, 1: 2}))
     assert error.what.endswith("device 1 is both a source and a target")
     assert error.fix == "shift in two calls, targets first"
