@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from graphir.errors import PassError, PassWarning, nearest, warn
 from graphir.ir.blob import STATE_ROLES
@@ -26,6 +26,10 @@ from .activations import find_activations
 from .module_patterns import claims
 
 __all__ = ["Chosen", "Use", "choose", "require_captured", "saved_in", "unsaved", "uses_of", "warn_of_modules"]
+
+_NOTABLE: Final = 0.5
+"""Bytes that a module saves beside its activation, as a share of the activation's, above which it matters which of the
+two a name means. The statistics of a batch norm are fewer."""
 
 
 class Use(NamedTuple):
@@ -118,7 +122,7 @@ def choose(program: Program, what: Sequence[str], by: str) -> Chosen:
 
 
 def warn_of_modules(program: Program, what: Sequence[str], by: str) -> None:
-    """Warn where a name is an activation's, for which it stands, and that of a module that saves something else, too.
+    """Warn where a name is an activation's, for which it stands, and that of a module that saves much else, too.
 
     Warns:
         PassWarning: it is; says how the module is written.
@@ -128,7 +132,9 @@ def warn_of_modules(program: Program, what: Sequence[str], by: str) -> None:
         taken = {blobs[p + text].storage for p in program.replicas if p + text in blobs}
         if not taken or text not in program.module_paths:
             continue
-        if saved_in(program, claims(program, [text]), uses_of(program.step)).keys() - taken:
+        others = saved_in(program, claims(program, [text]), uses_of(program.step)).keys() - taken
+        nbytes = [sum(blobs[name].nbytes(program.dims) for name in names) for names in (others, taken)]
+        if nbytes[0] > _NOTABLE * nbytes[1]:
             means = f"{text!r} means the activation of this name, not the module"
             warn(f"{by}: {means}; {_module_written(program, text)}", PassWarning)
 

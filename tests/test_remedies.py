@@ -331,3 +331,11 @@ def test_a_refused_name_says_how_the_module_is_written() -> None:
     step = graphir.capture(Named(), (X,))
     error = said(lambda: passes.recompute(step, "stack.0"))
     assert isinstance(error, PassError) and error.fix.endswith(", or write 'stack[0]' for the module")
+
+
+def test_the_statistics_of_a_batch_norm_are_no_reason_to_warn() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Tanh(), nn.Conv2d(4, 1, 1))
+    step = graphir.capture(model, (torch.rand(2, 3, 4, 4),), loss=torch.mean)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        passes.park(step, ["0", "2"], "cpu")

@@ -377,7 +377,7 @@ LINKLESS = graphir.Topology(
         ({"limits": {}}, "limits names no device"),
         ({"limits": {"gpu:0": "3 bananas"}}, "'3 bananas' is no number of bytes"),
         ({"limits": {"tpu:0": 100}}, "tpu"),
-        ({"limits": {"gpu:77": "1 GiB"}}, "has no device gpu:77"),
+        ({"limits": {"gpu:77": "1 GiB"}}, "limits names gpu:77, which topology 'h200x8' does not have"),
         ({"limits": {"gpu:0": 10**9, "gpu:1": 10**9}, "topology": LINKLESS}, "no link from gpu:1 to gpu:0"),
         ({"limits": {"gpu:0": 10**9}, "topology": "h300x8"}, "no topology has the name 'h300x8'"),
         ({"limits": {"gpu:0": 10**9}, "options": ["teleport"]}, "'shift', 'park' or 'recompute'"),
