@@ -334,8 +334,8 @@ def test_a_refused_name_says_how_the_module_is_written() -> None:
 
 
 def test_the_statistics_of_a_batch_norm_are_no_reason_to_warn() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Tanh(), nn.Conv2d(4, 1, 1))
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 1, 1))
     step = graphir.capture(model, (torch.rand(2, 3, 4, 4),), loss=torch.mean)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        passes.park(step, ["0", "2"], "cpu")
+        passes.park(step, ["1"], "cpu")

@@ -70,6 +70,7 @@ def verify(subject: Subject | Planned, *, dims: Dims | None = None, placed: bool
         VerifyError: some other invariant is broken.
     """
     subject = subject_of(subject)
+    subject = subject_of(subject)
     require(subject, (Program, Plan, Net), "verify")
     kind = type(subject).__name__.lower()
     where = f"{kind} {subject.name!r}"
