@@ -38,7 +38,7 @@ from graphir.ir.program import Program
 from graphir.ir.text import nbytes_text
 from graphir.ir.verify import blamed
 
-from .base import OptionError, Pass, Pipeline, Placed, as_device, build, read_option, register, require_program
+from .base import OptionError, Pass, Pipeline, Placed, build, read_option, register, require_program
 from .choice.attempts import Attempt, Attempts, Budget
 from .choice.groups import Reading, Wanted
 from .choice.least import exceeded, least
@@ -110,11 +110,10 @@ def _pinned(given: Any) -> str | None:
     """The gpu where modules have to be; None of what is left out. Accelerate's maps have the host and ``disk``, too."""
     if given is None:
         return None
-    if given != "disk" and not (device := as_device(given)).is_host:
-        return str(device)
-    raise OptionError(
-        f"no module is put on {str(given)!r}", fix="pin modules to gpus; options 'park' puts what they save on the host"
-    )
+    fix = "pin modules to gpus, such as 'cuda:0' or 0; options 'park' puts what they save on the host"
+    if given == "disk" or (device := read_option(Device.parse, given, fix)).is_host:
+        raise OptionError(f"no module is put on {str(given)!r}", fix=fix)
+    return str(device)
 
 
 class _Refused(Exception):

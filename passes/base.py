@@ -111,12 +111,13 @@ class Pass(BaseModel):
         return self.name + (f"{{{', '.join(given)}}}" if given else "")
 
 
-def read_option(read: Callable[[Any], T], given: Any) -> T:
-    """``read(given)``; its refusal becomes one of the option, with the same remedy. For a field's validator."""
+def read_option(read: Callable[[Any], T], given: Any, fix: str = "") -> T:
+    """``read(given)``; its refusal becomes one of the option, with the same remedy unless it has its own *fix*. For a
+    field's validator."""
     try:
         return read(given)
     except GraphirError as e:
-        raise OptionError(e.what, fix=e.fix) from None
+        raise OptionError(e.what, fix=fix or e.fix) from None
 
 
 def as_device(given: Any) -> Device:
@@ -126,9 +127,10 @@ def as_device(given: Any) -> Device:
 
 def as_gpu(given: Any) -> int:
     """The number of a gpu, given as it is printed or by its number; a field's validator."""
-    device = as_device(given)
+    fix = "write 'gpu:0', 'cuda:0' or 0"
+    device = read_option(Device.parse, given, fix)
     if device.kind != "gpu":
-        raise OptionError(f"{device} is not a gpu", fix="write 'gpu:0', 'cuda:0' or 0")
+        raise OptionError(f"{device} is not a gpu", fix=fix)
     return device.index
 
 

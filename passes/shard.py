@@ -22,13 +22,13 @@ from pydantic import AfterValidator, BeforeValidator
 
 from graphir.analysis.hazards import touches
 from graphir.errors import PassError
-from graphir.ir.device import DeviceName, gpu
+from graphir.ir.device import Device, DeviceName, gpu
 from graphir.ir.names import micro_batch_of
 from graphir.ir.net import Net
 from graphir.ir.operator import Operator
 from graphir.ir.program import Interface, Program, Reduction
 
-from .base import Gpu, OptionError, Pass, as_gpu, build, printed_device, register
+from .base import Gpu, OptionError, Pass, as_gpu, build, read_option, register
 from .exchange import Exchange
 from .module_patterns import claims, leaves_out
 from .regions import REPLICATED, Regions
@@ -47,16 +47,16 @@ Target: TypeAlias = str | tuple[Kind, tuple[int, ...]]
 def _target(given: object) -> Target | None:
     if given is None:  # of what is left out
         return None
+    fix = (
+        f"give a gpu, {' or '.join(map(repr, STRATEGIES))}, or a kind and gpus: "
+        f"{' or '.join(repr((kind, [0, 1])) for kind in KINDS)}"
+    )
     if isinstance(given, str | int | torch.device):
-        return str(given) if given in STRATEGIES else printed_device(given)
+        return str(given) if given in STRATEGIES else str(read_option(Device.parse, given, fix))
     match given:
         case ["rows" | "columns" as kind, [*devices]]:
             return kind, distinct(tuple(map(as_gpu, devices)))
-    raise OptionError(
-        f"{given!r} says nowhere to go",
-        fix=f"give a gpu, {' or '.join(map(repr, STRATEGIES))}, or a kind and gpus: "
-        f"{' or '.join(repr((kind, [0, 1])) for kind in KINDS)}",
-    )
+    raise OptionError(f"{given!r} says nowhere to go", fix=fix)
 
 
 @register

@@ -415,7 +415,7 @@ def test_what_is_closed_refuses_steps() -> None:
 
 @pytest.mark.parametrize("device", ["gpu0", "cpu", -1])
 def test_what_is_no_gpu_is_refused(device):
-    with pytest.raises(graphir.PassError, match=r"is not a (device|gpu); write 'gpu:0'"):
+    with pytest.raises(graphir.PassError, match=r"is not a (device|gpu)\n  fix  write 'gpu:0', 'cuda:0' or 0$"):
         compiled(nn.Linear(4, 3), devices=[0, device])
 
 
@@ -428,7 +428,7 @@ def test_there_is_at_least_one_plan(most_plans: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"devices": []}, "replicate: devices: no devices; give at least one"),
+        ({"devices": []}, "replicate: devices: no devices\n  fix  give at least one"),
         ({"devices": 2}, "replicate: devices: expected a list, not 2"),
         ({"inputs": torch.ones(1, 4)}, r"inputs is a Tensor, not a tuple\n  fix  write inputs=\(x,\)"),
         ({"targets": torch.ones(1, 3)}, "targets is a Tensor, not a tuple"),

@@ -148,7 +148,10 @@ def test_limits_that_are_no_bytes_are_refused_with_the_units(program: Program, g
 def test_pins_to_the_host_are_refused_though_a_limit_names_it(program: Program) -> None:
     with pytest.raises(PassError, match=r"pin\.fc1: no module is put on 'cpu'") as refusal:
         passes.balance(program, {"gpu:0": 10**9, "cpu": 10**9}, pin={"fc1": "cpu"})
-    assert refusal.value.fix == "pin modules to gpus; options 'park' puts what they save on the host"
+    assert (
+        refusal.value.fix
+        == "pin modules to gpus, such as 'cuda:0' or 0; options 'park' puts what they save on the host"
+    )
 
 
 def test_a_program_that_is_not_well_formed_is_told_so(program: Program) -> None:

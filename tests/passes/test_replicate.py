@@ -81,7 +81,7 @@ def test_the_captured_program_is_untouched() -> None:
     [
         ([0, 1, 0], "device 0 is given more than once\n  fix  give each replica a device of its own"),
         ([], r"devices: no devices\n  fix  give at least one, such as \[0\]"),
-        ([0, -1], r"devices\.1: -1 is not a device\n  fix  write 'gpu:0', 'cuda:0' or 0 for a gpu"),
+        ([0, -1], r"devices\.1: -1 is not a device\n  fix  write 'gpu:0', 'cuda:0' or 0"),
         (["a"], r"devices\.0: 'a' is not a device"),
         ([True, False], "True is not a device"),
         ([0.0], r"0\.0 is not a device"),
