@@ -92,7 +92,7 @@ def test_the_disk_is_refused_by_name(program: Program, where: str) -> None:
         ("40MiB", 40 << 20),
         ("40  mib", 40 << 20),
         (" 0.5 GiB ", 1 << 29),
-        ("4.35 GB", 4_350_000_000),  # as floats 4,349,999,999
+        ("2.01 GB", 2_010_000_000),  # as floats 2,009,999,999
         ("2kB", 2000),
         ("1TB", 10**12),
         ("1TiB", 1 << 40),
