@@ -2,13 +2,18 @@
 
 ::
 
-    step(x, y) ──▶ the session that ran last ──covered──▶ its step
-                            │ not covered
+    step(x, y) ──▶ the model is what sessions were made of? ──no──▶ what has changed? ─┐
+                            │ yes                                                     │
+                            ▼                                                         │
+                   these sessions, the last used first ──covered──▶ its step          │
+                            │ covered by none                                         │
+                            ▼                                                         │
+                   capture with (x, y) ◀──────────────────────────────────────────────┘
+                            │ passes, emit
                             ▼
-                   the others, the last used first ──covered──▶ its step
-                            │ covered by none
-                            ▼
-                   capture with (x, y) ──passes, emit──▶ a session beside the others, on the same state
+                   a session beside the others, on the same state
+
+:mod:`.plan_cache` holds the sessions, and says what of a model counts.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NoReturn
@@ -32,27 +38,33 @@ from .capture import capture
 from .capture.arguments import Arguments, read_arguments
 from .capture.modes import Modes
 from .capture.refusals import refuse_model
+from .capture.witness import Witness
 from .errors import CoverageError, PassError, PlacementError, RecaptureWarning, SessionError, counted, nearest, warn
 from .ir.device import DeviceName
 from .ir.plan import Plan
 from .ir.program import Program
 from .placing import Placing, flowing
+from .plan_cache import ModuleGuard, PlanCache, tell_recapture
 
 __all__ = ["Compiled", "compile"]
 
-_OURS: Final = ("plan", "state", "beside", "witness", "limits")
+_OURS: Final = ("plan", "state", "beside", "witness", "limits", "lent")
 _OPTIONS: Final = tuple([name for name in inspect.signature(Session).parameters if name not in _OURS])
 """Arguments of a session that are for its user to choose."""
+
+
+_CALLED: Final = {"loss function": "loss", "output function": "output"}
+"""What else than the model a step calls: its name in messages, and the option of capture."""
 
 
 class Compiled:
     """A model's step, captured, replicated, sent through *passes*, and used like a :class:`graphir.runtime.Session`.
 
     Steps of other sizes use the same plan where the program's sizes follow them. Where they are fixed, a plan would
-    hold more than *limits* at them, or an argument that is no tensor has changed, the step is captured anew with these
-    arguments: the model in the mode that it was in at first, on the present parameters, buffers, optimizer state,
-    learning rates and number of steps, which all plans share. Each such capture is told by a
-    :class:`graphir.RecaptureWarning`.
+    hold more than *limits* at them, an argument that is no tensor has changed, or the model has, the step is captured
+    anew with these arguments: the model in the mode that it was in at first, on the present parameters, buffers,
+    optimizer state, learning rates and number of steps, which all plans share. Each such capture is told by a
+    :class:`graphir.RecaptureWarning`. After eight captures for one attribute of the model a step is refused.
 
     Args:
         model: as :func:`graphir.capture` takes it.
@@ -74,7 +86,8 @@ class Compiled:
             the optimizer's, and no step done.
         witness: whether the step is recorded once more before the first step at sizes that were not recorded, and
             captured anew where it is not the plan's there.
-        options: what else :func:`graphir.capture` takes: ``loss``, ``optimizer``, ….
+        options: what else :func:`graphir.capture` takes: ``loss``, ``optimizer``, …. Attributes in *allow_changes* may
+            change without a capture.
 
     Raises:
         CaptureError: the step can't be captured.
@@ -128,15 +141,22 @@ class Compiled:
         self._count = arguments.inputs
         # The same dimensions hold for every later capture, where lengths alone could tell them otherwise.
         self._batch_dims = batch_dims if batch_dims is not None else _dims_tree(arguments)
-        self._sessions = [self._made(arguments, None)]
-        self._measured = self._sessions[0]
+        called = {name: options[key] for name, key in _CALLED.items() if options.get(key) is not None}
+        if not isinstance(options.get("allow_changes", ""), str):
+            options["allow_changes"] = tuple(options["allow_changes"])
+        self._cache: PlanCache[Session] = PlanCache({"": model, **called}, most_plans, options.get("allow_changes", ()))
+        self._tensors = _tensors_of(model)
+        guard = self._cache.look()
+        self._measured = self._made(arguments, None, guard)
+        self._cache.keep(guard, self._measured)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """One step, as :meth:`graphir.runtime.Session.step`; captures anew where no plan covers the arguments.
 
         Raises:
-            SessionError: the arguments fit no plan and none could be made for them, or another thread is in a step;
-                nothing has changed. Or the session cannot be used any more.
+            SessionError: the arguments fit no plan and none could be made for them; one attribute of the model has
+                changed too often; the model has other parameters or buffers than the compiled ones; or another thread
+                is in a step; nothing has changed. Or the session cannot be used any more.
             CaptureError: the step can't be captured with these arguments; nothing has changed.
             PassError: no placement of the step with these arguments is within the limits; nothing has changed.
             RunError: an operator failed; the model can go on where the error's ``usable`` says so.
@@ -144,22 +164,34 @@ class Compiled:
         if not self._running.acquire(blocking=False):
             raise SessionError("another thread is in a step of this model", fix="compile it once for each thread")
         try:
-            try:
-                return self._sessions[0].step(*args, **kwargs)
-            except CoverageError as e:
-                return self._step_elsewhere(e, args, kwargs)
+            refusal: CoverageError | None = None
+            guard = self._cache.look()
+            for session in self._cache.found(guard):
+                try:
+                    result = session.step(*args, **kwargs)
+                except CoverageError as e:
+                    refusal = refusal or e
+                else:
+                    self._cache.used(session)
+                    return result
+            return self._step_anew(guard, refusal, args, kwargs)
         finally:
             self._running.release()
 
-    def _step_elsewhere(self, refusal: CoverageError, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        for i, session in enumerate(self._sessions[1:], start=1):
-            with contextlib.suppress(CoverageError):
-                result = session.step(*args, **kwargs)
-                self._sessions.insert(0, self._sessions.pop(i))
-                return result
+    def _step_anew(
+        self, guard: ModuleGuard, refusal: CoverageError | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """A step that no plan covers: for the reason *refusal*; without one, since the model is another one."""
+        why = "its plan had made room for others"
+        if refusal is not None:
+            why = f"{refusal.what} ({refusal.fix})"
+        elif guard.change is not None:
+            self._check_tensors()
+            self._cache.refuse_another(guard.change)
+            why = str(guard.change)
         arguments = self._read(args[: self._count], dict(kwargs), args[self._count :], self._batch_dims)
         with self._modes.held():
-            session = self._made(arguments, self._sessions[0])
+            session = self._made(arguments, self._sessions[0], guard)
         try:
             if self._measuring is not None:
                 self._measuring.enter_context(session.measured())
@@ -167,15 +199,31 @@ class Compiled:
         except BaseException:
             session.close()
             raise
-        self._sessions.insert(0, session)
-        dropped = self._sessions[self._most_plans :]
-        del self._sessions[self._most_plans :]
+        dropped = self._cache.keep(guard, session)
         for old in dropped:
             old.close()
-        text = f"the step of {session.plan.name!r} was captured anew: {refusal.what} ({refusal.fix})"
+        text = f"the step of {session.plan.name!r} was captured anew: {why}"
         kept = f"; {self._most_plans} plans are kept, the one not used for longest was dropped" if dropped else ""
         warn(text + kept, RecaptureWarning)
         return result
+
+    def _check_tensors(self) -> None:
+        """Raise where the model has other parameters or buffers than those that the state was taken from."""
+        now = _tensors_of(self._model)
+        for name in dict.fromkeys([*now, *self._tensors]):
+            (before, *kind), (tensor, *other) = self._tensors.get(name, (None,)), now.get(name, (None,))
+            if tensor is not before or kind != other:
+                raise SessionError(
+                    f"{name!r} of the model is another tensor than the one that was compiled, whose value each step "
+                    "goes on from",
+                    where=f"plan {self.plan.name!r}",
+                    fix="compile the model anew, or give load_state_dict(...) of what was compiled the new values",
+                )
+
+    @property
+    def _sessions(self) -> list[Session]:
+        """Those of the plans that are kept, the last used first."""
+        return self._cache.plans
 
     def run(self, loader: Iterable[Any], steps: int | None = None, progress: bool = True) -> list[Any]:
         """Steps on the batches of a loader, as :meth:`graphir.runtime.Session.run`; captures anew as :meth:`step` does.
@@ -251,8 +299,8 @@ class Compiled:
     ) -> Arguments:
         return read_arguments(self._model, inputs, kwargs, targets, self._options.get("loss"), batch_dims)
 
-    def _made(self, arguments: Arguments, beside: Session | None) -> Session:
-        """A session of the step with these arguments."""
+    def _made(self, arguments: Arguments, beside: Session | None, guard: ModuleGuard) -> Session:
+        """A session of the step with these arguments, of the model that *guard* holds of."""
         parts = self._options.get("accumulate")
         parts = parts if type(parts) is int and parts > 0 else 1  # what else it may be is for capture to refuse
         inputs, kwargs, targets = arguments.split(_first_share(arguments, len(self._devices), parts))
@@ -271,10 +319,15 @@ class Compiled:
             plan = emit(program)
         except PlacementError:
             plan = emit(inject_copies(program))
+        assert isinstance(captured.witness, Witness)  # it was captured here
+        self._cache.leave_out(guard, captured.witness.changed)
+        lent = captured.witness.lend()
         witness = captured if self._witness else None
         limits = None if self._placing is None else self._placing.limits_of(plan)
         state = {**captured.state, **self._state}
-        session = Session(plan, state, beside=beside, witness=witness, limits=limits, **self._session_options)
+        session = Session(
+            plan, state, beside=beside, witness=witness, limits=limits, lent=lent, **self._session_options
+        )
         self._state = {name: tensor for name, tensor in self._state.items() if name not in captured.state}
         if self._placing is not None and found is not None:
             self._placing.keep(found)
@@ -396,6 +449,12 @@ def _check_options(session: object) -> None:
             raise SessionError(
                 f"a session has no option {name!r}{nearest(name, _OPTIONS)}", fix=f"options: {', '.join(_OPTIONS)}"
             )
+
+
+def _tensors_of(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor | None, Any, Any]]:
+    """A model's parameters and buffers by name, with their element types and shapes."""
+    named = chain(model.named_parameters(), model.named_buffers())
+    return {name: (tensor, tensor.dtype, tensor.shape) for name, tensor in named}
 
 
 def _dims_tree(arguments: Arguments) -> tuple[Any, Any, Any]:

@@ -101,6 +101,9 @@ class Session(Stepping):
             made, and at others before the first step of that size. None: no plan is.
         limits: what :func:`graphir.compile` has placed the plan within; at larger sizes at which the plan would hold
             more on one of its devices, a step is refused with a CoverageError.
+        lent: constants, by name, that steps read where they are instead of from a copy: what is written there holds
+            from the next step on. Those that are on another device or laid out otherwise are copied like all state,
+            and once torch has counted a write into one of them, steps are refused with a CoverageError.
 
     Raises:
         VerifyError: the plan is not sound.
@@ -127,6 +130,7 @@ class Session(Stepping):
         witness: Program | None = None,
         memory_limit: Most = "machine",
         limits: PlanLimits | None = None,
+        lent: Mapping[str, Tensor] | None = None,
     ) -> None:
         options = Options(executor, threads, seed, deadline, collectives, cuda_graph, keep_heap, memory_limit)
         options.check()
@@ -146,7 +150,7 @@ class Session(Stepping):
         follow_forks()
         self._forks = FORKS[0]
         program = plan.program
-        self._state: State = State(program, state, None if beside is None else beside._state, places)
+        self._state: State = State(program, state, None if beside is None else beside._state, places, lent)
         self._rates: LearningRates = LearningRates(program, state, None if beside is None else beside._rates)
         self._progress = self._state.progress
         self._places = places
@@ -210,6 +214,7 @@ class Session(Stepping):
 
     def _split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Stepping, Dims, list[Tensor]]:
         """What takes a step, the dimensions, and the tensor of each of its inputs."""
+        self._state.check_copied()
         try:
             return self, *self._scatter.split(args, kwargs)
         except FewerShares as e:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from graphir.analysis.interfaces import written_before_update
-from graphir.errors import RunError, SessionError, nearest
+from graphir.errors import CoverageError, RunError, SessionError, nearest
 from graphir.ir.blob import Blob, bound_layout
 from graphir.ir.device import Device
 from graphir.ir.operator import Operator
@@ -108,8 +108,11 @@ class State:
         beside: a state whose parameters, buffers, optimizer state and number of steps this one has too: the same
             tensors, which steps of both overwrite.
         places: the real device of each logical one; the host where it is not given.
+        lent: tensors by their own names, which are kept instead of being copied where they are on the blob's device
+            and laid out as the blob.
 
     Attributes:
+        copied: those of the *lent* of which copies were made, by name, and their versions then.
         keys: the own name of each blob that ``init`` loads.
         tensors: by blob.
         untouched: what the module has and no step touches, by its own names, to be handed back as it was given.
@@ -131,8 +134,10 @@ class State:
         given: Mapping[str, Tensor],
         beside: State | None = None,
         places: Mapping[Device, torch.device] | None = None,
+        lent: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.program = program
+        self.copied: dict[str, tuple[Tensor, int]] = {}
         if beside is not None:
             _check_beside(program, beside.program)
         self.keys = {op.outputs[0]: str(op.args["key"]) for op in program.init.ops if op.type == "graphir.load"}
@@ -142,6 +147,7 @@ class State:
         with torch.inference_mode():
             self.tensors = self._filled(given)
             self._place(places or {})
+            self._lend(lent or {})
             lasting = (name for name in self.tensors if program.init.blob(name).role in _COMMON_ROLES)
             self.common.update({name: self.tensors[name] for name in lasting})
             self.untouched = {
@@ -182,6 +188,26 @@ class State:
                     fix="give both the same binding, or make a session of its own",
                 )
             self.tensors[name] = copy(value, place)
+
+    def _lend(self, lent: Mapping[str, Tensor]) -> None:
+        """Put lent tensors in the place of copies of them."""
+        for name, key in self.keys.items():
+            if key in lent:
+                ours, its = self.tensors[name], lent[key]
+                if _geometry(ours) == _geometry(its):
+                    self.tensors[name] = its
+                else:
+                    self.copied[key] = its, its._version
+
+    def check_copied(self) -> None:
+        """Raise a CoverageError where a lent tensor was written since it was copied."""
+        for name, (tensor, version) in self.copied.items():
+            if tensor._version != version:
+                raise CoverageError(
+                    f"{name!r} was written since the session copied it to its device",
+                    where=f"program {self.program.name!r}",
+                    fix="make a session of the program as it is captured now",
+                )
 
     def of_step(self) -> dict[str, Tensor]:
         """The tensors that a step takes."""
@@ -377,6 +403,10 @@ def _load(blob: Blob, op: Operator, given: Mapping[str, Tensor], program: Progra
     _check_expanded(name, source, made)
     overwrite(made, source)
     return made
+
+
+def _geometry(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _taken(blob: Blob, tensor: Tensor) -> Tensor:

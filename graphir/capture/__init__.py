@@ -100,6 +100,7 @@ def capture(
             returns a pair: the model's outputs, and a dict of the gradients of those inputs that require one, by the
             names of their blobs. The parameters' gradients are outputs, as without an optimizer. Positions, such as
             ``[0, 2]``, are those of the outputs that have a gradient, among the leaves of all; True: all that need one.
+            Hooks on parameters are for those to call who take the gradients, as autograd does.
         output: called with what the model returns; the step returns what it returns, such as ``lambda out:
             out.logits`` of an output that also holds a cache. Without a loss, which takes the model's output itself.
         batch_dims: which dimension of each tensor is the batch: an int; None for a tensor that is passed whole; or
@@ -151,7 +152,7 @@ def capture(
     )
     allow_changes = allow_changes if isinstance(allow_changes, str) else tuple(allow_changes)
     with _capturing(model):
-        state = read_state(model)
+        state = read_state(model, hooked=loss is None)
         arguments = read_arguments(model, inputs, kwargs, targets, loss, batch_dims)
         groups = read_optimizer(optimizer, state.by_id) if optimizer is not None else ()
         trained = None if optimizer is None else frozenset([param for group in groups for param in group.params])
@@ -238,7 +239,9 @@ def _program_of(
         groups=groups,
     )
     recording = followed.sizes.recording
-    outline = Outline(tuple(named), outcome(recording), len(recording.calls))
+    # What is known is a literal, of which each step makes another tensor.
+    constants = {named[v.index]: t for v, t in recording.constants if v.kind == "constant" and not v.known}
+    outline = Outline(tuple(named), outcome(recording), len(recording.calls), constants)
     recorded: list[Dims] = [{**step.arguments.dims, **point} for point in followed.sizes.grid.points]
     followed.release()
     verify(program)

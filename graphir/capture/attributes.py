@@ -24,7 +24,17 @@ from .libraries import Outside
 from .refusals import where
 from .values import geometry_of
 
-__all__ = ["TABLES", "AllowedChanges", "Attributes", "Change", "attributes_of", "settled"]
+__all__ = [
+    "TABLES",
+    "AllowedChanges",
+    "Attributes",
+    "Change",
+    "attributes_of",
+    "fields",
+    "is_pythons",
+    "is_users",
+    "settled",
+]
 
 _CONTAINERS: Final = (list, dict, set, deque)
 TABLES: Final = ("_parameters", "_buffers")
@@ -43,6 +53,9 @@ class AllowedChanges:
         model: the module.
         names: of the attributes, after the paths of their modules.
 
+    Attributes:
+        changed: all that the step has changed, in these ways or in one that leaves the next step the same.
+
     Raises:
         CaptureError: a name is of nothing that the step could change.
     """
@@ -54,6 +67,7 @@ class AllowedChanges:
         modules = dict(model.named_modules())
         self._known = [f"{path}.{key}" if path else key for path, m in modules.items() for key in _own(m)]
         self._unseen = [name for name in self._names if name not in self._known]
+        self.changed: set[str] = set()
         for name in self._unseen:
             if name.rpartition(".")[0] not in modules:
                 raise self._unknown(name)
@@ -62,7 +76,8 @@ class AllowedChanges:
         return name in self._names
 
     def saw(self, name: str) -> None:
-        """Note that the step made the attribute *name*."""
+        """Note that the step made or changed the attribute *name*."""
+        self.changed.add(name)
         self._unseen = [other for other in self._unseen if other != name]
 
     def check(self) -> None:
@@ -184,7 +199,7 @@ class Attributes:
             now = _contents(container)
             if not (_same(contents, now, fakes) or self._may_change(attribute)):
                 what = f"what the attribute {attribute!r} holds"
-                if _is_users(container):
+                if is_users(container):
                     set_up, now = _altered(contents, now, fakes)
                     private = private or set_up
                 changes.append(self._change(what, attribute, now, private, left=False))
@@ -251,25 +266,33 @@ def _inside(attribute: str, private: bool, value: Any, seen: set[int]) -> Iterat
     if isinstance(value, (*_CONTAINERS, tuple)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _inside(attribute, private, item, seen)
-    elif _is_users(value):
-        for key, item in _fields(value).items():
+    elif is_users(value):
+        for key, item in fields(value).items():
             yield from _inside(attribute, private or key.startswith("_"), item, seen)
 
 
 def _holds(value: Any) -> bool:
     """Whether *value* has contents that may change while it stays the same object."""
     known = (*_CONTAINERS, *_BUFFERS, random.Random, itertools.count)
-    return isinstance(value, known) or _is_numpys(value) or _is_users(value)
+    return isinstance(value, known) or _is_numpys(value) or is_users(value)
 
 
-def _is_users(value: Any) -> bool:
+def is_users(value: Any) -> bool:
     """Whether *value* is an object of a class that a user or a library wrote, so that its attributes say what it is."""
     others = (torch.nn.Module, torch.Tensor, type, random.Random, tuple, *_CONTAINERS, *_BUFFERS)
     if isinstance(value, others) or _is_numpys(value) or not (hasattr(value, "__dict__") or _slots(value)):
         return False
-    package = type(value).__module__.partition(".")[0]
     plain = isinstance(value, (SimpleNamespace, threading.local))
-    return plain or package not in {*sys.stdlib_module_names, "torch", "numpy"}
+    return plain or not (is_pythons(type(value)) or _package(type(value)) in ("torch", "numpy"))
+
+
+def is_pythons(cls: type) -> bool:
+    """Whether a class is Python's own or of its standard library."""
+    return _package(cls) in sys.stdlib_module_names
+
+
+def _package(cls: type) -> str:
+    return cls.__module__.partition(".")[0]
 
 
 def _is_numpys(value: Any) -> bool:
@@ -298,13 +321,13 @@ def _slots(value: Any) -> dict[str, MemberDescriptorType]:
     return found
 
 
-def _fields(value: Any) -> dict[str, Any]:
+def fields(value: Any) -> dict[str, Any]:
     """The attributes of an object, whether in its dict or in slots; no code of its class runs."""
-    fields = dict(vars(value)) if hasattr(value, "__dict__") else {}
+    found = dict(vars(value)) if hasattr(value, "__dict__") else {}
     for key, slot in _slots(value).items():
         with contextlib.suppress(AttributeError):  # nothing is in it
-            fields[key] = slot.__get__(value)
-    return fields
+            found[key] = slot.__get__(value)
+    return found
 
 
 def _contents(container: Any) -> list[Any]:
@@ -327,7 +350,7 @@ def _contents(container: Any) -> list[Any]:
     if _is_numpys(container):
         state = _numpys_state(container)
         return [_in_python(state), state]
-    return _contents(_fields(container))
+    return _contents(fields(container))
 
 
 def _numpys_state(generator: Any) -> Any:
@@ -404,7 +427,7 @@ def _fill_fields(value: Any, before: dict[str, Any]) -> None:
     slots = _slots(value)
     if hasattr(value, "__dict__"):
         _fill_table(vars(value), {key: item for key, item in before.items() if key not in slots})
-    now = _fields(value)
+    now = fields(value)
     for key, slot in slots.items():
         if key in before:
             slot.__set__(value, before[key])

@@ -53,8 +53,12 @@ class ModelState(NamedTuple):
     by_id: dict[int, str]
 
 
-def read_state(model: torch.nn.Module) -> ModelState:
+def read_state(model: torch.nn.Module, hooked: bool = False) -> ModelState:
     """The model's state; a tensor under several names is one blob, called by the first.
+
+    Args:
+        model: the module.
+        hooked: whether parameters may have hooks on their gradients, since the step adds up none.
 
     Raises:
         CaptureError: a tensor is of a kind that programs don't have, has hooks, or shares memory with another one.
@@ -65,7 +69,7 @@ def read_state(model: torch.nn.Module) -> ModelState:
     for kind, named in (("param", model.named_parameters()), ("buffer", model.named_buffers())):
         for path, tensor in named:
             if id(tensor) not in by_id:
-                _check(path, kind, tensor)
+                _check(path, kind, tensor, hooked)
                 name = by_id[id(tensor)] = names.take(path)
                 tensors.append(StateTensor(name, kind, tensor))
     _check_memory(tensors)
@@ -74,7 +78,7 @@ def read_state(model: torch.nn.Module) -> ModelState:
     return ModelState(tuple(tensors), module_state, by_id)
 
 
-def _check(path: str, kind: str, tensor: torch.Tensor) -> None:
+def _check(path: str, kind: str, tensor: torch.Tensor, hooked: bool) -> None:
     owner = where(path.rpartition(".")[0])
     if is_lazy(tensor):
         raise CaptureError(
@@ -87,7 +91,7 @@ def _check(path: str, kind: str, tensor: torch.Tensor) -> None:
         raise CaptureError(
             f"{kind} {path!r} is complex, which is not supported", where=owner, fix="store real and imaginary parts"
         )
-    if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+    if not hooked and (tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)):
         raise CaptureError(
             f"{kind} {path!r} has a hook on its gradient, which a program would not run",
             where=owner,

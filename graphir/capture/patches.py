@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from ..process import fork_waits_for
 
-__all__ = ["LOCK", "here", "replaced"]
+__all__ = ["LOCK", "here", "replaced", "unpatched"]
 
 
 class _Replacement(NamedTuple):
@@ -85,6 +85,11 @@ class _ModuleChoice:
 
     def __delete__(self, instance: object) -> None:
         del self._table[self._name]
+
+
+def unpatched(value: object) -> object:
+    """An attribute of a class as that is for everybody else: what stood there before it was replaced."""
+    return value.before if isinstance(value, _Choice) else value
 
 
 LOCK: Final = threading.RLock()

@@ -51,11 +51,13 @@ class Outline(NamedTuple):
         names: the blob of each value, at its index.
         parts: what the parts of the step became; see :func:`.comparison.outcome`.
         calls: how many operators of the program's step are recorded ones; updates are behind them.
+        constants: the tensors that the program has copies of, by their blobs.
     """
 
     names: Sequence[str]
     parts: Mapping[str, object]
     calls: int
+    constants: Mapping[str, torch.Tensor]
 
 
 class _Difference(NamedTuple):
@@ -92,6 +94,7 @@ class Witness:
         self._allowed, self._alone, blobs = tuple(allowed), alone, program.step.blobs
         compared = {k: t for k, t in program.state.items() if k in blobs and blobs[k].role == "constant"}
         self._program, self._outline = program.with_(state=compared), outline
+        self._lent: Mapping[str, torch.Tensor] = {}
         self._modes = Modes(step.model)
         self._found: dict[tuple[int, ...], _Difference | None] = {self._point(dims): None for dims in recorded}
 
@@ -117,6 +120,19 @@ class Witness:
                 fix="capture the model at these sizes, or give others; a session without witness would run it as it is",
             )
 
+    @property
+    def changed(self) -> frozenset[str]:
+        """The attributes that the step changes, after the paths of their modules; a capture has put them back."""
+        return frozenset(self._step.allowed.changed)
+
+    def lend(self) -> Mapping[str, torch.Tensor]:
+        """The tensors that the step reads as constants, by their blobs, for plans that read them where they are.
+
+        What they hold by then is right, so it is not compared from now on.
+        """
+        self._lent = {name: tensor.detach() for name, tensor in self._outline.constants.items() if _is_plain(tensor)}
+        return self._lent
+
     def _point(self, dims: Dims) -> tuple[int, ...]:
         return tuple([dims.get(dim, captured) for dim, captured in self._step.arguments.dims.items()])
 
@@ -127,7 +143,7 @@ class Witness:
             with self._alone(model), self._modes.held():
                 allowed, caches = AllowedChanges(model, self._allowed), Caches()
                 step = self._step._replace(
-                    state=read_state(model),
+                    state=read_state(model, hooked=self._step.loss is None),
                     allowed=allowed,
                     attributes=attributes_of(model, allowed),
                     random=RandomState(),
@@ -169,11 +185,12 @@ class Witness:
             if parts[part] != became:
                 return _Difference(point_text(dims), f"it differs in {part}")
         for value, tensor in recording.constants:
-            ours = self._program.state.get(self._outline.names[value.index])
+            name = self._outline.names[value.index]
+            if name in self._lent and tensor is self._outline.constants[name]:
+                continue
+            ours = self._program.state.get(name)
             if ours is not None and has_data(tensor) and not same_bits(ours, tensor):
-                return _Difference(
-                    point_text(dims), f"the constant {self._outline.names[value.index]!r} has other values there"
-                )
+                return _Difference(point_text(dims), f"the constant {name!r} has other values there")
         return None
 
     def _difference(self, op: Operator, call: Call, dims: Dims) -> str:
@@ -213,6 +230,11 @@ class Witness:
             and bind(blob.offset, dims) == value.offset
             and (0 in shape or all(n == 1 or a == b for n, a, b in zip(shape, strides, value.strides, strict=True)))
         )
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor are what its memory holds."""
+    return has_data(tensor) and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _without_data(arguments: Arguments) -> Arguments:

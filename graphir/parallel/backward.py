@@ -22,13 +22,13 @@ from ..capture.modes import Modes
 from ..errors import CaptureError
 from ..ir.blob import bound_layout
 from ..ir.size import Dims
+from ..plan_cache import ModuleGuard
 from ..replication import HOOKS
 from .apply import apply_replicas
 from .calls import Call
 from .containers import Containers
 from .errors import ReplicationRuntimeError
 from .lent_state import LentState
-from .module_guard import ModuleGuard
 from .replicas import replicate
 
 __all__ = ["BackwardPlan", "Differentiated", "Ran"]
@@ -78,12 +78,12 @@ class BackwardPlan:
         binding: as a session takes it.
         halves: the programs, the forward's too.
         state: of both plans.
-        entries: the module's parameters and buffers, by their blobs' names.
+        entries: the module's parameters, buffers and plain tensors, by their blobs' names.
         given: the blobs that the forward plan returns, and those that it was given.
         targets: of each that it was given, the position among the call's leaves, and the replica.
         call: of the kind that the plan is for.
         containers: in what the module returns.
-        guard: of the module, as it was captured.
+        guard: of the module that was captured.
         told: called in each backward with the positions of the outputs for which gradients came, and whether replicas
             ran once more for it.
 
@@ -145,7 +145,7 @@ class BackwardPlan:
         ]
         read = {name.removeprefix(first) for name in backward.step.external_inputs}
         kept = {name: t for name, t in entries.items() if first + name not in state.written and not t.is_inference()}
-        self._checked = [t for name, t in entries.items() if name in read and first + name not in state.written]
+        self._checked = [t for name, t in kept.items() if name in read]
         self._kept = list(kept.values())
         self._cuts: dict[tuple[int, ...], list[list[_Cut]]] = {}
 

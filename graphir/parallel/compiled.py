@@ -7,17 +7,18 @@
     gradients of x  ◀── backward plan ◀── shares of the outputs' gradients
     sums of the parameters' gradients ◀──┘
 
-The plans run on the module's own parameters and buffers. They are captured at the first call of a kind, and kept as
-long as the module is what it was. Whatever they cannot stand for is left to eager replicas.
+The plans run on the module's own parameters and buffers. They are captured at the first call of a kind, and kept for
+calls of that kind while the module is what it was: :mod:`graphir.plan_cache`. Whatever they cannot stand for is left to
+eager replicas.
 
-``calls`` reads a call, ``module_guard`` watches the module, ``lent_state`` lends its tensors to plans; ``plans`` has
-what runs forward and ``backward`` the node.
+``calls`` reads a call, ``lent_state`` lends the module's tensors to plans; ``plans`` has what runs forward and
+``backward`` the node.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -25,11 +26,11 @@ import torch
 from graphir.runtime.machine.places import Binding
 from graphir.runtime.machine.surroundings import follow_forks
 
-from ..errors import CoverageError, EagerWarning, GraphirError, RunError, SessionError, warn
+from ..errors import CoverageError, EagerWarning, GraphirError, RecaptureWarning, RunError, SessionError, warn
+from ..plan_cache import ModuleGuard, PlanCache, told
 from ..replication import OWN_CALLBACK
 from .calls import Call, TooFewRows, Unfit, read_call
 from .devices import places_of_ids
-from .module_guard import ModuleGuard
 from .plans import Plans, Replicas
 
 __all__ = ["CompiledReplicas"]
@@ -47,7 +48,6 @@ _TWICE: Final = 4
 """How many backwards of one kind, one after the other, may run the replicas once more."""
 
 _OTHER_KINDS: Final = "calls are of other kinds again and again, by shapes, numbers among the arguments, or modes"
-_OTHER_MODULE: Final = "the module's attributes, parameters or buffers are other ones again and again"
 _OTHER_OUTPUTS: Final = "gradients come for other outputs again and again"
 _RUN_TWICE: Final = "its backward runs them once more each time, for gradients of gradients or for other outputs"
 
@@ -66,6 +66,7 @@ class CompiledReplicas:
             the first replica's.
         dim: along which inputs are split and outputs gathered.
         binding: the real device of each logical one, as :class:`graphir.runtime.Session` takes it.
+        allow_changes: attributes whose changes make no difference, as :func:`graphir.capture` takes them.
     """
 
     def __init__(
@@ -75,25 +76,21 @@ class CompiledReplicas:
         output_device: int | torch.device | None = None,
         dim: int = 0,
         binding: Binding = "auto",
+        allow_changes: Iterable[str] = (),
     ) -> None:
         output = device_ids[0] if output_device is None else output_device
         if not isinstance(output, torch.device):
             output = places_of_ids(device_ids, output, binding)[output]
-        self._replicas = Replicas(module, tuple(device_ids), dim, binding, output)
+        self._replicas = Replicas(module, tuple(device_ids), dim, binding, output, tuple(allow_changes))
         self._reset()
 
     def _reset(self) -> None:
-        self._kinds: dict[Hashable, _Kind] = {}
+        module, allowed = self._replicas.module, self._replicas.allow_changes
+        self._cache: PlanCache[_Kind] = PlanCache({"": module}, _MOST_KINDS, allowed, in_place=True)
         self._told: set[str] = set()
         self._captures = _Captures()
-        self._watch()
         self._lock = threading.RLock()
         follow_forks()
-
-    def _watch(self) -> None:
-        """Note the modules and parameters whose modes tell kinds of calls apart."""
-        module = self._replicas.module
-        self._modules, self._params = list(module.modules()), list(module.parameters())
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_replicas": self._replicas}
@@ -120,12 +117,13 @@ class CompiledReplicas:
         """
         try:
             with self._lock:
-                call = self._read(tuple(args), dict(kwargs or {}), sizes)
+                guard = self._cache.look()
+                call = self._read(guard, tuple(args), dict(kwargs or {}), sizes)
                 try:
-                    output = self._plans(call)(call)
+                    output = self._plans(guard, call)(call)
                 except CoverageError:
                     call = call.of_this_size()
-                    output = self._plans(call)(call)
+                    output = self._plans(guard, call)(call)
                 self._captures.calls += 1
                 return output
         except (TooFewRows, RunError):  # what has failed is to fail in a replica, whose error says where
@@ -134,34 +132,46 @@ class CompiledReplicas:
             self._tell(str(e).partition("\n")[0])
             return None
 
-    def _read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: tuple[int, ...] | None) -> Call:
-        place = self._params[0].device if self._params else torch.device("cpu")
-        modes = tuple([m.training for m in self._modules]), tuple([p.requires_grad for p in self._params])
+    def _read(
+        self, guard: ModuleGuard, args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: tuple[int, ...] | None
+    ) -> Call:
+        modes = tuple([module.training for module in guard.modules])
+        param = next(self._replicas.module.parameters(), None)
+        place = torch.device("cpu") if param is None else param.device
         return read_call(args, kwargs, self._replicas.dim, len(self._replicas.devices), place, modes, sizes)
 
-    def _plans(self, call: Call) -> Plans:
-        """The plans for such a call, captured if need be.
+    def _plans(self, guard: ModuleGuard, call: Call) -> Plans:
+        """The plans for such a call of the module that *guard* holds of, captured if need be.
 
         Raises:
             Unfit: there are none.
         """
-        kind = self._kinds.pop(call.kind, None)
-        if kind is None:
-            self._captures.require(_OTHER_KINDS)
-            kind = _Kind(self._captures)
-        self._kinds[call.kind] = kind
-        if len(self._kinds) > _MOST_KINDS:
-            del self._kinds[next(iter(self._kinds))]
-        if kind.guard is None or not kind.guard.holds():
-            self._watch()
-            kind.start(self._replicas.module)
-        return kind.plans(self._replicas, call)
+        if guard.hooked():
+            raise Unfit("a module has hooks, which are called once for each replica")
+        for kind in self._cache.found(guard, call.kind):
+            self._cache.used(kind)
+            return kind.plans(guard, call)
+        change = None if self._cache.holds_plans_of(guard) else guard.change
+        why = _OTHER_KINDS if change is None else f"the module's {change.attribute!r} has changed again and again"
+        self._captures.require(why)
+        module = self._replicas.module
+        if any(map(torch.nn.parameter.is_lazy, (*module.parameters(), *module.buffers()))):
+            raise Unfit("a parameter or buffer has no shape yet")
+        kind = _Kind(self._replicas, self._captures, self._cache)
+        self._cache.keep(guard, kind, call.kind)
+        plans = kind.plans(guard, call)
+        if change is not None:
+            self._cache.drop_other_tensors(guard)
+            tell_recapture(f"the replicas of {self._name()} were captured anew: {change}")
+        return plans
 
     def _tell(self, why: str) -> None:
         if why not in self._told:
             self._told.add(why)
-            name = type(self._replicas.module).__name__
-            warn(f"the replicas of {name} run eagerly: {why}", EagerWarning)
+            warn(f"the replicas of {self._name()} run eagerly: {why}", EagerWarning)
+
+    def _name(self) -> str:
+        return type(self._replicas.module).__name__
 
 
 class _Captures:
@@ -180,60 +190,51 @@ class _Captures:
 
 
 class _Kind:
-    """Calls of one kind, their plans, and the module that these were captured from.
+    """Calls of one kind of a module, and their plans.
+
+    Args:
+        replicas: what is replicated.
+        captures: which pay for these.
+        cache: that the kind is in.
 
     Attributes:
-        guard: of that module.
         found: the plans by the positions of the outputs whose gradients they take, or why there are none.
         wanted: the positions of the outputs for which gradients came last; None: all that need one.
         needing: those that need one, once that is known.
     """
 
-    def __init__(self, captures: _Captures) -> None:
-        self.guard: ModuleGuard | None = None
+    def __init__(self, replicas: Replicas, captures: _Captures, cache: PlanCache[_Kind]) -> None:
         self.found: dict[tuple[int, ...] | None, Plans | str] = {}
         self.wanted: tuple[int, ...] | None = None
         self.needing: tuple[int, ...] | None = None
-        self._captures = captures
+        self._replicas, self._captures, self._cache = replicas, captures, cache
         self._twice = 0  # backwards, one after the other, for which replicas ran once more
 
-    def plans(self, replicas: Replicas, call: Call) -> Plans:
-        assert self.guard is not None
-        if self.guard.hooked():
-            raise Unfit("a module has hooks, which are called once for each replica")
+    def plans(self, guard: ModuleGuard, call: Call) -> Plans:
+        """The plans for a call; for the outputs that gradients came for last."""
         if self._twice > _TWICE:
             raise Unfit(_RUN_TWICE)
         found = self.found.get(self.wanted)
         if found is None:
-            self._captures.require(_OTHER_OUTPUTS if self.wanted is not None else _OTHER_MODULE)
-            found = self.found[self.wanted] = self._made(replicas, call)
-            self.guard = ModuleGuard(replicas.module)  # the step may have set it up
+            if self.wanted is not None:
+                self._captures.require(_OTHER_OUTPUTS)
+            found = self.found[self.wanted] = self._made(guard, call)
         if isinstance(found, str):
             raise Unfit(found)
         return found
 
-    def start(self, module: torch.nn.Module) -> None:
-        """Begin with the module as it is now."""
-        if any(map(torch.nn.parameter.is_lazy, (*module.parameters(), *module.buffers()))):
-            raise Unfit("a parameter or buffer has no shape yet")
-        if self.found:
-            self._captures.require(_OTHER_MODULE)
-        self.guard = ModuleGuard(module)
-        self.found.clear()
-        self.wanted = self.needing = None
-        self._twice = 0
-
-    def _made(self, replicas: Replicas, call: Call) -> Plans | str:
-        module = replicas.module
+    def _made(self, guard: ModuleGuard, call: Call) -> Plans | str:
+        module = self._replicas.module
         if any(hasattr(inner, OWN_CALLBACK) for inner in module.modules()):
             return "a module has a callback, which is called for each replica"
         if any(buffer.requires_grad for buffer in module.buffers()):
             return "a buffer needs a gradient"
         self._captures.made += 1
         try:
-            plans = Plans(replicas, call, self.wanted, self.needing, self._tell)
+            plans = Plans(self._replicas, call, self.wanted, self.needing, guard, self._tell)
         except GraphirError as e:
             return f"it cannot be captured: {e.what}"
+        self._cache.leave_out(guard, plans.changed)
         if self.wanted is None:
             self.needing = plans.positions
         return plans

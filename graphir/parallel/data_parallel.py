@@ -10,13 +10,14 @@ plans if these can stand for it (:mod:`.compiled`): the same bits but for random
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Final, Literal, TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
 
+from ..capture.attributes import AllowedChanges
 from ..capture.randomness import active_ids
 from .apply import apply_replicas
 from .compiled import CompiledReplicas
@@ -33,7 +34,7 @@ _FORWARD: Final = "DataParallel.forward"
 _STEPS: Final = ("scatter", "replicate", "parallel_apply", "gather")
 """What a subclass can override; plans cannot stand for it then."""
 
-_Replicated: TypeAlias = tuple[nn.Module, tuple[int, ...], int, int, Binding]
+_Replicated: TypeAlias = tuple[nn.Module, tuple[int, ...], int, int, Binding, tuple[str, ...]]
 
 
 class DataParallel(nn.DataParallel[Any]):
@@ -59,12 +60,15 @@ class DataParallel(nn.DataParallel[Any]):
             ``{"gpu:0": "cuda:0", "gpu:1": "cuda:0"}``, lets several share a GPU.
         idle: ``call`` calls a replica that has no rows, as torch does where there are arguments that are not split: the
             module has to do without the others. ``skip`` leaves such replicas out.
+        allow_changes: attributes, such as ``("counter", "layers.0.counter")``, that only keep books: calls and their
+            callers may change them, and plans go on with the values that were captured.
 
     Attributes:
         module: the module.
         device_ids: the numbers of the devices; empty where the module itself runs.
 
     Raises:
+        CaptureError: *allow_changes* is no tuple of attributes.
         ReplicationIndexError: *device_ids* is empty.
         ReplicationValueError: a device is none or is named twice; the binding does not fit; *idle* is another word.
         ReplicationRuntimeError: there are fewer GPUs, and the binding shares none.
@@ -85,6 +89,7 @@ class DataParallel(nn.DataParallel[Any]):
         *,
         binding: Binding = "auto",
         idle: Literal["call", "skip"] = "call",
+        allow_changes: Iterable[str] = (),
     ) -> None:
         nn.Module.__init__(self)
         if idle not in ("call", "skip"):
@@ -92,6 +97,8 @@ class DataParallel(nn.DataParallel[Any]):
                 f"idle is {idle!r}", where="DataParallel(...)", fix="give 'call', as torch does, or 'skip'"
             )
         self.idle = idle
+        self.allow_changes = allow_changes if isinstance(allow_changes, str) else tuple(allow_changes)
+        AllowedChanges(module, self.allow_changes)  # raises where there cannot be such attributes
         ids = ids_of(device_ids, binding)
         self.module = module
         self.dim = dim
@@ -148,7 +155,7 @@ class DataParallel(nn.DataParallel[Any]):
         :func:`graphir.seeded`, whose masks are those of eager replicas."""
         if len(self.device_ids) < 2 or active_ids() is not None or any(map(self._overrides, _STEPS)):
             return None
-        of = self.module, tuple(self.device_ids), self.output_device, self.dim, self.binding
+        of = self.module, tuple(self.device_ids), self.output_device, self.dim, self.binding, self.allow_changes
         if self._compiled is None or any(a is not b and a != b for a, b in zip(self._compiled[0], of, strict=True)):
             self._compiled = of, CompiledReplicas(*of)
         return self._compiled[1]

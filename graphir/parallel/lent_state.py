@@ -24,8 +24,8 @@ class LentState:
     a program overwrites: of these, and on other devices of all, they have copies, which :meth:`broadcast` fills.
 
     Args:
-        module: its parameters and buffers, by their blobs' names.
-        constants: of the captured program, by name.
+        module: its parameters and buffers, and plain tensors that it reads, by their blobs' names.
+        constants: of the captured program, by name; for those that are none of these.
         programs: replicated alike; the parts of one step.
         binding: as a session takes it.
 

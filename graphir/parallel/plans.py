@@ -19,16 +19,17 @@ from graphir.runtime.machine.places import Binding, places_of
 
 from ..capture import capture
 from ..capture.model_state import read_state
+from ..capture.witness import Witness
 from ..errors import CaptureError
 from ..ir.names import base_name
 from ..ir.program import Program
 from ..ir.size import BATCH, size_dims
+from ..plan_cache import ModuleGuard
 from .backward import BackwardPlan, Differentiated, Ran
 from .calls import Call
 from .containers import Containers
 from .gather import gather
 from .lent_state import LentState
-from .module_guard import ModuleGuard
 
 __all__ = ["Plans", "Replicas"]
 
@@ -42,6 +43,7 @@ class Replicas(NamedTuple):
         dim: along which inputs are split and outputs gathered.
         binding: the real device of each logical one.
         output: the real device of the outputs.
+        allow_changes: attributes that calls may change, as capture takes them.
     """
 
     module: torch.nn.Module
@@ -49,6 +51,7 @@ class Replicas(NamedTuple):
     dim: int
     binding: Binding
     output: torch.device
+    allow_changes: tuple[str, ...] = ()
 
 
 class Plans:
@@ -59,9 +62,11 @@ class Plans:
         call: of this kind.
         positions: of the outputs whose gradients the backward takes, among the leaves of all; None: all that need one.
         needing: of the outputs that need a gradient, where *positions* are some of these.
+        guard: of the module as it is.
         told: as of :class:`.backward.BackwardPlan`.
 
     Attributes:
+        changed: the attributes of the module that the captured call changes.
         positions: those of the outputs whose gradients the backward takes; empty where there is none.
 
     Raises:
@@ -74,11 +79,14 @@ class Plans:
         call: Call,
         positions: tuple[int, ...] | None,
         needing: tuple[int, ...] | None,
+        guard: ModuleGuard,
         told: Callable[[tuple[int, ...], bool], None],
     ) -> None:
         self.replicas = replicas
         self._containers = Containers()
         captured = _captured(replicas, call, positions, self._containers)
+        assert isinstance(captured.witness, Witness)  # it was captured here
+        self.changed = captured.witness.changed
         self.positions = captured.interface.differentiable
         # Without the copies of the parameters: the plans run on the module's own.
         program = replicate(captured, replicas.devices, reduction="sum").with_(state={})
@@ -86,7 +94,8 @@ class Plans:
         sums: Literal["first", "spread"] = "spread" if on_host else "first"  # in one memory it is all the same
         halves = split_backward(program, sums) if self.positions else None
         forward = program if halves is None else halves.forward
-        entries = {entry.name: entry.tensor for entry in read_state(replicas.module).tensors}
+        entries = dict(captured.witness.lend())
+        entries |= {entry.name: entry.tensor for entry in read_state(replicas.module, hooked=True).tensors}
         parts = [forward] if halves is None else [halves.forward, halves.backward]
         self._state = LentState(entries, captured.state, parts, replicas.binding)
         self._forward = Function(emit(forward), self._state.tensors, replicas.binding)
@@ -107,7 +116,7 @@ class Plans:
                 [(leaf, replica) for leaf, replica, _ in self._scatter.targets],
                 call,
                 self._containers,
-                ModuleGuard(replicas.module),
+                guard,
                 told,
             )
             if needing is not None:
@@ -155,7 +164,15 @@ def _captured(replicas: Replicas, call: Call, positions: tuple[int, ...] | None,
         bool(call.tensors) or any(p.requires_grad for p in replicas.module.parameters())
     )
     backward: bool | tuple[int, ...] = needing if positions is None else positions
-    made = partial(capture, replicas.module, args, kwargs=kwargs, batch_dims=replicas.dim, output=containers.opened)
+    made = partial(
+        capture,
+        replicas.module,
+        args,
+        kwargs=kwargs,
+        batch_dims=replicas.dim,
+        output=containers.opened,
+        allow_changes=replicas.allow_changes,
+    )
     try:
         return made(backward=backward)
     except CaptureError as e:

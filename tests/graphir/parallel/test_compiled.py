@@ -720,13 +720,16 @@ def test_a_container_of_another_type_is_the_same_as_long_as_it_holds_the_same() 
         assert compiled((x,)) is not None
 
 
-def test_an_inference_tensor_is_left_to_eager_replicas() -> None:
-    model = Noted()
+def test_an_inference_tensor_is_read_where_it_is() -> None:
+    model, x = Noted(), batch()
     with torch.inference_mode():
         model.table = torch.ones(4)
     compiled = CompiledReplicas(model, [0, 1])
-    with pytest.warns(graphir.errors.EagerWarning, match="a module keeps an inference tensor, whose changes nothing"):
-        assert compiled((batch(),)) is None
+    for value in (1.0, 3.0):
+        with torch.inference_mode():
+            model.table.fill_(value)
+        with torch.no_grad():
+            assert torch.equal(compiled((x,)), torch.cat([model(part) for part in x.chunk(2)]))
 
 
 def test_a_negative_dimension_is_left_to_eager_replicas() -> None:
@@ -743,7 +746,7 @@ def test_outputs_go_to_the_output_device() -> None:
 def test_a_module_that_changes_again_and_again_is_left_to_eager_replicas() -> None:
     model, x = Noted(), batch()
     compiled = CompiledReplicas(model, [0, 1])
-    why = "the module's attributes, parameters or buffers are other ones again and again"
+    why = "the module's 'scale' has changed again and again"
     with pytest.warns(graphir.errors.EagerWarning, match=why):
         for i in range(9):
             model.scale = float(i)

@@ -1,0 +1,328 @@
+"""What of a module a step may read: every part under the name by which a message calls it."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Container, Mapping, Sequence
+from functools import cached_property, partial, partialmethod
+from itertools import chain
+from operator import itemgetter
+from types import FunctionType, MethodType
+from typing import Any, Final, NamedTuple
+
+import numpy
+import torch
+from torch.nn.modules import module as torchs
+from torch.nn.parameter import is_lazy
+
+from ..capture.attributes import fields, is_pythons, is_users
+from ..capture.patches import unpatched
+from ..ir.tensor import PLAIN
+
+__all__ = ["VALUES", "Change", "Inventory", "is_same"]
+
+_HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_TABLES: Final = ("_parameters", "_buffers", "_modules")
+_INTERNAL: Final = frozenset(vars(torch.nn.Module()))
+"""Attributes that every module has; of these a step reads the tables, the hooks and ``training`` only."""
+_GLOBAL_HOOKS: Final = tuple([f"_global{name}" for name in _HOOKS])
+VALUES: Final = (
+    *(bool, int, float, complex, str, bytes, type(None), range, slice, numpy.generic),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+"""Types whose values are compared. Everything else is itself and nothing else."""
+_BUFFERS: Final = (bytearray, array, numpy.ndarray)
+_WRAPPERS: Final = {
+    property: ("fget", "fset", "fdel"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    cached_property: ("func",),
+    partialmethod: ("func", "args", "keywords"),
+}
+"""What a class holds around a function, and where the function is."""
+
+
+class Change(NamedTuple):
+    """One difference between a module now and earlier.
+
+    Attributes:
+        attribute: what is another one, such as ``layers.0.scale`` or ``Attention.forward``.
+        now: its value where that is a number or text, as text; else empty.
+        of_class: whether it is an attribute of a class.
+    """
+
+    attribute: str
+    now: str
+    of_class: bool
+
+    def __str__(self) -> str:
+        return f"{self.attribute!r} of the module {f'is {self.now} now' if self.now else 'has changed'}"
+
+
+class _Memory:
+    """The memory that a tensor shows: its storage, and where and how."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.alias, self.dtype = tensor.detach(), tensor.dtype
+
+    def same(self, other: _Memory) -> bool:
+        return self.dtype == other.dtype and self.alias.is_set_to(other.alias)
+
+
+class Inventory:
+    """The parts of a module, of the objects that it holds, and of the classes of both.
+
+    A module's attributes are followed into lists, tuples, dicts, sets, arrays and modules that nobody registered. Of an
+    object of a user's or a library's class the attributes are parts too; objects that these hold are followed no
+    further. Functions are themselves, their code and their defaults.
+
+    Args:
+        roots: the module under the empty name; and what else a step calls, such as its loss, by name.
+        left_out: attributes that are no parts, after the paths of their modules, and attributes of classes.
+        in_place: whether plans run on the module's own parameters and buffers. Then the memory of these is a part, and
+            hooks are none. Otherwise it is the other way round, with the shapes and element types of these tensors.
+
+    Attributes:
+        parts: by name, in order: values, objects, and the kinds of containers.
+        modules: every module once.
+        typed: the modules, and objects whose attributes are parts: what has a class that is a part.
+        instances: the tables of their attributes, and what reads of each the attributes that are parts.
+        mappings: dicts, the attributes of objects and those of classes.
+        sequences: lists and deques.
+        empty: tables and containers in which nothing is.
+        copied: what shows no objects that could be compared, and reads its contents.
+        functions: every function once.
+        memories: the tensors whose memory is a part.
+        own: the parameters and buffers.
+        hooks: tables of hooks, where they are no parts.
+    """
+
+    def __init__(self, roots: Mapping[str, Any], left_out: Container[str], in_place: bool) -> None:
+        self.parts: dict[str, Any] = {}
+        self.modules: list[torch.nn.Module] = []
+        self.typed: list[Any] = []
+        self.instances: list[tuple[dict[str, Any], Callable[[Any], tuple[Any, ...]]]] = []
+        self.mappings: list[Mapping[Any, Any]] = []
+        self.sequences: list[Sequence[Any]] = []
+        self.empty: list[Any] = []
+        self.copied: list[Callable[[], Any]] = []
+        self.functions: list[FunctionType] = []
+        self.memories: list[torch.Tensor] = []
+        self.own: dict[int, torch.Tensor] = {}
+        self.hooks: list[Mapping[Any, Any]] = []
+        self._left_out, self._in_place = left_out, in_place
+        self._seen: set[tuple[int, bool]] = set()
+        self._classes: dict[type, bool] = {}
+        for name, root in roots.items():
+            self._collect_own(root)
+            self._visit(name, root)
+        for cls in self._classes:
+            self._class(cls)
+        if not in_place:
+            for name in _GLOBAL_HOOKS:
+                self._visit(f"torch's {name}", getattr(torchs, name))
+
+    def change_to(self, later: Inventory) -> Change | None:
+        """The first part that is another one in a *later* inventory of the same module; None where none is."""
+        if (
+            len(self.parts) == len(later.parts)
+            and all(map(is_same, self.parts.values(), later.parts.values()))
+            and list(self.parts) == list(later.parts)
+        ):
+            return None
+        for name in dict.fromkeys([*later.parts, *self.parts]):
+            before, now = self.parts.get(name, _ABSENT), later.parts.get(name, _ABSENT)
+            if not is_same(before, now):
+                shown = repr(now) if isinstance(now, VALUES) else ""
+                return Change(name, shown if len(shown) <= 40 else "", later._is_of_class(name))
+        return None
+
+    def _is_of_class(self, name: str) -> bool:
+        return any(name.startswith(f"{cls.__qualname__}.") for cls in self._classes)
+
+    def _collect_own(self, root: Any) -> None:
+        for module in root.modules() if isinstance(root, torch.nn.Module) else ():
+            for tensor in chain(module._parameters.values(), module._buffers.values()):
+                if tensor is not None:
+                    self.own[id(tensor)] = tensor
+
+    def _add(self, name: str, part: Any) -> str:
+        while name in self.parts:  # two classes of one name
+            name += "'"
+        self.parts[name] = part
+        return name
+
+    def _visit(self, name: str, value: Any, follow: bool = True) -> None:
+        """Add a value, and what is in it; the attributes of an object where it is to be followed."""
+        if name in self._left_out:
+            return
+        if isinstance(value, VALUES):
+            self._add(name, value)
+            return
+        if isinstance(value, (list, tuple, deque, dict)):
+            if isinstance(value, dict):
+                self._add(name, (type(value), *value))
+            else:
+                self._add(name, (type(value), len(value)))
+            if self._is_new(value, follow):
+                self._items(name, value, follow)
+            return
+        if isinstance(value, (set, frozenset)):
+            self._copied(name, value, partial(frozenset, value))
+            return
+        if isinstance(value, _BUFFERS):
+            self._copied(name, value, partial(_bytes_of, value))
+            return
+        self._add(name, value)
+        if isinstance(value, torch.Tensor):
+            self._tensor(name, value)
+        elif self._is_new(value, follow):
+            self._inside(name, value, follow)
+
+    def _is_new(self, value: Any, follow: bool) -> bool:
+        """Whether a value has not been looked into so far."""
+        if (id(value), True) in self._seen or (id(value), follow) in self._seen:
+            return False
+        self._seen.add((id(value), follow))
+        return True
+
+    def _items(self, name: str, value: Any, follow: bool) -> None:
+        if not value:
+            if not isinstance(value, tuple):
+                self.empty.append(value)
+        elif isinstance(value, dict):
+            self.mappings.append(value)
+        elif not isinstance(value, tuple):
+            self.sequences.append(value)
+        for key, item in list(value.items()) if isinstance(value, dict) else enumerate(value):
+            self._visit(f"{name}[{key!r}]", item, follow)
+
+    def _inside(self, name: str, value: Any, follow: bool) -> None:
+        if isinstance(value, FunctionType):
+            self._function(name, value)
+        elif isinstance(value, MethodType):
+            self._visit(name + ".__func__", value.__func__, follow)
+            self._visit(name + ".__self__", value.__self__, follow)
+        elif isinstance(value, partial):
+            for part in ("func", "args", "keywords"):
+                self._visit(f"{name}.{part}", getattr(value, part), follow)
+        elif isinstance(value, torch.nn.Module):
+            self._module(name, value)
+        elif follow and is_users(value):
+            self._object(name, value)
+
+    def _copied(self, name: str, value: Any, read: Callable[[], Any]) -> None:
+        self._add(name, (type(value), read()))
+        if not isinstance(value, frozenset):
+            self.copied.append(read)
+
+    def _function(self, name: str, function: FunctionType) -> None:
+        self.functions.append(function)
+        for part in ("__code__", "__defaults__", "__kwdefaults__"):
+            self._add(f"{name}.{part}", getattr(function, part))
+
+    def _tensor(self, name: str, tensor: torch.Tensor) -> None:
+        if not self._is_new(tensor, True):
+            return
+        self._add(f"{name}.requires_grad", tensor.requires_grad)
+        if id(tensor) in self.own and not self._in_place:
+            self._add(f"{name}.shape", None if is_lazy(tensor) else (tuple(tensor.shape), tensor.dtype))
+            self._add(f"{name}._backward_hooks", bool(tensor._backward_hooks))
+            self._add(f"{name}._post_accumulate_grad_hooks", bool(tensor._post_accumulate_grad_hooks))
+        elif type(tensor) in PLAIN and tensor.layout == torch.strided:
+            self.memories.append(tensor)
+            self._add(f"{name}.data", _Memory(tensor))
+
+    def _module(self, path: str, module: torch.nn.Module) -> None:
+        self.modules.append(module)
+        self.typed.append(module)
+        table, prefix = vars(module), f"{path}." if path else ""
+        self._add(f"{prefix}__class__", type(module))
+        self._watch(type(module))
+        names = [name for name in table if name not in _INTERNAL and prefix + name not in self._left_out]
+        tables = [name for name in (*_TABLES, *_HOOKS) if name in table]
+        self.instances.append((table, _reader((*tables, *names))))
+        for name in names:
+            self._visit(prefix + name, table[name])
+        for name in tables:
+            if name in _HOOKS and self._in_place:
+                self.hooks.append(table[name])
+            elif name in _HOOKS:
+                self._visit(prefix + name, table[name])
+            else:
+                (self.mappings if table[name] else self.empty).append(table[name])
+                self._add(prefix + name, tuple(table[name]))
+                for key, item in list(table[name].items()):
+                    self._visit(prefix + key, item)
+
+    def _object(self, name: str, value: Any) -> None:
+        self.typed.append(value)
+        held = vars(value) if hasattr(value, "__dict__") else {}
+        found = fields(value)
+        if held:
+            self.mappings.append(held)
+        elif hasattr(value, "__dict__"):
+            self.empty.append(held)
+        if len(found) > len(held):
+            self.copied.append(partial(_slots_of, value))
+        self._add(f"{name}.__class__", type(value))
+        self._add(f"{name}.__dict__", tuple(found))
+        for key, item in found.items():
+            self._visit(f"{name}.{key}", item, follow=False)
+        self._watch(type(value))
+
+    def _watch(self, cls: type) -> None:
+        for base in cls.__mro__:
+            if not is_pythons(base):
+                self._classes[base] = True
+
+    def _class(self, cls: type) -> None:
+        self.mappings.append(vars(cls))
+        for name, value in list(vars(cls).items()):
+            if not (name.startswith("__") and name.endswith("__")) or callable(value):
+                self._member(f"{cls.__qualname__}.{name}", unpatched(value))
+
+    def _member(self, name: str, value: Any) -> None:
+        if type(value) not in _WRAPPERS:
+            self._visit(name, value)
+        elif name not in self._left_out:
+            for part in _WRAPPERS[type(value)]:
+                self._visit(f"{name}.{part}", getattr(value, part))
+
+
+class _Absent:
+    """In the place of a part that is not there."""
+
+
+_ABSENT: Final = _Absent()
+
+
+def _bytes_of(value: Any) -> Any:
+    if isinstance(value, numpy.ndarray):
+        return value.dtype, value.shape, value.tobytes()
+    return bytes(value)
+
+
+def _slots_of(value: Any) -> list[int]:
+    return list(map(id, fields(value).values()))
+
+
+def _reader(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
+    """What reads so many entries of a dict."""
+    return itemgetter(*names) if len(names) > 1 else lambda table: tuple([table[name] for name in names])
+
+
+def is_same(before: Any, now: Any) -> bool:
+    """Whether two parts are one object, or equal values, or containers of one kind."""
+    if before is now:
+        return True
+    if type(before) is not type(now):
+        return False
+    if isinstance(before, tuple):
+        return len(before) == len(now) and all(map(is_same, before, now))
+    if isinstance(before, _Memory):
+        return before.same(now)
+    if isinstance(before, (float, complex, numpy.generic)):  # NaN is NaN, and 0.0 is not -0.0
+        return repr(before) == repr(now)
+    return isinstance(before, (*VALUES, frozenset)) and bool(before == now)
