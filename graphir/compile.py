@@ -44,7 +44,7 @@ from .ir.device import DeviceName
 from .ir.plan import Plan
 from .ir.program import Program
 from .placing import Placing, flowing
-from .plan_cache import ModuleGuard, PlanCache, tell_recapture
+from .plan_cache import ModuleGuard, PlanCache, told
 
 __all__ = ["Compiled", "compile"]
 
@@ -185,10 +185,10 @@ class Compiled:
         why = "its plan had made room for others"
         if refusal is not None:
             why = f"{refusal.what} ({refusal.fix})"
-        elif guard.change is not None:
+        elif guard.changes:
             self._check_tensors()
-            self._cache.refuse_another(guard.change)
-            why = str(guard.change)
+            self._cache.refuse_another(guard)
+            why = told(guard.changes)
         arguments = self._read(args[: self._count], dict(kwargs), args[self._count :], self._batch_dims)
         with self._modes.held():
             session = self._made(arguments, self._sessions[0], guard)

@@ -9,7 +9,7 @@ import sys
 import threading
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from functools import partial
 from operator import is_
 from types import BuiltinMethodType, MemberDescriptorType, MethodType, MethodWrapperType, SimpleNamespace
@@ -54,7 +54,9 @@ class AllowedChanges:
         names: of the attributes, after the paths of their modules.
 
     Attributes:
-        changed: all that the step has changed, in these ways or in one that leaves the next step the same.
+        changed: all that the step has changed, in these ways or in one that leaves the next step the same: attributes
+            of modules by name, those of objects by the object's ``id`` and their name, other containers by ``id``; with
+            the object or container, so that nothing else gets its ``id``.
 
     Raises:
         CaptureError: a name is of nothing that the step could change.
@@ -67,7 +69,7 @@ class AllowedChanges:
         modules = dict(model.named_modules())
         self._known = [f"{path}.{key}" if path else key for path, m in modules.items() for key in _own(m)]
         self._unseen = [name for name in self._names if name not in self._known]
-        self.changed: set[str] = set()
+        self.changed: dict[Hashable, object] = {}
         for name in self._unseen:
             if name.rpartition(".")[0] not in modules:
                 raise self._unknown(name)
@@ -76,8 +78,7 @@ class AllowedChanges:
         return name in self._names
 
     def saw(self, name: str) -> None:
-        """Note that the step made or changed the attribute *name*."""
-        self.changed.add(name)
+        """Note that the step made the attribute *name*."""
         self._unseen = [other for other in self._unseen if other != name]
 
     def check(self) -> None:
@@ -190,14 +191,20 @@ class Attributes:
         names = () if _is_untouched(table, _contents(before)) else dict.fromkeys([*before, *table])
         for name in names:
             old, new = before.get(name), table.get(name)
-            if not (_same(old, new, fakes) or self._may_change(name)):
+            if _same(old, new, fakes):
+                continue
+            self._allowed.changed[self._whole(name)] = None
+            if not self._may_change(name):
                 private, left = name.startswith("_"), _has_tensor(new)
                 changes.append(self._change(f"the attribute {name!r}", name, new, private, left))
         for attribute, private, container, contents in self._held:
             if _is_untouched(container, contents):
                 continue
             now = _contents(container)
-            if not (_same(contents, now, fakes) or self._may_change(attribute)):
+            if _same(contents, now, fakes):
+                continue
+            self._allowed.changed |= dict.fromkeys(_altered_in(container, contents, now, fakes), container)
+            if not self._may_change(attribute):
                 what = f"what the attribute {attribute!r} holds"
                 if is_users(container):
                     set_up, now = _altered(contents, now, fakes)
@@ -206,12 +213,15 @@ class Attributes:
         return changes
 
     def _may_change(self, name: str) -> bool:
-        whole = f"{self._path}.{name}" if self._path else name
+        whole = self._whole(name)
         self._allowed.saw(whole)
         return whole in self._allowed
 
+    def _whole(self, name: str) -> str:
+        return f"{self._path}.{name}" if self._path else name
+
     def _change(self, what: str, name: str, value: Any, private: bool, left: bool) -> Change:
-        whole = f"{self._path}.{name}" if self._path else name
+        whole = self._whole(name)
         refused = not left and (not private or _has_tensor(value))
         error = Broken(
             f"{'module' if refused else 'private'} {self._path}",
@@ -372,10 +382,25 @@ def _named(contents: list[Any]) -> dict[str, Any]:
     return dict(zip(contents[:half], contents[half:], strict=True))
 
 
+def _differing(contents: list[Any], others: list[Any], fakes: Mapping[int, torch.Tensor]) -> list[Any]:
+    """The attributes of an object that are others than before."""
+    old, new = _named(contents), _named(others)
+    return [key for key in {**old, **new} if not (key in old and key in new and _same(old[key], new[key], fakes))]
+
+
+def _altered_in(
+    container: Any, contents: list[Any], others: list[Any], fakes: Mapping[int, torch.Tensor]
+) -> list[Hashable]:
+    """What of a container has changed, as :class:`AllowedChanges` calls it."""
+    if not is_users(container):
+        return [id(container)]
+    return [(id(container), key) for key in _differing(contents, others, fakes)]
+
+
 def _altered(contents: list[Any], others: list[Any], fakes: Mapping[int, torch.Tensor]) -> tuple[bool, list[Any]]:
     """Whether all attributes of an object that changed are private or were None, and what they are now."""
     old, new = _named(contents), _named(others)
-    changed = [key for key in {**old, **new} if not (key in old and key in new and _same(old[key], new[key], fakes))]
+    changed = _differing(contents, others, fakes)
     set_up = all(key.startswith("_") or (key in old and old[key] is None) for key in changed)
     return set_up, [new[key] for key in changed if key in new]
 

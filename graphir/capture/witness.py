@@ -10,7 +10,7 @@ the step is recorded there, and is, or is not, what the program says at that siz
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Final, NamedTuple
 
@@ -121,9 +121,9 @@ class Witness:
             )
 
     @property
-    def changed(self) -> frozenset[str]:
-        """The attributes that the step changes, after the paths of their modules; a capture has put them back."""
-        return frozenset(self._step.allowed.changed)
+    def changed(self) -> Mapping[Hashable, object]:
+        """What the step changes and a capture has put back; see :class:`.attributes.AllowedChanges`."""
+        return self._step.allowed.changed
 
     def lend(self) -> Mapping[str, torch.Tensor]:
         """The tensors that the step reads as constants, by their blobs, for plans that read them where they are.

@@ -151,8 +151,8 @@ class CompiledReplicas:
         for kind in self._cache.found(guard, call.kind):
             self._cache.used(kind)
             return kind.plans(guard, call)
-        change = None if self._cache.holds_plans_of(guard) else guard.change
-        why = _OTHER_KINDS if change is None else f"the module's {change.attribute!r} has changed again and again"
+        changes = () if self._cache.holds_plans_of(guard) else guard.changes
+        why = f"the module's {changes[0].attribute!r} has changed again and again" if changes else _OTHER_KINDS
         self._captures.require(why)
         module = self._replicas.module
         if any(map(torch.nn.parameter.is_lazy, (*module.parameters(), *module.buffers()))):
@@ -160,9 +160,9 @@ class CompiledReplicas:
         kind = _Kind(self._replicas, self._captures, self._cache)
         self._cache.keep(guard, kind, call.kind)
         plans = kind.plans(guard, call)
-        if change is not None:
+        if changes:
             self._cache.drop_other_tensors(guard)
-            tell_recapture(f"the replicas of {self._name()} were captured anew: {change}")
+            warn(f"the replicas of {self._name()} were captured anew: {told(changes)}", RecaptureWarning)
         return plans
 
     def _tell(self, why: str) -> None:

@@ -66,7 +66,7 @@ class Plans:
         told: as of :class:`.backward.BackwardPlan`.
 
     Attributes:
-        changed: the attributes of the module that the captured call changes.
+        changed: what of the module the captured call changes, as :attr:`.Witness.changed` says it.
         positions: those of the outputs whose gradients the backward takes; empty where there is none.
 
     Raises:

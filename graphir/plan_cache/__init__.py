@@ -35,18 +35,16 @@ names; and those that the step itself changes, which the capture has found to ma
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
-from ..errors import RecaptureWarning, SessionError
+from ..errors import SessionError
 from .guard import ModuleGuard
 from .inventory import Change
 
-__all__ = ["Change", "ModuleGuard", "PlanCache", "tell_recapture"]
+__all__ = ["Change", "ModuleGuard", "PlanCache", "told"]
 
 _Plan = TypeVar("_Plan")
 
@@ -81,7 +79,8 @@ class PlanCache(Generic[_Plan]):
     def __init__(
         self, roots: Mapping[str, Any], most: int, allowed: Iterable[str] = (), in_place: bool = False
     ) -> None:
-        self._most, self._left_out = most, set(allowed)
+        self._most = most
+        self._left_out: dict[Hashable, object] = dict.fromkeys(allowed)
         self._new = partial(ModuleGuard, roots, self._left_out, in_place)
         self._last: ModuleGuard = self._new()
         self._kept: list[_Kept[_Plan]] = []
@@ -102,7 +101,7 @@ class PlanCache(Generic[_Plan]):
             made = self._new()
             found = next((guard for guard in guards if guard.accepts(made)), made)
             if found is made:
-                made.change = self._last.change_to(made)
+                made.changes = tuple(self._last.changes_to(made))
         self._last = found
         return found
 
@@ -134,27 +133,29 @@ class PlanCache(Generic[_Plan]):
         Returns:
             The plans that made room.
         """
-        if guard.change is not None and not self.holds_plans_of(guard):
-            self._captures[guard.change.attribute] += 1
+        if not self.holds_plans_of(guard):
+            self._captures.update([change.attribute for change in guard.changes])
         self._kept.insert(0, _Kept(guard, kind, plan))
         dropped = self._kept[self._most :]
         del self._kept[self._most :]
         return [kept.plan for kept in dropped]
 
-    def leave_out(self, guard: ModuleGuard, changed: Iterable[str]) -> None:
+    def leave_out(self, guard: ModuleGuard, changed: Mapping[Hashable, object]) -> None:
         """Ignore from now on what a capture has shown that the step changes itself.
 
         Args:
             guard: of the module that was captured.
-            changed: attributes that the capture has put back. Those of classes, which it has not, are found here.
+            changed: what the capture has put back. Attributes of classes, which it has not, are found here.
         """
-        self._left_out.update(changed)
-        while (change := guard.change_to(now := self._new())) is not None and change.of_class:
-            self._left_out.add(change.attribute)
-        guard.accepts(now)
+        of_classes = [change.attribute for change in guard.changes_to(self._new()) if change.of_class]
+        own: dict[Hashable, object] = {**changed, **dict.fromkeys(of_classes, None)}
+        if not own.keys() <= self._left_out.keys():
+            self._left_out.update(own)
+            guard.take(self._new())
 
-    def refuse_another(self, change: Change) -> None:
+    def refuse_another(self, guard: ModuleGuard) -> None:
         """Raise where captures have followed the changes of one attribute too often."""
+        change = max(guard.changes, key=lambda change: self._captures[change.attribute])
         if self._captures[change.attribute] < _CAPTURES:
             return
         ignored = "" if change.of_class else f"; if nothing depends on it, pass allow_changes=({change.attribute!r},)"
@@ -166,9 +167,7 @@ class PlanCache(Generic[_Plan]):
         )
 
 
-def tell_recapture(text: str) -> None:
-    """Warn of a capture, at the line of the caller whose code is neither graphir's nor torch's."""
-    frame, depth = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("graphir", "torch"):
-        frame, depth = frame.f_back, depth + 1
-    warnings.warn(text, RecaptureWarning, stacklevel=depth)
+def told(changes: Sequence[Change]) -> str:
+    """What has changed, in one line."""
+    others = f" (and {len(changes) - 1} more)" if len(changes) > 1 else ""
+    return f"{changes[0]}{others}"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from operator import attrgetter, is_
 from typing import Any, Final
 
 import torch
 from torch.nn.modules.module import _has_any_global_hook
 
-from .inventory import VALUES, Change, Inventory, is_same
+from .inventory import VALUES, Change, Inventory, is_dense, is_same
 
 __all__ = ["ModuleGuard"]
 
@@ -31,25 +31,26 @@ class ModuleGuard:
         roots, left_out, in_place: as of :class:`.inventory.Inventory`.
 
     Attributes:
-        change: why the guard was made, where another one of the module did not hold any more.
+        changes: why the guard was made, where another one of the module did not hold any more.
         modules: every module once.
     """
 
-    def __init__(self, roots: Mapping[str, Any], left_out: Container[str] = (), in_place: bool = False) -> None:
+    def __init__(self, roots: Mapping[str, Any], left_out: Container[Hashable] = (), in_place: bool = False) -> None:
         self._roots, self._left_out, self._in_place = roots, left_out, in_place
-        self.change: Change | None = None
+        self.changes: Sequence[Change] = ()
         self._take(Inventory(roots, left_out, in_place))
 
     def _take(self, inventory: Inventory) -> None:
         self._inventory = inventory
         self.modules = inventory.modules
         self._sized = [*(table for table, _ in inventory.instances), *inventory.mappings, *inventory.sequences]
-        self._tensors = [*inventory.own.values(), *inventory.memories]
+        self._tensors = [*inventory.own.values(), *inventory.plain]
         self._types = list(map(type, inventory.typed))
         self._sizes = list(map(len, self._sized))
         self._values, self._names = self._compared()
         self._copies = [read() for read in inventory.copied]
-        self._aliases = [tensor.detach() for tensor in inventory.memories]
+        self._dense = list(filter(is_dense, self._tensors))
+        self._aliases = [tensor.detach() for tensor in self._dense]
         self._requires_grad = list(map(_NEEDS_GRADIENT, self._tensors))
 
     def _compared(self) -> tuple[list[Any], list[Any]]:
@@ -81,7 +82,7 @@ class ModuleGuard:
             (all(map(is_, values, self._values)) or self._set_anew(values))
             and names == self._names
             and not any(inventory.empty)
-            and all(map(torch.Tensor.is_set_to, inventory.memories, self._aliases))
+            and all(map(torch.Tensor.is_set_to, self._dense, self._aliases))
             and list(map(_NEEDS_GRADIENT, self._tensors)) == self._requires_grad
             and (self._in_place or not any(map(_is_hooked, inventory.own.values())))
             and [read() for read in inventory.copied] == self._copies
@@ -103,14 +104,18 @@ class ModuleGuard:
 
     def accepts(self, other: ModuleGuard) -> bool:
         """Whether no part is another one in another guard of the module; if so, its objects are remembered."""
-        if self.change_to(other) is not None:
+        if next(self.changes_to(other), None) is not None:
             return False
-        self._take(other._inventory)
+        self.take(other)
         return True
 
-    def change_to(self, other: ModuleGuard) -> Change | None:
-        """The first part that is another one in another guard of the module."""
-        return self._inventory.change_to(other._inventory)
+    def take(self, other: ModuleGuard) -> None:
+        """Remember the parts that another guard of the module has."""
+        self._take(other._inventory)
+
+    def changes_to(self, other: ModuleGuard) -> Iterator[Change]:
+        """The parts that are others in another guard of the module."""
+        return self._inventory.changes_to(other._inventory)
 
     def has_tensors_of(self, other: ModuleGuard) -> bool:
         """Whether the parameters and buffers that plans run on are those of another guard of the module."""
@@ -119,7 +124,7 @@ class ModuleGuard:
 
     def _own_memory(self) -> dict[int, torch.Tensor]:
         own = self._inventory.own
-        pairs = zip(self._inventory.memories, self._aliases, strict=True)
+        pairs = zip(self._dense, self._aliases, strict=True)
         return {id(tensor): alias for tensor, alias in pairs if id(tensor) in own}
 
     def hooked(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property, partial, partialmethod
 from itertools import chain
 from operator import itemgetter
@@ -20,7 +20,7 @@ from ..capture.attributes import fields, is_pythons, is_users
 from ..capture.patches import unpatched
 from ..ir.tensor import PLAIN
 
-__all__ = ["VALUES", "Change", "Inventory", "is_same"]
+__all__ = ["VALUES", "Change", "Inventory", "is_dense", "is_same"]
 
 _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TABLES: Final = ("_parameters", "_buffers", "_modules")
@@ -32,6 +32,8 @@ VALUES: Final = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 """Types whose values are compared. Everything else is itself and nothing else."""
+_LONGEST: Final = 40
+"""Characters of a value that a message shows."""
 _BUFFERS: Final = (bytearray, array, numpy.ndarray)
 _WRAPPERS: Final = {
     property: ("fget", "fset", "fdel"),
@@ -79,7 +81,8 @@ class Inventory:
 
     Args:
         roots: the module under the empty name; and what else a step calls, such as its loss, by name.
-        left_out: attributes that are no parts, after the paths of their modules, and attributes of classes.
+        left_out: what is no part: attributes by name, those of objects also by the object's ``id`` and their name, and
+            containers by ``id``.
         in_place: whether plans run on the module's own parameters and buffers. Then the memory of these is a part, and
             hooks are none. Otherwise it is the other way round, with the shapes and element types of these tensors.
 
@@ -93,12 +96,12 @@ class Inventory:
         empty: tables and containers in which nothing is.
         copied: what shows no objects that could be compared, and reads its contents.
         functions: every function once.
-        memories: the tensors whose memory is a part.
-        own: the parameters and buffers.
+        plain: tensors that are neither parameters nor buffers.
+        own: the parameters and buffers, by ``id``.
         hooks: tables of hooks, where they are no parts.
     """
 
-    def __init__(self, roots: Mapping[str, Any], left_out: Container[str], in_place: bool) -> None:
+    def __init__(self, roots: Mapping[str, Any], left_out: Container[Hashable], in_place: bool) -> None:
         self.parts: dict[str, Any] = {}
         self.modules: list[torch.nn.Module] = []
         self.typed: list[Any] = []
@@ -108,35 +111,33 @@ class Inventory:
         self.empty: list[Any] = []
         self.copied: list[Callable[[], Any]] = []
         self.functions: list[FunctionType] = []
-        self.memories: list[torch.Tensor] = []
+        self.plain: list[torch.Tensor] = []
         self.own: dict[int, torch.Tensor] = {}
         self.hooks: list[Mapping[Any, Any]] = []
         self._left_out, self._in_place = left_out, in_place
         self._seen: set[tuple[int, bool]] = set()
-        self._classes: dict[type, bool] = {}
+        self._classes: list[type] = []
         for name, root in roots.items():
             self._collect_own(root)
             self._visit(name, root)
-        for cls in self._classes:
+        for cls in self._classes:  # which grows: a class may hold objects, which have classes
             self._class(cls)
         if not in_place:
             for name in _GLOBAL_HOOKS:
                 self._visit(f"torch's {name}", getattr(torchs, name))
 
-    def change_to(self, later: Inventory) -> Change | None:
-        """The first part that is another one in a *later* inventory of the same module; None where none is."""
-        if (
-            len(self.parts) == len(later.parts)
-            and all(map(is_same, self.parts.values(), later.parts.values()))
-            and list(self.parts) == list(later.parts)
-        ):
-            return None
+    def changes_to(self, later: Inventory) -> Iterator[Change]:
+        """The parts that are others in a *later* inventory of the same module, in the order of that.
+
+        Of a part that is another one, what is in it is not told, too.
+        """
+        within: tuple[str, ...] = ()
         for name in dict.fromkeys([*later.parts, *self.parts]):
             before, now = self.parts.get(name, _ABSENT), later.parts.get(name, _ABSENT)
-            if not is_same(before, now):
+            if not is_same(before, now) and not name.startswith(within):
+                within = f"{name}.", f"{name}["
                 shown = repr(now) if isinstance(now, VALUES) else ""
-                return Change(name, shown if len(shown) <= 40 else "", later._is_of_class(name))
-        return None
+                yield Change(name, shown if len(shown) <= _LONGEST else "", later._is_of_class(name))
 
     def _is_of_class(self, name: str) -> bool:
         return any(name.startswith(f"{cls.__qualname__}.") for cls in self._classes)
@@ -155,7 +156,7 @@ class Inventory:
 
     def _visit(self, name: str, value: Any, follow: bool = True) -> None:
         """Add a value, and what is in it; the attributes of an object where it is to be followed."""
-        if name in self._left_out:
+        if name in self._left_out or id(value) in self._left_out:
             return
         if isinstance(value, VALUES):
             self._add(name, value)
@@ -230,9 +231,10 @@ class Inventory:
             self._add(f"{name}.shape", None if is_lazy(tensor) else (tuple(tensor.shape), tensor.dtype))
             self._add(f"{name}._backward_hooks", bool(tensor._backward_hooks))
             self._add(f"{name}._post_accumulate_grad_hooks", bool(tensor._post_accumulate_grad_hooks))
-        elif type(tensor) in PLAIN and tensor.layout == torch.strided:
-            self.memories.append(tensor)
+        elif is_dense(tensor):
             self._add(f"{name}.data", _Memory(tensor))
+        if id(tensor) not in self.own:
+            self.plain.append(tensor)
 
     def _module(self, path: str, module: torch.nn.Module) -> None:
         self.modules.append(module)
@@ -267,15 +269,16 @@ class Inventory:
         if len(found) > len(held):
             self.copied.append(partial(_slots_of, value))
         self._add(f"{name}.__class__", type(value))
-        self._add(f"{name}.__dict__", tuple(found))
+        self._add(f"{name}.__dict__", tuple([key for key in found if (id(value), key) not in self._left_out]))
         for key, item in found.items():
-            self._visit(f"{name}.{key}", item, follow=False)
+            if (id(value), key) not in self._left_out:
+                self._visit(f"{name}.{key}", item, follow=False)
         self._watch(type(value))
 
     def _watch(self, cls: type) -> None:
         for base in cls.__mro__:
-            if not is_pythons(base):
-                self._classes[base] = True
+            if not is_pythons(base) and self._is_new(base, True):
+                self._classes.append(base)
 
     def _class(self, cls: type) -> None:
         self.mappings.append(vars(cls))
@@ -311,6 +314,11 @@ def _slots_of(value: Any) -> list[int]:
 def _reader(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
     """What reads so many entries of a dict."""
     return itemgetter(*names) if len(names) > 1 else lambda table: tuple([table[name] for name in names])
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether it is a tensor of no other class than torch's own, with strides."""
+    return type(tensor) in PLAIN and tensor.layout == torch.strided
 
 
 def is_same(before: Any, now: Any) -> bool:
