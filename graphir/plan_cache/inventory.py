@@ -10,6 +10,7 @@ from itertools import chain
 from operator import itemgetter
 from types import FunctionType, MethodType
 from typing import Any, Final, NamedTuple
+from weakref import ProxyTypes
 
 import numpy
 import torch
@@ -143,10 +144,8 @@ class Inventory:
         return any(name.startswith(f"{cls.__qualname__}.") for cls in self._classes)
 
     def _collect_own(self, root: Any) -> None:
-        for module in root.modules() if isinstance(root, torch.nn.Module) else ():
-            for tensor in chain(module._parameters.values(), module._buffers.values()):
-                if tensor is not None:
-                    self.own[id(tensor)] = tensor
+        if isinstance(root, torch.nn.Module):
+            self.own |= {id(tensor): tensor for tensor in chain(root.parameters(), root.buffers())}
 
     def _add(self, name: str, part: Any) -> str:
         while name in self.parts:  # two classes of one name
@@ -158,7 +157,7 @@ class Inventory:
         """Add a value, and what is in it; the attributes of an object where it is to be followed."""
         if name in self._left_out or id(value) in self._left_out:
             return
-        if isinstance(value, VALUES):
+        if isinstance(value, (*VALUES, *ProxyTypes)):  # a proxy would pass for what it stands for
             self._add(name, value)
             return
         if isinstance(value, (list, tuple, deque, dict)):
@@ -197,7 +196,8 @@ class Inventory:
         elif not isinstance(value, tuple):
             self.sequences.append(value)
         for key, item in list(value.items()) if isinstance(value, dict) else enumerate(value):
-            self._visit(f"{name}[{key!r}]", item, follow)
+            shown = repr(key) if isinstance(key, VALUES) else type(key).__name__
+            self._visit(f"{name}[{shown}]", item, follow)
 
     def _inside(self, name: str, value: Any, follow: bool) -> None:
         if isinstance(value, FunctionType):
@@ -208,7 +208,7 @@ class Inventory:
         elif isinstance(value, partial):
             for part in ("func", "args", "keywords"):
                 self._visit(f"{name}.{part}", getattr(value, part), follow)
-        elif isinstance(value, torch.nn.Module):
+        elif isinstance(value, torch.nn.Module) and not isinstance(value, torch.jit.ScriptModule):
             self._module(name, value)
         elif follow and is_users(value):
             self._object(name, value)
