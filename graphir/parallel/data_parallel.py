@@ -97,8 +97,9 @@ class DataParallel(nn.DataParallel[Any]):
                 f"idle is {idle!r}", where="DataParallel(...)", fix="give 'call', as torch does, or 'skip'"
             )
         self.idle = idle
-        self.allow_changes = allow_changes if isinstance(allow_changes, str) else tuple(allow_changes)
-        AllowedChanges(module, self.allow_changes)  # raises where there cannot be such attributes
+        names = allow_changes if isinstance(allow_changes, str) else tuple(allow_changes)
+        AllowedChanges(module, names)  # raises where there cannot be such attributes
+        self.allow_changes = tuple(names)
         ids = ids_of(device_ids, binding)
         self.module = module
         self.dim = dim

@@ -215,7 +215,7 @@ def test_allowed_changes_are_no_change(way: Any, told: list[warnings.WarningMess
     model, allowed = Counting(), ("calls", "shown")
     run = graphir.compile(model, (X,), allow_changes=iter(allowed)).step
     if way is replicated:
-        run = graphir.DataParallel(model, [0, 1], binding="cpu", allow_changes=allowed)
+        run = graphir.DataParallel(model, [0, 1], binding="cpu", allow_changes=iter(allowed))
     for i in range(12):
         run(X)
         model.calls = i
