@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 from ..errors import GraphirError, nearest
 from .blob import Blob
 from .device import Device
+from .frozen import freeze, frozen
 from .operator import Operator
 
 __all__ = ["TORCH", "Dialect", "HostOperands", "dialect_called", "register_dialect"]
@@ -52,10 +53,13 @@ class Dialect:
     host_scalars: bool = True
     translation: str = ""
 
+    def __post_init__(self) -> None:
+        freeze(self, host=frozen)
+
     @cached_property
     def elsewhere(self) -> frozenset[str]:
         """Types whose operands may be on other devices than the operator."""
-        return self.stays | self.host.keys() | {"Copy"}
+        return self.stays.union(self.host, {"Copy"})
 
     def without(self, types: Container[str]) -> Dialect:
         """This dialect, with all operands of these types on the operator's own device."""

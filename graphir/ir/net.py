@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar
 
 from ..errors import GraphirError, nearest
 from .blob import Blob
 from .device import Device
 from .dialect import TORCH, Dialect
+from .frozen import FrozenDict, freeze, frozen
 from .operator import Operator
 from .touches import Touches
 
@@ -31,6 +33,8 @@ class _Named(Protocol):
 
 
 T = TypeVar("T", bound=_Named)
+
+_ARGS: Final = itemgetter(Operator._fields.index("args"))
 
 
 @dataclass(frozen=True, repr=False)
@@ -61,6 +65,9 @@ class Net:
     dialect: Dialect = TORCH
     proto: str = ""
 
+    def __post_init__(self) -> None:
+        freeze(self, blobs=frozen, gradients=frozen, ops=_frozen_args)
+
     def with_(self, **changes: Any) -> Net:  # dataclasses.replace has this signature
         """This net with some attributes replaced."""
         return replaced(self, changes)
@@ -88,7 +95,7 @@ class Net:
         A dict, not a set: a sweep in program order looks names up in about the order in which they were inserted, so
         that each entry lies near the one before it. A sweep over a million operators takes as long as its cache misses.
         """
-        return dict.fromkeys(chain.from_iterable([op.inputs for op in self.ops]))
+        return FrozenDict(dict.fromkeys(chain.from_iterable([op.inputs for op in self.ops])))
 
     @cached_property
     def touches(self) -> Touches:
@@ -185,6 +192,17 @@ class Net:
         from .text import canonical_text
 
         return canonical_text(self)
+
+
+def _frozen_args(ops: tuple[Operator, ...]) -> tuple[Operator, ...]:
+    """Operators whose arguments are read-only. Here, not where an operator is made: most operators of a pass have the
+    arguments of an operator before, and each would be looked at again."""
+    try:
+        if set(map(type, map(_ARGS, ops))) <= {FrozenDict}:
+            return ops
+    except (TypeError, IndexError):  # no operators: verify says so
+        return ops
+    return tuple([op._replace(args=frozen(op.args)) if isinstance(op, Operator) else op for op in ops])
 
 
 def replaced(value: T, changes: Mapping[str, Any]) -> T:

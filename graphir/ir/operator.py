@@ -108,7 +108,8 @@ class Operator(NamedTuple):
         inputs: names of the blobs read, in the order of the type's tensor parameters.
         outputs: names of the blobs written: one for each tensor that the type returns, then one for each operand
             that it overwrites and does not return.
-        args: the non-tensor arguments by the type's parameter names, without those that equal its defaults.
+        args: the non-tensor arguments by the type's parameter names, without those that equal its defaults. Read-only
+            in a net.
         device: where it runs.
         phase: init, forward, backward, reduce or update.
         module: path of the module that it came from.

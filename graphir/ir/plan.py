@@ -26,6 +26,7 @@ from pydantic import NonNegativeInt, StringConstraints
 
 from .blob import Blob
 from .device import Device
+from .frozen import FrozenDict, freeze, frozen
 from .net import Net, replaced
 from .operator import Operator
 from .program import Program
@@ -158,6 +159,9 @@ class Plan:
     values: Mapping[str, str] = field(default_factory=dict)
     buffers: Mapping[str, int] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        freeze(self, dims=frozen, values=frozen, buffers=frozen)
+
     @property
     def name(self) -> str:
         """The program's name."""
@@ -191,7 +195,7 @@ class Plan:
         }
         for instruction in self.instructions:
             found[instruction.lane].append(instruction)
-        return {name: tuple(instructions) for name, instructions in found.items() if instructions}
+        return FrozenDict({name: tuple(instructions) for name, instructions in found.items() if instructions})
 
     def with_(self, **changes: Any) -> Plan:  # dataclasses.replace has this signature
         """This plan with some attributes replaced."""

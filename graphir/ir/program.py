@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, Ty
 from pydantic import BeforeValidator
 
 from .device import Device
+from .frozen import FrozenDict, freeze, frozen, frozen_all
 from .guard import Guard
 from .module_patterns import lineage
 from .net import Net, replaced
@@ -113,6 +114,10 @@ class Interface:
     parts: Mapping[str, Parts] = field(default_factory=dict)
     differentiable: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        mappings = ("module_state", "optimizer_state", "gradients", "placed", "parts", "param_groups")
+        freeze(self, **dict.fromkeys(mappings, frozen_all))
+
     def blobs_of(self, name: str) -> tuple[str, ...]:
         """The blobs, without prefix, that hold what has a name here: the one so called, or its parts."""
         found = self.parts.get(name)
@@ -174,6 +179,9 @@ class Program:
     witness: Callable[[Mapping[str, int]], None] | None = field(default=None, compare=False)
     module_copies: tuple[torch.nn.Module, ...] = field(default=(), compare=False)
 
+    def __post_init__(self) -> None:
+        freeze(self, dims=frozen, notes=frozen_all)
+
     def with_(self, **changes: Any) -> Program:  # dataclasses.replace has this signature
         """This program with some attributes replaced."""
         return replaced(self, changes)
@@ -214,7 +222,7 @@ class Program:
         """The paths of the modules that run in the step or own some of its state, and of those that they are in."""
         named = {op.module for op in self.step.ops}
         named.update(name.rpartition(".")[0] for name in self.interface.module_state)
-        return dict.fromkeys(path for module in sorted(named) for path in lineage(module))
+        return FrozenDict(dict.fromkeys(path for module in sorted(named) for path in lineage(module)))
 
     def __hash__(self) -> int:
         return hash((self.name, self.init, self.step))

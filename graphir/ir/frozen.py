@@ -1,0 +1,65 @@
+"""Mappings that nobody changes: those of operators, nets, programs, plans and interfaces.
+
+A pass that changes one thing shares everything else with the program that it was given. A mapping that was changed in
+place would change every program that has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NoReturn, TypeVar
+
+__all__ = ["FrozenDict", "freeze", "frozen", "frozen_all"]
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class FrozenDict(dict[K, V]):
+    """A dict that cannot be changed.
+
+    Reading is a dict's own. ``dict(x)``, ``{**x, …}``, ``x | y`` and ``x.copy()`` are plain dicts again.
+    """
+
+    __slots__ = ()
+
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
+        raise TypeError(
+            "mappings of operators, nets, programs and plans are read-only; "
+            "make a changed value: net.with_(blobs={**net.blobs, …}), op._replace(args={**op.args, …})"
+        )
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[type[FrozenDict[K, V]], tuple[dict[K, V]]]:
+        return FrozenDict, (dict(self),)
+
+
+_EMPTY: Final = FrozenDict[Any, Any]()
+
+
+def frozen(value: Any) -> Any:
+    """A mapping as a read-only one, its values as they are; anything else as it is."""
+    if value.__class__ is FrozenDict or not isinstance(value, Mapping):
+        return value
+    return FrozenDict(value) if value else _EMPTY
+
+
+def frozen_all(value: Any) -> Any:
+    """The same with all that is in a value of mappings, lists, sets and tuples. Lists become tuples."""
+    if isinstance(value, Mapping):
+        return FrozenDict({name: frozen_all(part) for name, part in value.items()}) if value else _EMPTY
+    if isinstance(value, list | tuple):
+        parts = [frozen_all(part) for part in value]
+        return value._make(parts) if hasattr(value, "_make") else tuple(parts)
+    return frozenset(value) if isinstance(value, set) else value
+
+
+def freeze(value: object, **fields: Callable[[Any], Any]) -> None:
+    """Give each of some fields of a frozen dataclass what its function makes of it; in ``__post_init__``."""
+    for name, function in fields.items():
+        given = getattr(value, name)
+        made = function(given)
+        if made is not given:
+            object.__setattr__(value, name, made)
