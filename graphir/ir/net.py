@@ -200,9 +200,13 @@ def _frozen_args(ops: tuple[Operator, ...]) -> tuple[Operator, ...]:
     try:
         if set(map(type, map(_ARGS, ops))) <= {FrozenDict}:
             return ops
+        return tuple([op if op[3].__class__ is FrozenDict else _frozen(op) for op in ops])
     except (TypeError, IndexError):  # no operators: verify says so
         return ops
-    return tuple([op._replace(args=frozen(op.args)) if isinstance(op, Operator) else op for op in ops])
+
+
+def _frozen(op: Operator) -> Operator:
+    return Operator._make((*op[:3], frozen(op[3]), *op[4:])) if op.__class__ is Operator else op
 
 
 def replaced(value: T, changes: Mapping[str, Any]) -> T:
