@@ -25,6 +25,7 @@ from graphir.errors import GraphirError, PassError
 from graphir.ir.blob import Blob, bound_layout, dense_nbytes, is_dense, overlaps
 from graphir.ir.device import CPU, Device
 from graphir.ir.dialect import Dialect
+from graphir.ir.frozen import EMPTY
 from graphir.ir.names import copy_name
 from graphir.ir.net import Net
 from graphir.ir.operator import PURE, Operator, Phase, stored_versions
@@ -385,7 +386,7 @@ class Injection:
         self.last[target] = made
         versions = (read,) if read else None, (made,) if made else None
         blobs = (source,), (target,)
-        self.ops.append(Operator(type, *blobs, {}, device, phase, "", self.by, None, None, None, PURE, *versions))
+        self.ops.append(Operator(type, *blobs, EMPTY, device, phase, "", self.by, None, None, None, PURE, *versions))
 
     def bring_home(self, live: Iterable[str]) -> None:
         """Copy home what somebody may read there after the net."""

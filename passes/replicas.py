@@ -16,6 +16,7 @@ from typing import Any
 from graphir.errors import PassError
 from graphir.ir.blob import STATE_ROLES, Blob
 from graphir.ir.device import Device, gpu
+from graphir.ir.frozen import FrozenDict
 from graphir.ir.names import fresh, replica_prefix
 from graphir.ir.net import Net
 from graphir.ir.operator import Arg, Operator, map_arg
@@ -119,7 +120,9 @@ class Site:
 
     def op(self, op: Operator) -> Operator:
         device = self.placed(op.device)
-        args = {key: map_arg(value, self.scalar) for key, value in op.args.items()} if op.args else op.args
+        args = op.args
+        if args:
+            args = FrozenDict({key: map_arg(value, self.scalar) for key, value in args.items()})
         of = self.blob_name(op.of) if op.of else ""
         names = op.type, self.names(op.inputs), self.names(op.outputs), args, device
         by = self.by or op.by

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NoReturn, TypeVar
 
-__all__ = ["FrozenDict", "freeze", "frozen", "frozen_all"]
+__all__ = ["EMPTY", "FrozenDict", "freeze", "frozen", "frozen_all"]
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -36,20 +36,20 @@ class FrozenDict(dict[K, V]):
         return FrozenDict, (dict(self),)
 
 
-_EMPTY: Final = FrozenDict[Any, Any]()
+EMPTY: Final[FrozenDict[Any, Any]] = FrozenDict()
 
 
 def frozen(value: Any) -> Any:
     """A mapping as a read-only one, its values as they are; anything else as it is."""
     if value.__class__ is FrozenDict or not isinstance(value, Mapping):
         return value
-    return FrozenDict(value) if value else _EMPTY
+    return FrozenDict(value) if value else EMPTY
 
 
 def frozen_all(value: Any) -> Any:
     """The same with all that is in a value of mappings, lists, sets and tuples. Lists become tuples."""
     if isinstance(value, Mapping):
-        return FrozenDict({name: frozen_all(part) for name, part in value.items()}) if value else _EMPTY
+        return FrozenDict({name: frozen_all(part) for name, part in value.items()}) if value else EMPTY
     if isinstance(value, list | tuple):
         parts = [frozen_all(part) for part in value]
         return value._make(parts) if hasattr(value, "_make") else tuple(parts)

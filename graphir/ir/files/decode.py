@@ -16,6 +16,7 @@ from ..blob import Blob
 from ..device import Device
 from ..dialect import TORCH, dialect_called
 from ..dtype import ITEMSIZE
+from ..frozen import EMPTY, FrozenDict
 from ..guard import Guard, parse_guard
 from ..net import Net
 from ..operator import PURE, SYMBOLS, Arg, Effects, Operator, Symbol
@@ -147,7 +148,7 @@ def _operator(
         admitted(record.type),
         tuple([known.get(name, name) for name in record.inputs]),
         tuple([known.get(name, name) for name in record.outputs]),
-        {name: _arg(value) for name, value in record.args.items()} if record.args else {},
+        FrozenDict({name: _arg(value) for name, value in record.args.items()}) if record.args else EMPTY,
         Device.parse(record.device),
         record.phase,
         record.module,
