@@ -234,6 +234,15 @@ def test_an_operator_moved_to_the_host_says_so_where_it_would_run_elsewhere_else
     assert changed(f'{gpu_0} op {{ type: "A" }}') == operator('type: "A"')
 
 
+def test_an_operator_without_a_device_runs_on_that_of_its_net():
+    """As Caffe2 runs it. One that names the net's device says so again, and one without a device says none."""
+    text = 'device_option { device_type: 1 device_id: 2 } op { type: "A" } op { type: "B" device_option { %s } }'
+    for option, device in (("device_type: 1 device_id: 2", "gpu:2"), ("device_type: 0 device_id: 0", "cpu:0")):
+        net = net_of(text % option)
+        assert [op.device for op in net.ops] == ["gpu:2", device]
+        assert encode(net) == parsed(text % option)
+
+
 def test_changed_arguments_take_their_places():
     text = 'op { type: "A" arg { name: "a" i: 1 } arg { name: "n" n { } } arg { name: "b" i: 2 } }'
     found = changed(text, args={"b": 3, "c": (1.5,)})
