@@ -41,6 +41,7 @@ from .errors import (
     ReplicationError,
     RunError,
     SessionError,
+    TrainingWarning,
     VerifyError,
 )
 from .ir.admitted import allow_operators
@@ -104,6 +105,7 @@ __all__ = [
     "SessionError",
     "Topology",
     "Traffic",
+    "TrainingWarning",
     "VerifyError",
     "allow_operators",
     "capture",

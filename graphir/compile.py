@@ -48,7 +48,7 @@ from .plan_cache import ModuleGuard, PlanCache, told
 
 __all__ = ["Compiled", "compile"]
 
-_OURS: Final = ("plan", "state", "beside", "witness", "limits", "lent")
+_OURS: Final = ("plan", "state", "beside", "witness", "limits", "lent", "optimizer")
 _OPTIONS: Final = tuple([name for name in inspect.signature(Session).parameters if name not in _OURS])
 """Arguments of a session that are for its user to choose."""
 
@@ -61,9 +61,10 @@ class Compiled:
     """A model's step, captured, replicated, sent through *passes*, and used like a :class:`graphir.runtime.Session`.
 
     Steps of other sizes use the same plan where the program's sizes follow them. Where they are fixed, a plan would
-    hold more than *limits* at them, an argument that is no tensor has changed, or the model has, the step is captured
-    anew with these arguments: the model in the mode that it was in at first, on the present parameters, buffers,
-    optimizer state, learning rates and number of steps, which all plans share. Each such capture is told by a
+    hold more than *limits* at them, an argument that is no tensor or an option of the optimizer has changed, or the
+    model has, the step is captured anew with these arguments: the model in the mode that it was in at first, on the
+    present parameters, buffers, optimizer state and number of steps, which all plans share. The numbers of the
+    optimizer that schedulers move, such as learning rates, are read before each step. Each such capture is told by a
     :class:`graphir.RecaptureWarning`. After eight captures for one attribute of the model a step is refused.
 
     Args:
@@ -325,8 +326,16 @@ class Compiled:
         witness = captured if self._witness else None
         limits = None if self._placing is None else self._placing.limits_of(plan)
         state = {**captured.state, **self._state}
+        followed = self._options.get("optimizer") if beside is None else None  # those beside share what is followed
         session = Session(
-            plan, state, beside=beside, witness=witness, limits=limits, lent=lent, **self._session_options
+            plan,
+            state,
+            beside=beside,
+            witness=witness,
+            limits=limits,
+            lent=lent,
+            optimizer=followed,
+            **self._session_options,
         )
         self._state = {name: tensor for name, tensor in self._state.items() if name not in captured.state}
         if self._placing is not None and found is not None:
@@ -370,11 +379,15 @@ class Compiled:
 
     @property
     def param_groups(self) -> list[Any]:
-        """The parameter groups; ``param_groups[0]["lr"] = 0.1`` holds from the next step on, whatever its plan."""
+        """The parameter groups; ``param_groups[0]["lr"] = 0.1`` holds from the next step on, whatever its plan.
+
+        Setting a number ends the following of the optimizer: all others stay as it has them then.
+        """
         return self._sessions[0].param_groups
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Read the learning rates of *optimizer* before each step; see :meth:`graphir.runtime.Session.follow`."""
+        """Read the numbers of *optimizer* before each step, as those of the captured one are from the start; see
+        :meth:`graphir.runtime.Session.follow`."""
         self._sessions[0].follow(optimizer)
 
     def state_dict(self, replica: int = 0) -> dict[str, torch.Tensor]:

@@ -34,6 +34,7 @@ __all__ = [
     "ReplicationError",
     "RunError",
     "SessionError",
+    "TrainingWarning",
     "VerifyError",
     "after_last",
     "counted",
@@ -146,6 +147,11 @@ class ProfileWarning(UserWarning):
 
 class RecaptureWarning(UserWarning):
     """A step was captured anew, since no plan so far covers its arguments."""
+
+
+class TrainingWarning(UserWarning):
+    """A training step goes on without something that training scripts mean: dropout in evaluation mode, or an
+    optimizer whose numbers have moved and that nobody follows."""
 
 
 def _message(what: str, *labelled: tuple[str, str]) -> str:

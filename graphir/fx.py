@@ -30,6 +30,7 @@ from .ir.blob import Blob
 from .ir.calls import arrange, filled
 from .ir.dtype import TORCH_NAME
 from .ir.guard import parse_guard
+from .ir.moved import moved
 from .ir.operator import Arg, Operator, Symbol, map_arg
 from .ir.opset import overload
 from .ir.optypes.own import OWN
@@ -260,12 +261,15 @@ class _Writer:
         paths: dict[str, str] = {}
         for path, blob in self.program.interface.module_state.items():
             paths.setdefault(blob, path)
-        rates: dict[str, Any] = {group.lr: group.options["lr"] for group in self.program.interface.param_groups}
+        numbers: dict[str, Any] = {}
+        for group in self.program.interface.param_groups:
+            now = moved(group.options)
+            numbers |= {group.lr: group.options["lr"], **{blob: now[name] for name, blob in group.numbers.items()}}
         for name in self.program.step.external_inputs:
             if (name, 0) in self.values:
                 continue
-            if name in rates:
-                value: Tensor = torch.tensor(rates[name], dtype=torch.float64)
+            if name in numbers:
+                value: Tensor = torch.tensor(numbers[name], dtype=torch.float64)
             elif name in tensors:
                 value = tensors[name].clone()
             else:

@@ -77,7 +77,7 @@ class Site:
     def __init__(self, program: Program, device: Device, resized: Callable[[Size], Size], by: str) -> None:
         self.device, self.resized, self.by = device, resized, by
         self.prefix = replica_prefix(device.index)
-        self.shared = frozenset(group.lr for group in program.interface.param_groups)
+        self.shared = frozenset(name for group in program.interface.param_groups for name in group.blobs)
         self._names: dict[str, str] = {}
         self._shapes: dict[Shape, Shape] = {}
 

@@ -2,7 +2,7 @@
 
 A :class:`Session` takes a plan and the state that it starts from, splits each batch over the replicas, and lets an
 executor run the step. Beside it stand its :mod:`.options`, what it keeps from step to step (:mod:`.state`,
-:mod:`.learning_rates`), its way over a loader (:mod:`.loop`), and what it and every executor agree on
+:mod:`.param_groups`), its way over a loader (:mod:`.loop`), and what it and every executor agree on
 (:mod:`.executor`). A :class:`Function` is a plan without all that: it runs on tensors that it is handed. The rest has
 rooms:
 

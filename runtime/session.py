@@ -29,7 +29,6 @@ from .failures.faults import fault, reason_of, writes_state
 from .interface.gather import Gather
 from .interface.scatter import FewerShares
 from .kernels.repeatable import unrepeatable
-from .learning_rates import Group, LearningRates
 from .loop import run_loader
 from .machine.ending import ENDS_IN, stay
 from .machine.heap import kept_heap
@@ -41,6 +40,7 @@ from .observing.measurement import Measurement
 from .observing.report import Report
 from .observing.trace import write_trace
 from .options import ExecutorName, Options
+from .param_groups import Group, ParamGroups
 from .proof.admission import admit
 from .state import State, Use
 from .stepping import Common, Stepping
@@ -66,10 +66,10 @@ class Session(Stepping):
     Args:
         plan: verified before anything else.
         state: the module's and the optimizer's own names, and ``step`` (how many steps were done), to tensors, as in
-            ``program.state``; an entry under a blob's full name is for one replica, and one of a learning rate is the
-            rate of the first step; :meth:`state` gives both. All are copied. No entry that the program needs may be
-            missing; others are passed over, so that a program without optimizer, or with fewer replicas, goes on from a
-            training one.
+            ``program.state``; an entry under a blob's full name is for one replica, and one of a parameter group's
+            number, as ``lr``, is its value in the first step; :meth:`state` gives both. All are copied. No entry that
+            the program needs may be missing; others are passed over, so that a program without optimizer, or with fewer
+            replicas, goes on from a training one.
         binding: which real device each logical one is: ``cpu`` puts all on the host, ``cuda`` deals them out to the
             CUDA devices, a dict says it for each (``{"gpu:0": "cuda:0"}``). ``auto`` is ``cuda`` where there is any
             such device, unless the executor is one of the host's, and else ``cpu``.
@@ -82,8 +82,8 @@ class Session(Stepping):
         threads: how many threads one kernel may use; by default as many as in the thread that makes the session, so
             that results equal those of eager PyTorch there bit for bit. Steps called from other threads use as many.
         beside: a session of another plan of the same model and optimizer, whose parameters, buffers, optimizer state,
-            learning rates and number of steps this one shares: a step of either is a step of both. The steps of a
-            program without optimizer beside one with, such as an evaluation's, are not counted.
+            numbers of parameter groups and number of steps this one shares: a step of either is a step of both. The
+            steps of a program without optimizer beside one with, such as an evaluation's, are not counted.
         seed: of the adversarial executor's interleavings, 0 by default.
         check_finite: whether to stop a step at the first operator that makes NaN or infinities of finite values, with
             a RunError that names it. Every value of a step costs one reduction more.
@@ -104,6 +104,7 @@ class Session(Stepping):
         lent: constants, by name, that steps read where they are instead of from a copy: what is written there holds
             from the next step on. Those that are on another device or laid out otherwise are copied like all state,
             and once torch has counted a write into one of them, steps are refused with a CoverageError.
+        optimizer: whose numbers are read before each step, see :meth:`follow`.
 
     Raises:
         VerifyError: the plan is not sound.
@@ -131,6 +132,7 @@ class Session(Stepping):
         memory_limit: Most = "machine",
         limits: PlanLimits | None = None,
         lent: Mapping[str, Tensor] | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         options = Options(executor, threads, seed, deadline, collectives, cuda_graph, keep_heap, memory_limit)
         options.check()
@@ -151,10 +153,10 @@ class Session(Stepping):
         self._forks = FORKS[0]
         program = plan.program
         self._state: State = State(program, state, None if beside is None else beside._state, places, lent)
-        self._rates: LearningRates = LearningRates(program, state, None if beside is None else beside._rates)
+        self._groups: ParamGroups = ParamGroups(program, state, None if beside is None else beside._groups)
         self._progress = self._state.progress
         self._places = places
-        self._common = Common(self._state, self._rates, places, options, intraop, witness, check_finite, limits)
+        self._common = Common(self._state, self._groups, places, options, intraop, witness, check_finite, limits)
         super().__init__(plan, self._common, limit)
         self._short: dict[int, Stepping] = {}
         self._outputs: tuple[Tensor, ...] = ()
@@ -163,6 +165,8 @@ class Session(Stepping):
         self._held = ExitStack()
         if keep_heap:
             self._held.enter_context(kept_heap())
+        if optimizer is not None:
+            self._groups.follow(optimizer, state)
         _end_at_exit()
         _open.add(self)
 
@@ -195,7 +199,7 @@ class Session(Stepping):
                 taken, dims, shares = self._split(args, kwargs)
             except RuntimeError as e:  # of a device that has no memory for its share, or is lost
                 raise self._failed(step, e, usable=True) from e
-            inputs: list[Feedable] = [*shares, *self._rates.now()] if self._rates.names else list(shares)
+            inputs: list[Feedable] = [*shares, *self._groups.now()] if self._groups.names else list(shares)
             self._outputs = ()
             try:
                 outputs = (taken._observed or taken._executor).run(dims, inputs, step)
@@ -359,20 +363,22 @@ class Session(Stepping):
 
     @property
     def param_groups(self) -> list[Group]:
-        """The parameter groups; ``session.param_groups[0]["lr"] = 0.1`` holds from the next step on."""
-        return self._rates.groups
+        """The parameter groups; ``session.param_groups[0]["lr"] = 0.1`` holds from the next step on, and ends the
+        following of an optimizer."""
+        return self._groups.groups
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Read the learning rates of *optimizer* before each step, so that its schedulers work.
+        """Read the numbers of *optimizer* before each step, so that its schedulers work: learning rates, and momentum,
+        weight decay and betas where the program's ``param_groups`` have them as ``numbers``.
 
-        A step is refused once another of its options changes: make a scheduler that would with
-        ``cycle_momentum=False``.
+        A step is refused once another of its options changes, or a momentum or weight decay that was 0 at capture.
+        Setting a number in :attr:`param_groups` ends the following of all: they stay as the optimizer has them then.
 
         Raises:
             SessionError: its class, its groups or their other options are not those of the program.
         """
         self._check_open()
-        self._rates.follow(optimizer)
+        self._groups.follow(optimizer)
 
     def state_dict(self, replica: int = 0) -> dict[str, Tensor]:
         """The module's state under its own names, copied. Replicas differ only in buffers and in parameters that the
@@ -384,10 +390,10 @@ class Session(Stepping):
         """The optimizer's state as ``optimizer.load_state_dict`` takes it, copied. Replicas have the same.
 
         The options of its groups are those of the followed optimizer now; where none is followed, as captured, with
-        the learning rates of the next step.
+        the numbers of the next step.
         """
         with self._between_steps():
-            return self._state.optimizer(self._rates.groups, replica)
+            return self._state.optimizer(self._groups.groups, replica)
 
     def loss_scaler_state_dict(self) -> dict[str, Any]:
         """The loss scaler's state as ``torch.amp.GradScaler.load_state_dict`` takes it.
@@ -401,12 +407,12 @@ class Session(Stepping):
     def state(self, replica: int | None = None) -> dict[str, Tensor]:
         """All state under the names of ``program.state``, copied: ``Session(plan, state)`` goes on from there.
 
-        It has the learning rates too, by blob (``lr``), and each further replica's buffers under their full names
-        (``gpu_1/bn.running_mean``); where the forward overwrites parameters, all state of each replica. With a
-        *replica*, all entries are that one's, so that every replica would go on from it.
+        It has the numbers of parameter groups too, by blob (``lr``), and each further replica's buffers under their
+        full names (``gpu_1/bn.running_mean``); where the forward overwrites parameters, all state of each replica. With
+        a *replica*, all entries are that one's, so that every replica would go on from it.
         """
         with self._between_steps():
-            return {**self._state.all(replica), **self._rates.state()}
+            return {**self._state.all(replica), **self._groups.state()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Overwrite the module's state on every replica. Optimizer state stays as it is.

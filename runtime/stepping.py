@@ -22,7 +22,6 @@ from .executors.choice import HOST_ONLY, Choice, choose, execution_of
 from .interface.gather import Gather
 from .interface.scatter import Scatter
 from .interface.witness import witness_of
-from .learning_rates import LearningRates
 from .machine.calibration import host_topology
 from .machine.places import generator_on
 from .memory_limit import MemoryLimit, PlanLimits
@@ -32,6 +31,7 @@ from .observing.observed import Observed
 from .observing.probes import Observable
 from .observing.report import Report, report
 from .options import Options
+from .param_groups import ParamGroups
 from .state import State
 
 __all__ = ["Common", "Stepping"]
@@ -42,7 +42,7 @@ class Common(NamedTuple):
 
     Attributes:
         state: what their steps read and overwrite.
-        rates: the learning rates of the next step.
+        groups: the numbers of the next step.
         places: the real device of each logical one.
         options: what the session was asked for.
         intraop: how many threads one kernel may use.
@@ -52,7 +52,7 @@ class Common(NamedTuple):
     """
 
     state: State
-    rates: LearningRates
+    groups: ParamGroups
     places: Mapping[Device, torch.device]
     options: Options
     intraop: int
@@ -71,7 +71,7 @@ class Stepping:
     """
 
     def __init__(self, plan: Plan, common: Common, limit: MemoryLimit) -> None:
-        program, (state, rates, places, options, intraop, witness, check_finite, _) = plan.program, common
+        program, (state, groups, places, options, intraop, witness, check_finite, _) = plan.program, common
         self.plan, self._intraop = plan, intraop
         # What holds too much on a logical device may be placed otherwise, so that is said first.
         checks: list[Callable[[Dims], None]] = [] if common.limits is None else [common.limits.check_of(plan)]
@@ -81,7 +81,7 @@ class Stepping:
         self._setting = Setting(
             plan,
             state.of_step(),
-            (*self._scatter.names, *rates.names),
+            (*self._scatter.names, *groups.names),
             places,
             {device: generator_on(place) for device, place in places.items()},
             options.deadline,

@@ -20,6 +20,7 @@ from torch.optim.sgd import sgd
 from graphir.capture import seeded
 from graphir.ir.blob import STATE_ROLES, contiguous_strides
 from graphir.ir.operator import Operator, Symbol, groups
+from graphir.ir.moved import NOW, moved
 from graphir.ir.opset import overload, signature
 from graphir.ir.program import Program
 from graphir.ir.seeds import mix
@@ -41,7 +42,7 @@ def evaluate(
     Args:
         program: as captured.
         state: blobs that live from step to step, by name.
-        arguments: inputs by blob name; learning rates are taken from the parameter groups where they are missing.
+        arguments: inputs by blob name; learning rates and other numbers are taken from the parameter groups where they are missing.
         step: steps done before.
         replica: its position.
     """
@@ -53,7 +54,10 @@ def evaluate(
     values: dict[str, Tensor] = {n: state[n] for n in program.step.external_inputs if blobs[n].role in STATE_ROLES}
     values.update(arguments)
     for group in program.interface.param_groups:
-        values.setdefault(group.lr, torch.tensor(group.options["lr"], dtype=torch.float64))
+        numbers = {group.lr: group.options["lr"]}
+        numbers |= {blob: moved(group.options)[name] for name, blob in group.numbers.items()}
+        for name, number in numbers.items():
+            values.setdefault(name, torch.tensor(number, dtype=torch.float64))
     with torch.no_grad():
         for op in program.step.ops:
             if op.type.startswith("graphir.") and op.type not in ATTENTION:
@@ -122,6 +126,7 @@ def _update(op: Operator, values: dict[str, Tensor]) -> None:
         if i is not None
     }
     args = {p.name: p.default for p in signature(op.type).params if p.kind == "value"} | dict(op.args)
+    args |= {name.removesuffix(NOW): number.item() for name, number in bound.items() if name.endswith(NOW)}
     options: dict[str, Any] = {"foreach": False, "lr": bound["lr"].item()}
     if "form" in args:
         options["fused"] = args.pop("form") == "fused"

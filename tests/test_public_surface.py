@@ -15,7 +15,7 @@ PUBLIC = {
         Profile Program ReplicationCallbackDataParallel Topology Traffic
         CaptureError CoverageError EagerWarning EquivalenceError FileError GraphirError ParseError PassError
         PassWarning PipelineWarning PlacementError PlanError ProfileWarning RecaptureWarning ReplicationError RunError
-        SessionError VerifyError
+        SessionError TrainingWarning VerifyError
         allow_operators capture certify compile data_parallel diff estimate exec_data_parallel_replication_callback load
         memory overlap parse patch_replication_callback placed profile register_operator save seeded show traffic verify
     """,

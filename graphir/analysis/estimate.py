@@ -16,6 +16,7 @@ from .cost import Cost, CostSource, operator_costs
 from .execution import Execution
 from .overlap import Overlap, flows, overlap_of
 from .profiles import Profile
+from .refused import refused_at
 from .schedule import Crossing, Schedule, schedule
 from .simulation import ISSUED, WORKER
 from .tables import cut, seconds_text, table
@@ -134,6 +135,7 @@ class Estimate:
         operators: in the order of the plan's step.
         overlap: which micro-batch each device works on, and when; None where the step has one, or one device.
         schedule: when each instruction would be executed.
+        refused: why no session runs a step at these dimensions; empty where one does.
     """
 
     name: str
@@ -149,6 +151,7 @@ class Estimate:
     operators: tuple[OperatorCost, ...] = field(repr=False)
     overlap: Overlap | None = field(repr=False)
     schedule: Schedule = field(repr=False, compare=False)
+    refused: str = ""
 
     def to_json(self) -> str:
         """The whole estimate, without the schedule, as JSON text."""
@@ -158,11 +161,13 @@ class Estimate:
         }
         about = {"name": self.name, "topology": self.topology, "executor": self.executor, "dims": dict(self.dims)}
         flow = None if self.overlap is None else self.overlap.to_dict()
-        return json.dumps({**about, "seconds": self.seconds, **lists, "overlap": flow}, ensure_ascii=False)
+        figures = {**about, "refused": self.refused, "seconds": self.seconds, **lists, "overlap": flow}
+        return json.dumps(figures, ensure_ascii=False)
 
     def __str__(self) -> str:
         head = f"estimate of {cut(self.name, _NAME)!r} on {cut(self.topology, _NAME)}: {seconds_text(self.seconds)}"
         lines = [f"{head} a step", f"  executor {self.executor}"]
+        lines += [f"  no session runs this step: {self.refused}"] if self.refused else []
         lanes = [(u.lane, seconds_text(u.busy), seconds_text(u.idle), f"{u.share:.1%}") for u in self.lanes]
         lines += table(("lane", "busy", "idle", "share"), lanes)
         if self.overlap is not None:
@@ -237,6 +242,7 @@ def estimated(
         operators=_operators(found, costs),
         overlap=overlap_of(plan, found.intervals()) if flows(plan) else None,
         schedule=found,
+        refused=refused_at(plan.program, dims),
     )
 
 

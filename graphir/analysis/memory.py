@@ -24,6 +24,7 @@ from ..ir.verify.infer import is_known
 from .liveness import Lifetime, liveness, stays
 from .profile_files import cached
 from .profiles import Measured, Profile
+from .refused import refused_at
 from .sources import OperatorScratch, Source, measured_of, scratch_of
 
 __all__ = [
@@ -131,6 +132,8 @@ class Memory:
         uses: every storage and receive buffer, in the order in which they begin, and then all scratch.
         scratch: what each operator that is called allocates inside, and whence that is known. Where some of it is
             unknown, the peak of its device may be higher.
+        refused: why no session runs a step at these dimensions, as outside of the program's guards; empty where one
+            does.
     """
 
     name: str
@@ -144,6 +147,7 @@ class Memory:
     unknown: tuple[str, ...] = field(repr=False)
     uses: tuple[StorageUse, ...] = field(repr=False)
     scratch: tuple[OperatorScratch, ...] = field(repr=False, default=())
+    refused: str = ""
 
     def sources(self, device: str | None = None) -> dict[Source, int]:
         """Of how many operators scratch was measured, bounded, computed, or is unknown; on one device or on all.
@@ -221,7 +225,8 @@ class Memory:
         devices = list(self.peak)
         blocks = [devices[i : i + _COLUMNS] for i in range(0, len(devices), _COLUMNS)]
         tables = ("\n".join(self._table(block)) for block in blocks)
-        return "\n".join([head, *tables, *self._whence(), *self._not_counted()])
+        refused = [f"  no session runs this step: {self.refused}"] if self.refused else []
+        return "\n".join([head, *refused, *tables, *self._whence(), *self._not_counted()])
 
     def _whence(self, device: str | None = None) -> list[str]:
         """What the text says of where scratch is known from."""
@@ -380,7 +385,8 @@ def _summed(
     high_water = {device: int(live_bytes(made, positions).max()) for device, made in by_maker.items()}
     unknown = dict.fromkeys(use.blob for use in uses if (b := blobs[use.blob]).shape is None or b.dtype is None)
     figures = peak, state, totals, high_water, at_peak
-    return Memory(subject.name, sizes, *figures, positions, tuple(unknown), tuple(uses), tuple(calls))
+    refused = refused_at(program_of(subject), sizes)
+    return Memory(subject.name, sizes, *figures, positions, tuple(unknown), tuple(uses), tuple(calls), refused)
 
 
 def _uses(

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -40,6 +41,7 @@ from .caches import Caches
 from .comparison import outcome
 from .compilers import compiled_run_as_written
 from .eager_seeds import seeded
+from .evaluation import warn_of_evaluation
 from .following import follow_dims
 from .gate import shut
 from .micro_batches import per_micro_batch
@@ -95,6 +97,8 @@ def capture(
         loss: called with the output and the targets; returns a scalar tensor, or a dict of them, which is summed.
             Without it the program is a forward only and returns the model's outputs; see *backward*.
         optimizer: SGD, Adam, AdamW, Adagrad, RMSprop or SparseAdam; without it the parameters' gradients are outputs.
+            A session given it (``Session(…, optimizer=optimizer)``) reads its numbers before each step. A model in
+            evaluation mode with dropout or batch norm is told by a TrainingWarning.
         backward: without a loss, whether the step has a backward. It is given one argument more, after the inputs: a
             tuple of the gradients of those outputs that need one, in their order, each laid out as its output. It
             returns a pair: the model's outputs, and a dict of the gradients of those inputs that require one, by the
@@ -113,7 +117,8 @@ def capture(
         accumulate: into how many micro-batches the batch is cut; each has a forward and a backward of its own, and
             the gradients of ``loss / accumulate`` are added up. The step's loss is the sum of these losses.
         loss_scale: a number by which the loss is multiplied before the backward and the gradients are divided
-            afterwards; or a ``torch.amp.GradScaler``, whose scale, growth and skipped steps become part of the program.
+            afterwards; or a ``torch.amp.GradScaler`` that is enabled, whose scale, growth and skipped steps become part
+            of the program.
         allow_changes: attributes that the step may change because they only keep books, such as
             ``("counter", "layers.0.counter")``. Where the step reads one, the program has its value at capture.
         name: of the program; by default the class's name in lower case.
@@ -151,6 +156,8 @@ def capture(
         optimizer=optimizer is not None,
     )
     allow_changes = allow_changes if isinstance(allow_changes, str) else tuple(allow_changes)
+    if optimizer is not None:
+        warn_of_evaluation(model)
     with _capturing(model):
         state = read_state(model, hooked=loss is None)
         arguments = read_arguments(model, inputs, kwargs, targets, loss, batch_dims)
@@ -181,7 +188,10 @@ def capture(
         finally:
             step.caches.leave()
         step.caches.check()
-        return program.with_(witness=Witness(step, allow_changes, program, outline, recorded, _capturing))
+        return program.with_(
+            witness=Witness(step, allow_changes, program, outline, recorded, _capturing),
+            optimizer=None if optimizer is None else weakref.ref(optimizer),
+        )
 
 
 def _positions(backward: object) -> tuple[int, ...] | None:

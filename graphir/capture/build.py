@@ -148,7 +148,7 @@ def _externals(
     ]
     inputs = [*recording.inputs, *(gradient for _, _, gradient in recording.given)]
     given = [_blob(named, v, "input", sizes) for v in inputs if v is not None]
-    return {b.name: b for b in lasting}, {b.name: b for b in [*update.rate_blobs, *given]}
+    return {b.name: b for b in lasting}, {b.name: b for b in [*update.number_blobs, *given]}
 
 
 def _operator(call: Call, args: Mapping[str, Arg], named: Sequence[str], blobs: Mapping[str, Blob]) -> Operator:

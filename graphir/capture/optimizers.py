@@ -16,6 +16,7 @@ import torch
 
 from ..errors import CaptureError
 from ..ir.blob import contiguous_strides
+from ..ir.moved import MOVED, NOW, moved
 from ..ir.operator import Arg
 from ..ir.opset import signature
 from ..ir.program import Scalar
@@ -48,6 +49,7 @@ class ParamUpdate(NamedTuple):
         param: its blob.
         type: of the operator.
         args: of the operator.
+        numbers: its other numbers, which are operands.
         state: in the order of the operator's parameters.
         started: the optimizer holds state for it already.
     """
@@ -55,16 +57,24 @@ class ParamUpdate(NamedTuple):
     param: str
     type: str
     args: Mapping[str, Arg]
+    numbers: tuple[str, ...]
     state: tuple[OptimizerState, ...]
     started: bool
 
 
 class Group(NamedTuple):
-    """A parameter group: its parameters' blobs, its options (``lr`` among them), and the updates."""
+    """A parameter group: its parameters' blobs, its options (``lr`` among them), and the updates.
+
+    ``numbers`` are those that move from step to step, beside the learning rate.
+    """
 
     params: tuple[str, ...]
     options: Mapping[str, Scalar | tuple[Scalar, ...]]
     updates: tuple[ParamUpdate, ...]
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for update in self.updates for name in update.numbers))
 
 
 def read_optimizer(optimizer: object, blobs: Mapping[int, str]) -> tuple[Group, ...]:
@@ -147,9 +157,10 @@ def with_layout(update: ParamUpdate, sparse: bool) -> ParamUpdate:
             )
         return update
     taken = {p.name for p in signature(ours).params} if ours is not None else set()
-    unfit = [key for key in update.args if key not in taken]
+    unfit = [f"{key}={value!r}" for key, value in update.args.items() if key not in taken]
+    unfit += [name for name in update.numbers if name + NOW not in taken]
     if ours is None or unfit:
-        what = f"{unfit[0]}={update.args[unfit[0]]!r}" if ours is not None else f"{update.type}"
+        what = unfit[0] if ours is not None else update.type
         raise CaptureError(
             f"the sparse gradient of {update.param!r} does not go with {what}",
             fix="sparse gradients take SGD without momentum and weight decay, Adagrad without weight decay, "
@@ -199,14 +210,24 @@ def _update(
     kept = {key: value for key, value in optimizer.state.get(param, {}).items() if value is not None}
     rule = _RULES[type(optimizer)](options, optimizer.defaults, kept)
     values = {**options, **rule.args, "form": "fused" if options.get("fused") else "for_loop"}
+    params = signature(rule.type).params
+    taken = {p.name for p in params}
+    numbers = tuple([name for name, value in moved(options).items() if name + NOW in taken and _may_move(name, value)])
     args: dict[str, Arg] = {}
-    for p in signature(rule.type).params:
-        if p.kind == "value" and (value := type(p.default)(values[p.name])) != p.default:
+    for p in params:
+        if p.kind != "value" or p.name in MOVED:  # a number that is no operand is 0, which is the default
+            continue
+        if (value := type(p.default)(values[p.name])) != p.default:
             args[p.name] = value
     if kept:
         _check_kept(name, param, kept, rule, place)
     state = [_state(key, first, param, kept, bool(options.get("fused"))) for key, first in rule.state.items()]
-    return ParamUpdate(name, rule.type, args, tuple(state), bool(kept))
+    return ParamUpdate(name, rule.type, args, numbers, tuple(state), bool(kept))
+
+
+def _may_move(name: str, value: Any) -> bool:
+    """Whether a number is an operand: torch treats a momentum and a weight decay of 0 otherwise, but no betas."""
+    return value != 0 or name.startswith("beta")
 
 
 def _check_kept(name: str, param: torch.Tensor, kept: Mapping[str, Any], rule: _Rule, place: str) -> None:
@@ -294,11 +315,10 @@ def _sgd(options: _Options, defaults: _Options, kept: _Options) -> _Rule:
 
 
 def _adam(options: _Options, defaults: _Options, kept: _Options) -> _Rule:
-    beta1, beta2 = options["betas"]
     type = "graphir.adamw" if options.get("decoupled_weight_decay") else "graphir.adam"
     maximum = {"max_exp_avg_sq": 0.0} if options.get("amsgrad") else {}
     state = {"exp_avg": 0.0, "exp_avg_sq": 0.0, **maximum, "step": 0.0}
-    return _Rule(type, {"beta1": beta1, "beta2": beta2}, state)
+    return _Rule(type, {}, state)
 
 
 def _adamw(options: _Options, defaults: _Options, kept: _Options) -> _Rule:
@@ -317,9 +337,7 @@ def _rmsprop(options: _Options, defaults: _Options, kept: _Options) -> _Rule:
 
 
 def _sparse_adam(options: _Options, defaults: _Options, kept: _Options) -> _Rule:
-    beta1, beta2 = options["betas"]
-    state = {"exp_avg": 0.0, "exp_avg_sq": 0.0, "step": 0.0}
-    return _Rule("graphir.sparse_adam", {"beta1": beta1, "beta2": beta2}, state)
+    return _Rule("graphir.sparse_adam", {}, {"exp_avg": 0.0, "exp_avg_sq": 0.0, "step": 0.0})
 
 
 def _row_wise_adagrad(options: _Options, defaults: _Options, kept: _Options) -> _Rule:

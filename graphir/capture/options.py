@@ -104,7 +104,13 @@ def _loss_scale(given: object, optimizer: bool) -> float | LossScaler | None:
             )
         return _positive("loss_scale", given)
     if not given.is_enabled():
-        return None
+        # torch disables one that was made where there is no such device, and nothing tells it from one made so.
+        raise CaptureError(
+            "loss_scale is a GradScaler that is disabled, as torch makes GradScaler('cuda') where there is no GPU: the "
+            "program would not scale the loss",
+            fix='to scale, pass torch.amp.GradScaler("cpu", init_scale=65536.0), which scales on every device; not to '
+            "scale, leave loss_scale out",
+        )
     if not optimizer:
         raise CaptureError(
             "loss_scale is a GradScaler, but there is no optimizer whose steps it could skip",

@@ -1,4 +1,4 @@
-"""The update phase: one operator per parameter, the optimizer's state, and its learning rates."""
+"""The update phase: one operator per parameter, the optimizer's state, and its numbers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from ..ir.blob import Blob, contiguous_strides
 from ..ir.device import CPU, gpu
 from ..ir.dtype import TORCH_NAME
+from ..ir.moved import NOW
 from ..ir.operator import Operator, stored_versions
 from ..ir.opset import effects_of, signature
 from ..ir.program import ParamGroup
@@ -33,6 +34,7 @@ class _Part(NamedTuple):
         update: what happens to it.
         state: the names of its state's blobs.
         rate: the name of its learning rate.
+        numbers: the names of the blobs of its group's other numbers, by the numbers' names.
     """
 
     param: int
@@ -40,15 +42,16 @@ class _Part(NamedTuple):
     update: ParamUpdate
     state: Mapping[str, str]
     rate: str
+    numbers: Mapping[str, str]
 
 
 class Update(NamedTuple):
-    """The update phase of a step: its operators, and the state and learning rates that they read.
+    """The update phase of a step: its operators, and the state and numbers that they read.
 
     Attributes:
         param_groups: of the program's interface.
         optimizer_state: of the program's interface.
-        rate_blobs: the learning rates, one a group.
+        number_blobs: the learning rates, one a group, and the other numbers of groups that move.
         state_blobs, state_tensors, state_modules: the optimizer's state: its blobs, and by their names the first values
             and the modules whose parameters they belong to.
         parts: what makes each operator, but for the name of the gradient.
@@ -57,7 +60,7 @@ class Update(NamedTuple):
 
     param_groups: tuple[ParamGroup, ...]
     optimizer_state: dict[str, dict[str, str]]
-    rate_blobs: tuple[Blob, ...]
+    number_blobs: tuple[Blob, ...]
     state_blobs: tuple[Blob, ...]
     state_tensors: dict[str, torch.Tensor]
     state_modules: dict[str, str]
@@ -85,16 +88,17 @@ def build_update(
         groups: of the optimizer.
         recording: of the step.
         gradients: for each value that has one, by index, its gradient's index; two of them for a sparse one.
-        names: hands out the names of learning rates and state.
+        names: hands out the names of numbers and state.
     """
     rates = [names.take("lr") for _ in groups]
+    numbers = [{name: names.take(name) for name in group.numbers} for group in groups]
     versions = {v.label: v.version for v in recording.values if v.kind == "param"}
     blobs: list[Blob] = []
     tensors: dict[str, torch.Tensor] = {}
     modules: dict[str, str] = {}
     state: dict[str, dict[str, str]] = {}
     parts: list[_Part] = []
-    for group, rate in zip(groups, rates, strict=True):
+    for group, rate, others in zip(groups, rates, numbers, strict=True):
         for update in group.updates:
             index = recording.state[update.param].index
             if index in gradients:
@@ -112,11 +116,12 @@ def build_update(
                 blobs.append(Blob(name, shape, dtype, device, "state", name, None if dense else strides))
                 tensors[name], modules[name] = entry.tensor, module
             if index in gradients:
-                parts.append(_Part(index, versions[update.param], update, mine, rate))
+                parts.append(_Part(index, versions[update.param], update, mine, rate, others))
+    described = [ParamGroup(rate, g.params, g.options, n) for g, rate, n in zip(groups, rates, numbers, strict=True)]
     return Update(
-        tuple(ParamGroup(rate, g.params, g.options) for g, rate in zip(groups, rates, strict=True)),
+        tuple(described),
         {param: mine for param, mine in state.items() if mine},
-        tuple([Blob(rate, (), "f64", CPU, "input", rate) for rate in rates]),
+        tuple([Blob(name, (), "f64", CPU, "input", name) for group in described for name in group.blobs]),
         tuple(blobs),
         tensors,
         modules,
@@ -129,9 +134,13 @@ def _operator(part: _Part, gradient: tuple[str, ...], skip: tuple[str, ...]) -> 
     update, state = part.update, part.state
     keys = [p.name for p in signature(update.type).tensors if p.written and p.name != "param"]
     present = [state[key] for key in keys if key in state]
-    inputs = (update.param, *gradient, *present, part.rate, *skip)
-    pattern = ["t"] * (1 + len(gradient)) + ["t" if key in state else "_" for key in keys] + ["t"] * (1 + len(skip))
-    operands = "".join(pattern) if "_" in pattern else None
+    of_number = {number + NOW: part.numbers[number] for number in update.numbers}
+    numbers = [of_number.get(p.name) for p in signature(update.type).tensors if p.name.endswith(NOW)]
+    given = [update.param, *gradient, *[state.get(key) for key in keys], part.rate, *(skip or [None]), *numbers]
+    while given[-1] is None:
+        given.pop()
+    inputs = tuple([name for name in given if name is not None])
+    operands = "".join(["_" if name is None else "t" for name in given]) if None in given else None
     return Operator(
         update.type,
         inputs,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -64,11 +65,19 @@ class ParamGroup(NamedTuple):
         lr: the blob that holds its learning rate (``f64[] @cpu:0``, no prefix).
         params: the parameters' blobs, without prefix, in the optimizer's order.
         options: the group's other entries, as in ``optimizer.param_groups``, and ``lr`` as it was when captured.
+        numbers: the blobs, like that of ``lr``, that hold the other numbers that a scheduler may move: ``momentum``,
+            ``weight_decay``, ``beta1`` and ``beta2``, see :mod:`.moved`. Those that are not here stay as captured.
     """
 
     lr: str
     params: tuple[str, ...]
     options: Mapping[str, Scalar | tuple[Scalar, ...]]
+    numbers: Mapping[str, str] = {}
+
+    @property
+    def blobs(self) -> tuple[str, ...]:
+        """The blobs that hold its numbers."""
+        return (self.lr, *self.numbers.values())
 
 
 @dataclass(frozen=True)
@@ -158,6 +167,8 @@ class Program:
         witness: records the step of the captured module once more, with other sizes of its dimensions (those of one
             replica, without prefix), and raises a CoverageError where it is not the step of the program; None where
             there is no witness. Not saved, pickled or copied, not part of equality.
+        optimizer: the captured optimizer, weakly; None where there was none. Not saved, pickled or copied, not part of
+            equality.
         module_copies: for each replica a shallow copy of the captured module, as replication callbacks left it; empty
             where there were none. Not saved, pickled or copied, not part of equality.
     """
@@ -178,6 +189,7 @@ class Program:
     module: torch.nn.Module | None = field(default=None, compare=False)
     witness: Callable[[Mapping[str, int]], None] | None = field(default=None, compare=False)
     module_copies: tuple[torch.nn.Module, ...] = field(default=(), compare=False)
+    optimizer: weakref.ref[torch.optim.Optimizer] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         freeze(self, dims=frozen, notes=frozen_all)
@@ -228,7 +240,7 @@ class Program:
         return hash((self.name, self.init, self.step))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "module": None, "witness": None, "module_copies": ()}
+        return {**self.__dict__, "module": None, "witness": None, "module_copies": (), "optimizer": None}
 
     def __repr__(self) -> str:
         on = ", ".join(self.devices)

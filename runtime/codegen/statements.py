@@ -33,7 +33,7 @@ from ..kernels.bindings import fastest
 from ..kernels.buffers import Buffer, Buffers, buffer_on
 from ..kernels.communication import all_reduce_each, copy, reduction
 from ..kernels.invoke import invoke
-from ..kernels.optimizers import UPDATES, updater
+from ..kernels.optimizers import UPDATES, Operands, operands_of, updater
 from .handoffs import Handover
 from .values import Values
 from .writer import ThreadCode, Writer
@@ -199,24 +199,29 @@ class Statements:
         )
 
     def shared(self, op: Operator) -> list[tuple[str, int]]:
-        """What updates made in one call share: their learning rate, and what says whether to skip them."""
+        """What updates made in one call share: their learning rate and other numbers, and what says whether to skip
+        them."""
         reads = list(op.reads)
-        return [reads[operand.position] for operand in arrange(op).positional[-2:] if isinstance(operand, Operand)]
+        operands = operands_of(op.type, arrange(op).positional)
+        shared = (operands.rate, operands.found_inf, *operands.numbers.values())
+        return [reads[operand.position] for operand in shared if isinstance(operand, Operand)]
 
     def update(self, ops: Sequence[Operator]) -> list[str]:
-        """One call of an optimizer's kernel for updates with the same options and learning rate."""
-        given: list[list[str]] = []
+        """One call of an optimizer's kernel for updates with the same options and numbers."""
+        given: list[Operands[str]] = []
         for op in ops:
             inputs = [self.read(name, version) for name, version in op.reads]
-            given.append([self.argument(op, argument, inputs) for argument in arrange(op).positional])
+            arguments = [self.argument(op, argument, inputs) for argument in arrange(op).positional]
+            given.append(operands_of(op.type, arguments))
             self.overwrite(op)
         options: dict[str, Any] = {name: evaluate(arg, {}) for name, arg in ops[0].args.items()}
         meaning = f"{ops[0].type}({', '.join([f'{name}={option!r}' for name, option in sorted(options.items())])})"
         kernel = self.writer.bind(updater(ops[0].type, options), "c", meaning, meaning)
-        *tensors, rates, found_infs = zip(*given, strict=True)
-        lists = [f"[{', '.join(items)}]" for items in tensors]
-        skipped = "" if found_infs[0] == "None" else f"{found_infs[0]}.item() or "
-        return [f"{skipped}{kernel}({', '.join([*lists, rates[0]])})"]
+        rate, found_inf, numbers = given[0].rate, given[0].found_inf, given[0].numbers
+        lists = [f"[{', '.join(items)}]" for items in zip(*[each.tensors for each in given], strict=True)]
+        named = [f"{name}={number}" for name, number in numbers.items() if number != "None"]
+        skipped = "" if found_inf == "None" else f"{found_inf}.item() or "
+        return [f"{skipped}{kernel}({', '.join([*lists, rate, *named])})"]
 
     def overwrite(self, op: Operator) -> None:
         """What an operator overwrites keeps its variable."""

@@ -19,7 +19,7 @@ from graphir.ir.size import Dims
 from ..executor import Setting
 from .bindings import OWN_KERNELS, view
 from .communication import copy
-from .optimizers import UPDATES, updater
+from .optimizers import UPDATES, operands_of, updater
 
 __all__ = ["fill", "invoke", "perform"]
 
@@ -43,9 +43,11 @@ def perform(type: str, positional: Sequence[Any], keyword: Mapping[str, Any], de
     if type == "aten.view.default":
         return view(*positional)
     if type in UPDATES:
-        *tensors, rate, found_inf = positional
-        skipped = found_inf is not None and found_inf.item()
-        return None if skipped else updater(type, keyword)(*[[tensor] for tensor in tensors], rate)
+        given = operands_of(type, positional)
+        if given.found_inf is not None and given.found_inf.item():
+            return None
+        numbers = {name: number for name, number in given.numbers.items() if number is not None}
+        return updater(type, keyword)(*[[tensor] for tensor in given.tensors], given.rate, **numbers)
     return (OWN_KERNELS.get(type) or overload(type))(*positional, **keyword)
 
 

@@ -8,14 +8,16 @@ lists, an item a parameter, so that an executor can make one call of many update
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import compress
 from operator import not_
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
+from graphir.ir.moved import MOVED, NOW
 from graphir.ir.opset import signature
 from graphir.ir.tensor import GRAIN_SIZE
 from graphir.optim import update_dense
@@ -25,9 +27,10 @@ from .joined import Joined
 from .short import in_one_thread
 from .sparse import SPARSE_UPDATES
 
-__all__ = ["FORMS", "UPDATES", "Update", "as_torch_has_it", "updater"]
+__all__ = ["FORMS", "UPDATES", "Operands", "Update", "as_torch_has_it", "operands_of", "updater"]
 
 FORMS: Final = ("for_loop", "fused")
+_Item = TypeVar("_Item")
 
 Tensors: TypeAlias = list[Tensor]
 Given: TypeAlias = list[Tensor | None]
@@ -37,16 +40,45 @@ class Update(Protocol):
     """Updates parameters and their optimizer states in place.
 
     It is given the type's tensors in order: of each a list with an item a parameter (None where the operator has no
-    such tensor), and last the learning rate, which they share, as a tensor or a number.
+    such tensor), and last the learning rate, which they share, as a tensor or a number. The other numbers that they
+    share and that move from step to step are given by name (``momentum=0.9``), and take the place of the options.
     """
 
-    def __call__(self, params: Tensors, grads: Tensors, *rest: Any) -> None: ...
+    def __call__(self, params: Tensors, grads: Tensors, *rest: Any, **numbers: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class Operands(Generic[_Item]):
+    """The operands of an update.
+
+    Attributes:
+        tensors: of the parameter: itself, its gradient, its state.
+        rate: the learning rate.
+        found_inf: what says whether to skip the update.
+        numbers: the other numbers that move from step to step, by the options' names; None where they do not.
+    """
+
+    tensors: tuple[_Item, ...]
+    rate: _Item
+    found_inf: _Item
+    numbers: dict[str, _Item]
+
+
+def operands_of(type: str, positional: Sequence[_Item]) -> Operands[_Item]:
+    """What an update's operands are, given one for each tensor parameter of its type."""
+    names = [param.name for param in signature(type).tensors]
+    at = names.index("lr")
+    named = zip(names[at + 2 :], positional[at + 2 :], strict=True)
+    numbers = {name.removesuffix(NOW): item for name, item in named}
+    return Operands(tuple(positional[:at]), positional[at], positional[at + 1], numbers)
 
 
 def updater(type: str, options: Mapping[str, Any]) -> Update:
     """The kernel of an optimizer type with these options; the others are the defaults of its signature."""
-    defaults = {p.name: p.default for p in signature(type).params if p.kind == "value"}
-    return UPDATES[type](**defaults | dict(options))
+    given = {p.name: p.default for p in signature(type).params if p.kind == "value"} | dict(options)
+    numbers = {name: given.pop(name) for name in MOVED if name in given}
+    update = UPDATES[type](**given)
+    return partial(update, **numbers) if numbers else update
 
 
 def as_torch_has_it(kept: Mapping[str, Joined], optimizer: str) -> dict[str, Any]:
@@ -62,42 +94,36 @@ def as_torch_has_it(kept: Mapping[str, Joined], optimizer: str) -> dict[str, Any
     return {key: int(t.clone()) if key in counts else t.clone() for key, t in kept.items() if key not in own}
 
 
-def _sgd(
-    *,
-    form: str,
-    momentum: float,
-    weight_decay: float,
-    nesterov: bool,
-    maximize: bool,
-    dampening: float = 0.0,
-) -> Update:
-    """``torch.optim.SGD``. A momentum buffer starts at -0.0, the neutral element of addition."""
+def _sgd(*, form: str, nesterov: bool, maximize: bool, dampening: float = 0.0) -> Update:
+    """``torch.optim.SGD``. A momentum buffer starts at -0.0, the neutral element of addition. While the momentum is 0,
+    buffers stay as they are."""
     if form == "fused":
-        return partial(
-            _fused_sgd,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            dampening=dampening,
-            nesterov=nesterov,
-            maximize=maximize,
-            is_first_step=False,
-        )
+        return partial(_fused_sgd, dampening=dampening, nesterov=nesterov, maximize=maximize, is_first_step=False)
+    plain = not (nesterov or dampening or maximize)
 
-    def update(params: Tensors, grads: Tensors, buffers: Given, lr: Tensor | float) -> None:
-        rate = float(lr)
+    def update(
+        params: Tensors,
+        grads: Tensors,
+        buffers: Given,
+        lr: Tensor | float,
+        *,
+        momentum: Tensor | float,
+        weight_decay: Tensor | float,
+    ) -> None:
+        rate, momentum, weight_decay = float(lr), float(momentum), float(weight_decay)
+        if plain and momentum != 0 and weight_decay == 0 and params[0].is_cpu and params[0].dtype in _EXACT:
+            _momentum_sgd(params, grads, _present(buffers), rate, _factor(momentum, params[0].dtype))
+            return
         for param, grad, buffer in zip(params, grads, buffers, strict=True):
             if maximize:
                 grad = -grad
             if weight_decay != 0:
                 grad = grad.add(param, alpha=weight_decay)
-            if buffer is not None:
+            if buffer is not None and momentum != 0:
                 buffer.mul_(momentum).add_(grad, alpha=1 - dampening)
                 grad = grad.add(buffer, alpha=momentum) if nesterov else buffer
             param.add_(grad, alpha=-rate)
 
-    if momentum and not (weight_decay or nesterov or dampening or maximize):
-        factors = {dtype: torch.tensor(momentum, dtype=dtype, device="cpu") for dtype in _EXACT}
-        return partial(_momentum_sgd, update, factors)
     return update
 
 
@@ -105,32 +131,28 @@ _EXACT: Final = (torch.float32, torch.float64)
 """Types in which torch multiplies by a Python number as by a tensor of the type; others keep more of its digits."""
 
 
-def _momentum_sgd(
-    update: Update,
-    factors: Mapping[torch.dtype, Tensor],
-    params: Tensors,
-    grads: Tensors,
-    buffers: Tensors,
-    lr: Tensor | float,
-) -> None:
-    """*update* for its commonest options; the tensors have one dtype.
+@lru_cache(maxsize=64)
+def _factor(number: float, dtype: torch.dtype) -> Tensor:
+    """*number* as a tensor: as a factor it takes half as long as a number."""
+    with torch.inference_mode(False):
+        return torch.tensor(number, dtype=dtype, device="cpu")
+
+
+def _momentum_sgd(params: Tensors, grads: Tensors, buffers: Tensors, rate: float, momentum: Tensor) -> None:
+    """The commonest update; the tensors have one dtype.
 
     On the CPU torch's functions over lists make the same calls for each item, in half the time that calls from here
-    take. A factor that is a tensor takes half as long as a number. A long parameter is updated by itself, while caches
-    hold it: three calls over all parameters would read each long one from memory three times.
+    take. A long parameter is updated by itself, while caches hold it: three calls over all parameters would read each
+    long one from memory three times.
     """
-    factor = factors.get(buffers[0].dtype)
-    if factor is None or not buffers[0].is_cpu:
-        update(params, grads, buffers, lr)
-        return
     short, long = _by_length((params, grads, buffers))
     if short:
         params, grads, buffers = short
-        torch._foreach_mul_(buffers, factor)
+        torch._foreach_mul_(buffers, momentum)
         torch._foreach_add_(buffers, grads)
-        torch._foreach_add_(params, buffers, alpha=-float(lr))
+        torch._foreach_add_(params, buffers, alpha=-rate)
     for param, grad, buffer in zip(*long, strict=True):
-        param.add_(buffer.mul_(factor).add_(grad), alpha=-float(lr))
+        param.add_(buffer.mul_(momentum).add_(grad), alpha=-rate)
 
 
 def _by_length(lists: Sequence[Tensors]) -> tuple[Sequence[Tensors], Sequence[Tensors]]:
@@ -144,8 +166,20 @@ def _by_length(lists: Sequence[Tensors]) -> tuple[Sequence[Tensors], Sequence[Te
     return [list(compress(of, short)) for of in lists], [list(compress(of, map(not_, short))) for of in lists]
 
 
-def _fused_sgd(params: Tensors, grads: Tensors, buffers: Given, lr: Tensor | float, **options: Any) -> None:
-    _call(torch._fused_sgd_, (params, grads, _present(buffers)), lr=float(lr), **options)
+def _fused_sgd(
+    params: Tensors,
+    grads: Tensors,
+    buffers: Given,
+    lr: Tensor | float,
+    *,
+    momentum: Tensor | float,
+    weight_decay: Tensor | float,
+    **options: Any,
+) -> None:
+    momentum = float(momentum)
+    kept = _present(buffers) if momentum != 0 else []
+    options |= {"lr": float(lr), "momentum": momentum, "weight_decay": float(weight_decay)}
+    _call(torch._fused_sgd_, (params, grads, kept), **options)
 
 
 def _call(fused: Callable[..., None], lists: Sequence[Tensors], of_elements: int | None = None, **options: Any) -> None:
@@ -169,13 +203,24 @@ def _call(fused: Callable[..., None], lists: Sequence[Tensors], of_elements: int
 
 
 def _dampened_sgd(*, dampening: float, **options: Any) -> Update:
-    """``torch.optim.SGD`` with dampening, from the second update on."""
+    """``torch.optim.SGD`` with dampening, from the second update with momentum on."""
     first, later = _sgd(**options), _sgd(dampening=dampening, **options)
 
-    def update(params: Tensors, grads: Tensors, buffers: Tensors, dampenings: Tensors, lr: Tensor | float) -> None:
+    def update(
+        params: Tensors,
+        grads: Tensors,
+        buffers: Tensors,
+        dampenings: Tensors,
+        lr: Tensor | float,
+        *,
+        momentum: Tensor | float,
+        weight_decay: Tensor | float,
+    ) -> None:
+        numbers = {"momentum": momentum, "weight_decay": weight_decay}
         for param, grad, buffer, now in zip(params, grads, buffers, dampenings, strict=True):
-            (later if now.item() else first)([param], [grad], [buffer], lr)
-            now.fill_(dampening)
+            (later if now.item() else first)([param], [grad], [buffer], lr, **numbers)
+            if momentum != 0:
+                now.fill_(dampening)
 
     return update
 
@@ -188,23 +233,13 @@ def _adam(
     *,
     decoupled: bool,
     form: str,
-    beta1: float,
-    beta2: float,
     eps: float,
-    weight_decay: float,
     maximize: bool,
 ) -> Update:
     """``torch.optim.Adam`` adds weight decay to the gradient; ``AdamW`` (*decoupled*) scales the parameter by it."""
     if form == "fused":
-        return partial(
-            _fused_adam,
-            torch._fused_adamw_ if decoupled else torch._fused_adam_,
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=weight_decay,
-            eps=eps,
-            maximize=maximize,
-        )
+        kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        return partial(_fused_adam, kernel, eps=eps, maximize=maximize)
 
     def update(
         params: Tensors,
@@ -214,8 +249,13 @@ def _adam(
         maxima: Given,
         steps: Tensors,
         lr: Tensor | float,
+        *,
+        beta1: Tensor | float,
+        beta2: Tensor | float,
+        weight_decay: Tensor | float,
     ) -> None:
-        rate = float(lr)
+        rate, weight_decay = float(lr), float(weight_decay)
+        beta1, beta2 = float(beta1), float(beta2)
         for param, grad, exp_avg, exp_avg_sq, maximum, step in zip(
             params, grads, exp_avgs, exp_avg_sqs, maxima, steps, strict=True
         ):
@@ -248,21 +288,34 @@ def _fused_adam(
     maxima: Given,
     steps: Tensors,
     lr: Tensor | float,
+    *,
+    beta1: Tensor | float,
+    beta2: Tensor | float,
+    weight_decay: Tensor | float,
     **options: Any,
 ) -> None:
     torch._foreach_add_(steps, 1)
     given = _present(maxima)
     lists = params, grads, exp_avgs, exp_avg_sqs, given, steps
-    _call(kernel, lists, len(lists) - 1, lr=float(lr), amsgrad=bool(given), **options)
+    options |= {"lr": float(lr), "beta1": float(beta1), "beta2": float(beta2), "weight_decay": float(weight_decay)}
+    _call(kernel, lists, len(lists) - 1, amsgrad=bool(given), **options)
 
 
-def _adagrad(*, form: str, lr_decay: float, weight_decay: float, eps: float, maximize: bool) -> Update:
+def _adagrad(*, form: str, lr_decay: float, eps: float, maximize: bool) -> Update:
     """``torch.optim.Adagrad``."""
     if form == "fused":
-        return partial(_fused_adagrad, lr_decay=lr_decay, weight_decay=weight_decay, eps=eps, maximize=maximize)
+        return partial(_fused_adagrad, lr_decay=lr_decay, eps=eps, maximize=maximize)
 
-    def update(params: Tensors, grads: Tensors, sums: Tensors, steps: Tensors, lr: Tensor | float) -> None:
-        rate = float(lr)
+    def update(
+        params: Tensors,
+        grads: Tensors,
+        sums: Tensors,
+        steps: Tensors,
+        lr: Tensor | float,
+        *,
+        weight_decay: Tensor | float,
+    ) -> None:
+        rate, weight_decay = float(lr), float(weight_decay)
         for param, grad, total, step in zip(params, grads, sums, steps, strict=True):
             step.add_(1)
             if maximize:
@@ -277,14 +330,23 @@ def _adagrad(*, form: str, lr_decay: float, weight_decay: float, eps: float, max
 
 
 def _fused_adagrad(
-    params: Tensors, grads: Tensors, sums: Tensors, steps: Tensors, lr: Tensor | float, **options: Any
+    params: Tensors,
+    grads: Tensors,
+    sums: Tensors,
+    steps: Tensors,
+    lr: Tensor | float,
+    *,
+    weight_decay: Tensor | float,
+    **options: Any,
 ) -> None:
     torch._foreach_add_(steps, 1)
-    _call(torch._fused_adagrad_, (params, grads, sums, steps), 3, lr=float(lr), **options)
+    options |= {"lr": float(lr), "weight_decay": float(weight_decay)}
+    _call(torch._fused_adagrad_, (params, grads, sums, steps), 3, **options)
 
 
-def _rmsprop(*, alpha: float, eps: float, weight_decay: float, momentum: float, maximize: bool) -> Update:
-    """``torch.optim.RMSprop``, centered where it is given averages of the gradients."""
+def _rmsprop(*, alpha: float, eps: float, maximize: bool) -> Update:
+    """``torch.optim.RMSprop``, centered where it is given averages of the gradients. While the momentum is 0, buffers
+    stay as they are."""
 
     def update(
         params: Tensors,
@@ -294,8 +356,11 @@ def _rmsprop(*, alpha: float, eps: float, weight_decay: float, momentum: float, 
         grad_avgs: Given,
         steps: Tensors,
         lr: Tensor | float,
+        *,
+        momentum: Tensor | float,
+        weight_decay: Tensor | float,
     ) -> None:
-        rate = float(lr)
+        rate, momentum, weight_decay = float(lr), float(momentum), float(weight_decay)
         for param, grad, square_avg, buffer, grad_avg, step in zip(
             params, grads, square_avgs, buffers, grad_avgs, steps, strict=True
         ):
@@ -311,7 +376,7 @@ def _rmsprop(*, alpha: float, eps: float, weight_decay: float, momentum: float, 
                 grad_avg.lerp_(grad, 1 - alpha)
                 scale = square_avg.addcmul(grad_avg, grad_avg, value=-1).sqrt_()
             scale.add_(eps)
-            if buffer is None:
+            if buffer is None or not momentum > 0:
                 param.addcdiv_(grad, scale, value=-rate)
             else:
                 buffer.mul_(momentum).addcdiv_(grad, scale)

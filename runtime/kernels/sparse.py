@@ -139,12 +139,13 @@ def _adam(
     steps: list[Tensor],
     lr: Tensor | float,
     *,
-    beta1: float,
-    beta2: float,
+    beta1: Tensor | float,
+    beta2: Tensor | float,
     eps: float,
     maximize: bool,
 ) -> None:
     """``torch.optim.SparseAdam``."""
+    beta1, beta2 = float(beta1), float(beta2)
     for param, index, value, exp_avg, exp_avg_sq, step in zip(
         params, indices, values, exp_avgs, exp_avg_sqs, steps, strict=True
     ):

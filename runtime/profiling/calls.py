@@ -25,7 +25,7 @@ from graphir.ir.size import Dims
 
 from ..kernels.bindings import fastest
 from ..kernels.communication import all_reduce_each, copy, reduction
-from ..kernels.optimizers import UPDATES, updater
+from ..kernels.optimizers import UPDATES, operands_of, updater
 from ..machine.calibration import cores
 from ..machine.capacity import free_memory
 from ..machine.surroundings import neutral
@@ -236,8 +236,10 @@ def _call(subject: Subject, sets: Sequence[Sequence[Tensor]]) -> Callable[[], An
     positional, keyword = given[0]
     if op.type in UPDATES:
         update = updater(op.type, keyword)
-        *lists, _, _ = map(list, zip(*[positional for positional, _ in given], strict=True))
-        return lambda: update(*lists, _RATE)
+        updates = [operands_of(op.type, positional) for positional, _ in given]
+        lists = list(map(list, zip(*[each.tensors for each in updates], strict=True)))
+        numbers = {name: float(number) for name, number in updates[0].numbers.items() if number is not None}
+        return lambda: update(lists[0], lists[1], *lists[2:], _RATE, **numbers)
     function = copy if op.type == "Copy" else fastest(op.type)
 
     def run() -> Any:

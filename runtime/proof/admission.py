@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from graphir.errors import GraphirError, PlanError, SessionError
+from graphir.ir.moved import NOW, moved
 from graphir.ir.operator import Operator
 from graphir.ir.opset import signature
 from graphir.ir.plan import STREAMS, Plan, lane
@@ -97,6 +98,9 @@ def _update(op: Operator) -> str | None:
         value, types = op.args[param.name], _TYPES.get(param.type, (object,))
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             return f"{op.type} takes a {param.type} for {param.name}, not {value!r}"
+    for name in signature(op.type).names(op.operands, len(op.inputs)):
+        if name.endswith(NOW) and name.removesuffix(NOW) in op.args:
+            return f"{op.type} is given {name.removesuffix(NOW)} twice: as an operand and as an argument"
     if (form := op.args.get("form", FORMS[0])) not in FORMS:
         return f"{op.type} has the form {form!r}; forms: {', '.join(FORMS)}"
     return None
@@ -119,6 +123,8 @@ def _interface(program: Program) -> Iterator[str]:
             if prefix + feed.blob in program.step.external_inputs:
                 yield f"input {prefix + feed.blob!r} has rows, but its replica has no batch dimension"
     for i, group in enumerate(interface.param_groups):
-        lr = group.options.get("lr")
-        if isinstance(lr, bool) or not isinstance(lr, (int, float)) or math.isnan(lr):
-            yield f"parameter group {i} has the learning rate {lr!r}, which is not a number"
+        now = moved(group.options)
+        given = {"learning rate": group.options.get("lr"), **{name: now.get(name) for name in group.numbers}}
+        for name, number in given.items():
+            if isinstance(number, bool) or not isinstance(number, (int, float)) or math.isnan(number):
+                yield f"parameter group {i} has the {name} {number!r}, which is not a number"

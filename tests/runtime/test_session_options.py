@@ -15,35 +15,6 @@ def session_of(example, optimizer):
     return Session(passes.emit(program), program.state)
 
 
-@pytest.mark.parametrize("make", [sgd, torch.optim.Adam])
-def test_a_scheduler_that_cycles_momentum_is_refused(make):
-    example = models.mlp()
-    optimizer = make(example.model.parameters())
-    with session_of(example, optimizer) as session:
-        session.follow(optimizer)
-        session.step(*batch_of(example))
-        scheduler = torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, 4)
-        scheduler.step()
-        with pytest.raises(
-            SessionError, match=r"group 0 of the optimizer has (momentum|betas)=(.|\n)*cycle_momentum=Fa"
-        ):
-            session.step(*batch_of(example))
-        assert session.steps_done == 1
-
-
-def test_a_scheduler_that_leaves_momentum_alone_is_followed():
-    example = models.mlp()
-    optimizer = sgd(example.model.parameters())
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=20, cycle_momentum=False)
-    with session_of(example, optimizer) as session:
-        session.follow(optimizer)
-        for step in range(3):
-            session.step(*batch_of(example))
-            eager_step(example, optimizer, step)
-            scheduler.step()
-        assert torch.equal(session.state_dict()["fc1.weight"], example.model.fc1.weight)
-
-
 @pytest.mark.filterwarnings("error")
 def test_a_scheduler_takes_a_sessions_step_for_one_of_its_optimizer():
     example = models.mlp()
@@ -81,8 +52,6 @@ def test_the_optimizers_state_has_the_followed_options_of_now():
         theirs, ours = optimizer.state_dict(), session.optimizer_state_dict()
         assert ours["param_groups"] == theirs["param_groups"]
         assert "initial_lr" in session.param_groups[0]
-        with pytest.raises(SessionError, match=r"follows an optimizer(.|\n)*optimizer's own param_groups"):
-            session.param_groups[0]["lr"] = 0.1
 
 
 @pytest.mark.parametrize("value", [None, "x", torch.ones(2), True, float("nan"), -0.1, float("inf")], ids=str)

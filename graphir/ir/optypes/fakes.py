@@ -110,7 +110,10 @@ def embedding_bag_backward(grad: Tensor, indices: Tensor, *others: Any, **option
     return indices.new_empty((1, len(indices))), grad.new_empty((len(indices), grad.shape[1]))
 
 
-_SINGLE: Final = ("alpha_inverse", "correction", "found_inf", "keep", "lr", "next_dampening", "step")
+_SINGLE: Final = (
+    *("alpha_inverse", "correction", "found_inf", "keep", "lr", "next_dampening", "step"),
+    *("beta1_now", "beta2_now", "momentum_now", "weight_decay_now"),
+)
 """Operands of optimizers that are one number."""
 
 

@@ -16,8 +16,9 @@ __all__ = ["OWN"]
 
 _ADAM: Final = (
     "(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? max_exp_avg_sq, "
-    "Tensor(e!) step, Tensor lr, Tensor? found_inf=None, *, str form='for_loop', float beta1=0.9, float beta2=0.999, "
-    "float eps=1e-08, float weight_decay=0., bool maximize=False) -> ()"
+    "Tensor(e!) step, Tensor lr, Tensor? found_inf=None, Tensor? beta1_now=None, Tensor? beta2_now=None, "
+    "Tensor? weight_decay_now=None, *, str form='for_loop', float beta1=0.9, float beta2=0.999, float eps=1e-08, "
+    "float weight_decay=0., bool maximize=False) -> ()"
 )
 
 
@@ -25,9 +26,11 @@ def _record(type: str, schema: str, fake: Callable[..., Any], **known: Any) -> O
     return OperatorType(type, schema, fake, **{"only_elements": True, **known})
 
 
-def _optimizer(type: str, schema: str, **known: Any) -> OperatorType:
-    """A type that updates one parameter, and its state."""
-    return _record(type, schema, fakes.updated(type, _tensors(schema)), **known)
+def _optimizer(type: str, schema: str, beside: int | None = None, coupled: bool = True) -> OperatorType:
+    """A type that updates one parameter, and its state; how much it holds *beside*, see :func:`.scratch.update`."""
+    names = _tensors(schema)
+    inside = None if beside is None else scratch.update(beside, names.index("weight_decay_now"), coupled)
+    return _record(type, schema, fakes.updated(type, names), scratch=inside)
 
 
 def _slot_by_slot(type: str, schema: str) -> OperatorType:
@@ -58,33 +61,35 @@ _RECORDS: Final = (
     _record("graphir.load", "load(*, str key, int? dim=None, int first=0) -> Tensor", fakes.load),
     _optimizer(
         "graphir.sgd",
-        "sgd(Tensor(a!) param, Tensor grad, Tensor(b!)? momentum_buffer, Tensor lr, Tensor? found_inf=None, *, "
-        "str form='for_loop', float momentum=0., float weight_decay=0., bool nesterov=False, "
-        "bool maximize=False) -> ()",
-        scratch=scratch.update(0),
+        "sgd(Tensor(a!) param, Tensor grad, Tensor(b!)? momentum_buffer, Tensor lr, Tensor? found_inf=None, "
+        "Tensor? momentum_now=None, Tensor? weight_decay_now=None, *, str form='for_loop', float momentum=0., "
+        "float weight_decay=0., bool nesterov=False, bool maximize=False) -> ()",
+        beside=0,
     ),
     _optimizer(
         "graphir.dampened_sgd",
         "dampened_sgd(Tensor(a!) param, Tensor grad, Tensor(b!) momentum_buffer, Tensor(c!) next_dampening, "
-        "Tensor lr, Tensor? found_inf=None, *, str form='for_loop', float momentum=0., float dampening=0., "
-        "float weight_decay=0., bool nesterov=False, bool maximize=False) -> ()",
-        scratch=scratch.update(0),
+        "Tensor lr, Tensor? found_inf=None, Tensor? momentum_now=None, Tensor? weight_decay_now=None, *, "
+        "str form='for_loop', float momentum=0., float dampening=0., float weight_decay=0., bool nesterov=False, "
+        "bool maximize=False) -> ()",
+        beside=0,
     ),
-    _optimizer("graphir.adam", "adam" + _ADAM, scratch=scratch.update(2)),
-    _optimizer("graphir.adamw", "adamw" + _ADAM, scratch=scratch.update(2, coupled=False)),
+    _optimizer("graphir.adam", "adam" + _ADAM, beside=2),
+    _optimizer("graphir.adamw", "adamw" + _ADAM, beside=2, coupled=False),
     _optimizer(
         "graphir.adagrad",
-        "adagrad(Tensor(a!) param, Tensor grad, Tensor(b!) sum, Tensor(c!) step, Tensor lr, Tensor? found_inf=None, *, "
-        "str form='for_loop', float lr_decay=0., float weight_decay=0., float eps=1e-10, "
-        "bool maximize=False) -> ()",
-        scratch=scratch.update(1),
+        "adagrad(Tensor(a!) param, Tensor grad, Tensor(b!) sum, Tensor(c!) step, Tensor lr, Tensor? found_inf=None, "
+        "Tensor? weight_decay_now=None, *, str form='for_loop', float lr_decay=0., float weight_decay=0., "
+        "float eps=1e-10, bool maximize=False) -> ()",
+        beside=1,
     ),
     _optimizer(
         "graphir.rmsprop",
         "rmsprop(Tensor(a!) param, Tensor grad, Tensor(b!) square_avg, Tensor(c!)? momentum_buffer, "
-        "Tensor(d!)? grad_avg, Tensor(e!) step, Tensor lr, Tensor? found_inf=None, *, float alpha=0.99, "
-        "float eps=1e-08, float weight_decay=0., float momentum=0., bool maximize=False) -> ()",
-        scratch=scratch.update(1),
+        "Tensor(d!)? grad_avg, Tensor(e!) step, Tensor lr, Tensor? found_inf=None, Tensor? momentum_now=None, "
+        "Tensor? weight_decay_now=None, *, float alpha=0.99, float eps=1e-08, float weight_decay=0., "
+        "float momentum=0., bool maximize=False) -> ()",
+        beside=1,
     ),
     _optimizer(
         "graphir.row_wise_adagrad",
@@ -174,8 +179,8 @@ _RECORDS: Final = (
     _optimizer(
         "graphir.sparse_adam",
         "sparse_adam(Tensor(a!) param, Tensor indices, Tensor values, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, "
-        "Tensor(d!) step, Tensor lr, Tensor? found_inf=None, *, float beta1=0.9, float beta2=0.999, "
-        "float eps=1e-08, bool maximize=False) -> ()",
+        "Tensor(d!) step, Tensor lr, Tensor? found_inf=None, Tensor? beta1_now=None, Tensor? beta2_now=None, *, "
+        "float beta1=0.9, float beta2=0.999, float eps=1e-08, bool maximize=False) -> ()",
     ),
     _slot_by_slot(
         "graphir.caffe2_sparse_adagrad",
@@ -222,7 +227,8 @@ has no gaps: gradients of the mean over a replica's rows become those of the mea
 dimension, and is as long as the blob. The optimizers update one parameter in place, as ``torch.optim`` does in
 its ``fused`` or its ``for_loop`` form, or as :class:`graphir.optim.RowWiseAdagrad` does; where ``found_inf`` is given
 and not zero they leave parameter and state as they are, as ``GradScaler.step`` does. ``next_dampening`` is the
-dampening of the next update: torch dampens none before the second, so it is 0 at first and then ``dampening``.
+dampening of the next update: torch dampens none before the second, so it is 0 at first and then ``dampening``. A number
+that a scheduler moves from step to step is an operand, such as ``momentum_now``, and not the argument ``momentum``.
 Attention is torch's ``scaled_dot_product_attention`` without dropout, by the kernel of the device that it runs on; its
 ``logsumexp`` has a number for each query of each head, from which any device's backward kernel finds the weights again.
 

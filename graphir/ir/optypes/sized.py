@@ -57,6 +57,11 @@ class SizedOperator(NamedTuple):
         """The operator's own, sizes bound."""
         return {name: bind_arg(arg, self.dims) for name, arg in self.op.args.items()}
 
+    def has(self, position: int) -> bool:
+        """Whether an input is given for the type's tensor parameter at *position*."""
+        pattern = "t" * len(self.op.inputs) if self.op.operands is None else self.op.operands
+        return pattern[position : position + 1] == "t"
+
     def operand(self, position: int) -> Operand:
         """The operand at *position*."""
         return _bound(self.blobs[self.op.inputs[position]], self.dims)

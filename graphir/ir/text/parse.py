@@ -251,11 +251,14 @@ def _scalar(line: Line) -> Scalar:
 
 
 def _group(line: Line) -> ParamGroup:
-    lr = line.name()
-    line.expect("{", "write group LR {name=value, …} = PARAM, …")
+    lr, numbers = line.name(), dict[str, str]()
+    while line.accept(","):
+        name, blob = line.renamed(str)
+        numbers[name] = blob
+    line.expect("{", "write group LR, NUMBER, … {name=value, …} = PARAM, …")
     options = cast("dict[str, Scalar | tuple[Scalar, ...]]", line.assignments(line.value, "}"))
-    line.expect("=", "write group LR {name=value, …} = PARAM, …")
-    return ParamGroup(lr, line.names(), options)
+    line.expect("=", "write group LR, NUMBER, … {name=value, …} = PARAM, …")
+    return ParamGroup(lr, line.names(), options, numbers)
 
 
 def _optimizer_state(line: Line, param: str) -> dict[str, str]:

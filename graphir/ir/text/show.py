@@ -153,7 +153,8 @@ def _interface(interface: Interface) -> Iterator[str]:
         yield f"  optimizer {quoted(interface.optimizer)}"
     for group in interface.param_groups:
         params = ", ".join(map(quoted, group.params))
-        yield f"  group {quoted(group.lr)} {{{_assignments(group.options)}}} = {params}".rstrip()
+        numbers = [f", {_renamed(name, blob, name)}" for name, blob in group.numbers.items()]
+        yield f"  group {quoted(group.lr)}{''.join(numbers)} {{{_assignments(group.options)}}} = {params}".rstrip()
     for param, states in interface.optimizer_state.items():
         parts = (_renamed(name, blob, f"{param}.{name}") for name, blob in states.items())
         yield f"  state {quoted(param)} : {', '.join(parts)}".rstrip()

@@ -23,6 +23,7 @@ from ...errors import GraphirError
 from ..blob import STATE_ROLES, Blob
 from ..device import CPU
 from ..dtype import TORCH_NAME
+from ..moved import moved
 from ..parts import whole_shape
 from ..program import REDUCTIONS, Program
 from ..size import bind_shape
@@ -135,8 +136,12 @@ def _interface(program: Program) -> Iterator[Problem]:
         program, [name for names in before.values() for name in names], [n for names in after.values() for n in names]
     )
     for group in interface.param_groups:
-        lr = program.step.blobs.get(group.lr)
-        if lr is None or group.lr not in given:
-            yield Problem(f"learning rate {group.lr!r} is not an external input of step")
-        elif (lr.role, lr.dtype, lr.shape, lr.device) != ("input", "f64", (), CPU):
-            yield Problem(f"learning rate {group.lr!r} is not an input f64[] @cpu:0")
+        for name in group.blobs:
+            number, kind = program.step.blobs.get(name), "learning rate" if name == group.lr else "number"
+            if number is None or name not in given:
+                yield Problem(f"{kind} {name!r} is not an external input of step")
+            elif (number.role, number.dtype, number.shape, number.device) != ("input", "f64", (), CPU):
+                yield Problem(f"{kind} {name!r} is not an input f64[] @cpu:0")
+        for name in group.numbers:
+            if name not in moved(group.options):
+                yield Problem(f"a parameter group has a blob for {name!r}, which is no number of its options")

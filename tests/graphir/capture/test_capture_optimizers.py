@@ -37,7 +37,9 @@ def test_groups_have_learning_rates_and_options_of_their_own() -> None:
     assert program.step.blobs["lr_1"][1:5] == ((), "f64", "cpu:0", "input")
     updates = {op.inputs[0]: op for op in program.step.ops if op.phase == "update"}
     assert updates["fc1.weight"].operands == "tt_t" and updates["fc1.weight"].inputs[-1] == "lr"
-    assert updates["fc2.bias"].inputs[-1] == "lr_1"
+    assert updates["fc2.bias"].inputs[-3:] == ("lr_1", "momentum", "weight_decay")
+    assert updates["fc2.bias"].operands == "tttt_tt" and not updates["fc2.bias"].args
+    assert (one.numbers, two.numbers) == ({}, {"momentum": "momentum", "weight_decay": "weight_decay"})
     matches_eager(program, example, make)
 
 

@@ -33,7 +33,7 @@ def test_sizes_are_bound_and_a_device_is_supplied():
 
 def test_own_types_take_every_tensor_by_position():
     call = call_of("graphir.sgd", {"momentum": 0.9}, "ttt_t", 4)
-    assert values(call, "p", "g", "lr", "inf") == (["p", "g", "lr", None, "inf"], {"momentum": 0.9})
+    assert values(call, "p", "g", "lr", "inf") == (["p", "g", "lr", None, "inf", None, None], {"momentum": 0.9})
 
 
 def test_results_go_to_the_outputs_that_name_them():

@@ -1,0 +1,475 @@
+"""The numbers of an optimizer's parameter groups that move from step to step, as blobs of the step.
+
+::
+
+    optimizer.param_groups ── followed ──▶ groups ── now() ──▶ lr, momentum, … of the next step
+    session.param_groups[0]["lr"] = 0.1 ─────▲  ends that
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphir.errors import CoverageError, SessionError, TrainingWarning, caller_depth, counted
+from graphir.ir.blob import Blob
+from graphir.ir.moved import OPTION_OF
+from graphir.ir.program import ParamGroup, Program
+from graphir.ir.size import bind_shape
+
+from .executor import Feedable
+from .kernels.optimizers import UPDATES
+
+__all__ = ["Group", "ParamGroups"]
+
+_OF_SCHEDULERS: Final = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"})
+"""Entries of a group that torch's schedulers keep for themselves."""
+
+_OPTIONS: Final = tuple(dict.fromkeys(option for option, _ in OPTION_OF.values()))
+"""Options that have a number that may move."""
+
+
+class Group(Mapping[str, Any]):
+    """One parameter group, as in ``optimizer.param_groups``. Numbers that the step is given can be set, as ``lr``; the
+    rest is in the program.
+
+    Where an optimizer is followed, these are its options as they are now. ``params`` are names of the program.
+    """
+
+    def __init__(self, group: ParamGroup, index: int, source: _Source) -> None:
+        self._params, self._index, self._source = list(group.params), index, source
+        self._options: dict[str, Any] = dict(group.options)
+        self._given = frozenset({"lr", *group.numbers})
+
+    def _now(self) -> Mapping[str, Any]:
+        optimizer = self._source.optimizer
+        if optimizer is None:
+            return self._options
+        found: Mapping[str, Any] = optimizer.param_groups[self._index]
+        return found
+
+    def __getitem__(self, key: str) -> Any:
+        if key == "params":
+            return self._params
+        value = self._now()[key]
+        return float(value) if key == "lr" else value
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """Set a number. An optimizer is not followed any more: every other number stays as the optimizer has it now.
+
+        Raises:
+            SessionError: an option that the step is not given; a value that is not a number of at least 0, or for
+                ``betas`` not two.
+        """
+        names = [name for name, (option, _) in OPTION_OF.items() if option == key and name in self._given]
+        if not names:
+            raise SessionError(
+                f"{key!r} cannot be set: it is part of the program",
+                where=f"parameter group {self._index}",
+                fix=f"capture it again with a {key} that is not 0, which may be 0 afterwards"
+                if key in ("momentum", "weight_decay") and not self._now().get(key)
+                else "capture it again with another optimizer",
+            )
+        if len(names) == 1:
+            checked: Any = _checked(names[0], value, self._index)
+        elif isinstance(value, (tuple, list)) and len(value) == len(names):
+            checked = tuple([_checked(name, item, self._index) for name, item in zip(names, value, strict=True)])
+        else:
+            raise SessionError(
+                f"{value!r} are no {key}", where=f"parameter group {self._index}", fix=f"give {len(names)} numbers"
+            )
+        self._source.leave()
+        self._options[key] = checked
+        self._source.changes += 1
+
+    def _restore(self, name: str, value: float) -> None:
+        """Set the number of this name to what a state has."""
+        option, place = OPTION_OF[name]
+        if place is None:
+            self._options[option] = value
+        else:
+            pair = list(self._options[option])
+            pair[place] = value
+            self._options[option] = tuple(pair)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys([*self._now(), "params"]))
+
+    def __len__(self) -> int:
+        return len({*self._now(), "params"})
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+class _Source:
+    """Where the groups of sessions beside each other have their numbers from.
+
+    Attributes:
+        first: the groups of the first program.
+        groups: one for each parameter group.
+        optimizer: that is followed; None: the numbers are those of the groups themselves.
+        changes: counts what was set, followed and left.
+        captured: the optimizer that the program was captured with, where nobody has been told yet that it is not
+            followed.
+        known: its numbers at capture, or when a number was set last: one more look finds them where there are none.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.first = described = program.interface.param_groups
+        self.groups = [Group(group, i, self) for i, group in enumerate(described)]
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.changes = 0
+        self.captured: weakref.ref[torch.optim.Optimizer] | None = program.optimizer if described else None
+        self.known: list[dict[str, Any]] | None = [_numbers(group.options) for group in described]
+
+    def leave(self) -> None:
+        """Follow no optimizer any more; numbers stay as they are now."""
+        if self.optimizer is not None:
+            for group, theirs in zip(self.groups, self.optimizer.param_groups, strict=False):
+                group._options = {name: value for name, value in theirs.items() if name != "params"}
+            self.optimizer = None
+        self.known = None
+
+    def look(self) -> None:
+        """Warn where the numbers of the captured optimizer have moved, and nobody follows it."""
+        assert self.captured is not None
+        optimizer = self.captured()
+        if optimizer is None:
+            self.captured = None
+            return
+        now = [_numbers(group) for group in optimizer.param_groups]
+        if self.known is None:
+            self.known = now
+        if now == self.known:
+            return
+        for group, before, after in zip(self.groups, self.known, now, strict=False):
+            for name, value in after.items():
+                if value != before.get(name, value) and value != group._options.get(name):
+                    self.captured = None
+                    warnings.warn(
+                        f"{name} of parameter group {group._index} of the captured optimizer is {value!r} now, and no "
+                        f"session follows that optimizer: the step goes on with {group._options.get(name)!r}; make the "
+                        "session with optimizer=optimizer, or call session.follow(optimizer)",
+                        TrainingWarning,
+                        stacklevel=caller_depth(),
+                    )
+                    return
+
+
+class _Number(NamedTuple):
+    """A number that a step is given.
+
+    Attributes:
+        blob: its blob.
+        name: of the number, such as ``beta1``.
+        group: the index of its group.
+        option: of the group that has it.
+        place: in the option, where that is a pair.
+        as_tensor: it has to be a tensor, since others than optimizers read it.
+    """
+
+    blob: str
+    name: str
+    group: int
+    option: str
+    place: int | None
+    as_tensor: bool
+
+    def of(self, groups: Sequence[Mapping[str, Any]]) -> float:
+        """Its value in these groups."""
+        value = groups[self.group][self.option]
+        if self.place is not None:
+            value = value[self.place]
+        return value if type(value) is float else _number(self.name, value, self.group)
+
+
+class ParamGroups:
+    """The numbers of a program that its steps are given, and the optimizer that they follow.
+
+    Args:
+        program: whose.
+        given: may have numbers by blob, as :meth:`state` gives them; others are as captured.
+        beside: those of another program with the same optimizer, with which these share their groups. A program
+            without optimizer has no groups, whatever is beside it.
+
+    Attributes:
+        groups: one for each parameter group.
+        names: the blobs that a step takes, in order.
+
+    Raises:
+        SessionError: the program beside has another optimizer, other options, or other optimizer state.
+    """
+
+    def __init__(self, program: Program, given: Mapping[str, Tensor], beside: ParamGroups | None = None) -> None:
+        self.program = program
+        described = program.interface.param_groups
+        shared = beside is not None and bool(described)
+        self._source: _Source = beside._source if beside is not None and shared else _Source(program)
+        if beside is not None and shared:
+            self._check_beside(beside.program)
+        self.groups = self._source.groups
+        # For each group the options that are part of the program, and the followed optimizer's own objects for them.
+        self._fixed = [[item for item in group.options.items() if _is_fixed(item[0], group)] for group in described]
+        self._checked: tuple[int, Any] | None = None
+        taken, read = set(program.step.external_inputs), _read_as_tensors(program)
+        every = [_Number(b, n, i, *OPTION_OF[n], b in read) for i, g in enumerate(described) for n, b in _blobs(g)]
+        self._numbers = [number for number in every if number.blob in taken]
+        self.names = tuple([number.blob for number in self._numbers])
+        if shared:
+            self._check_options([group._now() for group in self.groups])
+            return
+        for number in every:
+            if number.blob in given:
+                value = _checked(number.name, given[number.blob], number.group)
+                self.groups[number.group]._restore(number.name, value)
+
+    def state(self) -> dict[str, Tensor]:
+        """The numbers by blob."""
+        now = [group._now() for group in self.groups]
+        return {
+            blob: torch.tensor(
+                _Number(blob, name, i, *OPTION_OF[name], True).of(now), dtype=torch.float64, device="cpu"
+            )
+            for i, group in enumerate(self.program.interface.param_groups)
+            for name, blob in _blobs(group)
+        }
+
+    def follow(self, optimizer: torch.optim.Optimizer, given: Mapping[str, Tensor] | None = None) -> None:
+        """Read the numbers of *optimizer* before each step from now on.
+
+        Args:
+            optimizer: the captured one, or one like it.
+            given: a state of which the caller may expect that its numbers hold; a TrainingWarning tells where the
+                optimizer has others.
+
+        Raises:
+            SessionError: it is of another class, or its groups or their other options are not those of the program.
+        """
+        interface = self.program.interface
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise self._refusal(f"a session follows a torch.optim.Optimizer, not a {type(optimizer).__name__}")
+        if not interface.param_groups:
+            raise self._refusal("the program has no optimizer, so its session cannot follow one", "capture it with one")
+        theirs = type(optimizer).__name__
+        if theirs != interface.optimizer:
+            raise self._refusal(f"the optimizer is {theirs}, the program's {interface.optimizer}")
+        self._check_count(optimizer)
+        for i, group in enumerate(interface.param_groups):
+            self._check_params(i, group, optimizer.param_groups[i]["params"])
+        self._check_options(optimizer.param_groups, optimizer.defaults)
+        before = self.state()
+        self._source.optimizer, self._source.captured = optimizer, None
+        self._source.changes += 1
+        for name, now in self.state().items():
+            if name in (given or ()) and now != before[name]:
+                warnings.warn(
+                    f"{name} is {before[name].item()!r} in the state, and {now.item()!r} in the optimizer, which is "
+                    "followed; load the optimizer's and its scheduler's state_dict(), too",
+                    TrainingWarning,
+                    stacklevel=caller_depth(),
+                )
+                break
+
+    @property
+    def followed(self) -> torch.optim.Optimizer | None:
+        """The optimizer that gives the numbers, if one does."""
+        return self._source.optimizer
+
+    def now(self) -> list[Feedable]:
+        """The numbers of the next step: tensors, or floats for those that only optimizers read.
+
+        Raises:
+            CoverageError: another option of the followed optimizer than these numbers has changed.
+            SessionError: a number is none, or the followed optimizer has more or fewer groups.
+        """
+        source = self._source
+        optimizer = source.optimizer
+        if optimizer is None:
+            if source.captured is not None:
+                source.look()
+            groups: Sequence[Mapping[str, Any]] = [group._options for group in self.groups]
+            if self._checked != (source.changes, None):
+                self._check_options(groups)
+                self._checked = source.changes, None
+        else:
+            groups = optimizer.param_groups
+            if len(groups) != len(self.groups):
+                self._check_count(optimizer)
+            self._check_followed(groups, optimizer)
+        found = [number.of(groups) for number in self._numbers]
+        if optimizer is not None:
+            # What torch's schedulers look at: they warn before the first step of an optimizer.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+        return [
+            torch.tensor(value, dtype=torch.float64, device="cpu") if number.as_tensor else value
+            for number, value in zip(self._numbers, found, strict=True)
+        ]
+
+    def _check_followed(self, groups: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
+        """Check the options that are part of the program. Those that are the same objects as before are as before; a
+        list may change unseen, so it is compared each time."""
+        if self._checked is None or self._checked[0] != self._source.changes:
+            kept: list[list[tuple[str, Any]]] = []
+        else:
+            kept = self._checked[1]
+        for i, group in enumerate(groups):
+            if not kept or any(group.get(name, self) is not value for name, value in kept[i]):
+                self._check_options(groups, optimizer.defaults)
+                names = [[name for name, _ in fixed if name in optimizer.defaults] for fixed in self._fixed]
+                same = [[(name, group[name]) for name in named] for named, group in zip(names, groups, strict=True)]
+                unseen = [[(n, None if isinstance(v, list) else v) for n, v in of_group] for of_group in same]
+                self._checked = self._source.changes, unseen
+                return
+
+    def _check_beside(self, other: Program) -> None:
+        ours, theirs = self.program.interface, other.interface
+        if ours.optimizer != theirs.optimizer or len(ours.param_groups) != len(theirs.param_groups):
+            raise self._refusal("the program has another optimizer than the one beside it", "capture both with one")
+        for i, (mine, its) in enumerate(zip(ours.param_groups, theirs.param_groups, strict=True)):
+            for k, (param, beside) in enumerate(zip_longest(mine.params, its.params)):
+                if param != beside:
+                    raise self._refusal(
+                        f"parameter {k} in group {i} of the optimizer is {param!r} in this program, {beside!r} in "
+                        "the one beside it",
+                        "capture both with one, or make a session of its own and give it state by load_state_dict()",
+                    )
+            first = self._source.first[i].options
+            for name in _KEEPING:
+                before, now = first.get(name, 0), mine.options.get(name, 0)
+                if bool(now) != bool(before) and (now or name != "momentum"):
+                    raise self._refusal(
+                        f"{name} of group {i} of the optimizer is {now!r} in this program and {before!r} in the first "
+                        f"one: the optimizer would {'make' if now else 'drop'} state between steps",
+                        f"set {name} before the first program is captured{_SCHEDULERS_FIRST * (name == 'momentum')}",
+                    )
+
+    def _check_count(self, optimizer: torch.optim.Optimizer) -> None:
+        theirs, ours = len(optimizer.param_groups), len(self.groups)
+        if theirs != ours:
+            raise self._refusal(f"the optimizer has {counted(theirs, 'parameter group')}, the program {ours}")
+
+    def _check_params(self, i: int, group: ParamGroup, theirs: list[Tensor]) -> None:
+        if len(theirs) != len(group.params):
+            raise self._refusal(
+                f"group {i} of the optimizer and of the program differ in their number of parameters: {len(theirs)} "
+                f"and {len(group.params)}"
+            )
+        blobs = self.program.step.blobs
+        for name, param in zip(group.params, theirs, strict=True):
+            blob: Blob | None = blobs.get(self.program.blob_of(name))
+            if blob is None or blob.shape is None:
+                continue
+            shape = bind_shape(blob.shape, self.program.dims)
+            if tuple(param.shape) != shape:
+                raise self._refusal(
+                    f"group {i} of the optimizer has a parameter of shape {list(param.shape)} in the place of "
+                    f"{name!r}, which has {list(shape)}"
+                )
+
+    def _check_options(self, groups: Sequence[Mapping[str, Any]], known: Mapping[str, Any] | None = None) -> None:
+        """Refuse groups whose options are not those of the program.
+
+        Args:
+            groups: a mapping for each.
+            known: the options that can be compared; None: all that are there.
+        """
+        for i, (fixed, theirs) in enumerate(zip(self._fixed, groups, strict=True)):
+            for name, value in fixed:
+                if name not in (theirs if known is None else known):
+                    continue
+                if name not in theirs:
+                    raise self._refusal(f"group {i} of the optimizer has no {name!r}, the program has {value!r}")
+                if not _equal(theirs[name], value):
+                    raise CoverageError(
+                        f"group {i} of the optimizer has {name}={theirs[name]!r}, the program has {value!r}",
+                        where=f"program {self.program.name!r}",
+                        fix=_remedy(name, theirs[name], value),
+                    )
+
+    def _refusal(self, what: str, fix: str = "follow the optimizer that was captured") -> SessionError:
+        return SessionError(what, where=f"program {self.program.name!r}", fix=fix)
+
+
+_KEEPING: Final = ("momentum", "dampening", "amsgrad", "centered")
+"""Options that have the optimizer keep more state. The buffers of momentum stay where the momentum is 0 later."""
+
+_SCHEDULERS_FIRST: Final = ": a scheduler that moves it is made before that, too"
+
+
+def _remedy(name: str, now: Any, value: Any) -> str:
+    if name in ("momentum", "weight_decay") and not value:
+        return (
+            f"capture the program again now that {name} is not 0: from then on it is read before each step, and may be "
+            "0, too" + _SCHEDULERS_FIRST * (name == "momentum")
+        )
+    return f"capture the program again, or set {name} back: it is part of the program"
+
+
+def _blobs(group: ParamGroup) -> Iterator[tuple[str, str]]:
+    """Each number of a group that the step is given, and its blob."""
+    yield "lr", group.lr
+    yield from group.numbers.items()
+
+
+def _is_fixed(option: str, group: ParamGroup) -> bool:
+    """Whether an option is part of the program: not those whose numbers a step is given."""
+    numbers = [name for name, (of, _) in OPTION_OF.items() if of == option]
+    given = [name for name, _ in _blobs(group)]
+    return option not in _OF_SCHEDULERS and not (numbers and set(numbers) <= set(given))
+
+
+def _numbers(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a group's options that have numbers that may move."""
+    found = {name: options[name] for name in _OPTIONS if name in options}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+
+
+def _number(name: str, value: object, group: int) -> float:
+    if type(value) is float:
+        return value
+    if isinstance(value, (int, float, Tensor)) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except (RuntimeError, TypeError, ValueError, OverflowError):  # a tensor of several elements, or without any
+            pass
+    raise SessionError(
+        f"the {_called(name)} {value!r} is not a number", where=f"parameter group {group}", fix="give a float"
+    )
+
+
+def _checked(name: str, value: object, group: int) -> float:
+    number = _number(name, value, group)
+    if not (math.isfinite(number) and number >= 0):
+        raise SessionError(
+            f"{value!r} is no {_called(name)}",
+            where=f"parameter group {group}",
+            fix="give a finite number of at least 0",
+        )
+    return number
+
+
+def _called(name: str) -> str:
+    return "learning rate" if name == "lr" else name
+
+
+def _equal(theirs: Any, ours: Any) -> bool:
+    if isinstance(theirs, Tensor) or isinstance(ours, Tensor):
+        return False
+    return bool((tuple(theirs) if isinstance(theirs, list) else theirs) == ours)
+
+
+def _read_as_tensors(program: Program) -> set[str]:
+    """The blobs that an operator other than an optimizer reads, or that a step hands back."""
+    found = set(program.step.external_outputs)
+    for op in program.step.ops:
+        if op.type not in UPDATES:
+            found.update(op.inputs)
+    return found
