@@ -117,9 +117,9 @@ class _Source:
         groups: one for each parameter group.
         optimizer: that is followed; None: the numbers are those of the groups themselves.
         changes: counts what was set, followed and left.
-        captured: the optimizer that the program was captured with, where nobody has been told yet that it is not
-            followed.
-        known: its numbers at capture, or when a number was set last: one more look finds them where there are none.
+        captured: the optimizer that the program was captured with, or that was followed, where nobody has been told yet
+            that it is not followed.
+        known: its numbers at capture, or when a number was set last.
     """
 
     def __init__(self, program: Program) -> None:
@@ -128,15 +128,17 @@ class _Source:
         self.optimizer: torch.optim.Optimizer | None = None
         self.changes = 0
         self.captured: weakref.ref[torch.optim.Optimizer] | None = program.optimizer if described else None
-        self.known: list[dict[str, Any]] | None = [_numbers(group.options) for group in described]
+        self.known = [_numbers(group.options) for group in described]
 
     def leave(self) -> None:
         """Follow no optimizer any more; numbers stay as they are now."""
         if self.optimizer is not None:
             for group, theirs in zip(self.groups, self.optimizer.param_groups, strict=False):
                 group._options = {name: value for name, value in theirs.items() if name != "params"}
-            self.optimizer = None
-        self.known = None
+            self.captured, self.optimizer = weakref.ref(self.optimizer), None
+        optimizer = None if self.captured is None else self.captured()
+        if optimizer is not None:
+            self.known = [_numbers(group) for group in optimizer.param_groups]
 
     def look(self) -> None:
         """Warn where the numbers of the captured optimizer have moved, and nobody follows it."""
@@ -146,8 +148,6 @@ class _Source:
             self.captured = None
             return
         now = [_numbers(group) for group in optimizer.param_groups]
-        if self.known is None:
-            self.known = now
         if now == self.known:
             return
         for group, before, after in zip(self.groups, self.known, now, strict=False):

@@ -19,8 +19,8 @@ from torch.optim.sgd import sgd
 
 from graphir.capture import seeded
 from graphir.ir.blob import STATE_ROLES, contiguous_strides
-from graphir.ir.operator import Operator, Symbol, groups
 from graphir.ir.moved import NOW, moved
+from graphir.ir.operator import Operator, Symbol, groups
 from graphir.ir.opset import overload, signature
 from graphir.ir.program import Program
 from graphir.ir.seeds import mix
@@ -42,7 +42,7 @@ def evaluate(
     Args:
         program: as captured.
         state: blobs that live from step to step, by name.
-        arguments: inputs by blob name; learning rates and other numbers are taken from the parameter groups where they are missing.
+        arguments: inputs by blob name; numbers are taken from the parameter groups where they are missing.
         step: steps done before.
         replica: its position.
     """

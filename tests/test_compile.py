@@ -347,14 +347,66 @@ def test_shares_that_differ_where_sizes_are_fixed() -> None:
         assert len(step.plans) == 1 and step.steps_done == 0
 
 
-def test_an_optimizer_that_has_changed_is_refused() -> None:
+def test_an_optimizer_is_followed() -> None:
+    """By every plan, until a number is set in the compiled step; then those of the optimizer stay as they were."""
     model = Halves()
-    optimizer = sgd(model)
+    optimizer, eager = sgd(model), ShareByShare(model, F.mse_loss, sgd, 1)
+    scheduler, theirs = (
+        torch.optim.lr_scheduler.OneCycleLR(each, 0.2, total_steps=9) for each in (optimizer, eager.optimizers[0])
+    )
+    with compiled(model, optimizer=optimizer) as step, warnings.catch_warnings():
+        warnings.simplefilter("error", graphir.TrainingWarning)
+        for count in (6, 4, 6, 3):
+            x, y = rows(count)
+            assert_same_bits({"loss": step.step(x, y)}, {"loss": eager.step(x, y)}, "followed")
+            scheduler.step()
+            theirs.step()
+        step.param_groups[0]["lr"] = eager.optimizers[0].param_groups[0]["lr"] = 0.3
+        for count in (6, 5):
+            x, y = rows(count)
+            assert_same_bits({"loss": step.step(x, y)}, {"loss": eager.step(x, y)}, "not followed")
+        optimizer.param_groups[0]["momentum"] = 0.2
+        with pytest.warns(graphir.TrainingWarning, match=r"momentum of parameter group 0 .* is 0\.2 now"):
+            step.step(*rows(6))
+
+
+def test_other_options_of_the_optimizer_capture_anew() -> None:
+    model = Halves()
+    optimizer, eager = sgd(model), ShareByShare(model, F.mse_loss, sgd, 1)
+    changes: list[dict[str, Any]] = [{}, {"weight_decay": 0.1}, {"nesterov": True}, {"weight_decay": 0.0}, {}]
     with compiled(model, optimizer=optimizer) as step:
-        optimizer.param_groups[0]["weight_decay"] = 0.1
-        with pytest.raises(SessionError, match=r"has weight_decay=0.1 in this program, 0(\.0)? in the one beside it"):
-            step.step(*rows(4))
+        for change in changes:
+            optimizer.param_groups[0].update(change)
+            eager.optimizers[0].param_groups[0].update(change)
+            x, y = rows(6)
+            assert_same_bits({"loss": step.step(x, y)}, {"loss": eager.step(x, y)}, str(change))
+        assert_same_bits(step.state_dict(), eager.models[0].state_dict(), "state")
+        assert len(step.plans) == 3 and step.steps_done == len(changes)
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (lambda model: torch.optim.SGD(model.parameters(), lr=0.1), {"momentum": 0.9}),
+        (sgd, {"dampening": 0.5}),
+        (lambda model: torch.optim.Adam(model.parameters()), {"amsgrad": True}),
+        (lambda model: torch.optim.Adam(model.parameters(), amsgrad=True), {"amsgrad": False}),
+    ],
+)
+def test_an_option_that_makes_or_drops_state_is_refused(
+    make: Callable[[nn.Module], torch.optim.Optimizer], change: dict[str, Any]
+) -> None:
+    model = Halves()
+    optimizer = make(model)
+    with compiled(model, optimizer=optimizer) as step:
         step.step(*rows(6))
+        before = dict(optimizer.param_groups[0])
+        optimizer.param_groups[0].update(change)
+        with pytest.raises(SessionError, match=r"would (make|drop) state(.|\n)*before the first program"):
+            step.step(*rows(6))
+        optimizer.param_groups[0].update(before)
+        step.step(*rows(6))
+        assert len(step.plans) == 1 and step.steps_done == 2
 
 
 def test_a_failed_step_ends_every_plan(monkeypatch: pytest.MonkeyPatch) -> None:

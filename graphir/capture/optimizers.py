@@ -49,7 +49,7 @@ class ParamUpdate(NamedTuple):
         param: its blob.
         type: of the operator.
         args: of the operator.
-        numbers: its other numbers, which are operands.
+        numbers: its other numbers, which are operands, as they are now.
         state: in the order of the operator's parameters.
         started: the optimizer holds state for it already.
     """
@@ -57,7 +57,7 @@ class ParamUpdate(NamedTuple):
     param: str
     type: str
     args: Mapping[str, Arg]
-    numbers: tuple[str, ...]
+    numbers: Mapping[str, float]
     state: tuple[OptimizerState, ...]
     started: bool
 
@@ -158,7 +158,7 @@ def with_layout(update: ParamUpdate, sparse: bool) -> ParamUpdate:
         return update
     taken = {p.name for p in signature(ours).params} if ours is not None else set()
     unfit = [f"{key}={value!r}" for key, value in update.args.items() if key not in taken]
-    unfit += [name for name in update.numbers if name + NOW not in taken]
+    unfit += [f"{name}={value!r}" for name, value in update.numbers.items() if name + NOW not in taken]
     if ours is None or unfit:
         what = unfit[0] if ours is not None else update.type
         raise CaptureError(
@@ -212,7 +212,8 @@ def _update(
     values = {**options, **rule.args, "form": "fused" if options.get("fused") else "for_loop"}
     params = signature(rule.type).params
     taken = {p.name for p in params}
-    numbers = tuple([name for name, value in moved(options).items() if name + NOW in taken and _may_move(name, value)])
+    now = moved(options).items()
+    numbers = {name: value for name, value in now if name + NOW in taken and _may_move(name, value)}
     args: dict[str, Arg] = {}
     for p in params:
         if p.kind != "value" or p.name in MOVED:  # a number that is no operand is 0, which is the default

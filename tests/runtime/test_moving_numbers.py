@@ -281,7 +281,6 @@ def test_a_number_that_is_set_ends_the_following():
         session.param_groups[0]["lr"] = alone.param_groups[0]["lr"] = 0.05
         session.step(X, Y)
         eager_step(other, alone)
-        optimizer.param_groups[1]["betas"] = (0.1, 0.1)
         session.param_groups[0]["betas"] = alone.param_groups[0]["betas"] = (0.3, 0.7)
         session.step(X, Y)
         eager_step(other, alone)

@@ -163,9 +163,10 @@ def test_a_shift_leaves_each_update_where_its_parameter_is():
     assert [shape for shape in copied(program) if shape != ()] == copied(plain)
 
 
-def test_a_disabled_scaler_is_none():
-    program = captured(models.mlp(), adam, loss_scale={"enabled": False})
-    assert program == captured(models.mlp(), adam)
+def test_a_disabled_scaler_is_refused():
+    """Torch disables one for CUDA in silence where there is no GPU."""
+    with pytest.raises(CaptureError, match=r'disabled(.|\n)*torch.amp.GradScaler\("cpu"(.|\n)*leave loss_scale out'):
+        captured(models.mlp(), adam, loss_scale={"enabled": False})
 
 
 def test_what_is_no_scale_is_refused():
