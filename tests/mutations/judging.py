@@ -7,7 +7,7 @@ from typing import Any
 
 from graphir.runtime import Session
 from graphir.runtime.interface.scatter import Scatter
-from graphir.runtime.learning_rates import LearningRates
+from graphir.runtime.param_groups import ParamGroups
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -56,11 +56,11 @@ class Trial:
     def inputs(self, size: int) -> Iterator[tuple[Any, dict[str, Any]]]:
         """The dimensions and the inputs of each step, as a session would have them."""
         program = self.original
-        scatter, rates = Scatter(program), LearningRates(program, program.state)
+        scatter, numbers = Scatter(program), ParamGroups(program, program.state)
         for step in range(STEPS):
             dims, shares = scatter.split(*self.subject.batch(size, step))
-            yield dims, dict(zip((*scatter.names, *rates.names), (*shares, *rates.now()), strict=True))
-            change_rates(rates.groups)
+            yield dims, dict(zip((*scatter.names, *numbers.names), (*shares, *numbers.now()), strict=True))
+            change_rates(numbers.groups)
 
     def differs(self, other: Program) -> bool:
         """Whether anything is different, bit for bit; an error is a difference, too."""

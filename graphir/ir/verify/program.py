@@ -23,7 +23,6 @@ from ...errors import GraphirError
 from ..blob import STATE_ROLES, Blob
 from ..device import CPU
 from ..dtype import TORCH_NAME
-from ..moved import moved
 from ..parts import whole_shape
 from ..program import REDUCTIONS, Program
 from ..size import bind_shape
@@ -142,6 +141,3 @@ def _interface(program: Program) -> Iterator[Problem]:
                 yield Problem(f"{kind} {name!r} is not an external input of step")
             elif (number.role, number.dtype, number.shape, number.device) != ("input", "f64", (), CPU):
                 yield Problem(f"{kind} {name!r} is not an input f64[] @cpu:0")
-        for name in group.numbers:
-            if name not in moved(group.options):
-                yield Problem(f"a parameter group has a blob for {name!r}, which is no number of its options")

@@ -54,12 +54,23 @@ def test_a_batch_dimension_that_an_input_has_not_is_refused(program, dim):
     refuse(plan.with_(program=changed), f"its batch dimension cannot be {dim}")
 
 
-@pytest.mark.parametrize("options", [{}, {"lr": "x"}, {"lr": (1,)}, {"lr": float("nan")}], ids=str)
-def test_a_group_without_a_learning_rate_is_refused(program, options):
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({}, "learning rate"),
+        ({"lr": "x"}, "learning rate"),
+        ({"lr": (1,)}, "learning rate"),
+        ({"lr": float("nan")}, "learning rate"),
+        ({"lr": 0.1}, "momentum"),
+        ({"lr": 0.1, "momentum": (0.9,)}, "momentum"),
+    ],
+    ids=str,
+)
+def test_a_group_without_its_numbers_is_refused(program, options, name):
     interface, plan = program.interface, passes.emit(program)
     groups = tuple(group._replace(options=options) for group in interface.param_groups)
     changed = program.with_(interface=dataclasses.replace(interface, param_groups=groups))
-    refuse(plan.with_(program=changed), "parameter group 0 has the learning rate .*, which is not a number")
+    refuse(plan.with_(program=changed), f"parameter group 0 has the {name} .*, which is not a number")
 
 
 @pytest.mark.parametrize(
