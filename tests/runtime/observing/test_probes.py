@@ -105,7 +105,7 @@ def test_updates_in_one_call_are_told_one_by_one():
     seen, plan = Seen(), passes.emit(program)
     with Session(plan, program.state) as session:
         dims, shares = session._scatter.split((*example.inputs, *example.targets), {})
-        session._executor.run_observed(dims, [*shares, *session._rates.now()], 0, Probes([seen]))
+        session._executor.run_observed(dims, [*shares, *session._groups.now()], 0, Probes([seen]))
     updates = [p for p in of_kind(plan, "run") if plan.step.ops[plan.instructions[p].op].phase == "update"]
     told = [call for call in seen.calls if call[1] in updates]
     assert len(updates) > 1
