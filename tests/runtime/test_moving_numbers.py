@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from eager import assert_same_bits
+from eager import ShareByShare, assert_same_bits
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop, SparseAdam
 
@@ -15,7 +15,7 @@ from graphir import passes, runtime
 from graphir.errors import CoverageError, SessionError, TrainingWarning
 from graphir.optim import RowWiseAdagrad
 
-X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(1)), torch.randn(6, 3)
+X, Y = (torch.randn(6, size, generator=torch.Generator().manual_seed(size)) for size in (4, 3))
 
 
 def cost(out, y):
@@ -153,6 +153,17 @@ def test_momentum_that_is_0_for_a_while(name):
     trained_alike(OPTIMIZERS[name], move, steps=8)
 
 
+@pytest.mark.parametrize("name", ["momentum", "dampened", "fused dampened"])
+def test_momentum_that_is_0_at_first(name):
+    (model, optimizer), (other, alone) = twins(OPTIMIZERS[name])
+    with session_of(model, optimizer) as session:
+        for momentum in (0.0, 0.9, 0.5):
+            for group in (*optimizer.param_groups, *alone.param_groups):
+                group["momentum"] = momentum
+            assert_same_bits({"loss": session.step(X, Y)}, {"loss": eager_step(other, alone)}, str(momentum))
+        same(session, other, alone)
+
+
 @pytest.mark.parametrize("name", ["momentum", "dampened", "fused sgd", "adam", "fused adamw", "rmsprop"])
 @pytest.mark.parametrize("make", ["one cycle", "cyclic"])
 def test_schedulers_that_cycle_momentum(make, name):
@@ -170,21 +181,17 @@ def test_schedulers_that_cycle_momentum(make, name):
 
 
 def test_replicas_have_the_numbers_in_common():
-    (model, optimizer), (_, alone) = twins(OPTIMIZERS["adamw"])
+    (model, optimizer), (other, _) = twins(OPTIMIZERS["adamw"])
     program = passes.replicate(program_of(model, optimizer), [0, 1])
     assert {name for name in program.step.external_inputs if "beta" in name} == {"beta1", "beta2", "beta1_1", "beta2_1"}
-    with (
-        session_of(model, optimizer) as single,
-        runtime.Session(passes.emit(program), program.state, optimizer=alone) as session,
-    ):
+    shares = ShareByShare(other, cost, OPTIMIZERS["adamw"], 2)
+    with runtime.Session(passes.emit(program), program.state, optimizer=optimizer) as session:
         for step in range(4):
-            single.step(X, Y)
-            session.step(X, Y)
-            by_hand(optimizer, step)
-            by_hand(alone, step)
-        for name, tensor in session.state_dict().items():
-            torch.testing.assert_close(tensor, single.state_dict()[name])
-            assert torch.equal(tensor, session.state_dict(1)[name])
+            assert_same_bits({"loss": session.step(X, Y)}, {"loss": shares.step(X, Y)}, f"step {step}")
+            for each in (optimizer, *shares.optimizers):
+                by_hand(each, step)
+        for replica, trained in enumerate(shares.models):
+            assert_same_bits(session.state_dict(replica), trained.state_dict(), f"replica {replica}")
 
 
 # -- as part of a program
@@ -229,6 +236,22 @@ def model_with(session, model):
 def optimizer_with(session, optimizer):
     optimizer.load_state_dict(session.optimizer_state_dict())
     return optimizer
+
+
+@pytest.mark.filterwarnings("ignore::graphir.TrainingWarning")
+def test_what_schedulers_keep_for_themselves_is_no_option():
+    (model, optimizer), _ = twins(OPTIMIZERS["momentum"])
+    programs = []
+    for rate in (0.1, 0.2):
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=8)
+        programs.append(program_of(model, optimizer))
+    plans = [passes.emit(program) for program in programs]
+    with (
+        runtime.Session(plans[0], programs[0].state) as one,
+        runtime.Session(plans[1], programs[1].state, beside=one) as two,
+    ):
+        one.step(X, Y)
+        two.step(X, Y)
 
 
 def test_an_operand_and_an_argument_are_one_too_many():

@@ -220,6 +220,14 @@ BROKEN: dict[str, tuple[Program, str]] = {
     ),
     "19 loss": (interface(loss="lss"), "loss 'lss' of the interface is not an external output of step"),
     "20 lr": (interface(param_groups=(ParamGroup("m", ("w",), {}),)), "learning rate 'm' is not an input f64[] @cpu:0"),
+    "20 number": (
+        interface(param_groups=(ParamGroup("lr", (), {}, {"momentum": "x"}),)),
+        "number 'x' is not an input f64[] @cpu:0",
+    ),
+    "20 no number": (
+        interface(param_groups=(ParamGroup("lr", (), {}, {"momentum": "z"}),)),
+        "number 'z' is not an external input of step",
+    ),
     "20 no lr": (
         interface(param_groups=(ParamGroup("z", (), {}),)),
         "learning rate 'z' is not an external input of step",

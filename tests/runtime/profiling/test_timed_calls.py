@@ -6,7 +6,7 @@ import models
 import pytest
 import torch
 from graphir.runtime.profiling import calls
-from graphir.runtime.profiling.calls import Use, measured
+from graphir.runtime.profiling.calls import Subject, Use, measured
 from graphir.runtime.profiling.timing import Timing
 from runnable import captured, sgd
 from single_calls import subject_of
@@ -69,3 +69,12 @@ def test_the_first_calls_of_a_key_on_one_device_are_timed_and_one_of_updates(rep
             updates += subject.op.type == "graphir.sgd"
         of_one += len(ops) == 4
     assert of_one > 5 and updates
+
+
+def test_an_update_is_measured_with_the_numbers_that_it_is_given():
+    """By momentum, which Nesterov's adds to the gradient: a tensor more."""
+    example = models.mlp()
+    program = captured(example, sgd(example.model.parameters(), nesterov=True))
+    op = next(op for op in program.step.ops if op.type == "graphir.sgd")
+    found, failed = measured({"update": Subject(op, program.step.blobs, program.dims)}, 1)
+    assert not failed and found["update"].scratch == program.step.blobs[op.inputs[0]].nbytes({})
