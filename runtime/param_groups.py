@@ -20,7 +20,7 @@ from torch import Tensor
 
 from graphir.errors import CoverageError, SessionError, TrainingWarning, caller_depth, counted
 from graphir.ir.blob import Blob
-from graphir.ir.moved import OPTION_OF
+from graphir.ir.moved import OPTION_OF, moved
 from graphir.ir.program import ParamGroup, Program
 from graphir.ir.size import bind_shape
 
@@ -147,12 +147,14 @@ class _Source:
         if optimizer is None:
             self.captured = None
             return
-        now = [_numbers(group) for group in optimizer.param_groups]
-        if now == self.known:
-            return
-        for group, before, after in zip(self.groups, self.known, now, strict=False):
-            for name, value in after.items():
-                if value != before.get(name, value) and value != group._options.get(name):
+        for group, theirs, before in zip(self.groups, optimizer.param_groups, self.known, strict=False):
+            for name, known in before.items():
+                value = theirs.get(name, known)
+                if value is known:
+                    continue
+                if _equal(value, known):
+                    before[name] = value  # found to be the same sooner the next time
+                elif not _equal(value, group._options.get(name)):
                     self.captured = None
                     warnings.warn(
                         f"{name} of parameter group {group._index} of the captured optimizer is {value!r} now, and no "
@@ -182,13 +184,6 @@ class _Number(NamedTuple):
     option: str
     place: int | None
     as_tensor: bool
-
-    def of(self, groups: Sequence[Mapping[str, Any]]) -> float:
-        """Its value in these groups."""
-        value = groups[self.group][self.option]
-        if self.place is not None:
-            value = value[self.place]
-        return value if type(value) is float else _number(self.name, value, self.group)
 
 
 class ParamGroups:
@@ -233,14 +228,12 @@ class ParamGroups:
 
     def state(self) -> dict[str, Tensor]:
         """The numbers by blob."""
-        now = [group._now() for group in self.groups]
-        return {
-            blob: torch.tensor(
-                _Number(blob, name, i, *OPTION_OF[name], True).of(now), dtype=torch.float64, device="cpu"
-            )
-            for i, group in enumerate(self.program.interface.param_groups)
-            for name, blob in _blobs(group)
-        }
+        found: dict[str, Tensor] = {}
+        for i, (described, group) in enumerate(zip(self.program.interface.param_groups, self.groups, strict=True)):
+            now = {"lr": group["lr"], **moved(group)}
+            for name, blob in _blobs(described):
+                found[blob] = torch.tensor(_number(name, now.get(name), i), dtype=torch.float64, device="cpu")
+        return found
 
     def follow(self, optimizer: torch.optim.Optimizer, given: Mapping[str, Tensor] | None = None) -> None:
         """Read the numbers of *optimizer* before each step from now on.
@@ -304,14 +297,15 @@ class ParamGroups:
             if len(groups) != len(self.groups):
                 self._check_count(optimizer)
             self._check_followed(groups, optimizer)
-        found = [number.of(groups) for number in self._numbers]
+        found: list[Feedable] = []
+        for _, name, i, option, place, as_tensor in self._numbers:
+            value = groups[i][option] if place is None else groups[i][option][place]
+            number = value if type(value) is float else _number(name, value, i)
+            found.append(torch.tensor(number, dtype=torch.float64, device="cpu") if as_tensor else number)
         if optimizer is not None:
             # What torch's schedulers look at: they warn before the first step of an optimizer.
             optimizer._opt_called = True  # type: ignore[attr-defined]
-        return [
-            torch.tensor(value, dtype=torch.float64, device="cpu") if number.as_tensor else value
-            for number, value in zip(self._numbers, found, strict=True)
-        ]
+        return found
 
     def _check_followed(self, groups: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
         """Check the options that are part of the program. Those that are the same objects as before are as before; a
