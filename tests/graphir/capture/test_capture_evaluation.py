@@ -55,7 +55,6 @@ def test_a_training_step_in_evaluation_mode_is_told(module):
         (nn.Dropout(0.0), {}),
         (nn.BatchNorm1d(2, track_running_stats=False), {}),
         (nn.ReLU(), {}),
-        (Recurrent(0.0), {}),
         (nn.Dropout(0.1), {"optimizer": None}),
     ],
 )
