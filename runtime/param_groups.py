@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -18,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from graphir.errors import CoverageError, SessionError, TrainingWarning, caller_depth, counted
+from graphir.errors import CoverageError, SessionError, TrainingWarning, counted, warn
 from graphir.ir.blob import Blob
 from graphir.ir.moved import OPTION_OF, moved
 from graphir.ir.program import ParamGroup, Program
@@ -156,12 +155,11 @@ class _Source:
                     before[name] = value  # found to be the same sooner the next time
                 elif not _equal(value, group._options.get(name)):
                     self.captured = None
-                    warnings.warn(
+                    warn(
                         f"{name} of parameter group {group._index} of the captured optimizer is {value!r} now, and no "
                         f"session follows that optimizer: the step goes on with {group._options.get(name)!r}; make the "
                         "session with optimizer=optimizer, or call session.follow(optimizer)",
                         TrainingWarning,
-                        stacklevel=caller_depth(),
                     )
                     return
 
@@ -263,11 +261,10 @@ class ParamGroups:
         self._source.changes += 1
         for name, now in self.state().items():
             if name in (given or ()) and now != before[name]:
-                warnings.warn(
+                warn(
                     f"{name} is {before[name].item()!r} in the state, and {now.item()!r} in the optimizer, which is "
                     "followed; load the optimizer's and its scheduler's state_dict(), too",
                     TrainingWarning,
-                    stacklevel=caller_depth(),
                 )
                 break
 

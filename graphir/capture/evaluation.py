@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 
 from torch import nn
 
-from ..errors import TrainingWarning, caller_depth
+from ..errors import TrainingWarning, warn
 
 __all__ = ["warn_of_evaluation"]
 
@@ -20,12 +19,11 @@ def warn_of_evaluation(model: nn.Module) -> None:
     if changed:
         path, module = changed[0]
         others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        warnings.warn(
+        warn(
             f"a training step is captured of {type(model).__name__} in evaluation mode: {type(module).__name__} "
             f"{path!r}{others} will not do what they do in training; call model.train() before, or filter this warning "
             "where that is meant",
             TrainingWarning,
-            stacklevel=caller_depth(),
         )
 
 
