@@ -388,8 +388,6 @@ def test_other_options_of_the_optimizer_capture_anew() -> None:
     ("make", "change"),
     [
         (lambda model: torch.optim.SGD(model.parameters(), lr=0.1), {"momentum": 0.9}),
-        (sgd, {"dampening": 0.5}),
-        (lambda model: torch.optim.Adam(model.parameters()), {"amsgrad": True}),
         (lambda model: torch.optim.Adam(model.parameters(), amsgrad=True), {"amsgrad": False}),
     ],
 )
