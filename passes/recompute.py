@@ -26,7 +26,7 @@ from graphir.errors import PassError
 from graphir.ir.module_patterns import lineage
 from graphir.ir.net import Net
 from graphir.ir.operator import Operator, positions
-from graphir.ir.opset import signature
+from graphir.ir.opset import geometry_operands, signature
 from graphir.ir.optypes.table import operator_type
 from graphir.ir.plan import issued_as
 from graphir.ir.program import Program
@@ -222,8 +222,8 @@ def _repeatable(op: Operator, net: Net) -> Operator:
         raise _error(op, net, "it runs on several devices", "name what is computed from its result")
     if kind.nondeterministic:
         raise _error(op, net, f"it {kind.nondeterministic}", "keep its result")
-    if kind.unwritten:
-        raise _error(op, net, "it leaves memory unwritten", "keep its result")
+    if kind.unwritten and not _overwritten(op.outputs[0], net):
+        raise _error(op, net, "it leaves memory unwritten, of which something is read", "keep its result")
     if not op.effects.writes:
         return op
     pure = _without_statistics(op)
@@ -231,6 +231,21 @@ def _repeatable(op: Operator, net: Net) -> Operator:
         overwritten = op.outputs[op.effects.writes[0][0]]
         raise _error(op, net, f"it overwrites {overwritten!r}", "keep its result, or recompute before share_storage")
     return pure
+
+
+def _overwritten(name: str, net: Net) -> bool:
+    """Whether whoever reads a blob, or a view of it, overwrites all of what it reads, so that no value comes of what
+    the blob holds."""
+    for op in net.consumers(name):
+        views = [op.outputs[output] for output, source in op.effects.views if op.inputs[source] == name]
+        if views:
+            if not all(_overwritten(view, net) for view in views):
+                return False
+            continue
+        ignored = geometry_operands(op.type, op.args, op.operands, len(op.inputs))
+        if any(read == name and i not in ignored for i, read in enumerate(op.inputs)):
+            return False
+    return name not in net.external_outputs
 
 
 def _error(op: Operator, net: Net, why: str, fix: str) -> PassError:

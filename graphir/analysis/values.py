@@ -18,7 +18,7 @@ value, and of the copy of a part of a storage, beyond which nothing is defined, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -28,7 +28,7 @@ from ..ir.dtype import ITEMSIZE
 from ..ir.names import prefix_of
 from ..ir.net import Net
 from ..ir.operator import Arg, Operator
-from ..ir.opset import signature
+from ..ir.opset import geometry_operands, signature
 from ..ir.optypes.table import operator_type
 from ..ir.program import Program
 from ..ir.size import Size, add, multiply, product
@@ -58,6 +58,7 @@ class Numbering:
     Attributes:
         numbers: of each key.
         unwritten: values that hold memory that may not have been written, and the blob that was made without writing.
+        laid_out: of such values, the number of what their layout follows from.
         paths: of each path the one of the operand, and the number of the view operator.
         beyond: paths with an operator that reads beyond the elements of its operand.
         conjugate: paths with an odd number of conjugations or of negations.
@@ -70,6 +71,7 @@ class Numbering:
     def __init__(self) -> None:
         self.numbers: dict[_Key, int] = {}
         self.unwritten: dict[int, str] = {}
+        self.laid_out: dict[int, int] = {}
         self.paths: dict[int, tuple[int, int]] = {}
         self.beyond: set[int] = set()
         self.conjugate: dict[int, frozenset[str]] = {}
@@ -312,6 +314,12 @@ class Run:
             return root
         return self.table.number(("within", root, self.geometries[storage], path, self.geometries[name]))
 
+    def layout(self, name: str, read: Callable[[str], int]) -> int:
+        """What the layout of an operand follows from: of memory that may not have been written, how it was made, so
+        that memory made again counts as the same; of any other operand, the value that *read* gives."""
+        made = self.table.laid_out.get(self.roots[self.blobs[name].storage][0])
+        return read(name) if made is None else self.table.seen(made, self.path(name))
+
     def stray(self, name: str, root: int, path: int) -> int:
         """The value of what reads where nothing was written. It is known by its name, which passes keep."""
         self.unwritten.add(name)
@@ -337,6 +345,8 @@ class Run:
             root = table.number(("write", old, path, value))
             if old in table.unwritten:
                 table.unwritten[root] = table.unwritten[old]
+            if old in table.laid_out:
+                table.laid_out[root] = table.laid_out[old]
         self.roots[storage] = root, complete
         table.written(root, path, value)
 
@@ -357,8 +367,8 @@ class _Form:
         aliases: some of their outputs lie in the storage of an input.
         reaches: they may read beyond the elements of their operands.
         empty: they make memory without writing it.
-        ignores_first: of their first operand only the layout matters. What it holds may be unwritten; the layout is
-            what the operators that made the operand give it, so that its number counts all the same.
+        geometry_only: the positions of operands of which only the layout matters. What they hold may be unwritten; the
+            layout is what the operators that made the operand give it (:meth:`Run.layout`).
         batch_norm: they are a batch norm in training.
         apart: of parts that may be computed apart, what each does, as one number, and its results: their positions
             among all and in what it returns.
@@ -374,7 +384,7 @@ class _Form:
         "batch_norm",
         "copies",
         "empty",
-        "ignores_first",
+        "geometry_only",
         "kind",
         "nested",
         "only_views",
@@ -394,7 +404,7 @@ class _Form:
         self.aliases = bool(op.effects.views or op.effects.writes)
         self.reaches = not operator_type(op.type).only_elements
         self.empty = operator_type(op.type).unwritten
-        self.ignores_first = operator_type(kind).geometry_only
+        self.geometry_only = geometry_operands(kind, op.args, op.operands, len(op.inputs))
         self.ordered = dialect.is_ordered(op)
         self.batch_norm = operator_type(kind).batch_norm and bool(op.args.get("training", True))
         self.nested = dialect.nested(op)
@@ -434,7 +444,7 @@ class _Form:
                 view = table.number(("step", self.static, output, geometry, start, *others))
             path = self.paths[key] = table.path(parent, view, op.type, beyond=self.reaches)
         run.paths[name] = path
-        run.calls[run.read(name)] = op
+        run.calls[run.layout(name, run.read)] = op
 
     def execute(self, run: Run, op: Operator, step: int, part: int | None = None) -> None:
         if self.copies:
@@ -449,11 +459,15 @@ class _Form:
             self.compute(run, op, step, part)
 
     def inputs(self, run: Run, op: Operator) -> list[int]:
-        run.use(op.inputs[1:] if self.ignores_first else op.inputs)
-        names = op.inputs
+        names, ignored = op.inputs, self.geometry_only
+        read = run.read_storage if self.reaches else run.read
+        if ignored:
+            run.use([name for position, name in enumerate(names) if position not in ignored])
+            return [run.layout(n, read) if position in ignored else read(n) for position, n in enumerate(names)]
+        run.use(names)
         if self.unread:
             names = tuple([name for position, name in enumerate(names) if position not in self.unread])
-        return [run.read_storage(name) if self.reaches else run.read(name) for name in names]
+        return [read(name) for name in names]
 
     def compute(self, run: Run, op: Operator, step: int, part: int | None) -> None:
         """A value is what the operator does, and its inputs: of random numbers also where and when they are drawn."""
@@ -509,12 +523,17 @@ class _Form:
         return found
 
     def leave(self, run: Run, op: Operator, step: int) -> None:
-        """What is not written is known by its name, which passes keep, so that a program equals itself."""
+        """What is not written is known by its name, which passes keep, so that a program equals itself. Of the layout
+        alone a number says how the memory was made."""
+        table, made = run.table, () if run.table.as_called else self.inputs(run, op)
         for name, version in op.makes:
-            content = run.table.number(("empty", self.static, name, version, step, run.geometries[name]))
-            run.calls[content] = op
+            geometry = run.geometries[name]
+            content = call = table.number(("empty", self.static, name, version, step, geometry))
+            if not table.as_called:
+                call = table.laid_out[content] = table.number(("laid out", self.static, *made, geometry))
+            run.calls[call] = op
             if 0 not in (run.blobs[name].shape or ()):
-                run.table.unwritten[content] = name
+                table.unwritten[content] = name
             run.write(name, content)
 
     def copy(self, run: Run, op: Operator) -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "Param",
     "Signature",
     "effects_of",
+    "geometry_operands",
     "is_composite",
     "is_random",
     "overload",
@@ -256,6 +257,16 @@ def effects_of(
             writes.append((count, source))
             count += 1
     return Effects(tuple(writes), tuple(views), is_random(type, args))
+
+
+def geometry_operands(type: str, args: Mapping[str, Arg], operands: str | None, inputs: int) -> frozenset[int]:
+    """The positions of the operands of which an operator of *type* takes the geometry and not the value: it overwrites
+    all of them, or makes new memory like them."""
+    of = operator_type(type).geometry_only
+    if of is None:
+        return frozenset()
+    taken = of(args)
+    return frozenset([i for i, name in enumerate(signature(type).names(operands, inputs)) if name in taken])
 
 
 @cache

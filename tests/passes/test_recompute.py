@@ -59,6 +59,71 @@ def test_random_numbers_are_drawn_again() -> None:
     parking.assert_runs_the_same(program, made, [(batch_of(example), {})] * 2)
 
 
+class Noisy(torch.nn.Module):
+    """A layer, and random numbers drawn into memory that nothing has written."""
+
+    def __init__(self, noise: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.fc, self.noise = torch.nn.Linear(8, 8), noise
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.nn.functional.gelu(self.noise(self.fc(x)))
+
+
+NOISES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "drop path": lambda x: x * x.new_empty((x.shape[0], 1)).bernoulli_(0.8).div_(0.8),
+    "stochastic depth": lambda x: x * torch.empty([x.shape[0], 1], dtype=x.dtype).bernoulli_(0.8),
+    "channels": lambda x: torch.nn.functional.dropout1d(x[:, :, None], 0.2)[:, :, 0],
+    "feature alpha": lambda x: torch.nn.functional.feature_alpha_dropout(x[:, :, None], 0.2, True)[:, :, 0],
+    "rrelu": lambda x: torch.nn.functional.rrelu(x, training=True),
+    "normal": lambda x: x * x.new_empty(x.shape).normal_(),
+    "by a view": lambda x: x * torch.empty_like(x).view(-1).uniform_().view(x.shape),
+    "exponential": lambda x: x * x.new_empty_strided(x.shape, (1, x.shape[0])).exponential_(),
+    "of probabilities": lambda x: x * torch.empty_like(x).bernoulli_(x.sigmoid().detach()),
+}
+
+
+def test_random_numbers_are_drawn_again_into_new_memory() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(256, 8)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), *map(Noisy, NOISES.values()))
+    program = trained(models.Example(model, (x,), (x,), torch.nn.functional.mse_loss))
+    again = passes.recompute(program, f"[1:{len(model)}]")
+    drawn = {op.of: op for op in again.step.ops if op.by == "recompute" and op.seed is not None}
+    assert {op.module for op in drawn.values()} == {str(n + 1) for n in range(len(NOISES))}
+    made = parking.placed(program, again)
+    assert not graphir.certify(program, made).caveats
+    assert parking.peak(made) < 0.5 * parking.peak(program)
+    parking.assert_runs_the_same(program, made, [((x, x), {})] * 2, ["serial", "adversarial"])
+    needed = graphir.memory(passes.emit(program), threads=1, profile=None).peak["gpu:0"]
+    balanced = passes.balance(program, {"gpu:0": int(0.7 * needed)}, options=["recompute"], evaluations=100).program
+    assert any("empty" in of for of in repeated(balanced))
+
+
+READ = """
+    param w : f32[8,8] @gpu:0
+    input x : f32[8,8] @gpu:0
+    a : f32[8,8] @gpu:0 = aten.mm(x, w)
+    e : f32[8,8] @gpu:0 = aten.empty_like(a)
+    n : f32[8,8] @gpu:0 = aten.bernoulli.p(e, p=0.5) {seed=0}
+    e_t : f32[8,8] strides [1,8] in e @gpu:0 = aten.t(e)
+    b : f32[8,8] @gpu:0 = aten.add.Tensor(n, e_t)
+    b_grad : f32[8,8] @gpu:0 = aten.mm(b, b) {phase=backward, of=b}
+    output b_grad
+"""
+
+
+def test_memory_of_which_something_is_read_is_not_made_again() -> None:
+    with pytest.raises(PassError) as refused:
+        passes.recompute(program_of(READ), "b")
+    assert str(refused.value) == (
+        "recompute: aten.empty_like.default cannot be repeated in the backward: "
+        "it leaves memory unwritten, of which something is read\n"
+        "  at   e : f32[8,8] @gpu:0 = aten.empty_like(a)\n"
+        "  fix  keep its result"
+    )
+
+
 class Checkpointed(torch.nn.Module):
     """Blocks one after the other, each under a checkpoint or none."""
 

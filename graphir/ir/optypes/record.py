@@ -25,7 +25,8 @@ class OperatorType(NamedTuple):
             so; a copy does not have the bit, and so writes the changed elements.
         unwritten: it makes memory that it does not write.
         only_elements: it reads nothing of its operands' storages but the operands' elements.
-        geometry_only: of its first operand it takes the geometry, and not the value.
+        geometry_only: the names of the tensor parameters of which it takes the geometry and not the value, given the
+            arguments: it overwrites all of them, or makes new memory like them.
         batch_norm: in training its results do not depend on the running statistics, which some of these types update.
         unread_in_training: the names of tensor parameters that it does not read where its argument ``train`` is true.
         parts_apart: its argument ``output_mask`` says which results it makes, and the first one has the same bits
@@ -55,7 +56,7 @@ class OperatorType(NamedTuple):
     conjugates: bool = False
     unwritten: bool = False
     only_elements: bool = False
-    geometry_only: bool = False
+    geometry_only: Callable[[Mapping[str, Arg]], tuple[str, ...]] | None = None
     batch_norm: bool = False
     unread_in_training: tuple[str, ...] = ()
     parts_apart: bool = False

@@ -24,6 +24,14 @@ def _all_statistics(args: Mapping[str, Arg]) -> tuple[str, ...]:
     return ("running_mean", "running_var")
 
 
+def _first_operand(args: Mapping[str, Arg]) -> tuple[str, ...]:
+    return ("self",)
+
+
+def _noise_in_training(args: Mapping[str, Arg]) -> tuple[str, ...]:
+    return ("noise",) if args.get("training") else ()
+
+
 _NAMES_OF: Final[list[tuple[dict[str, Any], str]]] = [
     (
         {"hidden_writes": _batch_norm_statistics},
@@ -36,13 +44,16 @@ _NAMES_OF: Final[list[tuple[dict[str, Any], str]]] = [
     ),
     ({"conjugates": True}, "_conj.default _neg_view.default"),
     (
-        {"geometry_only": True},
+        {"geometry_only": _first_operand},
         """
-        bernoulli.p copy.default fill.Scalar fill.Tensor full_like.default new_full.default
-        new_ones.default new_zeros.default normal_functional.default ones_like.default rand_like.default
-        randn_like.default uniform.default zero.default zeros_like.default
+        bernoulli.Tensor bernoulli.p cauchy.default copy.default empty_like.default exponential.default fill.Scalar
+        fill.Tensor full_like.default geometric.default log_normal.default new_empty.default new_empty_strided.default
+        new_full.default new_ones.default new_zeros.default normal_functional.default ones_like.default
+        rand_like.default rand_like.generator randint_like.default randint_like.low_dtype randn_like.default
+        randn_like.generator random.default random.from random.to uniform.default zero.default zeros_like.default
         """,
     ),
+    ({"geometry_only": _noise_in_training}, "rrelu_with_noise_functional.default"),
     (
         {"batch_norm": True},
         """

@@ -8,7 +8,7 @@ import nets
 import pytest
 import tiny
 import torch
-from small import two_layers
+from small import program_of, two_layers
 from tiny import BATCH, GPU0, GPU1, dropped, edited, inserted, op, position, reblobbed
 
 import graphir
@@ -181,6 +181,48 @@ def test_memory_that_another_name_is_given_to_is_other_memory() -> None:
     total = [inserted(p, 2, op("aten.neg.default", (n,), ("z",)), blob("z", (4,), role="output")) for n in "ab"]
     with pytest.raises(EquivalenceError, match="output 'z' differs"):
         certify(*(with_output(t, "z") for t in total))
+
+
+DRAWN = """
+    input x : f32[4,4] @gpu:0
+    e : f32[4,4] @gpu:0 = aten.empty_like(x)
+    e_t : f32[4,4] strides [1,4] in e @gpu:0 = aten.t(e)
+    n : f32[4,4] @gpu:0 = aten.bernoulli.p(e_t, p=0.5) {seed=0}
+    y : f32[4,4] @gpu:0 = aten.mul.Tensor(x, n)
+    output z : f32[4,4] @gpu:0 = aten.mul.Tensor(y, n)
+    output z
+"""
+AGAIN = """
+    e_again : f32[4,4] @gpu:0 = aten.empty_like(x)
+    e_t_again : f32[4,4] strides [1,4] in e_again @gpu:0 = aten.t(e_again)
+    n_again : f32[4,4] @gpu:0 = aten.bernoulli.p(e_t_again, p=0.5) {seed=0}
+    output z : f32[4,4] @gpu:0 = aten.mul.Tensor(y, n_again)
+"""
+REPEATED = DRAWN.replace("    output z : f32[4,4] @gpu:0 = aten.mul.Tensor(y, n)\n", AGAIN[1:])
+
+
+def test_memory_that_is_overwritten_may_be_made_again() -> None:
+    found = certify(program_of(DRAWN), program_of(REPEATED))
+    assert found.holds and not found.caveats
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("aten.mul.Tensor(y, n_again)", "aten.mul.Tensor(y, e_again)"),
+        ("aten.bernoulli.p(e_t_again, p=0.5) {seed=0}", "aten.exp(e_again)"),
+        ("aten.bernoulli.p(e_t_again, p=0.5) {seed=0}", "aten.bernoulli(e_again) {seed=0}"),
+        ("aten.bernoulli.p(e_t_again, p=0.5) {seed=0}", "aten.bernoulli.p(e_t_again, p=0.5) {seed=1}"),
+        ("aten.bernoulli.p(e_t_again, p=0.5) {seed=0}", "aten.bernoulli.p(e_again, p=0.5) {seed=0}"),
+        ("aten.empty_like(x)", "aten.empty_like(y)"),
+    ],
+    ids=["unwritten", "read", "read as probabilities", "seed", "layout", "made like another"],
+)
+def test_what_depends_on_memory_made_again_is_not_certified(old: str, new: str) -> None:
+    before, _, again = REPEATED.partition("    e_again")
+    mutant = program_of(f"{before}    e_again{again.replace(old, new)}")
+    with pytest.raises(EquivalenceError):
+        certify(program_of(DRAWN), mutant)
 
 
 def test_a_captured_model_that_fills_new_memory_part_by_part() -> None:

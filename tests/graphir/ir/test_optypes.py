@@ -1,5 +1,6 @@
 """Records of operator types: of types that there are, and one for each."""
 
+import pytest
 import torch
 
 from graphir.ir.opset import overload, signature
@@ -35,6 +36,35 @@ def test_memory_that_is_not_written_is_told_by_the_name():
     unwritten = [operator_type(type).unwritten for type in ("aten.empty.memory_format", "aten.new_empty.default")]
     assert unwritten == [True, True]
     assert not operator_type("aten.zeros.default").unwritten
+
+
+ARGUMENTS = {"size": [3], "stride": [1], "p": 0.5, "value": 2.0, "fill_value": 2.0, "to": 5, "from": 2, "high": 5}
+OPERANDS = {"value": torch.tensor(0.25)}
+
+
+def called(type, content):
+    """The results on an operand that is full of *content* where only its geometry counts."""
+    given = {"training": True} if "rrelu" in type else {}
+    alone = operator_type(type).geometry_only(given)
+    for param in signature(type).params:
+        if param.name in alone:
+            given[param.name] = torch.full((3,), content)
+        elif param.name == "generator":
+            given[param.name] = torch.Generator().manual_seed(0)
+        elif param.kind == "tensor":
+            given[param.name] = OPERANDS.get(param.name, torch.tensor([0.1, 0.5, 0.9]))
+        elif param.required:
+            given[param.name] = ARGUMENTS.get(param.name, 1)
+    torch.manual_seed(0)
+    results = overload(type)(**given)
+    return results if isinstance(results, tuple) else (results,)
+
+
+@pytest.mark.parametrize("type", [type for type, known in TORCH.items() if known.geometry_only])
+def test_what_an_operand_holds_changes_nothing_where_its_geometry_alone_counts(type):
+    pairs = list(zip(called(type, float("nan")), called(type, 0.5), strict=True))
+    assert all(a.stride() == b.stride() for a, b in pairs)
+    assert operator_type(type).unwritten or all(torch.equal(a, b) for a, b in pairs)
 
 
 def test_in_place_types_take_what_their_functional_ones_take():
