@@ -32,9 +32,10 @@ def emit(program: Program, dims: Mapping[str, int] | None = None, *, ahead: int 
         dims: sizes for the plan's predictions, such as ``{"batch": 64}`` (a replica's; a prefixed name sets one
             replica's). The captured sizes by default. The instructions hold for any size.
         ahead: how many operators of its destination before its first reader each copy is issued; a copy that stands
-            further ahead in the program, as those of :func:`park` do, is issued at its place. More of them hide slower
-            links, and hold what was copied for longer. A value that was copied is freed no later than so many operators
-            after that. By default :attr:`Program.ahead`; where the program says nothing, 8.
+            further ahead in the program, as those of :func:`park` do, is issued at its place, and so is each copy with
+            which that brings state in. More of them hide slower links, and hold what was copied for longer. A value
+            that was copied is freed no later than so many operators after that. By default :attr:`Program.ahead`; where
+            the program says nothing, 8.
 
     Raises:
         PlacementError: an operand is elsewhere; inject_copies puts the copies in.

@@ -6,7 +6,9 @@ Operators keep their program order, except that
   destination, so it is issued no earlier than some operators of the destination before its first reader (*ahead*), or,
   where it stands further ahead than that in the program, at its place. A small copy counts as standing directly before
   its first reader, and is gathered with others until the destination comes near the first of these. A copy whose
-  ``issue`` is ``placed`` counts as large: all that is parked would come back at once otherwise;
+  ``issue`` is ``placed`` counts as large: all that is parked would come back at once otherwise. One whose ``issue`` is
+  ``due`` is issued at its place, however far *ahead* others are, and what such copies brought is freed before if it has
+  left again: state that is parked comes and goes, and this is how little of it is there at a time;
 * in a program that reduces gradients, what follows from a reduction is issued as soon as it can be: an update once its
   gradient is reduced and every reader of the parameter is issued, not after the whole backward. Reductions of small
   gradients are gathered until they come to :data:`_BUCKET` bytes;
@@ -80,7 +82,9 @@ class Tasks:
         earlier: for each operator, those that have to come before it, where program order does not ensure it.
         uses: of each storage, how many operators touch it, and one more if it outlives the step.
         small: the transfers that may be one of a group.
-        leaving: the storages that ``placed`` copies take away.
+        due: the copies that are issued at their place in the program and no earlier.
+        brought: the storages that these make.
+        leaving: the storages that copies with an ``issue`` take away and that no such copy made.
     """
 
     def __init__(self, net: Net, dims: Dims, found: Hazards) -> None:
@@ -96,7 +100,9 @@ class Tasks:
         self.uses = Counter(chain.from_iterable(found.touched))
         self.uses.update(_kept(net))
         self.small = {i for i, kind in enumerate(self.kinds) if kind != "run" and self.is_small(i)}
-        parking = [op for op in ops if op.issue == "placed"]
+        self.due = {i for i, op in enumerate(ops) if op.issue == "due"}
+        self.brought = {ops[i].outputs[0] for i in self.due}
+        parking = [op for op in ops if op.issue]
         self.leaving = {blobs[op.inputs[0]].storage for op in parking} - {op.outputs[0] for op in parking}
 
     def issued(self, order: Sequence[int], ahead: int) -> list[Issue]:
@@ -111,7 +117,7 @@ class Tasks:
 
     def is_small(self, i: int) -> bool:
         """Whether a transfer may be one of a group."""
-        return self.nbytes(i) < (_BUCKET if self.gathers(i) else _SMALL) and self.net.ops[i].issue != "placed"
+        return self.nbytes(i) < (_BUCKET if self.gathers(i) else _SMALL) and not self.net.ops[i].issue
 
     def gathers(self, i: int) -> bool:
         """Whether a transfer is a reduction of gradients."""
@@ -159,10 +165,13 @@ class _Order:
         self.net, self.kinds, self.touched = tasks.net, tasks.kinds, tasks.found.touched
         ops = self.net.ops
         self.followers: list[list[int]] = [[] for _ in ops]
+        self.missing = [0] * len(ops)
+        turns = self._turns()
         for i in order:
-            for other in tasks.earlier[i]:
+            earlier = [*tasks.earlier[i], *turns[i]] if i in turns else tasks.earlier[i]
+            for other in earlier:
                 self.followers[other].append(i)
-        self.missing = list(map(len, tasks.earlier))
+            self.missing[i] = len(earlier)
         self.uses = dict(tasks.uses)
         self.places = self._places()
         self.late: dict[tuple[Device, int], list[_Task]] = {}
@@ -181,6 +190,22 @@ class _Order:
         self.held: dict[_Task, int] = {}
         self.held_by: dict[str, list[_Task]] = {}
         self.held_on: dict[Device, list[_Task]] = {}
+
+    def _turns(self) -> dict[int, list[int]]:
+        """For each copy that is due at its place, the last such copy to its device before it, and the copies since then
+        of what such copies brought: what has gone by then makes room."""
+        found: dict[int, list[int]] = defaultdict(list)
+        before: dict[Device, list[int]] = defaultdict(list)
+        for i in self.order if self.tasks.due else ():
+            op = self.net.ops[i]
+            if self.kinds[i] != "copy":
+                continue
+            if i in self.tasks.due:
+                found[i] = before[op.device]
+                before[op.device] = [i]
+            elif (came := self.net.blobs[op.inputs[0]].storage) in self.tasks.brought:
+                before[self.net.blobs[came].device].append(i)
+        return found
 
     def _places(self) -> dict[int, int]:
         """For each copy, how many operators of its destination are issued before it at the least.
@@ -205,7 +230,10 @@ class _Order:
                 unread[op.outputs[0]] = i
         for i, place in stands.items():
             read = found.get(i, place - self.least)
-            found[i] = read if i in self.tasks.small else min(place, read)
+            if i in self.tasks.due:
+                found[i] = place
+            else:
+                found[i] = read if i in self.tasks.small else min(place, read)
         return found
 
     def run(self) -> list[Issue]:
@@ -221,7 +249,7 @@ class _Order:
             self.point += 1
             if self.missing[i]:
                 self.bring(i)
-            if self.missing[i]:  # on delayed tasks
+            while self.missing[i] and (self.held or self.gathered or self.together):  # on delayed tasks
                 self.release()
             if self.issued[i]:
                 continue
@@ -282,6 +310,8 @@ class _Order:
 
     def issue(self, group: tuple[int, ...]) -> None:
         """Issue operators. Operators and frees that waited for nothing else become ready."""
+        if group[0] in self.tasks.due:
+            self.give_back(self.net.ops[group[0]].device)
         self.out.append(group)
         missing, uses = self.missing, self.uses
         for i in group:
@@ -296,6 +326,13 @@ class _Order:
                 uses[storage] = left = uses[storage] - 1
                 if not left:
                     self.follow(storage)
+
+    def give_back(self, device: Device) -> None:
+        """Free what such copies brought to a device and what has gone, before the next one comes."""
+        gone = [task for task in self.held if task in self.tasks.brought and self.device(task) == device]
+        for task in gone:
+            del self.held[task]
+            self.out.append(str(task))
 
     def moves(self, i: int) -> None:
         """Note that the lanes of a transfer were given it: tasks that waited for this are no longer delayed, and tasks

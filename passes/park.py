@@ -17,24 +17,29 @@ When a copy back begins, its place in the program says (:mod:`.trips`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import ClassVar, TypeAlias
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from heapq import nlargest
+from typing import ClassVar, Final, NamedTuple, TypeAlias
 
 from pydantic import NonNegativeInt, field_validator
 
-from graphir.errors import PassError
+from graphir.analysis.liveness import liveness
+from graphir.errors import PassError, counted
 from graphir.ir.blob import STATE_ROLES, Blob
 from graphir.ir.device import Device, DeviceName, gpu
 from graphir.ir.names import copy_name
 from graphir.ir.net import Net
-from graphir.ir.operator import Operator, Phase, Received
+from graphir.ir.operator import Issue, Operator, Phase, Received
 from graphir.ir.program import Program
+from graphir.ir.text import nbytes_text
 
 from .base import Gpu, OptionError, Pass, Placed, build, register
 from .following import filled
 from .saved import Use, choose, require_captured, saved_in, unsaved, uses_of, warn_of_modules
 from .substitutes import Substitutes, with_operands
-from .trips import Clock, Trip, toll
+from .trips import Clock, Stay, Trip, most_at_once, toll, two_at_a_time
 
 __all__ = ["Park", "park"]
 
@@ -67,7 +72,11 @@ class Park(Pass):
         if not stays:
             return program
         stays = {storage: stays[storage] for storage in uses if storage in stays}  # in whatever order they are named
-        step = _Parking(program, uses, stays, self.ahead, self.name).run()
+        parking = _Parking(program, uses, stays, self.ahead, self.name)
+        short = [use for use in parking.at_home(uses) if use.falls_short]
+        if short:
+            warnings.warn(_few_saved(short, self.ahead), stacklevel=5)
+        step = parking.run()
         return program.with_(init=filled(program.init, step.blobs, self.name), step=step)
 
     def _target(self, device: Device) -> Device | None:
@@ -94,8 +103,12 @@ def park(
             for :func:`shift_modules`, which stand for all that the modules save for the backward. A pattern that
             matches no module stands for state: ``"**.exp_avg"``.
         to: where to: ``"gpu:1"``, ``1`` or ``"cpu"``; or for each gpu another device, as ``{0: 2, 1: 3}``.
-        ahead: how many operators of its device before its first reader a copy back begins, at least those that
-            :func:`emit` gives every copy. By default, so many that the copy should be there in time; see above.
+        ahead: how many operators of its device before its first reader a copy back begins; of an activation at least
+            those that :func:`emit` gives every copy. By default, so many that the copy should be there in time, and of
+            state at most two at a time; see above.
+
+    Warns:
+        UserWarning: less than half is saved of what is parked, less the two largest copies back.
 
     Raises:
         PassError: a name is unknown, or of what cannot be parked; the message says why. Nothing has changed then.
@@ -105,6 +118,44 @@ def park(
     made = chosen(program)
     warn_of_modules(program, chosen.what, Park.name)
     return made
+
+
+class _AtHome(NamedTuple):
+    """What a device holds of what is parked elsewhere.
+
+    Attributes:
+        home: the device.
+        parked: the most bytes at once if nothing was parked.
+        left: the most bytes at once as it is.
+        trips: the bytes of the two largest trips.
+    """
+
+    home: Device
+    parked: int
+    left: int
+    trips: int
+
+    @property
+    def falls_short(self) -> bool:
+        """Whether less than half is saved of what is parked, less two trips."""
+        return 2 * (self.parked - self.left) < self.parked - self.trips
+
+
+def _few_saved(short: Sequence[_AtHome], ahead: int | None) -> str:
+    """What a caller is told of devices where parking falls short."""
+    home, parked, left, _ = short[0]
+    others = f", and as little on {counted(len(short) - 1, 'other device')}" if short[1:] else ""
+    remedy = "the step reads them together, so leave them out"
+    if ahead is None or ahead > _LATER:
+        remedy = f"ahead={_LATER} brings them back later"
+    return (
+        f"park saves {nbytes_text(parked - left)} of the {nbytes_text(parked)} that it parks of {home}{others}: "
+        f"{nbytes_text(left)} are there at once; {remedy}"
+    )
+
+
+_LATER: Final = 2
+"""How many operators ahead copies back begin, as a warning advises."""
 
 
 class _Chosen:
@@ -181,6 +232,7 @@ class _Parking(Substitutes):
         parked: by activation, the blob that holds it where it is parked.
         spread: by activation, the other devices that read it in the forward, and so have a copy for the backward.
         kept: of each state, the version that its blob has so far.
+        coming: the trips home, and the position before which each sets out.
     """
 
     def __init__(
@@ -197,6 +249,7 @@ class _Parking(Substitutes):
             if blob.storage in states:
                 self.blobs[name] = blob.on(stays[blob.storage])
         self.spread: dict[str, set[Device]] = {storage: set() for storage in stays if storage not in states}
+        self.coming: list[tuple[Trip, int]] = []
         self.leaves, self.comes, self.ends = self.schedule(uses, ahead)
 
     def substitute(self, storage: str, reader: Device) -> str | None:
@@ -221,18 +274,50 @@ class _Parking(Substitutes):
             route = trips.setdefault((self.homes[storage], to), [])
             earliest = 0
             for start, end in self.runs.get(storage, ()):
-                route.append(Trip(storage, start, earliest))
+                route.append(Trip(storage, start, earliest, end + 1))
                 ends.setdefault(earliest := end + 1, []).append(storage)
             if storage in first:
                 leaves.setdefault(uses[storage].early + 1, []).append(storage)
                 if (needed := first[storage]) is not None:
                     route.append(Trip(storage, needed, uses[storage].early + 1))
         clocks = {home: Clock(self.net, home, self.dims) for home, _ in trips}
+        state: dict[Device, list[tuple[Trip, int]]] = {}
         for (home, to), route in trips.items():
-            sizes = [self.net.blobs[trip.storage].nbytes(self.dims) * toll(to) for trip in route]
+            sizes = [self.nbytes(trip.storage) * toll(to) for trip in route]
             for trip, position in clocks[home].latest(route, sizes, ahead):
-                comes.setdefault(position, []).append(trip.storage)
+                if trip.ends < 0 or ahead is not None:
+                    self.coming.append((trip, position))
+                else:
+                    state.setdefault(home, []).append((trip, position))
+        for found in state.values():
+            found.sort(key=lambda pair: pair[0].needed)
+            self.coming += two_at_a_time(found, self.nbytes)
+        for trip, position in self.coming:
+            comes.setdefault(position, []).append(trip.storage)
         return leaves, comes, ends
+
+    def at_home(self, uses: Mapping[str, Use]) -> Iterator[_AtHome]:
+        """What each device holds of what is parked."""
+        before, after = defaultdict[Device, list[Stay]](list), defaultdict[Device, list[Stay]](list)
+        sizes: dict[Device, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+        lives, steps = liveness(self.net), len(self.net.ops)
+        leaving = {storage for left in self.leaves.values() for storage in left}
+        for storage, home in self.homes.items():
+            nbytes, life, use = self.nbytes(storage), lives[storage], uses[storage]
+            if storage in self.runs:
+                before[home].append(Stay(0, steps, nbytes))
+            else:
+                before[home].append(Stay(*life, nbytes))
+                after[home].append(Stay(life.start, use.early + 1 if storage in leaving else life.end, nbytes))
+        for trip, position in self.coming:
+            nbytes, home = self.nbytes(trip.storage), self.homes[trip.storage]
+            after[home].append(Stay(position, lives[trip.storage].end if trip.ends < 0 else trip.ends, nbytes))
+            sizes[home][trip.needed] += nbytes
+        for home, stays in before.items():
+            yield _AtHome(home, most_at_once(stays), most_at_once(after[home]), sum(nlargest(2, sizes[home].values())))
+
+    def nbytes(self, storage: str) -> int:
+        return self.net.blobs[storage].nbytes(self.dims)
 
     def first_readers(self, uses: Mapping[str, Use]) -> dict[str, int | None]:
         """For each activation that leaves, the first operator that reads what comes back; None where nothing has to,
@@ -258,7 +343,9 @@ class _Parking(Substitutes):
                 self.parked[storage] = self.copied(storage, 0, storage, self.stays[storage], "forward")
             for storage in self.comes.get(i, ()):
                 source = self.parked.get(storage, storage)
-                self.put(storage, self.copied(source, self.kept.get(storage, 0), storage, self.homes[storage], phase))
+                version = self.kept.get(storage, 0)
+                issue: Issue = "due" if storage in self.runs else "placed"
+                self.put(storage, self.copied(source, version, storage, self.homes[storage], phase, issue))
             if op is not None:
                 self.append(op)
         return self.result
@@ -271,16 +358,18 @@ class _Parking(Substitutes):
             self.copy((held, made), (storage, version), storage, self.ops[-1].phase)
         self.drop(storage)
 
-    def copied(self, source: str, version: int, of: str, device: Device, phase: Phase) -> str:
+    def copied(self, source: str, version: int, of: str, device: Device, phase: Phase, issue: Issue = "placed") -> str:
         """A new blob on a device that a copy fills."""
         made = self.declare(self.net.blobs[of], copy_name(of, device), device)
-        self.copy((source, version), (made, 0), of, phase)
+        self.copy((source, version), (made, 0), of, phase, issue)
         return made
 
-    def copy(self, source: tuple[str, int], target: tuple[str, int], of: str, phase: Phase) -> None:
+    def copy(
+        self, source: tuple[str, int], target: tuple[str, int], of: str, phase: Phase, issue: Issue = "placed"
+    ) -> None:
         device = self.blobs[target[0]].device
         received: Received = "" if device.is_host else "fresh"  # a buffer would keep what parking gives back
-        blank = Operator("Copy", (), (), {}, device, phase, by=self.by, of=of, issue="placed", received=received)
+        blank = Operator("Copy", (), (), {}, device, phase, by=self.by, of=of, issue=issue, received=received)
         self.ops.append(with_operands(blank, [source], [target]))
 
 

@@ -8,13 +8,17 @@ cannot keep up, memory goes before time: no copy sets out more than :data:`QUEUE
     operators   |  c5  |    c4    | c3 | c2 |     c1     |
     needed                          ^a        ^b
     copies            [ a          ][   b    ]
+
+State goes back where a phase has used it. At most two trips of it are under way at a time: the next one sets out when
+the last but one has gone back (:func:`two_at_a_time`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, groupby
 from typing import Final, NamedTuple
 
 from graphir.analysis.cost import work
@@ -22,7 +26,7 @@ from graphir.ir.device import Device
 from graphir.ir.net import Net
 from graphir.ir.size import Dims
 
-__all__ = ["QUEUED", "Clock", "Trip", "toll"]
+__all__ = ["QUEUED", "Clock", "Stay", "Trip", "most_at_once", "toll", "two_at_a_time"]
 
 _PEER: Final = 10
 """Bytes that a gpu's operators touch while one byte crosses to a peer: 4.8 TB/s of memory beside NVLink's 450 GB/s each
@@ -33,6 +37,10 @@ _HOST: Final = 80
 
 QUEUED: Final = 2
 """How many times as long as it takes a copy may set out before it is needed."""
+
+
+_RIDERS: Final = 16
+"""A trip takes others along that together have this share of its bytes."""
 
 
 def toll(away: Device) -> int:
@@ -47,11 +55,58 @@ class Trip(NamedTuple):
         storage: what comes.
         needed: the position of its first reader.
         earliest: the first position before which the copy may stand.
+        ends: the position before which it goes home again; -1 of what stays until its last reader.
     """
 
     storage: str
     needed: int
     earliest: int
+    ends: int = -1
+
+
+class Stay(NamedTuple):
+    """Bytes that a device holds at positions ``start <= position < end``."""
+
+    start: int
+    end: int
+    nbytes: int
+
+
+def two_at_a_time(trips: Iterable[tuple[Trip, int]], nbytes: Callable[[str], int]) -> Iterator[tuple[Trip, int]]:
+    """For each trip of state to one device, and the position before which its copy would stand, a position at which at
+    most one other is under way, or that of its first reader.
+
+    What goes to one operator is one trip. Trips of few bytes go with a larger one before them: biases, which come after
+    weights, would leave a link idle in one direction.
+
+    Args:
+        trips: in the order in which they are needed.
+        nbytes: of a storage.
+    """
+    ended: list[int] = []
+    room = most = riders = 0
+    for needed, together in groupby(trips, key=lambda pair: pair[0].needed):
+        group = list(together)
+        size, ends = sum(nbytes(trip.storage) for trip, _ in group), max(trip.ends for trip, _ in group)
+        if ended and riders + size <= most // _RIDERS:
+            riders += size
+            ended[-1] = max(ended[-1], ends)
+        else:
+            latest = sorted(ended)[-2:]
+            room = latest[0] if len(latest) == 2 else 0
+            ended = [*latest, ends]
+            most, riders = size, 0
+        for trip, at in group:
+            yield trip, min(max(at, room), needed)
+
+
+def most_at_once(stays: Iterable[Stay]) -> int:
+    """The most bytes that stay at one position."""
+    changes: dict[int, int] = defaultdict(int)
+    for start, end, nbytes in stays:
+        changes[start] += nbytes
+        changes[end] -= nbytes
+    return max(accumulate([changes[position] for position in sorted(changes)]), default=0)
 
 
 class Clock:

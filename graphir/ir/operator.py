@@ -41,7 +41,7 @@ _T = TypeVar("_T")
 Phase: TypeAlias = Literal["init", "forward", "backward", "reduce", "update"]
 PHASES: Final[tuple[str, ...]] = get_args(Phase)
 
-Issue: TypeAlias = Literal["", "placed"]
+Issue: TypeAlias = Literal["", "placed", "due"]
 ISSUES: Final[tuple[str, ...]] = get_args(Issue)
 Received: TypeAlias = Literal["", "fresh"]
 RECEIVED: Final[tuple[str, ...]] = get_args(Received)
@@ -128,7 +128,9 @@ class Operator(NamedTuple):
             the blob whose gradient the sum is. One that a checkpoint runs again names the result that it repeats.
             ``of`` says nothing about what is computed.
         issue: of a ``Copy``, when :func:`~graphir.passes.emit` issues it. ``placed``: alone, where it stands in the
-            program, or earlier if ``ahead`` says so. Empty: small copies are gathered until their first reader is near.
+            program, or earlier if ``ahead`` says so. ``due``: alone, where it stands and no earlier, once all that such
+            copies brought and that left again before has been freed. Empty: small copies are gathered until their first
+            reader is near.
         received: of a ``Copy``, which memory it fills. ``fresh``: memory taken in each step and given back when the
             storage is freed. Empty: ``emit`` may give it a receive buffer, which is held from step to step.
         source: the line of a user's code that called it, or whose gradient it computes, such as ``models/net.py:42``.

@@ -5,6 +5,7 @@ Whole containers are named where everything in them goes one way.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
@@ -61,7 +62,9 @@ def placed(program: Program, grouped: Grouped, choice: Choice) -> Program:
             uses = uses_of(found.step)
             away = [storage for storage in away if unsaved(found, storage, uses, Park.name) is None]
         if away:
-            found = build(Park, what=storages_named(found, away, "park"), to=str(there)).recorded(found)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "park saves")  # the simulation knows what it saves
+                found = build(Park, what=storages_named(found, away, "park"), to=str(there)).recorded(found)
     return found
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
+
 import models
 import nets
 import parking
 import pytest
-from graphir.passes.trips import Clock
+import torch
+from graphir.passes.trips import Clock, Trip, two_at_a_time
 from runnable import batch_of, captured, sgd
 from small import program_of
 
 import graphir
-from graphir import Program, passes
+from graphir import Program, passes, runtime
 from graphir.errors import PassError
 from graphir.ir.device import gpu
 
@@ -107,6 +110,102 @@ def test_a_parameter_comes_in_for_each_phase() -> None:
     ]
     made = parking.placed(program, parked)
     parking.assert_runs_the_same(program, made, [(batch_of(models.mlp()), {})] * 3)
+
+
+STATE = ["**.exp_avg", "**.exp_avg_sq"]
+TRIP = 2 * 64 * (64 + 1) * 4
+"""Bytes of Adam's state of a layer of 64 by 64."""
+
+
+def layers(bias: bool = True) -> models.Example:
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64, bias) for _ in range(8)]), torch.randn(4, 64)
+    return models.Example(model, (x,), (torch.randn(4, 64),), torch.nn.functional.mse_loss)
+
+
+def with_adam(example: models.Example) -> Program:
+    return captured(example, torch.optim.AdamW(example.model.parameters()))
+
+
+def saved(before: Program, after: Program) -> int:
+    """How much less a plan's first device holds at its peak."""
+    found = [graphir.memory(passes.emit(program), profile=None).peak["gpu:0"] for program in (before, after)]
+    return found[0] - found[1]
+
+
+def under_way(program: Program, ahead: int | None = None) -> int:
+    """The most bytes that a plan's first device holds at once of what was copied to it."""
+    return int(graphir.memory(passes.emit(program, ahead=ahead), profile=None).timeline("gpu:0", "copies").max())
+
+
+@pytest.mark.parametrize(("to", "bias"), [("gpu:1", False), ("cpu", True)])
+def test_state_comes_back_two_trips_at_a_time(to: str, bias: bool) -> None:
+    program = with_adam(layers(bias))
+    made = passes.inject_copies(passes.park(program, STATE, to))
+    assert {op.issue for op in made.step.ops if op.type == "Copy" and op.by == "park"} == {"due", "placed"}
+    for ahead in (None, 0, 40):
+        assert under_way(made, ahead) <= 2 * TRIP
+    assert saved(program, made) > 5.9 * TRIP
+    plan = passes.emit(made)
+    assert not runtime.check(plan)
+    with runtime.Session(plan, made.state, binding="cpu", executor="threads") as session:
+        with session.measured():
+            session.step(*batch_of(layers(bias)))
+        found = {device.device: device for device in session.report().devices}
+    assert found["gpu:0"].peak == found["gpu:0"].predicted_peak
+    assert graphir.certify(program, made).holds
+    parking.assert_runs_the_same(program, made, [(batch_of(layers(bias)), {})] * 2, ["serial", "adversarial"])
+
+
+def test_replicas_update_as_what_they_keep_elsewhere_comes() -> None:
+    """Updates follow their reductions, in any order that the program has; state comes in the program's order."""
+    program = passes.replicate(with_adam(layers()), devices=[0, 1])
+    made = passes.inject_copies(passes.park(program, STATE, {0: 2, 1: "cpu"}))
+    assert under_way(made) <= 2 * TRIP
+    assert saved(program, made) > 5.9 * TRIP
+    batch = tuple(torch.cat([given, given]) for given in batch_of(layers()))
+    parking.assert_runs_the_same(program, made, [(batch, {})] * 2, ["threads", "adversarial"])
+
+
+def test_parameters_come_in_two_at_a_time_in_each_phase() -> None:
+    program = with_adam(layers())
+    made = parking.placed(program, passes.park(program, ["**.weight", *STATE], "cpu"))
+    for ahead in (None, 0, 40):
+        assert under_way(made, ahead) <= 2 * 1.5 * TRIP
+    parking.assert_runs_the_same(program, made, [(batch_of(layers()), {})] * 2, ["threads", "adversarial"])
+
+
+def trip(needed: int, ends: int) -> Trip:
+    return Trip(f"s{needed}", needed, 0, ends)
+
+
+def test_trips_wait_for_the_last_but_one() -> None:
+    nbytes = {"s2": 100, "s4": 4, "s6": 100, "s8": 100, "s10": 100, "s12": 100}
+    wanted = [(trip(2, 3), 0), (trip(4, 5), 0), (trip(6, 7), 0), (trip(8, 20), 0), (trip(10, 11), 0), (trip(12, 13), 0)]
+    places = {one.needed: place for one, place in two_at_a_time(wanted, nbytes.__getitem__)}
+    # s4 goes with s2, s8 is under way until 20, and s12 must not wait for it.
+    assert places == {2: 0, 4: 0, 6: 0, 8: 5, 10: 7, 12: 11}
+
+
+def test_a_park_that_saves_little_warns() -> None:
+    program = with_adam(layers())
+    with pytest.warns(UserWarning) as found:
+        passes.park(program, STATE, "cpu", ahead=100)
+    assert [str(warning.message) for warning in found] == [
+        "park saves 0 B of the 260.0 KiB that it parks of gpu:0: 260.0 KiB are there at once; "
+        "ahead=2 brings them back later"
+    ]
+    assert found[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        passes.park(program, STATE, "cpu")
+        passes.park(program, STATE, "cpu", ahead=2)
+        passes.Pipeline('park{what=["**.exp_avg"], to=cpu}')(program)
+    with pytest.warns(UserWarning, match="of gpu:0, and as little on 1 other device: "):
+        passes.park(passes.replicate(trained(models.resnet()), devices=[0, 1]), "blocks[1]", "cpu")
+    program = nets.random_program(11, ops=40)
+    with pytest.warns(UserWarning, match="432 B are there at once; the step reads them together, so leave them out"):
+        passes.park(program, parking.saved(program), "gpu:1", ahead=0)
 
 
 @pytest.mark.parametrize("example", [models.resnet, models.gpt], ids=["resnet", "gpt"])

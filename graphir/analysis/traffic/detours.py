@@ -265,9 +265,7 @@ class _Search:
         found: dict[int, dict[Device, int]] = {}
         for value, copies in flow.copies.items():
             if self.blobs[self.flow.storage[value]].role not in STATE_ROLES:
-                moved = [
-                    copy for copy in copies if self.ops[flow.maker[copy]].issue != "placed"
-                ]  # parked: to come back
+                moved = [copy for copy in copies if not self.ops[flow.maker[copy]].issue]  # parked: to come back
                 found.update((copy, {self.device(value): 0}) for copy in moved)
         for position, reads in flow.reads.items():
             if not any(value in found for value in reads) or not is_elementwise(self.ops[position].type):
@@ -337,7 +335,7 @@ class _Search:
         sizes: dict[tuple[str, Device], dict[str, int | None]] = {}
         for crossing in self.found.copies:
             op = self.ops[crossing.position]
-            if crossing.kind not in ("parameter", "buffer", "optimizer state") or op.issue == "placed":
+            if crossing.kind not in ("parameter", "buffer", "optimizer state") or op.issue:
                 continue
             ends = self.blobs[op.inputs[0]].device, self.blobs[op.outputs[0]].device
             home = self.blobs[crossing.origin].device

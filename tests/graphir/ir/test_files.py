@@ -481,7 +481,7 @@ def test_a_file_cut_short_is_refused(net_file):
         (("net", "ops", 3, "output_versions"), [], "0 versions of ", "net.ops[3]"),
         (("net", "ops", 3, "operands"), "t)", "String should match pattern", "net.ops[3].operands"),
         (("net", "ops", 3, "seed"), True, "Input should be a valid integer", "net.ops[3].seed"),
-        (("net", "ops", 3, "issue"), "soon", "Input should be '' or 'placed'", "net.ops[3].issue"),
+        (("net", "ops", 3, "issue"), "soon", "Input should be '', 'placed' or 'due'", "net.ops[3].issue"),
         (("net", "ops", 3, "received"), 1, "Input should be '' or 'fresh'", "net.ops[3].received"),
         (("net", "ops", 3, "seed"), 1.0, "Input should be a valid integer", "net.ops[3].seed"),
         (("net", "ops", 3, "args"), {"a": {"size": "2*"}}, "'2*' is not a size", "net.ops[3]"),
