@@ -97,99 +97,96 @@ SPARSE: Final[Mapping[str, Callable[..., Any]]] = {
 """The kernels of the types that make sparse gradients, and of those that update rows slot by slot."""
 
 
-def _sgd(
-    params: list[Tensor], indices: list[Tensor], values: list[Tensor], lr: Tensor | float, *, maximize: bool
-) -> None:
+def _sgd(param: Tensor, indices: Tensor, values: Tensor, lr: float, *, maximize: bool) -> None:
     """``torch.optim.SGD`` without momentum."""
-    for param, index, value in zip(params, indices, values, strict=True):
-        gradient = _tensor(index, value, param.shape[0])
-        param.add_(-gradient if maximize else gradient, alpha=-float(lr))
+    gradient = _tensor(indices, values, param.shape[0])
+    param.add_(-gradient if maximize else gradient, alpha=-lr)
 
 
 def _adagrad(
-    params: list[Tensor],
-    indices: list[Tensor],
-    values: list[Tensor],
-    sums: list[Tensor],
-    steps: list[Tensor],
-    lr: Tensor | float,
+    param: Tensor,
+    indices: Tensor,
+    values: Tensor,
+    total: Tensor,
+    step: Tensor,
+    lr: float,
     *,
     lr_decay: float,
     eps: float,
     maximize: bool,
 ) -> None:
     """``torch.optim.Adagrad``."""
-    for param, index, value, total, step in zip(params, indices, values, sums, steps, strict=True):
-        gradient = _tensor(index, value, param.shape[0])
-        step.add_(1)
-        gradient = (-gradient if maximize else gradient).coalesce()
-        step_size = float(lr) / (1 + (step.item() - 1) * lr_decay)
-        rows, summands = gradient._indices(), gradient._values()
-        total.add_(_like(gradient, rows, summands.pow(2)))
-        scale = total.sparse_mask(gradient)._values().sqrt_().add_(eps)
-        param.add_(_like(gradient, rows, summands / scale), alpha=-step_size)
+    gradient = _tensor(indices, values, param.shape[0])
+    step.add_(1)
+    gradient = (-gradient if maximize else gradient).coalesce()
+    step_size = lr / (1 + (step.item() - 1) * lr_decay)
+    rows, summands = gradient._indices(), gradient._values()
+    total.add_(_like(gradient, rows, summands.pow(2)))
+    scale = total.sparse_mask(gradient)._values().sqrt_().add_(eps)
+    param.add_(_like(gradient, rows, summands / scale), alpha=-step_size)
 
 
 def _adam(
-    params: list[Tensor],
-    indices: list[Tensor],
-    values: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    steps: list[Tensor],
-    lr: Tensor | float,
+    param: Tensor,
+    indices: Tensor,
+    values: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: Tensor,
+    lr: float,
     *,
-    beta1: Tensor | float,
-    beta2: Tensor | float,
+    beta1: float,
+    beta2: float,
     eps: float,
     maximize: bool,
 ) -> None:
     """``torch.optim.SparseAdam``."""
-    beta1, beta2 = float(beta1), float(beta2)
-    for param, index, value, exp_avg, exp_avg_sq, step in zip(
-        params, indices, values, exp_avgs, exp_avg_sqs, steps, strict=True
-    ):
-        gradient = _tensor(index, value, param.shape[0])
-        t = int(step.add_(1).item())
-        gradient = (-gradient if maximize else gradient).coalesce()
-        rows, new = gradient._indices(), gradient._values()
-        before = exp_avg.sparse_mask(gradient)._values()
-        change = new.sub(before).mul_(1 - beta1)
-        exp_avg.add_(_like(gradient, rows, change))
-        before_sq = exp_avg_sq.sparse_mask(gradient)._values()
-        change_sq = new.pow(2).sub_(before_sq).mul_(1 - beta2)
-        exp_avg_sq.add_(_like(gradient, rows, change_sq))
-        numerator = change.add_(before)
-        denominator = change_sq.add_(before_sq).sqrt_().add_(eps)
-        step_size = float(lr) * math.sqrt(1 - beta2**t) / (1 - beta1**t)
-        param.add_(_like(gradient, rows, -step_size * numerator.div_(denominator)))
+    gradient = _tensor(indices, values, param.shape[0])
+    t = int(step.add_(1).item())
+    gradient = (-gradient if maximize else gradient).coalesce()
+    rows, new = gradient._indices(), gradient._values()
+    before = exp_avg.sparse_mask(gradient)._values()
+    change = new.sub(before).mul_(1 - beta1)
+    exp_avg.add_(_like(gradient, rows, change))
+    before_sq = exp_avg_sq.sparse_mask(gradient)._values()
+    change_sq = new.pow(2).sub_(before_sq).mul_(1 - beta2)
+    exp_avg_sq.add_(_like(gradient, rows, change_sq))
+    numerator = change.add_(before)
+    denominator = change_sq.add_(before_sq).sqrt_().add_(eps)
+    step_size = lr * math.sqrt(1 - beta2**t) / (1 - beta1**t)
+    param.add_(_like(gradient, rows, -step_size * numerator.div_(denominator)))
 
 
 def _row_wise_adagrad(
-    params: list[Tensor],
-    indices: list[Tensor],
-    values: list[Tensor],
-    row_sums: list[Tensor],
-    lr: Tensor | float,
-    *,
-    eps: float,
-    maximize: bool,
+    param: Tensor, indices: Tensor, values: Tensor, row_sum: Tensor, lr: float, *, eps: float, maximize: bool
 ) -> None:
     """:class:`graphir.optim.RowWiseAdagrad`."""
-    for param, index, value, row_sum in zip(params, indices, values, row_sums, strict=True):
-        gradient = _tensor(index, value, param.shape[0])
-        gradient = (-gradient if maximize else gradient).coalesce()
-        update_rows(param, row_sum, gradient._indices()[0], gradient._values(), float(lr), eps)
+    gradient = _tensor(indices, values, param.shape[0])
+    gradient = (-gradient if maximize else gradient).coalesce()
+    update_rows(param, row_sum, gradient._indices()[0], gradient._values(), lr, eps)
 
 
 def _like(gradient: Tensor, indices: Tensor, values: Tensor) -> Tensor:
     return _UNCHECKED(indices, values, gradient.shape)
 
 
+def _one_by_one(update: Callable[..., None], **options: Any) -> Callable[..., None]:
+    """The kernel that updates each of some parameters by a call of its own, so that what one call allocates is gone
+    before the next one."""
+
+    def updates(*given: Any, **followed: Tensor | float) -> None:
+        *lists, lr = given
+        rate, now = float(lr), {name: float(number) for name, number in followed.items()}
+        for tensors in zip(*lists, strict=True):
+            update(*tensors, rate, **options, **now)
+
+    return updates
+
+
 SPARSE_UPDATES: Final[Mapping[str, Callable[..., Any]]] = {
-    "graphir.sparse_sgd": lambda **options: partial(_sgd, **options),
-    "graphir.sparse_adagrad": lambda **options: partial(_adagrad, **options),
-    "graphir.sparse_adam": lambda **options: partial(_adam, **options),
-    "graphir.sparse_row_wise_adagrad": lambda **options: partial(_row_wise_adagrad, **options),
+    "graphir.sparse_sgd": partial(_one_by_one, _sgd),
+    "graphir.sparse_adagrad": partial(_one_by_one, _adagrad),
+    "graphir.sparse_adam": partial(_one_by_one, _adam),
+    "graphir.sparse_row_wise_adagrad": partial(_one_by_one, _row_wise_adagrad),
 }
 """What builds the kernels of the optimizer types that take sparse gradients."""
