@@ -15,6 +15,8 @@ from ..errors import GraphirError, counted, nearest
 from ..ir.blob import STATE_ROLES, Blob
 from ..ir.device import Device
 from ..ir.net import Net
+from ..ir.optypes.sized import SizedOperator, UnknownShape
+from ..ir.optypes.table import operator_type
 from ..ir.plan import Plan, program_of, sizes_of
 from ..ir.program import Program
 from ..ir.size import LARGEST, Dims, size_dims
@@ -396,7 +398,7 @@ def _uses(
     taken: Mapping[int, Measured],
 ) -> list[StorageUse]:
     net = subject.step
-    kept = {net.blobs[net.ops[i].outputs[0]].storage: measured.kept for i, measured in taken.items() if measured.kept}
+    kept = _kept(net, dims, taken)
     copies = {op.outputs[0] for op in net.ops if op.type in net.dialect.copies} - set(net.external_inputs)
     makers: dict[str, Device] = {}
     modules: dict[str, str] = {}
@@ -419,6 +421,24 @@ def _uses(
     if total > _MOST_COUNTED:
         raise GraphirError(f"the blobs of {net.name!r} would take {total} bytes", fix="check their sizes")
     return uses
+
+
+def _kept(net: Net, dims: Dims, taken: Mapping[int, Measured]) -> dict[str, int]:
+    """By storage, the bytes that results keep beyond those of their geometry: what was measured of a call counts as its
+    first result's."""
+    found: dict[str, int] = {}
+    for i, op in enumerate(net.ops):
+        if i in taken:
+            beyond = {0: taken[i].kept} if taken[i].kept else {}
+        elif (formula := operator_type(op.type).kept) is not None:
+            try:
+                beyond = dict(formula(SizedOperator(op, net.blobs, dims, threads=1)))
+            except UnknownShape:
+                continue
+        else:
+            continue
+        found.update({net.blobs[op.outputs[result]].storage: nbytes for result, nbytes in beyond.items()})
+    return found
 
 
 def storage_nbytes(net: Net, blob: Blob, dims: Dims) -> int:

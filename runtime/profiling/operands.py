@@ -49,13 +49,23 @@ Values: TypeAlias = Callable[["Request"], Tensor]
 
 
 class Request(NamedTuple):
-    """What integers are made for: one operand among all of a call."""
+    """What integers are made for: one operand among all of a call.
+
+    Attributes:
+        op: the operator.
+        given: its operands, by parameter.
+        made: its results.
+        dims: the value of each dimension.
+        shape: of the operand.
+        number: which of the parameter's operands it is.
+    """
 
     op: Operator
     given: Mapping[str, Geometry]
     made: Sequence[Geometry]
     dims: Dims
     shape: tuple[int, ...]
+    number: int
 
     def argument(self, name: str) -> int:
         """A whole number among the operator's arguments."""
@@ -70,16 +80,16 @@ def variants(op: Operator, blobs: Mapping[str, Blob], dims: Dims) -> Iterator[li
     made = geometries(op.outputs, blobs, dims)
     by_name = dict(zip(names, given, strict=True))
 
-    def values(name: str, geometry: Geometry, special: Mapping[str, Values]) -> Tensor:
+    def values(position: int, special: Mapping[str, Values]) -> Tensor:
+        name, geometry = names[position], given[position]
         if name in special:
-            return special[name](Request(op, by_name, made, dims, geometry.shape))
+            number = names[:position].count(name)
+            return special[name](Request(op, by_name, made, dims, geometry.shape, number))
         return _usual(name, geometry)
 
     masked = op.type in _MASKED and any(geometry.dtype == torch.bool for geometry in given)
     for special in _MASKS if masked else _SPECIAL.get(op.type, ({},)):
-        yield [
-            _laid_out(values(name, geometry, special), geometry) for name, geometry in zip(names, given, strict=True)
-        ]
+        yield [_laid_out(values(position, special), geometry) for position, geometry in enumerate(given)]
 
 
 def _usual(name: str, geometry: Geometry) -> Tensor:
@@ -133,6 +143,23 @@ def _same(request: Request) -> Tensor:
 def _with_an_empty_slot(request: Request) -> Tensor:
     found = _distinct(request)
     found[-1:] = -1
+    return found
+
+
+def _apart_with_empty_slots(request: Request) -> Tensor:
+    """Rows of gradients that are added, of which no two have one in common, and each has an empty slot: each is copied
+    without that, the sum has as many rows as there can be, and is copied again with the slots that are empty then."""
+    found = torch.full((prod(request.shape),), min(request.number, max(_rows(request) - 1, 0)))
+    found[-1:] = -1
+    return found
+
+
+def _with_padding(request: Request) -> Tensor:
+    """Indices of which one is padding, if there is any."""
+    found = torch.zeros(prod(request.shape), dtype=torch.int64)
+    padding: Any = request.op.args.get("padding_idx", -1)
+    found[-1:] = max(padding, 0)
+    found[:-1] = int(padding == 0)
     return found
 
 
@@ -213,14 +240,20 @@ _BAGS: Final[Sequence[Mapping[str, Values]]] = ({"offsets": _offsets, "bag_size"
 
 _SEQUENCES: Final[Sequence[Mapping[str, Values]]] = ({"input_lengths": _frames, "target_lengths": _labels},)
 
+_BAG_BACKWARD: Final[Mapping[str, Values]] = {
+    "offsets": _offsets,
+    "offset2bag": _bag_of_each,
+    "bag_size": _bag_sizes,
+}
+
 _SPECIAL: Final[Mapping[str, Sequence[Mapping[str, Values]]]] = {
     **dict.fromkeys(SLOT_BY_SLOT, _SPARSE),
-    "graphir.sparse_sum": _SPARSE,
+    "graphir.sparse_sum": (*_SPARSE, {"indices": _apart_with_empty_slots}),
     "graphir.sparse_sgd": _SPARSE,
     "graphir.sparse_adagrad": _SPARSE,
     "graphir.sparse_adam": _SPARSE,
     "graphir.sparse_row_wise_adagrad": _SPARSE,
-    "graphir.embedding_bag_backward": ({"offsets": _offsets, "offset2bag": _bag_of_each, "bag_size": _bag_sizes},),
+    "graphir.embedding_bag_backward": (_BAG_BACKWARD, {**_BAG_BACKWARD, "indices": _with_padding}),
     "graphir.block_embedding_bag": _BAGS,
     **dict.fromkeys(CTC, _SEQUENCES),
     "graphir.block_embedding_bag_backward": _BAGS,

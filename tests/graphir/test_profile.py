@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +16,19 @@ import profiled_models
 import pytest
 import torch
 from allocations import measured_peak, predicted_peak
+from graphir.runtime.kernels.invoke import perform
 from graphir.runtime.profiling import calls as calls_of_runtime
 from profiled_models import Case
 from runnable import captured, captured_case, forward_plan, sgd
 from small import program_of
+from torch import nn
 from torch.profiler import ProfilerActivity
 
 import graphir
 from graphir import passes, runtime
 from graphir.analysis.profile_files import default_path
 from graphir.errors import GraphirError, VerifyError
+from graphir.ir.operator import bind_arg
 from graphir.ir.plan import Plan
 
 
@@ -90,6 +95,83 @@ def test_gradients_with_empty_slots_stay_below_the_bound() -> None:
     with runtime.Session(plan, program.state, executor="reference") as session:
         session.step(*batch)
         assert measured_peak(lambda: session.step(*batch)) <= predicted_peak(plan, profile=profile)
+
+
+class Looking(nn.Module):
+    """A sparse table of rows, beside one of bags."""
+
+    def __init__(self, rows: int, **options: Any) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(rows, 16, sparse=True)
+        self.bags = nn.EmbeddingBag(rows, 16, sparse=True, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rows(x).sum(1) + self.bags(x)
+
+
+LOOKUPS = 64 * 8
+
+
+@pytest.mark.parametrize("rows", [LOOKUPS // 4, 8 * LOOKUPS])
+@pytest.mark.parametrize(
+    "make", [torch.optim.SparseAdam, torch.optim.Adagrad, torch.optim.SGD, graphir.optim.RowWiseAdagrad]
+)
+def test_a_bound_holds_for_tables_that_are_updated_together(make: Any, rows: int) -> None:
+    """What one update of a call allocates is gone before the next one."""
+    model, y = Looking(rows), torch.randn(64, 16)
+    batches = [torch.arange(LOOKUPS) % rows, torch.zeros(LOOKUPS, dtype=torch.int64), torch.randint(rows, (LOOKUPS,))]
+    batches = [batch.view(64, 8) for batch in batches]
+    optimizer = make(model.parameters(), lr=0.01)
+    program = graphir.capture(model, (batches[0],), targets=(y,), loss=nn.functional.mse_loss, optimizer=optimizer)
+    plan = passes.emit(program)
+    bound = predicted_peak(plan, profile=graphir.profile(plan))
+    with runtime.Session(plan, program.state, executor="serial") as session:
+        session.step(batches[0], y)
+        assert all(measured_peak(lambda b=b: session.step(b, y)) <= bound for b in batches)  # type: ignore[misc]
+
+
+def bag_program() -> graphir.Program:
+    """A sparse table of bags with padding, on three replicas."""
+    model, x = nn.Sequential(nn.EmbeddingBag(200, 8, sparse=True, padding_idx=3)), torch.randint(200, (16, 4))
+    example = Case(model, (x,), (torch.randn(16, 8),), nn.functional.mse_loss)
+    return passes.replicate(captured_case(example), devices=[0, 1, 2])
+
+
+def sums(args: Any) -> Iterator[Callable[[], object]]:
+    """Sums of three sparse gradients, with empty slots and rows in common."""
+    for seed in range(30):
+        torch.manual_seed(seed)
+        indices = torch.randint(200, (3, 1, 64)).sort()[0] * (seed % 2) + torch.arange(3)[:, None, None]
+        indices[torch.rand(indices.shape) < 0.02] = -1
+        given = [list(torch.randn(3, 64, 8)), list(indices.clamp(max=199))]
+        yield partial(perform, "graphir.sparse_sum", given, dict(args), torch.device("cpu"))
+
+
+def gradients_of_bags(args: Any) -> Iterator[Callable[[], object]]:
+    """Gradients of tables where some lookups are padding."""
+    for seed in range(20):
+        torch.manual_seed(seed)
+        x, offsets, table = torch.randint(200, (64,)), torch.arange(0, 64, 4), torch.randn(200, 8)
+        x[torch.rand(64) < seed / 40] = 3
+        bags, *kept = torch.ops.aten._embedding_bag(table, x, offsets, False, 0, True, None, False, 3)
+        given = [torch.randn_like(bags), x, offsets, *kept, None]
+        yield partial(perform, "graphir.embedding_bag_backward", given, dict(args), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("type", "calls"), [("graphir.sparse_sum", sums), ("graphir.embedding_bag_backward", gradients_of_bags)]
+)
+def test_a_bound_holds_for_any_rows(type: str, calls: Callable[[Any], Iterator[Callable[[], object]]]) -> None:
+    program = bag_program()
+    op = next(op for op in program.step.ops if op.type == type)
+    subject = calls_of_runtime.Subject(op, program.step.blobs, program.dims)
+    taken = calls_of_runtime.measured({type: subject}, 1)[0][type]
+    results = sum(program.step.blobs[name].nbytes(program.dims) for name in op.outputs)
+    args = {name: bind_arg(arg, program.dims) for name, arg in op.args.items()}
+    with torch.inference_mode():
+        most = max(measured_peak(call) for call in calls(args))
+    assert most <= taken.scratch + taken.kept + results
+    assert taken.bound
 
 
 def mlp() -> graphir.Program:

@@ -43,6 +43,8 @@ class OperatorType(NamedTuple):
         shaped_in_pieces: the shapes of its results are no polynomials of sizes everywhere.
         flops: the additions and multiplications of a call, if those are what it spends its time on.
         reads_rows: of its first operand it reads about as many bytes as it writes.
+        kept: by the positions of its results, the bytes that their memory has beyond their elements; None where it has
+            none.
         scratch: the most bytes that a call holds at once beside operands and results, and has freed when it returns;
             None for operands of which that is not known.
     """
@@ -70,4 +72,5 @@ class OperatorType(NamedTuple):
     shaped_in_pieces: bool = False
     flops: Callable[[SizedOperator], int] | None = None
     reads_rows: bool = False
+    kept: Callable[[SizedOperator], Mapping[int, int]] | None = None
     scratch: Callable[[SizedOperator], int | None] | None = None

@@ -8,10 +8,12 @@ import nets
 import numpy as np
 import pytest
 import tiny
+import torch
 from small import program_of
 from tiny import BATCH, GPU1
 
-from graphir import passes
+import graphir
+from graphir import passes, runtime
 from graphir.analysis.liveness import Lifetime, liveness, stays
 from graphir.analysis.memory import Memory, memory
 from graphir.errors import GraphirError
@@ -275,3 +277,21 @@ def test_an_unused_result_takes_bytes_once() -> None:
     blob = tiny.program().step.blobs["h"]._replace(name="z", storage="z", shape=(BATCH, 1000), device=GPU1)
     p = tiny.inserted(TINY, 1, TINY.step.ops[1]._replace(outputs=("z",), device=GPU1), blob)
     assert memory(p).timeline("gpu:1").nonzero()[0].tolist() == [1]
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_memory_that_results_keep_beyond_their_elements_counts(mode: str, last: bool) -> None:
+    """Torch shrinks the bag of each lookup, and the sizes of bags, by an element."""
+    torch.manual_seed(0)
+    model = torch.nn.EmbeddingBag(20, 8, mode=mode, include_last_offset=last)
+    x, offsets = torch.randint(20, (12,)), torch.tensor([0, 3, 5] + [12] * last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    program = graphir.capture(
+        model, (x, offsets), targets=(torch.randn(3, 8),), loss=torch.nn.functional.mse_loss, optimizer=optimizer
+    )
+    with runtime.Session(passes.emit(program), program.state, executor="reference") as session:
+        with session.measured():
+            session.step(x, offsets, torch.randn(3, 8))
+        (found,) = [device for device in session.report().devices if device.device == "gpu:0"]
+    assert found.peak == found.predicted_peak
