@@ -134,7 +134,10 @@ class EagerWarning(UserWarning):
 
 
 class PassWarning(UserWarning):
-    """A pass took its options in one of two ways that they can be meant; says which, and how to write the other."""
+    """A pass did what it was told, which may not be what was meant: a name can mean two things, or little was gained.
+
+    The text says what was done, and how to write the other.
+    """
 
 
 class PipelineWarning(UserWarning):

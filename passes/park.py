@@ -17,7 +17,6 @@ When a copy back begins, its place in the program says (:mod:`.trips`).
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from heapq import nlargest
@@ -26,7 +25,7 @@ from typing import ClassVar, Final, NamedTuple, TypeAlias
 from pydantic import NonNegativeInt, field_validator
 
 from graphir.analysis.liveness import liveness
-from graphir.errors import PassError, counted
+from graphir.errors import PassError, PassWarning, counted, warn
 from graphir.ir.blob import STATE_ROLES, Blob
 from graphir.ir.device import Device, DeviceName, gpu
 from graphir.ir.names import copy_name
@@ -52,6 +51,8 @@ class Park(Pass):
     """See :func:`park`."""
 
     name: ClassVar[str] = "park"
+    warns: ClassVar[bool] = True
+    """Whether little gain is warned of: a search that tries it knows what it gains."""
 
     what: tuple[str, ...]
     to: Placed | dict[Gpu, Placed]
@@ -73,9 +74,9 @@ class Park(Pass):
             return program
         stays = {storage: stays[storage] for storage in uses if storage in stays}  # in whatever order they are named
         parking = _Parking(program, uses, stays, self.ahead, self.name)
-        short = [use for use in parking.at_home(uses) if use.falls_short]
+        short = [use for use in parking.at_home(uses) if use.falls_short] if self.warns else []
         if short:
-            warnings.warn(_few_saved(short, self.ahead), stacklevel=5)
+            warn(_few_saved(short, self.ahead), PassWarning)
         step = parking.run()
         return program.with_(init=filled(program.init, step.blobs, self.name), step=step)
 
@@ -108,7 +109,7 @@ def park(
             state at most two at a time; see above.
 
     Warns:
-        UserWarning: less than half is saved of what is parked, less the two largest copies back.
+        PassWarning: a name means an activation, not the module of that name; or less than half is saved of what is parked, less the two largest copies back.
 
     Raises:
         PassError: a name is unknown, or of what cannot be parked; the message says why. Nothing has changed then.

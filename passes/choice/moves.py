@@ -5,10 +5,9 @@ Whole containers are named where everything in them goes one way.
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final
+from typing import ClassVar, Final
 
 from graphir.ir.blob import STATE_ROLES, Blob
 from graphir.ir.device import Device, gpu
@@ -29,6 +28,13 @@ from .naming import patterns, storages_named
 from .problem import AGAIN, Choice
 
 __all__ = ["placed"]
+
+
+class _Parked(Park):
+    """``park`` as a search runs it, which knows from the simulation what each trip saves."""
+
+    warns: ClassVar[bool] = False
+
 
 _SMALL: Final = 0.002
 """The part of a limit below which it does not matter on which side of a cut a result is made and read."""
@@ -62,9 +68,7 @@ def placed(program: Program, grouped: Grouped, choice: Choice) -> Program:
             uses = uses_of(found.step)
             away = [storage for storage in away if unsaved(found, storage, uses, Park.name) is None]
         if away:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "park saves")  # the simulation knows what it saves
-                found = build(Park, what=storages_named(found, away, "park"), to=str(there)).recorded(found)
+            found = build(_Parked, what=storages_named(found, away, "park"), to=str(there)).recorded(found)
     return found
 
 

@@ -189,7 +189,7 @@ def test_trips_wait_for_the_last_but_one() -> None:
 
 def test_a_park_that_saves_little_warns() -> None:
     program = with_adam(layers())
-    with pytest.warns(UserWarning) as found:
+    with pytest.warns(graphir.PassWarning) as found:
         passes.park(program, STATE, "cpu", ahead=100)
     assert [str(warning.message) for warning in found] == [
         "park saves 0 B of the 260.0 KiB that it parks of gpu:0: 260.0 KiB are there at once; "
@@ -201,10 +201,12 @@ def test_a_park_that_saves_little_warns() -> None:
         passes.park(program, STATE, "cpu")
         passes.park(program, STATE, "cpu", ahead=2)
         passes.Pipeline('park{what=["**.exp_avg"], to=cpu}')(program)
-    with pytest.warns(UserWarning, match="of gpu:0, and as little on 1 other device: "):
+    with pytest.warns(graphir.PassWarning, match="of gpu:0, and as little on 1 other device: "):
         passes.park(passes.replicate(trained(models.resnet()), devices=[0, 1]), "blocks[1]", "cpu")
     program = nets.random_program(11, ops=40)
-    with pytest.warns(UserWarning, match="432 B are there at once; the step reads them together, so leave them out"):
+    with pytest.warns(
+        graphir.PassWarning, match="432 B are there at once; the step reads them together, so leave them out"
+    ):
         passes.park(program, parking.saved(program), "gpu:1", ahead=0)
 
 
