@@ -109,7 +109,8 @@ def park(
             state at most two at a time; see above.
 
     Warns:
-        PassWarning: a name means an activation, not the module of that name; or less than half is saved of what is parked, less the two largest copies back.
+        PassWarning: a name means an activation, not the module of that name; or less than half is saved of what is
+            parked, less the two largest copies back.
 
     Raises:
         PassError: a name is unknown, or of what cannot be parked; the message says why. Nothing has changed then.

@@ -30,14 +30,14 @@ from .problem import AGAIN, Choice
 __all__ = ["placed"]
 
 
+_SMALL: Final = 0.002
+"""The part of a limit below which it does not matter on which side of a cut a result is made and read."""
+
+
 class _Parked(Park):
     """``park`` as a search runs it, which knows from the simulation what each trip saves."""
 
     warns: ClassVar[bool] = False
-
-
-_SMALL: Final = 0.002
-"""The part of a limit below which it does not matter on which side of a cut a result is made and read."""
 
 
 def placed(program: Program, grouped: Grouped, choice: Choice) -> Program:
