@@ -26,6 +26,7 @@ from graphir.ir.size import Dims
 
 from .base import Pass, Placed, build, register
 from .injection import Injection, memory_of
+from .needless import without_needless
 from .sparse_reduction import ungathered
 
 __all__ = ["InjectCopies", "InjectedCopies", "inject_caffe2_copies", "inject_copies"]
@@ -66,7 +67,7 @@ class InjectCopies(Pass):
 
     def nets(self, program: Program) -> tuple[Injection, Injection]:
         """The program's nets with their copies, one after the other."""
-        init, step, known = program.init, ungathered(program.step), _devices(self.blob_to_device)
+        init, step, known = program.init, _as_shifted(program.step), _devices(self.blob_to_device)
         taken = {**_claims(known, None), **dict.fromkeys(step.blobs)}
         filled = self.net(init, program.dims, known, taken, live=step.external_inputs)
         if known or self.placeholder_ops:
@@ -211,6 +212,11 @@ def inject_caffe2_copies(
     done = step.net(subject, {}, known, _claims(known, remap), present, live)
     known |= {name: blob.device for name, blob in done.result.blobs.items()}
     return InjectedCopies(done.result, known, {**kept, **_copies_left(done)})
+
+
+def _as_shifted(net: Net) -> Net:
+    """The net without copies that earlier passes put in and that are not needed where its operators now are."""
+    return net if net.dialect.workspace else without_needless(ungathered(net))
 
 
 def _require_caffe2(net: Net) -> None:
