@@ -2,7 +2,8 @@
 
 In the order in which they are usually run: replicate or shard, replication_callback, sync_batch_norm, shift_modules or
 shift_activations, recompute, park (or balance, which chooses these), inject_copies, split_gradients, pipeline,
-share_storage, emit.
+share_storage, emit. A pass that may not come behind another one says so in its class, and is refused with the right
+order before anything is built (:mod:`.standing`).
 """
 
 from .activations import find_activations

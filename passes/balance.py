@@ -23,7 +23,6 @@ from pydantic import AfterValidator, AllowInfNan, BeforeValidator, NonNegativeFl
 
 from graphir.analysis.execution import STREAMS
 from graphir.analysis.memory import check_profile, check_threads
-from graphir.analysis.placed import exchanged
 from graphir.analysis.profile_files import profile_of
 from graphir.analysis.profiles import Profile
 from graphir.analysis.topology import Topology
@@ -33,7 +32,6 @@ from graphir.ir.blob import STATE_ROLES
 from graphir.ir.device import CPU, Device, DeviceName
 from graphir.ir.module_patterns import lineage
 from graphir.ir.names import base_name, micro_batches
-from graphir.ir.net import Net
 from graphir.ir.program import Program
 from graphir.ir.text import nbytes_text
 from graphir.ir.verify import blamed
@@ -52,6 +50,7 @@ from .copies import InjectCopies
 from .limits import Limits
 from .module_patterns import claims, leaves_out, weighted_modules
 from .saved import require_captured
+from .standing import Order
 
 __all__ = ["Balance", "balance"]
 
@@ -150,6 +149,11 @@ class Balance(Pass):
     """See :func:`balance`. In a pipeline it stands for the passes that it chooses, which the history has."""
 
     name: ClassVar[str] = "balance"
+    never_behind: ClassVar[Order] = {
+        "copied": "another placement needs other copies",
+        "parked": "balance parks what has to be",
+        "shared": "an operand that moves would be overwritten in a copy alone",
+    }
 
     limits: Limits
     topology: Annotated[Topology | None, BeforeValidator(_topology)] = None
@@ -176,16 +180,8 @@ class Balance(Pass):
             remedy: what callers can do where nothing is within the limits, beside giving more; by default, what those
                 of :func:`balance` can.
         """
+        self.require_order(program)
         require_captured(program, self.name)
-        if any(op.issue == "placed" for op in program.step.ops):
-            raise PassError(
-                f"program {program.name!r} has something parked already",
-                fix="balance the program before park: it parks what has to be",
-            )
-        if _placed_copies(program.step):
-            raise PassError(
-                f"program {program.name!r} has the copies of a placement already", fix="balance before inject_copies"
-            )
         with collector_paused(), blamed(program):
             try:
                 return _Balancing(self, program, profile, threads).run()
@@ -613,18 +609,6 @@ class _Balancing:
             device_map=device_map(best.program, attempt.grouped),
             reasons=Reasons(problem, best.choice, [one.grouped.problem for one in attempts], then.peaks),
         )
-
-
-def _placed_copies(net: Net) -> bool:
-    """Whether copies bring values of a replica from one gpu to another: it is placed, by more than an exchange."""
-    exchange = set(map(id, exchanged(net)))
-    return any(
-        op.type == "Copy"
-        and id(op) not in exchange
-        and not op.device.is_host
-        and not net.blobs[op.inputs[0]].device.is_host
-        for op in net.ops
-    )
 
 
 def _elsewhere(choice: Choice, other: Choice) -> int:

@@ -26,6 +26,8 @@ from graphir.ir.history import parse_passes, print_option
 from graphir.ir.program import Program
 from graphir.ir.verify import blamed, verify
 
+from .standing import Order, require_known, require_order
+
 __all__ = [
     "Gpu",
     "OptionError",
@@ -64,11 +66,19 @@ class Pass(BaseModel):
 
     Attributes:
         name: as in a pipeline's text; the name of the function and of the file.
+        never_behind: behind which programs the pass may not come, by what they are, each with the reason.
+        only_behind: what a program has to be for the pass, each with the reason.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: ClassVar[str] = ""
+    never_behind: ClassVar[Order] = {}
+    only_behind: ClassVar[Order] = {}
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        require_known(cls.name, (*cls.never_behind, *cls.only_behind))
 
     def rewrite(self, program: Program) -> Program:
         """The program with the change made, not yet verified.
@@ -82,7 +92,7 @@ class Pass(BaseModel):
         """Run the pass and verify what it made.
 
         Raises:
-            PassError: *program* is not a program, or the options do not fit it.
+            PassError: *program* is not a program, the pass may not come behind it, or the options do not fit it.
             VerifyError: the program breaks an invariant.
         """
         require_program(program, self.name)
@@ -93,6 +103,7 @@ class Pass(BaseModel):
 
     def recorded(self, program: Program) -> Program:
         """Run the pass and add its text to the history, without verifying."""
+        self.require_order(program)
         with collector_paused(), blamed(program):
             result = self.rewrite(program)
         if not isinstance(result, Program):
@@ -101,6 +112,14 @@ class Pass(BaseModel):
                 fix="return program.with_(step=…) from rewrite",
             )
         return result.with_(history=(*program.history, str(self)))
+
+    def require_order(self, program: Program) -> None:
+        """Refuse a program behind which the pass may not come, before anything is built.
+
+        Raises:
+            PassError: it is such a program; says the right order.
+        """
+        require_order(program, self.name, self.never_behind, self.only_behind)
 
     def __str__(self) -> str:
         given = [

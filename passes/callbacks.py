@@ -139,7 +139,10 @@ def visit(
         by: the pass that edits.
         modules: for each copy its modules, by path; none where there are none.
     """
-    require_replicated(program, by)
+    if program.step.dialect.workspace:
+        raise PassError(
+            f"the operators of {program.name!r} do not say which module they came from", fix="capture the model"
+        )
     edits, operators = StepEdits(program, by), CopiedOperators(program)
     contexts = {path: CallbackContext() for path in paths}
     for copy_id in range(len(program.replicas)):
@@ -148,20 +151,6 @@ def visit(
             function(contexts[path], copy_id, Replica(edits, operators, path, copy_id, module))
     step = edits.finished()
     return program.with_(step=step) if edits.changed else program
-
-
-def require_replicated(program: Program, by: str) -> None:
-    """Refuse a program without replicas.
-
-    Raises:
-        PassError: it has none.
-    """
-    if program.step.dialect.workspace:
-        raise PassError(
-            f"the operators of {program.name!r} do not say which module they came from", fix="capture the model"
-        )
-    if program.replicas == ("",):
-        raise PassError(f"program {program.name!r} is not replicated", fix=f"replicate it first, then {by}")
 
 
 @contextmanager

@@ -134,6 +134,8 @@ class _Following:
             return self.place(self.inputs(i)[0])
         if op.phase == "reduce":
             return self.read_at.get(op.outputs[0], op.device)
+        if op.type == "Copy" and op.outputs[0] in self.read_at:  # parked state comes to where it is updated
+            return self.read_at[op.outputs[0]]
         if op.phase == "update":
             return self.updated(i, op)
         of = op.of or self.differentiated(op)
@@ -183,7 +185,7 @@ class _Following:
 
     @cached_property
     def read_at(self) -> Mapping[str, Device]:
-        """Where the results of reductions are read: by an update, or by another reduction."""
+        """Where the results of reductions and copies are read: by an update, or by another reduction."""
         found: dict[str, Device] = {}
         for i, op in reversed(list(enumerate(self.net.ops))):
             if op.phase == "update" and op.effects.writes:

@@ -36,7 +36,8 @@ from graphir.ir.text import nbytes_text
 
 from .base import Gpu, OptionError, Pass, Placed, build, register
 from .following import filled
-from .saved import Use, choose, require_captured, saved_in, unsaved, uses_of, warn_of_modules
+from .saved import Use, choose, nothing_saved, require_captured, saved_in, unsaved, uses_of, warn_of_modules
+from .standing import Order
 from .substitutes import Substitutes, with_operands
 from .trips import Clock, Stay, Trip, most_at_once, toll, two_at_a_time
 
@@ -51,6 +52,7 @@ class Park(Pass):
     """See :func:`park`."""
 
     name: ClassVar[str] = "park"
+    never_behind: ClassVar[Order] = {"shared": "what is parked would be overwritten on its device"}
     warns: ClassVar[bool] = True
     """Whether little gain is warned of: a search that tries it knows what it gains."""
 
@@ -186,9 +188,13 @@ class _Chosen:
                 found[storage], matched[pattern] = to, True
         for pattern, some in matched.items():
             if not some:
-                raise PassError(
-                    f"park: {pattern!r} saves nothing for the backward that is not where it would be parked",
-                    fix="name a module with saved activations, and another device than theirs",
+                raise nothing_saved(
+                    self.program,
+                    chosen.modules,
+                    pattern,
+                    "park",
+                    "that is not where it would be parked",
+                    "name a module with saved activations, and another device than theirs",
                 )
         return found
 

@@ -26,7 +26,6 @@ from pydantic import BeforeValidator
 from graphir.errors import PassError, PipelineWarning, nearest, warn
 from graphir.ir.device import DeviceName
 from graphir.ir.names import micro_batches
-from graphir.ir.net import Net
 from graphir.ir.program import Program
 from graphir.ir.text import nbytes_text
 
@@ -36,6 +35,7 @@ from .list_schedule import RANKS, UNBEATEN, Beaten, Rules, Schedule, list_schedu
 from .micro_work import FORWARD, Work
 from .pipeline_needs import Need, comes_back, most_in_flight, needs_of
 from .plan_peaks import PlanPeaks
+from .standing import Order
 
 __all__ = ["PipelineSchedule", "Schedules", "pipeline"]
 
@@ -69,6 +69,11 @@ class PipelineSchedule(Pass):
     """See :func:`pipeline`."""
 
     name: ClassVar[str] = "pipeline"
+    only_behind: ClassVar[Order] = {
+        "micro-batched": "there is nothing to overlap",
+        "moved": "there is nothing to overlap",
+        "crossing": "its order is that of the operators and the copies",
+    }
 
     schedule: Annotated[Schedules, BeforeValidator(_known_schedule)] = "zero_bubble"
     limits: Limits | None = None
@@ -79,9 +84,7 @@ class PipelineSchedule(Pass):
 
     def ordered(self, program: Program, *, warns: bool) -> Program:
         """The program in the order of the schedule; it *warns* of what holds micro-batches together, or does not."""
-        count = micro_batches(program.step.blobs)
-        _refuse_unfit(program, count)
-        work = Work(program, count, in_place=self.limits is None)
+        work = Work(program, micro_batches(program.step.blobs), in_place=self.limits is None)
         if warns:
             _warn_of_waiting(work)
         return _Ordering(program, work, self).run()
@@ -122,34 +125,6 @@ def pipeline(
             the storage by which it does.
     """
     return build(PipelineSchedule, schedule=schedule, limits=limits, in_flight=in_flight)(program)
-
-
-def _refuse_unfit(program: Program, count: int) -> None:
-    net, where = program.step, f"program {program.name!r}"
-    if count == 1:
-        raise PassError(
-            "a step with one micro-batch has nothing to overlap",
-            where=where,
-            fix="capture it with accumulate=4, or as many micro-batches as you like",
-        )
-    computing = {op.device for op in net.ops if op.phase in ("forward", "backward") and not op.device.is_host}
-    if len(computing) < 2 or (len(computing) == len(program.replicas) and not _crosses(net)):
-        raise PassError(
-            "nothing was moved: each replica has all its layers on one device",
-            where=where,
-            fix="move some by shift_modules or shift_activations, then inject_copies",
-        )
-    if not _crosses(net):
-        raise PassError(
-            "layers are on several devices, but nothing is copied between them",
-            where=where,
-            fix="run inject_copies before pipeline",
-        )
-
-
-def _crosses(net: Net) -> bool:
-    """Whether a transfer of the forward or the backward brings something from one device to another."""
-    return any(op.type == "Copy" and op.phase in ("forward", "backward") for op in net.ops)
 
 
 class _Ordering:

@@ -13,7 +13,8 @@ Kept are state, inputs, and what the backward reads and nobody has named. Of a m
 too: each module that a pattern matches is recomputed from what it was given, as by ``torch.utils.checkpoint``.
 
 Nothing is repeated that changes state. A batch norm in training computes its results without the running statistics
-that it updates, so it is repeated without these, by the same kernel.
+that it updates, so it is repeated without these, by the same kernel. Nor is anything repeated for which devices meet:
+the moments of a synchronised batch norm are kept.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from graphir.ir.program import Program
 from graphir.ir.text import operator_text
 
 from .base import Pass, build, register
-from .saved import Use, choose, require_captured, saved_in, unsaved, uses_of, warn_of_modules
+from .saved import Use, choose, nothing_saved, require_captured, saved_in, unsaved, uses_of, warn_of_modules
+from .standing import Order
 from .substitutes import Substitutes, with_operands
 
 __all__ = ["Recompute", "recompute", "repeated_alone"]
@@ -46,6 +48,7 @@ class Recompute(Pass):
     """See :func:`recompute`."""
 
     name: ClassVar[str] = "recompute"
+    never_behind: ClassVar[Order] = {"shared": "what an operator reads has to be there when the backward repeats it"}
 
     what: tuple[str, ...]
 
@@ -100,13 +103,19 @@ def _chosen(program: Program, what: Sequence[str], uses: Mapping[str, Use]) -> d
         if why is not None:
             raise PassError(f"recompute: {name!r} {why[0]}", fix=why[1])
     saved = saved_in(program, chosen.modules, uses)
-    for storage in _leaving(program.step, chosen.modules, saved):
+    ops = program.step.ops
+    gathered = [storage for storage in saved if issued_as(ops[uses[storage].made]) == "collective"]
+    for storage in {*_leaving(program.step, chosen.modules, saved), *gathered}:
         del saved[storage]
     for pattern in dict.fromkeys(chosen.modules.values()):
         if pattern not in saved.values():
-            raise PassError(
-                f"recompute: {pattern!r} saves nothing for the backward but what other modules read",
-                fix="name a larger module, or the activations themselves",
+            raise nothing_saved(
+                program,
+                chosen.modules,
+                pattern,
+                "recompute",
+                "but what other modules read",
+                "name a larger module, or the activations themselves",
             )
     return dict.fromkeys([*chosen.blobs, *saved])
 
@@ -186,6 +195,7 @@ class _Recomputing(Substitutes):
         """Whether a storage is still what it was when *reader* ran, without being computed again."""
         use = self.uses[storage]
         kept = use.made < 0 or (use.late >= 0 and storage not in self.storages)
+        kept = kept or issued_as(self.net.ops[use.made]) == "collective"
         written = self.written.get(storage, ())
         if written:
             since = bisect_right(written, self.uses[self.net.blobs[reader.outputs[0]].storage].made)

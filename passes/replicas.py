@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from graphir.errors import PassError
 from graphir.ir.blob import STATE_ROLES, Blob
@@ -25,8 +25,18 @@ from graphir.ir.size import Polynomial, Shape, Size, dimension, rename_dims
 
 from .base import OptionError
 from .sparse_reduction import reduce_sparse, sparse_gradients
+from .standing import Order
 
-__all__ = ["Site", "distinct", "gradient_reduction", "reduced", "replica_sites", "require_captured", "shares_of"]
+__all__ = [
+    "BEFORE_SPREAD",
+    "Site",
+    "distinct",
+    "gradient_reduction",
+    "reduced",
+    "replica_sites",
+    "require_one_result",
+    "shares_of",
+]
 
 
 def distinct(devices: tuple[int, ...]) -> tuple[int, ...]:
@@ -39,23 +49,21 @@ def distinct(devices: tuple[int, ...]) -> tuple[int, ...]:
     return devices
 
 
-def require_captured(program: Program, replicas: int) -> None:
-    """Refuse a program that has replicas or devices already, or whose results *replicas* could not hand back as one.
+BEFORE_SPREAD: Final[Order] = {
+    "replicated": "every replica is a copy of the captured program",
+    "parked": "each replica parks its own",
+    "placed": "each replica is placed by itself",
+    "shared": "a value that replicas reduce or split would be overwritten before",
+}
+"""Behind which programs none comes that makes replicas, and why."""
+
+
+def require_one_result(program: Program, replicas: int) -> None:
+    """Refuse a program whose results *replicas* could not hand back as one.
 
     Raises:
         PassError: it is such a program.
     """
-    if program.replicas != ("",):
-        raise PassError(
-            f"program {program.name!r} is replicated already, as {', '.join(program.replicas)}",
-            fix="replicate the captured program once, over all its devices",
-        )
-    elsewhere = [d for d in program.devices if d.kind == "gpu" and d != gpu(0)]
-    if elsewhere:
-        raise PassError(
-            f"program {program.name!r} is placed on {', '.join(elsewhere)} already",
-            fix="replicate first, then shift",
-        )
     if program.interface.one_replica and replicas > 1:
         raise PassError(
             f"the results of {replicas} replicas of program {program.name!r} can't be put together: the "

@@ -25,7 +25,8 @@ from graphir.ir.program import Interface, Program
 
 from .base import Gpu, Pass, build, register
 from .callbacks import Callback, OnReplica, defines_callback, with_callbacks
-from .replicas import Site, distinct, reduced, replica_sites, require_captured
+from .replicas import BEFORE_SPREAD, Site, distinct, reduced, replica_sites, require_one_result
+from .standing import Order
 from .sync_batch_norm import SyncBatchNorm, asking_modules
 
 __all__ = ["Replicate", "replicate"]
@@ -36,6 +37,7 @@ class Replicate(Pass):
     """See :func:`replicate`."""
 
     name: ClassVar[str] = "replicate"
+    never_behind: ClassVar[Order] = BEFORE_SPREAD
 
     devices: Annotated[tuple[Gpu, ...], AfterValidator(distinct)]
     reduction: Literal["mean", "sum"] = "mean"
@@ -55,7 +57,7 @@ class Replicate(Pass):
         return build(SyncBatchNorm, modules=asking).recorded(replicated) if asking else replicated
 
     def _copied(self, program: Program) -> Program:
-        require_captured(program, len(self.devices))
+        require_one_result(program, len(self.devices))
         sites = replica_sites(program, self.devices, self.name)
         copied = _interleave(program.step, sites)
         step = reduced(copied, program, sites, self.reduction, self.name)

@@ -12,7 +12,8 @@ from pydantic import field_validator
 from graphir.ir.program import Program
 
 from .base import OptionError, Pass, build, register
-from .callbacks import Callback, OnReplica, require_replicated, with_callbacks
+from .callbacks import Callback, OnReplica, with_callbacks
+from .standing import Order
 
 __all__ = ["ReplicationCallback", "replication_callback"]
 
@@ -22,6 +23,7 @@ class ReplicationCallback(Pass):
     """See :func:`replication_callback`."""
 
     name: ClassVar[str] = "replication_callback"
+    only_behind: ClassVar[Order] = {"replicated": "it calls a function for each copy of a module"}
 
     on_replica: OnReplica
 
@@ -33,7 +35,6 @@ class ReplicationCallback(Pass):
         return on_replica
 
     def rewrite(self, program: Program) -> Program:
-        require_replicated(program, self.name)
         return with_callbacks(program, self.on_replica.required(self.name), self.name, own=False)
 
 

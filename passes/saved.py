@@ -24,8 +24,19 @@ from graphir.ir.program import Program
 
 from .activations import find_activations
 from .module_patterns import claims
+from .standing import parked_storages, recomputed_storages
 
-__all__ = ["Chosen", "Use", "choose", "require_captured", "saved_in", "unsaved", "uses_of", "warn_of_modules"]
+__all__ = [
+    "Chosen",
+    "Use",
+    "choose",
+    "nothing_saved",
+    "require_captured",
+    "saved_in",
+    "unsaved",
+    "uses_of",
+    "warn_of_modules",
+]
 
 _NOTABLE: Final = 0.5
 """Bytes that a module saves beside its activation, as a share of the activation's, above which it matters which of the
@@ -157,6 +168,18 @@ def _states(program: Program, text: str) -> list[str]:
     return [n for n in program.step.external_inputs if blobs[n].role in STATE_ROLES and pattern.matches(base_name(n))]
 
 
+def nothing_saved(
+    program: Program, modules: Mapping[str, str], pattern: str, by: str, otherwise: str, fix: str
+) -> PassError:
+    """The error that the modules of a pattern save nothing: since an earlier pass has done with it, or *otherwise*."""
+    ops = program.step.ops
+    made = [n for op in ops if op.phase == "forward" and modules.get(op.module) == pattern for n in op.outputs]
+    done = _done_with(program.step, made)
+    if done:
+        return PassError(f"{by}: what {pattern!r} saves for the backward is {done}", fix="leave one of the two out")
+    return PassError(f"{by}: {pattern!r} saves nothing for the backward {otherwise}", fix=fix)
+
+
 def saved_in(program: Program, modules: Mapping[str, str], uses: Mapping[str, Use]) -> dict[str, str]:
     """The storages that *modules* make and the backward reads, each with the pattern that names the module."""
     ops, kept = program.step.ops, _handed_back(program.step)
@@ -191,8 +214,18 @@ def _unsaved(program: Program, name: str, uses: Mapping[str, Use], by: str) -> t
     if use.written >= 0:
         return f"is overwritten by {step.ops[use.written].type}", f"run {by} before share_storage"
     if use.late < 0:
-        return "is not read in the backward, so it is freed in the forward anyway", "leave it out"
+        done = _done_with(step, [name])
+        return f"is {done or 'not read in the backward, so it is freed in the forward anyway'}", "leave it out"
     return None
+
+
+def _done_with(net: Net, made: Iterable[str]) -> str:
+    """What an earlier pass does with some of these blobs of the forward, so that nothing of them is kept: they are
+    parked, or computed again. Empty if it does neither."""
+    storages = {net.blobs[name].storage for name in made}
+    if not storages.isdisjoint(parked_storages(net)):
+        return "parked already"
+    return "" if storages.isdisjoint(recomputed_storages(net)) else "computed again already"
 
 
 def _handed_back(net: Net) -> set[str]:

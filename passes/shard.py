@@ -32,8 +32,9 @@ from .base import Gpu, OptionError, Pass, as_gpu, build, read_option, register
 from .exchange import Exchange
 from .module_patterns import claims, leaves_out
 from .regions import REPLICATED, Regions
-from .replicas import distinct, reduced, require_captured
+from .replicas import BEFORE_SPREAD, distinct, reduced, require_one_result
 from .shard_homes import STRATEGIES, homes_of
+from .standing import Order
 from .table_blocks import KINDS, Kind, tables_of
 from .table_split import split_tables
 
@@ -64,6 +65,7 @@ class Shard(Pass):
     """See :func:`shard`."""
 
     name: ClassVar[str] = "shard"
+    never_behind: ClassVar[Order] = BEFORE_SPREAD
 
     placement: Annotated[dict[str, Annotated[Target | None, BeforeValidator(_target)]], AfterValidator(leaves_out)]
     devices: Annotated[tuple[Gpu, ...], AfterValidator(distinct)]
@@ -74,7 +76,7 @@ class Shard(Pass):
             raise PassError(
                 f"the operators of {program.name!r} do not say which module they came from", fix="capture the model"
             )
-        require_captured(program, len(self.devices))
+        require_one_result(program, len(self.devices))
         devices = [gpu(device) for device in self.devices]
         claimed = claims(program, self.placement)  # of the modules that there are, before there are blocks
         whole = {pattern: target for pattern, target in self.placement.items() if isinstance(target, str)}

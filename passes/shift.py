@@ -29,6 +29,7 @@ from .base import OptionError, Pass, Shifts, build, register
 from .caffe2_shift import shift_by_name
 from .following import follow, follows
 from .labels import Label, Source, propagate
+from .standing import Order
 
 __all__ = ["ShiftActivations", "shift_activations"]
 
@@ -42,6 +43,7 @@ class ShiftActivations(Pass):
     """See :func:`shift_activations`."""
 
     name: ClassVar[str] = "shift_activations"
+    never_behind: ClassVar[Order] = {"shared": "an operand that moves would be overwritten in a copy alone"}
 
     activations: tuple[str, ...]
     shifts: Shifts

@@ -29,6 +29,7 @@ from .base import Pass, build, each_once, printed_device, register
 from .cut import cheapest_sides
 from .following import follow, follows
 from .module_patterns import claims, leaves_out, weighted_modules
+from .standing import Order
 
 __all__ = ["ShiftModules", "Target", "shift_modules"]
 
@@ -52,6 +53,7 @@ class ShiftModules(Pass):
     """See :func:`shift_modules`."""
 
     name: ClassVar[str] = "shift_modules"
+    never_behind: ClassVar[Order] = {"shared": "an operand that moves would be overwritten in a copy alone"}
 
     modules: Annotated[
         dict[str, Annotated[str | dict[str, str] | None, BeforeValidator(_printed)]], AfterValidator(leaves_out)
@@ -117,6 +119,7 @@ class _Move:
     Attributes:
         claimed: by the path of a module that moves, its pattern.
         targets: by pattern, where to.
+        owners: of state whose name is no path, since that would read as a replica's prefix, the module.
     """
 
     def __init__(
@@ -124,6 +127,8 @@ class _Move:
     ) -> None:
         self.program, self.claimed, self.targets = program, claimed, targets
         self.weighted = weighted_modules(program)
+        named = program.interface.module_state
+        self.owners = {blob: name.rpartition(".")[0] for name, blob in named.items() if blob not in named}
 
     def device(self, module: str, now: Device) -> Device:
         """Where what belongs to *module* and is on the device *now* goes."""
@@ -175,7 +180,7 @@ class _Move:
         blob = self.program.step.blobs[name]
         if blob.role in ("input", "constant") or blob.device.is_host:
             return blob.device if blob.device.is_host else None
-        module = base_name(name).rpartition(".")[0]
+        module = self.owners.get(base_name(name), base_name(name).rpartition(".")[0])
         if overwritten and module not in self.claimed and module not in self.weighted:
             return None
         return self.device(module, blob.device)

@@ -31,10 +31,12 @@ from graphir.ir.text import operator_text
 from graphir.ir.verify import verify
 
 from .base import require_program
+from .standing import Order, require_order
 
 __all__ = ["Halves", "split_backward"]
 
 _NAME: Final = "split_backward"
+_NEVER_BEHIND: Final[Order] = {"shared": "a value that the backward reads would be overwritten in the forward"}
 
 
 class Halves(NamedTuple):
@@ -71,6 +73,7 @@ def split_backward(program: Program, sums: Literal["first", "spread"] = "first")
             forward would overwrite it once more.
     """
     require_program(program, _NAME)
+    require_order(program, _NAME, _NEVER_BEHIND, {})
     _require_joint(program)
     ops = program.step.ops
     forward = [op for op in ops if op.phase == "forward"]

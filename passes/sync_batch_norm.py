@@ -39,15 +39,17 @@ from graphir.ir.size import BATCH, Polynomial, Size, add
 from graphir.ir.text import operator_text
 
 from .base import Pass, build, register
-from .callbacks import require_replicated, visit
+from .callbacks import visit
 from .module_patterns import claims
 from .replica import Replica
+from .standing import Order
 
 __all__ = ["SyncBatchNorm", "asking_modules", "sync_batch_norm"]
 
 _FORWARD: Final = "aten.native_batch_norm.default"
 _CUMULATIVE: Final = "graphir.cumulative_batch_norm"
 _PARAMETERS: Final = ("weight", "bias", "running_mean", "running_var", "batches")
+_SYNCHRONISED: Final = "graphir.synchronised_batch_norm"
 _BACKWARD: Final = "aten.native_batch_norm_backward.default"
 _ALL: Final = "**"
 
@@ -57,13 +59,13 @@ class SyncBatchNorm(Pass):
     """See :func:`sync_batch_norm`."""
 
     name: ClassVar[str] = "sync_batch_norm"
+    only_behind: ClassVar[Order] = {"replicated": "statistics are put together over replicas"}
 
     modules: Annotated[
         tuple[str, ...], BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)
     ] = (_ALL,)
 
     def rewrite(self, program: Program) -> Program:
-        require_replicated(program, self.name)
         named = [pattern for pattern in self.modules if pattern != _ALL or program.module_paths]
         paths = dict.fromkeys(claims(program, named))
         if _ALL in self.modules:
@@ -136,7 +138,7 @@ class _Synchronised:
         for op in replica.ops:
             if op.type == _BACKWARD:
                 self.backward(op, replica)
-            elif operator_type(op.type).batch_norm and op.args.get("training", True):
+            elif _is_apart(op):
                 self.forward(op, replica)
 
     def forward(self, op: Operator, replica: Replica) -> None:
@@ -155,7 +157,7 @@ class _Synchronised:
         total = replica.all_reduce(moments, moments.outputs[0])
         inputs = [given["input"], total, *[given.get(n) for n in _PARAMETERS]]
         args = {"momentum": op.args.get("momentum", 0.0), "eps": op.args["eps"]}
-        new = replica.replace(op, "graphir.synchronised_batch_norm", inputs, args)
+        new = replica.replace(op, _SYNCHRONISED, inputs, args)
         self.moments[new.outputs[1]] = total
 
     def backward(self, op: Operator, replica: Replica) -> None:
@@ -174,7 +176,10 @@ class _Synchronised:
             return  # the forward is none of those that were to be converted
         given = _by_name(op)
         made = list(_results(op, mask))
-        new = [replica.fresh(f"{replica.path or 'model'}.{what}") for what in ("backward_products", "backward_sum")]
+        new = [
+            replica.fresh(f"{replica.prefix}{replica.path or 'model'}.{what}")
+            for what in ("backward_products", "backward_sum")
+        ]
         names = [None, *[name or own for name, own in zip(made[1:], new, strict=True)]]
         inputs = [given.get(param.name) for param in signature(_BACKWARD).tensors]
         args: dict[str, Arg] = {**op.args, "output_mask": (False, True, True)}
@@ -226,11 +231,16 @@ class _Synchronised:
         return len(shape) > 1 and isinstance(shape[1], int) and shape[0] != 1
 
 
+def _is_apart(op: Operator) -> bool:
+    """Whether an operator is a batch norm in training whose statistics are not those of all replicas."""
+    return operator_type(op.type).batch_norm and op.type != _SYNCHRONISED and bool(op.args.get("training", True))
+
+
 def _guards(program: Program) -> tuple[Guard, ...]:
     """The guards of a program whose batch norms are over all replicas: together these have to have two rows, where each
     had to, if torch refused a single one and nothing else is another there."""
     single = [guard for guard in program.guards if _is_of_single_rows(guard)]
-    norms = [op for op in program.step.ops if operator_type(op.type).batch_norm and op.args.get("training", True)]
+    norms = filter(_is_apart, program.step.ops)
     callback = _Synchronised(program)
     if not single or any(map(callback.is_over_batch, norms)) or not _takes_single_rows(program):
         return program.guards

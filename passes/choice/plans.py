@@ -97,6 +97,7 @@ class Plans:
         limits = {str(device): limit for device, limit in self.limits.items() if str(device) in used}
         order = build(PipelineSchedule, limits=limits)
         try:
+            order.require_order(copied)
             found = order.ordered(copied, warns=False)
         except PassError:
             return copied, then

@@ -294,24 +294,25 @@ REFUSED: list[tuple[Callable[[], Program], dict[str, Any], str]] = [
     (
         lambda: passes.inject_copies(passes.shift_modules(captured(mlp(), 1), {"[3:6]": 1})),
         {},
-        "a step with one micro-batch has nothing to overlap\n  in   program 'sequential'\n"
+        "pipeline: program 'sequential' has one micro-batch: there is nothing to overlap\n"
         "  fix  capture it with accumulate=4, or as many micro-batches as you like",
     ),
     (
         lambda: captured(mlp(), 4),
         {},
-        "nothing was moved: each replica has all its layers on one device\n  in   program 'sequential'\n"
-        "  fix  move some by shift_modules or shift_activations, then inject_copies",
+        "pipeline: program 'sequential' has all layers of a replica on one device: there is nothing to overlap\n"
+        "  fix  run shift_modules or shift_activations, then inject_copies, before pipeline",
     ),
     (
         lambda: passes.replicate(captured(mlp(), 4), [0, 1]),
         {},
-        "nothing was moved: each replica has all its layers on one device",
+        "pipeline: program 'sequential' has all layers of a replica on one device: there is nothing to overlap",
     ),
     (
         lambda: passes.shift_modules(captured(mlp(), 4), {"[3:6]": 1}),
         {},
-        "layers are on several devices, but nothing is copied between them\n  in   program 'sequential'\n"
+        "pipeline: program 'sequential' has no copies between its devices: its order is that of the operators and the "
+        "copies\n"
         "  fix  run inject_copies before pipeline",
     ),
     (

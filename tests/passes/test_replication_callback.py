@@ -302,7 +302,7 @@ def test_what_is_no_callable_is_refused(given: Any, message: str) -> None:
 
 
 def test_programs_without_replicas_are_refused() -> None:
-    with pytest.raises(PassError, match=r"is not replicated\n  fix  replicate it first, then replication_callback"):
+    with pytest.raises(PassError, match=r"is not replicated: .*\n  fix  run replicate before replication_callback"):
         passes.replication_callback(plain(), nothing)
     with pytest.raises(PassError, match="is not replicated"):
         passes.replication_callback(nets.random_program(1), nothing)

@@ -426,7 +426,7 @@ def test_bad_modules_are_refused(modules: Any, message: str) -> None:
 
 def test_a_program_without_replicas_is_refused() -> None:
     with pytest.raises(
-        PassError, match=r"program 'normed' is not replicated\n  fix  replicate it first, then sync_batch"
+        PassError, match=r"program 'normed' is not replicated: .*\n  fix  run replicate before sync_batch_norm"
     ):
         passes.sync_batch_norm(captured(Normed().double()))
 

@@ -145,6 +145,7 @@ _RECORDS: Final = (
         "Tensor(b!)? running_var, Tensor? batches=None, *, float momentum, float eps) "
         "-> (Tensor out, Tensor save_mean, Tensor save_invstd)",
         fakes.synchronised_batch_norm,
+        batch_norm=True,
         scratch=scratch.synchronised_batch_norm,
     ),
     _record(

@@ -80,6 +80,9 @@ def raise_all(problems: Sequence[Problem], where: str, *, passes: bool = True) -
         fixes.append(_DECLARE * ("makes" in ways) + _COPY)
     if len(problems) == 1:
         raise error(problems[0].what, at=problems[0].at, where=where, fix="; ".join(fixes))
+    if ways == {"brings"}:
+        what = f"{len(problems)} operands are on other devices than their operators; the first: {problems[0].what}"
+        raise error(what, at=problems[0].at, where=where, fix=_COPY)
     most = _MOST_MISPLACED if placement else _MOST_PRINTED
     lines = [f"{len(problems)} invariants are broken"]
     for number, problem in enumerate(problems[:most], 1):
