@@ -5,7 +5,7 @@ A figure that misses its limit is in bold there, the last lines name its row, an
 python tests/bench [capture] [scale] [passes] [synthetic] [caffe2] [step] [check] [parallel] [lock] [small] [shard]
                    [replicas] [pipeline] [pipelined] [apart] [memory] [profile] [profiling] [estimate] [simulate]
                    [balance] [large] [placements] [zoo] [start] [bits] [whole] [cuda] [fit] [mutants] [certificates]
-                   [proofs] [cuts] [compare] [elements] [--write]
+                   [proofs] [cuts] [compare] [elements] [orders] [--write]
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ import flowing
 import importing
 import locking
 import mutating
+import ordering
 import parallel
 import placing
 import profiling
@@ -91,6 +92,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "cuts": cutting.rows,
     "compare": comparing.rows,
     "elements": reaching.rows,
+    "orders": ordering.rows,
 }
 
 
