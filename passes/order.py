@@ -32,9 +32,8 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Final, TypeAlias
 
-from graphir.analysis.hazards import Hazards
+from graphir.analysis.hazards import Hazards, outliving
 from graphir.analysis.instructions import Issue
-from graphir.ir.blob import STATE_ROLES
 from graphir.ir.device import Device
 from graphir.ir.net import Net
 from graphir.ir.operator import Operator
@@ -98,7 +97,7 @@ class Tasks:
             for plain, earlier in zip(self.plain, found.earlier, strict=True)
         ]
         self.uses = Counter(chain.from_iterable(found.touched))
-        self.uses.update(_kept(net))
+        self.uses.update(outliving(net))
         self.small = {i for i, kind in enumerate(self.kinds) if kind != "run" and self.is_small(i)}
         self.due = {i for i, op in enumerate(ops) if op.issue == "due"}
         self.brought = {ops[i].outputs[0] for i in self.due}
@@ -419,12 +418,3 @@ def _follow_reductions(ops: Sequence[Operator], earlier: Sequence[Sequence[int]]
     for op, before in zip(ops, earlier, strict=True):
         found.append(op.phase == "reduce" or (op.phase == "update" and any(found[i] for i in before)))
     return found
-
-
-def _kept(net: Net) -> set[str]:
-    """The storages that outlive the step: state and outputs, and what the host feeds."""
-    blobs = net.blobs
-    kept = {blobs[name].storage for name in net.external_outputs}
-    kept.update([name for name, blob in blobs.items() if blob.role in STATE_ROLES])
-    kept.update([name for name in net.external_inputs if blobs[name].device.kind == "cpu"])
-    return kept

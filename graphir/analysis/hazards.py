@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..ir.blob import Blob
+from ..ir.blob import STATE_ROLES, Blob
 from ..ir.net import Net
 from ..ir.operator import Operator
 from ..ir.plan import issued_as
 
-__all__ = ["Hazards", "hazards", "touches"]
+__all__ = ["Hazards", "hazards", "outliving", "touches"]
 
 
 class Hazards(NamedTuple):
@@ -32,6 +32,15 @@ class Hazards(NamedTuple):
     earlier: list[list[int]]
     touched: list[tuple[str, ...]]
     shared: set[str]
+
+
+def outliving(net: Net) -> set[str]:
+    """The storages that outlive the step: state and outputs, and what the host feeds."""
+    blobs = net.blobs
+    kept = {blobs[name].storage for name in net.external_outputs}
+    kept.update([name for name, blob in blobs.items() if blob.role in STATE_ROLES])
+    kept.update([name for name in net.external_inputs if blobs[name].device.kind == "cpu"])
+    return kept
 
 
 def hazards(net: Net) -> Hazards:

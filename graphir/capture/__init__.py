@@ -15,7 +15,7 @@ In the order in which a step passes through::
     following, sizes, grid, repeats
                                several runs, at several sizes, fitted
     naming, optimizers, update, build     the program
-    witness                    the step once more at a further size, beside the program (with modes)
+    witness, one_size          the step once more at a further size, beside the program (with modes), or in its place
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .arguments import Arguments, read_arguments
 from .attributes import AllowedChanges, attributes_of
 from .build import build_program
 from .caches import Caches
-from .comparison import outcome
+from .comparison import Outline, outcome
 from .compilers import compiled_run_as_written
 from .eager_seeds import seeded
 from .evaluation import warn_of_evaluation
@@ -55,7 +55,7 @@ from .recorded import is_recorded
 from .recording import Step
 from .refusals import refuse_loss, refuse_model, refuse_output
 from .snapshots import snapshots
-from .witness import Outline, Witness
+from .witness import Witness
 
 __all__ = ["capture", "seeded"]
 

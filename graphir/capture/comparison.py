@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
 
 from ..ir.tensor import same_bits
 from .recorded_step import Recording
 from .values import Value
 
-__all__ = ["differing_part", "outcome", "same_step"]
+__all__ = ["Outline", "differing_part", "outcome", "same_step"]
+
+
+class Outline(NamedTuple):
+    """What a program's recording was, as far as the program does not say it.
+
+    Attributes:
+        names: the blob of each value, at its index.
+        parts: what the parts of the step became; see :func:`outcome`.
+        calls: how many operators of the program's step are recorded ones; updates are behind them.
+        constants: the tensors that the program has copies of, by their blobs.
+    """
+
+    names: Sequence[str]
+    parts: Mapping[str, object]
+    calls: int
+    constants: Mapping[str, torch.Tensor]
 
 
 def outcome(recording: Recording) -> Mapping[str, object]:

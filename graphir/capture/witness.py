@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import torch
 
@@ -26,10 +26,11 @@ from ..ir.text import operator_text
 from .arguments import Arguments
 from .attributes import AllowedChanges, attributes_of
 from .caches import Caches
-from .comparison import outcome
+from .comparison import Outline, outcome
 from .grid import point_text
 from .model_state import ModelState, has_data, read_state
 from .modes import Modes
+from .one_size import program_at_one_size
 from .overlaps import described
 from .randomness import RandomState
 from .recorded_step import Recording
@@ -39,25 +40,11 @@ from .sizes import is_floating_anyway
 from .update import DTYPES
 from .values import Call, Value
 
-__all__ = ["Outline", "Witness"]
+__all__ = ["Witness"]
+
+_T = TypeVar("_T")
 
 _NO_STATE: Final = ModelState((), {}, {})
-
-
-class Outline(NamedTuple):
-    """What a program's recording was, as far as the program does not say it.
-
-    Attributes:
-        names: the blob of each value, at its index.
-        parts: what the parts of the step became; see :func:`.comparison.outcome`.
-        calls: how many operators of the program's step are recorded ones; updates are behind them.
-        constants: the tensors that the program has copies of, by their blobs.
-    """
-
-    names: Sequence[str]
-    parts: Mapping[str, object]
-    calls: int
-    constants: Mapping[str, torch.Tensor]
 
 
 class _Difference(NamedTuple):
@@ -113,12 +100,44 @@ class Witness:
             self._found[point] = self._compared(at)
         found = self._found[point]
         if found is not None:
-            raise CoverageError(
-                f"the step is not the program's at {found.point}: {found.how}",
-                at=found.at,
-                where=found.where or f"program {self._program.name!r}",
-                fix="capture the model at these sizes, or give others; a session without witness would run it as it is",
+            raise self._refusal(found, "; a session without witness would run it as it is")
+
+    def recorded(self, dims: Dims) -> Program:
+        """The step at sizes at which it is another one than the program's, with the program's update.
+
+        Args:
+            dims: as above; the batch is one of the program's dimensions.
+
+        Returns:
+            A program of fixed sizes, whose ``dims`` has the batch. It has no state of its own.
+
+        Raises:
+            CoverageError: the step can't be recorded there, reads other constants there, or is not the one that was
+                captured any more.
+        """
+        captured = self._step.arguments.dims
+        changed = self._compared(captured)
+        if changed is not None:
+            raise self._refusal(changed)
+        at = dict(zip(captured, self._point(dims), strict=True))
+        try:
+            return self._read(
+                at,
+                lambda step, recording: program_at_one_size(
+                    step, recording, at, self._program, self._outline, self._holds
+                ),
+                named=True,
             )
+        except CaptureError as e:
+            raise self._refusal(_unrecordable(at, e)) from None
+
+    def _refusal(self, found: _Difference, otherwise: str = "") -> CoverageError:
+        return CoverageError(
+            f"the step is not the program's at {found.point}: {found.how}",
+            at=found.at,
+            where=found.where or f"program {self._program.name!r}",
+            fix=f"capture the model at these sizes, or give others{otherwise}",
+        )
 
     @property
     def changed(self) -> Mapping[Hashable, object]:
@@ -138,32 +157,33 @@ class Witness:
 
     def _compared(self, dims: Dims) -> _Difference | None:
         """Record the step at these sizes; why it is not the program's, if it is not."""
-        model = self._step.model
         try:
-            with self._alone(model), self._modes.held():
-                allowed, caches = AllowedChanges(model, self._allowed), Caches()
-                step = self._step._replace(
-                    state=read_state(model, hooked=self._step.loss is None),
-                    allowed=allowed,
-                    attributes=attributes_of(model, allowed),
-                    random=RandomState(),
-                    caches=caches,
-                )
-                try:
-                    found = self._recorded(step, dims)
-                finally:
-                    caches.leave()
-                caches.check()
-                return found
+            return self._read(dims, lambda step, recording: self._compare(recording, dims))
         except CaptureError as e:
-            return _Difference(point_text(dims), f"it can't be recorded there: {e.what}", e.where)
+            return _unrecordable(dims, e)
 
-    def _recorded(self, step: Step, dims: Dims) -> _Difference | None:
-        recording = record(step, dims, named=False)
-        try:
-            return self._compare(recording, dims)
-        finally:
-            recording.release()
+    def _read(self, dims: Dims, read: Callable[[Step, Recording], _T], named: bool = False) -> _T:
+        """What is read of the step as it is now, recorded at these sizes.
+
+        Raises:
+            CaptureError: no program can express the step.
+        """
+        model = self._step.model
+        with self._alone(model), self._modes.held():
+            allowed, caches = AllowedChanges(model, self._allowed), Caches()
+            step = self._step._replace(
+                state=read_state(model, hooked=self._step.loss is None),
+                allowed=allowed,
+                attributes=attributes_of(model, allowed),
+                random=RandomState(),
+                caches=caches,
+            )
+            try:
+                found = _read(step, dims, read, named)
+            finally:
+                caches.leave()
+            caches.check()  # once nothing holds the recording
+            return found
 
     def _compare(self, recording: Recording, dims: Dims) -> _Difference | None:
         ops = self._program.step.ops[: self._outline.calls]
@@ -186,12 +206,16 @@ class Witness:
                 return _Difference(point_text(dims), f"it differs in {part}")
         for value, tensor in recording.constants:
             name = self._outline.names[value.index]
-            if name in self._lent and tensor is self._outline.constants[name]:
-                continue
-            ours = self._program.state.get(name)
-            if ours is not None and has_data(tensor) and not same_bits(ours, tensor):
+            if not self._holds(name, tensor):
                 return _Difference(point_text(dims), f"the constant {name!r} has other values there")
         return None
+
+    def _holds(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether a constant of a recording is the program's of that name."""
+        if name in self._lent and tensor is self._outline.constants[name]:
+            return True
+        ours = self._program.state.get(name)
+        return ours is None or not has_data(tensor) or same_bits(ours, tensor)
 
     def _difference(self, op: Operator, call: Call, dims: Dims) -> str:
         """How a recorded call differs from the program's operator at the same place; empty where it does not."""
@@ -235,6 +259,18 @@ class Witness:
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether the elements of a tensor are what its memory holds."""
     return has_data(tensor) and not (tensor.is_conj() or tensor.is_neg())
+
+
+def _read(step: Step, dims: Dims, read: Callable[[Step, Recording], _T], named: bool) -> _T:
+    recording = record(step, dims, named=named)
+    try:
+        return read(step, recording)
+    finally:
+        recording.release()
+
+
+def _unrecordable(dims: Dims, error: CaptureError) -> _Difference:
+    return _Difference(point_text(dims), f"it can't be recorded there: {error.what}", error.where)
 
 
 def _without_data(arguments: Arguments) -> Arguments:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
 from pydantic import BeforeValidator
 
@@ -19,7 +19,7 @@ from .guard import Guard
 from .module_patterns import lineage
 from .net import Net, replaced
 from .parts import Parts
-from .size import BATCH
+from .size import BATCH, Dims
 
 if TYPE_CHECKING:
     import torch
@@ -139,6 +139,19 @@ class Interface:
                 yield from zip(self.blobs_of(name), self.blobs_of(param), strict=False)  # verify compares how many
 
 
+class Witness(Protocol):
+    """Records the step of a captured module once more, with other sizes of its dimensions.
+
+    These are the dimensions of one replica, without prefix.
+    """
+
+    def __call__(self, dims: Dims, /) -> None:
+        """Raise a CoverageError where it is not the step of the program."""
+
+    def recorded(self, dims: Dims, /) -> Program:
+        """The step there, as a program of these sizes; raises a CoverageError where it can't be recorded."""
+
+
 @dataclass(frozen=True, repr=False)
 class Program:
     """A pair of nets and the state that they start from. Values are immutable: passes return new ones.
@@ -164,9 +177,8 @@ class Program:
         state: the module's and the optimizer's own (unprefixed) names, and ``step``, to tensors; empty where the
             model was captured on the meta device. Not part of equality.
         module: the captured module. Not saved, pickled or copied, not part of equality.
-        witness: records the step of the captured module once more, with other sizes of its dimensions (those of one
-            replica, without prefix), and raises a CoverageError where it is not the step of the program; None where
-            there is no witness. Not saved, pickled or copied, not part of equality.
+        witness: records the step of the captured module once more, see :class:`Witness`; None where there is no
+            witness. Not saved, pickled or copied, not part of equality.
         optimizer: the captured optimizer, weakly; None where there was none. Not saved, pickled or copied, not part of
             equality.
         module_copies: for each replica a shallow copy of the captured module, as replication callbacks left it; empty
@@ -187,7 +199,7 @@ class Program:
     notes: Mapping[str, Note] = field(default_factory=dict, compare=False)
     state: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
     module: torch.nn.Module | None = field(default=None, compare=False)
-    witness: Callable[[Mapping[str, int]], None] | None = field(default=None, compare=False)
+    witness: Witness | None = field(default=None, compare=False)
     module_copies: tuple[torch.nn.Module, ...] = field(default=(), compare=False)
     optimizer: weakref.ref[torch.optim.Optimizer] | None = field(default=None, compare=False)
 

@@ -1,0 +1,301 @@
+"""Plans of steps that one replica takes alone, by another recording than the plan's.
+
+PyTorch runs another step where the batch has one row: a view where it copies several. So a plan that takes two rows or
+more says nothing about one. The step that was recorded at one row is put in its place::
+
+    state of gpu_0/… ──▶ the recorded step, on one device ──▶ state of gpu_0/…
+                                                                   │ Copy
+                                                                   └─▶ parameters, optimizer state of gpu_1/…
+
+The other replicas execute nothing. They keep their buffers, and get the parameters and the optimizer's state that the
+first one has updated. The step runs where most of the first replica's state is; state on other devices is copied there
+and back again. The plan's passes have no say in the step, which is rare and small. So the plan is one like all others:
+``graphir.runtime.check`` proves it, and every executor runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final
+
+from ..collector import collector_paused
+from ..errors import CoverageError
+from ..ir.blob import STATE_ROLES, Blob, Role
+from ..ir.device import Device
+from ..ir.names import fresh
+from ..ir.operator import Operator, Phase, bind_arg, stored_versions
+from ..ir.plan import Plan
+from ..ir.program import Interface, Program, Slot
+from ..ir.size import BATCH, bind, bind_shape
+from .buffers import Buffers
+from .hazards import hazards, outliving
+from .instructions import Issue, instructions
+from .values import value_numbers
+
+__all__ = ["alone"]
+
+_BY: Final = "alone"
+
+
+def alone(plan: Plan, recorded: Program) -> Plan:
+    """The plan of a step in which the first replica takes the whole batch, by what was *recorded* at its size.
+
+    Args:
+        plan: of a program that was captured from the same module.
+        recorded: the step as captured, of which the whole batch has the sizes ``dims``, ``batch`` among them. Its
+            constants are the program's.
+
+    Raises:
+        CoverageError: the recorded step and the plan do not fit together; says why.
+    """
+    with collector_paused():
+        program = _Alone(plan.program, recorded).program
+        step = program.step
+        return Plan(
+            program=program,
+            dims=program.dims,
+            instructions=instructions(step, list(_order(program)), hazards(step), Buffers(step, program.dims)),
+            values=value_numbers(program),
+        )
+
+
+def _order(program: Program) -> Iterator[Issue]:
+    """Operators in program order, each storage freed after its last use."""
+    step = program.step
+    kept, touched = outliving(step), hazards(step).touched
+    last = {storage: position for position, storages in enumerate(touched) for storage in storages}
+    for position, storages in enumerate(touched):
+        yield (position,)
+        yield from (storage for storage in storages if last[storage] == position and storage not in kept)
+
+
+class _Alone:
+    """The recorded step on the state of another program.
+
+    Attributes:
+        program: see :func:`alone`.
+    """
+
+    def __init__(self, whole: Program, recorded: Program) -> None:
+        self._whole, self._recorded = whole, recorded
+        self._first = whole.replicas[0]
+        self._blobs: dict[str, Blob] = {}
+        self._ops: list[Operator] = []
+        self._names: dict[str, str] = {}
+        """The blob here of each of the recorded step."""
+        self._last: dict[str, int] = {}
+        """The last version so far of each blob."""
+        self._require_alike()
+        lasting = self._lasting()
+        self._device = self._most_state()
+        inputs = [*lasting, *self._inputs()]
+        self._results()
+        self._compute()
+        self._bring_home()
+        self._update_others()
+        outputs = [*(self._names[name] for name in recorded.step.external_outputs), *self._hand_out()]
+        self.program = self._program(inputs, outputs)
+
+    # What is there before the step
+
+    def _lasting(self) -> list[str]:
+        """All that lives from step to step, and the learning rates, as the program has it."""
+        step, rates = self._whole.step, {group.lr for group in self._whole.interface.param_groups}
+        lasting = [name for name in step.external_inputs if step.blobs[name].role != "input" or name in rates]
+        self._blobs.update({name: step.blobs[name] for name in lasting})
+        return lasting
+
+    def _most_state(self) -> Device:
+        """The device that has most bytes of the first replica's state; of two, the first: the others' is copied."""
+        nbytes = dict.fromkeys((device for device in self._whole.devices if not device.is_host), 0)
+        for name in self._recorded.step.external_inputs:
+            home = self._home(name)
+            if home is not None and home.device in nbytes and home.role in STATE_ROLES:
+                nbytes[home.device] += home.nbytes(self._whole.dims)
+        return max(nbytes, key=nbytes.__getitem__)
+
+    def _inputs(self) -> list[str]:
+        """The recorded step's inputs, and its state, where it lives on another device, as a copy."""
+        step, inputs = self._recorded.step, []
+        called = {mine.blob: its.blob for mine, its in self._feeds() if mine.blob is not None}
+        for name in step.external_inputs:
+            if wanted := called.get(name):
+                inputs.append(self._declare(name, self._whole.blob_of(wanted)))
+            elif step.blobs[name].role == "input":  # a learning rate
+                self._names[name] = name
+            else:
+                self._bring(name)
+        return inputs
+
+    def _bring(self, name: str) -> None:
+        """Let the recorded step have state on its device."""
+        home, blob = self._home(name), self._recorded.step.blobs[name]
+        if home is None or (home.shape, home.dtype, home.strides) != (blob.shape, blob.dtype, blob.strides):
+            raise self._misfit(f"the plan does not hold {blob.role} {name!r} as it was recorded")
+        if home.device.is_host or home.device == self._device:
+            self._names[name] = home.name
+        else:
+            self._copy(home.name, self._declare(name, self._first + name), "forward")
+
+    def _home(self, name: str) -> Blob | None:
+        """The blob of state that the first replica has, or the first one that has it; None where parts hold it."""
+        return None if name in self._whole.interface.parts else self._blobs.get(self._whole.blob_of(name))
+
+    # The step
+
+    def _compute(self) -> None:
+        for op in self._recorded.step.ops:
+            for name in op.outputs:
+                if name not in self._names:
+                    self._declare(name, self._first + name)
+            self._append(
+                op._replace(
+                    inputs=tuple([self._names[name] for name in op.inputs]),
+                    outputs=tuple([self._names[name] for name in op.outputs]),
+                    args={key: bind_arg(arg, self._recorded.dims) for key, arg in op.args.items()},
+                    device=op.device if op.device.is_host else self._device,
+                    by=_BY,
+                    of=self._names.get(op.of, ""),
+                )
+            )
+
+    def _bring_home(self) -> None:
+        """Copy state back that the step has changed on another device than its own."""
+        for name, phase in self._changed():
+            home, here = self._home(name), self._names[name]
+            if home is not None and home.name != here:
+                self._copy(here, home.name, phase)
+
+    def _update_others(self) -> None:
+        """Copy what the update has changed to the other replicas. What the forward changes is each one's own."""
+        for name, phase in self._changed():
+            home = self._whole.blob_of(name)
+            others = range(1, len(self._whole.replicas)) if phase == "update" else ()
+            for replica in others:
+                other = self._whole.blob_of(name, replica)
+                if other != home:
+                    self._copy(home, other, "update")
+
+    def _hand_out(self) -> Iterator[str]:
+        """Copy to the other replicas the gradients that the program hands back."""
+        for name in self._whole.interface.gradients.values():
+            home = self._whole.blob_of(name)
+            for replica in range(1, len(self._whole.replicas)):
+                other = self._whole.blob_of(name, replica)
+                if other != home:
+                    self._blobs[other] = self._blobs[home]._replace(
+                        name=other, storage=other, offset=0, device=self._whole.step.blobs[other].device
+                    )
+                    self._copy(home, other, "reduce")
+                    yield other
+
+    def _changed(self) -> Iterator[tuple[str, Phase]]:
+        """The state that the recorded step changes, and in which phase.
+
+        Raises:
+            CoverageError: a parameter is changed before its update, by what the other replicas do not execute.
+        """
+        step, phases = self._recorded.step, dict[str, Phase]()
+        for op in step.ops:
+            for name in op.outputs:
+                if step.blobs[name].role in STATE_ROLES:
+                    earlier = phases.setdefault(name, op.phase)
+                    if op.phase == "update" != earlier:
+                        raise self._misfit(f"{name!r} is overwritten before its update")
+        yield from phases.items()
+
+    # Names
+
+    def _results(self) -> None:
+        """Call what the step returns as the program does."""
+        mine, its = self._recorded.interface, self._whole.interface
+        pairs = [(ours.blob, theirs.blob) for ours, theirs in zip(mine.fetches, its.fetches, strict=True)]
+        pairs += [(mine.loss, its.loss), *((mine.gradients[param], its.gradients[param]) for param in its.gradients)]
+        for ours, theirs in dict.fromkeys(pairs):
+            if ours is not None and theirs is not None:
+                wanted = self._whole.blob_of(theirs)
+                if ours in self._names or wanted in self._blobs:
+                    raise self._misfit(f"{ours!r} is returned otherwise than the plan returns {wanted!r}")
+                self._declare(ours, wanted)
+
+    def _declare(self, name: str, wanted: str) -> str:
+        """A blob on the step's device for one of the recorded step; called as *wanted* if that is free."""
+        blob = self._recorded.step.blobs[name]
+        here = self._names[name] = fresh(wanted, self._blobs)
+        device = blob.device if blob.device.is_host else self._device
+        role: Role = "temporary" if blob.role in STATE_ROLES else blob.role
+        storage = here
+        if blob.is_view:
+            storage = self._names.get(blob.storage) or self._declare(blob.storage, self._first + blob.storage)
+            role = self._blobs[storage].role
+        dims = self._recorded.dims
+        shape, strides = (None if sizes is None else bind_shape(sizes, dims) for sizes in (blob.shape, blob.strides))
+        self._blobs[here] = Blob(here, shape, blob.dtype, device, role, storage, strides, bind(blob.offset, dims))
+        return here
+
+    def _copy(self, source: str, target: str, phase: Phase) -> None:
+        changes = self._blobs[target].role in STATE_ROLES
+        versions = [self._last.get(source, 0)], [self._last.get(target, 0) + 1 if changes else 0]
+        reads, makes = map(stored_versions, versions)
+        device = self._blobs[target].device
+        self._append(
+            Operator(
+                "Copy",
+                (source,),
+                (target,),
+                {},
+                device,
+                phase,
+                by=_BY,
+                input_versions=reads,
+                output_versions=makes,
+            )
+        )
+
+    def _append(self, op: Operator) -> None:
+        self._ops.append(op)
+        self._last.update(op.makes)
+
+    # The program
+
+    def _feeds(self) -> Iterator[tuple[Slot, Slot]]:
+        return zip(self._recorded.interface.feeds, self._whole.interface.feeds, strict=True)
+
+    def _require_alike(self) -> None:
+        mine, its = self._recorded.interface, self._whole.interface
+        for ours, theirs in (
+            (mine.arguments, its.arguments),
+            (mine.results, its.results),
+            (len(mine.fetches), len(its.fetches)),
+            (mine.gradients.keys(), its.gradients.keys()),
+        ):
+            if ours != theirs:
+                raise self._misfit("the recorded step takes or returns something else than the plan's")
+        if any(op.type == "AllReduce" and op.phase in ("forward", "backward") for op in self._whole.step.ops):
+            raise self._misfit("its batch norms are synchronised over replicas")
+
+    def _misfit(self, what: str) -> CoverageError:
+        return CoverageError(
+            f"no replica can take the step alone: {what}", where=f"program {self._whole.name!r}", fix="give more rows"
+        )
+
+    def _program(self, inputs: list[str], outputs: list[str]) -> Program:
+        names = dict.fromkeys([*inputs, *(name for op in self._ops for name in op.outputs)])
+        step = self._whole.step.with_(
+            ops=tuple(self._ops),
+            blobs={name: self._blobs[name] for name in names},
+            external_inputs=tuple(inputs),
+            external_outputs=tuple(dict.fromkeys(outputs)),
+            gradients={},
+        )
+        return self._whole.with_(
+            step=step, interface=self._interface(), dims={self._first + BATCH: self._recorded.dims[BATCH]}, guards=()
+        )
+
+    def _interface(self) -> Interface:
+        """The program's, in which one replica has each argument and each result."""
+        interface = self._whole.interface
+        given = {slot.blob for slot in (*interface.feeds, *interface.fetches)} | {interface.loss}
+        placed = {name: at[:1] if name in given else at for name, at in interface.placed.items()}
+        return replace(interface, placed=placed)
