@@ -16,8 +16,9 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor
 
+from graphir.analysis.alone import alone
 from graphir.analysis.short_batch import short_batch
-from graphir.errors import GraphirError, RunError, SessionError, counted
+from graphir.errors import CoverageError, GraphirError, RunError, SessionError, counted
 from graphir.ir.plan import Plan
 from graphir.ir.program import Program
 from graphir.ir.size import Dims
@@ -27,7 +28,7 @@ from .executor import Feedable, OnDevices
 from .executors.threads import end_threads_at_exit
 from .failures.faults import fault, reason_of, writes_state
 from .interface.gather import Gather
-from .interface.scatter import FewerShares
+from .interface.scatter import SmallShares
 from .kernels.repeatable import unrepeatable
 from .loop import run_loader
 from .machine.ending import ENDS_IN, stay
@@ -159,6 +160,7 @@ class Session(Stepping):
         self._common = Common(self._state, self._groups, places, options, intraop, witness, check_finite, limits)
         super().__init__(plan, self._common, limit)
         self._short: dict[int, Stepping] = {}
+        self._alone: dict[tuple[int, ...], Stepping] = {}
         self._outputs: tuple[Tensor, ...] = ()
         self._handed: Gather = self._gather
         self._results: list[Any] = []
@@ -174,8 +176,10 @@ class Session(Stepping):
         """One step on a batch: inputs, then targets, then keyword arguments, as they were captured.
 
         Tensors are split over the replicas along their batch dimension by torch.chunk's rule; other batch sizes than
-        the captured one are fine unless ``plan.program.fixed`` says otherwise. A replica that gets no rows computes
-        nothing but its update, with the gradients of the others.
+        the captured one are fine unless ``plan.program.fixed`` says otherwise. Where a share would be one row, which
+        the program does not take, there are fewer shares. A replica that gets no rows computes nothing but its update,
+        with the gradients of the others. A batch of one row is recorded by itself, if the module is there, and taken by
+        the first replica.
 
         Returns:
             The loss as a 0-dim tensor: the mean over replicas, weighted by their shares. For a program without loss,
@@ -219,35 +223,65 @@ class Session(Stepping):
     def _split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Stepping, Dims, list[Tensor]]:
         """What takes a step, the dimensions, and the tensor of each of its inputs."""
         self._state.check_copied()
-        try:
-            return self, *self._scatter.split(args, kwargs)
-        except FewerShares as e:
-            if not e.shares:
-                raise
-            taken = self._short.get(e.shares) or self._shortened(e)
-        return taken, *taken._scatter.split(args, kwargs)
+        taken: Stepping = self
+        while True:  # each time with fewer replicas
+            try:
+                return taken, *taken._scatter.split(args, kwargs)
+            except SmallShares as e:
+                if e.fewer:
+                    taken = self._short.get(e.fewer) or self._shortened(e)
+                elif e.dims:
+                    taken = self._lone(e)
+                else:
+                    raise
 
-    def _shortened(self, fewer: FewerShares) -> Stepping:
+    def _shortened(self, small: SmallShares) -> Stepping:
         """What takes the steps in which only so many replicas have rows, from now on.
 
         Raises:
             SessionError: there is no such plan.
         """
         try:
-            plan = short_batch(self.plan, fewer.shares)
+            plan = short_batch(self.plan, small.fewer)
             admit(plan)
         except GraphirError as e:
-            raise SessionError(f"{fewer.what}; {e.what}", at=e.at, where=fewer.where, fix=fewer.fix) from e
-        places, options = self._common.places, self._common.options
-        limit = MemoryLimit(plan, places, self._intraop, options.memory_limit)
-        taken = self._short[fewer.shares] = Stepping(plan, self._common, limit)
+            raise SessionError(f"{small.what}; {e.what}", at=e.at, where=small.where, fix=small.fix) from e
+        return self._short.setdefault(small.fewer, self._stepping(plan, self._common))
+
+    def _stepping(self, plan: Plan, common: Common) -> Stepping:
+        """What takes the steps of another plan of the session."""
+        limit = MemoryLimit(plan, common.places, self._intraop, common.options.memory_limit)
+        taken = Stepping(plan, common, limit)
         if self._observed is not None and self._observed.measurement is not None:
             taken._measure()
         return taken
 
+    def _lone(self, small: SmallShares) -> Stepping:
+        """What takes the steps of such a batch, which one replica takes by a recording of its own.
+
+        Raises:
+            CoverageError: there is no such recording, or the plan does not fit it.
+        """
+        first, witness = self.plan.program.replicas[0], self.plan.program.witness
+        if witness is None:
+            fix = "give more rows, or make the plan in the process that captures the model: it records this size then"
+            raise CoverageError(small.what, where=small.where, fix=fix)
+        dims = {dim[len(first) :]: size for dim, size in small.dims.items() if dim.startswith(first)}
+        point = tuple(dims.values())
+        if point not in self._alone:
+            try:
+                plan = alone(self.plan, witness.recorded(dims))
+                admit(plan)
+            except GraphirError as e:
+                told = e.what.rpartition(": ")[2] in small.what  # by torch, at the capture already
+                what = small.what if told else f"{small.what}; {e.what}"
+                raise CoverageError(what, at=e.at, where=e.where, fix=small.fix) from e
+            self._alone[point] = self._stepping(plan, self._common._replace(witness=None))
+        return self._alone[point]
+
     def _all(self) -> list[Stepping]:
         """All that take steps, those with the most replicas that have rows first."""
-        return [self, *(self._short[count] for count in sorted(self._short, reverse=True))]
+        return [self, *(self._short[count] for count in sorted(self._short, reverse=True)), *self._alone.values()]
 
     @property
     def usable(self) -> bool:

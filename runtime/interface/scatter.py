@@ -21,7 +21,7 @@ from graphir.ir.device import Device
 from graphir.ir.guard import Guard
 from graphir.ir.names import base_name
 from graphir.ir.program import Program, Scalar
-from graphir.ir.size import BATCH, Dims, Polynomial, Size, bind, rename_dims, size_dims
+from graphir.ir.size import BATCH, Dims, Polynomial, Size, bind, dimension, rename_dims, size_dims
 from graphir.ir.symbols import to_symbol, to_torch
 from graphir.ir.tensor import PLAIN, not_dense
 
@@ -29,24 +29,30 @@ from ..kernels.communication import allocate, copy
 from .arguments import Arguments
 from .coverage import check_layouts
 
-__all__ = ["FewerShares", "Fit", "Scatter", "Share"]
+__all__ = ["Fit", "Scatter", "Share", "SmallShares"]
 
 _KEPT_FITS: Final = 256
 """For how many geometries of the arguments the fit is kept."""
 
 
+_SEVERAL_ROWS: Final = (dimension(BATCH), ">=", 2, 0)
+"""The guard of a program that takes no share of one row. Of others, a program captured at the shares may take them."""
+
 _HOST: Final = torch.device("cpu")
 _SCALARS: Final = bool, int, float, str, type(None)
 
 
-class FewerShares(SessionError):
-    """The rows of an argument are fewer than the replicas take that share in the batch.
+class SmallShares(CoverageError):
+    """A replica's share of the batch is one row, which the program does not take, or there is none for it.
 
     Attributes:
-        shares: how many torch.chunk makes; 0 where sizes do not follow the rows.
+        fewer: how many replicas to split the batch over instead; 0 where there is no other number.
+        dims: the value of each dimension, with the prefix of its replica; empty where they do not follow the rows.
     """
 
-    shares = 0
+    def __init__(self, what: str, *, where: str, fix: str, fewer: int, dims: Dims) -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.fewer, self.dims = fewer, dims
 
 
 class Share(NamedTuple):
@@ -286,8 +292,7 @@ class Scatter:
     def chunks(self, i: int, leaf: Tensor, dim: int) -> list[tuple[int, int]]:
         """Start and length of the rows of each replica that shares in the batch, by torch.chunk's rule; micro-batches
         are equally long."""
-        size, replicas, sharing = leaf.shape[dim], len(self.program.replicas), len(self.program.sharing)
-        rows, parts = self.rows(i) or ("", 1)
+        size, sharing, (_, parts) = leaf.shape[dim], len(self.program.sharing), self.rows(i) or ("", 1)
         if size % parts:
             raise SessionError(
                 f"{self.arguments.names[i]} has {counted(size, 'row')} along dimension {dim}, which {parts} "
@@ -295,28 +300,26 @@ class Scatter:
                 where=f"program {self.program.name!r}",
                 fix=f"give {-(-size // parts) * parts} rows, or another multiple of {parts}",
             )
-        most = -(-size // parts // replicas) * parts
+        most = -(-size // parts // sharing) * parts
         shares = [(start, min(most, size - start)) for start in range(0, size, max(most, 1))]
-        if len(shares) > sharing:
-            raise SessionError(
-                f"{self.arguments.names[i]} has {counted(size, 'row')} along dimension {dim}, which torch.chunk makes "
-                f"{counted(len(shares), 'share')} of for {replicas} replicas; of another argument it makes {sharing}",
-                where=f"program {self.program.name!r}",
-                fix="give rows that are split into as many shares",
-            )
         if len(shares) < sharing:
-            least = parts * replicas
-            error = FewerShares(
-                f"{self.arguments.names[i]} has {counted(size, 'row')} along dimension {dim}, too few for "
-                f"{counted(replicas, 'replica')}: torch.chunk makes {counted(len(shares), 'share')} of at most {most}",
-                where=f"program {self.program.name!r}",
-                fix=f"give at least {counted(parts, 'row')}"
-                if replicas == 1 or (rows == BATCH and not size)
-                else f"give at least {least} rows, and such that ceil(rows / {least}) leaves some for the last",
-            )
-            error.shares = len(shares) if rows == BATCH else 0
-            raise error
+            raise self._too_few(i, f"{counted(size, 'row')} along dimension {dim}", len(shares), most)
         return shares
+
+    def _too_few(self, i: int, rows: str, shares: int, most: int) -> SessionError:
+        """The refusal of a leaf's *rows*, of which there are so many *shares*, of at most *most* rows."""
+        replicas, (dim, parts) = len(self.program.replicas), self.rows(i) or ("", 1)
+        what = (
+            f"{self.arguments.names[i]} has {rows}, too few for {counted(replicas, 'replica')}: torch.chunk makes "
+            f"{counted(shares, 'share')} of at most {most}"
+        )
+        where, least = f"program {self.program.name!r}", parts * replicas
+        if not shares and (replicas == 1 or dim == BATCH):
+            return SessionError(what, where=where, fix=f"give at least {counted(parts, 'row')}")
+        fix = f"give at least {least} rows, and such that ceil(rows / {least}) leaves some for the last"
+        if not shares:
+            return SessionError(what, where=where, fix=fix)
+        return SmallShares(what, where=where, fix=fix, fewer=shares if dim == BATCH else 0, dims={})
 
     def solve(
         self, cut: Sequence[tuple[int, Blob, tuple[int, ...]]], leaves: Sequence[Tensor], known: Mapping[str, int]
@@ -352,11 +355,11 @@ class Scatter:
         )
         leaf = next((first[dim] for dim in guard.dims if dim in first), None)
         place = "" if leaf is None else f"{self.arguments.names[leaf]}: "
-        return CoverageError(
-            f"{place}{sizes}, the program takes {guard.renamed(base_name)}: {guard.reason}",
-            where=f"program {self.program.name!r}",
-            fix="give other sizes, or capture the model at these",
-        )
+        what = f"{place}{sizes}, the program takes {guard.renamed(base_name)}: {guard.reason}"
+        where, fix = f"program {self.program.name!r}", "give other sizes, or capture the model at these"
+        if guard.renamed(base_name)[:4] == _SEVERAL_ROWS:
+            return SmallShares(what, where=where, fix=fix, fewer=len(self.program.sharing) - 1, dims=dims)
+        return CoverageError(what, where=where, fix=fix)
 
     def misshapen(
         self,

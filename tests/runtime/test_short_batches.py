@@ -22,7 +22,7 @@ from runnable import batch_of, captured, threads_of_sessions
 from torch import Tensor, nn
 
 import graphir
-from graphir import CoverageError, RunError, SessionError, memory, passes
+from graphir import RunError, SessionError, memory, passes
 from graphir.analysis.short_batch import short_batch
 from graphir.ir.program import Program
 
@@ -255,26 +255,6 @@ def test_what_is_not_finite_is_found_in_the_rows_that_there_are() -> None:
         session.step(torch.zeros_like(x), y)
         with pytest.raises(RunError, match=r"NaN.*gpu_1/"):
             session.step(x, y)
-
-
-def test_guards_of_a_replica_without_rows_do_not_apply() -> None:
-    class Doubled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(3, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.fc(x) * (2 if len(x) >= 2 else 1)
-
-    model = Doubled()
-    program = graphir.capture(model, (torch.randn(6, 3),))
-    assert [str(guard) for guard in program.guards] == ["batch>=2"]
-    with Session(passes.emit(passes.replicate(program, range(4))), program.state, binding="cpu") as session:
-        x = torch.randn(6, 3)
-        with torch.no_grad():
-            assert torch.equal(session.step(x), torch.cat([model(share) for share in x.chunk(4)]))
-        with pytest.raises(CoverageError, match=r"batch is 1 in a replica's share, the program takes batch>=2"):
-            session.step(x[:5])
 
 
 def test_an_evaluation_beside_a_training_takes_short_batches() -> None:

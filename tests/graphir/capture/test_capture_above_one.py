@@ -61,9 +61,25 @@ def test_where_the_step_is_the_same_one_row_is_taken() -> None:
 
 
 @pytest.mark.parametrize("body", [convolved, patches, rows_last])
-def test_where_it_is_another_one_row_is_refused(body: Callable[[Tensor], Tensor]) -> None:
+def test_where_it_is_another_one_row_is_recorded_when_it_comes(body: Callable[[Tensor], Tensor]) -> None:
     program = captured(body)
     assert program.fixed == "" and program.dims == {"batch": 3} and above_one(program).keys() == {"batch"}
+    eager = program.module
+    assert eager is not None
+    with Session(passes.emit(program), program.state) as session:
+        for rows in (2, 1, 4):
+            x = torch.randn(rows, 8, 6)
+            eager.zero_grad()
+            expected = eager(x).square().mean()
+            expected.backward()
+            assert torch.equal(session.step(x), expected.detach())
+            gradients = session.gradients()
+            assert all(torch.equal(gradients[name], param.grad) for name, param in eager.named_parameters())
+
+
+@pytest.mark.parametrize("body", [convolved, patches, rows_last])
+def test_what_was_recorded_elsewhere_refuses_one_row(body: Callable[[Tensor], Tensor]) -> None:
+    program = captured(body).with_(witness=None)
     with Session(passes.emit(program), program.state) as session:
         session.step(torch.randn(2, 8, 6))
         with pytest.raises(CoverageError, match=r"'x'\): batch is 1, the program takes batch>=2: ") as error:
@@ -87,7 +103,8 @@ def test_what_a_module_refuses_a_session_refuses() -> None:
     with Session(passes.emit(program), program.state) as session:
         session.step(torch.randn(4, 6))
         with pytest.raises(CoverageError, match="batch is 1"):
-            session.step(torch.randn(3, 6))  # two rows and one
+            session.step(torch.randn(1, 6))
+        session.step(torch.randn(3, 6))  # not two rows and one: three
 
 
 def test_it_is_printed_saved_verified_and_asked_by_emit(tmp_path: Any) -> None:
@@ -116,7 +133,7 @@ def test_graphs_refuse_one_row() -> None:
         program.to_fx()(torch.randn(1, 8, 6))
 
 
-def test_compile_captures_one_row_anew() -> None:
+def test_compile_takes_one_row() -> None:
     model = Model(convolved)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     eager = Model(convolved)
@@ -129,11 +146,7 @@ def test_compile_captures_one_row_anew() -> None:
     with graphir.compile(model, (torch.randn(3, 8, 6),), loss=loss, optimizer=optimizer) as compiled:
         for rows in (3, 1, 2):
             x = torch.randn(rows, 8, 6)
-            if rows == 1:
-                with pytest.warns(graphir.RecaptureWarning, match="batch is 1"):
-                    found = compiled.step(x)
-            else:
-                found = compiled.step(x)
+            found = compiled.step(x)
             theirs.zero_grad()
             expected = loss(eager(x))
             expected.backward()
