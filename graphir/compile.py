@@ -34,15 +34,27 @@ from graphir.passes.base import build
 from graphir.runtime import Report, Session
 from graphir.runtime.loop import run_loader
 
+from .analysis.alone import alone
 from .capture import capture
 from .capture.arguments import Arguments, read_arguments
 from .capture.modes import Modes
 from .capture.refusals import refuse_model
 from .capture.witness import Witness
-from .errors import CoverageError, PassError, PlacementError, RecaptureWarning, SessionError, counted, nearest, warn
+from .errors import (
+    CaptureError,
+    CoverageError,
+    PassError,
+    PlacementError,
+    RecaptureWarning,
+    SessionError,
+    counted,
+    nearest,
+    warn,
+)
 from .ir.device import DeviceName
 from .ir.plan import Plan
 from .ir.program import Program
+from .ir.tensor import same_bits
 from .placing import Placing, flowing
 from .plan_cache import ModuleGuard, PlanCache, told
 
@@ -60,11 +72,12 @@ _CALLED: Final = {"loss function": "loss", "output function": "output"}
 class Compiled:
     """A model's step, captured, replicated, sent through *passes*, and used like a :class:`graphir.runtime.Session`.
 
-    Steps of other sizes use the same plan where the program's sizes follow them. Where they are fixed, a plan would
-    hold more than *limits* at them, an argument that is no tensor or an option of the optimizer has changed, or the
-    model has, the step is captured anew with these arguments: the model in the mode that it was in at first, on the
-    present parameters, buffers, optimizer state and number of steps, which all plans share. The numbers of the
-    optimizer that schedulers move, such as learning rates, are read before each step. Each such capture is told by a
+    Steps of other sizes use the same plan where the program's sizes follow them; small batches take fewer replicas, as
+    in a session, and so do those that fixed sizes can't share equally. Where they are fixed, a plan would hold more
+    than *limits* at them, an argument that is no tensor or an option of the optimizer has changed, or the model has,
+    the step is captured anew with these arguments: the model in the mode that it was in at first, on the present
+    parameters, buffers, optimizer state and number of steps, which all plans share. The numbers of the optimizer that
+    schedulers move, such as learning rates, are read before each step. Each such capture is told by a
     :class:`graphir.RecaptureWarning`. After eight captures for one attribute of the model a step is refused.
 
     Args:
@@ -191,15 +204,13 @@ class Compiled:
             self._cache.refuse_another(guard)
             why = told(guard.changes)
         arguments = self._read(args[: self._count], dict(kwargs), args[self._count :], self._batch_dims)
-        with self._modes.held():
-            session = self._made(arguments, self._sessions[0], guard)
         try:
-            if self._measuring is not None:
-                self._measuring.enter_context(session.measured())
-            result = session.step(*args, **kwargs)
-        except BaseException:
-            session.close()
-            raise
+            session, result = self._stepped(self._made, arguments, guard, args, kwargs)
+        except (CaptureError, CoverageError):
+            if len(self._devices) == 1:
+                raise
+            # Its sizes are fixed, and the shares of this batch are not equal; or a share is too small for the model.
+            session, result = self._stepped(self._made_alone, arguments, guard, args, kwargs)
         dropped = self._cache.keep(guard, session)
         for old in dropped:
             old.close()
@@ -207,6 +218,25 @@ class Compiled:
         kept = f"; {self._most_plans} plans are kept, the one not used for longest was dropped" if dropped else ""
         warn(text + kept, RecaptureWarning)
         return result
+
+    def _stepped(
+        self,
+        made: Callable[[Arguments, Session, ModuleGuard], Session],
+        arguments: Arguments,
+        guard: ModuleGuard,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> tuple[Session, Any]:
+        """A session that is made for these arguments, and what its first step returns."""
+        with self._modes.held():
+            session = made(arguments, self._sessions[0], guard)
+        try:
+            if self._measuring is not None:
+                self._measuring.enter_context(session.measured())
+            return session, session.step(*args, **kwargs)
+        except BaseException:
+            session.close()
+            raise
 
     def _check_tensors(self) -> None:
         """Raise where the model has other parameters or buffers than those that the state was taken from."""
@@ -302,12 +332,7 @@ class Compiled:
 
     def _made(self, arguments: Arguments, beside: Session | None, guard: ModuleGuard) -> Session:
         """A session of the step with these arguments, of the model that *guard* holds of."""
-        parts = self._options.get("accumulate")
-        parts = parts if type(parts) is int and parts > 0 else 1  # what else it may be is for capture to refuse
-        inputs, kwargs, targets = arguments.split(_first_share(arguments, len(self._devices), parts))
-        captured = capture(
-            self._model, inputs, kwargs=kwargs, targets=targets, batch_dims=_dims_tree(arguments), **self._options
-        )
+        captured = self._captured(arguments, len(self._devices))
         if beside is None and self._state:
             _check_state(self._state, captured)
         program = replicate(captured, self._devices)
@@ -341,6 +366,32 @@ class Compiled:
         if self._placing is not None and found is not None:
             self._placing.keep(found)
         return session
+
+    def _made_alone(self, arguments: Arguments, beside: Session, guard: ModuleGuard) -> Session:
+        """A session in which the first replica takes all of a batch that can't be split over several."""
+        captured, state = self._captured(arguments, 1), beside.state()
+        constants = [name for name, blob in captured.step.blobs.items() if blob.role == "constant"]
+        for name in constants:
+            if name not in state or not same_bits(captured.state[name], state[name]):
+                raise CoverageError(
+                    f"the constant {name!r} of the step has other values for a batch that one replica takes alone",
+                    where=f"program {captured.name!r}",
+                    fix=f"give a batch that {counted(len(self._devices), 'replica')} share equally",
+                )
+        plan = alone(beside.plan, captured.with_(dims=arguments.dims))
+        assert isinstance(captured.witness, Witness)  # it was captured here
+        self._cache.leave_out(guard, captured.witness.changed)
+        lent = captured.witness.lend()
+        return Session(plan, state, beside=beside, lent=lent, **self._session_options)
+
+    def _captured(self, arguments: Arguments, replicas: int) -> Program:
+        """The step of one of some replicas that share the batch."""
+        parts = self._options.get("accumulate")
+        parts = parts if type(parts) is int and parts > 0 else 1  # what else it may be is for capture to refuse
+        inputs, kwargs, targets = arguments.split(_first_share(arguments, replicas, parts))
+        return capture(
+            self._model, inputs, kwargs=kwargs, targets=targets, batch_dims=_dims_tree(arguments), **self._options
+        )
 
     @property
     def balanced(self) -> Balanced | None:

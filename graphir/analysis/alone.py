@@ -100,9 +100,10 @@ class _Alone:
     # What is there before the step
 
     def _lasting(self) -> list[str]:
-        """All that lives from step to step, and the learning rates, as the program has it."""
-        step, rates = self._whole.step, {group.lr for group in self._whole.interface.param_groups}
-        lasting = [name for name in step.external_inputs if step.blobs[name].role != "input" or name in rates]
+        """All that lives from step to step, and the optimizer's numbers, as the program has it."""
+        step, groups = self._whole.step, self._whole.interface.param_groups
+        numbers = {name for group in groups for name in group.blobs}
+        lasting = [name for name in step.external_inputs if step.blobs[name].role != "input" or name in numbers]
         self._blobs.update({name: step.blobs[name] for name in lasting})
         return lasting
 
@@ -122,7 +123,7 @@ class _Alone:
         for name in step.external_inputs:
             if wanted := called.get(name):
                 inputs.append(self._declare(name, self._whole.blob_of(wanted)))
-            elif step.blobs[name].role == "input":  # a learning rate
+            elif step.blobs[name].role == "input":  # a number of the optimizer
                 self._names[name] = name
             else:
                 self._bring(name)
