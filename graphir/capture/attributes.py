@@ -7,8 +7,9 @@ import itertools
 import random
 import sys
 import threading
+from argparse import Namespace
 from array import array
-from collections import deque
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from functools import partial
 from operator import is_
@@ -31,8 +32,11 @@ __all__ = [
     "Change",
     "attributes_of",
     "fields",
+    "has_fields",
     "is_pythons",
     "is_users",
+    "is_written_in_python",
+    "names_of_attributes",
     "settled",
 ]
 
@@ -42,6 +46,10 @@ TABLES: Final = ("_parameters", "_buffers")
 _BUFFERS: Final = (bytearray, array)
 _METHODS: Final = (MethodType, BuiltinMethodType, MethodWrapperType)
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
+_HOLDERS: Final = (SimpleNamespace, Namespace, UserDict, UserList, ChainMap, threading.local)
+"""Classes of Python's own whose objects hold what a user puts there."""
+_TORCHS: Final = ("torch.distributions.", "torch.nn.")
+"""Where torch's classes are whose objects have attributes like those of users' classes."""
 _KNOWN: Final = (*_PLAIN, *_CONTAINERS, tuple, torch.Tensor)
 """Types whose values can be compared. Whether two other objects mean the same can't be seen."""
 
@@ -55,8 +63,8 @@ class AllowedChanges:
 
     Attributes:
         changed: all that the step has changed, in these ways or in one that leaves the next step the same: attributes
-            of modules by name, those of objects by the object's ``id`` and their name, other containers by ``id``; with
-            the object or container, so that nothing else gets its ``id``.
+            of modules by name; those of objects, entries of dicts and items of lists by the holder's ``id`` and their
+            name, key or position; other containers by ``id``; with the holder, so that nothing else gets its ``id``.
 
     Raises:
         CaptureError: a name is of nothing that the step could change.
@@ -67,7 +75,7 @@ class AllowedChanges:
             raise CaptureError("allow_changes is a str, not a tuple", fix=f"write allow_changes=({names!r},)")
         self._names = tuple(names)
         modules = dict(model.named_modules())
-        self._known = [f"{path}.{key}" if path else key for path, m in modules.items() for key in _own(m)]
+        self._known = names_of_attributes(model)
         self._unseen = [name for name in self._names if name not in self._known]
         self.changed: dict[Hashable, object] = {}
         for name in self._unseen:
@@ -97,10 +105,11 @@ class AllowedChanges:
         )
 
 
-def _own(module: torch.nn.Module) -> Iterator[str]:
-    """The attributes that a module's author gave it."""
+def names_of_attributes(model: torch.nn.Module) -> list[str]:
+    """The attributes that the authors of a model's modules gave these, after the paths of the modules."""
     plain = torch.nn.Module().__dict__
-    return (key for key in module.__dict__ if key not in plain)
+    modules = model.named_modules()
+    return [f"{path}.{key}" if path else key for path, m in modules for key in m.__dict__ if key not in plain]
 
 
 class Change(NamedTuple):
@@ -290,10 +299,21 @@ def _holds(value: Any) -> bool:
 def is_users(value: Any) -> bool:
     """Whether *value* is an object of a class that a user or a library wrote, so that its attributes say what it is."""
     others = (torch.nn.Module, torch.Tensor, type, random.Random, tuple, *_CONTAINERS, *_BUFFERS)
-    if isinstance(value, others) or _is_numpys(value) or not (hasattr(value, "__dict__") or _slots(value)):
+    return not (isinstance(value, others) or _is_numpys(value)) and has_fields(value)
+
+
+def has_fields(value: Any) -> bool:
+    """Whether *value* may have attributes that a user or a library gave it, whatever else it is."""
+    if not (hasattr(value, "__dict__") or _slots(value)):
         return False
-    plain = isinstance(value, (SimpleNamespace, threading.local))
-    return plain or not (is_pythons(type(value)) or _package(type(value)) in ("torch", "numpy"))
+    return isinstance(value, _HOLDERS) or is_written_in_python(type(value))
+
+
+def is_written_in_python(cls: type) -> bool:
+    """Whether a class is a user's or a library's, or one of torch's that are like these."""
+    if cls.__module__.startswith(_TORCHS):
+        return True
+    return not (is_pythons(cls) or _package(cls) in ("torch", "numpy"))
 
 
 def is_pythons(cls: type) -> bool:
@@ -392,9 +412,12 @@ def _altered_in(
     container: Any, contents: list[Any], others: list[Any], fakes: Mapping[int, torch.Tensor]
 ) -> list[Hashable]:
     """What of a container has changed, as :class:`AllowedChanges` calls it."""
-    if not is_users(container):
-        return [id(container)]
-    return [(id(container), key) for key in _differing(contents, others, fakes)]
+    if isinstance(container, (list, deque)):
+        both, either = sorted([len(contents), len(others)])
+        return [(id(container), i) for i in range(either) if i >= both or not _same(contents[i], others[i], fakes)]
+    if isinstance(container, dict) or is_users(container):
+        return [(id(container), key) for key in _differing(contents, others, fakes)]
+    return [id(container)]
 
 
 def _altered(contents: list[Any], others: list[Any], fakes: Mapping[int, torch.Tensor]) -> tuple[bool, list[Any]]:

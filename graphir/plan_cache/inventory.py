@@ -17,7 +17,7 @@ import torch
 from torch.nn.modules import module as torchs
 from torch.nn.parameter import is_lazy
 
-from ..capture.attributes import fields, is_pythons, is_users
+from ..capture.attributes import fields, has_fields, is_pythons, is_users, is_written_in_python
 from ..capture.patches import unpatched
 from ..ir.tensor import PLAIN
 
@@ -82,8 +82,8 @@ class Inventory:
 
     Args:
         roots: the module under the empty name; and what else a step calls, such as its loss, by name.
-        left_out: what is no part: attributes by name, those of objects also by the object's ``id`` and their name, and
-            containers by ``id``.
+        left_out: what is no part: attributes by name; those of objects, entries of dicts and items of lists by the
+            holder's ``id`` and their name, key or position; other containers by ``id``.
         in_place: whether plans run on the module's own parameters and buffers. Then the memory of these is a part, and
             hooks are none. Otherwise it is the other way round, with the shapes and element types of these tensors.
 
@@ -161,12 +161,7 @@ class Inventory:
             self._add(name, value)
             return
         if isinstance(value, (list, tuple, deque, dict)):
-            if isinstance(value, dict):
-                self._add(name, (type(value), *value))
-            else:
-                self._add(name, (type(value), len(value)))
-            if self._is_new(value, follow):
-                self._items(name, value, follow)
+            self._items(name, value, follow)
             return
         if isinstance(value, (set, frozenset)):
             self._copied(name, value, partial(frozenset, value))
@@ -177,6 +172,9 @@ class Inventory:
         self._add(name, value)
         if isinstance(value, torch.Tensor):
             self._tensor(name, value)
+        elif isinstance(value, type):
+            if is_written_in_python(value):
+                self._watch(value)
         elif self._is_new(value, follow):
             self._inside(name, value, follow)
 
@@ -188,6 +186,15 @@ class Inventory:
         return True
 
     def _items(self, name: str, value: Any, follow: bool) -> None:
+        items = dict(value if isinstance(value, dict) else enumerate(value))
+        parts = [key for key in items if (id(value), key) not in self._left_out]
+        if isinstance(value, dict):
+            self._add(name, (type(value), *parts))
+        else:  # where its own items are left out, as many as there are
+            whole = len(parts) == len(items) and (id(value), len(items)) not in self._left_out
+            self._add(name, (type(value), len(items) if whole else None))
+        if not self._is_new(value, follow):
+            return
         if not value:
             if not isinstance(value, tuple):
                 self.empty.append(value)
@@ -195,9 +202,11 @@ class Inventory:
             self.mappings.append(value)
         elif not isinstance(value, tuple):
             self.sequences.append(value)
-        for key, item in list(value.items()) if isinstance(value, dict) else enumerate(value):
+        for key in parts:
             shown = repr(key) if isinstance(key, VALUES) else type(key).__name__
-            self._visit(f"{name}[{shown}]", item, follow)
+            self._visit(f"{name}[{shown}]", items[key], follow)
+        if has_fields(value) and getattr(value, "__dict__", None) is not value:
+            self._object(name, value)
 
     def _inside(self, name: str, value: Any, follow: bool) -> None:
         if isinstance(value, FunctionType):
@@ -220,8 +229,9 @@ class Inventory:
 
     def _function(self, name: str, function: FunctionType) -> None:
         self.functions.append(function)
-        for part in ("__code__", "__defaults__", "__kwdefaults__"):
-            self._add(f"{name}.{part}", getattr(function, part))
+        self._add(f"{name}.__code__", function.__code__)
+        for part in ("__defaults__", "__kwdefaults__"):
+            self._visit(f"{name}.{part}", getattr(function, part), follow=False)
 
     def _tensor(self, name: str, tensor: torch.Tensor) -> None:
         if not self._is_new(tensor, True):
