@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch.backends import cuda, mha
 
 from .conditions import Broken, Conditions
 from .libraries import Outside
@@ -31,14 +32,35 @@ def _autocast(device: str) -> _Setting:
     return _Setting(get, restore)
 
 
+_ATTENTION: Final = (
+    _Setting(cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    _Setting(cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    _Setting(cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    _Setting(mha.get_fastpath_enabled, mha.set_fastpath_enabled),
+)
+"""Kernels of attention, which round differently. On the host, too, they are chosen by settings of ``backends.cuda``."""
+
+
+def _enabled() -> tuple[bool, ...]:
+    return tuple([kernel.get() for kernel in _ATTENTION])
+
+
+def _enable(values: tuple[bool, ...]) -> None:
+    for kernel, enabled in zip(_ATTENTION, values, strict=True):
+        kernel.set(enabled)
+
+
 _DTYPE: Final = "the default dtype"
-"""The only one that all threads have together: another one may set it meanwhile."""
+_KERNELS: Final = "which kernels attention may take"
+_SHARED: Final = (_DTYPE, _KERNELS)
+"""Those that all threads have together: another one may set them meanwhile."""
 _SET_DTYPE: Final = ("set_default_dtype", "set_default_tensor_type")
 SETTINGS: Final[Mapping[str, _Setting]] = {
     _DTYPE: _Setting(torch.get_default_dtype, torch.set_default_dtype),
     "whether gradients are computed": _Setting(torch.is_grad_enabled, torch.set_grad_enabled),
     "autocast": _autocast("cpu"),
     "autocast on CUDA": _autocast("cuda"),
+    _KERNELS: _Setting(_enabled, _enable),
     "whether autocast caches": _Setting(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
 }
 
@@ -54,7 +76,7 @@ def global_state_kept(conditions: Conditions) -> Iterator[None]:
         Broken: it does not hold.
     """
     before = {name: setting.get() for name, setting in SETTINGS.items()}
-    mine = dict.fromkeys(name for name in SETTINGS if name != _DTYPE)
+    mine = dict.fromkeys(name for name in SETTINGS if name not in _SHARED)
 
     def noting(set_dtype: Callable[..., None]) -> Callable[..., None]:
         def call(*args: Any, **kwargs: Any) -> None:

@@ -16,9 +16,9 @@
 **The guard** compares what a step's Python may read of the module (:mod:`.inventory`):
 
 * each module by class, attributes, children, parameters and buffers, and which of the latter need a gradient;
-* what attributes hold: lists, tuples, dicts, sets, arrays and unregistered modules; objects of users' classes by their
-  attributes, one level;
-* the classes of all these along their order of resolution, each class once; functions by identity, code and defaults.
+* what attributes hold, as far as it goes: lists, tuples, dicts, sets, arrays, unregistered modules, and the attributes
+  of objects of users' and libraries' classes;
+* the classes of all these, and classes that are attributes, along their order of resolution, each class once; functions by identity, code and defaults.
 
 Numbers and text are compared by value, everything else is itself. A module that is changed back finds its plans.
 
@@ -30,7 +30,7 @@ what no version counts is not seen.
 **Left out** are training modes, which a kind of call or the first capture decides; attributes that ``allow_changes``
 names; and those that the step itself changes, which the capture has found to make no difference to the next step.
 
-**Not seen** are globals, closures, objects that the held objects hold, and what C code keeps: ``docs/capture.md``.
+**Not seen** are globals, closures, attributes of functions, and what C code keeps: ``docs/capture.md``.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
+import torch
+
+from ..capture.attributes import names_of_attributes
 from ..errors import SessionError
 from .guard import ModuleGuard
 from .inventory import Change
@@ -81,6 +84,7 @@ class PlanCache(Generic[_Plan]):
     ) -> None:
         self._most = most
         self._left_out: dict[Hashable, object] = dict.fromkeys(allowed)
+        self._model: torch.nn.Module = roots[""]
         self._new = partial(ModuleGuard, roots, self._left_out, in_place)
         self._last: ModuleGuard = self._new()
         self._kept: list[_Kept[_Plan]] = []
@@ -158,13 +162,19 @@ class PlanCache(Generic[_Plan]):
         change = max(guard.changes, key=lambda change: self._captures[change.attribute])
         if self._captures[change.attribute] < _CAPTURES:
             return
-        ignored = "" if change.of_class else f"; if nothing depends on it, pass allow_changes=({change.attribute!r},)"
+        owner = self._attribute_of_module(change.attribute)
+        ignored = f"; if nothing depends on {owner!r}, pass allow_changes=({owner!r},)" if owner else ""
         raise SessionError(
             f"{change}, and was captured anew {_CAPTURES} times already",
             where="the module that was compiled",
             fix="make it a 0-dim tensor argument of the step, or a 0-dim tensor on the module that is written in place"
             + ignored,
         )
+
+    def _attribute_of_module(self, changed: str) -> str:
+        """The attribute of a module that is, or holds, what has changed, as ``allow_changes`` takes it; empty if none."""
+        names = names_of_attributes(self._model)
+        return max((name for name in names if f"{changed}.".startswith((f"{name}.", f"{name}["))), key=len, default="")
 
 
 def told(changes: Sequence[Change]) -> str:

@@ -76,9 +76,9 @@ class _Memory:
 class Inventory:
     """The parts of a module, of the objects that it holds, and of the classes of both.
 
-    A module's attributes are followed into lists, tuples, dicts, sets, arrays and modules that nobody registered. Of an
-    object of a user's or a library's class the attributes are parts too; objects that these hold are followed no
-    further. Functions are themselves, their code and their defaults.
+    A module's attributes are followed into lists, tuples, dicts, sets, arrays, modules that nobody registered, and
+    objects of users' and libraries' classes, as far as they go. Functions are themselves, their code and their
+    defaults. Classes that are attributes are followed like those of objects.
 
     Args:
         roots: the module under the empty name; and what else a step calls, such as its loss, by name.
@@ -116,7 +116,7 @@ class Inventory:
         self.own: dict[int, torch.Tensor] = {}
         self.hooks: list[Mapping[Any, Any]] = []
         self._left_out, self._in_place = left_out, in_place
-        self._seen: set[tuple[int, bool]] = set()
+        self._seen: set[int] = set()
         self._classes: list[type] = []
         for name, root in roots.items():
             self._collect_own(root)
@@ -153,15 +153,15 @@ class Inventory:
         self.parts[name] = part
         return name
 
-    def _visit(self, name: str, value: Any, follow: bool = True) -> None:
-        """Add a value, and what is in it; the attributes of an object where it is to be followed."""
+    def _visit(self, name: str, value: Any) -> None:
+        """Add a value, and what is in it."""
         if name in self._left_out or id(value) in self._left_out:
             return
         if isinstance(value, (*VALUES, *ProxyTypes)):  # a proxy would pass for what it stands for
             self._add(name, value)
             return
         if isinstance(value, (list, tuple, deque, dict)):
-            self._items(name, value, follow)
+            self._items(name, value)
             return
         if isinstance(value, (set, frozenset)):
             self._copied(name, value, partial(frozenset, value))
@@ -175,17 +175,17 @@ class Inventory:
         elif isinstance(value, type):
             if is_written_in_python(value):
                 self._watch(value)
-        elif self._is_new(value, follow):
-            self._inside(name, value, follow)
+        elif self._is_new(value):
+            self._inside(name, value)
 
-    def _is_new(self, value: Any, follow: bool) -> bool:
+    def _is_new(self, value: Any) -> bool:
         """Whether a value has not been looked into so far."""
-        if (id(value), True) in self._seen or (id(value), follow) in self._seen:
+        if id(value) in self._seen:
             return False
-        self._seen.add((id(value), follow))
+        self._seen.add(id(value))
         return True
 
-    def _items(self, name: str, value: Any, follow: bool) -> None:
+    def _items(self, name: str, value: Any) -> None:
         items = dict(value if isinstance(value, dict) else enumerate(value))
         parts = [key for key in items if (id(value), key) not in self._left_out]
         if isinstance(value, dict):
@@ -193,7 +193,7 @@ class Inventory:
         else:  # where its own items are left out, as many as there are
             whole = len(parts) == len(items) and (id(value), len(items)) not in self._left_out
             self._add(name, (type(value), len(items) if whole else None))
-        if not self._is_new(value, follow):
+        if not self._is_new(value):
             return
         if not value:
             if not isinstance(value, tuple):
@@ -204,22 +204,22 @@ class Inventory:
             self.sequences.append(value)
         for key in parts:
             shown = repr(key) if isinstance(key, VALUES) else type(key).__name__
-            self._visit(f"{name}[{shown}]", items[key], follow)
+            self._visit(f"{name}[{shown}]", items[key])
         if has_fields(value) and getattr(value, "__dict__", None) is not value:
             self._object(name, value)
 
-    def _inside(self, name: str, value: Any, follow: bool) -> None:
+    def _inside(self, name: str, value: Any) -> None:
         if isinstance(value, FunctionType):
             self._function(name, value)
         elif isinstance(value, MethodType):
-            self._visit(name + ".__func__", value.__func__, follow)
-            self._visit(name + ".__self__", value.__self__, follow)
+            self._visit(name + ".__func__", value.__func__)
+            self._visit(name + ".__self__", value.__self__)
         elif isinstance(value, partial):
             for part in ("func", "args", "keywords"):
-                self._visit(f"{name}.{part}", getattr(value, part), follow)
+                self._visit(f"{name}.{part}", getattr(value, part))
         elif isinstance(value, torch.nn.Module) and not isinstance(value, torch.jit.ScriptModule):
             self._module(name, value)
-        elif follow and is_users(value):
+        elif is_users(value):
             self._object(name, value)
 
     def _copied(self, name: str, value: Any, read: Callable[[], Any]) -> None:
@@ -231,10 +231,10 @@ class Inventory:
         self.functions.append(function)
         self._add(f"{name}.__code__", function.__code__)
         for part in ("__defaults__", "__kwdefaults__"):
-            self._visit(f"{name}.{part}", getattr(function, part), follow=False)
+            self._visit(f"{name}.{part}", getattr(function, part))
 
     def _tensor(self, name: str, tensor: torch.Tensor) -> None:
-        if not self._is_new(tensor, True):
+        if not self._is_new(tensor):
             return
         self._add(f"{name}.requires_grad", tensor.requires_grad)
         if id(tensor) in self.own and not self._in_place:
@@ -282,12 +282,12 @@ class Inventory:
         self._add(f"{name}.__dict__", tuple([key for key in found if (id(value), key) not in self._left_out]))
         for key, item in found.items():
             if (id(value), key) not in self._left_out:
-                self._visit(f"{name}.{key}", item, follow=False)
+                self._visit(f"{name}.{key}", item)
         self._watch(type(value))
 
     def _watch(self, cls: type) -> None:
         for base in cls.__mro__:
-            if not is_pythons(base) and self._is_new(base, True):
+            if not is_pythons(base) and self._is_new(base):
                 self._classes.append(base)
 
     def _class(self, cls: type) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from graphir.passes import emit
+from graphir.runtime import Session
 from torch import Tensor, nn
 
 from graphir.capture import capture
@@ -169,3 +171,22 @@ def test_a_method_of_the_generator_that_all_threads_share_is_watched_as_that() -
     for draw in (random.random, numpy.random.rand):
         with pytest.raises(CaptureError, match="the step draws from"):
             capture(Late(draw, lambda kept: 1 if kept() >= 0 else 2), (X,))
+
+
+def test_what_a_distribution_computes_once_is_put_back() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept = torch.distributions.Bernoulli(logits=torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.kept.probs
+
+    model, x = Masked(), torch.randn(3, 4)
+    with pytest.raises(CaptureError, match="the step changes what the attribute 'kept' holds") as refused:
+        capture(model, (x,))
+    assert "if the first step alone changes it, run one before the capture" in refused.value.fix
+    expected = model(x)
+    program = capture(model, (x,))
+    with Session(emit(program), program.state) as session:
+        assert torch.equal(session.step(x), expected)

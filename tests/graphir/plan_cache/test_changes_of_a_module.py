@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import collections
+import dataclasses
 import math
 import random
 import types
@@ -13,6 +16,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import graphir
 from graphir.errors import CaptureError, EagerWarning, SessionError
@@ -153,6 +157,103 @@ def test_a_change_is_followed(way: Any, changes: list[str], told: list[warnings.
         expected = [EagerWarning if hooked else graphir.RecaptureWarning] if {change} - UNTOLD - {None} else []
         assert [warning.category for warning in told] == expected, change
         told.clear()
+
+
+class Entries(dict[str, float]):
+    gain: float
+
+
+@dataclasses.dataclass
+class Tree:
+    rate: float = 1.0
+    branches: list[Tree] = dataclasses.field(default_factory=list)
+
+
+class Holding(nn.Module):
+    """Numbers in all that an attribute may be; the forward itself fills a dict and a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        class Config:
+            rate = 1.0
+
+        def scaled(x: Tensor, by: list[float] = [1.0]) -> Tensor:  # noqa: B006
+            return x * by[0]
+
+        self.config, self.namespace, self.scaled = Config, argparse.Namespace(rate=1.0), scaled
+        self.entries, self.tree = Entries(), Tree(branches=[Tree()])
+        self.entries.gain = 1.0
+        self.user_dict, self.chain = collections.UserDict(rate=1.0), collections.ChainMap({"rate": 1.0})
+        self.noise = torch.distributions.Normal(0.0, 1.0)
+        self._known, self._listed = {"rate": 1.0}, [1.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._known["set up"] = True
+        if len(self._listed) == 1:
+            self._listed.append(0.0)
+        made = self.scaled(x) * self.config.rate * self.namespace.rate * self.entries.gain * self.tree.branches[0].rate
+        made = made * self.user_dict["rate"] * self.chain["rate"] * self._known["rate"] * self._listed[0]
+        return made * self.noise.scale
+
+
+HELD: dict[str, Callable[[Any], None]] = {
+    "config.rate": lambda m: setattr(m.config, "rate", 3.0),
+    "namespace.rate": lambda m: setattr(m.namespace, "rate", 3.0),
+    "scaled.__defaults__[0][0]": lambda m: m.scaled.__defaults__[0].__setitem__(0, 3.0),
+    "entries.gain": lambda m: setattr(m.entries, "gain", 3.0),
+    "tree.branches[0].rate": lambda m: setattr(m.tree.branches[0], "rate", 3.0),
+    "user_dict.data['rate']": lambda m: m.user_dict.update(rate=3.0),
+    "chain.maps[0]['rate']": lambda m: m.chain.update(rate=3.0),
+    "_known['rate']": lambda m: m._known.update(rate=3.0),
+    "_listed[0]": lambda m: m._listed.__setitem__(0, 3.0),
+    "noise.scale": lambda m: setattr(m.noise, "scale", torch.tensor(3.0)),
+}
+
+
+@WAYS
+def test_what_attributes_hold_is_seen_as_far_as_it_goes(way: Any, told: list[warnings.WarningMessage]) -> None:
+    model = Holding()
+    run, eager = way(model)
+    run(X)
+    for name, change in HELD.items():
+        change(model)
+        assert torch.equal(run(X), eager(X)), name
+        (warning,) = told
+        name = name.replace("config.", f"{model.config.__qualname__}.")
+        assert repr(name) in str(warning.message)
+        told.clear()
+
+
+def test_kernels_of_attention_are_those_of_the_call(told: list[warnings.WarningMessage]) -> None:
+    class Attention(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(x, x, x)
+
+    run, eager = replicated(Attention())
+    x = torch.randn(4, 2, 33, 16, generator=torch.Generator().manual_seed(0))
+    whole = run(x)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert torch.equal(run(x), eager(x))
+        assert not torch.equal(run(x), whole)
+    assert torch.equal(run(x), whole)
+    assert not told
+
+
+def test_the_remedy_names_the_attribute_of_the_module() -> None:
+    def train(allowed: tuple[str, ...]) -> None:
+        step = graphir.compile(model, (X,), allow_changes=allowed)
+        for model.entries.calls in range(10):
+            step.step(X)
+
+    model: Any = Holding()
+    with (
+        pytest.warns(graphir.RecaptureWarning),
+        pytest.raises(SessionError, match=r"'entries\.calls' .*8 times") as refused,
+    ):
+        train(())
+    assert "if nothing depends on 'entries', pass allow_changes=('entries',)" in refused.value.fix
+    train(("entries",))
 
 
 @WAYS
@@ -359,7 +460,7 @@ def test_an_attribute_that_changes_in_each_step_is_refused() -> None:
         assert refused.value.what == "'beta' of the module is 9.0 now, and was captured anew 8 times already"
         assert refused.value.fix == (
             "make it a 0-dim tensor argument of the step, or a 0-dim tensor on the module that is written in place; if "
-            "nothing depends on it, pass allow_changes=('beta',)"
+            "nothing depends on 'beta', pass allow_changes=('beta',)"
         )
     model.beta = 7.0
     assert torch.equal(run(X), eager(X))
