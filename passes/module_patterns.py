@@ -73,9 +73,12 @@ def _refuse_idle(
             other = without[named[text][0]]
             raise PassError(f"{text!r} names only what {other!r} leaves out", fix=f"give {text!r} up, or {other!r}")
         elif all(said[found.get(path, text)] != said[text] for path in named[text] if path not in without):
-            closer = next(found[path] for path in named[text] if path in found)
+            closer = [repr(other) for other in dict.fromkeys([found[path] for path in named[text] if path in found])]
+            hold = (
+                f"{closer[0]} holds, which is closer" if len(closer) == 1 else f"closer ones hold: {', '.join(closer)}"
+            )
             raise PassError(
-                f"{text!r} names only modules for which {closer!r} holds, which is closer",
+                f"{text!r} names only modules for which {hold}",
                 fix=f"name the modules as they stand, such as {named[text][0]!r}",
             )
 
@@ -84,9 +87,15 @@ def leaves_out(given: dict[str, Any]) -> dict[str, Any]:
     """By pattern, where its modules go, which is None for just those with a ``!``; a field's validator."""
     for text, target in given.items():
         if text.startswith("!") and target is not None:
-            raise OptionError(f"{text!r} leaves modules out: they go nowhere", fix=f"write {text!r}: None")
+            raise OptionError(
+                f"{text!r} leaves modules out: they go nowhere",
+                fix=f"write {text!r}: None, beside a pattern that names them",
+            )
         if not text.startswith("!") and target is None:
-            raise OptionError(f"{text!r} goes to None", fix=f"give a device, or write '!{text}': None to leave it out")
+            raise OptionError(
+                f"{text!r} goes to None",
+                fix=f"give a device, or no entry; where another pattern names the module, write '!{text}': None",
+            )
     return given
 
 

@@ -22,7 +22,7 @@ from ..capture.randomness import active_ids
 from .apply import apply_replicas
 from .compiled import CompiledReplicas
 from .devices import Binding, DeviceId, device_id, ids_of, places_of_ids
-from .errors import ReplicationRuntimeError, ReplicationValueError
+from .errors import ReplicationRuntimeError, ReplicationTypeError, ReplicationValueError
 from .gather import gather
 from .replicas import replicate
 from .scatter import scatter_kwargs, shares_with_rows
@@ -69,6 +69,7 @@ class DataParallel(nn.DataParallel[Any]):
 
     Raises:
         CaptureError: *allow_changes* is no tuple of attributes.
+        ReplicationTypeError: *module* is no module.
         ReplicationIndexError: *device_ids* is empty.
         ReplicationValueError: a device is none or is named twice; the binding does not fit; *idle* is another word.
         ReplicationRuntimeError: there are fewer GPUs, and the binding shares none.
@@ -92,6 +93,12 @@ class DataParallel(nn.DataParallel[Any]):
         allow_changes: Iterable[str] = (),
     ) -> None:
         nn.Module.__init__(self)
+        if not isinstance(module, nn.Module):
+            raise ReplicationTypeError(
+                f"the module is a {type(module).__name__}, not an nn.Module",
+                where=f"{type(self).__name__}(...)",
+                fix="pass the model itself; a function goes into the forward of an nn.Module",
+            )
         if idle not in ("call", "skip"):
             raise ReplicationValueError(
                 f"idle is {idle!r}", where="DataParallel(...)", fix="give 'call', as torch does, or 'skip'"

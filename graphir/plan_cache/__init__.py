@@ -18,7 +18,8 @@
 * each module by class, attributes, children, parameters and buffers, and which of the latter need a gradient;
 * what attributes hold, as far as it goes: lists, tuples, dicts, sets, arrays, unregistered modules, and the attributes
   of objects of users' and libraries' classes;
-* the classes of all these, and classes that are attributes, along their order of resolution, each class once; functions by identity, code and defaults.
+* the classes of all these, and classes that are attributes, along their order of resolution, each class once; functions
+  by identity, code and defaults.
 
 Numbers and text are compared by value, everything else is itself. A module that is changed back finds its plans.
 
@@ -172,9 +173,9 @@ class PlanCache(Generic[_Plan]):
         )
 
     def _attribute_of_module(self, changed: str) -> str:
-        """The attribute of a module that is, or holds, what has changed, as ``allow_changes`` takes it; empty if none."""
+        """The attribute of a module that has changed, or holds what has; empty if there is none."""
         names = names_of_attributes(self._model)
-        return max((name for name in names if f"{changed}.".startswith((f"{name}.", f"{name}["))), key=len, default="")
+        return max([name for name in names if f"{changed}.".startswith((f"{name}.", f"{name}["))], key=len, default="")
 
 
 def told(changes: Sequence[Change]) -> str:

@@ -126,6 +126,10 @@ def test_patterns_leave_out() -> None:
             "'second[1:]' names only modules for which 'second' holds, which is closer\n"
             "  fix  name the modules as they stand, such as 'second.1'",
         ),
+        (
+            {"first": 0, "*": 1, "**": 2},
+            "'**' names only modules for which closer ones hold: 'first', '*'\n  fix  name the modules as",
+        ),
     ],
 )
 def test_patterns_that_decide_nothing_are_refused(patterns: Any, message: str) -> None:
@@ -151,11 +155,11 @@ def test_everything_is_the_model_itself() -> None:
     [
         (
             {"!second": 1, "**": 0},
-            "modules: '!second' leaves modules out: they go nowhere\n  fix  write '!sec",
+            "modules: '!second' leaves modules out: they go nowhere\n  fix  write '!second': None, beside",
         ),
         (
             {"second": None},
-            "modules: 'second' goes to None\n  fix  give a device, or write '!second': None",
+            "modules: 'second' goes to None\n  fix  give a device, or no entry; where another pattern names",
         ),
     ],
 )
