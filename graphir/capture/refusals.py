@@ -211,8 +211,10 @@ def _on_functions(func: object) -> tuple[str, str]:
 _UNSUPPORTED: Final[Mapping[str, tuple[str, str]]] = {
     "aten.mkldnn_rnn_layer": (
         "the fused CPU kernel of LSTM is not supported",
-        "switch it off in the forward, around the LSTM alone, so that eager PyTorch computes the same bits: "
-        "with torch.backends.mkldnn.flags(enabled=False): ...",
+        Outside(
+            "call the LSTM in a forward of your own and switch the kernel off around the LSTM alone, so that eager PyTorch "
+            "computes the same bits: with torch.backends.mkldnn.flags(enabled=False): ..."
+        ),
     ),
     "aten._nested_tensor_from_mask_left_aligned": (
         "nn.TransformerEncoder makes nested tensors of what a padding mask leaves, so sizes depend on data",

@@ -97,8 +97,8 @@ class Inventory:
         empty: tables and containers in which nothing is.
         copied: what shows no objects that could be compared, and reads its contents.
         functions: every function once.
-        plain: tensors that are neither parameters nor buffers.
-        own: the parameters and buffers, by ``id``.
+        plain: all other tensors.
+        own: the module's parameters and buffers, by ``id``; to the plans, those of a loss are plain tensors.
         hooks: tables of hooks, where they are no parts.
     """
 
@@ -113,13 +113,13 @@ class Inventory:
         self.copied: list[Callable[[], Any]] = []
         self.functions: list[FunctionType] = []
         self.plain: list[torch.Tensor] = []
-        self.own: dict[int, torch.Tensor] = {}
         self.hooks: list[Mapping[Any, Any]] = []
         self._left_out, self._in_place = left_out, in_place
         self._seen: set[int] = set()
         self._classes: list[type] = []
+        model = roots[""]
+        self.own = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
         for name, root in roots.items():
-            self._collect_own(root)
             self._visit(name, root)
         for cls in self._classes:  # which grows: a class may hold objects, which have classes
             self._class(cls)
@@ -142,10 +142,6 @@ class Inventory:
 
     def _is_of_class(self, name: str) -> bool:
         return any(name.startswith(f"{cls.__qualname__}.") for cls in self._classes)
-
-    def _collect_own(self, root: Any) -> None:
-        if isinstance(root, torch.nn.Module):
-            self.own |= {id(tensor): tensor for tensor in chain(root.parameters(), root.buffers())}
 
     def _add(self, name: str, part: Any) -> str:
         while name in self.parts:  # two classes of one name

@@ -11,7 +11,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch import nn
+from graphir.passes import emit
+from graphir.runtime import Session
+from torch import Tensor, nn
 
 from graphir.capture import capture
 from graphir.errors import CaptureError
@@ -123,3 +125,27 @@ def test_a_line_of_ones_own_is_told_how_to_write_it() -> None:
 def test_torchs_own_lines_are_a_librarys_too() -> None:
     with pytest.raises(CaptureError, match="the line is one of torch's"):
         capture(nn.AdaptiveLogSoftmaxWithLoss(4, 6, [2]), (torch.randn(5, 4), torch.tensor([0, 1, 2, 3, 5])))
+
+
+class WithoutTheKernel(nn.Module):
+    """What the remedy says."""
+
+    def __init__(self, lstm: nn.LSTM) -> None:
+        super().__init__()
+        self.lstm = lstm
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.backends.mkldnn.flags(enabled=False):
+            output: Tensor = self.lstm(x)[0]
+        return output
+
+
+def test_an_lstm_that_torch_calls_has_the_remedy_of_one_that_the_user_calls() -> None:
+    model, x = nn.Sequential(nn.LSTM(4, 4)), torch.randn(2, 3, 4)
+    with pytest.raises(CaptureError, match="fused CPU kernel of LSTM") as refused:
+        capture(model, (x,))
+    assert "in a forward of your own" in refused.value.fix and "mkldnn.flags(enabled=False)" in refused.value.fix
+    wrapped = WithoutTheKernel(nn.LSTM(4, 4))
+    program = capture(wrapped, (x,))
+    with Session(emit(program), program.state) as session:
+        assert torch.equal(session.step(x), wrapped(x))

@@ -38,6 +38,11 @@ def gathered(make: Callable[[Tensor], Any], **options: Any) -> Any:
 REFUSED: dict[str, tuple[type[Exception], Callable[[], Any], str]] = {
     "no devices": (IndexError, lambda: graphir.DataParallel(nn.Linear(2, 2), []), r"device_ids is empty\n.*\n  fix"),
     "no devices, as a ValueError": (ValueError, lambda: graphir.DataParallel(nn.Linear(2, 2), []), "is empty"),
+    "no module": (
+        TypeError,
+        lambda: graphir.DataParallel([nn.Linear(2, 2)], [0, 1]),  # type: ignore[arg-type]
+        r"the module is a list, not an nn.Module\n  in   DataParallel\(...\)",
+    ),
     "a device twice": (
         ValueError,
         lambda: graphir.DataParallel(nn.Linear(2, 2), [0, 1, 0]),

@@ -444,6 +444,17 @@ def test_all_sizes_of_an_epoch_train_with_one_value() -> None:
             assert torch.equal(tensor, eager.state_dict()[name])
 
 
+def test_weights_of_a_loss_are_followed() -> None:
+    model, loss, y = nn.Linear(4, 3), nn.CrossEntropyLoss(weight=torch.ones(3)), torch.tensor([0, 1, 2, 0, 1, 2])
+    with graphir.compile(model, (X,), targets=(y,), loss=loss) as step:
+        step.step(X, y)
+        loss.weight.mul_(torch.tensor([1.0, 2.0, 3.0]))
+        assert torch.equal(step.step(X, y), loss(model(X), y))
+        loss.weight.data = torch.tensor([3.0, 2.0, 1.0])
+        with pytest.warns(graphir.RecaptureWarning, match=r"'loss function\.weight\.data' of the module has changed"):
+            assert torch.equal(step.step(X, y), loss(model(X), y))
+
+
 def test_an_attribute_that_changes_in_each_step_is_refused() -> None:
     model = made()
     run, eager = compiled(model)
