@@ -212,8 +212,8 @@ _UNSUPPORTED: Final[Mapping[str, tuple[str, str]]] = {
     "aten.mkldnn_rnn_layer": (
         "the fused CPU kernel of LSTM is not supported",
         Outside(
-            "call the LSTM in a forward of your own and switch the kernel off around the LSTM alone, so that eager PyTorch "
-            "computes the same bits: with torch.backends.mkldnn.flags(enabled=False): ..."
+            "call the LSTM in a forward of your own, and switch the kernel off around the LSTM alone, so that eager "
+            "PyTorch computes the same bits: with torch.backends.mkldnn.flags(enabled=False): ..."
         ),
     ),
     "aten._nested_tensor_from_mask_left_aligned": (
