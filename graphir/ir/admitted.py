@@ -13,6 +13,7 @@ from typing import Final
 
 from ..errors import GraphirError, nearest
 from .opset import NAMESPACES, overload
+from .size import LONGEST_TEXT
 
 __all__ = ["ADMITTED", "admitted", "allow_operators"]
 
@@ -138,8 +139,12 @@ def admitted(type: str) -> str:
     """The operator type, as a file names it.
 
     Raises:
-        GraphirError: it is one of torch's that files may not name.
+        GraphirError: it is one of torch's that files may not name, or longer than a text may have it.
     """
+    if len(type) > LONGEST_TEXT:
+        raise GraphirError(
+            f"the operator type {type[:20]}… has {len(type)} characters", fix=f"write at most {LONGEST_TEXT}"
+        )
     if type in ADMITTED or type.partition(".")[0] not in NAMESPACES or type in _allowed:
         return type
     raise GraphirError(

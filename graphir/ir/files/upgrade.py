@@ -49,10 +49,12 @@ def with_fields(value: Net | Program | Plan) -> Net | Program | Plan:
 
     Until version 3, the name of the pass that made a copy said how the copy is issued and where it is received; that
     ``pipeline`` is in the history said that copies stand where they are due; and the options of the pass that made the
-    replicas said how gradients are reduced.
+    replicas said how gradients are reduced. The value numbers of plans with synchronised batch norms, whose results
+    now follow from no running statistics, meant something else and are left out.
     """
     if isinstance(value, Plan):
-        return value.with_(program=_program(value.program))
+        synchronised = any(op.type == "graphir.synchronised_batch_norm" for op in value.step.ops)
+        return value.with_(program=_program(value.program), values={} if synchronised else value.values)
     return _program(value) if isinstance(value, Program) else _net(value)
 
 

@@ -45,7 +45,7 @@ def test_bytes_of_tables_and_of_their_exchange() -> None:
 def test_without_placed_modules() -> None:
     assert not graphir.placed(program()).modules
     assert graphir.placed(passes.replicate(program(), [0, 1])).imbalance == 1
-    with pytest.raises(GraphirError, match="placed takes a program or a plan, not int"):
+    with pytest.raises(GraphirError, match="placed takes a Program or Plan, not int"):
         graphir.placed(3)  # type: ignore[arg-type]
 
 

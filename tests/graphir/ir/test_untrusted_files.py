@@ -159,6 +159,14 @@ def with_argument(value):
     return json.dumps(DOCUMENTS[1]).replace('"ops": [', '"ops": [' + op)
 
 
+def test_a_type_that_no_text_could_have_is_refused(path):
+    path.write_text(
+        json.dumps(DOCUMENTS[1]).replace('"ops": [', '"ops": [{"type": "' + "a" * 4001 + '", "device": "cpu"}, ')
+    )
+    with pytest.raises(GraphirError, match="has 4001 characters"):
+        load(path)
+
+
 @pytest.mark.parametrize("opening", ["[", '{"a":', '{"size":', '[{"":['])
 def test_deep_values_are_refused(path, opening):
     path.write_text(with_argument(opening * 10**5))
