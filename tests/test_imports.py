@@ -36,6 +36,8 @@ WITHIN_CALLS = {
     ("graphir.ir.program", "Program.to_exported"): ("graphir.fx", "graphs of torch.fx are made of it"),
     ("graphir.ir.plan", "Plan.python"): ("graphir.runtime", "the runtime generates code of it"),
     ("graphir.analysis.topology", "Topology.named"): ("graphir.analysis.machines", "machines are made of it"),
+    ("graphir.analysis.topology", "Topology.of"): ("graphir.analysis.cards", "machines are made of it"),
+    ("graphir.analysis.topology", "Topology.here"): ("graphir.runtime.machine.here", "the runtime measures one"),
     ("graphir.analysis.profiles", "Profile.load"): ("graphir.analysis.profile_files", "files are read into it"),
 }
 """What a call imports: by module and method, the module, which stands on the method's class, and how.
@@ -46,8 +48,8 @@ All are methods that users know. What is new and reaches up is a function, in th
 ON_DEMAND = {("graphir.cli", "demo"): ("graphir.demo.run", "importing rich draws random numbers")}
 """What else a call imports, since an import of graphir would be noticed by its process."""
 
-REACHES_UP = {("graphir.ir.plan", "Plan.python")}
-"""The one that reaches another folder."""
+REACHES_UP = {("graphir.ir.plan", "Plan.python"), ("graphir.analysis.topology", "Topology.here")}
+"""Those that reach another folder."""
 
 BELOW_IR = {"collector", "errors", "version"}
 """What ``graphir.ir`` imports beside itself."""
@@ -193,8 +195,10 @@ def test_calls_import_nothing_of_ours_but_what_is_listed():
 
 @pytest.mark.parametrize(("module", "within"), WITHIN_CALLS)
 def test_what_a_listed_call_imports_stands_on_its_module(module, within):
-    (late,) = {name for i in MODULES[module].imports if i.within == within for name in reached(MODULES[module], i)}
-    assert late == WITHIN_CALLS[module, within][0]
+    late, *packages = [
+        name for i in MODULES[module].imports if i.within == within for name in reached(MODULES[module], i)
+    ]
+    assert late == WITHIN_CALLS[module, within][0] and all(late.startswith(f"{package}.") for package in packages)
     assert networkx.has_path(networkx.DiGraph(edges(ALL)), late, module)
 
 

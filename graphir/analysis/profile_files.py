@@ -33,7 +33,7 @@ try:
 except ImportError:  # not a Unix
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["MOST_BYTES", "add", "cached", "default_path", "profile_of", "read_profile"]
+__all__ = ["MOST_BYTES", "add", "cache_file", "cached", "default_path", "profile_of", "read_profile"]
 
 _FORMAT: Final = "graphir.profile"
 _VERSION: Final = 1
@@ -75,14 +75,20 @@ class _ProfileFile(_Record):
 def default_path() -> Path | None:
     """The file of this machine's profile, whether it is there or not; None where the environment wants none, or the
     user has no home."""
-    named = os.environ.get("GRAPHIR_PROFILE")
+    digest = hashlib.sha256(str(machine()).encode()).hexdigest()[:16]
+    return cache_file("GRAPHIR_PROFILE", f"profile-{digest}.json")
+
+
+def cache_file(variable: str, name: str) -> Path | None:
+    """The file that an environment *variable* names, else the one of that *name* among this user's caches; None where
+    the variable is empty, or the user has no home."""
+    named = os.environ.get(variable)
     if named is not None:
         return path_of(named) if named else None
-    digest = hashlib.sha256(str(machine()).encode()).hexdigest()[:16]
     folder = os.environ.get("XDG_CACHE_HOME", "")
     # Relative ones are to be ignored, says the XDG Base Directory Specification.
     root = Path(folder) if Path(folder).is_absolute() else Path(os.path.expanduser("~/.cache"))  # noqa: PTH111  # no error
-    return root / "graphir" / f"profile-{digest}.json" if root.is_absolute() else None
+    return root / "graphir" / name if root.is_absolute() else None
 
 
 def read_profile(path: str | Path) -> Profile:

@@ -7,7 +7,7 @@ keep it in a JSON file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from ..errors import FileError, GraphirError, nearest
-from ..ir.device import Device
+from ..ir.device import Device, DeviceName
 from ..ir.dtype import ITEMSIZE
 from ..ir.files.disk import atomic_write, damaged, path_of, read_bytes
 from ..ir.files.records import Header
@@ -101,6 +101,7 @@ class Speed(_Record):
             to be there, holds for what has none of its own.
         bytes_per_second: of its own memory.
         memory: bytes that it holds, as a number or as text like ``80 GiB``; None where nobody says.
+        free: bytes of it that nobody held when the machine was last asked; None where nobody says.
         seconds_per_call: what an operator takes however small it is: a launch, or a call.
         seconds_per_view: what one takes that makes nothing but views.
     """
@@ -108,6 +109,7 @@ class Speed(_Record):
     flops_per_second: Annotated[dict[str, PerSecond], Field(max_length=len(ITEMSIZE))]
     bytes_per_second: PerSecond
     memory: Annotated[int, BeforeValidator(_nbytes), Field(le=LARGEST)] | None = None
+    free: Annotated[int, Field(ge=0, le=LARGEST)] | None = None
     seconds_per_call: Seconds = 0.0
     seconds_per_view: Seconds = 0.0
 
@@ -132,14 +134,18 @@ class Link(_Record):
     Attributes:
         source: the device that is read.
         destination: the one that is written.
-        bytes_per_second: of large copies.
+        bytes_per_second: of large copies; to and from the host of pinned memory.
         latency: seconds that a copy takes however small it is.
+        peer: whether the devices reach each other's memory; else copies between cards go through the host's.
+        pageable_bytes_per_second: of large copies of memory of the host that is not pinned; None where nobody says.
     """
 
     source: Named
     destination: Named
     bytes_per_second: PerSecond
     latency: Seconds = 0.0
+    peer: bool = False
+    pageable_bytes_per_second: PerSecond | None = None
 
     @model_validator(mode="after")
     def _apart(self) -> Link:
@@ -181,6 +187,7 @@ class Topology(_Record):
     links: Annotated[tuple[Link, ...], Field(max_length=_MOST_LINKS)] = ()
     host: Host | None = None
     machine: Annotated[str, Field(pattern=r"^\P{Cc}*$", max_length=1000)] = ""
+    measured: Annotated[str, Field(pattern=r"^(\d{4}-\d\d-\d\d)?$")] = ""
 
     @model_validator(mode="after")
     def _consistent(self) -> Topology:
@@ -212,6 +219,42 @@ class Topology(_Record):
                 fix=f"named ones: {', '.join(MACHINES)}; or Topology.load(path), or build one by hand",
             )
         return MACHINES[name]()
+
+    @staticmethod
+    def of(*cards: str, link: str = "pcie4x16", tf32: bool = False) -> Topology:
+        """A machine with these cards, by public figures: ``Topology.of("rtx3090", "rtx4090", link="pcie4x8")``.
+
+        Args:
+            cards: their names, of ``gpu:0``, ``gpu:1``, …; see :mod:`.cards`.
+            link: between each two of them, such as ``pcie4x16`` or ``nvlink4``. PCI Express leads to the host too.
+            tf32: whether f32 is multiplied in TF32, as ``torch.set_float32_matmul_precision("high")`` has it.
+
+        Raises:
+            GraphirError: no card or no link has such a name.
+        """
+        from .cards import topology_of
+
+        return topology_of(cards, link, tf32=tf32)
+
+    @staticmethod
+    def here(devices: Sequence[DeviceName] = (), *, refresh: bool = False) -> Topology:
+        """The machine that this process runs on.
+
+        Its CUDA cards, the links between them and to the host, and the host: measured in some seconds, and kept in a
+        file until driver, cards or versions change. Free bytes are asked anew each time. A machine without cards is its
+        host, for logical devices whose kernels share its cores.
+
+        Args:
+            devices: the logical devices that a host is for; as many gpus as it has cores by default. Cards are all
+                there, and may be more.
+            refresh: measure anew.
+
+        Raises:
+            GraphirError: *devices* are none, or a card of that number is not there.
+        """
+        from graphir.runtime.machine.here import here
+
+        return here(devices, refresh=refresh)
 
     @classmethod
     def load(cls, path: str | Path) -> Topology:

@@ -24,7 +24,7 @@ from graphir.ir.device import Device
 from .capacity import capacity
 from .surroundings import neutral
 
-__all__ = ["cores", "host_rates", "host_topology", "topology_at_hand"]
+__all__ = ["cores", "fastest", "host_rates", "host_topology", "topology_at_hand"]
 
 _RUNS: Final = 7
 _SIDE: Final = 256
@@ -56,8 +56,8 @@ def host_rates(threads: int) -> Rates:
     """The rates of kernels that use so many threads."""
     with neutral(threads), torch.inference_mode():
         long, other, sums = torch.ones(_ELEMENTS), torch.ones(_ELEMENTS), torch.empty(_ELEMENTS)
-        flops = {name: 2 * _SIDE**3 / _fastest(_product(dtype)) for name, dtype in _DTYPES.items()}
-        nbytes = 3 * long.nbytes / _fastest(lambda: torch.add(long, other, out=sums))
+        flops = {name: 2 * _SIDE**3 / fastest(_product(dtype)) for name, dtype in _DTYPES.items()}
+        nbytes = 3 * long.nbytes / fastest(lambda: torch.add(long, other, out=sums))
 
         return Rates(flops, nbytes, _seconds_per_call(), _seconds_per_view())
 
@@ -86,7 +86,7 @@ def _seconds_per_call() -> float:
             for call in types:
                 call(x)
 
-    return _fastest(calls) / (_CALLS * len(types))
+    return fastest(calls) / (_CALLS * len(types))
 
 
 def _seconds_per_view() -> float:
@@ -105,7 +105,7 @@ def _seconds_per_view() -> float:
             for call, arguments in calls:
                 call(x, *arguments)
 
-    return _fastest(views) / (_CALLS * len(calls))
+    return fastest(views) / (_CALLS * len(calls))
 
 
 def host_topology(devices: Sequence[Device], threads: int) -> Topology:
@@ -138,11 +138,11 @@ def topology_at_hand(devices: Sequence[Device], threads: int) -> Topology | None
     return host_topology(devices, threads)
 
 
-def _fastest(run: Callable[[], object]) -> float:
+def fastest(run: Callable[[], object], runs: int = _RUNS) -> float:
     """Seconds of the fastest of several runs, after one that warms up."""
     run()
     found = []
-    for _ in range(_RUNS):
+    for _ in range(runs):
         start = time.perf_counter()
         run()
         found.append(time.perf_counter() - start)

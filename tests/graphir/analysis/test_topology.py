@@ -2,9 +2,11 @@
 
 import json
 import math
+import re
 
 import pytest
 
+from graphir.analysis.cards import CARDS, LINKS
 from graphir.analysis.topology import MOST_BYTES, Host, Link, Speed, Topology
 from graphir.errors import FileError, GraphirError
 
@@ -118,3 +120,36 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path):
         file.truncate(MOST_BYTES + 1)
     with pytest.raises(FileError, match="more than 16777216 are not read"):
         Topology.load(path)
+
+
+def test_cards_by_name():
+    pair = Topology.of("rtx3090", "rtx4090", link="pcie4x8")
+    assert pair.name == "rtx3090 + rtx4090 over pcie4x8"
+    assert pair.speed("gpu:1").flops_per_second["f32"] == 82.6e12 > pair.speed("gpu:0").flops_per_second["f32"]
+    assert pair.link("gpu:0", "gpu:1").bytes_per_second == pair.link("cpu:0", "gpu:1").bytes_per_second == 15.8e9
+    assert not pair.link("gpu:0", "gpu:1").peer
+    joined = Topology.of("h100", "h100", link="nvlink4", tf32=True)
+    assert joined.link("gpu:1", "gpu:0").peer and joined.speed("gpu:0").flops_per_second["f32"] == 494e12
+
+
+def test_every_card_and_link_makes_a_machine():
+    assert len(CARDS) >= 15 and len(LINKS) >= 10
+    for link in LINKS:
+        Topology.of("a100", link=link)
+    found = Topology.of(*CARDS)
+    assert all(speed.memory for speed in found.devices.values())
+    assert "bf16" not in found.devices[f"gpu:{list(CARDS).index('v100')}"].flops_per_second
+
+
+@pytest.mark.parametrize(
+    ("cards", "options", "message"),
+    [
+        (("rtx3091",), {}, "no card has the name 'rtx3091'; did you mean 'rtx3090'"),
+        ((), {}, "a machine has one card at least"),
+        (("h100",), {"link": "nvlink9"}, "no link has the name 'nvlink9'; did you mean"),
+        ((3,), {}, "no card has the name 3"),
+    ],
+)
+def test_unknown_cards_and_links_are_refused(cards, options, message):
+    with pytest.raises(GraphirError, match=re.escape(message)):
+        Topology.of(*cards, **options)
