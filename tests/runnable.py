@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import models
-import pytest
 import torch
 from graphir.runtime.executor import Setting
 from graphir.runtime.kernels.buffers import Buffer
@@ -20,6 +19,9 @@ import graphir
 from graphir import passes
 from graphir.ir.plan import Plan
 from graphir.ir.program import Interface, Program, Slot
+
+if TYPE_CHECKING:  # benchmarks run where there is no pytest
+    import pytest
 
 Make = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 

@@ -119,11 +119,16 @@ def host_topology(devices: Sequence[Device], threads: int) -> Topology:
         seconds_per_view=rates.seconds_per_view,
     )
     # A copy reads and writes what it brings; an elementwise operator of the same bytes takes as long.
-    across = {"bytes_per_second": rates.bytes_per_second / 2, "latency": rates.seconds_per_call}
+    rate, latency = rates.bytes_per_second / 2, rates.seconds_per_call
     return Topology(
         name="this host",
         devices=dict.fromkeys(map(str, devices), speed),
-        links=tuple([Link(source=a, destination=b, **across) for a, b in permutations(map(str, devices), 2)]),
+        links=tuple(
+            [
+                Link(source=a, destination=b, bytes_per_second=rate, latency=latency)
+                for a, b in permutations(map(str, devices), 2)
+            ]
+        ),
         host=Host(cores=max(cores() // threads, 1), slowdown=_SLOWDOWN),
         machine=str(machine()),
     )

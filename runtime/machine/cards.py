@@ -7,6 +7,7 @@ type that a card cannot multiply has no figure. A device without room for the op
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final, NamedTuple, Protocol
 
 import torch
@@ -106,7 +107,7 @@ class Cards:
                 try:
                     square = torch.randn(side, side, device=f"cuda:{index}").to(dtype)
                     result = torch.empty_like(square)
-                    seconds = _seconds(index, lambda a=square, r=result: torch.mm(a, a, out=r))
+                    seconds = _seconds(index, partial(torch.mm, square, square, out=result))
                 except torch.OutOfMemoryError:
                     continue
                 except RuntimeError:  # no kernel multiplies these

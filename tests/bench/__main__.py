@@ -4,14 +4,18 @@ A figure that misses its limit is in bold there, the last lines name its row, an
 
 python tests/bench [capture] [scale] [passes] [synthetic] [caffe2] [step] [check] [parallel] [lock] [small] [shard]
                    [replicas] [pipeline] [pipelined] [apart] [memory] [profile] [profiling] [estimate] [simulate]
-                   [balance] [large] [placements] [zoo] [start] [bits] [whole] [cuda] [fit] [mutants] [certificates]
-                   [proofs] [cuts] [compare] [elements] [orders] [--write]
+                   [balance] [large] [placements] [zoo] [start] [bits] [whole] [mutants] [certificates] [proofs] [cuts]
+                   [compare] [elements] [orders] [--write]
+python tests/bench gpu [--seconds 240] [--json FILE] [--write]
+
+The second records a GPU, and is for itself. With --write it puts what FILE has into the page, on any machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import os
 import platform
 import re
@@ -22,77 +26,49 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("", "zoo", "bench", "caffe2"))]
 
-import accelerating
-import allocating
-import balancing
-import capturing
-import certifying
-import checking
-import choosing
-import comparing
-import cutting
-import estimating
-import exactness
-import fitting
-import flowing
-import importing
-import locking
-import mutating
-import ordering
-import parallel
-import placing
-import profiling
-import proving
-import reaching
-import replicating
-import scaling
-import separating
-import sharding
-import starting
-import stepping
+import gpu
 import torch
 from limits import missed
 
 from graphir.errors import counted
 
 PAGE = ROOT / "docs" / "benchmarks.md"
-TABLES: dict[str, Callable[[], Iterator[str]]] = {
-    "capture": capturing.rows,
-    "scale": scaling.rows,
-    "passes": placing.resnet50_rows,
-    "synthetic": placing.synthetic_rows,
-    "caffe2": importing.rows,
-    "step": stepping.rows,
-    "check": checking.rows,
-    "parallel": parallel.rows,
-    "lock": locking.rows,
-    "small": parallel.small_rows,
-    "replicas": replicating.rows,
-    "pipeline": flowing.rows,
-    "pipelined": flowing.predicted_rows,
-    "apart": separating.rows,
-    "shard": sharding.rows,
-    "memory": allocating.rows,
-    "profile": profiling.rows,
-    "profiling": profiling.cost_rows,
-    "estimate": estimating.rows,
-    "balance": balancing.rows,
-    "large": balancing.large_rows,
-    "placements": choosing.rows,
-    "zoo": choosing.zoo_rows,
-    "simulate": estimating.simulation_rows,
-    "start": starting.rows,
-    "bits": exactness.bit_rows,
-    "whole": exactness.whole_batch_rows,
-    "cuda": accelerating.rows,
-    "fit": fitting.rows,
-    "mutants": mutating.rows,
-    "certificates": certifying.rows,
-    "proofs": proving.pass_rows,
-    "cuts": cutting.rows,
-    "compare": comparing.rows,
-    "elements": reaching.rows,
-    "orders": ordering.rows,
+# Each is imported when it is run: some need more than others, and a machine with a GPU may have little.
+TABLES: dict[str, str] = {
+    "capture": "capturing.rows",
+    "scale": "scaling.rows",
+    "passes": "placing.resnet50_rows",
+    "synthetic": "placing.synthetic_rows",
+    "caffe2": "importing.rows",
+    "step": "stepping.rows",
+    "check": "checking.rows",
+    "parallel": "parallel.rows",
+    "lock": "locking.rows",
+    "small": "parallel.small_rows",
+    "replicas": "replicating.rows",
+    "pipeline": "flowing.rows",
+    "pipelined": "flowing.predicted_rows",
+    "apart": "separating.rows",
+    "shard": "sharding.rows",
+    "memory": "allocating.rows",
+    "profile": "profiling.rows",
+    "profiling": "profiling.cost_rows",
+    "estimate": "estimating.rows",
+    "balance": "balancing.rows",
+    "large": "balancing.large_rows",
+    "placements": "choosing.rows",
+    "zoo": "choosing.zoo_rows",
+    "simulate": "estimating.simulation_rows",
+    "start": "starting.rows",
+    "bits": "exactness.bit_rows",
+    "whole": "exactness.whole_batch_rows",
+    "mutants": "mutating.rows",
+    "certificates": "certifying.rows",
+    "proofs": "proving.pass_rows",
+    "cuts": "cutting.rows",
+    "compare": "comparing.rows",
+    "elements": "reaching.rows",
+    "orders": "ordering.rows",
 }
 
 
@@ -117,15 +93,33 @@ def write(name: str, lines: list[str]) -> None:
         raise SystemExit(f"{PAGE} has no {begin}")
     head, rest = page.split(begin, 1)
     tail = rest.split(end, 1)[1]
-    PAGE.write_text(f"{head}{begin}\n{machine()}\n\n" + "\n".join(lines) + f"\n{end}{tail}", encoding="utf-8")
+    PAGE.write_text(f"{head}{begin}\n" + "\n".join(lines) + f"\n{end}{tail}", encoding="utf-8")
+
+
+def record(options: argparse.Namespace) -> None:
+    """Record a GPU, or write what was recorded."""
+    if options.write:
+        if options.json is None:
+            raise SystemExit("--write needs --json FILE, a recording")
+        write("gpu", gpu.tables(options.json))
+        return
+    if not torch.cuda.is_available():
+        raise SystemExit("torch sees no CUDA device here; with --json FILE --write a recording goes into the page")
+    for line in gpu.record(options.seconds, options.json):
+        print(line, flush=True)
 
 
 def main() -> None:
     """Run the chosen tables, all of them by default."""
     parser = argparse.ArgumentParser(prog="python tests/bench")
-    parser.add_argument("tables", nargs="*", help=f"of {', '.join(TABLES)}; all by default")
+    parser.add_argument("tables", nargs="*", help=f"of {', '.join(TABLES)}; all by default. Or gpu alone")
     parser.add_argument("--write", action="store_true", help="write them into docs/benchmarks.md")
+    parser.add_argument("--seconds", type=float, default=240, help="of gpu: what all of it may take")
+    parser.add_argument("--json", type=Path, help="of gpu: the file that is written, or read with --write")
     options = parser.parse_args()
+    if options.tables == ["gpu"]:
+        record(options)
+        return
     unknown = set(options.tables) - set(TABLES)
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; tables are {', '.join(TABLES)}")
@@ -133,13 +127,15 @@ def main() -> None:
     for name in options.tables or TABLES:
         print(f"\n{name}\n{machine()}\n")
         lines: list[str] = []
-        for line in TABLES[name]():  # what is cut off leaves what it has measured
+        module, rows = TABLES[name].split(".")
+        made: Callable[[], Iterator[str]] = getattr(importlib.import_module(module), rows)
+        for line in made():  # what is cut off leaves what it has measured
             print(line, flush=True)
             lines.append(line)
             if options.write:
-                write(name, [*lines, "", "The run was cut off here."])
+                write(name, [machine(), "", *lines, "", "The run was cut off here."])
         if options.write:
-            write(name, lines)
+            write(name, [machine(), "", *lines])
         late += [f"{name}: {line}" for line in missed(lines)]
     if late:
         one = len(late) == 1

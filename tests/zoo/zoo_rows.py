@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import unittest
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -45,11 +45,14 @@ class Row(NamedTuple):
 
 
 def library(name: str) -> ModuleType:
-    """A public library of models; skips the test where it is not installed.
+    """A public library of models.
 
     PyPI's torchvision is built for CUDA's torch. Beside a CPU build its C extension can't be loaded, and the import
     ends where torchvision registers shapes for two operators of the extension that nobody has defined then. No model
     uses them in training, so their schemas are enough. timm and transformers import torchvision.
+
+    Raises:
+        unittest.SkipTest: the library is not installed; a test that asks for one is skipped then.
     """
     if name not in sys.modules and importlib.util.find_spec("torchvision") is not None:
         try:
@@ -62,7 +65,10 @@ def library(name: str) -> ModuleType:
             for operator in ("nms", "qnms"):
                 _DECLARED.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
             importlib.import_module("torchvision")
-    return pytest.importorskip(name)  # type: ignore[no-any-return]
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as e:
+        raise unittest.SkipTest(f"{name} is not installed") from e
 
 
 _DECLARED = torch.library.Library("torchvision", "FRAGMENT")
