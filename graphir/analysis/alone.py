@@ -134,10 +134,14 @@ class _Alone:
         home, blob = self._home(name), self._recorded.step.blobs[name]
         if home is None or (home.shape, home.dtype, home.strides) != (blob.shape, blob.dtype, blob.strides):
             raise self._misfit(f"the plan does not hold {blob.role} {name!r} as it was recorded")
-        if home.device.is_host or home.device == self._device:
+        if home.device == self._device_of(blob):
             self._names[name] = home.name
         else:
             self._copy(home.name, self._declare(name, self._first + name), "forward")
+
+    def _device_of(self, blob: Blob) -> Device:
+        """The device here of a blob of the recorded step. What was recorded on the host stays there."""
+        return blob.device if blob.device.is_host else self._device
 
     def _home(self, name: str) -> Blob | None:
         """The blob of state that the first replica has, or the first one that has it; None where parts hold it."""
@@ -224,7 +228,6 @@ class _Alone:
         """A blob on the step's device for one of the recorded step; called as *wanted* if that is free."""
         blob = self._recorded.step.blobs[name]
         here = self._names[name] = fresh(wanted, self._blobs)
-        device = blob.device if blob.device.is_host else self._device
         role: Role = "temporary" if blob.role in STATE_ROLES else blob.role
         storage = here
         if blob.is_view:
@@ -232,7 +235,8 @@ class _Alone:
             role = self._blobs[storage].role
         dims = self._recorded.dims
         shape, strides = (None if sizes is None else bind_shape(sizes, dims) for sizes in (blob.shape, blob.strides))
-        self._blobs[here] = Blob(here, shape, blob.dtype, device, role, storage, strides, bind(blob.offset, dims))
+        device, offset = self._device_of(blob), bind(blob.offset, dims)
+        self._blobs[here] = Blob(here, shape, blob.dtype, device, role, storage, strides, offset)
         return here
 
     def _copy(self, source: str, target: str, phase: Phase) -> None:

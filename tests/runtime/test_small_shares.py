@@ -71,7 +71,8 @@ def programs() -> tuple[Example, Program, dict[str, Program]]:
     activations = passes.find_activations(replicated)
     moved = passes.shift_activations(replicated, activations[len(activations) // 2 :], shifts={2: 4, 0: 5, 1: 4, 3: 5})
     shifted = passes.share_storage(passes.inject_copies(moved))
-    return example, program, {"replicated": replicated, "shifted": shifted}
+    parked = passes.park(replicated, "**.exp_avg", "cpu")
+    return example, program, {"replicated": replicated, "shifted": shifted, "state on the host": parked}
 
 
 def shares_of(rows: int, least: int = 2) -> list[int]:
@@ -109,7 +110,9 @@ def test_shares_are_those_that_the_docs_name() -> None:
     }
 
 
-@pytest.mark.parametrize(("placed", "executor"), [("replicated", "serial"), ("shifted", "threads")])
+@pytest.mark.parametrize(
+    ("placed", "executor"), [("replicated", "serial"), ("shifted", "threads"), ("state on the host", "serial")]
+)
 def test_steps_have_the_bits_of_eager_share_by_share(placed: str, executor: Any) -> None:
     example, program, all_placed = programs()
     eager = ShareByShare(example.model, example.loss, adam, REPLICAS)

@@ -47,10 +47,18 @@ def sharded(program: Program) -> Program:
     return passes.inject_copies(passes.shard(program, {"table": 1}, [0, 1, 2]))
 
 
+def parked(program: Program, place: str) -> Program:
+    replicated = passes.replicate(program, [0, 1])
+    state = "**.momentum_buffer"
+    return passes.park(replicated, state, place) if program.interface.optimizer else replicated
+
+
 PLACED: dict[str, Callable[[Program], Program]] = {
     "captured": lambda program: program,
     "replicated": lambda program: passes.replicate(program, [1, 0]),
     "sharded": sharded,
+    "state on the host": lambda program: parked(program, "cpu"),
+    "state on a peer": lambda program: parked(program, "gpu:2"),
 }
 
 
