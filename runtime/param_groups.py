@@ -12,6 +12,7 @@ import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
+from operator import is_
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -81,9 +82,7 @@ class Group(Mapping[str, Any]):
         elif isinstance(value, (tuple, list)) and len(value) == len(names):
             checked = tuple([_checked(name, item, self._index) for name, item in zip(names, value, strict=True)])
         else:
-            raise SessionError(
-                f"{value!r} are no {key}", where=f"parameter group {self._index}", fix=f"give {len(names)} numbers"
-            )
+            raise _no_pair(value, key, self._index)
         self._source.leave()
         self._options[key] = checked
         self._source.changes += 1
@@ -115,6 +114,7 @@ class _Source:
         first: the groups of the first program.
         groups: one for each parameter group.
         optimizer: that is followed; None: the numbers are those of the groups themselves.
+        params: the parameters of each of its groups when it was followed.
         changes: counts what was set, followed and left.
         captured: the optimizer that the program was captured with, or that was followed, where nobody has been told yet
             that it is not followed.
@@ -125,6 +125,7 @@ class _Source:
         self.first = described = program.interface.param_groups
         self.groups = [Group(group, i, self) for i, group in enumerate(described)]
         self.optimizer: torch.optim.Optimizer | None = None
+        self.params: list[list[Tensor]] = []
         self.changes = 0
         self.captured: weakref.ref[torch.optim.Optimizer] | None = program.optimizer if described else None
         self.known = [_numbers(group.options) for group in described]
@@ -256,13 +257,15 @@ class ParamGroups:
         for i, group in enumerate(interface.param_groups):
             self._check_params(i, group, optimizer.param_groups[i]["params"])
         self._check_options(optimizer.param_groups, optimizer.defaults)
-        before = self.state()
+        expected = {name: value for name, value in self.state().items() if name in given} if given else {}
         self._source.optimizer, self._source.captured = optimizer, None
+        self._source.params = [list(group["params"]) for group in optimizer.param_groups]
         self._source.changes += 1
-        for name, now in self.state().items():
-            if name in (given or ()) and now != before[name]:
+        now = self.state() if expected else {}
+        for name, value in expected.items():
+            if now[name] != value:
                 warn(
-                    f"{name} is {before[name].item()!r} in the state, and {now.item()!r} in the optimizer, which is "
+                    f"{name} is {value.item()!r} in the state, and {now[name].item()!r} in the optimizer, which is "
                     "followed; load the optimizer's and its scheduler's state_dict(), too",
                     TrainingWarning,
                 )
@@ -278,7 +281,8 @@ class ParamGroups:
 
         Raises:
             CoverageError: another option of the followed optimizer than these numbers has changed.
-            SessionError: a number is none, or the followed optimizer has more or fewer groups.
+            SessionError: a number is none, or the followed optimizer has other parameters or groups than when it was
+                followed.
         """
         source = self._source
         optimizer = source.optimizer
@@ -291,18 +295,34 @@ class ParamGroups:
                 self._checked = source.changes, None
         else:
             groups = optimizer.param_groups
-            if len(groups) != len(self.groups):
-                self._check_count(optimizer)
+            self._check_same_params(groups)
             self._check_followed(groups, optimizer)
         found: list[Feedable] = []
         for _, name, i, option, place, as_tensor in self._numbers:
-            value = groups[i][option] if place is None else groups[i][option][place]
+            value = _value(groups[i], i, option, place)
+            if optimizer is not None and isinstance(value, Tensor):
+                # PyTorch computes with a tensor in the tensor's precision.
+                raise SessionError(
+                    f"{option} of the optimizer has a tensor",
+                    where=f"parameter group {i}",
+                    fix="set it to a number: tensor.item()",
+                )
             number = value if type(value) is float else _number(name, value, i)
             found.append(torch.tensor(number, dtype=torch.float64, device="cpu") if as_tensor else number)
         if optimizer is not None:
             # What torch's schedulers look at: they warn before the first step of an optimizer.
             optimizer._opt_called = True  # type: ignore[attr-defined]
         return found
+
+    def _check_same_params(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse groups that have other parameters than when their optimizer was followed: numbers of one group would
+        go to parameters of another."""
+        pairs = zip_longest(self._source.params, [group["params"] for group in groups], fillvalue=())
+        if any(len(before) != len(now) or not all(map(is_, before, now)) for before, now in pairs):
+            raise self._refusal(
+                "the parameter groups of the optimizer have other parameters than when it was followed",
+                "capture or compile the model again with this optimizer",
+            )
 
     def _check_followed(self, groups: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
         """Check the options that are part of the program. Those that are the same objects as before are as before; a
@@ -421,6 +441,20 @@ def _numbers(options: Mapping[str, Any]) -> dict[str, Any]:
     """Those of a group's options that have numbers that may move."""
     found = {name: options[name] for name in _OPTIONS if name in options}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+
+
+def _value(group: Mapping[str, Any], index: int, option: str, place: int | None) -> Any:
+    """What a group has for a number; None where it has nothing."""
+    value = group.get(option)
+    if place is None:
+        return value
+    if not (isinstance(value, (list, tuple)) and len(value) == 2):
+        raise _no_pair(value, option, index)
+    return value[place]
+
+
+def _no_pair(value: object, option: str, group: int) -> SessionError:
+    return SessionError(f"{value!r} are no {option}", where=f"parameter group {group}", fix="give 2 numbers")
 
 
 def _number(name: str, value: object, group: int) -> float:

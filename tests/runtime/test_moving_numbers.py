@@ -290,6 +290,53 @@ def test_what_changes_the_step_is_refused(make, change, message):
         assert session.steps_done == 2
 
 
+def reverse(groups):
+    groups.reverse()
+
+
+def move(groups):
+    groups[1]["params"].append(groups[0]["params"].pop())
+
+
+def add(groups):
+    groups.append(dict(groups[1], params=[nn.Parameter(torch.zeros(2))]))
+
+
+@pytest.mark.parametrize("change", [reverse, move, add, list.clear])
+def test_an_optimizer_whose_groups_get_other_parameters_is_followed_no_further(change):
+    (model, optimizer), _ = twins(lambda net: SGD(groups(net), lr=0.1))
+    with session_of(model, optimizer) as session:
+        session.step(X, Y)
+        change(optimizer.param_groups)
+        with pytest.raises(SessionError, match="other parameters than when it was followed") as e:
+            session.step(X, Y)
+        assert "capture or compile the model again with this optimizer" in str(e.value)
+        session.follow(SGD(groups(model), lr=0.2))
+        session.step(X, Y)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lr": torch.tensor(0.3)}, r"lr of the optimizer has a tensor(.|\n)*set it to a number: tensor.item\(\)"),
+        ({"betas": (0.9, torch.tensor(0.99))}, "betas of the optimizer has a tensor"),
+        ({"lr": None}, "the learning rate None is not a number"),
+        ({"betas": 0.9}, "0.9 are no betas"),
+        ({"betas": (0.9,)}, r"\(0.9,\) are no betas(.|\n)*give 2 numbers"),
+        ({"betas": (0.9, 0.9, 0.9)}, "are no betas"),
+    ],
+)
+def test_what_the_followed_optimizer_has_in_place_of_numbers_is_refused(change, message):
+    (model, optimizer), _ = twins(OPTIMIZERS["adam"])
+    with session_of(model, optimizer) as session:
+        before = dict(optimizer.param_groups[1])
+        optimizer.param_groups[1].update(change)
+        with pytest.raises(SessionError, match=message):
+            session.step(X, Y)
+        optimizer.param_groups[1].update(before)
+        session.step(X, Y)
+
+
 @pytest.mark.parametrize("betas", [0.5, (0.5,), (0.5, -1.0), (0.5, "x"), (0.5, float("nan"))], ids=str)
 def test_what_are_no_betas_is_refused(betas):
     (model, optimizer), _ = twins(OPTIMIZERS["adam"])
