@@ -27,7 +27,7 @@ from .base import Gpu, Pass, build, register
 from .callbacks import Callback, OnReplica, defines_callback, with_callbacks
 from .replicas import BEFORE_SPREAD, Site, distinct, reduced, replica_sites, require_one_result
 from .standing import Order
-from .sync_batch_norm import SyncBatchNorm, asking_modules
+from .sync_batch_norm import synchronised_as_asked
 
 __all__ = ["Replicate", "replicate"]
 
@@ -52,9 +52,7 @@ class Replicate(Pass):
 
     def recorded(self, program: Program) -> Program:
         """Replicate, and synchronise the batch norms that say so; the history has both."""
-        replicated = super().recorded(program)
-        asking = asking_modules(program)
-        return build(SyncBatchNorm, modules=asking).recorded(replicated) if asking else replicated
+        return synchronised_as_asked(super().recorded(program), program)
 
     def _copied(self, program: Program) -> Program:
         require_one_result(program, len(self.devices))

@@ -29,12 +29,14 @@ from graphir.ir.operator import Operator
 from graphir.ir.program import Interface, Program, Reduction
 
 from .base import Gpu, OptionError, Pass, as_gpu, build, read_option, register
+from .callbacks import defines_callback, with_callbacks
 from .exchange import Exchange
 from .module_patterns import claims, leaves_out
 from .regions import REPLICATED, Regions
 from .replicas import BEFORE_SPREAD, distinct, reduced, require_one_result
 from .shard_homes import STRATEGIES, homes_of
 from .standing import Order
+from .sync_batch_norm import synchronised_as_asked
 from .table_blocks import KINDS, Kind, tables_of
 from .table_split import split_tables
 
@@ -88,7 +90,12 @@ class Shard(Pass):
         blocks.update({table.module: str(table.blocks[0].device) for table in tables if table not in several})
         claimed = {m: by for m, by in claimed.items() if by in whole} | {path: path for path in blocks}
         homes = homes_of(program, claimed, {**whole, **blocks}, devices)
-        return _spread(Regions(program, homes, self.devices, self.name), self.reduction)
+        spread = _spread(Regions(program, homes, self.devices, self.name), self.reduction)
+        return with_callbacks(spread, None, self.name, own=True) if defines_callback(program.module) else spread
+
+    def recorded(self, program: Program) -> Program:
+        """Shard, and synchronise the batch norms that say so; the history has both."""
+        return synchronised_as_asked(super().recorded(program), program)
 
 
 def shard(
@@ -107,6 +114,9 @@ def shard(
     In micro-batches (``accumulate``), replica r's micro-batch k is chunk k of its share, as for :func:`replicate`, and
     that of placed modules all replicas' micro-batch k, in replica order. Inputs that these read are put in this order
     on their device, as ``gpu_<d>/<input>_by_micro_batch``.
+
+    Modules that ask for callbacks get them, and batch norms that ask for statistics over replicas are synchronised, as
+    :func:`replicate` does both.
 
     Args:
         program: captured at the size of one replica's share.

@@ -44,7 +44,7 @@ from .module_patterns import claims
 from .replica import Replica
 from .standing import Order
 
-__all__ = ["SyncBatchNorm", "asking_modules", "sync_batch_norm"]
+__all__ = ["SyncBatchNorm", "sync_batch_norm", "synchronised_as_asked"]
 
 _FORWARD: Final = "aten.native_batch_norm.default"
 _CUMULATIVE: Final = "graphir.cumulative_batch_norm"
@@ -94,13 +94,17 @@ def sync_batch_norm(program: Program, modules: str | Sequence[str] = _ALL) -> Pr
     return build(SyncBatchNorm, modules=modules)(program)
 
 
-def asking_modules(program: Program) -> list[str]:
-    """Patterns for the modules that want statistics over all replicas, wherever the model is replicated: they have the
-    attribute ``statistics_over_replicas``, and it is true. Those that do not run and have no state are left out."""
-    found = [] if program.module is None else program.module.named_modules()
+def synchronised_as_asked(spread: Program, captured: Program) -> Program:
+    """A program over several replicas, in which the batch norms that ask for it are synchronised; the history says so.
+
+    They have the attribute ``statistics_over_replicas``, and it is true. Those that do not run and have no state are
+    left out.
+    """
+    found = [] if captured.module is None else captured.module.named_modules()
     asking = [path for path, module in found if getattr(module, "statistics_over_replicas", False) is True]
-    known = program.module_paths
-    return [path or _ALL for path in asking if not path or path in known]
+    known = captured.module_paths
+    modules = [path or _ALL for path in asking if not path or path in known]
+    return build(SyncBatchNorm, modules=modules).recorded(spread) if modules else spread
 
 
 class _Synchronised:

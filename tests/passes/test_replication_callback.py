@@ -166,6 +166,12 @@ def test_modules_that_ask_are_called_without_asking() -> None:
     assert program.history == ("replicate{devices=[0, 1]}",)
 
 
+def test_shard_calls_modules_that_ask_too() -> None:
+    program = passes.shard(plain(nn.Sequential(Asking(4, 4), nn.ReLU(), nn.Linear(4, 3))), {"2": 1}, [0, 1])
+    first, second = [tree.get_submodule("0").heard for tree in program.module_copies]
+    assert first[0] is second[0] and first[0].copies == [0, 1] and (first[1], second[1]) == (0, 1)
+
+
 def test_modules_that_ask_are_called_before_the_callback() -> None:
     order = []
 

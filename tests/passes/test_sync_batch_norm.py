@@ -514,6 +514,16 @@ def test_a_sharded_program_is_synchronised_where_it_is_replicated() -> None:
         close(session.state_dict(), dict(whole.state_dict()))
 
 
+def test_norms_that_say_so_are_synchronised_where_a_sharded_program_is_replicated() -> None:
+    class Whole(nn.BatchNorm1d):
+        statistics_over_replicas = True
+
+    model = nn.Sequential(nn.Flatten(), nn.Linear(126, 6), Whole(6), nn.Linear(6, 5), Whole(5), nn.BatchNorm1d(5))
+    program = passes.shard(captured(model.double(), torch.optim.SGD(model.parameters(), lr=0.1)), {"2": 1}, [0, 1])
+    assert program.history[1:] == ('sync_batch_norm{modules=["2", "4"]}',)
+    assert {op.module for op in program.step.ops if op.type == FORWARD} == {"4"}
+
+
 class Alone(nn.Module):
     """A model without modules that calls batch_norm itself."""
 
