@@ -424,17 +424,20 @@ def _uses(
 
 
 def _kept(net: Net, dims: Dims, taken: Mapping[int, Measured]) -> dict[str, int]:
-    """By storage, the bytes that results keep beyond those of their geometry: what was measured of a call counts as its
-    first result's."""
+    """By storage, the bytes that results keep beyond those of their geometry.
+
+    A type's formula says which result keeps them. What was measured of a call of another type counts as its first
+    result's.
+    """
     found: dict[str, int] = {}
     for i, op in enumerate(net.ops):
-        if i in taken:
-            beyond = {0: taken[i].kept} if taken[i].kept else {}
-        elif (formula := operator_type(op.type).kept) is not None:
+        if (formula := operator_type(op.type).kept) is not None:
             try:
                 beyond = dict(formula(SizedOperator(op, net.blobs, dims, threads=1)))
             except UnknownShape:
                 continue
+        elif i in taken:
+            beyond = {0: taken[i].kept} if taken[i].kept else {}
         else:
             continue
         found.update({net.blobs[op.outputs[result]].storage: nbytes for result, nbytes in beyond.items()})

@@ -246,6 +246,11 @@ _BAG_BACKWARD: Final[Mapping[str, Values]] = {
     "bag_size": _bag_sizes,
 }
 
+_BAG_BACKWARDS: Final[Sequence[Mapping[str, Values]]] = (
+    _BAG_BACKWARD,
+    {**_BAG_BACKWARD, "indices": _with_padding},
+)
+
 _SPECIAL: Final[Mapping[str, Sequence[Mapping[str, Values]]]] = {
     **dict.fromkeys(SLOT_BY_SLOT, _SPARSE),
     "graphir.sparse_sum": (*_SPARSE, {"indices": _apart_with_empty_slots}),
@@ -253,7 +258,8 @@ _SPECIAL: Final[Mapping[str, Sequence[Mapping[str, Values]]]] = {
     "graphir.sparse_adagrad": _SPARSE,
     "graphir.sparse_adam": _SPARSE,
     "graphir.sparse_row_wise_adagrad": _SPARSE,
-    "graphir.embedding_bag_backward": (_BAG_BACKWARD, {**_BAG_BACKWARD, "indices": _with_padding}),
+    "graphir.embedding_bag_backward": _BAG_BACKWARDS,
+    "aten._embedding_bag_backward.default": _BAG_BACKWARDS,
     "graphir.block_embedding_bag": _BAGS,
     **dict.fromkeys(CTC, _SEQUENCES),
     "graphir.block_embedding_bag_backward": _BAGS,

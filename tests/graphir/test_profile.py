@@ -272,6 +272,18 @@ def test_results_that_keep_more_than_they_show_take_it_as_long_as_they_live() ->
     assert {use.blob: use.nbytes for use in found.uses if use.category != "scratch"}["y"] > 2 * 4 * 8 * 8 * 4
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_the_step_of_a_dense_table_of_bags_takes_what_is_predicted(mode: str) -> None:
+    """Its forward's second result keeps more than it shows, and its backward's scratch depends on sizes of bags."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.EmbeddingBag(200, 8, mode=mode, padding_idx=3))
+    batch = torch.randint(4, 200, (32, 4))
+    case = Case(model, (batch,), (torch.randn(32, 8),), nn.functional.mse_loss)
+    plan, state = plan_of(case)
+    measured, predicted, _ = peaks(plan, state, *case.inputs, *case.targets)
+    assert measured == predicted
+
+
 def test_a_running_profiler_is_named(tmp_path: Path) -> None:
     with torch.profiler.profile(activities=[ProfilerActivity.CPU]), pytest.raises(GraphirError) as e:
         graphir.profile(mlp(), path=tmp_path / "p")
