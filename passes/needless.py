@@ -79,11 +79,11 @@ class _Copied(NamedTuple):
 
 
 def _copies(net: Net) -> dict[str, _Copied]:
-    """The copies of a net, by name. Most operators read none: one look-up tells."""
+    """The copies of a net, by name. Before the first one nothing is looked up; behind it, one look-up an operator."""
     shown: dict[str, str] = {}
     found: dict[str, _Copied] = {}
     for op in net.ops:
-        if not shown.keys().isdisjoint(op.inputs):
+        if shown and not shown.keys().isdisjoint(op.inputs):
             for name in op.inputs:
                 if name in shown and op.effects.shows:
                     shown.update(dict.fromkeys(op.outputs, shown[name]))
