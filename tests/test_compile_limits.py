@@ -19,6 +19,16 @@ from graphir.ir.blob import STATE_ROLES
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.fixture(autouse=True)
+def _short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches end after so many evaluations: the layers are few, and the default waits for two seconds."""
+
+    def build(cls: Any, **options: Any) -> passes.Pass:
+        return passes.build(cls, **({"evaluations": 300} if cls is passes.Balance else {}), **options)
+
+    monkeypatch.setattr("graphir.placing.build", build)
+
+
 class Layers(nn.Module):
     """Equal layers in a list, with a number that has to be captured anew."""
 
