@@ -12,6 +12,9 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = {"graphir": "graphir", "passes": "graphir.passes", "runtime": "graphir.runtime"}
 """Each folder and the package that it installs as."""
 
+_STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
+"""What may hold an import."""
+
 
 class Import(NamedTuple):
     """One imported thing.
@@ -76,10 +79,11 @@ class Source:
         elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             name = f"{name}.{node.name}".lstrip(".")
             within = within if isinstance(node, ast.ClassDef) else name
-        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        elif isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             within = within or "TYPE_CHECKING"
         for child in ast.iter_child_nodes(node):
-            yield from self._imports(child, name, within)
+            if isinstance(child, _STATEMENTS):  # no expression imports
+                yield from self._imports(child, name, within)
 
 
 @cache
