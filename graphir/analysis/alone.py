@@ -9,13 +9,14 @@ more says nothing about one. The step that was recorded at one row is put in its
 
 The other replicas execute nothing. They keep their buffers, and get the parameters and the optimizer's state that the
 first one has updated. The step runs where most of the first replica's state is; state on other devices is copied there
-and back again. The plan's passes have no say in the step, which is rare and small. So the plan is one like all others:
-``graphir.runtime.check`` proves it, and every executor runs it.
+and back again, and what lives in parts is joined there and divided again. The plan's passes have no say in the step,
+which is rare and small. So the plan is one like all others: ``graphir.runtime.check`` proves it, and every executor
+runs it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -24,7 +25,9 @@ from ..errors import CoverageError
 from ..ir.blob import STATE_ROLES, Blob, Role
 from ..ir.device import Device
 from ..ir.names import fresh
-from ..ir.operator import Operator, Phase, bind_arg, stored_versions
+from ..ir.operator import Arg, Operator, Phase, bind_arg, stored_versions
+from ..ir.opset import without_defaults
+from ..ir.parts import starts
 from ..ir.plan import Plan
 from ..ir.program import Interface, Program, Slot
 from ..ir.size import BATCH, bind, bind_shape
@@ -94,7 +97,10 @@ class _Alone:
         self._compute()
         self._bring_home()
         self._update_others()
-        outputs = [*(self._names[name] for name in recorded.step.external_outputs), *self._hand_out()]
+        handed = [*self._hand_out()]
+        divided = {self._names[name] for name in whole.interface.gradients.values() if name in whole.interface.parts}
+        made = [self._names[name] for name in recorded.step.external_outputs]
+        outputs = [*(name for name in made if name not in divided), *handed]
         self.program = self._program(inputs, outputs)
 
     # What is there before the step
@@ -131,6 +137,9 @@ class _Alone:
 
     def _bring(self, name: str) -> None:
         """Let the recorded step have state on its device."""
+        if name in self._whole.interface.parts:
+            self._join(name)
+            return
         home, blob = self._home(name), self._recorded.step.blobs[name]
         if home is None or (home.shape, home.dtype, home.strides) != (blob.shape, blob.dtype, blob.strides):
             raise self._misfit(f"the plan does not hold {blob.role} {name!r} as it was recorded")
@@ -138,6 +147,72 @@ class _Alone:
             self._names[name] = home.name
         else:
             self._copy(home.name, self._declare(name, self._first + name), "forward")
+
+    def _join(self, name: str) -> None:
+        """Let the recorded step have state on its device that the program has in parts."""
+        dim, parts = self._whole.interface.parts[name].dim, self._parts(name)
+        brought = []
+        for part in parts if dim is not None else parts[:1]:
+            here = fresh(f"{part.name}_alone", self._blobs)
+            self._blobs[here] = part._replace(name=here, device=self._device, role="temporary", storage=here)
+            self._copy(part.name, here, "forward")
+            brought.append(here)
+        if dim is None:
+            self._names[name] = brought[0]
+            return
+        whole = self._declare(name, f"{self._first}{name}_alone")
+        self._emit(
+            "aten.cat.default", brought, whole, {"dim": dim} if dim else {}, "forward", f"[{'t' * len(brought)}]"
+        )
+
+    def _divide(self, name: str, phase: Phase) -> list[str]:
+        """Bring back what the recorded step has made and the program has in parts; the parts."""
+        dim, parts, here = self._whole.interface.parts[name].dim, self._parts(name), self._names[name]
+        shapes = [bind_shape(part.shape or (), self._whole.dims) for part in parts]
+        for part, shape, start in zip(parts, shapes, starts(dim, shapes), strict=True):
+            piece = here
+            if dim is not None:
+                piece = fresh(f"{part.name}_alone", self._blobs)
+                self._blobs[piece] = part._replace(name=piece, device=self._device, role="temporary", storage=piece)
+                args: dict[str, Arg] = {"dim": dim, "start": start, "end": start + shape[dim]}
+                self._emit(
+                    "aten.slice_copy.Tensor", [here], piece, without_defaults("aten.slice_copy.Tensor", args), phase
+                )
+            self._copy(piece, part.name, phase)
+        return [part.name for part in parts]
+
+    def _parts(self, name: str) -> list[Blob]:
+        """The blobs that hold a value together; results are declared."""
+        step, found = self._whole.step, []
+        for part in self._whole.interface.parts[name].blobs:
+            blob = step.blobs[self._whole.blob_of(part)]
+            found.append(self._blobs.setdefault(blob.name, blob._replace(storage=blob.name, offset=0)))
+        return found
+
+    def _emit(
+        self,
+        type: str,
+        inputs: Sequence[str],
+        made: str,
+        args: Mapping[str, Arg],
+        phase: Phase,
+        operands: str | None = None,
+    ) -> None:
+        """Append an operator on the step's device."""
+        versions = stored_versions([self._last.get(name, 0) for name in inputs])
+        self._append(
+            Operator(
+                type,
+                tuple(inputs),
+                (made,),
+                args,
+                self._device,
+                phase,
+                by=_BY,
+                operands=operands,
+                input_versions=versions,
+            )
+        )
 
     def _device_of(self, blob: Blob) -> Device:
         """The device here of a blob of the recorded step. What was recorded on the host stays there."""
@@ -168,6 +243,9 @@ class _Alone:
     def _bring_home(self) -> None:
         """Copy state back that the step has changed on another device than its own."""
         for name, phase in self._changed():
+            if name in self._whole.interface.parts:
+                self._divide(name, phase)
+                continue
             home, here = self._home(name), self._names[name]
             if home is not None and home.name != here:
                 self._copy(here, home.name, phase)
@@ -175,6 +253,8 @@ class _Alone:
     def _update_others(self) -> None:
         """Copy what the update has changed to the other replicas. What the forward changes is each one's own."""
         for name, phase in self._changed():
+            if name in self._whole.interface.parts:  # there is one of it
+                continue
             home = self._whole.blob_of(name)
             others = range(1, len(self._whole.replicas)) if phase == "update" else ()
             for replica in others:
@@ -185,6 +265,9 @@ class _Alone:
     def _hand_out(self) -> Iterator[str]:
         """Copy to the other replicas the gradients that the program hands back."""
         for name in self._whole.interface.gradients.values():
+            if name in self._whole.interface.parts:
+                yield from self._divide(name, "reduce")
+                continue
             home = self._whole.blob_of(name)
             for replica in range(1, len(self._whole.replicas)):
                 other = self._whole.blob_of(name, replica)
@@ -218,7 +301,11 @@ class _Alone:
         pairs = [(ours.blob, theirs.blob) for ours, theirs in zip(mine.fetches, its.fetches, strict=True)]
         pairs += [(mine.loss, its.loss), *((mine.gradients[param], its.gradients[param]) for param in its.gradients)]
         for ours, theirs in dict.fromkeys(pairs):
-            if ours is not None and theirs is not None:
+            if ours is None or theirs is None:
+                continue
+            if theirs in self._whole.interface.parts:  # which are made of it
+                self._names[theirs] = self._declare(ours, f"{self._first}{theirs}_alone")
+            else:
                 wanted = self._whole.blob_of(theirs)
                 if ours in self._names or wanted in self._blobs:
                     raise self._misfit(f"{ours!r} is returned otherwise than the plan returns {wanted!r}")

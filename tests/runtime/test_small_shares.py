@@ -157,6 +157,60 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+class Bags(nn.Module):
+    """A table beside attention, which is another step at one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(20, 8, mode="sum")
+        self.attended = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+
+    def forward(self, i: Tensor) -> Tensor:
+        out: Tensor = self.attended(self.table(i)[:, None].expand(-1, 3, -1))
+        return out
+
+
+@pytest.mark.parametrize("kind", ["rows", "columns"])
+def test_gradients_of_one_row_of_a_split_table(kind: str) -> None:
+    torch.manual_seed(0)
+    model, i = Bags(), torch.randint(20, (8, 3))
+    program = graphir.capture(model, (i,), loss=lambda y: y.square().mean())
+    split = passes.inject_copies(passes.shard(program, {"table": (kind, [0, 1])}, [0, 1]))
+    model(i[:1]).square().mean().backward()
+    expected = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    with Session(passes.emit(split), program.state, binding="cpu") as session:
+        session.step(i[:1])
+        for replica in (0, 1):
+            assert_same_bits(session.gradients(replica), expected, f"replica {replica}")
+
+
+@pytest.mark.parametrize("kind", ["rows", "columns"])
+@pytest.mark.parametrize(
+    "make", [lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), torch.optim.Adam], ids=["SGD", "Adam"]
+)
+def test_one_row_of_a_program_with_a_split_table(kind: str, make: Any) -> None:
+    """The table is joined, and divided again: from the state that is there, one row has the bits of eager PyTorch."""
+    torch.manual_seed(0)
+    model, i = Bags(), torch.randint(20, (8, 3))
+    eager = copy.deepcopy(model)
+    program = graphir.capture(model, (i,), loss=lambda y: y.square().mean(), optimizer=make(model.parameters()))
+    split = passes.inject_copies(passes.shard(program, {"table": (kind, [0, 1])}, [0, 1]))
+    with Session(passes.emit(split), program.state, binding="cpu") as session:
+        for rows in (8, 1, 5, 1):
+            optimizer = make(eager.parameters())
+            eager.zero_grad()
+            eager.load_state_dict(session.state_dict())
+            optimizer.load_state_dict(session.optimizer_state_dict())
+            loss = session.step(i[:rows])
+            if rows == 1:
+                expected = eager(i[:1]).square().mean()
+                expected.backward()
+                optimizer.step()
+                assert torch.equal(loss, expected.detach())
+                assert_same_bits(session.state_dict(), eager.state_dict(), "one row")
+                assert_same_bits(session.state_dict(1), session.state_dict(0), "replicas")
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_options_of_capture(options: dict[str, Any]) -> None:
     example = attention()

@@ -47,6 +47,10 @@ def sharded(program: Program) -> Program:
     return passes.inject_copies(passes.shard(program, {"table": 1}, [0, 1, 2]))
 
 
+def split(program: Program, kind: str, blocks: list[int]) -> Program:
+    return passes.inject_copies(passes.shard(program, {"table": (kind, blocks)}, [0, 1]))
+
+
 def parked(program: Program, place: str) -> Program:
     replicated = passes.replicate(program, [0, 1])
     state = "**.momentum_buffer"
@@ -57,6 +61,8 @@ PLACED: dict[str, Callable[[Program], Program]] = {
     "captured": lambda program: program,
     "replicated": lambda program: passes.replicate(program, [1, 0]),
     "sharded": sharded,
+    "by rows": lambda program: split(program, "rows", [0, 1]),
+    "by columns": lambda program: split(program, "columns", [1, 0]),
     "state on the host": lambda program: parked(program, "cpu"),
     "state on a peer": lambda program: parked(program, "gpu:2"),
 }
@@ -97,11 +103,6 @@ def synchronised() -> tuple[Program, Program]:
     return program, passes.sync_batch_norm(passes.replicate(program, [0, 1]))
 
 
-def split() -> tuple[Program, Program]:
-    program = captured(Rows())
-    return program, passes.inject_copies(passes.shard(program, {"table": ("rows", [0, 1])}, [0, 1]))
-
-
 def renormed() -> tuple[Program, Program]:
     program = captured(Rows(max_norm=0.5))
     return program, passes.replicate(program, [0, 1])
@@ -111,7 +112,6 @@ def renormed() -> tuple[Program, Program]:
     ("made", "text"),
     [
         (synchronised, "its batch norms are synchronised over replicas"),
-        (split, "the plan does not hold state 'table.weight.momentum_buffer' as it was recorded"),
         (renormed, "'table.weight' is overwritten before its update"),
     ],
 )
