@@ -39,6 +39,9 @@ from .values import value_numbers
 __all__ = ["alone"]
 
 _BY: Final = "alone"
+_SYNCHRONISED: Final = "graphir.synchronised_batch_norm"
+_MEETING: Final = ("forward", "backward")
+"""The phases in which replicas meet only where a pass lets them."""
 
 
 def alone(plan: Plan, recorded: Program) -> Plan:
@@ -251,7 +254,7 @@ class _Alone:
                 self._copy(here, home.name, phase)
 
     def _update_others(self) -> None:
-        """Copy what the update has changed to the other replicas. What the forward changes is each one's own."""
+        """Copy what the update has changed to the other replicas. Each replica keeps its own buffers."""
         for name, phase in self._changed():
             if name in self._whole.interface.parts:  # there is one of it
                 continue
@@ -364,8 +367,10 @@ class _Alone:
         ):
             if ours != theirs:
                 raise self._misfit("the recorded step takes or returns something else than the plan's")
-        if any(op.type == "AllReduce" and op.phase in ("forward", "backward") for op in self._whole.step.ops):
-            raise self._misfit("its batch norms are synchronised over replicas")
+        ops = self._whole.step.ops
+        synchronised = {op.module for op in ops if op.type == _SYNCHRONISED}
+        if any(op.type == "AllReduce" and op.phase in _MEETING and op.module not in synchronised for op in ops):
+            raise self._misfit("a callback lets its replicas meet in the forward or backward")
 
     def _misfit(self, what: str) -> CoverageError:
         return CoverageError(

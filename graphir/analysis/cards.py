@@ -17,11 +17,11 @@ from typing import Final, NamedTuple
 from ..errors import GraphirError, nearest
 from .topology import Link, Speed, Topology
 
-__all__ = ["CARDS", "LINKS", "Card", "Lanes", "topology_of"]
+__all__ = ["CARDS", "LINKS", "CardFigures", "Lanes", "topology_of"]
 
 
-class Card(NamedTuple):
-    """A card.
+class CardFigures(NamedTuple):
+    """Public figures of a card.
 
     Attributes:
         memory: 10^9 bytes.
@@ -38,36 +38,36 @@ class Card(NamedTuple):
     f16: float
 
 
-CARDS: Final[Mapping[str, Card]] = {
+CARDS: Final[Mapping[str, CardFigures]] = {
     # consumer
-    "rtx2080ti": Card(11, 616, 0.42, 13.4, 0, 0, 53.8),
-    "rtx3060": Card(12, 360, 0.2, 12.7, 12.7, 25.4, 25.4),
-    "rtx3080": Card(10, 760, 0.47, 29.8, 29.8, 59.5, 59.5),
-    "rtx3090": Card(24, 936, 0.56, 35.6, 35.6, 71, 71),
-    "rtx4070": Card(12, 504, 0.46, 29.1, 29.1, 58.3, 58.3),
-    "rtx4080": Card(16, 717, 0.76, 48.7, 48.7, 97.5, 97.5),
-    "rtx4090": Card(24, 1008, 1.29, 82.6, 82.6, 165.2, 165.2),
-    "rtx5090": Card(32, 1792, 1.64, 104.8, 104.8, 209.5, 209.5),
+    "rtx2080ti": CardFigures(11, 616, 0.42, 13.4, 0, 0, 53.8),
+    "rtx3060": CardFigures(12, 360, 0.2, 12.7, 12.7, 25.4, 25.4),
+    "rtx3080": CardFigures(10, 760, 0.47, 29.8, 29.8, 59.5, 59.5),
+    "rtx3090": CardFigures(24, 936, 0.56, 35.6, 35.6, 71, 71),
+    "rtx4070": CardFigures(12, 504, 0.46, 29.1, 29.1, 58.3, 58.3),
+    "rtx4080": CardFigures(16, 717, 0.76, 48.7, 48.7, 97.5, 97.5),
+    "rtx4090": CardFigures(24, 1008, 1.29, 82.6, 82.6, 165.2, 165.2),
+    "rtx5090": CardFigures(32, 1792, 1.64, 104.8, 104.8, 209.5, 209.5),
     # workstation
-    "rtxa5000": Card(24, 768, 0.43, 27.8, 55.6, 111.1, 111.1),
-    "rtxa6000": Card(48, 768, 0.6, 38.7, 77.4, 154.8, 154.8),
-    "rtx6000ada": Card(48, 960, 1.42, 91.1, 182.1, 364.2, 364.2),
+    "rtxa5000": CardFigures(24, 768, 0.43, 27.8, 55.6, 111.1, 111.1),
+    "rtxa6000": CardFigures(48, 768, 0.6, 38.7, 77.4, 154.8, 154.8),
+    "rtx6000ada": CardFigures(48, 960, 1.42, 91.1, 182.1, 364.2, 364.2),
     # data centre
-    "p100": Card(16, 732, 5.3, 10.6, 0, 0, 21.2),
-    "v100": Card(32, 900, 7.8, 15.7, 0, 0, 125),
-    "t4": Card(16, 320, 0.25, 8.1, 0, 0, 65),
-    "a10": Card(24, 600, 0.49, 31.2, 62.5, 125, 125),
-    "a30": Card(24, 933, 5.2, 10.3, 82, 165, 165),
-    "a40": Card(48, 696, 0.58, 37.4, 74.8, 149.7, 149.7),
-    "a100-40gb": Card(40, 1555, 9.7, 19.5, 156, 312, 312),
-    "a100": Card(80, 2039, 9.7, 19.5, 156, 312, 312),
-    "l4": Card(24, 300, 0.47, 30.3, 60, 121, 121),
-    "l40s": Card(48, 864, 1.43, 91.6, 183, 362, 362),
-    "h100pcie": Card(80, 2000, 26, 51, 378, 756, 756),
-    "h100": Card(80, 3350, 34, 67, 494, 989, 989),
-    "h200": Card(141, 4800, 34, 67, 494, 989, 989),
-    "b200": Card(180, 8000, 40, 80, 1100, 2250, 2250),
-    "mi300x": Card(192, 5300, 81.7, 163.4, 653.7, 1307, 1307),
+    "p100": CardFigures(16, 732, 5.3, 10.6, 0, 0, 21.2),
+    "v100": CardFigures(32, 900, 7.8, 15.7, 0, 0, 125),
+    "t4": CardFigures(16, 320, 0.25, 8.1, 0, 0, 65),
+    "a10": CardFigures(24, 600, 0.49, 31.2, 62.5, 125, 125),
+    "a30": CardFigures(24, 933, 5.2, 10.3, 82, 165, 165),
+    "a40": CardFigures(48, 696, 0.58, 37.4, 74.8, 149.7, 149.7),
+    "a100-40gb": CardFigures(40, 1555, 9.7, 19.5, 156, 312, 312),
+    "a100": CardFigures(80, 2039, 9.7, 19.5, 156, 312, 312),
+    "l4": CardFigures(24, 300, 0.47, 30.3, 60, 121, 121),
+    "l40s": CardFigures(48, 864, 1.43, 91.6, 183, 362, 362),
+    "h100pcie": CardFigures(80, 2000, 26, 51, 378, 756, 756),
+    "h100": CardFigures(80, 3350, 34, 67, 494, 989, 989),
+    "h200": CardFigures(141, 4800, 34, 67, 494, 989, 989),
+    "b200": CardFigures(180, 8000, 40, 80, 1100, 2250, 2250),
+    "mi300x": CardFigures(192, 5300, 81.7, 163.4, 653.7, 1307, 1307),
 }
 
 
@@ -138,7 +138,7 @@ def topology_of(cards: Sequence[str], link: str, *, tf32: bool = False) -> Topol
     return Topology(name=f"{named} over {link}", devices={**devices, _HOST: _SERVER}, links=tuple(links))
 
 
-def _speed(card: Card, tf32: bool) -> Speed:
+def _speed(card: CardFigures, tf32: bool) -> Speed:
     f32 = card.tf32 if tf32 and card.tf32 else card.f32
     teraflops = {"f64": card.f64, "f32": f32, "bf16": card.bf16, "f16": card.f16}
     return Speed(

@@ -24,7 +24,7 @@ from graphir.ir.device import Device
 from .capacity import capacity
 from .surroundings import neutral
 
-__all__ = ["cores", "fastest", "host_rates", "host_topology", "topology_at_hand"]
+__all__ = ["cores", "fastest", "host_rates", "host_speed", "host_topology", "topology_at_hand"]
 
 _RUNS: Final = 7
 _SIDE: Final = 256
@@ -108,16 +108,21 @@ def _seconds_per_view() -> float:
     return fastest(views) / (_CALLS * len(calls))
 
 
-def host_topology(devices: Sequence[Device], threads: int) -> Topology:
-    """This host, where each of these devices is a thread whose kernels use so many threads."""
+def host_speed(threads: int) -> Speed:
+    """The host as one device, whose kernels use so many threads."""
     rates = host_rates(threads)
-    speed = Speed(
+    return Speed(
         flops_per_second=dict(rates.flops_per_second),
         bytes_per_second=rates.bytes_per_second,
         memory=capacity(torch.device("cpu")),
         seconds_per_call=rates.seconds_per_call,
         seconds_per_view=rates.seconds_per_view,
     )
+
+
+def host_topology(devices: Sequence[Device], threads: int) -> Topology:
+    """This host, where each of these devices is a thread whose kernels use so many threads."""
+    rates, speed = host_rates(threads), host_speed(threads)
     # A copy reads and writes what it brings; an elementwise operator of the same bytes takes as long.
     rate, latency = rates.bytes_per_second / 2, rates.seconds_per_call
     return Topology(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -22,13 +21,13 @@ from typing import Final
 import torch
 
 from graphir.analysis.profile_files import cache_file
-from graphir.analysis.topology import Speed, Topology
-from graphir.errors import FileError, GraphirError, ProfileWarning
+from graphir.analysis.topology import Topology
+from graphir.errors import FileError, GraphirError, ProfileWarning, warn
 from graphir.ir.device import Device, DeviceName
 
-from .calibration import cores, host_rates, host_topology
-from .capacity import capacity, free_memory
-from .cards import Cards, Probe, speeds_and_links
+from .calibration import cores, host_speed, host_topology
+from .capacity import free_memory
+from .probe import Cards, Probe, speeds_and_links
 
 __all__ = ["here"]
 
@@ -67,15 +66,7 @@ def here(devices: Sequence[DeviceName] = (), *, refresh: bool = False, probe: Pr
 
 def _measure(probe: Probe, machine: str, names: str) -> Topology:
     speeds, links = speeds_and_links(probe)
-    threads = torch.get_num_threads()
-    rates = host_rates(threads)
-    host = Speed(
-        flops_per_second=dict(rates.flops_per_second),
-        bytes_per_second=rates.bytes_per_second,
-        memory=capacity(torch.device("cpu")),
-        seconds_per_call=rates.seconds_per_call,
-        seconds_per_view=rates.seconds_per_view,
-    )
+    host = host_speed(torch.get_num_threads())
     return Topology(
         name=f"this machine ({names})", devices={**speeds, _HOST: host}, links=links, machine=machine, measured=_today()
     )
@@ -97,7 +88,7 @@ def _kept(machine: str) -> Topology | None:
     try:
         found = Topology.load(path)
     except FileError as e:
-        warnings.warn(f"the machine is measured anew: {e}", ProfileWarning, stacklevel=4)
+        warn(f"the machine is measured anew: {e}", ProfileWarning)
         return None
     return found if found.machine == machine else None
 
@@ -110,4 +101,4 @@ def _keep(found: Topology) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         found.save(path)
     except (OSError, FileError) as e:
-        warnings.warn(f"the machine's figures are not kept: {e}", ProfileWarning, stacklevel=4)
+        warn(f"the machine's figures are not kept: {e}", ProfileWarning)

@@ -157,6 +157,39 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+def test_one_row_of_a_program_with_synchronised_norms() -> None:
+    """The statistics of the whole batch are those of the row; a replica without rows keeps its buffers."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attended = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+            self.norm = nn.BatchNorm1d(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.norm(self.attended(x).transpose(1, 2))
+            return out
+
+    torch.manual_seed(0)
+    model, x = Normed().double(), torch.randn(8, 3, 8, dtype=torch.float64)
+    eager = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(eager.parameters(), lr=0.1)
+    program = graphir.capture(
+        model, (x,), loss=lambda y: y.pow(3).mean(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    together = passes.sync_batch_norm(passes.replicate(program, [0, 1]))
+    with Session(passes.emit(together), program.state, binding="cpu") as session:
+        for rows in (8, 1, 7, 1):
+            session.step(x[:rows])
+            optimizer.zero_grad()
+            eager(x[:rows]).pow(3).mean().backward()
+            optimizer.step()
+            for name, value in session.state_dict().items():
+                torch.testing.assert_close(value, eager.state_dict()[name], rtol=1e-9, atol=1e-9, msg=name)
+        ours, theirs = session.state_dict(), session.state_dict(1)
+        assert all(torch.equal(ours[name], theirs[name]) for name, _ in eager.named_parameters())
+
+
 class Bags(nn.Module):
     """A table beside attention, which is another step at one row."""
 

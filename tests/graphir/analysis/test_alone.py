@@ -63,6 +63,7 @@ PLACED: dict[str, Callable[[Program], Program]] = {
     "sharded": sharded,
     "by rows": lambda program: split(program, "rows", [0, 1]),
     "by columns": lambda program: split(program, "columns", [1, 0]),
+    "synchronised": lambda program: passes.sync_batch_norm(passes.replicate(program, [0, 1])),
     "state on the host": lambda program: parked(program, "cpu"),
     "state on a peer": lambda program: parked(program, "gpu:2"),
 }
@@ -98,11 +99,6 @@ def test_the_step_runs_where_most_state_is_and_other_state_is_copied_there_and_b
     assert {op.device for op in plan.step.ops if op.phase == "backward"} == {"gpu:1"}
 
 
-def synchronised() -> tuple[Program, Program]:
-    program = captured(Rows(norm=True))
-    return program, passes.sync_batch_norm(passes.replicate(program, [0, 1]))
-
-
 def renormed() -> tuple[Program, Program]:
     program = captured(Rows(max_norm=0.5))
     return program, passes.replicate(program, [0, 1])
@@ -111,7 +107,6 @@ def renormed() -> tuple[Program, Program]:
 @pytest.mark.parametrize(
     ("made", "text"),
     [
-        (synchronised, "its batch norms are synchronised over replicas"),
         (renormed, "'table.weight' is overwritten before its update"),
     ],
 )

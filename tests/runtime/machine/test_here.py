@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from graphir.runtime.machine.cards import Card
 from graphir.runtime.machine.here import here
+from graphir.runtime.machine.probe import Card
 
 import graphir
 from graphir import GraphirError, Topology
