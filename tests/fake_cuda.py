@@ -191,9 +191,14 @@ class FakeMachine:
 
     def like(self, tensor: Tensor, place: torch.device) -> Tensor:
         with _disable_current_modes():
-            made = torch.empty_like(tensor)
+            made = torch.empty_like(tensor, device=HOST)
         self.adopt(made, place, self.taker(place), f"memory on {place}")
         return made
+
+    def elements(self, count: int, dtype: torch.dtype, place: torch.device) -> Tensor:
+        with _disable_current_modes():
+            like = torch.empty(count, dtype=dtype, device="meta")
+        return self.like(like, place)
 
     def taker(self, place: torch.device) -> FakeStream:
         return self.host if place == HOST else self.caller(place)

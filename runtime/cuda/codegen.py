@@ -20,6 +20,7 @@ stream still writes or reads.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -37,7 +38,7 @@ from ..codegen.values import Values
 from ..codegen.writer import ThreadCode, Writer
 from ..executor import Setting
 from ..kernels.buffers import Buffer, Buffers
-from .receive import Anew, NativeReduction, Owner, PageLocked, Reduction
+from .receive import Anew, JointReduction, NativeReduction, Owner, PageLocked, Reduction
 from .streams import Event, Machine, Stream, wait_for
 
 __all__ = ["Lanes", "StreamStatements", "StreamWriter", "generate_streams", "is_taken_anew"]
@@ -150,6 +151,7 @@ class StreamStatements(Statements):
         latest: for each lane, an event recorded behind all that was issued to it so far, which further records share.
         arriving: for each storage of the host, the copy that still writes it.
         leaving: for each buffer of the host, the copies that still read it.
+        behind: records that come behind the collectives that are held back.
     """
 
     def __init__(
@@ -173,12 +175,30 @@ class StreamStatements(Statements):
         self.latest: dict[str, _Recorded] = {}
         self.arriving: dict[str, Event] = {}
         self.leaving: dict[str, list[Event]] = {}
+        self.behind: list[int] = []
 
     def add(self, position: int, instruction: Instruction) -> None:
         """See :class:`.codegen.statements.Statements`."""
         if instruction.kind == "wait" or instruction.op >= 0:
             self.latest.pop(instruction.lane, None)
+        if instruction.kind in ("record", "wait") and self.is_between_parts():
+            if instruction.kind == "record":
+                self.behind.append(position)
+                return
+            if self.source.get(self.found.taken.get(position, -1)) not in self.behind:
+                self.lines.line(position, self.event(position))
+                return
         super().add(position, instruction)
+
+    def is_between_parts(self) -> bool:
+        """Whether parts of the collective that was held back last are still to come.
+
+        A record between them comes behind all of them, and a wait before.
+        """
+        if not self.reductions:
+            return False
+        last = self.reductions[-1][1]
+        return sum(op is last for _, op, _ in self.reductions) < len(last.outputs)
 
     def place(self, name: str) -> torch.device:
         """The real device of a blob."""
@@ -217,10 +237,34 @@ class StreamStatements(Statements):
                 known[name] = recorded
 
     def hold(self, position: int, op: Operator, part: int) -> None:
-        """See :class:`.codegen.statements.Statements`; a part is several calls, on streams of its own."""
+        """See :class:`.codegen.statements.Statements`; what is observed, on the host or NCCL's is done part by part."""
+        joint = len(op.inputs) == len(op.outputs) and not (self.native or self.lines.observed)
+        if joint and all(self.place(name).type == "cuda" for name in (*op.inputs, *op.outputs)):
+            super().hold(position, op, part)
+            return
         self.flush()
         instruction = self.setting.plan.instructions[position]
         self.writer.line(position, self.observed(self.reduce(position, instruction), position))
+
+    def flush(self) -> None:
+        """See :class:`.codegen.statements.Statements`."""
+        held, self.reductions = self.reductions, []
+        self.reduced.clear()
+        parts = Counter(id(op) for _, op, _ in held)
+        groups: dict[object, list[tuple[int, Operator]]] = {}
+        for position, op, part in held:
+            blobs = [self.net.blobs[name] for name in op.inputs]
+            if parts[id(op)] < len(blobs) or op.outputs[0] in self.setting.state:
+                self.lines.line(position, self.reduce(position, self.setting.plan.instructions[position]))
+            elif part == 0:
+                groups.setdefault(tuple([(blob.device, blob.dtype) for blob in blobs]), []).append((position, op))
+        for group in groups.values():
+            self.lines.line(group[0][0], self.reduce_jointly([op for _, op in group]))
+            self.lines.current.clear()
+        behind, self.behind = self.behind, []
+        for position in behind:
+            self.lines.line(position, self.event(position))
+        super().flush()
 
     def of(self, position: int, instruction: Instruction) -> list[str]:
         """The statements of an instruction."""
@@ -350,6 +394,23 @@ class StreamStatements(Statements):
         device = self.net.blobs[name].device
         elsewhere = [place != self.place(name) for place in places]
         return Reduction(self.lanes.owner(at, device), elsewhere)
+
+    def reduce_jointly(self, ops: Sequence[Operator]) -> list[str]:
+        """One call for all parts of collectives that are alike and among the same devices."""
+        lanes = [lane(self.net.blobs[name].device, "copy_in") for name in ops[0].outputs]
+        places = [self.place(name) for name in ops[0].inputs]
+        parts = [self.part(at, name, places) for at, name in zip(lanes, ops[0].outputs, strict=True)]
+        streams = [self.lanes.streams[at] for at in lanes]
+        read = [[self.read(*value) for value in op.reads] for op in ops]
+        inputs = ", ".join([f"({''.join([f'{item}, ' for item in items])})" for items in zip(*read, strict=True)])
+        text = f"{self.writer.bind(JointReduction(parts, streams).reduce, 'c')}(({inputs},), *{self.scaling(ops[0])})"
+        makes = [made for part in zip(*[op.makes for op in ops], strict=True) for made in part]
+        self.lines.beside += streams[1:]
+        variables = [self.values.fresh() for _ in makes]
+        defined = [
+            text for made, variable in zip(makes, variables, strict=True) for text in self.define(*made, variable)
+        ]
+        return [f"{', '.join(variables)}, = {text}", *defined]
 
     def reduce_natively(self, op: Operator, makes: Sequence[tuple[str, int]]) -> list[str]:
         lanes = [lane(self.net.blobs[name].device, "copy_in") for name, _ in makes]

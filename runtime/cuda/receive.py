@@ -10,15 +10,22 @@ come to the point at which the memory was taken.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from graphir.ir.blob import overlaps, reach
+
 from ..kernels.buffers import Buffer
-from ..kernels.communication import spanned
+from ..kernels.communication import is_marked, spanned
 from .streams import Machine, Stream
 
-__all__ = ["Anew", "NativeReduction", "Owner", "PageLocked", "Reduction"]
+__all__ = ["Anew", "JointReduction", "NativeReduction", "Owner", "PageLocked", "Reduction"]
+
+_ALIGNMENT: Final = 256
+"""Bytes. Kernels that sum choose their order by alignments of up to so many."""
 
 
 class Owner:
@@ -117,6 +124,167 @@ class Reduction:
     def result(self, like: Tensor) -> Tensor:
         """Memory for the result, which looks like *like*."""
         return self.owner.take(lambda: self.owner.machine.like(like, self.owner.place))
+
+
+class JointReduction:
+    """All parts of several collectives among the same participants, which are on GPUs: what crosses is packed first.
+
+    For participants p and q on two devices, with tensors a and b::
+
+        lane p   ① pack a_p b_p                    ③ total p = a_p + a_q, b_p + b_q, in one piece
+                            └── ② copied ──┐
+        lane q   ① pack a_q b_q            └──▶    ③ total q, and so on
+
+    So the square of the number of participants counts copies and sums of packs, and not of tensors. ② is done on the
+    lane of the participant that sends: it comes behind ①, and the pack is let go behind it. There, torch lets the lanes
+    of both participants wait for each other.
+
+    Args:
+        parts: each participant's.
+        lanes: the stream of each.
+    """
+
+    def __init__(self, parts: Sequence[Reduction], lanes: Sequence[Stream]) -> None:
+        self.parts, self.lanes = parts, lanes
+        self.machine = parts[0].owner.machine
+        self.places = [part.owner.place for part in parts]
+        self.current: dict[torch.device, Stream] = {}
+        self.device = lanes[0].device
+
+    def reduce(
+        self, inputs: Sequence[Sequence[Tensor]], divisor: int | None, weights: Sequence[float] | None
+    ) -> tuple[Tensor, ...]:
+        """Every participant's results, bit for bit :func:`.kernels.communication.all_reduce`: all of the first
+        participant's, then all of the second's.
+
+        All lanes are current, the first one's device is, and each has waited for all inputs. Others may be current
+        afterwards.
+
+        Args:
+            inputs: for each participant, its tensors.
+            divisor: see there.
+            weights: see there.
+        """
+        self.current = {lane.device: lane for lane in (*self.lanes[1:], self.lanes[0])}
+        self.device = self.lanes[0].device
+        layout = _Layout.of(inputs)
+        if layout is None:
+            return tuple(self.each(inputs, divisor, weights))
+        return tuple(self.packed(inputs, layout, divisor, weights))
+
+    def each(
+        self, inputs: Sequence[Sequence[Tensor]], divisor: int | None, weights: Sequence[float] | None
+    ) -> list[Tensor]:
+        """Tensors that cannot lie side by side: one after the other."""
+        results = []
+        for part, lane in zip(self.parts, self.lanes, strict=True):
+            for tensors in zip(*inputs, strict=True):
+                self.on(lane)
+                results.append(part.reduce(tensors, divisor, weights))
+        return results
+
+    def packed(
+        self,
+        inputs: Sequence[Sequence[Tensor]],
+        layout: _Layout,
+        divisor: int | None,
+        weights: Sequence[float] | None,
+    ) -> list[Tensor]:
+        """Tensors that lie side by side: what crosses is one copy, what is summed one tensor."""
+        packs = [self.pack(i, tensors, layout) for i, tensors in enumerate(inputs)]
+        results: list[Tensor] = []
+        for place, part, lane in zip(self.places, self.parts, self.lanes, strict=True):
+            take = partial(self.machine.elements, layout.count, layout.dtype, place)
+            self.on(lane)
+            total = part.owner.take(take)
+            views = layout.views(total)
+            for i, tensors in enumerate(inputs):
+                weight, pack = None if weights is None else weights[i], packs[i]
+                if self.places[i] == place:
+                    _add(views, tensors, weight, first=i == 0)
+                    continue
+                assert pack is not None
+                if self.current[self.places[i]] is not self.lanes[i]:  # the stream that torch copies on
+                    self.on(self.lanes[i])
+                    self.on(lane)
+                into = total if i == 0 else take()
+                into.copy_(pack, non_blocking=True)
+                if weight is not None:
+                    into.mul_(weight)
+                if i:
+                    total.add_(into)
+            if divisor is not None:
+                total.div_(divisor)
+            results += views
+        return results
+
+    def pack(self, i: int, tensors: Sequence[Tensor], layout: _Layout) -> Tensor | None:
+        """The tensors of a participant side by side, where another one's device needs them."""
+        place = self.places[i]
+        if all(other == place for other in self.places):
+            return None
+        if len(tensors) == 1:
+            return spanned(tensors[0])
+        self.on(self.lanes[i])
+        made = self.machine.elements(layout.count, layout.dtype, place)
+        torch._foreach_copy_(layout.views(made), list(tensors), non_blocking=True)
+        return made
+
+    def on(self, lane: Stream) -> None:
+        """Make a lane's stream current, and its device."""
+        if self.current[lane.device] is not lane or self.device != lane.device:
+            self.machine.use(lane)
+            self.current[lane.device], self.device = lane, lane.device
+
+
+def _add(totals: Sequence[Tensor], tensors: Sequence[Tensor], weight: float | None, first: bool) -> None:
+    """Add tensors of the same device, or begin with the first participant's."""
+    if first:
+        torch._foreach_copy_(totals, tensors, non_blocking=True)
+        if weight is not None:
+            torch._foreach_mul_(totals, weight)
+    else:
+        torch._foreach_add_(totals, tensors if weight is None else torch._foreach_mul(tensors, weight))
+
+
+class _Layout(NamedTuple):
+    """Where tensors lie in one piece of memory: each begins where torch's allocator could have put it.
+
+    Attributes:
+        dtype: of all.
+        geometries: size, strides and first element of each.
+        count: of elements, gaps included.
+    """
+
+    dtype: torch.dtype
+    geometries: Sequence[tuple[torch.Size, tuple[int, ...], int]]
+    count: int
+
+    @staticmethod
+    def of(inputs: Sequence[Sequence[Tensor]]) -> _Layout | None:
+        """The layout of each participant's tensors; None where they have none in common, or gaps."""
+        first, *others = inputs
+        dtype = first[0].dtype
+        geometries, count = [], 0
+        for i, tensor in enumerate(first):
+            if tensor.layout is not torch.strided:
+                return None
+            size, strides = tensor.size(), tensor.stride()
+            for same in (tensor, *[tensors[i] for tensors in others]):
+                if (same.layout, same.dtype) != (torch.strided, dtype) or is_marked(same):
+                    return None
+                if (same.size(), same.stride()) != (size, strides):
+                    return None
+            if overlaps(size, strides) or reach(size, strides) != tensor.numel():
+                return None
+            geometries.append((size, strides, count))
+            step = _ALIGNMENT // dtype.itemsize
+            count += -(-tensor.numel() // step) * step if len(first) > 1 else tensor.numel()
+        return _Layout(dtype, geometries, count)
+
+    def views(self, memory: Tensor) -> list[Tensor]:
+        """The tensors of this layout over memory."""
+        return [memory.as_strided(*geometry) for geometry in self.geometries]
 
 
 class NativeReduction:

@@ -90,6 +90,9 @@ class Machine(Protocol):
     def like(self, tensor: Tensor, place: torch.device) -> Tensor:
         """Uninitialised memory of a device's current stream, with the geometry of *tensor*."""
 
+    def elements(self, count: int, dtype: torch.dtype, place: torch.device) -> Tensor:
+        """So many uninitialised elements of a device's current stream's memory."""
+
     def all_reduce(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], streams: Sequence[Stream]) -> None:
         """NCCL's sum, each participant on a device and a stream of its own."""
 
@@ -154,6 +157,10 @@ class TorchCuda:
     def like(self, tensor: Tensor, place: torch.device) -> Tensor:
         """See :class:`Machine`."""
         return torch.empty_like(tensor, device=place)
+
+    def elements(self, count: int, dtype: torch.dtype, place: torch.device) -> Tensor:
+        """See :class:`Machine`."""
+        return torch.empty(count, dtype=dtype, device=place)
 
     def all_reduce(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], streams: Sequence[Any]) -> None:
         """See :class:`Machine`."""

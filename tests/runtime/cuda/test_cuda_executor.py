@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections import Counter
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 import models
@@ -100,7 +101,6 @@ def test_the_plans_waits_and_no_others() -> None:
     found = handoffs(plan, {name: i for i, name in enumerate(plan.lanes)})
     names = {stream.name: lane for lane, stream in executor.executor.lanes.streams.items()}
     lanes = len(names)
-    collectives = sum(instruction.kind == "collective" for instruction in plan.instructions)
     recorded = {call[1]: names.get(call[2]) for call in machine.calls if call[0] == "record"}
     waits = Counter((recorded[call[1]], names.get(call[2])) for call in machine.calls if call[0] == "wait")
     source = {taken: position for position, given in found.given.items() for taken in given}
@@ -111,11 +111,104 @@ def test_the_plans_waits_and_no_others() -> None:
     for lane in names.values():  # the gate: before the step and after it
         planned[None, lane] += 1
         planned[lane, None] += 1
-    for instruction in plan.instructions:  # a collective's memory is its device's compute stream's
-        if instruction.kind == "collective":
-            planned[instruction.lane.replace("copy_in", "compute"), instruction.lane] += 1
-    assert sum(waits.values()) == found.total + 2 * lanes + collectives + 2 * 4
+    rest = [instruction for instruction in plan.instructions if instruction.kind not in ("record", "wait")]
+    runs = groupby(rest, lambda instruction: instruction.kind == "collective")
+    joint = [lane for is_joint, run in runs if is_joint for lane in {instruction.lane for instruction in run}]
+    for lane in joint:  # the memory of collectives that stand side by side is taken once, from the compute stream
+        planned[lane.replace("copy_in", "compute"), lane] += 1
+    assert len(joint) == 4 and sum(waits.values()) == found.total + 2 * lanes + len(joint) + 2 * 4
     assert {pair: n for pair, n in waits.items() if pair != (None, None)} == dict(planned)
+
+
+class Summed(torch.nn.Module):
+    """Gradients that are dense, in another element type, and one number that is shown everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(3, 5), torch.nn.Linear(5, 2).double()
+        self.summed = torch.nn.Parameter(torch.randn(7, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).double()) * self.summed.sum()
+
+
+@pytest.mark.parametrize("rows", [9, 7], ids=["even", "uneven"])
+@pytest.mark.parametrize("binding", ["apart", "together", "pairs", "mixed"])
+def test_gradients_of_several_kinds_are_reduced_side_by_side(binding: str, rows: int) -> None:
+    torch.manual_seed(0)
+    model, x = Summed(), torch.randn(9, 3)
+    program = graphir.capture(
+        model, inputs=(x[:3],), loss=lambda found: found.square().mean(), optimizer=sgd(model.parameters())
+    )
+    plan = passes.emit(passes.replicate(program, range(3)))
+    session, machine = watched(plan, program.state, BINDINGS[binding])
+    with session, Session(plan, program.state, executor="reference") as reference:
+        for _ in range(2):
+            assert torch.equal(session.step(x[:rows]), reference.step(x[:rows]))
+        assert_equal(session, reference)
+    assert not machine.races
+
+
+SHOWN = """
+    input x : f32[3] @gpu:0
+    input y : f32[3] @gpu:1
+    input z : f32[3] @gpu:2
+    a : f32[3] @gpu:0 = aten.relu(x)
+    b : f32[3] @gpu:1 = aten.relu(y)
+    c : f32[3] @gpu:2 = aten.relu(z)
+    a2 : f32[2,3] strides [0,1] in a @gpu:0 = aten.expand(a, size=[2, 3])
+    b2 : f32[2,3] strides [0,1] in b @gpu:1 = aten.expand(b, size=[2, 3])
+    c2 : f32[2,3] strides [0,1] in c @gpu:2 = aten.expand(c, size=[2, 3])
+    [r : f32[3] @gpu:0, s : f32[3] @gpu:1, t : f32[3] @gpu:2] = AllReduce([a, b, c])
+    [r2 : f32[2,3] @gpu:0, s2 : f32[2,3] @gpu:1, t2 : f32[2,3] @gpu:2] = AllReduce([a2, b2, c2])
+    t_gpu_0 : f32[3] @gpu:0 = Copy(t)
+    t2_gpu_0 : f32[2,3] @gpu:0 = Copy(t2)
+    u : f32[2,3] @gpu:0 = aten.add.Tensor(t2_gpu_0, t_gpu_0)
+    v : f32[2,3] @gpu:0 = aten.add.Tensor(u, r2)
+"""
+
+
+@pytest.mark.parametrize("binding", ["apart", "together", "pairs"])
+def test_rows_that_share_memory_are_reduced_beside_others(binding: str) -> None:
+    plan = forward_plan(SHOWN, "x", "y", "z", output="v")
+    session, machine = watched(plan, {}, BINDINGS[binding])
+    with session, Session(plan, {}, executor="reference") as reference:
+        for _ in range(2):
+            given = [torch.randn(3) for _ in range(3)]
+            assert torch.equal(session.step(*given), reference.step(*given))
+    assert not machine.races
+
+
+def moved(plan: Plan, what: str) -> Plan:
+    """Between the first collective's parts, a free and what the second part waits for, or a wait for the first part."""
+    order = list(plan.instructions)
+    first = next(i for i, instruction in enumerate(order) if instruction.kind == "collective")
+    if what == "free":
+        between = [next(i for i in reversed(range(first)) if order[i].kind == "free")]
+        between += [i for i in range(first) if order[i].kind == "wait" and order[i].lane == order[first + 1].lane]
+        assert len(between) == 3
+        order[first + 1 : first + 1] = [order[i] for i in between]
+        for i in sorted(between, reverse=True):
+            del order[i]
+    else:
+        record = next(i for i in range(first, len(order)) if order[i].kind == "record")
+        assert order[record - 1].part == 0 and order[record + 1].part == 1
+        event = order[record].event
+        index = next(i for i in range(record, len(order)) if order[i].kind == "wait" and order[i].event == event)
+        assert order[index].lane not in {instruction.lane for instruction in order[record:index]}
+        order.insert(record + 1, order.pop(index))
+    return plan.with_(instructions=tuple(order))
+
+
+@pytest.mark.parametrize("what", ["free", "wait"])
+def test_a_lane_may_go_on_before_another_one_has_its_part(what: str) -> None:
+    program, plan, batch = mlp()
+    plan = moved(plan, what)
+    session, machine = watched(plan, program.state, APART)
+    with session, Session(plan, program.state, executor="reference") as reference:
+        assert torch.equal(session.step(*batch), reference.step(*batch))
+        assert_equal(session, reference)
+    assert not machine.races
 
 
 def test_a_fused_update_is_one_kernel_beside_that_of_its_counts() -> None:
