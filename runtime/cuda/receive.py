@@ -224,7 +224,7 @@ class JointReduction:
         if all(other == place for other in self.places):
             return None
         if len(tensors) == 1:
-            return spanned(tensors[0])
+            return tensors[0].as_strided((layout.count,), (1,))
         self.on(self.lanes[i])
         made = self.machine.elements(layout.count, layout.dtype, place)
         torch._foreach_copy_(layout.views(made), list(tensors), non_blocking=True)

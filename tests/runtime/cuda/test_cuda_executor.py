@@ -209,6 +209,23 @@ def test_a_lane_may_go_on_before_another_one_has_its_part(what: str) -> None:
         assert torch.equal(session.step(*batch), reference.step(*batch))
         assert_equal(session, reference)
     assert not machine.races
+    executor: Any = session._executor
+    assert any(
+        " from " in name for name in executor.executor.lanes.streams
+    )  # a part alone copies on streams of its own
+
+
+def test_one_gradient_alone_is_not_packed() -> None:
+    model, x = torch.nn.Linear(3, 5, bias=False), torch.randn(4, 3)
+    program = graphir.capture(model, inputs=(x[:2],), loss=lambda found: found.sum(), optimizer=sgd(model.parameters()))
+    plan = passes.emit(passes.replicate(program, range(2)))
+    session, machine = watched(plan, program.state, APART)
+    with session, Session(plan, program.state, executor="reference") as reference:
+        assert torch.equal(session.step(x), reference.step(x))
+        assert_equal(session, reference)
+    assert not machine.races
+    copied = [call[1] for call in machine.calls if call[:1] == ("run",) and call[1].startswith("aten::_foreach_copy_")]
+    assert len(copied) == 1  # the first participant's own
 
 
 def test_a_fused_update_is_one_kernel_beside_that_of_its_counts() -> None:
