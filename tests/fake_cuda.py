@@ -131,6 +131,7 @@ class FakeMachine:
 
     Attributes:
         calls: in their order.
+        moved: bytes that copies between places have brought.
         races: what was not ordered, as text.
         dropped: which wait is not done, counted from 1; 0 for none.
         hangs: the name of a stream that does nothing any more.
@@ -140,7 +141,7 @@ class FakeMachine:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.races: list[str] = []
-        self.waits = self.dropped = self.events = self.made = 0
+        self.waits = self.dropped = self.events = self.made = self.moved = 0
         self.host = FakeStream(self, HOST, "host")
         self.current: dict[torch.device, FakeStream] = {}
         self.device = torch.device("cuda:0")
@@ -446,6 +447,7 @@ class Watch(TorchDispatchMode):
             return
         stream = machine.caller(to if source == HOST else source)
         machine.calls.append(("copy", stream.name))
+        machine.moved += given[0][0].nbytes
         across = HOST not in (to, source) and to != source
         if across:
             machine.merge(stream, machine.caller(to).clock)
