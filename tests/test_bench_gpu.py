@@ -35,10 +35,10 @@ def module() -> Iterator[Import]:
 
 SOME: dict[str, set[tuple[str, ...]]] = {
     "machine": {(), ("ResNet-50's step",)},
-    "steps": {("ResNet-50, batch 32", "f32, fused"), ("BERT with dropout, 16 of 256", "bf16 autocast, default")},
+    "steps": {("BERT with dropout, 16 of 256", "bf16 autocast, default")},
     "memory": {
         ("ResNet-50, batch 32", "", "eager"),
-        ("ResNet-50, batch 32", "0.9", "ours"),
+        ("ResNet-50, batch 32", "2.0", "ours"),
         ("GPT of GPT-2's sizes, 8 of 512", "0.7", "checkpoint"),
         ("ResNet-50, batch 32", "0.7", "save_on_cpu"),
     },
@@ -47,7 +47,7 @@ SOME: dict[str, set[tuple[str, ...]]] = {
     "several": {
         ("copy from 0 to 1, 256 MiB",),
         ("GPT, 2 replicas, 16 rows",),
-        ("GPT, 2 stages, 8 micro-batches",),
+        ("GPT, 2 stages, 2 micro-batches",),
     },
     "compiled": {("MLP of 8 narrow layers, batch 8", "f32, fused")},
     "budgets": {("GPT of GPT-2's sizes, 8 of 512", "2.0", "activation_memory_budget")},
@@ -60,7 +60,9 @@ def test_every_section_makes_its_rows(
     module: Import, monkeypatch: pytest.MonkeyPatch, name: str, one_thread: None
 ) -> None:
     on_gpu, card = module("on_gpu"), module("gpu_card").Pretended()
-    monkeypatch.setattr(module("gpu_memory"), "SHARES", (0.7, 0.9, 2.0))  # the last is kept by the first budget
+    monkeypatch.setattr(module("gpu_memory"), "SHARES", (0.7, 2.0))  # twice the need is kept at once
+    if name == "budgets":  # the other section compiles, which takes a second
+        monkeypatch.setattr(module("gpu_card").Pretended, "compiled", lambda card, function, mode: function)
     section = on_gpu.SECTIONS[name](card, 60.0)
     chosen = [task for task in section.tasks if tuple(map(str, task.key)) in SOME[name]]
     assert len(chosen) == len(SOME[name])

@@ -404,13 +404,13 @@ class StreamStatements(Statements):
         read = [[self.read(*value) for value in op.reads] for op in ops]
         inputs = ", ".join([f"({''.join([f'{item}, ' for item in items])})" for items in zip(*read, strict=True)])
         text = f"{self.writer.bind(JointReduction(parts, streams).reduce, 'c')}(({inputs},), *{self.scaling(ops[0])})"
-        makes = [made for part in zip(*[op.makes for op in ops], strict=True) for made in part]
+        makes = [list(op.makes)[part] for part in range(len(lanes)) for op in ops]
         self.lines.beside += streams[1:]
         variables = [self.values.fresh() for _ in makes]
-        defined = [
-            text for made, variable in zip(makes, variables, strict=True) for text in self.define(*made, variable)
-        ]
-        return [f"{', '.join(variables)}, = {text}", *defined]
+        statements = [f"{', '.join(variables)}, = {text}"]
+        for made, variable in zip(makes, variables, strict=True):
+            statements += self.define(*made, variable)
+        return statements
 
     def reduce_natively(self, op: Operator, makes: Sequence[tuple[str, int]]) -> list[str]:
         lanes = [lane(self.net.blobs[name].device, "copy_in") for name, _ in makes]

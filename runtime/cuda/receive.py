@@ -152,7 +152,7 @@ class JointReduction:
         self.device = lanes[0].device
 
     def reduce(
-        self, inputs: Sequence[Sequence[Tensor]], divisor: int | None, weights: Sequence[float] | None
+        self, inputs: Sequence[tuple[Tensor, ...]], divisor: int | None, weights: Sequence[float] | None
     ) -> tuple[Tensor, ...]:
         """Every participant's results, bit for bit :func:`.kernels.communication.all_reduce`: all of the first
         participant's, then all of the second's.
@@ -173,7 +173,7 @@ class JointReduction:
         return tuple(self.packed(inputs, layout, divisor, weights))
 
     def each(
-        self, inputs: Sequence[Sequence[Tensor]], divisor: int | None, weights: Sequence[float] | None
+        self, inputs: Sequence[tuple[Tensor, ...]], divisor: int | None, weights: Sequence[float] | None
     ) -> list[Tensor]:
         """Tensors that cannot lie side by side: one after the other."""
         results = []
@@ -185,7 +185,7 @@ class JointReduction:
 
     def packed(
         self,
-        inputs: Sequence[Sequence[Tensor]],
+        inputs: Sequence[tuple[Tensor, ...]],
         layout: _Layout,
         divisor: int | None,
         weights: Sequence[float] | None,
@@ -194,7 +194,7 @@ class JointReduction:
         packs = [self.pack(i, tensors, layout) for i, tensors in enumerate(inputs)]
         results: list[Tensor] = []
         for place, part, lane in zip(self.places, self.parts, self.lanes, strict=True):
-            take = partial(self.machine.elements, layout.count, layout.dtype, place)
+            take = partial(self.machine.elements, layout.elements, layout.dtype, place)
             self.on(lane)
             total = part.owner.take(take)
             views = layout.views(total)
@@ -218,16 +218,16 @@ class JointReduction:
             results += views
         return results
 
-    def pack(self, i: int, tensors: Sequence[Tensor], layout: _Layout) -> Tensor | None:
+    def pack(self, i: int, tensors: tuple[Tensor, ...], layout: _Layout) -> Tensor | None:
         """The tensors of a participant side by side, where another one's device needs them."""
         place = self.places[i]
         if all(other == place for other in self.places):
             return None
         if len(tensors) == 1:
-            return tensors[0].as_strided((layout.count,), (1,))
+            return tensors[0].as_strided((layout.elements,), (1,))
         self.on(self.lanes[i])
-        made = self.machine.elements(layout.count, layout.dtype, place)
-        torch._foreach_copy_(layout.views(made), list(tensors), non_blocking=True)
+        made = self.machine.elements(layout.elements, layout.dtype, place)
+        torch._foreach_copy_(layout.views(made), tensors, non_blocking=True)
         return made
 
     def on(self, lane: Stream) -> None:
@@ -237,7 +237,7 @@ class JointReduction:
             self.current[lane.device], self.device = lane, lane.device
 
 
-def _add(totals: Sequence[Tensor], tensors: Sequence[Tensor], weight: float | None, first: bool) -> None:
+def _add(totals: list[Tensor], tensors: tuple[Tensor, ...], weight: float | None, first: bool) -> None:
     """Add tensors of the same device, or begin with the first participant's."""
     if first:
         torch._foreach_copy_(totals, tensors, non_blocking=True)
@@ -253,15 +253,15 @@ class _Layout(NamedTuple):
     Attributes:
         dtype: of all.
         geometries: size, strides and first element of each.
-        count: of elements, gaps included.
+        elements: how many, gaps included.
     """
 
     dtype: torch.dtype
     geometries: Sequence[tuple[torch.Size, tuple[int, ...], int]]
-    count: int
+    elements: int
 
     @staticmethod
-    def of(inputs: Sequence[Sequence[Tensor]]) -> _Layout | None:
+    def of(inputs: Sequence[tuple[Tensor, ...]]) -> _Layout | None:
         """The layout of each participant's tensors; None where they have none in common, or gaps."""
         first, *others = inputs
         dtype = first[0].dtype

@@ -177,7 +177,8 @@ def several(card: Card, _: float) -> Section:
         key = f"GPT, {replicas} replicas, {DDP_ROWS * replicas} rows"
         tasks.append(Task((key,), partial(_replicated, card, replicas)))
         tasks.append(Task((f"{key}, DDP",), partial(_ddp, card, replicas)))
-    tasks.append(Task((f"GPT, {cards} stages, {4 * cards} micro-batches",), partial(_pipelined, card, cards)))
+    parts = (1 if card.pretended else 4) * cards
+    tasks.append(Task((f"GPT, {cards} stages, {parts} micro-batches",), partial(_pipelined, card, cards, parts)))
     return Section(columns, tasks)
 
 
@@ -214,9 +215,8 @@ def _replicated(card: Card, replicas: int) -> Iterator[Cells]:
     yield from _stepped(card, program, passes.replicate(program, range(replicas)), batch)
 
 
-def _pipelined(card: Card, stages: int) -> Iterator[Cells]:
+def _pipelined(card: Card, stages: int, parts: int) -> Iterator[Cells]:
     """Layers in as many equal parts as there are cards, zero-bubble order."""
-    parts = 4 * stages
     whole = example(DDP_ROWS * parts, card.pretended)
     program = captured(whole, _WAY.optimizer(whole.model), accumulate=parts)
     layers = len(whole.model.get_submodule("layers"))  # type: ignore[arg-type]
