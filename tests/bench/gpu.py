@@ -60,13 +60,13 @@ class Section(NamedTuple):
 
 
 SECTIONS: Final = (
-    Section("tests", "Tests that need a GPU, and the start of all others", 0.22),
-    Section("machine", "The machine, as it measures itself", 0.31),
-    Section("steps", "Training steps, `zero_grad` to `optimizer.step`", 0.49),
-    Section("memory", "Less memory than a step needs, at equal measured peak", 0.65),
-    Section("logical", "Several logical devices on one GPU", 0.73),
-    Section("trace", "What the allocator does under several logical devices", 0.77),
-    Section("several", "Several GPUs", 0.80),
+    Section("tests", "Tests that need a GPU, and the start of all others", 0.25),
+    Section("machine", "The machine, as it measures itself", 0.32),
+    Section("steps", "Training steps, `zero_grad` to `optimizer.step`", 0.50),
+    Section("memory", "Less memory than a step needs, at equal measured peak", 0.66),
+    Section("logical", "Several logical devices on one GPU", 0.74),
+    Section("trace", "What the allocator does under several logical devices", 0.78),
+    Section("several", "Several GPUs", 0.81),
     Section("compiled", "Training steps by `torch.compile`", 0.92),
     Section("budgets", "Less memory by `torch.compile`, at equal measured peak", 1.0),
 )
