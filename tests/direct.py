@@ -129,7 +129,10 @@ def _update(op: Operator, values: dict[str, Tensor]) -> None:
     args |= {name.removesuffix(NOW): number.item() for name, number in bound.items() if name.endswith(NOW)}
     options: dict[str, Any] = {"foreach": False, "lr": bound["lr"].item()}
     if "form" in args:
-        options["fused"] = args.pop("form") == "fused"
+        form = args.pop("form")
+        options["foreach"] = form == "foreach"
+        if form == "fused":
+            options["fused"] = True
     listed = {name: [tensor] for name, tensor in bound.items()}
     if op.type in ("graphir.sgd", "graphir.dampened_sgd"):
         first = "next_dampening" in bound and bound["next_dampening"] == 0.0

@@ -1,7 +1,7 @@
 """The optimizer's update as graphir's own operators, one per parameter.
 
-Each is bit for bit what ``torch.optim`` does in its ``fused`` or in its for-loop form (``foreach`` computes the same
-bits as the latter in single and double precision, and is refused in others). State that torch makes in the first step
+Each is bit for bit what ``torch.optim`` does in its for-loop form, in its ``foreach`` form, which is the default on
+CUDA, or in its ``fused`` form. State that torch makes in the first step
 exists here from the start: a momentum buffer that was never written is -0.0, to which adding a gradient gives that
 gradient, signs of zeros included; and since torch does not dampen the first gradient, the dampening of the next one is
 state too.
@@ -9,7 +9,7 @@ state too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
@@ -23,7 +23,7 @@ from ..ir.program import Scalar
 from ..optim import RowWiseAdagrad
 from .model_state import has_data
 
-__all__ = ["Group", "OptimizerState", "ParamUpdate", "read_optimizer", "with_layout"]
+__all__ = ["Group", "OptimizerState", "ParamUpdate", "read_optimizer", "with_forms_of_cuda", "with_layout"]
 
 
 class OptimizerState(NamedTuple):
@@ -104,6 +104,27 @@ def read_optimizer(optimizer: object, blobs: Mapping[int, str]) -> tuple[Group, 
     return tuple(_group(optimizer, i, group, blobs) for i, group in enumerate(optimizer.param_groups))
 
 
+def with_forms_of_cuda(groups: Sequence[Group]) -> tuple[Group, ...]:
+    """The *groups* of an optimizer on CUDA: where a group names no form, torch updates it by lists."""
+    return tuple([group if _names_form(group.options) else _by_lists(group) for group in groups])
+
+
+def _names_form(options: Mapping[str, Any]) -> bool:
+    return any(options.get(form) is not None for form in ("foreach", "fused"))
+
+
+def _by_lists(group: Group) -> Group:
+    formed = [
+        update._replace(args={"form": "foreach", **update.args}) if "form" in _parameters(update.type) else update
+        for update in group.updates
+    ]
+    return group._replace(updates=tuple(formed))
+
+
+def _parameters(type: str) -> set[str]:
+    return {p.name for p in signature(type).params}
+
+
 def _group(optimizer: torch.optim.Optimizer, i: int, group: Mapping[str, Any], blobs: Mapping[int, str]) -> Group:
     place = f"parameter group {i} of {type(optimizer).__name__}"
     for option in ("differentiable", "capturable"):
@@ -127,7 +148,7 @@ def _group(optimizer: torch.optim.Optimizer, i: int, group: Mapping[str, Any], b
                 fix="pass only model.parameters() to the optimizer",
             )
         name = blobs[id(param)]
-        _check_param(name, param, options, place)
+        _check_param(name, param, place)
         if type(optimizer) is torch.optim.SGD:
             _check_fused_sgd(name, param, options, place)
         updates.append(_update(optimizer, name, param, options, place))
@@ -156,7 +177,9 @@ def with_layout(update: ParamUpdate, sparse: bool) -> ParamUpdate:
                 f"SparseAdam does not take the dense gradient of {update.param!r}", fix="give that parameter to Adam"
             )
         return update
-    taken = {p.name for p in signature(ours).params} if ours is not None else set()
+    taken = _parameters(ours) if ours is not None else set()
+    if update.args.get("form") == "foreach":  # torch takes sparse gradients one by one then
+        update = update._replace(args={key: value for key, value in update.args.items() if key != "form"})
     unfit = [f"{key}={value!r}" for key, value in update.args.items() if key not in taken]
     unfit += [f"{name}={value!r}" for name, value in update.numbers.items() if name + NOW not in taken]
     if ours is None or unfit:
@@ -178,16 +201,14 @@ def _check_options(options: Mapping[str, Any], place: str) -> None:
                 )
 
 
-def _check_param(name: str, param: torch.Tensor, options: Mapping[str, Any], place: str) -> None:
+def _form(options: Mapping[str, Any]) -> str:
+    """The form in which torch makes the updates of a group on the host."""
+    return "fused" if options.get("fused") else "foreach" if options.get("foreach") else "for_loop"
+
+
+def _check_param(name: str, param: torch.Tensor, place: str) -> None:
     if param.is_complex():
         raise CaptureError(f"parameter {name!r} is complex", where=place, fix="use real parameters")
-    if options.get("foreach") and param.dtype not in (torch.float32, torch.float64):
-        kind = str(param.dtype).removeprefix("torch.")
-        raise CaptureError(
-            f"foreach=True is not supported for {name!r}, whose type is {kind}: it rounds otherwise than the for-loop",
-            where=place,
-            fix="set foreach=False in this group",
-        )
 
 
 def _check_fused_sgd(name: str, param: torch.Tensor, options: Mapping[str, Any], place: str) -> None:
@@ -209,7 +230,7 @@ def _update(
 ) -> ParamUpdate:
     kept = {key: value for key, value in optimizer.state.get(param, {}).items() if value is not None}
     rule = _RULES[type(optimizer)](options, optimizer.defaults, kept)
-    values = {**options, **rule.args, "form": "fused" if options.get("fused") else "for_loop"}
+    values = {**options, **rule.args, "form": _form(options)}
     params = signature(rule.type).params
     taken = {p.name for p in params}
     now = moved(options).items()

@@ -1,7 +1,7 @@
 """Kernels of the optimizer types: updates bit for bit as ``torch.optim`` makes them.
 
-Each has torch's two forms where torch has them: ``for_loop``, the sequence of operators of ``foreach=False``, and
-``fused``. They are built once for an operator's options and called with tensors every step. As in torch they take
+Each has torch's forms where torch has them: ``for_loop``, the sequence of operators of ``foreach=False``, ``foreach``,
+and ``fused``. They are built once for an operator's options and called with tensors every step. As in torch they take
 lists, an item a parameter, so that an executor can make one call of many updates.
 """
 
@@ -22,6 +22,7 @@ from graphir.ir.opset import signature
 from graphir.ir.tensor import GRAIN_SIZE
 from graphir.optim import update_dense
 
+from . import foreach
 from .bounds import check_dense
 from .joined import Joined
 from .short import in_one_thread
@@ -29,7 +30,7 @@ from .sparse import SPARSE_UPDATES
 
 __all__ = ["FORMS", "UPDATES", "Operands", "Update", "as_torch_has_it", "operands_of", "updater"]
 
-FORMS: Final = ("for_loop", "fused")
+FORMS: Final = ("for_loop", "foreach", "fused")
 _Item = TypeVar("_Item")
 
 Tensors: TypeAlias = list[Tensor]
@@ -99,6 +100,8 @@ def _sgd(*, form: str, nesterov: bool, maximize: bool, dampening: float = 0.0) -
     buffers stay as they are."""
     if form == "fused":
         return partial(_fused_sgd, dampening=dampening, nesterov=nesterov, maximize=maximize, is_first_step=False)
+    if form == "foreach":
+        return partial(foreach.sgd, dampening=dampening, nesterov=nesterov, maximize=maximize)
     plain = not (nesterov or dampening or maximize)
 
     def update(
@@ -240,6 +243,8 @@ def _adam(
     if form == "fused":
         kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
         return partial(_fused_adam, kernel, eps=eps, maximize=maximize)
+    if form == "foreach":
+        return partial(foreach.adam, decoupled=decoupled, eps=eps, maximize=maximize)
 
     def update(
         params: Tensors,
@@ -305,6 +310,8 @@ def _adagrad(*, form: str, lr_decay: float, eps: float, maximize: bool) -> Updat
     """``torch.optim.Adagrad``."""
     if form == "fused":
         return partial(_fused_adagrad, lr_decay=lr_decay, eps=eps, maximize=maximize)
+    if form == "foreach":
+        return partial(foreach.adagrad, lr_decay=lr_decay, eps=eps, maximize=maximize)
 
     def update(
         params: Tensors,
@@ -344,9 +351,11 @@ def _fused_adagrad(
     _call(torch._fused_adagrad_, (params, grads, sums, steps), 3, **options)
 
 
-def _rmsprop(*, alpha: float, eps: float, maximize: bool) -> Update:
+def _rmsprop(*, form: str, alpha: float, eps: float, maximize: bool) -> Update:
     """``torch.optim.RMSprop``, centered where it is given averages of the gradients. While the momentum is 0, buffers
     stay as they are."""
+    if form == "foreach":
+        return partial(foreach.rmsprop, alpha=alpha, eps=eps, maximize=maximize)
 
     def update(
         params: Tensors,

@@ -30,7 +30,7 @@ def session(executor, form="for_loop", second="found"):
 
 
 @pytest.mark.parametrize("executor", ["reference", "threads"])
-@pytest.mark.parametrize("form", ["for_loop", "fused"])
+@pytest.mark.parametrize("form", ["for_loop", "foreach", "fused"])
 def test_an_update_is_skipped_where_a_gradient_is_infinite(executor, form):
     x, no, yes = torch.tensor([1.0, -2.0]), torch.tensor(0.0), torch.tensor(1.0)
     with session(executor, form) as running:

@@ -26,10 +26,16 @@ def _record(type: str, schema: str, fake: Callable[..., Any], **known: Any) -> O
     return OperatorType(type, schema, fake, **{"only_elements": True, **known})
 
 
-def _optimizer(type: str, schema: str, beside: int | None = None, coupled: bool = True) -> OperatorType:
+def _optimizer(
+    type: str,
+    schema: str,
+    beside: int | None = None,
+    coupled: bool = True,
+    listed: Callable[[int], int] = int,
+) -> OperatorType:
     """A type that updates one parameter, and its state; how much it holds *beside*, see :func:`.scratch.update`."""
     names = _tensors(schema)
-    inside = None if beside is None else scratch.update(beside, names.index("weight_decay_now"), coupled)
+    inside = None if beside is None else scratch.update(beside, names.index("weight_decay_now"), coupled, listed)
     return _record(type, schema, fakes.updated(type, names), scratch=inside)
 
 
@@ -74,22 +80,24 @@ _RECORDS: Final = (
         "bool maximize=False) -> ()",
         beside=0,
     ),
-    _optimizer("graphir.adam", "adam" + _ADAM, beside=2),
-    _optimizer("graphir.adamw", "adamw" + _ADAM, beside=2, coupled=False),
+    _optimizer("graphir.adam", "adam" + _ADAM, beside=2, listed=lambda gradients: 1),
+    _optimizer("graphir.adamw", "adamw" + _ADAM, beside=2, coupled=False, listed=lambda gradients: 1),
     _optimizer(
         "graphir.adagrad",
         "adagrad(Tensor(a!) param, Tensor grad, Tensor(b!) sum, Tensor(c!) step, Tensor lr, Tensor? found_inf=None, "
         "Tensor? weight_decay_now=None, *, str form='for_loop', float lr_decay=0., float weight_decay=0., "
         "float eps=1e-10, bool maximize=False) -> ()",
         beside=1,
+        listed=lambda gradients: 2,
     ),
     _optimizer(
         "graphir.rmsprop",
         "rmsprop(Tensor(a!) param, Tensor grad, Tensor(b!) square_avg, Tensor(c!)? momentum_buffer, "
         "Tensor(d!)? grad_avg, Tensor(e!) step, Tensor lr, Tensor? found_inf=None, Tensor? momentum_now=None, "
-        "Tensor? weight_decay_now=None, *, float alpha=0.99, float eps=1e-08, float weight_decay=0., "
-        "float momentum=0., bool maximize=False) -> ()",
+        "Tensor? weight_decay_now=None, *, str form='for_loop', float alpha=0.99, float eps=1e-08, "
+        "float weight_decay=0., float momentum=0., bool maximize=False) -> ()",
         beside=1,
+        listed=lambda gradients: gradients + 1,
     ),
     _optimizer(
         "graphir.row_wise_adagrad",

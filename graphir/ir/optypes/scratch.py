@@ -286,11 +286,14 @@ def synchronised_batch_norm_backward(call: SizedOperator) -> int | None:
     return 8 * x.shape[1] * ((3 if x.dtype == "f64" else 5) + weighted)
 
 
-def update(fixed: int, decay: int, coupled: bool = True) -> Callable[[SizedOperator], int]:
+def update(
+    fixed: int, decay: int, coupled: bool = True, listed: Callable[[int], int] = int
+) -> Callable[[SizedOperator], int]:
     """An optimizer's ``for_loop``: *fixed* tensors of the parameter's size beside the gradient that it adjusts.
 
     The gradient is negated, and has weight decay added where that is *coupled* to it; each makes a new tensor, while
-    the one before is still there. The tensor parameter at *decay* has the weight decay, where that may move.
+    the one before is still there. The tensor parameter at *decay* has the weight decay, where that may move. The form
+    ``foreach`` adjusts the gradient in one tensor, or in none, and is given their number: it holds *listed*.
     """
 
     def formula(call: SizedOperator) -> int:
@@ -300,6 +303,8 @@ def update(fixed: int, decay: int, coupled: bool = True) -> Callable[[SizedOpera
         decays = args.get("weight_decay") or call.has(decay)
         made = bool(args.get("maximize")) + bool(coupled and decays)
         nesterov = bool(args.get("nesterov"))
+        if args.get("form") == "foreach":
+            return (listed(min(made, 1)) + nesterov) * call.operand(0).nbytes
         return max(min(made + nesterov, 2), fixed + min(made, 1)) * call.operand(0).nbytes
 
     return formula

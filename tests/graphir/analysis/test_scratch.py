@@ -196,6 +196,13 @@ OPTIMIZERS = {
     "adam, weight decay": (torch.optim.Adam, {"weight_decay": 0.1}),
     "adamw": (torch.optim.AdamW, {"weight_decay": 0.1, "maximize": True}),
     "adam, fused": (torch.optim.Adam, {"fused": True}),
+    "adam, foreach": (torch.optim.Adam, {"weight_decay": 0.1, "maximize": True, "foreach": True}),
+    "adamw, foreach": (torch.optim.AdamW, {"amsgrad": True, "foreach": True}),
+    "sgd, foreach": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "foreach": True}),
+    "adagrad, foreach": (torch.optim.Adagrad, {"foreach": True}),
+    "adagrad, weight decay, foreach": (torch.optim.Adagrad, {"weight_decay": 0.1, "foreach": True}),
+    "rmsprop, foreach": (torch.optim.RMSprop, {"weight_decay": 0.1, "foreach": True}),
+    "rmsprop, centered, foreach": (torch.optim.RMSprop, {"centered": True, "foreach": True}),
     "adagrad": (torch.optim.Adagrad, {}),
     "rmsprop": (torch.optim.RMSprop, {}),
     "rmsprop, centered": (torch.optim.RMSprop, {"centered": True, "weight_decay": 0.1}),
@@ -207,8 +214,8 @@ def test_optimizers(case: str) -> None:
     """Two parameters that are large beside everything else, so that their updates are the peak."""
     kind, options = OPTIMIZERS[case]
     module = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
-    foreach = {} if "fused" in options else {"foreach": False}
-    measured, predicted = trained(module, torch.randn(2, 64), kind, lr=0.1, **foreach, **options)
+    form = {} if "fused" in options else {"foreach": False}
+    measured, predicted = trained(module, torch.randn(2, 64), kind, lr=0.1, **{**form, **options})
     assert predicted == pytest.approx(measured, abs=64)
 
 

@@ -91,7 +91,7 @@ def test_shares_that_give_no_mean_are_refused(program, args, message):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"form": "evil"}, "graphir.sgd has the form 'evil'; forms: for_loop, fused"),
+        ({"form": "evil"}, "graphir.sgd has the form 'evil'; forms: for_loop, foreach, fused"),
         ({"form": 3}, "takes a str for form, not 3"),
         ({"momentum": "x"}, "takes a float for momentum, not 'x'"),
         ({"momentum": None}, "takes a float for momentum, not None"),
