@@ -153,8 +153,8 @@ class RecaptureWarning(UserWarning):
 
 
 class TrainingWarning(UserWarning):
-    """A training step goes on without something that training scripts mean: dropout in evaluation mode, or an
-    optimizer whose numbers have moved and that nobody follows."""
+    """A training step goes on without something that training scripts mean: dropout in evaluation mode, an optimizer
+    whose numbers have moved and that nobody follows, or the GPU that a program was recorded for."""
 
 
 def _message(what: str, *labelled: tuple[str, str]) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from graphir.analysis.alone import alone
 from graphir.analysis.short_batch import short_batch
-from graphir.errors import CoverageError, GraphirError, RunError, SessionError, counted
+from graphir.errors import CoverageError, GraphirError, RunError, SessionError, TrainingWarning, counted, warn
 from graphir.ir.plan import Plan
 from graphir.ir.program import Program
 from graphir.ir.size import Dims
@@ -107,6 +107,9 @@ class Session(Stepping):
             and once torch has counted a write into one of them, steps are refused with a CoverageError.
         optimizer: whose numbers are read before each step, see :meth:`follow`.
 
+    Warns:
+        TrainingWarning: the program was recorded for CUDA, and all devices are the host.
+
     Raises:
         VerifyError: the plan is not sound.
         PlanError: the plan has what no executor can run.
@@ -146,6 +149,11 @@ class Session(Stepping):
         admit(plan)
         places = places_of(binding, plan.devices, host_only=options.host_only)
         options.check_places(places)
+        if beside is None and plan.program.caveats and all(place.type == "cpu" for place in places.values()):
+            warn(
+                f"program {plan.program.name!r} was recorded for CUDA and runs on the host: its bits are the host's",
+                TrainingWarning,
+            )
         intraop = threads or torch.get_num_threads()
         limit = MemoryLimit(plan, places, intraop, memory_limit)
         self._closed = False

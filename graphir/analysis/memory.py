@@ -23,6 +23,7 @@ from ..ir.size import LARGEST, Dims, size_dims
 from ..ir.text import nbytes_text
 from ..ir.verify import Planned, require, subject_of
 from ..ir.verify.infer import is_known
+from .caveats import caveats_with_bytes
 from .liveness import Lifetime, liveness, stays
 from .profile_files import cached
 from .profiles import Measured, Profile
@@ -136,6 +137,7 @@ class Memory:
             unknown, the peak of its device may be higher.
         refused: why no session runs a step at these dimensions, as outside of the program's guards; empty where one
             does.
+        caveats: the program's, each with the bytes by which it can matter where that is known.
     """
 
     name: str
@@ -150,6 +152,7 @@ class Memory:
     uses: tuple[StorageUse, ...] = field(repr=False)
     scratch: tuple[OperatorScratch, ...] = field(repr=False, default=())
     refused: str = ""
+    caveats: tuple[str, ...] = ()
 
     def sources(self, device: str | None = None) -> dict[Source, int]:
         """Of how many operators scratch was measured, bounded, computed, or is unknown; on one device or on all.
@@ -228,7 +231,8 @@ class Memory:
         blocks = [devices[i : i + _COLUMNS] for i in range(0, len(devices), _COLUMNS)]
         tables = ("\n".join(self._table(block)) for block in blocks)
         refused = [f"  no session runs this step: {self.refused}"] if self.refused else []
-        return "\n".join([head, *refused, *tables, *self._whence(), *self._not_counted()])
+        caveats = [f"  caveat: {caveat}" for caveat in self.caveats]
+        return "\n".join([head, *refused, *tables, *self._whence(), *self._not_counted(), *caveats])
 
     def _whence(self, device: str | None = None) -> list[str]:
         """What the text says of where scratch is known from."""
@@ -388,7 +392,9 @@ def _summed(
     unknown = dict.fromkeys(use.blob for use in uses if (b := blobs[use.blob]).shape is None or b.dtype is None)
     figures = peak, state, totals, high_water, at_peak
     refused = refused_at(program_of(subject), sizes)
-    return Memory(subject.name, sizes, *figures, positions, tuple(unknown), tuple(uses), tuple(calls), refused)
+    caveats = caveats_with_bytes(program_of(subject).caveats, subject.step, sizes)
+    details = tuple(unknown), tuple(uses), tuple(calls), refused, caveats
+    return Memory(subject.name, sizes, *figures, positions, *details)
 
 
 def _uses(

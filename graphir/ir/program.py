@@ -172,6 +172,8 @@ class Program:
         reduction: how the gradients of replicas are put together: ``mean``, where each replica counts by its share of
             the batch, or ``sum``. The operators that reduce gradients say so themselves; passes that add reductions go
             by this where there are none yet.
+        caveats: what the capture of a program for CUDA could not know of the device, such as the kernels that it
+            chooses, a text each; empty for a program that was recorded for the host.
         notes: what others want to keep with the program, by name: values as JSON has them. They decide nothing. Files
             keep them, texts leave them out. Not part of equality.
         state: the module's and the optimizer's own (unprefixed) names, and ``step``, to tensors; empty where the
@@ -196,6 +198,7 @@ class Program:
     guards: tuple[Guard, ...] = ()
     ahead: int | None = None
     reduction: Reduction = "mean"
+    caveats: tuple[str, ...] = ()
     notes: Mapping[str, Note] = field(default_factory=dict, compare=False)
     state: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
     module: torch.nn.Module | None = field(default=None, compare=False)

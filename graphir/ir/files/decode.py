@@ -211,6 +211,7 @@ def _program(record: ProgramRecord) -> Program:
         _guards(record.guards),
         record.ahead,
         record.reduction,
+        record.caveats,
         {name: _note(value) for name, value in record.notes.items()},
     )
 

@@ -138,6 +138,7 @@ class ProgramRecord(_Record):
     guards: tuple[GuardRecord, ...] = ()
     ahead: NonNegativeInt | None = None
     reduction: Reduction = "mean"
+    caveats: tuple[OneLine, ...] = ()
     notes: dict[str, JsonValue] = {}
     interface: Interface = Interface()
     state: dict[str, TensorRecord] | None = None

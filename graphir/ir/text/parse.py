@@ -70,7 +70,7 @@ def _program(reader: Lines, line: Line) -> Program:
         if not header.statement(reader, line):
             raise line.error(
                 f"unknown statement {line.shown()}",
-                "a program has dims, fixed, guards, replicas, ahead, reduction, passes, two nets, interface",
+                "a program has dims, fixed, caveats, guards, replicas, ahead, reduction, passes, two nets, interface",
             )
 
 
@@ -81,6 +81,7 @@ class _Header:
         self.name = line.name()
         self.dims: dict[str, int] = {}
         self.fixed = ""
+        self.caveats: list[str] = []
         self.guards: list[Guard] = []
         self.replicas: tuple[str, ...] = ("",)
         self.history: tuple[str, ...] = ()
@@ -102,6 +103,8 @@ class _Header:
             self.dims = line.assignments(line.take_integer)
         elif word == "fixed":
             self.fixed = line.string(line.take())
+        elif word == "caveat":
+            self.caveats.append(line.string(line.take()))
         elif word == "guard":
             self.guards.append(_guard(line))
         elif word == "replicas":
@@ -137,6 +140,7 @@ class _Header:
             tuple(self.guards),
             self.ahead,
             self.reduction,
+            tuple(self.caveats),
         )
 
 

@@ -110,6 +110,8 @@ def _header(program: Program) -> Iterator[str]:
         yield f"  dims {_assignments(program.dims)}"
     if program.fixed:
         yield f"  fixed {json_string(program.fixed)}"
+    for caveat in program.caveats:
+        yield f"  caveat {json_string(caveat)}"
     for guard in program.guards:
         yield f"  guard {json_string(str(guard))} {json_string(guard.reason)}"
     if program.replicas != ("",):
