@@ -2,7 +2,7 @@
 
 In the order in which a step passes through::
 
-    arguments, options, model_state, overlaps
+    arguments, options, model_state, overlaps, autocast (its Target)
                                what the step is given, and what it starts from
     snapshots                  copies of that, made meanwhile
     recorder                   every operator that the dispatcher sees (with mutation, forms, randomness, sparse,
@@ -11,10 +11,11 @@ In the order in which a step passes through::
     tape                       the calls that it writes down, on values (with scopes, memory)
     recording                  one run on stand_ins, under patches of torch: forward, loss and backward of each of the
                                micro_batches, and what happens to the gradients before the update
+    autocast, cuda_casts       what torch says of autocast meanwhile, and the casts that CUDA's makes
     told_sizes, extents        what the step's Python is told of sizes, makes of them, and asks about them
     following, sizes, grid, repeats
                                several runs, at several sizes, fitted
-    naming, optimizers, update, build     the program
+    naming, optimizers, update, build, caveats     the program
     witness, one_size          the step once more at a further size, beside the program (with modes), or in its place
 """
 
@@ -36,8 +37,10 @@ from ..ir.verify import verify
 from ..process import fork_waits_for
 from .arguments import Arguments, read_arguments
 from .attributes import AllowedChanges, attributes_of
+from .autocast import Target
 from .build import build_program
 from .caches import Caches
+from .caveats import caveats_of
 from .comparison import Outline, outcome
 from .compilers import compiled_run_as_written
 from .eager_seeds import seeded
@@ -46,7 +49,7 @@ from .following import follow_dims
 from .gate import shut
 from .micro_batches import per_micro_batch
 from .model_state import ModelState, read_state
-from .optimizers import Group, read_optimizer
+from .optimizers import Group, read_optimizer, with_forms_of_cuda
 from .options import read_options
 from .overlaps import described, overlaps
 from .patches import LOCK
@@ -79,6 +82,7 @@ def capture(
     accumulate: int = 1,
     loss_scale: float | torch.amp.GradScaler | None = None,
     allow_changes: Iterable[str] = (),
+    target: str | None = None,
     name: str | None = None,
 ) -> Program:
     """Capture a step of *model*: forward, loss, backward and update, as one program.
@@ -121,6 +125,10 @@ def capture(
             of the program.
         allow_changes: attributes that the step may change because they only keep books, such as
             ``("counter", "layers.0.counter")``. Where the step reads one, the program has its value at capture.
+        target: the kind of device that the step is recorded for, ``"cpu"`` or ``"cuda"``, wherever that is done. For
+            CUDA ``torch.autocast`` has CUDA's casts, for the host's device type too, which tensors have while they are
+            recorded; an optimizer that names no form has CUDA's; and ``program.caveats`` says what only the device
+            knows. By default CUDA where autocast for CUDA is entered, in the step or around the capture; else the host.
         name: of the program; by default the class's name in lower case.
 
     Returns:
@@ -147,6 +155,7 @@ def capture(
             "backward is given, and a loss, whose backward starts from the loss itself",
             fix="leave backward out; or leave the loss out, and give the gradients of the outputs to the step",
         )
+    target_kind = Target(target)
     options = read_options(
         clip_grad_norm,
         clip_grad_value,
@@ -178,6 +187,7 @@ def capture(
             shared=_shared(state, arguments),
             caches=Caches(),
             options=options,
+            target=target_kind,
             trained=trained,
         )
         try:
@@ -246,7 +256,7 @@ def _program_of(
         copies,
         name=name,
         optimizer=type(optimizer).__name__ if optimizer is not None else "",
-        groups=groups,
+        groups=with_forms_of_cuda(groups) if step.target.is_cuda else groups,
     )
     recording = followed.sizes.recording
     # What is known is a literal, of which each step makes another tensor.
@@ -254,5 +264,7 @@ def _program_of(
     outline = Outline(tuple(named), outcome(recording), len(recording.calls), constants)
     recorded: list[Dims] = [{**step.arguments.dims, **point} for point in followed.sizes.grid.points]
     followed.release()
+    if step.target.is_cuda:
+        program = program.with_(caveats=caveats_of(program.step, step.model, step.options))
     verify(program)
     return program, outline, recorded

@@ -19,22 +19,8 @@ __all__ = ["moves_stay", "on_host"]
 _HOST: Final = torch.device("cpu")
 
 
-def on_host(kwargs: Mapping[str, Any], here: Callable[[], str]) -> Mapping[str, Any]:
-    """The keyword arguments of a call, with the host instead of another device, and memory that is not pinned.
-
-    Args:
-        kwargs: of the call.
-        here: path of the module that calls.
-
-    Raises:
-        CaptureError: the step uses CUDA's autocast, which does nothing to tensors on the host.
-    """
-    if torch.is_autocast_enabled("cuda"):
-        raise CaptureError(
-            "the step uses autocast for CUDA, and it is recorded on the host",
-            where=where(here()),
-            fix='write torch.autocast("cpu", dtype): the program has its casts on every device',
-        )
+def on_host(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The keyword arguments of a call, with the host instead of another device, and memory that is not pinned."""
     if not kwargs:
         return kwargs
     device = kwargs.get("device")

@@ -21,13 +21,18 @@ class _Setting(NamedTuple):
     set: Callable[[Any], object]
 
 
+_C: Final[Any] = torch._C
+
+
 def _autocast(device: str) -> _Setting:
+    """torch's own state: a step that is recorded for CUDA is told CUDA's where it asks for the host's."""
+
     def get() -> tuple[bool, torch.dtype]:
-        return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        return _C.is_autocast_enabled(device), _C.get_autocast_dtype(device)
 
     def restore(value: tuple[bool, torch.dtype]) -> None:
-        torch.set_autocast_enabled(device, value[0])
-        torch.set_autocast_dtype(device, value[1])
+        _C.set_autocast_enabled(device, value[0])
+        _C.set_autocast_dtype(device, value[1])
 
     return _Setting(get, restore)
 

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporaril
 from ..errors import CaptureError, GraphirError
 from ..ir.opset import CHECKS, is_composite
 from ..ir.tensor import PLAIN
+from .autocast import Target
 from .averages import BATCHES, average, batches_read_in
 from .caches import Caches
 from .checks import Check, check_read_in
@@ -92,6 +93,7 @@ class Recorder(Tape, TorchDispatchMode):
         path_of: Callable[[torch.Tensor], str],
         caches: Caches,
         interrupts: Interrupts,
+        target: Target,
         named: bool = True,
     ) -> None:
         TorchDispatchMode.__init__(self)
@@ -99,6 +101,7 @@ class Recorder(Tape, TorchDispatchMode):
         self.constants: list[tuple[Value, torch.Tensor]] = []
         self.sparse = SparseTensors()
         self._fake_mode, self._path_of, self._caches, self._interrupts = fake_mode, path_of, caches, interrupts
+        self._target = target
         MODES.add(fake_mode)
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.refusal: CaptureError | None = None
@@ -158,7 +161,7 @@ class Recorder(Tape, TorchDispatchMode):
             self.extents.seen = seen
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        kwargs = on_host(kwargs, self._scope)
+        kwargs = on_host(kwargs)
         form = _accepted.get(func)
         ambiguous = False
         if form is None:
@@ -169,6 +172,7 @@ class Recorder(Tape, TorchDispatchMode):
             if getattr(func, "namespace", "") in _NOTHING_COMPUTED or func in _GEOMETRY:
                 return func(*args, **kwargs)
             if torch.is_inference_mode_enabled() and is_composite(func):
+                self._target.refuse_inference(self._scope())
                 with self:  # in inference mode torch shows composite operators whole; recorded is what they do
                     return func.decompose(*args, **kwargs)
             if func is _ANY_TRUE and torch.is_anomaly_enabled():

@@ -17,6 +17,7 @@ from ..ir.program import Scalar
 from ..ir.size import Dims
 from .arguments import Arguments
 from .attributes import AllowedChanges, Attributes, Change, attributes_of, settled
+from .autocast import Target, autocast_followed
 from .backward import backward
 from .caches import Caches
 from .comparison import same_step
@@ -68,6 +69,7 @@ class Step(NamedTuple):
         shared: which arguments share memory with others or with the state; see :func:`.overlaps.overlaps`.
         caches: that the step may read and fill.
         options: of the capture.
+        target: the kind of device that it is recorded for.
         trained: the parameters' blobs whose gradients are used; None: all of them.
     """
 
@@ -84,6 +86,7 @@ class Step(NamedTuple):
     shared: Mapping[str, str]
     caches: Caches
     options: Options
+    target: Target
     trained: frozenset[str] | None
 
 
@@ -97,16 +100,19 @@ def record(step: Step, dims: Dims, *, named: bool = True) -> Recording:
     changes private attributes it is run once more. The second run must not change them again, and must record the same
     calls. A step may also store tensors on a module, if a second run that finds them there records the same calls.
 
+    A step that turns out to be under autocast for CUDA is run once more too: it may have asked before what autocast is.
+
     Raises:
         CaptureError: no program can express the step.
     """
+    target = step.target.is_cuda
     try:
         recording = _record(step, dims, named)
     except CaptureError:
-        if not step.caches.cleared_if_read():
+        if not step.caches.cleared_if_read() and step.target.is_cuda == target:
             raise
     else:
-        if not step.caches.cleared_if_read():
+        if not step.caches.cleared_if_read() and step.target.is_cuda == target:
             return recording
     return _record(step, dims, named)
 
@@ -178,7 +184,9 @@ def _run(
     """One run of the step, and what it changed."""
     fake_mode, scopes, conditions = fresh_fake_mode(), Scopes(step.model), Conditions()
     lines = SourceLines(end=sys._getframe().f_code)
-    recorder = Recorder(fake_mode, scopes, lines, attribute_paths(step.model), step.caches, interrupts, named)
+    recorder = Recorder(
+        fake_mode, scopes, lines, attribute_paths(step.model), step.caches, interrupts, step.target, named
+    )
     conditions["memory"] = recorder.end_forward
     with torch.no_grad():
         fakes, state = fake_state(step.state, recorder, step.shared)
@@ -187,9 +195,15 @@ def _run(
         if isinstance(scale, LossScaler):
             scale = fake_scaler(scale, recorder)
     grad = torch.enable_grad() if step.loss is not None or step.joint else contextlib.nullcontext()
+    searched: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if watch is not None:
+        searched = watch.follow(conditions, lines, scopes)
+    elif draws is not None:
+        searched = draws.follow(lines, scopes, recorder.between_operators)
     with (
         step.caches.watch(recorder.tensors()),
         grad,
+        autocast_followed(step.target, scopes),
         global_state_kept(conditions),
         step.random.kept(conditions),
         errors_not_logged(),
@@ -205,8 +219,7 @@ def _run(
         sequences_followed(scopes, recorder.held_by),
         fake_mode,
         recorder,
-        watch.follow(conditions, lines, scopes) if watch is not None else contextlib.nullcontext(),
-        draws.follow(lines, scopes, recorder.between_operators) if draws is not None else contextlib.nullcontext(),
+        searched,
         _failures(recorder, lines),
     ):
         if step.joint:

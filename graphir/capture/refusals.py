@@ -50,6 +50,11 @@ _IN_TORCHS_WORDS: Final = (
         "use plain tensors: attention takes is_causal=True or a mask in place of a CausalBias",
     ),
     (
+        r".*binary_cross_entropy and torch\.nn\.BCELoss are unsafe to autocast",
+        "the step calls binary_cross_entropy under autocast for CUDA, which PyTorch refuses there",
+        "use binary_cross_entropy_with_logits in the place of it and of the sigmoid before it",
+    ),
+    (
         r"_share_\w+: only available",
         "the step moves a tensor into shared memory",
         "call share_memory() before the capture",

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from ..errors import CaptureError
 from ..ir.blob import reach
 from ..ir.meta import fresh_fake_mode, rule_of
+from .cuda_casts import opens_cells
 from .element_types import check_element_types
 from .forms import Bound, Form
 from .refusals import where
@@ -106,6 +107,7 @@ class Results:
             form.by_onednn
             and bound.tensors[0].dtype in form.by_onednn
             and torch.backends.mkldnn.enabled != self._surroundings[1]
+            and not opens_cells()
         ):
             raise CaptureError(
                 f"the step switches oneDNN for {form.type}, which rounds otherwise then; a program would not switch it",

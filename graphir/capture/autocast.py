@@ -1,0 +1,231 @@
+"""Autocast while a step is recorded: for which kind of device the step is recorded, and what torch tells it of that.
+
+On a machine without a GPU ``torch.autocast("cuda")`` switches itself off, and tensors say that they are on the host.
+So while a step is recorded for CUDA, torch does neither of both: autocast for CUDA can be entered, and what the step
+asks about autocast for the host, as ``torch.autocast(x.device.type, ...)`` does, is about CUDA's. ::
+
+    torch.autocast("cuda", dtype) ──┐
+                                    ├─▶ torch.set_autocast_enabled ──▶ state of CUDA ──▶ casts of :mod:`.cuda_casts`
+    torch.autocast("cpu", dtype) ───┘   (target: CUDA)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from torch.amp import autocast_mode
+
+from ..errors import CaptureError
+from .cuda_casts import CastWeights, casts_included, casts_lent
+from .libraries import Outside
+from .patches import replaced
+from .refusals import where
+from .scopes import Scopes
+
+__all__ = ["Target", "autocast_followed"]
+
+_C: Final[Any] = torch._C
+_KINDS: Final = ("cpu", "cuda")
+_CUSTOM: Final = "decorate_fwd"
+"""The function that ``torch.amp.custom_fwd`` puts around another one."""
+_RECOMPUTING: Final = "torch.utils.checkpoint"
+"""It enters autocast for the host as it found it: where that was CUDA's, this is no other."""
+_MADE: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
+"""Autocasts that were made within recordings: those for CUDA are as the step asked for them."""
+
+
+class Target:
+    """The kind of device that a step is recorded for.
+
+    Attributes:
+        given: what the caller said; None: CUDA if autocast for CUDA is on, else the host.
+        is_cuda: whether it is CUDA, as far as is known.
+        casts_on_host: the step is under autocast for the host somewhere.
+        casts: whether what runs now is under autocast for CUDA.
+
+    Raises:
+        CaptureError: there is no such kind.
+    """
+
+    def __init__(self, given: str | None) -> None:
+        if given is not None and given not in _KINDS:
+            raise CaptureError(
+                f"target={given!r}: a step is recorded for the host or for CUDA",
+                fix='write target="cpu" or target="cuda"; on which devices it runs is for passes to say',
+            )
+        self.given = given
+        self.is_cuda = given == "cuda" or (given is None and _C.is_autocast_enabled("cuda"))
+        self.casts = False
+        self.casts_on_host = not self.is_cuda and _C.is_autocast_enabled("cpu")
+
+    def refuse_inference(self, scope: str) -> None:
+        """Refuse a composite operator in inference mode, which torch shows whole, under autocast for CUDA."""
+        if self.casts:
+            raise CaptureError(
+                "the step enters inference mode under autocast for CUDA, where the casts within operators do not show",
+                where=where(scope),
+                fix="write torch.no_grad() for torch.inference_mode()",
+            )
+
+
+@contextlib.contextmanager
+def autocast_followed(target: Target, scopes: Scopes) -> Iterator[None]:
+    """While this is active, autocast for CUDA is followed, and torch's state is left as it was.
+
+    Where the target is not said, the first region for CUDA makes it CUDA. Where it is said to be the host, autocast
+    for CUDA does what it does in torch: nothing to tensors on the host.
+
+    Args:
+        target: the step's.
+        scopes: which module runs.
+
+    Raises:
+        CaptureError: it is not clear which casts the step has.
+    """
+    if target.given == "cpu":
+        yield
+        return
+    before = {kind: (_C.is_autocast_enabled(kind), _C.get_autocast_dtype(kind)) for kind in _KINDS}
+    follow = _Follow(target, scopes)
+    try:
+        with casts_lent(follow.weights), follow.torch_told():
+            if target.is_cuda:
+                follow.start()
+            yield
+    finally:
+        target.casts = False
+        for kind, (enabled, dtype) in before.items():
+            _C.set_autocast_enabled(kind, enabled)
+            _C.set_autocast_dtype(kind, dtype)
+
+
+class _Follow:
+    """What stands in the place of torch's functions for one recording."""
+
+    def __init__(self, target: Target, scopes: Scopes) -> None:
+        self._target, self._scopes = target, scopes
+        self.weights = CastWeights()
+
+    def start(self) -> None:
+        """Autocast around the capture, for whichever of both, is the target's."""
+        on_host = _C.is_autocast_enabled("cpu")
+        if on_host:
+            _C.set_autocast_enabled("cpu", False)
+            _C.set_autocast_dtype("cuda", _C.get_autocast_dtype("cpu"))
+        self._set_enabled("cuda", on_host or _C.is_autocast_enabled("cuda"))
+
+    @contextlib.contextmanager
+    def torch_told(self) -> Iterator[None]:
+        """Replace torch's functions."""
+        functions = {
+            "is_autocast_enabled": self._is_enabled,
+            "set_autocast_enabled": self._set_enabled,
+            "get_autocast_dtype": lambda kind: _C.get_autocast_dtype(self._meant(kind)),
+            "set_autocast_dtype": lambda kind, dtype: _C.set_autocast_dtype(self._meant(kind), dtype),
+            "is_autocast_cpu_enabled": lambda: _C.is_autocast_enabled(self._meant("cpu")),
+            "set_autocast_cpu_enabled": lambda enabled: self._set_enabled("cpu", enabled),
+            "get_autocast_cpu_dtype": lambda: _C.get_autocast_dtype(self._meant("cpu")),
+            "set_autocast_cpu_dtype": lambda dtype: _C.set_autocast_dtype(self._meant("cpu"), dtype),
+            "clear_autocast_cache": self._clear,
+        }
+        regions = {"__init__": self._made(autocast_mode.autocast.__init__), "__enter__": self._entered()}
+        with (
+            replaced(torch, functions),
+            replaced(torch.cuda.amp.common, {"amp_definitely_not_available": lambda: False}),
+            replaced(torch.cuda, {} if torch.cuda.is_available() else {"is_bf16_supported": lambda *args: True}),
+            replaced(autocast_mode.autocast, regions),
+        ):
+            yield
+
+    def _meant(self, kind: str) -> str:
+        return "cuda" if kind == "cpu" and self._target.is_cuda else kind
+
+    def _is_enabled(self, kind: str = "cuda") -> bool:
+        enabled: bool = _C.is_autocast_enabled(self._meant(kind))
+        asking = sys._getframe(1)
+        if enabled and asking.f_code.co_name == _CUSTOM and asking.f_locals.get("cast_inputs") is not None:
+            raise CaptureError(
+                "the step runs a custom_fwd with cast_inputs under autocast for CUDA: it casts tensors that say that "
+                "they are on a CUDA device, and recorded ones are on the host",
+                where=where(self._scopes.current),
+                fix="leave cast_inputs out, and convert the arguments in the forward, as by x.float(), with "
+                'torch.autocast("cuda", enabled=False):',
+            )
+        return enabled
+
+    def _set_enabled(self, given: str | bool, enabled: bool = False) -> None:
+        if isinstance(given, bool):  # torch takes this for CUDA
+            kind, enabled = "cuda", given
+        else:
+            kind = self._meant(given)
+        if kind == "cuda" and enabled and not self._target.is_cuda:
+            if self._target.casts_on_host:
+                raise self._ambiguous()
+            self._target.is_cuda = True
+        _C.set_autocast_enabled(kind, enabled)
+        if kind == "cuda":
+            self._target.casts = enabled
+            casts_included(enabled)
+
+    def _clear(self) -> None:
+        self.weights.clear()
+        _C.clear_autocast_cache()
+
+    def _made(self, make: Callable[..., None]) -> Callable[..., None]:
+        """Autocast's ``__init__``."""
+
+        def made(
+            autocast: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
+        ) -> None:
+            target = self._target
+            if device_type == "cpu" and enabled and target.given is None:
+                if not target.is_cuda:
+                    target.casts_on_host = True
+                elif not _C.is_autocast_enabled("cuda") and _caller() != _RECOMPUTING:
+                    raise self._ambiguous()
+            make(autocast, device_type, dtype, enabled, cache_enabled)
+            _MADE.add(autocast)
+
+        return made
+
+    def _entered(self) -> Callable[..., Any]:
+        """Autocast's ``__enter__``."""
+        enter: Callable[[Any], Any] = autocast_mode.autocast.__enter__
+        switched_off = torch.cuda.amp.common.amp_definitely_not_available()
+
+        def entered(autocast: Any) -> Any:
+            if autocast.device == "cuda" and not autocast._enabled and switched_off and autocast not in _MADE:
+                raise CaptureError(
+                    "the step enters a torch.autocast for CUDA that was made outside of it, as by a decorator: without "
+                    "a GPU torch has switched it off, and nothing tells whether it was meant to be",
+                    where=where(self._scopes.current),
+                    fix='enter it in the forward, with torch.autocast("cuda", …):, or capture with target="cpu", '
+                    "without casts for CUDA",
+                )
+            return enter(autocast)
+
+        return entered
+
+    def _ambiguous(self) -> CaptureError:
+        return CaptureError(
+            "the step is under autocast for CUDA in one place and for the host in another",
+            where=where(self._scopes.current),
+            fix=Outside(
+                'capture with target="cuda", where both are CUDA\'s, or with target="cpu", where those for CUDA cast '
+                "nothing; or write the same kind of device in both places"
+            ),
+        )
+
+
+def _caller() -> str:
+    """The module of the code that makes an autocast; subclasses of torch's hand on what they are given."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_name == "__init__" and frame.f_back is not None:
+        frame = frame.f_back
+    name: str = frame.f_globals.get("__name__", "")
+    return name
