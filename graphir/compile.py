@@ -33,6 +33,8 @@ from graphir.passes import Balanced, Pipeline, Replicate, emit, inject_copies, r
 from graphir.passes.base import build
 from graphir.runtime import Report, Session
 from graphir.runtime.loop import run_loader
+from graphir.runtime.machine.places import is_on_cuda
+from graphir.runtime.options import is_of_host
 
 from .analysis.alone import alone
 from .capture import capture
@@ -101,7 +103,7 @@ class Compiled:
         witness: whether the step is recorded once more before the first step at sizes that were not recorded, and
             captured anew where it is not the plan's there.
         options: what else :func:`graphir.capture` takes: ``loss``, ``optimizer``, …. Attributes in *allow_changes* may
-            change without a capture.
+            change without a capture. *target* is ``"cuda"`` where the session's binding has CUDA devices.
 
     Raises:
         CaptureError: the step can't be captured.
@@ -146,6 +148,9 @@ class Compiled:
             self._passes = Pipeline(passes) if isinstance(passes, str) else passes
         self._placing = None if limits is None else Placing(limits)
         self._options, self._session_options = options, dict(session or {})
+        asked = self._session_options
+        if is_on_cuda(asked.get("binding", "auto"), is_of_host(asked.get("executor", "auto"))):
+            options.setdefault("target", "cuda")
         self._state = dict(state or {})  # what no plan has taken over so far
         self._modes, self._witness = Modes(model), witness
         self._running = threading.Lock()

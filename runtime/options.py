@@ -23,7 +23,7 @@ from .executors.threads import Threads
 from .memory_limit import Most, most_of
 from .observing.probes import Observable
 
-__all__ = ["ExecutorName", "Options"]
+__all__ = ["ExecutorName", "Options", "is_of_host"]
 
 ExecutorName: TypeAlias = Literal["auto", "reference", "serial", "threads", "segments", "cuda", "adversarial"]
 
@@ -34,6 +34,11 @@ _KINDS: Final[Mapping[str, Callable[[Setting, int | None], Observable]]] = {
     "segments": Segments,
 }
 _MOST_THREADS: Final = 4096
+
+
+def is_of_host(executor: str) -> bool:
+    """Whether an executor is one of the host's, whatever other devices there are."""
+    return executor in (*HOST_ONLY, "adversarial")
 
 
 class Options(NamedTuple):
@@ -51,7 +56,7 @@ class Options(NamedTuple):
     @property
     def host_only(self) -> bool:
         """Whether the executor is one of the host's, whatever other devices there are."""
-        return self.executor in (*HOST_ONLY, "adversarial")
+        return is_of_host(self.executor)
 
     def check(self) -> None:
         """Refuse what would not do for any plan.

@@ -21,6 +21,7 @@ from ..capture import capture
 from ..capture.model_state import read_state
 from ..capture.witness import Witness
 from ..errors import CaptureError
+from ..ir.device import gpu
 from ..ir.names import base_name
 from ..ir.program import Program
 from ..ir.size import BATCH, size_dims
@@ -164,6 +165,7 @@ def _captured(replicas: Replicas, call: Call, positions: tuple[int, ...] | None,
         bool(call.tensors) or any(p.requires_grad for p in replicas.module.parameters())
     )
     backward: bool | tuple[int, ...] = needing if positions is None else positions
+    places = places_of(replicas.binding, [gpu(device) for device in replicas.devices])
     made = partial(
         capture,
         replicas.module,
@@ -172,6 +174,7 @@ def _captured(replicas: Replicas, call: Call, positions: tuple[int, ...] | None,
         batch_dims=replicas.dim,
         output=containers.opened,
         allow_changes=replicas.allow_changes,
+        target="cuda" if all(place.type == "cuda" for place in places.values()) else "cpu",
     )
     try:
         return made(backward=backward)

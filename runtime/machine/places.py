@@ -48,6 +48,13 @@ def places_of(binding: Binding, devices: Sequence[Device], host_only: bool = Fal
     return {device: given.get(device, _HOST) for device in devices}
 
 
+def is_on_cuda(binding: Binding, host_only: bool = False) -> bool:
+    """Whether a binding has CUDA devices, of whatever plan."""
+    if isinstance(binding, Mapping):
+        return any(isinstance(place, int) or str(place).startswith("cuda") for place in binding.values())
+    return binding == "cuda" or (binding == "auto" and not host_only and torch.cuda.device_count() > 0)
+
+
 def _given(binding: Places, placed: Sequence[Device]) -> dict[Device, torch.device]:
     given = _named(binding, placed)
     found = {}

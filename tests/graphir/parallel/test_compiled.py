@@ -517,6 +517,17 @@ def test_autocast_holds_in_every_replica() -> None:
     assert compiled((x,)).dtype == torch.float32
 
 
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_autocast_for_cuda_does_on_the_host_what_it_does_in_eager_pytorch() -> None:
+    class Region(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cuda", torch.bfloat16):
+                return super().forward(x)
+
+    model, x = Region(4, 3), batch()
+    assert torch.equal(CompiledReplicas(model, [0, 1])((x,)), torch.cat([model(part) for part in x.chunk(2)]))
+
+
 def test_masks_follow_the_seed_and_differ_from_call_to_call() -> None:
     model, x = nn.Dropout(0.5), torch.ones(64, 8)
     compiled = CompiledReplicas(model, [0, 1])

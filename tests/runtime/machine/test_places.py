@@ -15,7 +15,7 @@ import runnable
 import torch
 from eager import assert_same_bits
 from graphir.runtime import Session
-from graphir.runtime.machine.places import places_of
+from graphir.runtime.machine.places import is_on_cuda, places_of
 from runnable import spread
 
 import graphir
@@ -119,6 +119,14 @@ def test_auto_is_the_host_for_its_executors(executor: Any, monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with Session(passes.emit(program), program.state, executor=executor) as session:
         assert session.step(*made.inputs, *made.targets).device.type == "cpu"
+
+
+def test_a_binding_is_on_cuda_whatever_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_on_cuda("cuda") and is_on_cuda({"gpu:0": "cpu", "gpu:1": "cuda:1"}) and is_on_cuda({"gpu:0": 0})
+    assert not is_on_cuda("cpu") and not is_on_cuda({"gpu:0": "cpu"})
+    for count in (0, 2):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        assert is_on_cuda("auto") == (count > 0) and not is_on_cuda("auto", host_only=True)
 
 
 def test_threads_run_on_the_host_only() -> None:
