@@ -190,6 +190,11 @@ def test_a_custom_backward_has_the_autocast_of_its_forward() -> None:
     assert made(program, "mm").count("bf16") > 2
 
 
+def test_a_checkpoint_is_repeated_with_the_casts_of_its_forward() -> None:
+    program = program_of(checkpointed, loss=lambda out: out.float().sum())
+    assert made(program, "addmm") == ["bf16"] * 3  # the last is not needed again
+
+
 def test_a_weight_that_was_cast_without_gradients_first_has_its_gradient() -> None:
     program = program_of(without_gradient_first, loss=lambda out: out.float().sum())
     assert {"fc.weight", "fc.bias"} <= program.interface.gradients.keys()
