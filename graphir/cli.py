@@ -8,7 +8,7 @@ from enum import Enum
 from io import TextIOWrapper
 from json import dumps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final, Literal
 
 import typer
 
@@ -32,6 +32,8 @@ from .profile import profile as measure
 from .version import __version__
 
 __all__ = ["app", "main"]
+
+_TOPOLOGY: Final = "h200x8, a100x8, cpu, or the file of a topology; by default this machine."
 
 app = typer.Typer(
     name="graphir",
@@ -123,7 +125,12 @@ def check(
 
 @app.command(short_help="Measure what the operators of a step take on this machine.")
 def profile(
-    file: Annotated[str, typer.Argument(help="The file of a program or a plan; - is standard input.")],
+    file: Annotated[
+        str | None, typer.Argument(help="The file of a program or a plan; - is standard input.", show_default=False)
+    ] = None,
+    machine: Annotated[
+        bool, typer.Option("--machine", help="Measure the cards, the links and the host anew, without a FILE.")
+    ] = False,
     threads: Annotated[
         int | None, typer.Option(min=1, help="How many threads one kernel uses; as many as torch does by default.")
     ] = None,
@@ -132,7 +139,17 @@ def profile(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print figures as JSON.")] = False,
 ) -> None:
-    """Measure what the operators of a program or plan take on this machine, and predict its memory with that."""
+    """Measure what the operators of a program or plan take on this machine, and predict its memory with that. Or
+    measure the machine itself: what its file has of cards and links is written anew."""
+    if machine is (file is not None):
+        raise GraphirError(
+            "profile takes a file or --machine, not both" if machine else "profile has nothing to measure",
+            fix="graphir profile plan.json measures its operators, graphir profile --machine the cards and links",
+        )
+    if file is None:
+        place = Topology.here(threads=threads or 1, refresh=True)
+        print(place.model_dump_json(exclude_defaults=True, indent=2) if json else place)
+        return
     loaded = _load(file)
     if isinstance(loaded, Net):
         raise GraphirError("profile takes a program or a plan, not a net", where=file, fix="save the program")
@@ -152,7 +169,7 @@ def estimate(
     file: Annotated[str, typer.Argument(help="The file of a plan; - is standard input.")],
     topology: Annotated[
         str | None,
-        typer.Option(help="h200x8, a100x8, cpu, or the file of a topology; by default this machine, else h200x8."),
+        typer.Option(help=_TOPOLOGY),
     ] = None,
     executor: Annotated[str, typer.Option(help=f"One of {', '.join(EXECUTORS)}.")] = "auto",
     threads: Annotated[
@@ -166,8 +183,7 @@ def estimate(
         raise GraphirError(
             f"estimate takes a plan, not a {type(loaded).__name__.lower()}", where=file, fix="passes.emit makes a plan"
         )
-    place = None if topology is None else _topology(topology)
-    found = estimate_of(loaded, place, executor=executor, threads=threads)
+    found = estimate_of(loaded, _topology(topology), executor=executor, threads=threads)
     print(found.to_json() if json else found)
 
 
@@ -175,9 +191,12 @@ def estimate(
 def balance(
     file: Annotated[str, typer.Argument(help="The file of a program without copies; - is standard input.")],
     limit: Annotated[
-        list[str], typer.Option(help="The most that a device may hold, as gpu:0=3.3GiB; once for each device.")
+        list[str],
+        typer.Option(
+            help="The most that a device may hold, as gpu:0=3.3GiB; once for each device. Or auto: what is free."
+        ),
     ],
-    topology: Annotated[str, typer.Option(help="h200x8, a100x8, cpu, or the file of a topology.")] = "h200x8",
+    topology: Annotated[str | None, typer.Option(help=_TOPOLOGY)] = None,
     seconds: Annotated[float, typer.Option(min=0, help="How long to search.")] = 2.0,
     evaluations: Annotated[
         int | None, typer.Option(min=1, help="How many placements to look at instead, so that runs are equal.")
@@ -189,22 +208,33 @@ def balance(
     loaded = _load(file)
     if not isinstance(loaded, Program):
         raise GraphirError(f"balance takes a program, not a {type(loaded).__name__.lower()}", where=file)
-    limits: dict[DeviceName, int | str] = {}
-    for given in limit:
-        device, equals, nbytes = given.partition("=")
-        if not equals:
-            raise GraphirError(f"--limit {given!r} names no bytes", fix="write --limit gpu:0=3.3GiB")
-        if device in limits:
-            raise GraphirError(f"--limit names {device} twice", fix="give each device one limit")
-        limits[device] = int(nbytes) if nbytes.isdecimal() else nbytes
-    found = balance_of(loaded, limits, topology=_topology(topology), seconds=seconds, evaluations=evaluations)
+    found = balance_of(loaded, _limits(limit), topology=_topology(topology), seconds=seconds, evaluations=evaluations)
     if output is not None:
         save(found.program, output)
     print(found.to_json() if json else found)
 
 
-def _topology(given: str) -> Topology:
-    """The topology of a file, or of a name where there is no such file."""
+def _limits(limit: list[str]) -> dict[DeviceName, int | str] | Literal["auto"]:
+    """Limits as the command line has them."""
+    if limit == ["auto"]:
+        return "auto"
+    limits: dict[DeviceName, int | str] = {}
+    for given in limit:
+        device, equals, nbytes = given.partition("=")
+        if not equals:
+            raise GraphirError(
+                f"--limit {given!r} names no bytes", fix="write --limit gpu:0=3.3GiB, or --limit auto alone"
+            )
+        if device in limits:
+            raise GraphirError(f"--limit names {device} twice", fix="give each device one limit")
+        limits[device] = int(nbytes) if nbytes.isdecimal() else nbytes
+    return limits
+
+
+def _topology(given: str | None) -> Topology | None:
+    """The topology of a file, or of a name where there is no such file; None: this machine."""
+    if given is None:
+        return None
     return Topology.load(given) if Path(given).suffix or Path(given).exists() else Topology.named(given)
 
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, NoReturn
+from typing import Any, Final, Literal, NoReturn
 
 import torch
 
@@ -33,10 +33,11 @@ from graphir.passes import Balanced, Pipeline, Replicate, emit, inject_copies, r
 from graphir.passes.base import build
 from graphir.runtime import Report, Session
 from graphir.runtime.loop import run_loader
-from graphir.runtime.machine.places import is_on_cuda
+from graphir.runtime.machine.places import Binding, is_on_cuda
 from graphir.runtime.options import is_of_host
 
 from .analysis.alone import alone
+from .analysis.topology import Topology
 from .capture import capture
 from .capture.arguments import Arguments, read_arguments
 from .capture.modes import Modes
@@ -57,7 +58,7 @@ from .ir.device import DeviceName
 from .ir.plan import Plan
 from .ir.program import Program
 from .ir.tensor import same_bits
-from .placing import Placing, flowing
+from .placing import Placing
 from .plan_cache import ModuleGuard, PlanCache, told
 
 __all__ = ["Compiled", "compile"]
@@ -89,10 +90,12 @@ class Compiled:
         targets: what the loss is given after the model's output.
         batch_dims: as :func:`graphir.capture` takes it: dimensions that are named here need no plans of their own.
         devices: one replica on each, as :func:`graphir.passes.replicate` takes them.
-        limits: by device, the most that a plan may hold there, as ``{"gpu:0": "3.3 GiB", "gpu:1": "3.3 GiB"}``: what
-            :func:`graphir.passes.balance` chooses for this machine, if it has these devices, else for ``h200x8``. Later
-            captures keep modules where they are. With ``accumulate=4``, or another number, micro-batches flow through
-            the devices: :func:`graphir.passes.pipeline` orders them within the limits.
+        limits: by device, the most that a plan may hold there, as ``{"gpu:0": "3.3 GiB", "gpu:1": "3.3 GiB"}``, or
+            ``auto`` for what is free, which is printed to standard error: what :func:`graphir.passes.balance` chooses.
+            Later captures keep modules where they are. With ``accumulate=4``, or another number, micro-batches flow
+            through the devices: :func:`graphir.passes.pipeline` orders them within the limits.
+        topology: the machine for which *limits* choose, as :func:`graphir.passes.balance` takes it; by default this
+            one, with devices bound as *session* binds them.
         passes: a pipeline's text, such as ``"share_storage"``, or a function from program to program. It gets the
             replicated program, within *limits* if there are any. Copies that are missing after it are put in.
         most_plans: how many plans are kept; the one that was not used for longest makes room.
@@ -120,7 +123,8 @@ class Compiled:
         targets: Sequence[Any] = (),
         batch_dims: Any = None,
         devices: Sequence[DeviceName] = (0,),
-        limits: Mapping[DeviceName, int | str] | None = None,
+        limits: Mapping[DeviceName, int | str] | Literal["auto"] | None = None,
+        topology: Topology | str | None = None,
         passes: str | Callable[[Program], Program] = "",
         most_plans: int = 8,
         session: Mapping[str, Any] | None = None,
@@ -146,7 +150,9 @@ class Compiled:
         self._passes: Callable[[Program], Program] | None = None
         if passes:
             self._passes = Pipeline(passes) if isinstance(passes, str) else passes
-        self._placing = None if limits is None else Placing(limits)
+        if limits is None and topology is not None:
+            raise PassError("topology is for the placement, and nothing is placed without limits", fix="give limits")
+        self._placing = None if limits is None else Placing(limits, topology, _binding(session or {}))
         self._options, self._session_options = options, dict(session or {})
         asked = self._session_options
         if is_on_cuda(asked.get("binding", "auto"), is_of_host(asked.get("executor", "auto"))):
@@ -341,9 +347,10 @@ class Compiled:
         if beside is None and self._state:
             _check_state(self._state, captured)
         program = replicate(captured, self._devices)
-        found = None if self._placing is None else self._placing.placed(program)
-        if found is not None:
-            program = flowing(found)
+        found = None
+        if self._placing is not None:
+            found = self._placing.placed(program)
+            program = self._placing.flowing(found)
         if self._passes is not None:
             program = self._passes(program)
         try:
@@ -483,7 +490,8 @@ class Compiled:
 
     def __repr__(self) -> str:
         plans, steps = counted(len(self.plans), "plan"), counted(self.steps_done, "step")
-        return f"<compiled {self.plan.name!r}: {plans}, {steps} done>"
+        placed = "" if self.balanced is None else f", placed for {self.balanced.machine}"
+        return f"<compiled {self.plan.name!r}: {plans}, {steps} done{placed}>"
 
     def __enter__(self) -> Compiled:
         return self
@@ -518,6 +526,12 @@ def _check_options(session: object) -> None:
             raise SessionError(
                 f"a session has no option {name!r}{nearest(name, _OPTIONS)}", fix=f"options: {', '.join(_OPTIONS)}"
             )
+
+
+def _binding(session: Mapping[str, Any]) -> Binding:
+    """How sessions with these options bind devices."""
+    binding: Binding = session.get("binding", "auto")
+    return "cpu" if binding == "auto" and is_of_host(session.get("executor", "auto")) else binding
 
 
 def _tensors_of(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor | None, Any, Any]]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final, Literal
 
 import torch
 
 from graphir.runtime.executors.choice import HOST_ONLY, execution_of
-from graphir.runtime.machine.calibration import host_topology, topology_at_hand
+from graphir.runtime.machine.here import here
 
 from .analysis.estimate import Estimate, estimated
 from .analysis.memory import check_dims, check_profile, check_threads
@@ -16,12 +15,11 @@ from .analysis.profile_files import profile_of
 from .analysis.profiles import Profile
 from .analysis.topology import Topology
 from .errors import GraphirError, nearest
-from .ir.device import Device
 from .ir.plan import Plan, sizes_of
 from .ir.size import Dims
 from .ir.verify import Planned, require, subject_of
 
-__all__ = ["EXECUTORS", "estimate", "machine_of"]
+__all__ = ["EXECUTORS", "estimate"]
 
 EXECUTORS: Final = ("auto", "serial", "threads", "segments", "cuda")
 """What may execute a plan, in an estimate."""
@@ -45,9 +43,8 @@ def estimate(
 
     Args:
         plan: what would be executed; or a session or a compiled step, which stand for their plan.
-        topology: where: a topology, or the name of one. None: this machine, if it has no CUDA devices and as many cores
-            as the plan has devices, or if *executor* is one of the host's, with rates that are measured once a process;
-            else ``h200x8``.
+        topology: where: a topology, or the name of one. None: this machine, as :meth:`.Topology.here` has it; its host
+            if *executor* is one of the host's.
         executor: ``serial``, ``threads`` or ``segments`` where the topology is a host; ``cuda`` elsewhere; by default
             what a session would choose.
         dims: the value of each dimension; those that the plan was emitted for by default.
@@ -56,8 +53,9 @@ def estimate(
             file has, for topologies that were measured here. None: shapes alone.
 
     Raises:
-        GraphirError: *plan* is no plan; *topology* is none, or lacks a device or a link; an unknown executor, or one
-            that the topology cannot have; *dims*, *threads* or *profile* are none.
+        GraphirError: *plan* is no plan; *topology* is none, or lacks a device, a link, or the arithmetic of an element
+            type; this machine lacks a card; an unknown executor, or one that the topology cannot have; *dims*,
+            *threads* or *profile* are none.
 
     Warns:
         ProfileWarning: this machine's file cannot be used; it says so once.
@@ -77,19 +75,7 @@ def estimate(
             fix="give a name such as 'h200x8', Topology.load(path), one made by hand, or None",
         )
     count = threads or torch.get_num_threads()
-    place = topology or _at_hand(plan, executor, count)
+    place = topology or here(plan.step.devices, threads=count, binding="cpu" if executor in HOST_ONLY else "auto")
     figures = profile_of(place) if profile == "cached" else profile
     sizes = {**sizes_of(plan), **(dims or {})}
     return estimated(plan, place, execution_of(plan, executor, place, count, figures), sizes, figures, count)
-
-
-def _at_hand(plan: Plan, executor: str, threads: int) -> Topology:
-    """This host, for an executor that runs nowhere else; else this machine if it has the plan's devices."""
-    if executor in HOST_ONLY:
-        return host_topology(plan.step.devices, threads)
-    return machine_of(plan.step.devices, threads)
-
-
-def machine_of(devices: Sequence[Device], threads: int) -> Topology:
-    """This machine if it has these devices, else ``h200x8``."""
-    return topology_at_hand(devices, threads) or Topology.named("h200x8")

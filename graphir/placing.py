@@ -8,10 +8,11 @@ State is shared by all of their plans, so what the first placement has moved sta
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -19,41 +20,55 @@ from graphir.passes import Balanced, Pipeline
 from graphir.passes.balance import Balance
 from graphir.passes.base import build
 from graphir.passes.choice.naming import patterns
+from graphir.passes.pipeline import PipelineSchedule
 from graphir.passes.shift_modules import ShiftModules
+from graphir.runtime.machine.here import here
+from graphir.runtime.machine.places import Binding
 from graphir.runtime.memory_limit import PlanLimits
 
 from .analysis.profile_files import profile_of
 from .analysis.topology import Topology
-from .errors import PassError, after_last
-from .estimate import machine_of
+from .errors import GraphirError, PassError, after_last
 from .ir.device import Device, DeviceName
 from .ir.module_patterns import lineage
 from .ir.names import base_name
 from .ir.plan import Plan
 from .ir.program import Program
+from .ir.text import nbytes_text
 
-__all__ = ["Placing", "flowing"]
+__all__ = ["Placing"]
 
 Going: TypeAlias = "tuple[tuple[Device, Device], ...]"
 """Of each device that a module is on, one for each replica, the device to which it goes."""
 
 
 class Placing:
-    """Places programs of one model within limits, on this machine if it has these devices, else on ``h200x8``.
+    """Places programs of one model within limits.
 
     Args:
-        limits: by device, the most that a plan may hold there, as :func:`graphir.passes.balance` takes them.
+        limits: by device, the most that a plan may hold there, as :func:`graphir.passes.balance` takes them. ``auto``
+            is asked once, before this process holds any of the model's state there.
+        topology: where, as :func:`graphir.passes.balance` takes it; by default this machine, its devices bound by
+            *binding*.
+        binding: as a session takes it.
 
     Attributes:
-        limits: by device, in bytes.
+        limits: by device, in bytes; ``auto`` until the first program is placed.
         balanced: the placement that was kept last.
 
     Raises:
-        PassError: these are no limits.
+        PassError: these are no limits, or this is no topology.
     """
 
-    def __init__(self, limits: Mapping[DeviceName, int | str]) -> None:
-        self.limits: Mapping[str, int] = build(Balance, limits=limits).limits
+    def __init__(
+        self,
+        limits: Mapping[DeviceName, int | str] | Literal["auto"],
+        topology: Topology | str | None = None,
+        binding: Binding = "auto",
+    ) -> None:
+        given = build(Balance, limits=limits, topology=topology)
+        self.limits: Mapping[str, int] | Literal["auto"] = given.limits
+        self._topology, self._binding = given.topology, binding
         self.balanced: Balanced | None = None
         self._homes: dict[str, Device] = {}
 
@@ -81,22 +96,30 @@ class Placing:
 
     def _balance(self, program: Program, **options: object) -> Balanced:
         place, threads = self._place(program)
-        if missing := next((device for device in self.limits if device not in place.devices), None):
-            raise PassError(
-                f"limits name {missing}, which neither this machine nor {place.name} has",
-                fix=f"limits can name {', '.join(list(place.devices)[:10])}",
-            )
         # Nothing else that balance takes is for users of compile to choose.
         remedy = "compile the model at its largest sizes first" if options else "name more devices in limits"
-        return build(Balance, limits=self.limits, topology=place, **options).balanced(
-            program, profile_of(place), threads, remedy
+        found = build(Balance, limits=self.limits, topology=self._topology, **options).balanced(
+            program, "cached", threads, remedy, place
         )
+        if self.limits == "auto":
+            self.limits = found.limits
+            limits = ", ".join([f"{device} {nbytes_text(most)}" for device, most in found.limits.items()])
+            print(f"limits of {program.name!r} on {found.machine}: {limits}", file=sys.stderr)
+        return found
 
     def _place(self, program: Program) -> tuple[Topology, int]:
-        """Where a program would run, and in how many threads one kernel."""
+        """Where a program would run, and in how many threads one kernel.
+
+        Raises:
+            PassError: this machine lacks a device.
+        """
         threads = torch.get_num_threads()
-        devices = [*program.devices, *map(Device.parse, self.limits), Device.parse("cpu")]
-        return machine_of(list(dict.fromkeys(devices)), threads), threads
+        named = () if self.limits == "auto" else self.limits
+        try:
+            devices = [*program.devices, *named]
+            return self._topology or here(devices, threads=threads, binding=self._binding), threads
+        except GraphirError as e:
+            raise PassError(e.what, where=e.where, fix=e.fix) from None
 
     def limits_of(self, plan: Plan) -> PlanLimits:
         """The limits, for a session of a plan that keeps within them.
@@ -105,6 +128,7 @@ class Placing:
             PassError: it does not, after other passes.
         """
         place, threads = self._place(plan.program)
+        assert self.limits != "auto"  # a program was placed
         limits = PlanLimits(self.limits, threads, profile_of(place))
         if over := limits.over(plan, plan.dims):
             raise PassError(
@@ -114,16 +138,21 @@ class Placing:
             )
         return limits
 
+    def flowing(self, found: Balanced) -> Program:
+        """A placed program, in the order in which its micro-batches flow where they do."""
+        if not found.flows:
+            return found.program
+        *before, order = Pipeline(found.then).passes
+        assert isinstance(order, PipelineSchedule)
+        copied = Pipeline(before)(found.program)
+        ordered = order.ordered(copied, warns=True, place=self._place(copied)[0])
+        return ordered.with_(history=(*copied.history, str(order)))
+
     def keep(self, found: Balanced) -> None:
         """Let later programs have their modules where this placement has them."""
         self.balanced = found
         for name, device in _state(found.program):
             self._homes.setdefault(name, device)
-
-
-def flowing(found: Balanced) -> Program:
-    """A placed program, in the order in which its micro-batches flow where they do."""
-    return Pipeline(found.then)(found.program) if found.flows else found.program
 
 
 def _state(program: Program) -> Iterator[tuple[str, Device]]:

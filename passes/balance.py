@@ -21,6 +21,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 import torch
 from pydantic import AfterValidator, AllowInfNan, BeforeValidator, NonNegativeFloat, PositiveInt
 
+from graphir.analysis.element_types import refuse_element_types
 from graphir.analysis.execution import STREAMS
 from graphir.analysis.memory import check_profile, check_threads
 from graphir.analysis.profile_files import profile_of
@@ -47,7 +48,8 @@ from .choice.plans import Emitted, Plans
 from .choice.problem import Choice, Problem
 from .choice.report import Balanced, DeviceUse, LinkBytes
 from .copies import InjectCopies
-from .limits import Limits
+from .limits import AutoLimits, free_limits
+from .machines import Machine
 from .module_patterns import claims, leaves_out, weighted_modules
 from .saved import require_captured
 from .standing import Order
@@ -56,8 +58,8 @@ __all__ = ["Balance", "balance"]
 
 Option: TypeAlias = Literal["shift", "park", "recompute"]
 
-_DEFAULT: Final = "h200x8"
-"""The topology where none is given."""
+_USED_UP: Final = 0.9
+"""Of a device on which less is free than this share of its memory, a refusal of ``limits="auto"`` says so."""
 
 _WORSE: Final = 1.03
 """How many times as long as another's a step may be, as its groups say, so that a plan is worth a look."""
@@ -95,14 +97,6 @@ _OTHERS_IN_PARTS: Final = 4
 _MANY: Final = 1_500
 """How many of the next best choices are emitted, too: which is the best in the end, plans say. Of programs with so many
 operators that this would take as long as a search, the best alone."""
-
-
-def _topology(given: Any) -> Any:
-    if given is None or isinstance(given, Topology):
-        return given
-    if not isinstance(given, str):
-        raise OptionError(f"{given!r:.40} is no topology", fix="give a topology, or the name of one, such as 'h200x8'")
-    return read_option(Topology.named, given)
 
 
 def _pinned(given: Any) -> str | None:
@@ -155,8 +149,8 @@ class Balance(Pass):
         "shared": "an operand that moves would be overwritten in a copy alone",
     }
 
-    limits: Limits
-    topology: Annotated[Topology | None, BeforeValidator(_topology)] = None
+    limits: AutoLimits
+    topology: Machine = None
     options: tuple[Option, ...] = ("shift", "park", "recompute")
     devices: tuple[Placed, ...] = ()
     pin: Annotated[dict[str, Annotated[str | None, BeforeValidator(_pinned)]], AfterValidator(leaves_out)] = {}  # noqa: RUF012
@@ -169,7 +163,12 @@ class Balance(Pass):
         return self.balanced(program).program
 
     def balanced(
-        self, program: Program, profile: Profile | None = None, threads: int = 1, remedy: str = ""
+        self,
+        program: Program,
+        profile: Profile | Literal["cached"] | None = None,
+        threads: int = 1,
+        remedy: str = "",
+        place: Topology | None = None,
     ) -> Balanced:
         """The placement, with what led to it.
 
@@ -179,17 +178,48 @@ class Balance(Pass):
             threads: likewise.
             remedy: what callers can do where nothing is within the limits, beside giving more; by default, what those
                 of :func:`balance` can.
+            place: the machine at hand, where no topology was given and the caller knows how devices are bound.
         """
         self.require_order(program)
         require_captured(program, self.name)
         with collector_paused(), blamed(program):
+            place = self.topology or place or self.at_hand(program, threads)
+            measured = profile_of(place) if profile == "cached" else profile
+            within = self if self.limits != "auto" else self.within_what_is_free(program, place)
             try:
-                return _Balancing(self, program, profile, threads).run()
+                return _Balancing(within, program, place, measured, threads).run()
             except _Refused as refused:
-                raise self.refusal(refused, program, profile, threads, remedy) from None
+                full = "" if within is self else _full(place, refused.given)
+                raise within.refusal(refused, program, place, measured, threads, remedy, full) from None
+
+    def at_hand(self, program: Program, threads: int) -> Topology:
+        """The machine that this process runs on.
+
+        Raises:
+            PassError: it lacks a device.
+        """
+        limits = () if self.limits == "auto" else self.limits
+        try:
+            return Topology.here([*program.devices, *limits, *self.devices], threads=threads)
+        except GraphirError as e:
+            raise PassError(f"balance: {e.what}", where=e.where, fix=e.fix) from None
+
+    def within_what_is_free(self, program: Program, place: Topology) -> Balance:
+        """The pass with limits in the place of ``auto``."""
+        others = self.devices
+        if not others and place.host is None:
+            others = tuple([device for device in place.devices if not Device.parse(device).is_host])
+        return self.model_copy(update={"limits": dict(free_limits(place, [*program.devices, *others]))})
 
     def refusal(
-        self, refused: _Refused, program: Program, profile: Profile | None, threads: int, remedy: str
+        self,
+        refused: _Refused,
+        program: Program,
+        place: Topology,
+        profile: Profile | None,
+        threads: int,
+        remedy: str,
+        full: str = "",
     ) -> PassError:
         """The error that says what is missing, and limits that work: those that refusals know are tried, the least
         first, and then larger ones."""
@@ -199,7 +229,7 @@ class Balance(Pass):
             if last.interrupted:
                 break
             try:
-                _Balancing(self.model_copy(update={"limits": limits}), program, profile, threads).run()
+                _Balancing(self.model_copy(update={"limits": limits}), program, place, profile, threads).run()
             except _Refused as again:
                 last, tried = again, refused.times(limits)
                 known += [again.limits, again.ample]
@@ -214,7 +244,7 @@ class Balance(Pass):
         given = ", ".join(f"{device!r}: {nbytes}" for device, nbytes in limits.items())
         cannot = f"; less than {refused.proven:,.2f} times cannot" if refused.proven >= _MORE else ""
         return PassError(
-            f"balance: no placement within the limits was found: {'; '.join(refused.missing)}",
+            f"balance: no placement within the limits was found: {'; '.join(refused.missing)}{full}",
             fix=f"limits={{{given}}} {'works' if works else 'is the nearest that was found'} "
             f"({refused.times(limits):,.2f} times these{cannot}); or "
             + (remedy or "add devices, allow more options" + (", pin less" if self.pin else "")),
@@ -223,7 +253,7 @@ class Balance(Pass):
 
 def balance(
     program: Program,
-    limits: Mapping[DeviceName, int | str],
+    limits: Mapping[DeviceName, int | str] | Literal["auto"],
     *,
     topology: Topology | str | None = None,
     options: Sequence[Option] = ("shift", "park", "recompute"),
@@ -245,9 +275,12 @@ def balance(
 
     Args:
         program: captured, replicated or sharded.
-        limits: by device, the most that it may hold, in bytes or as text: ``{"gpu:0": "3.3 GiB"}``.
-        topology: how fast devices and links are: a topology, or the name of one; ``h200x8`` by default. A device that
-            has no limit may hold as much as the topology says.
+        limits: by device, the most that it may hold, in bytes or as text: ``{"gpu:0": "3.3 GiB"}``. ``auto``: what is
+            free, less 5 %, on the program's devices, those in *devices*, by default all cards that are there, and the
+            host, whose logical devices share it. Of a *topology* that is not the machine at hand, the memory that it
+            has, less 5 %.
+        topology: how fast devices and links are: a topology, or the name of one; by default this machine, as
+            :meth:`.Topology.here` has it. A device that has no limit may hold as much as the topology says.
         options: what may be done.
         devices: that may be used beside those in *limits*.
         pin: by pattern of modules, the gpu where they have to be, as Accelerate's ``device_map`` has it, too, if that
@@ -262,8 +295,9 @@ def balance(
 
     Raises:
         PassError: no placement that keeps within the limits is found; it says what is missing where, and limits that
-            work. Or *program* is none, a device is unknown, limits are none, a link is missing, or a pattern names no
-            module. Nothing has changed then.
+            work. Or *program* is none, a device is unknown or not there, limits are none, a link, the memory of a
+            device or the arithmetic of an element type is missing, or a pattern names no module. Nothing has changed
+            then.
     """
     require_program(program, Balance.name)
     given = build(
@@ -283,8 +317,18 @@ def balance(
         check_threads(threads)
     except GraphirError as e:
         raise PassError(f"balance: {e.what}", fix=e.fix) from None
-    measured = profile_of(given.topology or Topology.named(_DEFAULT)) if profile == "cached" else profile
-    return given.balanced(program, measured, torch.get_num_threads() if threads is None else threads)
+    return given.balanced(program, profile, torch.get_num_threads() if threads is None else threads)
+
+
+def _full(place: Topology, limits: Mapping[str, int]) -> str:
+    """Which of the devices others hold much of, as an error says it."""
+    found = []
+    for device in limits:
+        free, memory = place.speed(device).free, place.speed(device).memory
+        if free is not None and memory is not None and free < _USED_UP * memory:
+            found.append(f"of {nbytes_text(memory)} on {device} {nbytes_text(free)} are free")
+    listed = "" if place.host is not None else " (nvidia-smi lists what holds the rest)"
+    return f"; {', '.join(found)}{listed}" if found else ""
 
 
 class _Balancing:
@@ -292,16 +336,20 @@ class _Balancing:
 
     Attributes:
         topology: where the program would run.
+        given: the limits that were given.
         grouped: the program in as many groups as a search can take.
         plans: what choices come to as plans.
     """
 
-    def __init__(self, options: Balance, program: Program, profile: Profile | None, threads: int) -> None:
+    def __init__(
+        self, options: Balance, program: Program, topology: Topology, profile: Profile | None, threads: int
+    ) -> None:
+        assert options.limits != "auto"
         self.options, self.program, self.profile, self.threads = options, program, profile, threads
-        self.topology = options.topology or Topology.named(_DEFAULT)
-        self.names = list(dict.fromkeys(map(Device.parse, (*options.limits, *options.devices))))
+        self.topology, self.given = topology, options.limits
+        self.names = list(dict.fromkeys(map(Device.parse, (*self.given, *options.devices))))
         self.refuse()
-        limits = {Device.parse(device): nbytes for device, nbytes in options.limits.items()}
+        limits = {Device.parse(device): nbytes for device, nbytes in self.given.items()}
         for device in {*self.names, *[d for d in program.devices if not d.is_host]} - limits.keys():
             room = self.topology.speed(device).memory
             if room is not None:
@@ -313,21 +361,21 @@ class _Balancing:
         self.parts = micro_batches(program.step.blobs)
         self.searches = Attempts(self.reading, self.parts, Budget(options.seconds, options.evaluations, options.seed))
         self.grouped = self.searches.grouped
-        self.plans = Plans(program, limits, self.topology, profile, threads, flows=self.parts > 1)
+        self.plans = Plans(program, limits, self.topology, options.topology, profile, threads, flows=self.parts > 1)
         self.emits = len(program.step.ops) <= _MOST_EMITTED
 
     def refuse(self) -> None:
-        """Refuse devices and links that are not there.
+        """Refuse devices, links and arithmetic that are not there.
 
         Raises:
             PassError: one is not.
         """
-        if not self.options.limits:
+        if not self.given:
             raise PassError(
                 "balance: limits names no device", fix="give the most that a device may hold, as {'gpu:0': '3.3 GiB'}"
             )
         there = self.topology.devices
-        for option, devices in (("limits", self.options.limits), ("devices", self.options.devices)):
+        for option, devices in (("limits", self.given), ("devices", self.options.devices)):
             if missing := next((device for device in devices if device not in there), None):
                 raise PassError(
                     f"balance: {option} names {missing}, which topology {self.topology.name!r} does not have",
@@ -348,6 +396,7 @@ class _Balancing:
                         if source != target and not (source.is_host or target.is_host):
                             self.topology.link(source, target)
                             self.topology.link(target, source)
+            refuse_element_types(self.program.step, self.topology, [*used, *self.names])
         except GraphirError as e:
             raise PassError(f"balance: {e.what}", fix=e.fix) from None
 
@@ -569,7 +618,7 @@ class _Balancing:
         else:
             peaks = _named(problem, now.peaks), _named(problem, then.peaks)
             seconds = now.seconds, then.seconds
-        devices = [name for name in problem.devices if peaks[0].get(name) or peaks[1].get(name)]
+        devices = [name for name in problem.devices if name in self.given or peaks[0].get(name) or peaks[1].get(name)]
         numbers = {name: i for i, name in enumerate(problem.devices)}
         uses = tuple(
             [
@@ -598,6 +647,9 @@ class _Balancing:
             Pipeline(text)  # what is printed can be read back
         return Balanced(
             program=best.program,
+            machine=self.topology.about,
+            measured=self.topology.measured,
+            limits=self.given,
             pipeline=text,
             then=best.then,
             devices=uses,

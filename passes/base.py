@@ -19,6 +19,8 @@ from pydantic import (
     WrapValidator,
 )
 
+from graphir.analysis.machines import MACHINES
+from graphir.analysis.topology import Topology
 from graphir.collector import collector_paused
 from graphir.errors import GraphirError, PassError, nearest
 from graphir.ir.device import Device
@@ -123,11 +125,20 @@ class Pass(BaseModel):
 
     def __str__(self) -> str:
         given = [
-            f"{field}={print_option(getattr(self, field))}"
+            f"{field}={print_option(_plain(getattr(self, field)))}"
             for field, info in type(self).model_fields.items()
             if getattr(self, field) != info.get_default(call_default_factory=True)
         ]
         return self.name + (f"{{{', '.join(given)}}}" if given else "")
+
+
+def _plain(value: Any) -> Any:
+    """An option's value as text can have it: a topology is its name, or where nothing has that name, all of it."""
+    if not isinstance(value, Topology):
+        return value
+    if value.name in MACHINES and MACHINES[value.name]() == value:
+        return value.name
+    return value.model_dump(exclude_defaults=True, exclude={"devices": {"__all__": {"free"}}})
 
 
 def read_option(read: Callable[[Any], T], given: Any, fix: str = "") -> T:

@@ -22,14 +22,17 @@ import torch
 from graphir.analysis.alike import Kinds, alike
 from graphir.analysis.cost import seconds_alike
 from graphir.analysis.hazards import hazards
+from graphir.analysis.schedule import crossed
 from graphir.analysis.scratch import is_called, scratch
-from graphir.ir.blob import STATE_ROLES
+from graphir.analysis.topology import Topology
+from graphir.ir.blob import STATE_ROLES, dense_nbytes
 from graphir.ir.names import micro_batch_of
 from graphir.ir.net import Net
 from graphir.ir.operator import Operator
 from graphir.ir.opset import ACCUMULATES
 from graphir.ir.plan import issued_as, issued_on
 from graphir.ir.program import Program
+from graphir.ir.size import Dims
 
 from .storage import overwritable
 
@@ -143,14 +146,17 @@ class Work:
         lane: which lane executes it, as an index; a collective has one of its own.
         lanes: how many there are. Those of the devices' computation come first.
         alike: of each operator, the first one that is like it.
-        seconds: what it is expected to take.
+        seconds: what it is expected to take on the machine; without one, and on one whose devices are threads of a
+            host, at nominal costs.
         hazards: of the step.
         earlier, later: the operators that have to come before it and after it: by hazards, and copies that are taken
             late after what their readers wait for.
         in_place: whether operators overwrite what is dead, as they do after :func:`.share_storage`.
     """
 
-    def __init__(self, program: Program, count: int, *, in_place: bool = False) -> None:
+    def __init__(
+        self, program: Program, count: int, topology: Topology | None = None, *, in_place: bool = False
+    ) -> None:
         self.program, self.count, self.in_place = program, count, in_place
         self._ranked: dict[tuple[int, int, int, int], tuple[list[int], list[int]]] = {}
         net = program.step
@@ -159,7 +165,7 @@ class Work:
         self.devices = [str(device) for device in net.devices]
         self.places = {device: i for i, device in enumerate(self.devices)}
         self.alike = alike(net)
-        self.seconds = seconds_alike(net, program.dims, self.alike)
+        self.seconds = _seconds(net, program.dims, self.alike, topology)
         self.micro, self.kind = _assigned(net, self.earlier, count)
         _hold_back(net, self.earlier, self.kind)
         self.later: list[list[int]] = [[] for _ in net.ops]
@@ -259,6 +265,30 @@ class Work:
                     goes_on[i] = True
             if goes_on[i] and ops[i].type == "Copy":
                 kind[i] = INPUT
+
+
+def _seconds(net: Net, dims: Dims, kinds: Kinds, topology: Topology | None) -> list[float]:
+    """What each operator takes, and each copy over its link.
+
+    Raises:
+        GraphirError: the topology lacks a device or a link.
+    """
+    if topology is None:
+        return seconds_alike(net, dims, kinds)
+    links: dict[int, float] = {}
+    for i, op in enumerate(net.ops):
+        source, target = (net.blobs[name].device for name in (op.inputs[0], op.outputs[0])) if _copies(op) else ("", "")
+        if source != target:
+            nbytes = dense_nbytes(net.blobs[op.inputs[0]], dims)
+            links[i] = crossed(topology, source, target, op, net).seconds(nbytes)
+    if topology.host is not None:  # its threads are alike, and all ranks of a job are to find the same order
+        return seconds_alike(net, dims, kinds)
+    found = seconds_alike(net, dims, kinds, lambda device: topology.speed(device).rates())
+    return [links.get(i, seconds) for i, seconds in enumerate(found)]
+
+
+def _copies(op: Operator) -> bool:
+    return issued_as(op) == "copy"
 
 
 def _assigned(net: Net, earlier: Sequence[Sequence[int]], count: int) -> tuple[list[int], list[int]]:

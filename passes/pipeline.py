@@ -23,7 +23,9 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 from pydantic import BeforeValidator
 
-from graphir.errors import PassError, PipelineWarning, nearest, warn
+from graphir.analysis.element_types import refuse_element_types
+from graphir.analysis.topology import Topology
+from graphir.errors import GraphirError, PassError, PipelineWarning, nearest, warn
 from graphir.ir.device import DeviceName
 from graphir.ir.names import micro_batches
 from graphir.ir.program import Program
@@ -32,6 +34,7 @@ from graphir.ir.text import nbytes_text
 from .base import OptionError, Pass, build, register
 from .limits import Limits
 from .list_schedule import RANKS, UNBEATEN, Beaten, Rules, Schedule, list_schedule
+from .machines import Machine
 from .micro_work import FORWARD, Work
 from .pipeline_needs import Need, comes_back, most_in_flight, needs_of
 from .plan_peaks import PlanPeaks
@@ -78,13 +81,28 @@ class PipelineSchedule(Pass):
     schedule: Annotated[Schedules, BeforeValidator(_known_schedule)] = "zero_bubble"
     limits: Limits | None = None
     in_flight: Annotated[int | None, BeforeValidator(_at_least_one)] = None
+    topology: Machine = None
 
     def rewrite(self, program: Program) -> Program:
         return self.ordered(program, warns=True)
 
-    def ordered(self, program: Program, *, warns: bool) -> Program:
-        """The program in the order of the schedule; it *warns* of what holds micro-batches together, or does not."""
-        work = Work(program, micro_batches(program.step.blobs), in_place=self.limits is None)
+    def ordered(self, program: Program, *, warns: bool, place: Topology | None = None) -> Program:
+        """The program in the order of the schedule.
+
+        Args:
+            program: with several micro-batches.
+            warns: whether it warns of what holds micro-batches together.
+            place: the machine at hand, where no topology was given and the caller knows it.
+        """
+        net = program.step
+        try:
+            place = self.topology or place or Topology.here(net.devices)
+            for device in net.devices:
+                place.speed(device)
+            refuse_element_types(net, place, net.devices)
+            work = Work(program, micro_batches(net.blobs), place, in_place=self.limits is None)
+        except GraphirError as e:
+            raise PassError(f"pipeline: {e.what}", at=e.at, where=e.where, fix=e.fix) from None
         if warns:
             _warn_of_waiting(work)
         return _Ordering(program, work, self).run()
@@ -96,11 +114,14 @@ def pipeline(
     *,
     limits: Mapping[DeviceName, int | str] | None = None,
     in_flight: int | None = None,
+    topology: Topology | str | None = None,
 ) -> Program:
     """The program in an order in which devices work on several micro-batches at a time. Changes no value.
 
     For programs that were captured with ``accumulate``, after :func:`inject_copies` and before :func:`share_storage`.
-    The order is found by a simulation at nominal costs, at the captured sizes; it holds for any size.
+    The order is found by a simulation at the captured sizes; it holds for any size. Operators and copies take in it
+    what the devices and links of the machine say; on threads of one host, which are alike, nominal costs, so that each
+    rank of a job finds the same order.
 
     Args:
         program: with several micro-batches, whose layers are on several devices.
@@ -114,17 +135,20 @@ def pipeline(
             from a plan's peak by a few copies. ``{}`` is no limit.
         in_flight: how many micro-batches may be on a device at a time, begun and not done; as 1F1B finds it, and any
             number for the others, by default.
+        topology: how fast devices and links are: a topology, or the name of one; by default this machine, as
+            :meth:`.Topology.here` has it.
 
     Raises:
         PassError: the program has one micro-batch, nothing was moved, copies are missing, the schedule or a device of
-            *limits* is unknown, *in_flight* is below 1, or no order keeps within the limits; says the least that one
-            does. Nothing has changed then.
+            *limits* is unknown, *in_flight* is below 1, the topology lacks a device or a link, this machine a card, or
+            no order keeps within the limits; says the least that one does. Nothing has changed then.
 
     Warns:
         PipelineWarning: an operator of one micro-batch's forward has to wait for the backward of an earlier one; names
             the storage by which it does.
     """
-    return build(PipelineSchedule, schedule=schedule, limits=limits, in_flight=in_flight)(program)
+    options = {"schedule": schedule, "limits": limits, "in_flight": in_flight, "topology": topology}
+    return build(PipelineSchedule, **options)(program)
 
 
 class _Ordering:

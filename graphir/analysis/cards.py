@@ -135,7 +135,12 @@ def topology_of(cards: Sequence[str], link: str, *, tf32: bool = False) -> Topol
         links += [_link(device, _HOST, host, _COPY), _link(_HOST, device, host, _COPY)]
     counts = [f"{count} x {name}" if count > 1 else name for name, count in Counter(cards).items()]
     named = " + ".join(counts) if len(counts) < _NAMED else f"{len(cards)} cards"
-    return Topology(name=f"{named} over {link}", devices={**devices, _HOST: _SERVER}, links=tuple(links))
+    return Topology(
+        name=f"{named} over {link}",
+        devices={**devices, _HOST: _SERVER},
+        links=tuple(links),
+        source="by public figures",
+    )
 
 
 def _speed(card: CardFigures, tf32: bool) -> Speed:

@@ -175,14 +175,26 @@ def operator_costs(
     return found
 
 
-def seconds_alike(net: Net, dims: Dims, kinds: Kinds, rates: Rates = NOMINAL) -> list[float]:
-    """What one instruction of each operator takes wherever it runs, by shapes, in the net's order; *kinds* says which
-    operators are alike."""
-    firsts = [i for i, first in enumerate(kinds) if first == i]
-    some = net.with_(ops=tuple([net.ops[i] for i in firsts]))
-    costs = operator_costs(some, dims, lambda _: rates)
-    seconds = {first: cost.seconds for first, cost in zip(firsts, costs, strict=True)}
-    return [seconds[first] for first in kinds]
+def seconds_alike(
+    net: Net, dims: Dims, kinds: Kinds, rates: Rates | Callable[[Device], Rates] = NOMINAL
+) -> list[float]:
+    """What one instruction of each operator takes, by shapes, in the net's order.
+
+    Args:
+        net: whose operators.
+        dims: the value of each dimension.
+        kinds: which operators are alike.
+        rates: how fast all devices work, or each.
+    """
+    one = rates if isinstance(rates, Rates) else None
+    keys = [(first, "" if one else op.device) for first, op in zip(kinds, net.ops, strict=True)]
+    firsts: dict[tuple[int, str], int] = {}
+    for i, key in enumerate(keys):
+        firsts.setdefault(key, i)
+    some = net.with_(ops=tuple([net.ops[i] for i in firsts.values()]))
+    costs = operator_costs(some, dims, (lambda _: rates) if isinstance(rates, Rates) else rates)
+    seconds = {key: cost.seconds for key, cost in zip(firsts, costs, strict=True)}
+    return [seconds[key] for key in keys]
 
 
 def _reduced(op: Operator, nbytes: int) -> int:

@@ -13,13 +13,14 @@ from ..ir.plan import Instruction, Plan
 from ..ir.size import Dims
 from ..ir.text import nbytes_text
 from .cost import Cost, CostSource, operator_costs
+from .element_types import refuse_element_types, without_figures
 from .execution import Execution
 from .overlap import Overlap, flows, overlap_of
 from .profiles import Profile
 from .refused import refused_at
 from .schedule import Crossing, Schedule, schedule
 from .simulation import ISSUED, WORKER
-from .tables import cut, seconds_text, table
+from .tables import cut, seconds_text, spoken_of, table
 from .topology import Topology
 
 __all__ = ["Estimate", "LaneUse", "LinkUse", "ModuleTime", "OperatorCost", "PathStep", "SourceTime", "estimated"]
@@ -124,6 +125,8 @@ class Estimate:
     Attributes:
         name: of the plan.
         topology: the name of the machine.
+        machine: the same, with whence its figures are, as reports say it.
+        measured: the date of these figures; empty where they were not measured.
         executor: what would execute it.
         dims: the value of each dimension.
         seconds: of a step.
@@ -136,10 +139,13 @@ class Estimate:
         overlap: which micro-batch each device works on, and when; None where the step has one, or one device.
         schedule: when each instruction would be executed.
         refused: why no session runs a step at these dimensions; empty where one does.
+        caveats: for which devices and element types the machine has no figures, and others are taken.
     """
 
     name: str
     topology: str
+    machine: str
+    measured: str
     executor: str
     dims: Mapping[str, int]
     seconds: float
@@ -152,6 +158,7 @@ class Estimate:
     overlap: Overlap | None = field(repr=False)
     schedule: Schedule = field(repr=False, compare=False)
     refused: str = ""
+    caveats: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """The whole estimate, without the schedule, as JSON text."""
@@ -159,15 +166,24 @@ class Estimate:
             name: [entry._asdict() for entry in getattr(self, name)]
             for name in ("lanes", "links", "path", "modules", "sources", "operators")
         }
-        about = {"name": self.name, "topology": self.topology, "executor": self.executor, "dims": dict(self.dims)}
+        about = {name: getattr(self, name) for name in ("name", "topology", "machine", "measured", "executor")}
+        about["dims"] = dict(self.dims)
         flow = None if self.overlap is None else self.overlap.to_dict()
-        figures = {**about, "refused": self.refused, "seconds": self.seconds, **lists, "overlap": flow}
+        figures = {
+            **about,
+            "refused": self.refused,
+            "caveats": self.caveats,
+            "seconds": self.seconds,
+            **lists,
+            "overlap": flow,
+        }
         return json.dumps(figures, ensure_ascii=False)
 
     def __str__(self) -> str:
-        head = f"estimate of {cut(self.name, _NAME)!r} on {cut(self.topology, _NAME)}: {seconds_text(self.seconds)}"
-        lines = [f"{head} a step", f"  executor {self.executor}"]
+        head = f"estimate of {cut(self.name, _NAME)!r}: {seconds_text(self.seconds)} a step"
+        lines = [spoken_of(self.machine), head, f"  executor {self.executor}"]
         lines += [f"  no session runs this step: {self.refused}"] if self.refused else []
+        lines += [f"  but {caveat}" for caveat in self.caveats]
         lanes = [(u.lane, seconds_text(u.busy), seconds_text(u.idle), f"{u.share:.1%}") for u in self.lanes]
         lines += table(("lane", "busy", "idle", "share"), lanes)
         if self.overlap is not None:
@@ -215,11 +231,12 @@ def estimated(
         threads: how many threads one kernel uses.
 
     Raises:
-        GraphirError: the topology does not have a device of the plan, or a link that a copy needs; or the plan is not
-            well-formed.
+        GraphirError: the topology does not have a device of the plan, a link that a copy needs, or the arithmetic of
+            an element type; or the plan is not well-formed.
     """
     for device in plan.step.devices:
         topology.speed(device)
+    refuse_element_types(plan.step, topology, plan.step.devices)
     try:
         costs = operator_costs(plan.step, dims, lambda device: topology.speed(device).rates(), profile, threads)
         seconds, slowdowns = [cost.seconds for cost in costs], [cost.slowdown for cost in costs]
@@ -231,6 +248,8 @@ def estimated(
     return Estimate(
         name=plan.name,
         topology=topology.name,
+        machine=topology.about,
+        measured=topology.measured,
         executor=execution.executor,
         dims=dict(dims),
         seconds=found.times.seconds,
@@ -243,6 +262,7 @@ def estimated(
         overlap=overlap_of(plan, found.intervals()) if flows(plan) else None,
         schedule=found,
         refused=refused_at(plan.program, dims),
+        caveats=tuple(without_figures(plan.step, topology)),
     )
 
 

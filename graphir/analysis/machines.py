@@ -32,6 +32,7 @@ _GPUS: Final = tuple([f"gpu:{index}" for index in range(8)])
 _HOST: Final = "cpu:0"
 _LAUNCH: Final = 2e-6
 _COPY: Final = 10e-6
+_SOURCE: Final = "by its makers' figures"
 
 _SERVER: Final = Speed(
     flops_per_second={"f32": 2e12, "f64": 1e12}, bytes_per_second=300e9, memory=1 << 40, seconds_per_call=2e-6
@@ -45,7 +46,8 @@ def _server_of_gpus(name: str, gpu: Speed, peer: float, host: float) -> Topology
     for device in _GPUS:
         links.append(Link(source=device, destination=_HOST, bytes_per_second=host, latency=_COPY))
         links.append(Link(source=_HOST, destination=device, bytes_per_second=host, latency=_COPY))
-    return Topology(name=name, devices={**dict.fromkeys(_GPUS, gpu), _HOST: _SERVER}, links=tuple(links))
+    devices = {**dict.fromkeys(_GPUS, gpu), _HOST: _SERVER}
+    return Topology(name=name, devices=devices, links=tuple(links), source=_SOURCE)
 
 
 @cache
@@ -73,7 +75,9 @@ def _cpu() -> Topology:
     )
     devices = (*_GPUS, _HOST)
     links = [Link(source=a, destination=b, bytes_per_second=10e9, latency=2e-6) for a, b in permutations(devices, 2)]
-    return Topology(name="cpu", devices=dict.fromkeys(devices, core), links=tuple(links), host=Host(cores=8))
+    return Topology(
+        name="cpu", devices=dict.fromkeys(devices, core), links=tuple(links), host=Host(cores=8), source=_SOURCE
+    )
 
 
 MACHINES: Final[Mapping[str, Callable[[], Topology]]] = {"h200x8": _h200x8, "a100x8": _a100x8, "cpu": _cpu}

@@ -33,7 +33,7 @@ try:
 except ImportError:  # not a Unix
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["MOST_BYTES", "add", "cache_file", "cached", "default_path", "profile_of", "read_profile"]
+__all__ = ["MOST_BYTES", "add", "alone", "cache_file", "cached", "default_path", "profile_of", "read_profile"]
 
 _FORMAT: Final = "graphir.profile"
 _VERSION: Final = 1
@@ -120,7 +120,7 @@ def add(path: Path, profile: Profile) -> Profile:
     Raises:
         FileError: the file cannot be read or written, is damaged, or is of another machine; it is as it was.
     """
-    with _alone(path):
+    with alone(path):
         before = of_machine(path, profile.machine) if path.exists() else None
         calls = {**(before.calls if before else {}), **profile.calls}
         if profile.calls:
@@ -159,7 +159,7 @@ def _write(path: Path, of: Machine, calls: Mapping[str, Measured]) -> None:
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
+def alone(path: Path) -> Iterator[None]:
     """Until its end no other process adds to the file. Where the system has no ``flock``, nothing keeps them apart."""
     first = path.parts[0]
     if first.startswith("~") and not Path(first).exists():

@@ -10,6 +10,7 @@ from ..collector import collector_paused
 from ..errors import GraphirError
 from ..ir.blob import dense_nbytes
 from ..ir.net import Net
+from ..ir.operator import Operator
 from ..ir.plan import Event, Instruction, Plan
 from ..ir.size import Dims
 from ..ir.text import operator_text
@@ -17,7 +18,7 @@ from .execution import Execution
 from .simulation import Sharing, Tasks, Times, shared, simulate
 from .topology import Host, Link, Topology
 
-__all__ = ["Crossing", "Interval", "Schedule", "schedule"]
+__all__ = ["Crossing", "Interval", "Schedule", "crossed", "schedule"]
 
 
 class Interval(NamedTuple):
@@ -148,6 +149,18 @@ def _tasks(plan: Plan, seconds: Sequence[float], execution: Execution, routes: _
     return Tasks(workers, taken, after, links)
 
 
+def crossed(topology: Topology, source: str, destination: str, op: Operator, net: Net) -> Link:
+    """The link that an operator needs.
+
+    Raises:
+        GraphirError: the topology does not have it; says which operator needs it.
+    """
+    try:
+        return topology.link(source, destination)
+    except GraphirError as e:
+        raise GraphirError(e.what, at=operator_text(op, net), fix=e.fix) from None
+
+
 class _Routes:
     """What instructions bring over links."""
 
@@ -171,10 +184,7 @@ class _Routes:
             pair = blob.device, target
             link = self.links.get(pair)
             if link is None:
-                try:
-                    link = self.links[pair] = self.topology.link(*pair)
-                except GraphirError as e:
-                    raise GraphirError(e.what, at=operator_text(op, self.net), fix=e.fix) from None
+                link = self.links[pair] = crossed(self.topology, *pair, op, self.net)
                 self.numbers[pair] = len(self.numbers)
             nbytes = dense_nbytes(blob, self.dims)
             in_place = self.on_host and instruction.kind == "collective"

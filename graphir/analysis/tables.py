@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
-__all__ = ["cut", "seconds_text", "table"]
+__all__ = ["cut", "seconds_text", "spoken_of", "table"]
+
+_COLUMNS: Final = 80
 
 
 def seconds_text(seconds: float) -> str:
@@ -34,3 +37,8 @@ def cut(text: str, most: int) -> str:
         return text
     kept = most - 1
     return f"{text[: kept - kept // 2]}…{text[len(text) - kept // 2 :]}"
+
+
+def spoken_of(machine: str) -> str:
+    """The first line of what is predicted: of which machine, as :attr:`.Topology.about` has it."""
+    return cut(f"on {machine}:", _COLUMNS)

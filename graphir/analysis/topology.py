@@ -30,8 +30,9 @@ from ..ir.dtype import ITEMSIZE
 from ..ir.files.disk import atomic_write, damaged, path_of, read_bytes
 from ..ir.files.records import Header
 from ..ir.size import LARGEST
-from ..ir.text.nbytes import nbytes_of
+from ..ir.text.nbytes import nbytes_of, nbytes_text
 from .cost import Rates
+from .tables import seconds_text, table
 
 __all__ = ["MOST_BYTES", "Host", "Link", "Speed", "Topology"]
 
@@ -42,6 +43,8 @@ _FORMAT: Final = "graphir.topology"
 _VERSION: Final = 1
 _MOST_DEVICES: Final = 4096
 _MOST_LINKS: Final = 1 << 16
+_THIS: Final = "this "
+"""How the name of the machine begins that this process runs on."""
 
 PerSecond: TypeAlias = Annotated[float, Field(gt=0, le=1e24, allow_inf_nan=False)]
 Seconds: TypeAlias = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
@@ -101,7 +104,7 @@ class Speed(_Record):
             to be there, holds for what has none of its own.
         bytes_per_second: of its own memory.
         memory: bytes that it holds, as a number or as text like ``80 GiB``; None where nobody says.
-        free: bytes of it that nobody held when the machine was last asked; None where nobody says.
+        free: bytes of it that nobody held when the machine was asked; None where nobody says. Files do not keep them.
         seconds_per_call: what an operator takes however small it is: a launch, or a call.
         seconds_per_view: what one takes that makes nothing but views.
     """
@@ -180,6 +183,8 @@ class Topology(_Record):
         host: what the devices share if they are threads of one host; None where each computes for itself.
         machine: which machine this was measured on, as :class:`.Profile` names it, so that a profile of the same
             machine goes before the rates here; empty for figures from elsewhere.
+        measured: the date of that, as ``2026-11-28``; empty where nothing was measured.
+        source: whence the figures are where nothing was measured, as reports say it.
     """
 
     name: Name
@@ -188,6 +193,7 @@ class Topology(_Record):
     host: Host | None = None
     machine: Annotated[str, Field(pattern=r"^\P{Cc}*$", max_length=1000)] = ""
     measured: Annotated[str, Field(pattern=r"^(\d{4}-\d\d-\d\d)?$")] = ""
+    source: Name = ""
 
     @model_validator(mode="after")
     def _consistent(self) -> Topology:
@@ -237,24 +243,26 @@ class Topology(_Record):
         return topology_of(cards, link, tf32=tf32)
 
     @staticmethod
-    def here(devices: Sequence[DeviceName] = (), *, refresh: bool = False) -> Topology:
-        """The machine that this process runs on.
+    def here(devices: Sequence[DeviceName] = (), *, threads: int = 1, refresh: bool = False) -> Topology:
+        """The machine that this process runs on: where predictions are of no other machine.
 
         Its CUDA cards, the links between them and to the host, and the host: measured in some seconds, and kept in a
         file until driver, cards or versions change. Free bytes are asked anew each time. A machine without cards is its
         host, for logical devices whose kernels share its cores.
 
         Args:
-            devices: the logical devices that a host is for; as many gpus as it has cores by default. Cards are all
-                there, and may be more.
+            devices: the logical devices that the machine is for: of a host as many as wanted, by default as many gpus
+                as it has cores. Each gpu has to be one of the cards, which are all there in any case.
+            threads: how many threads one kernel of a logical device of the host uses.
             refresh: measure anew.
 
         Raises:
-            GraphirError: *devices* are none, or a card of that number is not there.
+            GraphirError: *devices* are none, or there is no card of that number.
+            FileError: the file that the environment names has the figures of another machine.
         """
         from graphir.runtime.machine.here import here
 
-        return here(devices, refresh=refresh)
+        return here(devices, threads=threads, refresh=refresh)
 
     @classmethod
     def load(cls, path: str | Path) -> Topology:
@@ -289,12 +297,50 @@ class Topology(_Record):
     def save(self, path: str | Path) -> None:
         """Write the topology as JSON, whole or not at all; :meth:`load` reads it.
 
+        Free bytes are those of a moment, and left out; *this* machine is *the* machine for whoever reads the file.
+
         Raises:
             FileError: the file cannot be written.
         """
-        file = _TopologyFile(format="graphir.topology", version=1, topology=self)
+        speeds = {device: speed.model_copy(update={"free": None}) for device, speed in self.devices.items()}
+        name = f"the {self.name.removeprefix(_THIS)}" if self.name.startswith(_THIS) else self.name
+        kept = self.model_copy(update={"devices": speeds, "name": name})
+        file = _TopologyFile(format="graphir.topology", version=1, topology=kept)
         with atomic_write(path_of(path)) as temporary:
             temporary.write_text(file.model_dump_json(exclude_defaults=True, indent=1), encoding="utf-8")
+
+    @property
+    def whence(self) -> str:
+        """Whence the figures are: ``measured 2026-11-28``, ``by its makers' figures``, …"""
+        return f"measured {self.measured}" if self.measured else self.source or "figures given"
+
+    @property
+    def about(self) -> str:
+        """The machine as reports say it, with whence its figures are."""
+        return f"{self.name}, {self.whence}"
+
+    def __str__(self) -> str:
+        types = list(dict.fromkeys(dtype for speed in self.devices.values() for dtype in speed.flops_per_second))
+        head = ("device", "memory", "free", *[f"{dtype} TFLOP/s" for dtype in types], "GB/s", "a call", "a view")
+        rows = [
+            (
+                device,
+                *["-" if n is None else nbytes_text(n) for n in (speed.memory, speed.free)],
+                *[f"{speed.flops_per_second.get(dtype, 0.0) / 1e12:,.3g}" for dtype in types],
+                f"{speed.bytes_per_second / 1e9:,.4g}",
+                seconds_text(speed.seconds_per_call),
+                seconds_text(speed.seconds_per_view),
+            )
+            for device, speed in self.devices.items()
+        ]
+        lines = [self.about, *table(head, rows)]
+        links = []
+        for link in self.links:
+            pageable = link.pageable_bytes_per_second
+            figures = f"{link.bytes_per_second / 1e9:,.4g}", "-" if pageable is None else f"{pageable / 1e9:,.4g}"
+            peer = "peers" if link.peer else ""
+            links.append((f"{link.source} -> {link.destination}", *figures, seconds_text(link.latency), peer))
+        return "\n".join([*lines, *table(("link", "GB/s", "pageable", "latency", ""), links)])
 
     @cached_property
     def _links(self) -> Mapping[tuple[str, str], Link]:

@@ -49,6 +49,8 @@ class Plans:
         program: that is placed.
         limits: by device, within which its micro-batches flow.
         topology: where it would run.
+        named: the topology that was asked for, which the order of micro-batches is to be found for again; None: the
+            machine at hand.
         profile: what was measured of calls on that machine.
         threads: how many threads one kernel uses.
         flows: whether it has several micro-batches.
@@ -59,12 +61,13 @@ class Plans:
         program: Program,
         limits: Mapping[Device, int],
         topology: Topology,
+        named: Topology | None,
         profile: Profile | None,
         threads: int,
         flows: bool,
     ) -> None:
         self.program, self.limits, self.topology = program, limits, topology
-        self.profile, self.threads, self.flows = profile, threads, flows
+        self.named, self.profile, self.threads, self.flows = named, profile, threads, flows
         self.now: Emitted | None = None
 
     def of(self, grouped: Grouped, choice: Choice) -> Emitted:
@@ -95,10 +98,10 @@ class Plans:
         order where nothing flows, or none keeps within them."""
         used = {str(device) for device in copied.devices}
         limits = {str(device): limit for device, limit in self.limits.items() if str(device) in used}
-        order = build(PipelineSchedule, limits=limits)
+        order = build(PipelineSchedule, limits=limits, topology=self.named)
         try:
             order.require_order(copied)
-            found = order.ordered(copied, warns=False)
+            found = order.ordered(copied, warns=False, place=self.topology)
         except PassError:
             return copied, then
         return found.with_(history=(*copied.history, str(order))), f"{then} | {order}"

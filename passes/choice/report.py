@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, NamedTuple
 
-from graphir.analysis.tables import cut, seconds_text, table
+from graphir.analysis.tables import cut, seconds_text, spoken_of, table
 from graphir.ir.history import pass_name
 from graphir.ir.program import Program
 from graphir.ir.text import nbytes_text
@@ -53,7 +53,10 @@ class Balanced:
     """A placement within limits. Prints as tables.
 
     Attributes:
+        machine: for which it was chosen, with whence its figures are, as reports say it.
+        measured: the date of these figures; empty where they were not measured.
         program: placed; it needs :func:`graphir.passes.inject_copies` before it can be emitted.
+        limits: by device, in bytes, as they were given or found to be free.
         pipeline: the passes that placed it, as text that :class:`graphir.passes.Pipeline` and
             ``graphir.compile(passes=…)`` take; empty where nothing had to move.
         then: the passes that come next: ``inject_copies``, and of several micro-batches ``pipeline``, where an order in
@@ -69,6 +72,9 @@ class Balanced:
     """
 
     program: Program = field(repr=False)
+    machine: str
+    measured: str
+    limits: Mapping[str, int]
     pipeline: str
     then: str
     devices: tuple[DeviceUse, ...]
@@ -104,17 +110,16 @@ class Balanced:
     def to_json(self) -> str:
         """All but the program, as JSON text."""
         lists = {name: [row._asdict() for row in getattr(self, name)] for name in ("devices", "links", "groups")}
-        names = ("pipeline", "then", "before", "after", "bound", "gap", "exact", "evaluated")
-        return json.dumps(
-            {**{name: getattr(self, name) for name in names}, **lists, "device_map": dict(self.device_map)},
-            ensure_ascii=False,
-        )
+        names = ("machine", "measured", "pipeline", "then", "before", "after", "bound", "gap", "exact", "evaluated")
+        maps = {"limits": dict(self.limits), "device_map": dict(self.device_map)}
+        return json.dumps({**{name: getattr(self, name) for name in names}, **lists, **maps}, ensure_ascii=False)
 
     def __str__(self) -> str:
         whence = "of the emitted plan" if self.exact else "reckoned by groups"
         lines = [
+            spoken_of(self.machine),
             f"placement of {cut(self.program.name, _NAME)!r}: {seconds_text(self.after)} a step, "
-            f"{seconds_text(self.before)} before ({whence})"
+            f"{seconds_text(self.before)} before ({whence})",
         ]
         rows = [
             (

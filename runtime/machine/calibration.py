@@ -6,6 +6,7 @@ too high makes operators look shorter, and keeps the choice of an executor at on
 
 from __future__ import annotations
 
+import datetime
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -19,12 +20,13 @@ from torch import Tensor
 from graphir.analysis.cost import Rates
 from graphir.analysis.profiles import machine
 from graphir.analysis.topology import Host, Link, Speed, Topology
+from graphir.errors import counted
 from graphir.ir.device import Device
 
-from .capacity import capacity
+from .capacity import capacity, free_memory
 from .surroundings import neutral
 
-__all__ = ["cores", "fastest", "host_rates", "host_speed", "host_topology", "topology_at_hand"]
+__all__ = ["cores", "fastest", "host_rates", "host_speed", "host_topology", "today"]
 
 _RUNS: Final = 7
 _SIDE: Final = 256
@@ -40,6 +42,10 @@ _SHORT: Final = 16
 _SLOWDOWN: Final = 1.03
 """How many times as long a kernel takes beside another: ``python tests/bench parallel`` has two threads that have
 nothing to do with each other at 0.97 to 0.99 of one."""
+
+_HOST: Final = torch.device("cpu")
+_BESIDE: Final = 0.05
+"""The share of the host's memory for what is on the host itself, where its logical devices have all of it."""
 
 _DTYPES: Final = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16}
 
@@ -108,26 +114,39 @@ def _seconds_per_view() -> float:
     return fastest(views) / (_CALLS * len(calls))
 
 
-def host_speed(threads: int) -> Speed:
-    """The host as one device, whose kernels use so many threads."""
-    rates = host_rates(threads)
+def host_speed(*threads: int) -> Speed:
+    """The host as one device, whose kernels use so many threads; of several such numbers the fastest for each figure.
+
+    Where other processes are busy, kernels of as many threads as there are cores wait for each other, and come out a
+    hundred times slower than those of one thread.
+    """
+    tried = [host_rates(count) for count in dict.fromkeys(threads)]
     return Speed(
-        flops_per_second=dict(rates.flops_per_second),
-        bytes_per_second=rates.bytes_per_second,
-        memory=capacity(torch.device("cpu")),
-        seconds_per_call=rates.seconds_per_call,
-        seconds_per_view=rates.seconds_per_view,
+        flops_per_second={name: max(rates.flops_per_second[name] for rates in tried) for name in _DTYPES},
+        bytes_per_second=max(rates.bytes_per_second for rates in tried),
+        memory=capacity(_HOST),
+        free=free_memory(),
+        seconds_per_call=min(rates.seconds_per_call for rates in tried),
+        seconds_per_view=min(rates.seconds_per_view for rates in tried),
     )
 
 
 def host_topology(devices: Sequence[Device], threads: int) -> Topology:
-    """This host, where each of these devices is a thread whose kernels use so many threads."""
+    """This host, where each of these devices is a thread whose kernels use so many threads.
+
+    Its gpus share the memory equally. What the host itself holds beside them is in the same memory: for it there is
+    little, a share of :data:`_BESIDE`.
+    """
     rates, speed = host_rates(threads), host_speed(threads)
+    gpus = sum(not device.is_host for device in devices)
+    shares = {
+        str(device): _part(speed, _BESIDE if device.is_host else 1 / gpus) if gpus else speed for device in devices
+    }
     # A copy reads and writes what it brings; an elementwise operator of the same bytes takes as long.
     rate, latency = rates.bytes_per_second / 2, rates.seconds_per_call
     return Topology(
-        name="this host",
-        devices=dict.fromkeys(map(str, devices), speed),
+        name=f"this host ({counted(cores(), 'core')})",
+        devices=shares,
         links=tuple(
             [
                 Link(source=a, destination=b, bytes_per_second=rate, latency=latency)
@@ -136,16 +155,19 @@ def host_topology(devices: Sequence[Device], threads: int) -> Topology:
         ),
         host=Host(cores=max(cores() // threads, 1), slowdown=_SLOWDOWN),
         machine=str(machine()),
+        measured=today(),
     )
 
 
-def topology_at_hand(devices: Sequence[Device], threads: int) -> Topology | None:
-    """This machine, if it has these devices: as many cores as there are devices beside the host. None where it has
-    CUDA devices, or too few cores."""
-    placed = [device for device in devices if not device.is_host]
-    if torch.cuda.device_count() or len(placed) > max(cores() // threads, 1):
-        return None
-    return host_topology(devices, threads)
+def _part(speed: Speed, share: float) -> Speed:
+    """A device that holds a share of the memory."""
+    held = {"memory": speed.memory, "free": speed.free}
+    return speed.model_copy(update={name: None if n is None else int(share * n) for name, n in held.items()})
+
+
+def today() -> str:
+    """The date, as topologies say when they were measured."""
+    return datetime.date.today().isoformat()
 
 
 def fastest(run: Callable[[], object], runs: int = _RUNS) -> float:

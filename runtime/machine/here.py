@@ -1,104 +1,209 @@
-"""The machine that this process runs on, as predictions see it.
+"""The machine that this process runs on: what predictions are of where nobody names another one.
 
 ::
 
     cards ──measured, some seconds──▶ machine-<digest of cards, driver, versions>.json
       │                                              │
-      └─────── their free bytes, asked anew ─────────┴──▶ Topology
+      └─────── their free bytes, asked anew ─────────┴──▶ Topology ──binding──▶ as a session has bound its devices
 
 The file is in the folder ``graphir`` of ``$XDG_CACHE_HOME`` (``~/.cache``). The variable ``GRAPHIR_MACHINE`` names
-another file; where it is empty, there is none, and a process measures once.
+another file; where it is empty, there is none, and a process measures once. Of several processes one measures, and the
+others read the file.
 """
 
 from __future__ import annotations
 
-import datetime
 import hashlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import permutations
 from pathlib import Path
 from typing import Final
 
 import torch
 
-from graphir.analysis.profile_files import cache_file
-from graphir.analysis.topology import Topology
-from graphir.errors import FileError, GraphirError, ProfileWarning, warn
-from graphir.ir.device import Device, DeviceName
+from graphir.analysis.profile_files import alone, cache_file
+from graphir.analysis.topology import Link, Speed, Topology
+from graphir.errors import FileError, GraphirError, ProfileWarning, counted, warn
+from graphir.ir.device import CPU, Device, DeviceName
 
-from .calibration import cores, host_speed, host_topology
+from .calibration import cores, host_speed, host_topology, today
 from .capacity import free_memory
-from .probe import Cards, Probe, speeds_and_links
+from .places import Binding, places_of
+from .probe import Card, Cards, Probe, speeds_and_links
 
 __all__ = ["here"]
 
-_HOST: Final = "cpu:0"
+_LONGEST: Final = 80
+"""Characters of a binding that stands in a machine's name."""
+
 _measured: Final[dict[str, Topology]] = {}
 """By process, what was measured or read, by the machine that it is of."""
 
 
-def here(devices: Sequence[DeviceName] = (), *, refresh: bool = False, probe: Probe | None = None) -> Topology:
-    """See :meth:`graphir.Topology.here`; *probe* asks this machine, unless another one is given."""
+def here(
+    devices: Sequence[DeviceName] = (),
+    *,
+    threads: int = 1,
+    binding: Binding = "auto",
+    refresh: bool = False,
+    probe: Probe | None = None,
+) -> Topology:
+    """See :meth:`graphir.Topology.here`.
+
+    Args:
+        devices: the logical devices that the machine is for.
+        threads: how many threads one kernel of the host uses.
+        binding: the real device of each logical one, as a session takes it. By default each gpu is the card of its
+            number.
+        refresh: measure anew.
+        probe: what is asked; this machine by default.
+    """
     probe = probe or Cards()
     wanted = [Device.parse(device) for device in devices]
-    cards = probe.cards()
+    cards = [] if binding == "cpu" else probe.cards()
     if not cards:
-        count = cores()
-        named = wanted or [Device.parse(index) for index in range(count)]
-        host = host_topology(list(dict.fromkeys([*named, Device.parse(_HOST)])), 1 if count > 1 else count)
-        return host.model_copy(update={"measured": _today()})
-    missing = [device for device in wanted if not device.is_host and device.index >= len(cards)]
+        named = wanted or [Device.parse(index) for index in range(cores())]
+        return host_topology(list(dict.fromkeys([*named, CPU])), threads)
+    if binding == "auto":
+        _refuse_missing(wanted, len(cards))
+    found = _with_free_bytes(_figures(probe, cards, refresh), cards)
+    return found if binding == "auto" else _bound(found, _places(binding, wanted, len(cards)))
+
+
+def _refuse_missing(wanted: Sequence[Device], count: int) -> None:
+    missing = [device for device in dict.fromkeys(wanted) if not device.is_host and device.index >= count]
     if missing:
         raise GraphirError(
-            f"this machine has no {missing[0]}: it has {len(cards)} CUDA cards",
-            fix="use those, or plan for another machine: Topology.of(…), Topology.named(…)",
+            f"this machine has no {', '.join(missing)}: it has {counted(count, 'CUDA card')}",
+            fix="use its cards; name the machine that is planned for: topology='h200x8', Topology.of('h100', …) or "
+            "Topology.load(path); or bind devices yourself: compile(…, session={'binding': 'cuda'}) puts several on "
+            "a card",
         )
-    names = ", ".join([card.name for card in cards])
-    machine = f"{names}; {probe.driver()}"
-    found = None if refresh else _measured.get(machine) or _kept(machine)
+
+
+def _machine(probe: Probe, cards: Sequence[Card]) -> str:
+    """What figures hold for."""
+    return f"{', '.join([card.name for card in cards])}; {probe.driver()}"
+
+
+def _figures(probe: Probe, cards: Sequence[Card], refresh: bool) -> Topology:
+    """What was measured of this machine before, else what is measured now."""
+    machine = _machine(probe, cards)
+    found = None if refresh else _measured.get(machine)
     if found is None:
-        found = _measure(probe, machine, names)
-        _keep(found)
+        path = _file(machine)
+        with _taking_turns(path):
+            found = None if refresh or path is None else _kept(path, machine)
+            if found is None:
+                found = _measure(probe, cards, machine)
+                _keep(found, path)
     _measured[machine] = found
-    free = {f"gpu:{index}": card.free for index, card in enumerate(cards)} | {_HOST: free_memory()}
-    speeds = {name: speed.model_copy(update={"free": free.get(name)}) for name, speed in found.devices.items()}
-    return found.model_copy(update={"devices": speeds})
+    return found
 
 
-def _measure(probe: Probe, machine: str, names: str) -> Topology:
+def _measure(probe: Probe, cards: Sequence[Card], machine: str) -> Topology:
     speeds, links = speeds_and_links(probe)
-    host = host_speed(torch.get_num_threads())
-    return Topology(
-        name=f"this machine ({names})", devices={**speeds, _HOST: host}, links=links, machine=machine, measured=_today()
+    host = host_speed(1, torch.get_num_threads())
+    name = f"this machine ({_named(cards)})"
+    return Topology(name=name, devices={**speeds, CPU: host}, links=links, machine=machine, measured=today())
+
+
+def _named(cards: Sequence[Card]) -> str:
+    """``2 x NVIDIA H100 + NVIDIA L4``."""
+    counts = Counter(card.name for card in cards)
+    return " + ".join([f"{count} x {name}" if count > 1 else name for name, count in counts.items()])
+
+
+def _with_free_bytes(found: Topology, cards: Sequence[Card]) -> Topology:
+    free = {f"gpu:{index}": card.free for index, card in enumerate(cards)} | {CPU: free_memory()}
+    speeds = {name: speed.model_copy(update={"free": free.get(name)}) for name, speed in found.devices.items()}
+    return found.model_copy(update={"devices": speeds, "name": f"this machine ({_named(cards)})"})
+
+
+def _places(binding: Binding, wanted: Sequence[Device], count: int) -> dict[str, str]:
+    """By logical device, the card or the host that it is bound to, as topologies name them."""
+    placed = [device for device in dict.fromkeys(wanted) if not device.is_host]
+    found: dict[str, str] = {CPU: CPU}
+    if binding == "cuda":
+        return found | {device: f"gpu:{i % count}" for i, device in enumerate(placed)}
+    places = places_of(binding, placed)
+    return found | {d: f"gpu:{place.index}" if place.type == "cuda" else CPU for d, place in places.items()}
+
+
+def _bound(found: Topology, places: Mapping[str, str]) -> Topology:
+    """The machine of logical devices: several on one card, or on the host, have equal shares of it."""
+    sharers = Counter(real for device, real in places.items() if device != CPU)
+    speeds = {device: _share(found.speed(real), max(sharers[real], 1)) for device, real in places.items()}
+    links = [_between(found, speeds, places, a, b) for a, b in permutations(places, 2)]
+    bound = ", ".join([f"{device} on {real}" for device, real in places.items() if device != CPU])
+    name = f"{found.name}, {bound}" if len(bound) < _LONGEST else found.name
+    return found.model_copy(update={"devices": speeds, "links": tuple(links), "name": name})
+
+
+def _share(speed: Speed, sharers: int) -> Speed:
+    if sharers == 1:
+        return speed
+    return speed.model_copy(
+        update={
+            "flops_per_second": {dtype: rate / sharers for dtype, rate in speed.flops_per_second.items()},
+            "bytes_per_second": speed.bytes_per_second / sharers,
+            "memory": None if speed.memory is None else speed.memory // sharers,
+            "free": None if speed.free is None else speed.free // sharers,
+        }
     )
 
 
-def _today() -> str:
-    return datetime.date.today().isoformat()
+def _between(found: Topology, speeds: Mapping[str, Speed], places: Mapping[str, str], a: str, b: str) -> Link:
+    """What leads from one logical device to another. On one real device a copy reads and writes its memory."""
+    if places[a] != places[b]:
+        return found.link(places[a], places[b]).model_copy(update={"source": a, "destination": b})
+    speed = speeds[a]
+    rate, latency = speed.bytes_per_second / 2, speed.seconds_per_call
+    return Link(source=a, destination=b, bytes_per_second=rate, latency=latency, peer=True)
 
 
 def _file(machine: str) -> Path | None:
     return cache_file("GRAPHIR_MACHINE", f"machine-{hashlib.sha256(machine.encode()).hexdigest()[:16]}.json")
 
 
-def _kept(machine: str) -> Topology | None:
-    """What the file has of this machine."""
-    path = _file(machine)
-    if path is None or not path.exists():
+@contextmanager
+def _taking_turns(path: Path | None) -> Iterator[None]:
+    """Until its end no other process measures. A file in a folder that cannot be written is read all the same."""
+    with ExitStack() as stack:
+        if path is not None:
+            with suppress(FileError):
+                stack.enter_context(alone(path))
+        yield
+
+
+def _kept(path: Path, machine: str) -> Topology | None:
+    """What the file has of this machine; None where there is none, or it cannot be read.
+
+    Raises:
+        FileError: it has the figures of another machine.
+    """
+    if not path.exists():
         return None
     try:
         found = Topology.load(path)
     except FileError as e:
         warn(f"the machine is measured anew: {e}", ProfileWarning)
         return None
-    return found if found.machine == machine else None
+    if found.machine != machine:
+        raise FileError(
+            f"the file has the figures of another machine: {found.machine or found.name}; this is {machine}",
+            where=f"{path}, which GRAPHIR_MACHINE names",
+            fix="graphir profile --machine writes this machine's there; name another file; or plan for that machine: "
+            "topology=Topology.load(path)",
+        )
+    return found
 
 
-def _keep(found: Topology) -> None:
-    path = _file(found.machine)
-    if path is None:
-        return
+def _keep(found: Topology, path: Path | None) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        found.save(path)
+        if path is not None:
+            found.save(path)
     except (OSError, FileError) as e:
         warn(f"the machine's figures are not kept: {e}", ProfileWarning)

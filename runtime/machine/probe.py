@@ -92,6 +92,8 @@ class Cards:
         found = []
         for index in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(index)
+            # What this process has freed, and its allocator has kept, is free for its next step.
+            free += torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
             found.append(Card(torch.cuda.get_device_name(index), total, free))
         return found
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from graphir.analysis.estimate import Estimate
 from graphir.analysis.memory import Memory
 from graphir.analysis.overlap import Overlap, flows, overlap_of
-from graphir.analysis.tables import seconds_text, table
+from graphir.analysis.tables import cut, seconds_text, table
 from graphir.errors import counted
 from graphir.ir.device import Device
 from graphir.ir.plan import Plan
@@ -23,6 +23,7 @@ from .measurement import Measurement, Timed
 
 __all__ = ["AllocatorUse", "CopyUse", "DeviceBytes", "LaneTime", "OperatorTime", "Report", "report"]
 
+_MACHINE: Final = 44
 _MOST_PRINTED: Final = 10
 
 
@@ -134,6 +135,8 @@ class Report(_Entry):
         steps: how many steps the times are the mean of.
         seconds: of a step, from the beginning of its first instruction to the end of its last one.
         predicted: the same, as :func:`graphir.estimate` says; None where the speed of the devices is unknown.
+        machine: of which that is predicted, with whence its figures are; empty without a prediction.
+        measured: the date of these figures.
         overlap: which micro-batch each device worked on in the last of them, and when; None where the step has one, or
             one device.
         lanes: in the plan's order.
@@ -154,6 +157,8 @@ class Report(_Entry):
     copies: tuple[CopyUse, ...]
     operators: tuple[OperatorTime, ...]
     predicted: float | None = None
+    machine: str = ""
+    measured: str = ""
     overlap: Overlap | None = None
 
     def to_json(self) -> str:
@@ -165,7 +170,7 @@ class Report(_Entry):
         lines.append(f"  executor {self.executor}: {self.reason}")
         if self.predicted is not None:
             share = f", {self.predicted / self.seconds:.0%}" if self.seconds else ""
-            lines.append(f"  predicted: {seconds_text(self.predicted)} a step{share}")
+            lines.append(f"  predicted on {cut(self.machine, _MACHINE)}: {seconds_text(self.predicted)} a step{share}")
         lines += self._lanes()
         if self.overlap is not None:
             lines += self.overlap.lines("  micro-batches")
@@ -237,6 +242,8 @@ def report(
         copies=tuple(_copies(plan, timed)),
         operators=tuple(_operators(plan, timed)),
         predicted=None if predicted is None else predicted.seconds,
+        machine="" if predicted is None else predicted.machine,
+        measured="" if predicted is None else predicted.measured,
         overlap=overlap_of(plan, timed.intervals) if flows(plan) else None,
     )
 
