@@ -50,7 +50,8 @@ def free_limits(topology: Topology, devices: Iterable[DeviceName]) -> Mapping[st
         PassError: the topology lacks a device, or does not say what it has.
     """
     found: dict[str, int] = {}
-    for device in dict.fromkeys([*map(Device.parse, devices), CPU]):
+    named = [device for device in map(Device.parse, devices) if device != CPU]
+    for device in dict.fromkeys([*named, CPU]):
         speed = topology.devices.get(device)
         if speed is None:
             raise PassError(
@@ -60,7 +61,7 @@ def free_limits(topology: Topology, devices: Iterable[DeviceName]) -> Mapping[st
             )
         nbytes = speed.memory if speed.free is None else speed.free
         if nbytes is not None:
-            found[device] = int(_USED * nbytes)
+            found[device] = max(int(_USED * nbytes), 1)
         elif not device.is_host:
             raise PassError(
                 f"limits='auto': topology {topology.name!r} does not say how much memory {device} has",

@@ -18,7 +18,7 @@ def _topology(given: Any) -> Any:
     if given is None or isinstance(given, Topology):
         return given
     if isinstance(given, Mapping):
-        return read_option(lambda fields: Topology(**fields), given)
+        return read_option(lambda fields: Topology(**{str(key): value for key, value in fields.items()}), given)
     if not isinstance(given, str):
         raise OptionError(f"{given!r:.40} is no topology", fix="give a topology, or the name of one, such as 'h200x8'")
     return read_option(Topology.named, given)

@@ -173,7 +173,7 @@ def run_pass(name: str, step: str, given: Any) -> Any:
         "recompute": lambda: passes.recompute(given, kept),
         "park": lambda: passes.park(given, kept, "cpu"),
         "park state": lambda: passes.park(given, "**.momentum_buffer", "cpu"),
-        "balance": lambda: passes.balance(given, limits, evaluations=20).program,
+        "balance": lambda: passes.balance(given, limits, topology="h200x8", evaluations=20).program,
         "inject_copies": lambda: passes.inject_copies(given),
         "split_gradients": lambda: passes.split_gradients(given),
         "pipeline": lambda: passes.pipeline(given),

@@ -59,6 +59,7 @@ def compiled(count: int = 256, **options: Any) -> graphir.Compiled:
             "loss": F.mse_loss,
             "optimizer": torch.optim.AdamW(model.parameters()),
             "session": {"binding": "cpu", "threads": 1},
+            **({"topology": "h200x8"} if "limits" in options else {}),
             **options,
         },
     )

@@ -75,15 +75,18 @@ def test_an_error_of_graphir_in_a_step_keeps_its_remedy() -> None:
 
 
 def test_devices_of_limits_and_of_options_are_told_apart(program: Program) -> None:
-    for given, option in (({"gpu:0": 10**9, "cuda:9": 1}, "limits"), ({"gpu:0": 10**9}, "devices")):
-        error = said(lambda: passes.balance(program, given, devices=[9] if option == "devices" else []))  # noqa: B023
+    for given, devices, option in (
+        ({"gpu:0": 10**9, "cuda:9": 1}, [], "limits"),
+        ({"gpu:0": 10**9}, [9], "devices"),
+    ):
+        error = said(lambda: passes.balance(program, given, devices=devices, topology="h200x8"))  # noqa: B023
         assert error.what == f"balance: {option} names gpu:9, which topology 'h200x8' does not have"
         assert error.fix.startswith(f"{option} can name gpu:0, gpu:1, ")
         assert error.fix.endswith("; or give a topology that has gpu:9")
 
 
 def test_callers_of_balance_say_what_their_callers_can_do(program: Program) -> None:
-    least = passes.build(passes.Balance, limits={0: 10}, pin={"": 0}, evaluations=2)
+    least = passes.build(passes.Balance, limits={0: 10}, topology="h200x8", pin={"": 0}, evaluations=2)
     assert said(lambda: least(program)).fix.endswith("; or add devices, allow more options, pin less")
     assert said(lambda: least.balanced(program, remedy="use less")).fix.endswith("; or use less")
 

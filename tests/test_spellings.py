@@ -47,10 +47,12 @@ PLACES: dict[str, Callable[[Program, Any], object]] = {
     "replicate": lambda program, device: passes.replicate(program, [0, device]),
     "shard": lambda program, device: passes.shard(program, {"fc1": device}, ["cuda:0", device]),
     "balance": lambda program, device: (
-        passes.balance(program, {0: "1GB"}, devices=[device], pin={"fc1": device, "fc2": device}, evaluations=5).program
+        passes.balance(
+            program, {0: "1GB"}, devices=[device], pin={"fc1": device, "fc2": device}, topology="h200x8", evaluations=5
+        ).program
     ),
     "limits": lambda program, device: (
-        passes.balance(program, {0: "1GB", device: "1 GiB"}, pin={"fc2": 0}, evaluations=5).program
+        passes.balance(program, {0: "1GB", device: "1 GiB"}, pin={"fc2": 0}, topology="h200x8", evaluations=5).program
     ),
     "limits of pipeline": lambda program, device: passes.build(passes.PipelineSchedule, limits={device: 1}),
     "link": lambda program, device: Link(source=0, destination=device, bytes_per_second=1),
@@ -146,6 +148,13 @@ def test_every_limit_is_refused_alike(program: Program, tmp_path: Path) -> None:
         with pytest.raises(GraphirError, match=r"(limits\.cuda:0|memory_limit): '1 XB' is no number of bytes"):
             limited()
     app(
-        ["balance", str(file), "--evaluations=5", "--limit=cuda:0=2 GB", "--limit=gpu:1=2000000000"],
+        [
+            "balance",
+            str(file),
+            "--topology=h200x8",
+            "--evaluations=5",
+            "--limit=cuda:0=2 GB",
+            "--limit=gpu:1=2000000000",
+        ],
         standalone_mode=False,
     )

@@ -139,7 +139,7 @@ def _bound(found: Topology, places: Mapping[str, str]) -> Topology:
     links = [_between(found, speeds, places, a, b) for a, b in permutations(places, 2)]
     bound = ", ".join([f"{device} on {real}" for device, real in places.items() if device != CPU])
     name = f"{found.name}, {bound}" if len(bound) < _LONGEST else found.name
-    return found.model_copy(update={"devices": speeds, "links": tuple(links), "name": name})
+    return Topology(name=name, devices=speeds, links=tuple(links), machine=found.machine, measured=found.measured)
 
 
 def _share(speed: Speed, sharers: int) -> Speed:

@@ -9,6 +9,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ from graphir.errors import PassError
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = graphir.Topology.named("cpu")
+balance = partial(passes.balance, topology="h200x8")
+"""By default for a machine that every machine can plan for."""
 
 
 def trained(example: models.Example, **options: object) -> Program:
@@ -71,7 +74,7 @@ def test_measured_peaks_keep_within_limits_and_bits_are_equal(name: str) -> None
     example = make()
     program = trained(example)
     limits = limited(program, share, devices)
-    balanced = passes.balance(program, limits, topology=CPU, evaluations=1500)
+    balanced = balance(program, limits, topology=CPU, evaluations=1500)
     assert all(use.after <= limits[use.device] for use in balanced.devices if use.device in limits)
     placed = parking.placed(program, balanced.program, share=False)
     plan = passes.emit(placed)
@@ -89,7 +92,7 @@ def test_measured_peaks_keep_within_limits_and_bits_are_equal(name: str) -> None
 
 def test_the_passes_that_it_prints_make_the_same_program() -> None:
     program = trained(models.gpt(layers=4))
-    balanced = passes.balance(program, limited(program, 0.7), evaluations=800)
+    balanced = balance(program, limited(program, 0.7), evaluations=800)
     assert balanced.pipeline
     again = passes.Pipeline(balanced.pipeline)(program)
     assert str(again.step) == str(balanced.program.step)
@@ -99,14 +102,14 @@ def test_the_passes_that_it_prints_make_the_same_program() -> None:
 def test_equal_seeds_and_evaluations_give_equal_programs() -> None:
     program = trained(models.resnet())
     limits = limited(program, 0.8)
-    one, two = (passes.balance(program, limits, evaluations=400, seed=3) for _ in range(2))
+    one, two = (balance(program, limits, evaluations=400, seed=3) for _ in range(2))
     assert one.pipeline == two.pipeline
     assert one.to_json() == two.to_json()
 
 
 def test_what_fits_stays() -> None:
     program = trained(models.mlp())
-    balanced = passes.balance(program, {"gpu:0": 2 * need(program)}, evaluations=200)
+    balanced = balance(program, {"gpu:0": 2 * need(program)}, evaluations=200)
     assert (balanced.pipeline, balanced.program) == ("", program)
     assert "nothing has to move" in str(balanced)
 
@@ -115,7 +118,7 @@ def test_only_the_options_that_are_given_are_used() -> None:
     program = trained(models.gpt(layers=4))
     for option, name in (("shift", "shift_modules"), ("recompute", "recompute"), ("park", "park")):
         limits = {"gpu:0": int(0.9 * need(program)), "gpu:1": need(program)}
-        balanced = passes.balance(program, limits, options=[option], evaluations=400)
+        balanced = balance(program, limits, options=[option], evaluations=400)
         used = {text.partition("{")[0] for text in balanced.program.history}
         assert used - {"shift_activations"} == {name}, option
 
@@ -123,11 +126,11 @@ def test_only_the_options_that_are_given_are_used() -> None:
 def test_pins_hold_and_an_accelerate_map_goes_in_and_out() -> None:
     program = trained(models.gpt(layers=4))
     limits = limited(program, 0.8)
-    first = passes.balance(program, limits, evaluations=600)
+    first = balance(program, limits, evaluations=600)
     assert set(first.device_map.values()) <= {0, 1}
-    again = passes.balance(program, limits, pin=dict(first.device_map), options=["shift"], evaluations=50)
+    again = balance(program, limits, pin=dict(first.device_map), options=["shift"], evaluations=50)
     assert again.device_map == first.device_map
-    pinned = passes.balance(program, limits, pin={"layers[0]": "gpu:1"}, evaluations=600)
+    pinned = balance(program, limits, pin={"layers[0]": "gpu:1"}, evaluations=600)
     assert {place for module, place in pinned.device_map.items() if module.startswith("layers.0")} == {1}
 
 
@@ -135,7 +138,7 @@ def test_pins_hold_and_an_accelerate_map_goes_in_and_out() -> None:
 def test_pins_hold_where_everything_fits_as_it_is(pin: dict[str, int]) -> None:
     program = trained(layers())
     given = {"gpu:0": need(program), "gpu:1": 2 * need(program)}
-    placed = passes.balance(program, given, pin=pin, evaluations=50).device_map
+    placed = balance(program, given, pin=pin, evaluations=50).device_map
     inside = [(module, device) for module in placed for path, device in pin.items() if path in ("", module)]
     assert inside and all(placed[module] == device for module, device in inside)
 
@@ -166,11 +169,11 @@ def tied(*, frozen: bool = False) -> Program:
 @pytest.mark.parametrize("pin", [{"token": 1}, {"shared": 1}, {"shared": 1, "token": 0}, {"shared": 0, "head": 1}])
 def test_state_of_a_module_that_runs_nothing_is_where_its_group_is(pin: dict[str, int], frozen: bool) -> None:
     program = tied(frozen=frozen)
-    found = passes.balance(program, {"gpu:0": need(program), "gpu:1": need(program)}, pin=pin, evaluations=100)
+    found = balance(program, {"gpu:0": need(program), "gpu:1": need(program)}, pin=pin, evaluations=100)
     placed = found.device_map["shared"]
     assert found.program.step.blobs["shared.weight"].device == f"gpu:{placed}"
     assert placed == pin.get("shared", pin.get("token")) and all(found.device_map[m] == d for m, d in pin.items())
-    again = passes.balance(
+    again = balance(
         program, {"gpu:0": need(program), "gpu:1": need(program)}, pin=dict(found.device_map), evaluations=50
     )
     assert again.device_map == found.device_map
@@ -182,15 +185,15 @@ def test_a_pin_of_state_elsewhere_is_refused_where_nothing_may_be_shifted(frozen
     program = tied(frozen=frozen)
     given = {"gpu:0": need(program), "gpu:1": need(program)}
     with pytest.raises(PassError, match="'shared' is pinned to gpu:1, and options do not allow to shift it from gpu:0"):
-        passes.balance(program, given, pin={"shared": 1}, options=["park"])
+        balance(program, given, pin={"shared": 1}, options=["park"])
 
 
 def test_a_pin_elsewhere_is_refused_where_nothing_may_be_shifted() -> None:
     program = trained(layers())
     given = {"gpu:0": need(program), "gpu:1": need(program)}
-    assert set(passes.balance(program, given, pin={"2": 0}, options=["park"], evaluations=5).device_map.values()) == {0}
+    assert set(balance(program, given, pin={"2": 0}, options=["park"], evaluations=5).device_map.values()) == {0}
     with pytest.raises(PassError, match=r"'2' is pinned to gpu:1, and options do not allow to shift it from gpu:0"):
-        passes.balance(program, given, pin={"2": 1}, options=["park"])
+        balance(program, given, pin={"2": 1}, options=["park"])
 
 
 class Thrice(nn.Module):
@@ -226,7 +229,7 @@ def test_a_group_is_parked_of_which_another_one_computes_something_again(replica
     found = 0
     for seed in range(4):
         try:
-            balanced = passes.balance(program, given, options=["park", "recompute"], evaluations=60, seed=seed)
+            balanced = balance(program, given, options=["park", "recompute"], evaluations=60, seed=seed)
         except PassError as e:  # so few are looked at
             assert "no placement within the limits was found" in e.what
         else:
@@ -252,7 +255,7 @@ def test_where_plans_are_slower_than_their_groups_say_unlike_ones_are_planned(mo
 
         monkeypatch.setattr(plans, "estimated", slowed)
         monkeypatch.setattr(plans.Plans, "made", noted)
-        passes.balance(program, limits, evaluations=600)
+        balance(program, limits, evaluations=600)
     assert len(tried[2]) > len(tried[1])
     for choice, other in combinations(tried[2][:-1], 2):  # the last one is plain, like which another may be
         apart = sum(a != b for a, b in zip(choice.devices, other.devices, strict=True))
@@ -280,14 +283,14 @@ def test_where_the_plain_choice_is_the_fastest_plan_another_search_is_made(monke
     monkeypatch.setattr(Attempts, "made", noted)
     monkeypatch.setattr(Attempts, "anew", counted)
     monkeypatch.setattr(plans.Plans, "made", slowed)
-    balanced = passes.balance(program, limited(program, 1.5), evaluations=100)
+    balanced = balance(program, limited(program, 1.5), evaluations=100)
     assert len(again) == 1 and again[0].found.evaluated <= 100
     assert balanced.after == 1.0 and set(balanced.device_map.values()) == {1}
 
 
 def test_modules_are_kept_whole() -> None:
     program = trained(models.gpt(layers=4))
-    balanced = passes.balance(program, limited(program, 0.8), whole=["layers.*"], options=["shift"], evaluations=600)
+    balanced = balance(program, limited(program, 0.8), whole=["layers.*"], options=["shift"], evaluations=600)
     for layer in range(4):
         places = {place for module, place in balanced.device_map.items() if module.startswith(f"layers.{layer}.")}
         assert len(places) == 1
@@ -298,7 +301,7 @@ def test_replicas_are_balanced_each() -> None:
     program = passes.replicate(trained(example), [0, 1])
     share = graphir.memory(passes.emit(program), threads=1, profile=None).peak["gpu:0"]
     limits = {"gpu:0": int(0.8 * share), "gpu:1": int(0.8 * share)}
-    balanced = passes.balance(program, limits, devices=["gpu:2", "gpu:3"], evaluations=600)
+    balanced = balance(program, limits, devices=["gpu:2", "gpu:3"], evaluations=600)
     placed = passes.inject_copies(balanced.program)
     found = graphir.memory(passes.emit(placed), threads=1, profile=None).peak
     assert all(found.get(device, 0) <= limits[device] for device in limits)  # a replica may go away as a whole
@@ -318,13 +321,13 @@ def test_a_slower_device_gets_less() -> None:
     devices = {"gpu:0": fast, "gpu:1": slower, "gpu:2": fast, "cpu:0": fast}
     links = tuple(link for link in CPU.links if {link.source, link.destination} <= devices.keys())
     topology = graphir.Topology(name="unequal", devices=devices, links=links)
-    balanced = passes.balance(program, limits, topology=topology, options=["shift"], evaluations=800)
+    balanced = balance(program, limits, topology=topology, options=["shift"], evaluations=800)
     assert 1 not in balanced.device_map.values()
 
 
 def test_why_says_what_else_it_would_have_cost() -> None:
     program = trained(models.gpt(layers=4))
-    balanced = passes.balance(program, limited(program, 0.7), evaluations=800)
+    balanced = balance(program, limited(program, 0.7), evaluations=800)
     moved = [group for group in balanced.groups if group.moved]
     assert moved and all(group.otherwise for group in moved)
     assert balanced.bound <= balanced.after * 1.0001
@@ -335,7 +338,7 @@ def test_why_says_what_else_it_would_have_cost() -> None:
 
 def test_what_is_reckoned_when_asked_for_is_the_same_on_the_other_side_of_a_pickle() -> None:
     program = trained(layers())
-    balanced = passes.balance(program, limited(program, 0.8), evaluations=200)
+    balanced = balance(program, limited(program, 0.8), evaluations=200)
     sent = pickle.loads(pickle.dumps(balanced))
     assert (sent.bound, sent.groups, str(sent)) == (balanced.bound, balanced.groups, str(balanced))
     assert json.loads(balanced.to_json())["bound"] == balanced.bound
@@ -358,10 +361,10 @@ def test_limits_that_work_are_told_where_the_given_ones_do_not(
     limits = {f"gpu:{d}": int(share * need(program)) for d, share in enumerate(shares)}
     options: dict[str, Any] = {"options": ("shift", "park"), "evaluations": 300}
     with pytest.raises(PassError, match="no placement within the limits was found: gpu:") as refusal:
-        passes.balance(program, limits, **options)
+        balance(program, limits, **options)
     told = ast.literal_eval(refusal.value.fix.partition("limits=")[2].partition(" works")[0])
     assert all(told[device] >= nbytes for device, nbytes in limits.items())
-    passes.balance(program, told, **options)
+    balance(program, told, **options)
 
 
 LINKLESS = graphir.Topology(
@@ -391,7 +394,7 @@ LINKLESS = graphir.Topology(
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
     program = trained(models.mlp())
     with pytest.raises(PassError) as refusal:
-        passes.balance(program, **{"evaluations": 10, **options})
+        balance(program, **{"evaluations": 10, **options})
     assert message in str(refusal.value)
 
 
@@ -399,7 +402,7 @@ def test_a_placement_with_copies_is_refused() -> None:
     program = trained(models.mlp())
     moved = passes.inject_copies(passes.shift_modules(program, {next(iter(program.module._modules)): 1}))
     with pytest.raises(PassError, match="has the copies of a placement already"):
-        passes.balance(moved, {"gpu:0": 10**9}, evaluations=10)
+        balance(moved, {"gpu:0": 10**9}, evaluations=10)
 
 
 def test_a_model_without_modules_stays_where_it_is() -> None:
@@ -415,15 +418,15 @@ def test_a_model_without_modules_stays_where_it_is() -> None:
 
     program = graphir.capture(Alone(), (torch.randn(256, 64),), loss=lambda y: y.sum())
     whole = need(program)
-    assert passes.balance(program, {"gpu:0": whole, "gpu:1": whole}, evaluations=10).pipeline == ""
+    assert balance(program, {"gpu:0": whole, "gpu:1": whole}, evaluations=10).pipeline == ""
     with pytest.raises(PassError, match="no placement within the limits was found: gpu:0 lacks"):
-        passes.balance(program, {"gpu:0": whole // 2, "gpu:1": whole}, options=["shift"], evaluations=10)
+        balance(program, {"gpu:0": whole // 2, "gpu:1": whole}, options=["shift"], evaluations=10)
 
 
 def test_what_fits_stays_where_it_is() -> None:
     """Every operator is issued by one thread; moving some to another device saves nothing where that takes longest."""
     program = trained(layers())
-    balanced = passes.balance(program, {"gpu:0": "80 GiB", "gpu:1": "80 GiB"}, evaluations=300)
+    balanced = balance(program, {"gpu:0": "80 GiB", "gpu:1": "80 GiB"}, evaluations=300)
     assert balanced.pipeline == "" and balanced.after == balanced.before
     assert balanced.bound > 0.9 * balanced.after
 
@@ -432,7 +435,7 @@ def test_a_group_on_both_sides_of_another_device() -> None:
     """Its tasks are apart, or one of them would read what a later one makes."""
     program = trained(layers())
     moved = passes.shift_modules(program, {"2": 1, "6": 1})
-    balanced = passes.balance(moved, {"gpu:0": "80 GiB", "gpu:1": "80 GiB"}, evaluations=50)
+    balanced = balance(moved, {"gpu:0": "80 GiB", "gpu:1": "80 GiB"}, evaluations=50)
     assert balanced.after <= balanced.before and 0 < balanced.bound < math.inf
 
 
@@ -456,7 +459,7 @@ def test_calls_of_a_module_are_placed_one_by_one(accumulate: int) -> None:
     example = models.Example(Shared(), (x,), (y,), nn.functional.mse_loss)
     program = trained(example, accumulate=accumulate)
     limits = limited(program, 0.65)
-    balanced = passes.balance(program, limits, topology=CPU, options=["shift"], evaluations=600)
+    balanced = balance(program, limits, topology=CPU, options=["shift"], evaluations=600)
     placed = passes.inject_copies(balanced.program)
     plan = passes.emit(placed)
     found = graphir.memory(plan, threads=1, profile=None).peak
@@ -481,14 +484,14 @@ def test_calls_of_a_module_are_placed_one_by_one(accumulate: int) -> None:
 def test_what_is_parked_already_is_refused() -> None:
     program = passes.park(trained(layers()), ["**.momentum_buffer"], "cpu")
     with pytest.raises(PassError, match="has something parked already"):
-        passes.balance(program, {"gpu:0": 10**9}, evaluations=10)
+        balance(program, {"gpu:0": 10**9}, evaluations=10)
 
 
 def test_plain_placements_are_looked_at_whatever_the_budget() -> None:
     program = trained(layers())
     limits = limited(program, 0.8)
     for budget in ({"seconds": 0.0}, {"evaluations": 1}):
-        balanced = passes.balance(program, limits, **budget)  # type: ignore[arg-type]
+        balanced = balance(program, limits, **budget)  # type: ignore[arg-type]
         assert all(use.after <= limits.get(use.device, use.after) for use in balanced.devices)
 
 
@@ -550,6 +553,7 @@ def test_the_command_line_balances(tmp_path: Path, capsys: pytest.CaptureFixture
     limit = int(0.75 * need(program))
     placed = tmp_path / "placed.json"
     arguments = ["balance", str(tmp_path / "program.json"), f"--limit=gpu:0={limit}", f"--limit=gpu:1={limit}"]
+    arguments.append("--topology=h200x8")
     app([*arguments, "--evaluations=300", f"--output={placed}"], standalone_mode=False)
     printed = capsys.readouterr().out
     assert "peak after" in printed and "shift_modules" in printed
@@ -558,7 +562,7 @@ def test_the_command_line_balances(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_a_search_ends_where_nothing_can_be_changed() -> None:
     program = trained(models.mlp())
-    balanced = passes.balance(program, {"gpu:0": 10 * need(program)}, options=["shift"], evaluations=50)
+    balanced = balance(program, {"gpu:0": 10 * need(program)}, options=["shift"], evaluations=50)
     assert balanced.pipeline == ""
 
 
@@ -585,7 +589,7 @@ def test_what_one_replica_alone_has_of_a_split_table_is_placed(how: str) -> None
     for devices in (2, 4):
         for share in (2.0, 1.1):
             limits = {f"gpu:{d}": int(share * most) for d in range(devices)}
-            found = passes.balance(program, limits, evaluations=50)
+            found = balance(program, limits, evaluations=50)
             assert graphir.certify(program, passes.inject_copies(found.program)).holds
 
 
@@ -613,13 +617,13 @@ def test_a_placement_that_is_there_is_told_and_can_be_pinned() -> None:
     limits = {"gpu:0": 2 * need(program), "gpu:1": 2 * need(program)}
     for there in ({"second": 1}, {"token": 1}, {"first": 1, "second": 1}):
         moved = passes.shift_modules(program, there)
-        as_is = passes.balance(moved, limits, options=["park"], evaluations=5)
+        as_is = balance(moved, limits, options=["park"], evaluations=5)
         assert as_is.device_map == {"token": 0, "first": 0, "second": 0, **there}
-        kept = passes.balance(moved, limits, options=["park"], pin=dict(as_is.device_map), evaluations=5)
+        kept = balance(moved, limits, options=["park"], pin=dict(as_is.device_map), evaluations=5)
         assert not kept.pipeline and kept.device_map == as_is.device_map
-        assert passes.balance(moved, limits, pin=dict(as_is.device_map), evaluations=50).device_map == as_is.device_map
+        assert balance(moved, limits, pin=dict(as_is.device_map), evaluations=50).device_map == as_is.device_map
     with pytest.raises(PassError, match="'second' is pinned to gpu:0, and options do not allow to shift it from gpu:1"):
-        passes.balance(passes.shift_modules(program, {"second": 1}), limits, options=["park"], pin={"second": 0})
+        balance(passes.shift_modules(program, {"second": 1}), limits, options=["park"], pin={"second": 0})
 
 
 @pytest.mark.parametrize("after", [1, 2])
@@ -635,9 +639,9 @@ def test_ctrl_c_while_plans_are_made_ends_with_the_best_so_far(after: int, monke
     monkeypatch.setattr(plans.Plans, "made", interrupted)
     if after == 1:  # nothing within the limits is known yet
         with pytest.raises(KeyboardInterrupt):
-            passes.balance(program, limited(program, 0.7), evaluations=100)
+            balance(program, limited(program, 0.7), evaluations=100)
     else:
-        found = passes.balance(program, limited(program, 0.7), evaluations=100)
+        found = balance(program, limited(program, 0.7), evaluations=100)
         assert all(device.after <= (device.limit or math.inf) for device in found.devices)
 
 
@@ -662,20 +666,20 @@ def test_a_pin_of_state_that_goes_with_what_is_pinned_elsewhere_is_refused() -> 
     with pytest.raises(
         PassError, match=r"'weights' is pinned to gpu:0, but 'weights.0' goes with what uses it, on gpu:1"
     ):
-        passes.balance(program, limits, pin={"weights": 0, "layers": 1}, evaluations=50)
-    both = passes.balance(program, limits, pin={"weights": 1, "layers": 1}, evaluations=50)
+        balance(program, limits, pin={"weights": 0, "layers": 1}, evaluations=50)
+    both = balance(program, limits, pin={"weights": 1, "layers": 1}, evaluations=50)
     assert set(both.device_map.values()) == {1}
-    apart = passes.balance(program, limits, pin={"layers.0": 1, "layers.1": 0, "layers.2": 1}, evaluations=50)
+    apart = balance(program, limits, pin={"layers.0": 1, "layers.1": 0, "layers.2": 1}, evaluations=50)
     found = {k: place for k, place in apart.device_map.items() if k.startswith("weights")}
     assert found == {"weights.0": 1, "weights.1": 0, "weights.2": 1}
-    again = passes.balance(program, limits, pin=dict(apart.device_map), evaluations=50)
+    again = balance(program, limits, pin=dict(apart.device_map), evaluations=50)
     assert again.device_map == apart.device_map
     with pytest.raises(
         PassError, match=r"'weights.1' is pinned to gpu:1, but 'weights.1' goes with what uses it, on gpu:0"
     ):
-        passes.balance(program, limits, pin={**apart.device_map, "weights.1": 1}, evaluations=50)
+        balance(program, limits, pin={**apart.device_map, "weights.1": 1}, evaluations=50)
 
 
 def test_threads_can_be_torch_s() -> None:
     program = trained(layers())
-    assert passes.balance(program, limited(program, 0.9), evaluations=20, threads=None).after > 0
+    assert balance(program, limited(program, 0.9), evaluations=20, threads=None).after > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import permutations
 
 import models
@@ -21,6 +22,7 @@ from graphir.analysis.topology import Link, Speed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+balance = partial(passes.balance, topology="h200x8")
 _DEVICES = ("gpu:0", "gpu:1", "cpu:0")
 SLOW = graphir.Topology(
     name="slow",
@@ -47,7 +49,7 @@ def test_what_is_chosen_flows_within_the_limits_and_keeps_its_bits() -> None:
     example = gpt()
     program = trained(example, accumulate=4)
     limits = limited(program, 0.75)
-    balanced = passes.balance(program, limits, topology=SLOW, evaluations=300)
+    balanced = balance(program, limits, topology=SLOW, evaluations=300)
     assert balanced.flows and balanced.then.startswith("inject_copies | pipeline{limits={gpu:0: ")
     assert f"then: {balanced.then}" in str(balanced) and balanced.then in balanced.to_json()
     flowing = passes.Pipeline(balanced.then)(balanced.program)
@@ -68,7 +70,7 @@ def test_what_is_chosen_flows_within_the_limits_and_keeps_its_bits() -> None:
 
 def test_one_micro_batch_does_not_flow() -> None:
     program = trained(gpt())
-    balanced = passes.balance(program, limited(program, 0.75), evaluations=200)
+    balanced = balance(program, limited(program, 0.75), evaluations=200)
     assert balanced.then == "inject_copies" and not balanced.flows
 
 
@@ -125,7 +127,7 @@ def test_what_inputs_of_a_sharded_step_are_cut_into_is_not_computed_again() -> N
     sharded = passes.shard(program, {"tables.*": "balanced"}, devices=[0, 1])
     need = graphir.memory(passes.emit(passes.inject_copies(sharded)), threads=1, profile=None).peak
     limits = {device: 2 * need[device] for device in ("gpu:0", "gpu:1")}
-    balanced = passes.balance(sharded, limits, options=["recompute"], evaluations=30)
+    balanced = balance(sharded, limits, options=["recompute"], evaluations=30)
     assert graphir.certify(sharded, passes.inject_copies(balanced.program)).holds
 
 

@@ -73,7 +73,7 @@ _SHARD: _Step = partial(passes.shard, placement={"emb": "gpu:1"}, devices=[0, 1]
 def _balance(program: Program) -> Program:
     whole = graphir.memory(passes.emit(program)).peak["gpu:0"]
     limits = {"gpu:0": int(0.8 * whole), "gpu:1": whole}
-    return passes.balance(program, limits, evaluations=30, seconds=60).program
+    return passes.balance(program, limits, topology="h200x8", evaluations=30, seconds=60).program
 
 
 PROGRAMS: dict[str, tuple[Callable[[], Program], Sequence[_Step]]] = {

@@ -96,7 +96,9 @@ def test_random_numbers_are_drawn_again_into_new_memory() -> None:
     assert parking.peak(made) < 0.5 * parking.peak(program)
     parking.assert_runs_the_same(program, made, [((x, x), {})] * 2, ["serial", "adversarial"])
     needed = graphir.memory(passes.emit(program), threads=1, profile=None).peak["gpu:0"]
-    balanced = passes.balance(program, {"gpu:0": int(0.7 * needed)}, options=["recompute"], evaluations=100).program
+    balanced = passes.balance(
+        program, {"gpu:0": int(0.7 * needed)}, options=["recompute"], topology="h200x8", evaluations=100
+    ).program
     assert any("empty" in of for of in repeated(balanced))
 
 

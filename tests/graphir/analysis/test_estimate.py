@@ -1,5 +1,6 @@
 """What a step is predicted to take, and what that consists of."""
 
+import datetime
 import json
 from itertools import permutations
 
@@ -148,9 +149,11 @@ def test_it_prints_within_80_columns_and_as_json():
         graphir.estimate(plan, Topology.named("cpu"), executor="threads"),
     ):
         lines = str(found).splitlines()
-        assert lines[0].startswith(f"estimate of 'resnet' on {found.topology}: ")
+        assert lines[0] == f"on {found.topology}, by its makers' figures:"
+        assert lines[1].startswith("estimate of 'resnet': ")
         assert max(map(len, lines)) <= 80
         read = json.loads(found.to_json())
+        assert read["machine"] == f"{found.topology}, by its makers' figures" and read["measured"] == ""
         assert read["seconds"] == found.seconds
         assert len(read["operators"]) == len(plan.step.ops)
         assert read["path"][-1]["start"] + read["path"][-1]["seconds"] == pytest.approx(found.seconds)
@@ -181,15 +184,18 @@ def test_the_cached_profile_is_used_on_its_own_machine_alone(tmp_path, monkeypat
     plan = passes.emit(program_of("input x : f32[64] @gpu:0\na : f32[64] @gpu:0 = aten.neg(x)\noutput a"))
     profile = graphir.profile(plan, threads=1)
     here = graphir.estimate(plan, threads=1)
-    assert here.topology == "this host" and here.operators[0].source == "profile"
+    assert here.topology.startswith("this host (") and here.operators[0].source == "profile"
     assert [operator.seconds for operator in here.operators] == [call.seconds for call in profile.calls.values()]
     assert graphir.estimate(plan, threads=1, profile=None).operators[0].source == "roofline"
     assert graphir.estimate(plan, Topology.named("cpu"), threads=1).operators[0].source == "roofline"
 
 
-def test_a_machine_with_too_few_cores_is_not_at_hand():
+def test_more_devices_than_cores_share_the_cores_of_the_host():
     body = "\n".join(f"input x{i} : f32[2] @gpu:{i}\na{i} : f32[2] @gpu:{i} = aten.neg(x{i})" for i in range(8))
-    assert graphir.estimate(passes.emit(program_of(body)), threads=4096).topology == "h200x8"
+    found = graphir.estimate(passes.emit(program_of(body)), threads=4096)
+    today = datetime.date.today().isoformat()
+    assert found.topology.startswith("this host (") and found.measured == today
+    assert str(found).startswith(f"on {found.topology}, measured {today}:\n")
 
 
 def test_threads_of_a_host_share_its_cores():

@@ -66,7 +66,7 @@ def follow(text: str, program: Program) -> None:
 
     def balance(program: Program, given: dict[str, int]) -> Program:
         limits.update(given)
-        return passes.balance(program, given, evaluations=600).program
+        return passes.balance(program, given, topology="h200x8", evaluations=600).program
 
     placed = eval(call_of(text), {"balance": balance, "program": program})
     peak = graphir.memory(passes.emit(passes.inject_copies(placed)), profile=None, threads=1).peak

@@ -2,44 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from graphir.runtime.machine.here import here
 from graphir.runtime.machine.probe import Card
+from pretended import Pretended
 
 import graphir
 from graphir import GraphirError, Topology
-from graphir.analysis.topology import Link
-
-
-class Pretended:
-    """A machine with cards, and how often each is measured."""
-
-    def __init__(self, *cards: Card, peers: bool = False, driver: str = "driver 13000") -> None:
-        self.there, self.peers, self.named = list(cards), peers, driver
-        self.measured = 0
-
-    def cards(self) -> list[Card]:
-        return self.there
-
-    def driver(self) -> str:
-        return self.named
-
-    def flops_per_second(self, index: int) -> Mapping[str, float]:
-        self.measured += 1
-        return {"f32": 1e12 * (index + 1), "bf16": 2e12}
-
-    def bytes_per_second(self, index: int) -> float:
-        return 5e11
-
-    def seconds_per_call(self, index: int) -> float:
-        return 2e-6
-
-    def link(self, source: str, destination: str) -> Link:
-        peer = self.peers and "cpu" not in source + destination
-        return Link(source=source, destination=destination, bytes_per_second=1e10, latency=2e-5, peer=peer)
 
 
 def pcie() -> Pretended:
@@ -61,7 +32,7 @@ def test_cards_links_and_the_host_are_there(file: Path) -> None:
     assert [found.speed(name).free for name in ("gpu:0", "gpu:1")] == [20 << 30, 11 << 30]
     assert found.speed("gpu:1").flops_per_second["f32"] == 2e12
     assert len(found.links) == 6 and not any(link.peer for link in found.links)
-    assert found.host is None and "RTX 3090, RTX 3060" in found.name
+    assert found.host is None and found.name == "this machine (RTX 3090 + RTX 3060)"
     assert found.measured and found.machine == "RTX 3090, RTX 3060; driver 13000"
 
 
@@ -79,10 +50,14 @@ def test_a_machine_is_measured_once(file: Path, monkeypatch: pytest.MonkeyPatch)
     assert other.measured == 2
 
 
-def test_another_driver_is_another_machine(file: Path) -> None:
+def test_another_driver_is_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRAPHIR_MACHINE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("graphir.runtime.machine.here._measured", {})
     here(probe=pcie())
     newer = Pretended(*pcie().there, driver="driver 14000")
     assert here(probe=newer).machine.endswith("14000") and newer.measured
+    assert len(list((tmp_path / "graphir").glob("machine-*.json"))) == 2
 
 
 def test_a_damaged_file_is_measured_anew(file: Path) -> None:
@@ -91,7 +66,7 @@ def test_a_damaged_file_is_measured_anew(file: Path) -> None:
     probe = pcie()
     with pytest.warns(graphir.ProfileWarning, match="measured anew"):
         here(probe=probe)
-    assert probe.measured and Topology.load(file).name.startswith("this machine")
+    assert probe.measured and Topology.load(file).name == "the machine (RTX 3090 + RTX 3060)"
 
 
 def test_no_file_where_the_environment_wants_none(monkeypatch: pytest.MonkeyPatch) -> None:
