@@ -537,6 +537,7 @@ def test_compile_keeps_within_limits_at_every_size() -> None:
         loss=example.loss,
         optimizer=optimizer,
         limits=limits,
+        topology="h200x8",
         session={"binding": "cpu"},
     )
     with step:
