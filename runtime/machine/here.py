@@ -30,7 +30,7 @@ from graphir.ir.device import CPU, Device, DeviceName
 
 from .calibration import cores, host_speed, host_topology, today
 from .capacity import free_memory
-from .places import Binding, places_of
+from .places import Binding, dealt, places_of
 from .probe import Card, Cards, Probe, speeds_and_links
 
 __all__ = ["here"]
@@ -127,7 +127,7 @@ def _places(binding: Binding, wanted: Sequence[Device], count: int) -> dict[str,
     placed = [device for device in dict.fromkeys(wanted) if not device.is_host]
     found: dict[str, str] = {CPU: CPU}
     if binding == "cuda":
-        return found | {device: f"gpu:{i % count}" for i, device in enumerate(placed)}
+        return found | {device: f"gpu:{index}" for device, index in dealt(placed, count).items()}
     places = places_of(binding, placed)
     return found | {d: f"gpu:{place.index}" if place.type == "cuda" else CPU for d, place in places.items()}
 

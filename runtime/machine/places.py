@@ -10,7 +10,7 @@ import torch
 from graphir.errors import GraphirError, SessionError, nearest
 from graphir.ir.device import Device, DeviceName
 
-__all__ = ["Binding", "generator_on", "places_of"]
+__all__ = ["Binding", "dealt", "generator_on", "places_of"]
 
 Places: TypeAlias = "Mapping[str, DeviceName] | Mapping[int, DeviceName] | Mapping[DeviceName, DeviceName]"
 Binding: TypeAlias = 'Literal["auto", "cpu", "cuda"] | Places'
@@ -24,7 +24,7 @@ def places_of(binding: Binding, devices: Sequence[Device], host_only: bool = Fal
     """The real device of each logical one. Host memory is host memory always; several devices may share one.
 
     Args:
-        binding: ``cpu`` puts all on the host, ``cuda`` deals them out to the CUDA devices that there are, in order;
+        binding: ``cpu`` puts all on the host, ``cuda`` each on the CUDA device of its number, as :func:`dealt` has it;
             ``auto`` is ``cuda`` where there is any, else ``cpu``. Or the real device of each logical one that is no
             host, which is named as it is printed or by its number.
         devices: of the plan.
@@ -40,7 +40,7 @@ def places_of(binding: Binding, devices: Sequence[Device], host_only: bool = Fal
         given = _given(binding, placed)
     elif binding == "cuda":
         count = _cuda_count("binding 'cuda'")
-        given = {device: torch.device("cuda", i % count) for i, device in enumerate(placed)}
+        given = {device: torch.device("cuda", index) for device, index in dealt(placed, count).items()}
     elif binding in _NAMES:
         given = dict.fromkeys(placed, _HOST)
     else:
@@ -53,6 +53,15 @@ def is_on_cuda(binding: Binding, host_only: bool = False) -> bool:
     if isinstance(binding, Mapping):
         return any(isinstance(place, int) or str(place).startswith("cuda") for place in binding.values())
     return binding == "cuda" or (binding == "auto" and not host_only and torch.cuda.device_count() > 0)
+
+
+def dealt(devices: Sequence[Device], count: int) -> dict[Device, int]:
+    """The number of the CUDA device for each of these: its own, if there are all; else they are dealt out to so many,
+    the lowest number first."""
+    if all(device.index < count for device in devices):
+        return {device: device.index for device in devices}
+    ordered = sorted(devices, key=lambda device: device.index)
+    return {device: i % count for i, device in enumerate(ordered)}
 
 
 def _given(binding: Places, placed: Sequence[Device]) -> dict[Device, torch.device]:

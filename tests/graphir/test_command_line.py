@@ -181,7 +181,7 @@ def test_estimate_predicts(run: Run, tmp_path: Path) -> None:
     plan = passes.emit(passes.replicate(program, [0, 1]))
     plan.save(tmp_path / "plan.json")
     status, text, _ = run("estimate", tmp_path / "plan.json", "--topology", "a100x8")
-    assert status == 0 and text.startswith("estimate of 'mlp' on a100x8: ")
+    assert status == 0 and text.startswith("on a100x8, by its makers' figures:\nestimate of 'mlp': ")
     graphir.Topology.named("a100x8").save(tmp_path / "machine.json")
     status, text, _ = run("estimate", tmp_path / "plan.json", "--topology", tmp_path / "machine.json", "--json")
     assert status == 0

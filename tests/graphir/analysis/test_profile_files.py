@@ -154,7 +154,7 @@ def test_a_file_that_another_process_holds_is_waited_for_and_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profile_files, "_PATIENCE", 0.05)
-    with profile_files._alone(tmp_path / "p"), pytest.raises(FileError, match="another process has been writing"):
+    with profile_files.alone(tmp_path / "p"), pytest.raises(FileError, match="another process has been writing"):
         add(tmp_path / "p", here(ONE))
     assert add(tmp_path / "p", here(ONE)).calls == ONE
 

@@ -91,6 +91,13 @@ def test_cuda_without_cuda_is_refused() -> None:
         Session(passes.emit(program), program.state, binding="cuda")
 
 
+def test_each_device_is_on_the_cuda_device_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cards may be unlike, and plans are made for those of their numbers; where there are fewer, some share."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert [str(place) for place in places_of("cuda", [gpu(2), gpu(1)]).values()] == ["cuda:2", "cuda:1"]
+    assert [str(place) for place in places_of("cuda", [gpu(5), gpu(1)]).values()] == ["cuda:1", "cuda:0"]
+
+
 def test_cuda_devices_are_dealt_out_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
