@@ -324,6 +324,8 @@ def _full(place: Topology, limits: Mapping[str, int]) -> str:
     """Which of the devices others hold much of, as an error says it."""
     found = []
     for device in limits:
+        if Device.parse(device).is_host:
+            continue
         free, memory = place.speed(device).free, place.speed(device).memory
         if free is not None and memory is not None and free < _USED_UP * memory:
             found.append(f"of {nbytes_text(memory)} on {device} {nbytes_text(free)} are free")

@@ -71,9 +71,10 @@ class Session(Stepping):
             number, as ``lr``, is its value in the first step; :meth:`state` gives both. All are copied. No entry that
             the program needs may be missing; others are passed over, so that a program without optimizer, or with fewer
             replicas, goes on from a training one.
-        binding: which real device each logical one is: ``cpu`` puts all on the host, ``cuda`` each on the CUDA
-            device of its number, or deals them out where there are too few, a dict says it for each (``{"gpu:0": "cuda:0"}``). ``auto`` is ``cuda`` where there is any
-            such device, unless the executor is one of the host's, and else ``cpu``.
+        binding: which real device each logical one is: ``cpu`` puts all on the host, ``cuda`` each on the CUDA device
+            of its number, or deals them out where there are too few, a dict says it for each
+            (``{"gpu:0": "cuda:0"}``). ``auto`` is ``cuda`` where there is any such device, unless the executor is one
+            of the host's, and else ``cpu``.
         executor: ``reference`` runs one instruction after the other, on any device. On the host, ``serial`` runs
             generated code in the calling thread, ``threads`` in a thread for each logical device where there are
             several, ``segments`` the same without Python's lock where torch allows it, and ``auto`` chooses the one
