@@ -281,7 +281,7 @@ def _seconds(net: Net, dims: Dims, kinds: Kinds, topology: Topology | None) -> l
         if source != target:
             nbytes = dense_nbytes(net.blobs[op.inputs[0]], dims)
             links[i] = crossed(topology, source, target, op, net).seconds(nbytes)
-    if topology.host is not None:  # its threads are alike, and all ranks of a job are to find the same order
+    if topology.host is not None:  # its threads are alike, and every process is to find the same order
         return seconds_alike(net, dims, kinds)
     found = seconds_alike(net, dims, kinds, lambda device: topology.speed(device).rates())
     return [links.get(i, seconds) for i, seconds in enumerate(found)]

@@ -120,8 +120,8 @@ def pipeline(
 
     For programs that were captured with ``accumulate``, after :func:`inject_copies` and before :func:`share_storage`.
     The order is found by a simulation at the captured sizes; it holds for any size. Operators and copies take in it
-    what the devices and links of the machine say; on threads of one host, which are alike, nominal costs, so that each
-    rank of a job finds the same order.
+    what the devices and links of the machine say; on threads of one host, which are alike, nominal costs, so that
+    every process finds the same order.
 
     Args:
         program: with several micro-batches, whose layers are on several devices.
