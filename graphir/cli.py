@@ -10,6 +10,7 @@ from json import dumps
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
+import torch
 import typer
 
 from graphir.passes import balance as balance_of
@@ -147,7 +148,11 @@ def profile(
             fix="graphir profile plan.json measures its operators, graphir profile --machine the cards and links",
         )
     if file is None:
-        place = Topology.here(threads=threads or 1, refresh=True)
+        if path is not None:
+            raise GraphirError(
+                "--path is the file of a profile of operators", fix="GRAPHIR_MACHINE names the file of the machine"
+            )
+        place = Topology.here(threads=threads or torch.get_num_threads(), refresh=True)
         print(place.model_dump_json(exclude_defaults=True, indent=2) if json else place)
         return
     loaded = _load(file)

@@ -337,7 +337,11 @@ def test_the_command_line_measures_the_machine_anew(
         assert printed.startswith(ON_PCIE) and "gpu:0 -> gpu:1" in printed and "bf16 TFLOP/s" in printed
         app(["profile", "--machine", "--json"], standalone_mode=False)
         assert json.loads(capsys.readouterr().out)["devices"]["gpu:1"]["memory"] == 12_000_000_000
-    for arguments, said in ((["--machine", "plan.json"], "not both"), ([], "nothing to measure")):
+    for arguments, said, fix in (
+        (["--machine", "plan.json"], "not both", "graphir profile --machine"),
+        ([], "nothing to measure", "graphir profile --machine"),
+        (["--machine", "--path=machine.json"], "--path is the file of a profile", "GRAPHIR_MACHINE"),
+    ):
         with pytest.raises(GraphirError, match=said) as refusal:
             app(["profile", *arguments], standalone_mode=False)
-        assert "graphir profile --machine" in str(refusal.value.fix)
+        assert fix in str(refusal.value.fix)
