@@ -122,7 +122,9 @@ def host_speed(*threads: int) -> Speed:
     """
     tried = [host_rates(count) for count in dict.fromkeys(threads)]
     return Speed(
-        flops_per_second={name: max(rates.flops_per_second[name] for rates in tried) for name in _DTYPES},
+        flops_per_second={
+            dtype: max(rates.flops_per_second[dtype] for rates in tried) for dtype in tried[0].flops_per_second
+        },
         bytes_per_second=max(rates.bytes_per_second for rates in tried),
         memory=capacity(_HOST),
         free=free_memory(),
