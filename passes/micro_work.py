@@ -277,18 +277,15 @@ def _seconds(net: Net, dims: Dims, kinds: Kinds, topology: Topology | None) -> l
         return seconds_alike(net, dims, kinds)
     links: dict[int, float] = {}
     for i, op in enumerate(net.ops):
-        source, target = (net.blobs[name].device for name in (op.inputs[0], op.outputs[0])) if _copies(op) else ("", "")
-        if source != target:
-            nbytes = dense_nbytes(net.blobs[op.inputs[0]], dims)
-            links[i] = crossed(topology, source, target, op, net).seconds(nbytes)
+        if op.type != "Copy":
+            continue
+        blob, target = net.blobs[op.inputs[0]], net.blobs[op.outputs[0]].device
+        if blob.device != target:
+            links[i] = crossed(topology, blob.device, target, op, net).seconds(dense_nbytes(blob, dims))
     if topology.host is not None:  # its threads are alike, and every process is to find the same order
         return seconds_alike(net, dims, kinds)
     found = seconds_alike(net, dims, kinds, lambda device: topology.speed(device).rates())
     return [links.get(i, seconds) for i, seconds in enumerate(found)]
-
-
-def _copies(op: Operator) -> bool:
-    return issued_as(op) == "copy"
 
 
 def _assigned(net: Net, earlier: Sequence[Sequence[int]], count: int) -> tuple[list[int], list[int]]:

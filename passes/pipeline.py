@@ -94,12 +94,12 @@ class PipelineSchedule(Pass):
             warns: whether it warns of what holds micro-batches together.
             place: the machine at hand, where no topology was given and the caller knows it.
         """
-        net = program.step
+        net, devices = program.step, program.step.devices
         try:
-            place = self.topology or place or Topology.here(net.devices)
-            for device in net.devices:
+            place = self.topology or place or Topology.here(devices)
+            for device in devices:
                 place.speed(device)
-            refuse_element_types(net, place, net.devices)
+            refuse_element_types(net, place, devices)
             work = Work(program, micro_batches(net.blobs), place, in_place=self.limits is None)
         except GraphirError as e:
             raise PassError(f"pipeline: {e.what}", at=e.at, where=e.where, fix=e.fix) from None

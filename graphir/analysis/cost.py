@@ -8,7 +8,7 @@ not much more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from ..ir.blob import Blob, dense_nbytes
@@ -186,9 +186,10 @@ def seconds_alike(
         kinds: which operators are alike.
         rates: how fast all devices work, or each.
     """
-    one = rates if isinstance(rates, Rates) else None
-    keys = [(first, "" if one else op.device) for first, op in zip(kinds, net.ops, strict=True)]
-    firsts: dict[tuple[int, str], int] = {}
+    keys: Sequence[Hashable] = kinds
+    if not isinstance(rates, Rates):
+        keys = [(first, op.device) for first, op in zip(kinds, net.ops, strict=True)]
+    firsts: dict[Hashable, int] = {}
     for i, key in enumerate(keys):
         firsts.setdefault(key, i)
     some = net.with_(ops=tuple([net.ops[i] for i in firsts.values()]))
