@@ -85,6 +85,7 @@ def test_compile_lets_micro_batches_flow_within_limits() -> None:
         optimizer=torch.optim.SGD(example.model.parameters(), lr=0.1),
         accumulate=4,
         limits=limits,
+        topology="h200x8",
         passes="share_storage",
         session={"binding": "cpu"},
     )
