@@ -10,7 +10,7 @@ import torch
 from graphir.errors import GraphirError, SessionError, nearest
 from graphir.ir.device import Device, DeviceName
 
-__all__ = ["Binding", "dealt", "generator_on", "places_of"]
+__all__ = ["Binding", "dealt", "generator_on", "is_on_cuda", "places_of"]
 
 Places: TypeAlias = "Mapping[str, DeviceName] | Mapping[int, DeviceName] | Mapping[DeviceName, DeviceName]"
 Binding: TypeAlias = 'Literal["auto", "cpu", "cuda"] | Places'
