@@ -138,6 +138,9 @@ def profile(
     path: Annotated[
         Path | None, typer.Option(help="The file that keeps what is measured; this machine's by default.")
     ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Where: cpu, cuda:1; by default cards where there are any, else the host.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print figures as JSON.")] = False,
 ) -> None:
     """Measure what the operators of a program or plan take on this machine, and predict its memory with that. Or
@@ -158,7 +161,7 @@ def profile(
     loaded = _load(file)
     if isinstance(loaded, Net):
         raise GraphirError("profile takes a program or a plan, not a net", where=file, fix="save the program")
-    found = measure(loaded, threads=threads, path=path)
+    found = measure(loaded, threads=threads, path=path, device=device)
     predicted = memory(loaded, threads=threads, profile=found)
     if json:
         failed, sources = dict(found.failed), predicted.sources()
@@ -177,6 +180,7 @@ def estimate(
         typer.Option(help=_TOPOLOGY),
     ] = None,
     executor: Annotated[str, typer.Option(help=f"One of {', '.join(EXECUTORS)}.")] = "auto",
+    cuda_graph: Annotated[bool, typer.Option("--cuda-graph", help="The steps are replayed as CUDA graphs.")] = False,
     threads: Annotated[
         int | None, typer.Option(min=1, help="How many threads one kernel uses; as many as torch does by default.")
     ] = None,
@@ -188,7 +192,8 @@ def estimate(
         raise GraphirError(
             f"estimate takes a plan, not a {type(loaded).__name__.lower()}", where=file, fix="passes.emit makes a plan"
         )
-    found = estimate_of(loaded, _topology(topology), executor=executor, threads=threads)
+    place = _topology(topology)
+    found = estimate_of(loaded, place, executor=executor, cuda_graph=cuda_graph, threads=threads)
     print(found.to_json() if json else found)
 
 

@@ -10,6 +10,7 @@ from graphir.runtime.executors.choice import HOST_ONLY, execution_of
 from graphir.runtime.machine.here import here
 
 from .analysis.estimate import Estimate, estimated
+from .analysis.execution import Execution
 from .analysis.memory import check_dims, check_profile, check_threads
 from .analysis.profile_files import profile_of
 from .analysis.profiles import Profile
@@ -30,6 +31,7 @@ def estimate(
     topology: Topology | str | None = None,
     *,
     executor: str = "auto",
+    cuda_graph: bool = False,
     dims: Dims | None = None,
     threads: int | None = None,
     profile: Profile | Literal["cached"] | None = "cached",
@@ -39,7 +41,8 @@ def estimate(
     Operators take what :func:`graphir.profile` measured of their calls, else what their arithmetic and their bytes say
     at the topology's rates. Copies take what their link says; those that are on one directed link at a time queue in
     issue order. Workers execute their lanes in issue order: on CUDA a stream for each lane, which one host thread
-    issues to; on the host a thread for each device, with all its lanes.
+    issues to: what it calls is counted as the executor makes the calls, and nothing starts before it is issued. On the
+    host a worker is a thread for each device, with all its lanes.
 
     Args:
         plan: what would be executed; or a session or a compiled step, which stand for their plan.
@@ -47,6 +50,8 @@ def estimate(
             if *executor* is one of the host's.
         executor: ``serial``, ``threads`` or ``segments`` where the topology is a host; ``cuda`` elsewhere; by default
             what a session would choose.
+        cuda_graph: whether the executor ``cuda`` replays its steps as CUDA graphs, as a session does that is made with
+            ``cuda_graph=True``; else one host thread issues each kernel, copy and event.
         dims: the value of each dimension; those that the plan was emitted for by default.
         threads: how many threads one kernel uses; as many as torch now uses by default.
         profile: what :func:`graphir.profile` measured, on the machine of the topology. By default what this machine's
@@ -78,4 +83,18 @@ def estimate(
     place = topology or here(plan.step.devices, threads=count, binding="cpu" if executor in HOST_ONLY else "auto")
     figures = profile_of(place) if profile == "cached" else profile
     sizes = {**sizes_of(plan), **(dims or {})}
-    return estimated(plan, place, execution_of(plan, executor, place, count, figures), sizes, figures, count)
+    execution = execution_of(plan, executor, place, count, figures)
+    if cuda_graph:
+        execution = _with_graph(plan, execution)
+    return estimated(plan, place, execution, sizes, figures, count)
+
+
+def _with_graph(plan: Plan, execution: Execution) -> Execution:
+    cards = [str(device) for device in plan.devices if not device.is_host]
+    if execution.issue is None or len(cards) != 1:
+        where = ", ".join(cards) if execution.issue is not None else "the host"
+        raise GraphirError(
+            f"cuda_graph=True: a graph is of one GPU, the plan is on {where}",
+            fix="leave it out, or place the plan on one device of a machine with GPUs",
+        )
+    return execution._replace(graph=True)

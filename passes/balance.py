@@ -445,7 +445,7 @@ class _Balancing:
 
     def reading(self) -> Reading:
         """The program as it is read to be grouped."""
-        issue = STREAMS.issue if self.topology.host is None else 0.0
+        issue = STREAMS.issue if self.topology.host is None else None
         return Reading(self.program, self.wanted, self.topology, self.profile, self.threads, issue)
 
     def run(self) -> Balanced:

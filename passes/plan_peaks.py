@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from graphir.analysis.buffers import Buffers
-from graphir.analysis.profile_files import cached
+from graphir.analysis.profile_files import at_hand
 from graphir.analysis.sources import measured_of
 from graphir.ir.plan import issued_as
 
@@ -40,7 +40,7 @@ class PlanPeaks:
         self.net, self.dims, self.devices, sizes = work.program.step, work.program.dims, work.devices, work.bytes
         self.tasks = Tasks(self.net, self.dims, work.hazards)
         ops, blobs, places = self.net.ops, self.net.blobs, work.places
-        taken = measured_of(self.net, self.dims, torch.get_num_threads(), cached())
+        taken = measured_of(self.net, self.dims, torch.get_num_threads(), at_hand())
         self.base = list(sizes.base)
         self.storages = {name: (place, nbytes) for name, (place, nbytes, _) in sizes.storages.items()}
         kept = {blobs[ops[i].outputs[0]].storage: found.kept for i, found in taken.items() if found.kept}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,7 @@ from graphir.runtime import Session
 from graphir.runtime.cuda.executor import Cuda
 from graphir.runtime.cuda.streams import FIGURES
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -461,6 +463,39 @@ class Watch(TorchDispatchMode):
     def uses(self, stream: FakeStream, given: Sequence[tuple[Tensor, bool]], name: str) -> None:
         for tensor, write in sorted(given, key=lambda use: use[1]):
             self.machine.access(stream, tensor, write, name)
+
+
+class OnCards(TorchFunctionMode):
+    """Tensors of devices say that they are on CUDA, by which graphir's kernels choose what they call."""
+
+    def __init__(self, machine: FakeMachine) -> None:
+        super().__init__()
+        self.machine = machine
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        asked = getattr(getattr(func, "__self__", None), "__name__", "")
+        if asked in ("is_cpu", "is_cuda"):
+            block = self.machine.block(args[0])
+            return (block is not None and block.place.type == "cuda") is (asked == "is_cuda")
+        return func(*args, **(kwargs or {}))
+
+
+_NO_KERNELS = ("aten::_unsafe_view", "aten::empty_like", "aten::item")
+"""What Watch takes for kernels, and launches none."""
+
+
+def issued_in(session: Session, machine: FakeMachine, batch: Sequence[Tensor], before: int = 1) -> Counter[str]:
+    """What the host calls to issue a step to CUDA, after some steps *before*, which take buffers: how often of each
+    kind."""
+    with session, OnCards(machine):
+        for _ in range(before):
+            session.step(*batch)
+        machine.calls.clear()
+        session.step(*batch)
+        calls = list(machine.calls)
+    launched = [call for call in calls if call[0] == "run" and call[-1] != "host" and call[1] not in _NO_KERNELS]
+    found = Counter(call[0] for call in calls if call[0] != "run")
+    return found + Counter({"kernel": len(launched)})
 
 
 class Watched:

@@ -79,11 +79,15 @@ class Cost(NamedTuple):
         source: where they come from.
         slowdown: how many times as long it takes beside the same one in another thread of a host; None: as long as
             whatever the host has.
+        launches: how many kernels it was seen to launch on a card; None where that was not measured.
+        issue: seconds that a host thread took to issue it to a card; None where that was not measured.
     """
 
     seconds: float
     source: CostSource
     slowdown: float | None = None
+    launches: int | None = None
+    issue: float | None = None
 
 
 NOMINAL: Final = Rates({_DTYPE: 5e10}, bytes_per_second=1e10, seconds_per_call=2e-6, seconds_per_view=5e-7)
@@ -165,7 +169,7 @@ def operator_costs(
         kind = issued_as(op)
         measured = None if profile is None or kind == "copy" else profile.find(op, net.blobs, dims, threads)
         if measured is not None:
-            found.append(Cost(measured.seconds, "profile", measured.slowdown))
+            found.append(Cost(measured.seconds, "profile", measured.slowdown, measured.launches, measured.issue))
             continue
         made = _work(op, net.blobs, dims, sizes) if done is None else done[i]
         if kind == "collective":

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from textwrap import wrap
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 from ..errors import GraphirError, counted
@@ -23,7 +24,17 @@ from .simulation import ISSUED, WORKER
 from .tables import cut, seconds_text, spoken_of, table
 from .topology import Topology
 
-__all__ = ["Estimate", "LaneUse", "LinkUse", "ModuleTime", "OperatorCost", "PathStep", "SourceTime", "estimated"]
+__all__ = [
+    "Estimate",
+    "IssueUse",
+    "LaneUse",
+    "LinkUse",
+    "ModuleTime",
+    "OperatorCost",
+    "PathStep",
+    "SourceTime",
+    "estimated",
+]
 
 Cause: TypeAlias = Literal["start", "worker", "event", "link", "issue"]
 """What a step of the critical path began after: the *start* of the step; its *worker*'s instruction before; an *event*
@@ -31,15 +42,64 @@ of another lane; the copy that had the *link* before; or that the host had come 
 
 _MOST_PRINTED: Final = 10
 _NAME: Final = 26
+_WIDTH: Final = 80
 
 
 class LaneUse(NamedTuple):
-    """Seconds of a lane in a step: *busy* with its own instructions, *idle* for the rest, and the busy share."""
+    """Seconds of a lane in a step.
+
+    Attributes:
+        lane: its name.
+        busy: with its own instructions.
+        idle: the rest of the step.
+        share: the busy share.
+        unissued: of the idle seconds, those in which it could go on and the host thread had not issued what comes next.
+    """
 
     lane: str
     busy: float
     idle: float
     share: float
+    unissued: float = 0.0
+
+
+class IssueUse(NamedTuple):
+    """What one host thread does to issue a step to CUDA streams: how often it calls what, and how long that takes.
+
+    Attributes:
+        seconds: in all.
+        kernels: operators of torch's that launch one.
+        copies: asynchronous copies, within a device too.
+        records: of events.
+        waits: of streams for events.
+        switches: of the current stream.
+        views: operators that make views, and launch nothing.
+        replays: of CUDA graphs.
+    """
+
+    seconds: float
+    kernels: int
+    copies: int
+    records: int
+    waits: int
+    switches: int
+    views: int
+    replays: int
+
+    def __str__(self) -> str:
+        nouns = ("kernel", "copy", "record", "wait", "stream switch", "view", "graph replay")
+        plurals = {"copy": "copies", "stream switch": "stream switches"}
+        said = [
+            f"{count:,} {noun if count == 1 else plurals.get(noun, noun + 's')}"
+            for noun, count in zip(nouns, self[1:], strict=True)
+            if count
+        ]
+        return f"issued by one host thread in {seconds_text(self.seconds)}: {', '.join(said)}"
+
+    def lines(self, width: int) -> list[str]:
+        """The text in lines, none of which ends between a number and what it counts."""
+        parts = str(self).replace(", ", ",\n").replace(" ", "\N{NO-BREAK SPACE}")
+        return [line.replace("\N{NO-BREAK SPACE}", " ") for line in wrap(parts, width, subsequent_indent="  ")]
 
 
 class LinkUse(NamedTuple):
@@ -138,6 +198,7 @@ class Estimate:
         operators: in the order of the plan's step.
         overlap: which micro-batch each device works on, and when; None where the step has one, or one device.
         schedule: when each instruction would be executed.
+        issue: what the host thread that issues the step does; None where threads of the host execute it.
         refused: why no session runs a step at these dimensions; empty where one does.
         caveats: for which devices and element types the machine has no figures, and others are taken.
     """
@@ -157,6 +218,7 @@ class Estimate:
     operators: tuple[OperatorCost, ...] = field(repr=False)
     overlap: Overlap | None = field(repr=False)
     schedule: Schedule = field(repr=False, compare=False)
+    issue: IssueUse | None = None
     refused: str = ""
     caveats: tuple[str, ...] = ()
 
@@ -174,6 +236,7 @@ class Estimate:
             "refused": self.refused,
             "caveats": self.caveats,
             "seconds": self.seconds,
+            "issue": None if self.issue is None else self.issue._asdict(),
             **lists,
             "overlap": flow,
         }
@@ -185,7 +248,12 @@ class Estimate:
         lines += [f"  no session runs this step: {self.refused}"] if self.refused else []
         lines += [f"  but {caveat}" for caveat in self.caveats]
         lanes = [(u.lane, seconds_text(u.busy), seconds_text(u.idle), f"{u.share:.1%}") for u in self.lanes]
-        lines += table(("lane", "busy", "idle", "share"), lanes)
+        if self.issue is None:
+            lines += table(("lane", "busy", "idle", "share"), lanes)
+        else:
+            lines += [f"  {line}" for line in self.issue.lines(_WIDTH - 2)]
+            waits = [(*row, seconds_text(u.unissued)) for row, u in zip(lanes, self.lanes, strict=True)]
+            lines += table(("lane", "busy", "idle", "share", "not issued"), waits)
         if self.overlap is not None:
             lines += self.overlap.lines("  micro-batches")
         links = [
@@ -239,8 +307,7 @@ def estimated(
     refuse_element_types(plan.step, topology, plan.step.devices)
     try:
         costs = operator_costs(plan.step, dims, lambda device: topology.speed(device).rates(), profile, threads)
-        seconds, slowdowns = [cost.seconds for cost in costs], [cost.slowdown for cost in costs]
-        found = schedule(plan, dims, seconds, execution, topology, slowdowns)
+        found = schedule(plan, dims, costs, execution, topology)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as e:
         what = f"the time of {plan.name!r} cannot be computed: {type(e).__name__}: {e}"
         raise GraphirError(what, fix="verify it: it is not well-formed") from None
@@ -261,17 +328,27 @@ def estimated(
         operators=_operators(found, costs),
         overlap=overlap_of(plan, found.intervals()) if flows(plan) else None,
         schedule=found,
+        issue=_issue(found),
         refused=refused_at(plan.program, dims),
         caveats=tuple(without_figures(plan.step, topology)),
     )
 
 
 def _lanes(found: Schedule) -> tuple[LaneUse, ...]:
-    busy = dict.fromkeys(found.plan.lanes, 0.0)
-    for instruction, seconds in zip(found.plan.instructions, found.tasks.seconds, strict=True):
+    busy, unissued = dict.fromkeys(found.plan.lanes, 0.0), dict.fromkeys(found.plan.lanes, 0.0)
+    for position, (instruction, seconds) in enumerate(zip(found.plan.instructions, found.tasks.seconds, strict=True)):
         busy[instruction.lane] += seconds
+        if found.times.causes[position] == ISSUED:
+            unissued[instruction.lane] += found.times.starts[position] - found.times.free[position]
     step = found.times.seconds
-    return tuple([LaneUse(lane, b, max(step - b, 0.0), b / step if step else 0.0) for lane, b in busy.items()])
+    return tuple(
+        [LaneUse(lane, b, max(step - b, 0.0), b / step if step else 0.0, unissued[lane]) for lane, b in busy.items()]
+    )
+
+
+def _issue(found: Schedule) -> IssueUse | None:
+    issued = found.issued
+    return None if issued is None else IssueUse(sum(issued.seconds), *issued.calls, issued.replays)
 
 
 def _links(found: Schedule) -> tuple[LinkUse, ...]:
@@ -312,7 +389,7 @@ def _path(found: Schedule) -> list[PathStep]:
     if found_back and found_back[-1][1] == "issue":
         first = found_back[-1][0]
         end = times.starts[first]
-        count = sum(1 for seconds in tasks.seconds[: first + 1] if seconds)
+        count = sum([instruction.op >= 0 for instruction in plan.instructions[: first + 1]])
         steps.append(PathStep(-1, "issue", "host", counted(count, "instruction"), "issue", "", 0.0, end, "start"))
     for position, why, event in reversed(found_back):
         instruction = plan.instructions[position]

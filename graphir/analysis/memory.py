@@ -25,7 +25,7 @@ from ..ir.verify import Planned, require, subject_of
 from ..ir.verify.infer import is_known
 from .caveats import caveats_with_bytes
 from .liveness import Lifetime, liveness, stays
-from .profile_files import cached
+from .profile_files import at_hand
 from .profiles import Measured, Profile
 from .refused import refused_at
 from .sources import OperatorScratch, Source, measured_of, scratch_of
@@ -293,8 +293,8 @@ def memory(
             as in a session.
         earlier: the values of dimensions in earlier steps of a session: a receive buffer is as large as the largest of
             all its steps takes.
-        profile: what :func:`graphir.profile` measured, which goes before what formulas say; by default what this
-            machine's file has, if there is one. None: formulas alone.
+        profile: what :func:`graphir.profile` measured, which goes before what formulas say; by default what files have
+            of this host, and where cards are seen of the one of each gpu's number. None: formulas alone.
 
     Raises:
         GraphirError: *subject* is neither, *frees* is something else, or does not go with a plan, *threads* is no
@@ -314,7 +314,7 @@ def memory(
     net = subject.step
     positions = max(len(subject.instructions if isinstance(subject, Plan) else net.ops), 1)
     count = threads or torch.get_num_threads()
-    figures = cached() if profile == "cached" else profile
+    figures = at_hand() if profile == "cached" else profile
     try:
         taken = measured_of(net, sizes, count, figures)
         if isinstance(subject, Program) and frees == "operators":

@@ -11,7 +11,7 @@ from ..ir.names import micro_batch_of, micro_batches
 from ..ir.operator import Operator
 from ..ir.plan import Plan, lane_device
 from ..ir.verify import Planned, require, subject_of
-from .cost import NOMINAL, operator_costs
+from .cost import NOMINAL, Cost, operator_costs
 from .execution import Execution
 from .schedule import Interval, schedule
 
@@ -75,8 +75,10 @@ def overlap(
     plan = subject_of(plan)
     require(plan, (Plan,), "overlap")
     if seconds is None:
-        seconds = [cost.seconds for cost in operator_costs(plan.step, plan.dims, lambda _: NOMINAL)]
-    return overlap_of(plan, schedule(plan, plan.dims, seconds, Execution("any", worker)).intervals())
+        costs = operator_costs(plan.step, plan.dims, lambda _: NOMINAL)
+    else:
+        costs = [Cost(spent, "registered") for spent in seconds]
+    return overlap_of(plan, schedule(plan, plan.dims, costs, Execution("any", worker)).intervals())
 
 
 def overlap_of(plan: Plan, intervals: Mapping[int, Interval]) -> Overlap:

@@ -4,8 +4,9 @@ Processes take turns: each reads what is there, adds its own and replaces the fi
 the same name with ``.lock`` at its end, which stays.
 
 By default a machine's file is ``profile-<digest of machine and versions>.json`` in the folder ``graphir`` of
-``$XDG_CACHE_HOME`` (``~/.cache``). The variable ``GRAPHIR_PROFILE`` names another file; where it is empty, there is
-none.
+``$XDG_CACHE_HOME`` (``~/.cache``): one of the host, and one of each kind of card. The variable ``GRAPHIR_PROFILE``
+names another file for the host's, and cards have theirs beside it, with a digest at the end of the name; where it is
+empty, there is none.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Final, Literal, NamedTuple, TypeAlias
@@ -25,7 +27,7 @@ from ..errors import FileError, ProfileWarning, warn
 from ..ir.files.disk import atomic_write, damaged, path_of, read_bytes
 from ..ir.files.records import Header
 from ..ir.size import LARGEST
-from .profiles import Machine, Measured, Profile, machine
+from .profiles import Machine, Measured, Profile, cards, machine
 from .topology import Topology
 
 try:
@@ -33,7 +35,17 @@ try:
 except ImportError:  # not a Unix
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["MOST_BYTES", "add", "alone", "cache_file", "cached", "default_path", "profile_of", "read_profile"]
+__all__ = [
+    "MOST_BYTES",
+    "add",
+    "alone",
+    "at_hand",
+    "cache_file",
+    "cached",
+    "default_path",
+    "profile_of",
+    "read_profile",
+]
 
 _FORMAT: Final = "graphir.profile"
 _VERSION: Final = 1
@@ -55,6 +67,7 @@ class _MachineRecord(_Record):
     device: str
     torch: str
     graphir: str
+    driver: str = ""
 
 
 class _CallRecord(_Record):
@@ -63,6 +76,8 @@ class _CallRecord(_Record):
     seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     bound: bool = False
     beside: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    launches: Annotated[int, Field(ge=0, le=LARGEST)] | None = None
+    issue: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
 
 
 class _ProfileFile(_Record):
@@ -72,11 +87,14 @@ class _ProfileFile(_Record):
     calls: dict[str, _CallRecord]
 
 
-def default_path() -> Path | None:
-    """The file of this machine's profile, whether it is there or not; None where the environment wants none, or the
-    user has no home."""
-    digest = hashlib.sha256(str(machine()).encode()).hexdigest()[:16]
-    return cache_file("GRAPHIR_PROFILE", f"profile-{digest}.json")
+def default_path(of: Machine | None = None) -> Path | None:
+    """The file of a machine's profile, by default this host's, whether it is there or not; None where the environment
+    wants none, or the user has no home."""
+    digest = hashlib.sha256(str(of or machine()).encode()).hexdigest()[:16]
+    path = cache_file("GRAPHIR_PROFILE", f"profile-{digest}.json")
+    if path is not None and of is not None and of.driver and os.environ.get("GRAPHIR_PROFILE"):
+        return path.with_name(f"{path.name}.{digest}")  # the file that the environment names is the host's
+    return path
 
 
 def cache_file(variable: str, name: str) -> Path | None:
@@ -109,8 +127,8 @@ def read_profile(path: str | Path) -> Profile:
         found = _ProfileFile.model_validate_json(text)
     except ValidationError as e:
         raise damaged(e, str(path), fix) from None
-    of = Machine(found.machine.device, found.machine.torch, found.machine.graphir)
-    calls = {key: Measured(c.scratch, c.kept, c.seconds, c.bound, c.beside) for key, c in found.calls.items()}
+    of = Machine(**found.machine.model_dump())
+    calls = {key: Measured(**call.model_dump()) for key, call in found.calls.items()}
     return Profile(of, MappingProxyType(calls))
 
 
@@ -210,12 +228,14 @@ class _Kept(NamedTuple):
 _kept: dict[Path, _Kept] = {}
 
 
-def cached() -> Profile | None:
-    """This machine's profile, if there is one. What cannot be used is told of by a :class:`ProfileWarning`, once.
+def cached(of: Machine | None = None) -> Profile | None:
+    """A machine's profile, if there is one; by default this host's. What cannot be used is told of by a
+    :class:`ProfileWarning`, once.
 
     It is read anew when its file has changed.
     """
-    path = default_path()
+    wanted = of or machine()
+    path = default_path(wanted)
     if path is None:
         return None
     try:
@@ -223,23 +243,40 @@ def cached() -> Profile | None:
     except OSError:
         return None
     stamp = found.st_mtime_ns, found.st_size, found.st_ino
-    here = machine()
     kept = _kept.get(path)
     if kept is None or kept.stamp != stamp:
-        kept = _kept[path] = _Kept(stamp, _usable(path))
-    return kept.profile if kept.profile is not None and kept.profile.machine == here else None
+        kept = _kept[path] = _Kept(stamp, _usable(path, wanted))
+    return kept.profile if kept.profile is not None and kept.profile.machine == wanted else None
+
+
+def at_hand() -> Profile | None:
+    """What files have of this host, and of each ``gpu`` the card of that number, where this process sees cards."""
+    return _joined(cached(), {f"gpu:{number}": found for number, found in enumerate(cards())})
 
 
 def profile_of(topology: Topology) -> Profile | None:
-    """What this machine's file has of calls, if the topology was measured here."""
-    found = cached() if topology.machine else None
-    return found if found is not None and str(found.machine) == topology.machine else None
+    """What files have of the machines that a topology's devices were measured on."""
+    host = str(machine())
+    names = {device: speed.machine or topology.machine for device, speed in topology.devices.items()}
+    others = {speed.machine for speed in topology.devices.values()} - {"", host}
+    known = {str(found): found for found in cards()} if others else {}
+    of = {device: known[name] for device, name in names.items() if name in known}
+    return _joined(cached() if host in names.values() else None, of)
 
 
-def _usable(path: Path) -> Profile | None:
+def _joined(host: Profile | None, on_cards: Mapping[str, Machine]) -> Profile | None:
+    """A host's profile with those of the cards that devices are; None where nothing was measured."""
+    found = {of: cached(of) or Profile(of, {}) for of in dict.fromkeys(on_cards.values())}
+    if host is None and not any(profile.calls for profile in found.values()):
+        return None
+    devices = {device: found[of] for device, of in on_cards.items()}
+    return replace(host or Profile(machine(), {}), devices=devices)
+
+
+def _usable(path: Path, wanted: Machine) -> Profile | None:
     """The profile in the file, None where it is not this machine's, or cannot be read."""
     try:
-        return of_machine(path, machine())
+        return of_machine(path, wanted)
     except FileError as e:
         warn(f"{path} is left out of predictions: {e.what} (fix: {e.fix})", ProfileWarning)
         return None

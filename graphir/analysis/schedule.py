@@ -14,11 +14,13 @@ from ..ir.operator import Operator
 from ..ir.plan import Event, Instruction, Plan
 from ..ir.size import Dims
 from ..ir.text import operator_text
+from .cost import Cost
 from .execution import Execution
+from .issuing import Calls, Issuing, issuing
 from .simulation import Sharing, Tasks, Times, shared, simulate
 from .topology import Host, Link, Topology
 
-__all__ = ["Crossing", "Interval", "Schedule", "crossed", "schedule"]
+__all__ = ["Crossing", "Interval", "Issued", "Schedule", "crossed", "schedule"]
 
 
 class Interval(NamedTuple):
@@ -48,6 +50,21 @@ class Crossing(NamedTuple):
     seconds: float
 
 
+class Issued(NamedTuple):
+    """What one host thread does to issue a step.
+
+    Attributes:
+        seconds: by instruction; what is called before the first one and after the last one that takes time is with
+            these.
+        calls: in all.
+        replays: of CUDA graphs.
+    """
+
+    seconds: Sequence[float]
+    calls: Calls
+    replays: int
+
+
 @dataclass(frozen=True)
 class Schedule:
     """When each instruction of a plan is executed, by its position.
@@ -59,6 +76,7 @@ class Schedule:
         crossings: what copies and parts of collectives bring over links; of others nothing.
         by_link: those whose seconds are a link's, and not the operator's.
         links: the directed links, as pairs of devices.
+        issued: what one host thread does to issue them; None where workers are threads.
     """
 
     plan: Plan
@@ -67,6 +85,7 @@ class Schedule:
     crossings: Mapping[int, tuple[Crossing, ...]]
     by_link: Set[int]
     links: tuple[tuple[str, str], ...]
+    issued: Issued | None = None
 
     def intervals(self) -> dict[int, Interval]:
         """The interval of each instruction; that of a wait begins when its worker comes to it."""
@@ -80,43 +99,71 @@ class Schedule:
 def schedule(
     plan: Plan,
     dims: Dims,
-    seconds: Sequence[float],
+    costs: Sequence[Cost],
     execution: Execution,
     topology: Topology | None = None,
-    slowdowns: Sequence[float | None] | None = None,
 ) -> Schedule:
     """A list schedule: each worker executes its lanes' instructions in issue order, each as early as it can.
 
     Args:
         plan: what is executed.
         dims: the value of each dimension.
-        seconds: what an instruction of each operator takes, by the operator's position in the step; of what crosses a
-            link of the *topology*, the link says it.
+        costs: of an instruction of each operator, by the operator's position in the step; of what crosses a link of the
+            *topology*, the link says the seconds.
         execution: who executes a lane.
-        topology: the links, and what threads of a host take from each other; None: copies take their *seconds*, and
-            nothing queues or is shared.
-        slowdowns: how many times as long an instruction of each operator takes beside another thread of a host; None:
-            as the host has it.
+        topology: the links, and what threads of a host take from each other; None: copies take the seconds of their
+            *costs*, and nothing queues or is shared.
 
     Raises:
         GraphirError: the topology lacks a link that a copy needs.
     """
     routes = _Routes(plan.step, dims, topology)
     with collector_paused():
-        tasks = _tasks(plan, seconds, execution, routes)
-        times = simulate(tasks, execution.wake, execution.patience, execution.issue)
+        tasks = _tasks(plan, [cost.seconds for cost in costs], execution, routes)
+        issued = None if execution.issue is None else _issued(plan, dims, costs, execution, tasks.seconds)
+        issue = () if issued is None else issued.seconds
+        times = simulate(tasks, execution.wake, execution.patience, issue)
         if topology is not None and topology.host is not None and max(tasks.workers, default=0):
-            sharing = _sharing(plan, execution, topology.host, slowdowns)
+            sharing = _sharing(plan, execution, topology.host, costs)
             tasks = tasks._replace(seconds=shared(tasks, times, sharing))
-            times = simulate(tasks, execution.wake, execution.patience, execution.issue)
-    return Schedule(plan, tasks, times, routes.crossings, routes.by_link, tuple(routes.numbers))
+            times = simulate(tasks, execution.wake, execution.patience, issue)
+    return Schedule(plan, tasks, times, routes.crossings, routes.by_link, tuple(routes.numbers), issued)
 
 
-def _sharing(plan: Plan, execution: Execution, host: Host, slowdowns: Sequence[float | None] | None) -> Sharing:
+def _issued(plan: Plan, dims: Dims, costs: Sequence[Cost], execution: Execution, seconds: Sequence[float]) -> Issued:
+    """What one host thread does to issue a plan, whose instructions take *seconds*."""
+    each = execution.issue
+    assert each is not None
+    begin, calls, end = issuing(plan, dims, graph=execution.graph)
+    known: dict[Calls, float] = {}
+    taken: list[float] = []
+    counted: list[Calls] = []
+    executing = 0.0  # by this thread itself, which issues nothing meanwhile
+    for instruction, made, spent in zip(plan.instructions, calls, seconds, strict=True):
+        cost = costs[instruction.op] if instruction.kind == "run" and made.kernels else None
+        if cost is not None and cost.issue is not None:
+            taken.append(executing + cost.issue + each.of(made._replace(kernels=0)))
+            counted.append(made if cost.launches is None else made._replace(kernels=cost.launches))
+        else:
+            if made not in known:
+                known[made] = each.of(made)
+            taken.append(executing + known[made])
+            counted.append(made)
+        executing = spent if instruction.lane.startswith("cpu") else 0.0
+    if taken:
+        taken[0] += each.of(begin) + execution.graph * each.replay
+        # The step ends when its last calls are made: they count with the last instruction that takes time.
+        last = max([position for position, spent in enumerate(seconds) if spent], default=0)
+        taken[last] += sum(taken[last + 1 :]) + each.of(end)
+        taken[last + 1 :] = [0.0] * (len(taken) - last - 1)
+    return Issued(taken, Issuing(begin, counted, end).total, int(execution.graph))
+
+
+def _sharing(plan: Plan, execution: Execution, host: Host, costs: Sequence[Cost]) -> Sharing:
     """What the instructions of a plan take from each other."""
     ops = plan.step.ops
     lock = [0.0] * len(ops) if execution.lock is None else [execution.lock(op) for op in ops]
-    slowdown = [host.slowdown if found is None else found for found in slowdowns or [None] * len(ops)]
+    slowdown = [host.slowdown if cost.slowdown is None else cost.slowdown for cost in costs]
     of_ops = [instruction.op for instruction in plan.instructions]
     return Sharing(
         host.cores,

@@ -69,14 +69,15 @@ class Times(NamedTuple):
         return max(self.ends, default=0.0)
 
 
-def simulate(tasks: Tasks, wake: float = 0.0, patience: float = 0.0, issue: float = 0.0) -> Times:
+def simulate(tasks: Tasks, wake: float = 0.0, patience: float = 0.0, issue: Sequence[float] = ()) -> Times:
     """When each task is executed.
 
     Args:
         tasks: in issue order.
         wake: seconds that pass until a worker that sleeps for another one's task goes on.
         patience: seconds for which a worker waits without going to sleep.
-        issue: seconds that one host thread needs to issue a task that takes time; a worker cannot start it before.
+        issue: seconds that one host thread needs to issue each task, one after the other; none where nobody issues
+            tasks. A worker cannot start a task before it is issued.
     """
     workers = tasks.workers
     worker_free = [0.0] * (max(workers, default=-1) + 1)
@@ -96,9 +97,9 @@ def simulate(tasks: Tasks, wake: float = 0.0, patience: float = 0.0, issue: floa
         for link in crossed:
             if link in link_free and link_free[link][0] > start:
                 start, cause = link_free[link]
-        if issue and seconds:
-            issued += issue
-            if issued > start:
+        if issue:
+            issued += issue[position]
+            if seconds and issued > start:
                 start, cause = issued, ISSUED
         end = start + seconds
         for link in crossed:

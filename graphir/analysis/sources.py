@@ -43,7 +43,7 @@ class OperatorScratch(NamedTuple):
 
 def measured_of(net: Net, dims: Dims, threads: int, profile: Profile | None) -> dict[int, Measured]:
     """What was measured of the operators at these positions."""
-    if profile is None or not profile.calls:
+    if profile is None:
         return {}
     found = ((i, profile.find(op, net.blobs, dims, threads)) for i, op in enumerate(net.ops) if is_called(op))
     return {i: measured for i, measured in found if measured is not None}

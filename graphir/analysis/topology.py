@@ -58,6 +58,7 @@ def _named_device(given: Any) -> str:
         raise ValueError(e.what) from None
 
 
+MachineName: TypeAlias = Annotated[str, Field(pattern=r"^\P{Cc}*$", max_length=1000)]
 Named: TypeAlias = Annotated[str, BeforeValidator(_named_device)]
 """A device, in any spelling that :meth:`~graphir.ir.device.Device.parse` takes, kept as it is printed."""
 
@@ -107,6 +108,8 @@ class Speed(_Record):
         free: bytes of it that nobody held when the machine was asked; None where nobody says. Files do not keep them.
         seconds_per_call: what an operator takes however small it is: a launch, or a call.
         seconds_per_view: what one takes that makes nothing but views.
+        machine: what this was measured on, as :class:`.Profile` names it, so that a profile of the same machine goes
+            before the rates here; empty for figures from elsewhere.
     """
 
     flops_per_second: Annotated[dict[str, PerSecond], Field(max_length=len(ITEMSIZE))]
@@ -115,6 +118,7 @@ class Speed(_Record):
     free: Annotated[int, Field(ge=0, le=LARGEST)] | None = None
     seconds_per_call: Seconds = 0.0
     seconds_per_view: Seconds = 0.0
+    machine: MachineName = ""
 
     @field_validator("flops_per_second")
     @classmethod
@@ -181,8 +185,8 @@ class Topology(_Record):
         devices: how fast each is, by its name in programs, such as ``gpu:0`` or ``cpu:0``.
         links: directed, at most one from each device to each other one.
         host: what the devices share if they are threads of one host; None where each computes for itself.
-        machine: which machine this was measured on, as :class:`.Profile` names it, so that a profile of the same
-            machine goes before the rates here; empty for figures from elsewhere.
+        machine: which machine this was measured on; empty for figures from elsewhere. Of a host, as :class:`.Profile`
+            names it: that holds for all devices that name no machine of their own.
         measured: the date of that, as ``2026-11-28``; empty where nothing was measured.
         source: whence the figures are where nothing was measured, as reports say it.
     """
@@ -191,7 +195,7 @@ class Topology(_Record):
     devices: Annotated[dict[Named, Speed], Field(min_length=1, max_length=_MOST_DEVICES), WrapValidator(_each_once)]
     links: Annotated[tuple[Link, ...], Field(max_length=_MOST_LINKS)] = ()
     host: Host | None = None
-    machine: Annotated[str, Field(pattern=r"^\P{Cc}*$", max_length=1000)] = ""
+    machine: MachineName = ""
     measured: Annotated[str, Field(pattern=r"^(\d{4}-\d\d-\d\d)?$")] = ""
     source: Name = ""
 

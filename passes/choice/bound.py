@@ -42,7 +42,7 @@ def lower_bound(problem: Problem) -> Bound:
     Both say what no choice can beat, not what some choice reaches. Of a step whose micro-batches flow it is what all
     tasks take, shared by all devices.
     """
-    issued = problem.issue * sum(task.issued for task in problem.tasks)
+    issued = sum(task.issued for task in problem.tasks)
     if problem.parts > 1:
         spent = sum(min(task.seconds[d] for d in problem.groups[task.group].devices) for task in problem.tasks)
         used = {device for group in problem.groups for device in group.devices}

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from graphir.analysis.execution import IssueSeconds
+from graphir.analysis.issuing import CROSSING, around
 from graphir.analysis.profiles import Profile
 from graphir.analysis.topology import Topology
 from graphir.ir.device import Device
@@ -77,7 +79,7 @@ class Reading:
         topology: how fast devices and links are.
         profile: what was measured of calls on that machine.
         threads: how many threads one kernel uses.
-        issue: seconds that one host thread takes to issue an operator to any device.
+        issue: what one host thread takes to issue operators to any device; None where devices are threads.
 
     Raises:
         PassError: no module of the program has parameters.
@@ -90,10 +92,14 @@ class Reading:
         topology: Topology,
         profile: Profile | None,
         threads: int,
-        issue: float = 0.0,
+        issue: IssueSeconds | None = None,
     ) -> None:
-        self.program, self.topology, self.issue = program, topology, issue
-        self.units = Units(Step(program, profile, threads))
+        self.program, self.topology = program, topology
+        cards = sum([not device.is_host for device in program.devices])
+        self.issue = self.begun = 0.0
+        if issue is not None:
+            self.issue, self.begun = issue.of(CROSSING), sum(map(issue.of, around(cards, cards)))
+        self.units = Units(Step(program, profile, threads, issue))
         pins, homes = wanted.pins, self.units.homes.items()
         carried = {unit.module: pins[module] for (_, module), units in homes if module in pins for unit in units}
         self.wanted = wanted._replace(pins={**carried, **pins})
@@ -114,6 +120,9 @@ class Reading:
         values, found = tasks.values(len(members))
         latency, pace = _links(names, topology)
         rooms = tasks.rooms(values)
+        rows = [tasks.task(*each) for each in zip(tasks.runs, seconds, rooms, strict=True)]
+        if rows:
+            rows[0] = rows[0]._replace(issued=rows[0].issued + self.begun)
         problem = Problem(
             devices=tuple(map(str, names)),
             limits=tuple([wanted.limits.get(name) for name in names]),
@@ -123,7 +132,7 @@ class Reading:
             groups=tuple(
                 [_group(i, modules, names, wanted, tasks, found, latency) for i, modules in enumerate(members)]
             ),
-            tasks=tuple([tasks.task(*each) for each in zip(tasks.runs, seconds, rooms, strict=True)]),
+            tasks=tuple(rows),
             values=tuple(values),
             parts=tasks.parts,
             issue=self.issue,
@@ -144,7 +153,7 @@ def grouped(
     profile: Profile | None,
     threads: int,
     most: int,
-    issue: float = 0.0,
+    issue: IssueSeconds | None = None,
 ) -> Grouped:
     """The problem of placing a program in so many groups at most, as :class:`Reading` has it."""
     return Reading(program, wanted, topology, profile, threads, issue).grouped(most)

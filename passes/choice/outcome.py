@@ -365,7 +365,7 @@ class _Step:
                     now = max(now, copy.end)
                 group = problem.groups[again[position]]
                 spent = group.again[device]
-                issued += group.again_issued * problem.issue
+                issued += group.again_issued
                 now = max(now + spent, issued)
                 busy[device] += spent
             if position in needed:
@@ -373,7 +373,7 @@ class _Step:
                     now = max(now, copy.end)
             task = problem.tasks[position]
             spent = task.seconds[device]
-            issued += task.issued * problem.issue
+            issued += task.issued
             free[device] = ends[position] = max(now + spent, issued)
             busy[device] += spent
         self.issued(copies.get(len(self.at), ()), arriving, ends, issued)
@@ -386,9 +386,10 @@ class _Step:
             needed[position] += [copy for copy in copies if copy not in needed[position]]
         again = {position: groups[number].again[self.at[position]] for position, number in self.again.items()}
         seconds, busy = flow.timed(self.at, self.copies, needed, again)
-        issued = sum(task.issued for task in self.problem.tasks) + sum(map(len, self.copies.values()))
+        issued = sum(task.issued for task in self.problem.tasks)
+        issued += self.problem.issue * sum(map(len, self.copies.values()))
         issued += sum(groups[number].again_issued for number in self.again.values())
-        return max(seconds, issued * self.problem.issue), busy
+        return max(seconds, issued), busy
 
     def issued(self, copies: Sequence[_Copy], arriving: list[float], ends: Sequence[float], issued: float) -> float:
         """Let copies follow each other; the seconds until the last one is issued."""

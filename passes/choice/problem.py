@@ -39,7 +39,7 @@ class Group(NamedTuple):
             is seen in plans, from which the search goes on: reckoned by groups, it had placements refused that plans
             keep.
         again_at: the first task that reads what is computed again.
-        again_issued: how many operators computing again issues that take time.
+        again_issued: seconds that one host thread takes to issue what is computed again.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Group(NamedTuple):
     now: int = 0
     again: tuple[float, ...] = ()
     again_at: int = -1
-    again_issued: int = 0
+    again_issued: float = 0.0
 
 
 class Task(NamedTuple):
@@ -64,7 +64,7 @@ class Task(NamedTuple):
         touched: bytes that these read and write.
         kind: FORWARD, INPUT, WEIGHT or UPDATE, as :mod:`..micro_work` has them.
         part: the micro-batch.
-        issued: how many of its operators take time on the device.
+        issued: seconds that one host thread takes to issue its operators; nothing begins before.
     """
 
     group: int
@@ -74,7 +74,7 @@ class Task(NamedTuple):
     touched: int = 0
     kind: int = 0
     part: int = 0
-    issued: int = 0
+    issued: float = 0.0
 
 
 class Value(NamedTuple):
@@ -131,7 +131,7 @@ class Problem:
         tasks: in the order of the step.
         values: in the order in which they are made.
         parts: how many micro-batches; several flow (:mod:`.flow`), in an order of their own.
-        issue: seconds that one host thread takes to issue an operator or a copy; nothing begins before.
+        issue: seconds that one host thread takes to issue a copy; no copy begins before.
     """
 
     devices: tuple[str, ...]

@@ -11,27 +11,34 @@ its bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from graphir.analysis.alike import Kinds, alike
 from graphir.analysis.cost import Work, operator_costs, seconds_alike, works
+from graphir.analysis.execution import IssueSeconds
+from graphir.analysis.issuing import calls_of
 from graphir.analysis.memory import storage_nbytes
-from graphir.analysis.profiles import Profile
+from graphir.analysis.profiles import Measured, Profile
 from graphir.analysis.sources import held_inside, measured_of
 from graphir.analysis.topology import Topology
 from graphir.ir.blob import STATE_ROLES
 from graphir.ir.device import Device
+from graphir.ir.plan import issued_as
 from graphir.ir.program import Program
 from graphir.ir.touches import Flags, Numbers
 
 from ..recompute import repeated_alone
 
 __all__ = ["Spans", "Step"]
+
+_IN_ONE_CALL: Final = 8
+"""Reductions that stand side by side are made in one call, some six in a plan of ResNet-50, a hundred in one of a small
+GPT; which ones is known of a plan alone."""
 
 
 class Spans(NamedTuple):
@@ -54,6 +61,7 @@ class Step:
         program: captured, or replicated; before :func:`.copies.inject_copies`.
         profile: what was measured of calls on that machine.
         threads: how many threads one kernel uses.
+        issue: what one host thread takes to issue operators; None where nobody issues them.
 
     Attributes:
         names: of the storages, those from outside first.
@@ -71,8 +79,10 @@ class Step:
         at, on_host: by operator, the number of its device, and whether that is the host.
     """
 
-    def __init__(self, program: Program, profile: Profile | None, threads: int) -> None:
-        self.program, self.profile, self.threads = program, profile, threads
+    def __init__(
+        self, program: Program, profile: Profile | None, threads: int, issue: IssueSeconds | None = None
+    ) -> None:
+        self.program, self.profile, self.threads, self.issue = program, profile, threads, issue
         self.net, self.dims = program.step, dict(program.dims)
         ops, touches = self.net.ops, self.net.touches
         self.op, self.makes = touches.op, touches.makes
@@ -189,9 +199,28 @@ class Step:
         return works(self.net, self.dims, self.kinds)
 
     @cached_property
-    def issued(self) -> list[bool]:
-        """By operator, whether it takes time on its device."""
-        return [work.nbytes > 0 for work in self.works]
+    def issued(self) -> list[float]:
+        """By operator, what one host thread takes to issue it, on whatever device; a view may be left out, and counts
+        nothing."""
+        if self.issue is None:
+            return [0.0] * len(self.net.ops)
+        found: list[float] = []
+        for i, (op, first) in enumerate(zip(self.net.ops, self.kinds, strict=True)):
+            if first != i:
+                found.append(found[first])
+                continue
+            measured = self.measured.get(i)
+            if measured is not None and measured.issue is not None:
+                found.append(measured.issue)
+            else:
+                alone = self.issue.of(calls_of(op, self.net, self.dims))
+                found.append(alone / _IN_ONE_CALL if issued_as(op) == "collective" else alone)
+        return found
+
+    @cached_property
+    def measured(self) -> Mapping[int, Measured]:
+        """What was measured of operators, by position."""
+        return measured_of(self.net, self.dims, self.threads, self.profile)
 
     def seconds(self, device: Device, topology: Topology) -> list[float]:
         """By operator, what it takes on a device."""
@@ -210,7 +239,7 @@ class Step:
     def spans(self) -> Spans:
         """What holds bytes, as :func:`graphir.memory` has it, without state; and then what operators hold inside."""
         net, blobs = self.net, self.net.blobs
-        count, taken = len(net.ops), measured_of(net, self.dims, self.threads, self.profile)
+        count, taken = len(net.ops), self.measured
         start = np.maximum(self.made, 0)
         end = np.maximum(self.last(np.ones(len(self.op), np.bool_)), start) + 1
         end[self.lasting] = count

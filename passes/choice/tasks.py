@@ -51,7 +51,7 @@ class Found:
     parks: list[list[str]]
     again: list[list[str]]
     again_at: list[int]
-    again_issued: list[int]
+    again_issued: list[float]
     again_seconds: list[dict[Device, float]]
 
 
@@ -182,8 +182,8 @@ class Tasks:
             run.group, tuple(seconds), room, len(run.ops), nbytes, run.kind, self.part(run), self.issued(run.ops)
         )
 
-    def issued(self, ops: Sequence[int]) -> int:
-        """How many of these operators take time on their device."""
+    def issued(self, ops: Sequence[int]) -> float:
+        """What one host thread takes to issue these operators."""
         issued = self.step.issued
         return sum([issued[i] for i in ops])
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from graphir.analysis.views import Uncalled, uncalled_views
 from graphir.errors import PlanError
 
 from ..executor import Setting
-from .views import Uncalled, uncalled_views
 
 __all__ = ["Values"]
 

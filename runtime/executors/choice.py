@@ -116,9 +116,8 @@ def predict(plan: Plan, topology: Topology, profile: Profile | None, threads: in
         threads: how many threads one kernel uses.
     """
     costs = operator_costs(plan.step, plan.dims, lambda device: topology.speed(device).rates(), profile, threads)
-    seconds, slowdowns = [cost.seconds for cost in costs], [cost.slowdown for cost in costs]
     return {
-        name: schedule(plan, plan.dims, seconds, execution, topology, slowdowns).times.seconds
+        name: schedule(plan, plan.dims, costs, execution, topology).times.seconds
         for name, execution in _EXECUTIONS.items()
         if name != "segments" or not unavailable()
     }

@@ -24,6 +24,8 @@ from typing import Final
 import torch
 
 from graphir.analysis.profile_files import alone, cache_file
+from graphir.analysis.profiles import card
+from graphir.analysis.profiles import machine as host_machine
 from graphir.analysis.topology import Link, Speed, Topology
 from graphir.errors import FileError, GraphirError, ProfileWarning, counted, warn
 from graphir.ir.device import CPU, Device, DeviceName
@@ -68,7 +70,7 @@ def here(
         return host_topology(list(dict.fromkeys([*named, CPU])), threads)
     if binding == "auto":
         _refuse_missing(wanted, len(cards))
-    found = _with_free_bytes(_figures(probe, cards, refresh), cards)
+    found = _asked_anew(_figures(probe, cards, refresh), cards, probe.driver())
     return found if binding == "auto" else _bound(found, _places(binding, wanted, len(cards)))
 
 
@@ -116,9 +118,15 @@ def _named(cards: Sequence[Card]) -> str:
     return " + ".join([f"{count} x {name}" if count > 1 else name for name, count in counts.items()])
 
 
-def _with_free_bytes(found: Topology, cards: Sequence[Card]) -> Topology:
+def _asked_anew(found: Topology, cards: Sequence[Card], driver: str) -> Topology:
+    """With the bytes that are free now, and the machines that profiles name."""
+    machines = {f"gpu:{index}": str(card(each.name, driver)) for index, each in enumerate(cards)}
+    machines[CPU] = str(host_machine())
     free = {f"gpu:{index}": card.free for index, card in enumerate(cards)} | {CPU: free_memory()}
-    speeds = {name: speed.model_copy(update={"free": free.get(name)}) for name, speed in found.devices.items()}
+    speeds = {
+        name: speed.model_copy(update={"free": free.get(name), "machine": machines.get(name, "")})
+        for name, speed in found.devices.items()
+    }
     return found.model_copy(update={"devices": speeds, "name": f"this machine ({_named(cards)})"})
 
 
@@ -151,6 +159,7 @@ def _share(speed: Speed, sharers: int) -> Speed:
             "bytes_per_second": speed.bytes_per_second / sharers,
             "memory": None if speed.memory is None else speed.memory // sharers,
             "free": None if speed.free is None else speed.free // sharers,
+            "machine": "",  # a profile is of a card that is not shared
         }
     )
 

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple, Protocol
 
 import torch
 
+from graphir.analysis.profiles import driver
 from graphir.analysis.topology import Link, Speed
 
 from .calibration import fastest
@@ -98,9 +99,7 @@ class Cards:
         return found
 
     def driver(self) -> str:
-        driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
-        tf32 = "TF32" if torch.backends.cuda.matmul.allow_tf32 else "no TF32"
-        return f"driver {driver}, CUDA {torch.version.cuda}, torch {torch.__version__}, {tf32}"
+        return driver()
 
     def flops_per_second(self, index: int) -> dict[str, float]:
         found = {}

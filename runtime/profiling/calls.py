@@ -34,7 +34,7 @@ from .operands import geometries, variants
 from .timing import Timed, Timing, times
 from .warming import bring
 
-__all__ = ["Subject", "Use", "measured"]
+__all__ = ["Subject", "Use", "call_of", "check_room", "measured", "sets_at_once", "summed"]
 
 _HOST: Final = torch.device("cpu")
 _MOST_AT_ONCE: Final = 1 << 28
@@ -78,9 +78,19 @@ class Subject(NamedTuple):
     uses: Sequence[Use] = (Use(0),)
 
     @property
+    def is_update(self) -> bool:
+        """Whether generated code makes one call of it and other updates that follow."""
+        return self.op.type in UPDATES
+
+    @property
+    def is_reduction(self) -> bool:
+        """Whether it sums what participants have."""
+        return issued_as(self.op) == "collective"
+
+    @property
     def is_called_with_others(self) -> bool:
         """Whether generated code makes one call of several that follow each other."""
-        return self.op.type in UPDATES or _is_reduction(self)
+        return self.is_update or self.is_reduction
 
     def operands(self) -> Iterator[list[Tensor]]:
         """Its operands, see :func:`.operands.variants`."""
@@ -113,11 +123,11 @@ def measured(subjects: Mapping[str, Subject], threads: int) -> tuple[dict[str, M
             for name in taken:
                 for inputs in subjects[name].operands():
                     with suppress(Exception):  # not all values fit, and those of before did
-                        numbers.append((name, watch(_call(subjects[name], [inputs]))))
+                        numbers.append((name, watch(call_of(subjects[name], [inputs]))))
     found: dict[str, list[Allocated]] = {}
     for name, number in numbers:
         found.setdefault(name, []).append(figures[number])
-    made = {name: _summed(subjects[name], found[name], taken[name]) for name in found}
+    made = {name: summed(subjects[name], found[name], taken[name]) for name in found}
     return made, {name: why for name, why in failed.items() if name not in taken}
 
 
@@ -151,14 +161,14 @@ def _timings(
     for turn in turns:
         subject, use = subjects[turn[0]], turn[1]
         try:
-            _check_room(subject, 1)
+            check_room(subject, 1, free_memory())
             calls[turn] = _timed(subject, use)
         except Exception as e:
             note(turn, e)
             continue
         if cores() >= 2 * threads:
             with suppress(Exception):
-                _check_room(subject, 2)
+                check_room(subject, 2, free_memory())
                 others[turn] = _timed(subject, use)
     return times(calls, others, threads, note)
 
@@ -172,26 +182,26 @@ def _mean(timings: Sequence[Timing]) -> Timing:
 
 def _timed(subject: Subject, use: Use) -> Timed:
     """A call of a subject as it is timed."""
-    nbytes = max(_operand_bytes(subject, subject.op.inputs), 1)
-    count = min(max(_SHORT // nbytes, 1), _TOGETHER) if subject.is_called_with_others else 1
+    count = sets_at_once(subject)
     sets = [next(subject.operands()) for _ in range(count)]
     far = use.reuse or (None,) * len(subject.op.inputs)
     touched = [(at, tensor) for inputs in sets for at, tensor in zip(far, inputs, strict=True) if at is not None]
-    return Timed(_call(subject, sets), partial(bring, touched), count)
+    return Timed(call_of(subject, sets), partial(bring, touched), count)
 
 
-def _is_reduction(subject: Subject) -> bool:
-    return issued_as(subject.op) == "collective"
+def sets_at_once(subject: Subject) -> int:
+    """How many operators' work one call does that is timed: short updates and reductions are called several at once."""
+    nbytes = max(_operand_bytes(subject, subject.op.inputs), 1)
+    return min(max(_SHORT // nbytes, 1), _TOGETHER) if subject.is_called_with_others else 1
 
 
-def _check_room(subject: Subject, threads: int) -> None:
-    """Refuse calls of so many threads at once that this machine may not survive.
+def check_room(subject: Subject, threads: int, free: int | None) -> None:
+    """Refuse calls of so many threads at once that a machine with so many *free* bytes may not survive.
 
     Raises:
         GraphirError: operands and results, and as much again inside, do not fit into the memory that is left.
     """
     taken = 2 * threads * _operand_bytes(subject, (*subject.op.inputs, *subject.op.outputs))
-    free = free_memory()
     if free is not None and taken > free:
         raise GraphirError(f"it may take {taken} bytes, and {free} are left")
 
@@ -201,7 +211,8 @@ def _operand_bytes(subject: Subject, names: Iterable[str]) -> int:
     return sum(subject.blobs[name].nbytes(subject.dims) for name in set(names))
 
 
-def _summed(subject: Subject, figures: Sequence[Allocated], taken: Timing) -> Measured:
+def summed(subject: Subject, figures: Sequence[Allocated], taken: Timing) -> Measured:
+    """What calls took, of whose allocations these are the figures."""
     own = _own_results(subject)
     names = [subject.op.outputs[i] for i in own]
     expected = sum(g.elements * g.dtype.itemsize for g in geometries(names, subject.blobs, subject.dims))
@@ -213,26 +224,26 @@ def _summed(subject: Subject, figures: Sequence[Allocated], taken: Timing) -> Me
 
 def _own_results(subject: Subject) -> list[int]:
     """The results that have memory of their own and that one call makes: a part of a collective makes one."""
-    if _is_reduction(subject):
+    if subject.is_reduction:
         return [0]
     effects = subject.op.effects
     shared = {output for output, _ in (*effects.writes, *effects.views)}
     return [i for i in range(len(subject.op.outputs)) if i not in shared]
 
 
-def _call(subject: Subject, sets: Sequence[Sequence[Tensor]]) -> Callable[[], Any]:
-    """The call on these operands, and on several sets of them where generated code makes one call of several. It
-    returns the results that the operator names, and lets go of all others.
+def call_of(subject: Subject, sets: Sequence[Sequence[Tensor]], place: torch.device = _HOST) -> Callable[[], Any]:
+    """The call on these operands, which are at a *place*, and on several sets of them where generated code makes one
+    call of several. It returns the results that the operator names, and lets go of all others.
 
     Raises:
         GraphirError: nothing executes the operator's type.
     """
     op, dims = subject.op, subject.dims
-    if _is_reduction(subject):
+    if subject.is_reduction:
         operands, scaling = list(zip(*sets, strict=True)), reduction(op, dims)
         return lambda: all_reduce_each(operands, *scaling)
-    call, generator = arrange(op), torch.Generator()
-    given = [filled(call, inputs, lambda arg: evaluate(arg, dims), _HOST, lambda: generator) for inputs in sets]
+    call, generator = arrange(op), torch.Generator(place)
+    given = [filled(call, inputs, lambda arg: evaluate(arg, dims), place, lambda: generator) for inputs in sets]
     positional, keyword = given[0]
     if op.type in UPDATES:
         update = updater(op.type, keyword)

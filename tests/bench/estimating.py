@@ -20,6 +20,7 @@ from torch import nn
 
 import graphir
 from graphir import passes, runtime
+from graphir.analysis.cost import Cost
 from graphir.analysis.execution import STREAMS
 from graphir.analysis.schedule import schedule
 from graphir.ir.plan import Plan
@@ -146,7 +147,7 @@ def simulation_rows() -> Iterator[str]:
     program = program_of_net(nets.synthetic_net(OPERATORS, devices=8, cross=0.1)).with_(dims={"batch": 1024})
     plan = passes.emit(passes.inject_copies(program))
     topology = graphir.Topology.named("h200x8")
-    costs = [2e-6] * len(plan.step.ops)
+    costs = [Cost(2e-6, "roofline")] * len(plan.step.ops)
     steps: dict[str, tuple[Callable[[], object], int | None]] = {
         "the simulation": (lambda: schedule(plan, plan.dims, costs, STREAMS, topology), SIMULATED_IN),
         "the whole estimate": (lambda: graphir.estimate(plan, topology), None),

@@ -344,7 +344,7 @@ def test_calls_are_timed_in_turn(
     plan = forward_plan(
         "input x : f32[8] @gpu:0\na : f32[8] @gpu:0 = aten.neg(x)\nb : f32[8] @gpu:0 = aten.exp(a)", "x", output="b"
     )
-    made, called, beside = calls_of_runtime._call, list[str](), list[str]()
+    made, called, beside = calls_of_runtime.call_of, list[str](), list[str]()
 
     def noted(subject: Any, sets: Any) -> Any:
         call, name = made(subject, sets), subject.op.type.split(".")[1]
@@ -355,7 +355,7 @@ def test_calls_are_timed_in_turn(
 
         return run
 
-    monkeypatch.setattr(calls_of_runtime, "_call", noted)
+    monkeypatch.setattr(calls_of_runtime, "call_of", noted)
     monkeypatch.setattr(calls_of_runtime, "_MOST_AT_ONCE", at_once)
     monkeypatch.setattr(calls_of_runtime, "cores", lambda: cores)
     found = graphir.profile(plan, threads=1, path=tmp_path / "profile.json")

@@ -242,10 +242,10 @@ def test_where_plans_are_slower_than_their_groups_say_unlike_ones_are_planned(mo
     program, estimated, made = trained(models.gpt(layers=4)), plans.estimated, plans.Plans.made
     limits = limited(program, 0.5)
     monkeypatch.setattr(sys.modules["graphir.passes.balance"], "_MANY", 0)  # as of a large program
-    tried: dict[int, list[Choice]] = {1: [], 2: []}
+    tried: dict[float, list[Choice]] = {0.5: [], 2.0: []}
     for slower, found in tried.items():
 
-        def slowed(*args: Any, slower: int = slower) -> Any:
+        def slowed(*args: Any, slower: float = slower) -> Any:
             found = estimated(*args)
             return replace(found, seconds=slower * found.seconds)
 
@@ -256,8 +256,8 @@ def test_where_plans_are_slower_than_their_groups_say_unlike_ones_are_planned(mo
         monkeypatch.setattr(plans, "estimated", slowed)
         monkeypatch.setattr(plans.Plans, "made", noted)
         balance(program, limits, evaluations=600)
-    assert len(tried[2]) > len(tried[1])
-    for choice, other in combinations(tried[2][:-1], 2):  # the last one is plain, like which another may be
+    assert len(tried[2.0]) > len(tried[0.5])
+    for choice, other in combinations(tried[2.0][:-1], 2):  # the last one is plain, like which another may be
         apart = sum(a != b for a, b in zip(choice.devices, other.devices, strict=True))
         assert apart >= 0.1 * len(choice.devices)
 

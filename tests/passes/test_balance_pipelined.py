@@ -26,7 +26,7 @@ balance = partial(passes.balance, topology="h200x8")
 _DEVICES = ("gpu:0", "gpu:1", "cpu:0")
 SLOW = graphir.Topology(
     name="slow",
-    devices=dict.fromkeys(_DEVICES, Speed(flops_per_second={"f32": 1e10}, bytes_per_second=1e10)),
+    devices=dict.fromkeys(_DEVICES, Speed(flops_per_second={"f32": 2e9}, bytes_per_second=2e9)),
     links=tuple([Link(source=a, destination=b, bytes_per_second=1e10) for a, b in permutations(_DEVICES, 2)]),
 )
 """Where operators take longer than to issue them."""
@@ -183,9 +183,9 @@ def test_a_device_does_first_what_another_one_waits_for() -> None:
 
 def test_a_step_takes_no_less_than_what_it_issues() -> None:
     """Tasks, a copy, and what is computed again, one after the other by one thread."""
-    tasks = [Task(0, (1.0,) * 3, issued=1), Task(1, (1.0,) * 3, issued=1)]
+    tasks = [Task(0, (1.0,) * 3, issued=100.0), Task(1, (1.0,) * 3, issued=100.0)]
     problem = replace(flowing(tasks, [Value(8, 0, (1,), 0, 0)]), issue=100.0)
-    again = Group("b", 0, (0, 1), (KEEP, AGAIN), again=(1.0,) * 3, again_at=1, again_issued=4)
+    again = Group("b", 0, (0, 1), (KEEP, AGAIN), again=(1.0,) * 3, again_at=1, again_issued=400.0)
     problem = replace(problem, groups=(problem.groups[0], again))
     outcomes = Outcomes(problem)
     assert outcomes(Choice((0, 0), (KEEP, KEEP))).seconds == 200

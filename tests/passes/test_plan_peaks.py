@@ -65,7 +65,7 @@ def test_what_was_measured_goes_before_formulas(monkeypatch: pytest.MonkeyPatch)
     keys = [Profile.key(op, program.step.blobs, program.dims, threads) for op in called]
     calls = {key: Measured(1000 * n, 64 * (n % 7), 1e-3) for n, key in enumerate(keys) if key is not None}
     measured = Profile(machine(), calls)
-    monkeypatch.setattr(plan_peaks, "cached", lambda: measured)
+    monkeypatch.setattr(plan_peaks, "at_hand", lambda: measured)
     expected = graphir.memory(passes.emit(program, ahead=0), profile=measured).peak
     assert PlanPeaks(Work(program, 4)).of(range(len(program.step.ops))) == dict(expected)
     assert expected != graphir.memory(passes.emit(program, ahead=0), profile=None).peak

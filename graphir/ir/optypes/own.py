@@ -10,6 +10,7 @@ import torch
 from . import fakes, flops, scratch
 from .blocks import BLOCKS
 from .ctc import CTC
+from .launches import LAUNCHES
 from .record import OperatorType
 
 __all__ = ["OWN"]
@@ -23,7 +24,8 @@ _ADAM: Final = (
 
 
 def _record(type: str, schema: str, fake: Callable[..., Any], **known: Any) -> OperatorType:
-    return OperatorType(type, schema, fake, **{"only_elements": True, **known})
+    launches = LAUNCHES.get(type)
+    return OperatorType(type, schema, fake, **{"only_elements": True, "launches": launches, **known})
 
 
 def _optimizer(
@@ -36,7 +38,7 @@ def _optimizer(
     """A type that updates one parameter, and its state; how much it holds *beside*, see :func:`.scratch.update`."""
     names = _tensors(schema)
     inside = None if beside is None else scratch.update(beside, names.index("weight_decay_now"), coupled, listed)
-    return _record(type, schema, fakes.updated(type, names), scratch=inside)
+    return _record(type, schema, fakes.updated(type, names), scratch=inside, joined=True)
 
 
 def _slot_by_slot(type: str, schema: str) -> OperatorType:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ..operator import Arg
+from .launches import Launches
 from .sized import SizedOperator
 
 __all__ = ["OperatorType"]
@@ -47,6 +48,8 @@ class OperatorType(NamedTuple):
             none.
         scratch: the most bytes that a call holds at once beside operands and results, and has freed when it returns;
             None for operands of which that is not known.
+        launches: how many kernels a call launches on a device; None: one.
+        joined: generated code makes one call of operators of the type that follow each other.
     """
 
     type: str
@@ -74,3 +77,5 @@ class OperatorType(NamedTuple):
     reads_rows: bool = False
     kept: Callable[[SizedOperator], Mapping[int, int]] | None = None
     scratch: Callable[[SizedOperator], int | None] | None = None
+    launches: Callable[[SizedOperator], Launches] | None = None
+    joined: bool = False

@@ -8,6 +8,7 @@ from typing import Any, Final
 from ..dtype import ITEMSIZE
 from ..operator import Arg
 from .flops import FLOPS
+from .launches import LAUNCHES
 from .record import OperatorType
 from .scratch import SCRATCH
 from .sized import SizedOperator
@@ -156,7 +157,7 @@ def _assembled() -> dict[str, OperatorType]:
     for name in _ELEMENTWISE.split():
         plain, variant = name.split(".")
         facts.setdefault(f"aten.{name}", {})["in_place"] = f"aten.{plain}_.{variant}"
-    for field, formulas in (("flops", FLOPS), ("scratch", SCRATCH)):
+    for field, formulas in (("flops", FLOPS), ("scratch", SCRATCH), ("launches", LAUNCHES)):
         for type, formula in formulas.items():
             facts.setdefault(type, {})[field] = formula
     return {type: OperatorType(type, **known) for type, known in facts.items()}

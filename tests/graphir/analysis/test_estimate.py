@@ -12,7 +12,7 @@ from small import program_of
 import graphir
 from graphir import passes
 from graphir.analysis.estimate import estimated
-from graphir.analysis.execution import ONE_THREAD, STREAMS, THREADS
+from graphir.analysis.execution import ONE_THREAD, STREAMS, THREADS, IssueSeconds
 from graphir.analysis.profiles import Machine, Measured, Profile
 from graphir.analysis.topology import Host, Link, Speed, Topology
 from graphir.errors import GraphirError
@@ -39,7 +39,7 @@ FORK = """
 """
 
 
-AT_ONCE = STREAMS._replace(issue=0.0)
+AT_ONCE = STREAMS._replace(issue=None)
 
 
 def predicted(body=FORK, execution=AT_ONCE, **changes):
@@ -78,7 +78,8 @@ def test_one_thread_executes_all():
 
 
 def test_what_the_host_issues_begins_no_earlier():
-    found = predicted(execution=STREAMS._replace(issue=20.0))
+    dear = IssueSeconds(kernel=20.0, copy=20.0, record=0.0, wait=0.0, switch=0.0, view=0.0, replay=0.0)
+    found = predicted(execution=STREAMS._replace(issue=dear))
     assert found.seconds == 4 * 20.0 + 3.0
     assert [(s.kind, s.blob, s.seconds) for s in found.path] == [
         ("issue", "4 instructions", 80.0),

@@ -6,6 +6,7 @@ import pytest
 from small import program_of
 
 from graphir import passes
+from graphir.analysis.cost import Cost
 from graphir.analysis.execution import Execution
 from graphir.analysis.schedule import Interval, schedule
 from graphir.ir.plan import lane_device
@@ -24,7 +25,9 @@ SECONDS = [2.0, 5.0, 1.0, 4.0]
 
 def of_operators(worker):
     plan = passes.emit(program_of(TWO_DEVICES))
-    found = schedule(plan, plan.dims, SECONDS, Execution("any", worker)).intervals()
+    found = schedule(
+        plan, plan.dims, [Cost(seconds, "roofline") for seconds in SECONDS], Execution("any", worker)
+    ).intervals()
     return {plan.instructions[p].op: i for p, i in found.items() if plan.instructions[p].op >= 0}, plan, found
 
 

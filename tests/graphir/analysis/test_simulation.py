@@ -68,8 +68,8 @@ def test_a_worker_that_sleeps_is_woken_and_one_that_looks_is_not():
 
 
 def test_a_host_thread_issues_one_after_the_other():
-    times = simulate(Tasks([0, 1, 2], [0.5, 0.0, 0.5], [()] * 3, [()] * 3), issue=1.0)
-    assert (list(times.starts), list(times.causes)) == ([1.0, 0.0, 2.0], [ISSUED, NOTHING, ISSUED])
+    times = simulate(Tasks([0, 1, 2], [0.5, 0.0, 0.5], [()] * 3, [()] * 3), issue=[1.0, 0.5, 1.0])
+    assert (list(times.starts), list(times.causes)) == ([1.0, 0.0, 2.5], [ISSUED, NOTHING, ISSUED])
 
 
 def test_nothing_takes_no_time():

@@ -11,6 +11,7 @@ from pretended import Pretended
 
 import graphir
 from graphir import GraphirError, Topology
+from graphir.analysis.profiles import card, machine
 
 
 def pcie() -> Pretended:
@@ -34,6 +35,8 @@ def test_cards_links_and_the_host_are_there(file: Path) -> None:
     assert len(found.links) == 6 and not any(link.peer for link in found.links)
     assert found.host is None and found.name == "this machine (RTX 3090 + RTX 3060)"
     assert found.measured and found.machine == "RTX 3090, RTX 3060; driver 13000"
+    machines = [found.speed(name).machine for name in ("gpu:1", "cpu:0")]
+    assert machines == [str(card("RTX 3060", "driver 13000")), str(machine())], "as profiles name them"
 
 
 def test_a_machine_is_measured_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

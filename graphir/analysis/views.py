@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Final, NamedTuple, TypeAlias
 
-from graphir.ir.blob import Blob
-from graphir.ir.operator import Operator
-from graphir.ir.plan import Plan
+from ..ir.blob import Blob
+from ..ir.operator import Operator
+from ..ir.plan import Plan
 
 __all__ = ["Uncalled", "uncalled_views"]
 
@@ -48,14 +48,20 @@ def uncalled_views(plan: Plan, thread: Mapping[str, int], shared: Collection[_Va
     """
     net, blobs = plan.step, plan.step.blobs
     instructions = [instruction for instruction in plan.instructions if instruction.op >= 0]
+    apart = len(set(thread.values())) > 1
     maker: dict[_Value, int] = {}
+    viewed: set[str] = set()
     kept = set(net.external_outputs)
     same: dict[_Value, _Value] = {}
     before: dict[_Value, list[_Value]] = {}
     for instruction in instructions:
         op, here = net.ops[instruction.op], thread[instruction.lane]
-        maker.update(dict.fromkeys(op.makes, here))
-        if op.type not in _PERMUTING or not _is_view(op):
+        if apart:
+            maker.update(dict.fromkeys(op.makes, here))
+        if not op.effects.views or not _is_view(op):
+            continue
+        viewed.update(op.outputs)
+        if op.type not in _PERMUTING:
             continue
         (made,), (read,) = op.makes, op.reads
         before[made] = [*before.get(read, ()), read]
@@ -68,6 +74,10 @@ def uncalled_views(plan: Plan, thread: Mapping[str, int], shared: Collection[_Va
     unread: set[_Value] = set()
     for instruction in reversed(instructions):
         op = net.ops[instruction.op]
+        if not op.effects.views:
+            if not viewed.isdisjoint(op.inputs):
+                read_later.update(op.reads)
+            continue
         makes = set(op.makes)
         if _is_view(op) and not makes & read_later and not kept & {name for name, _ in makes}:
             unread |= makes

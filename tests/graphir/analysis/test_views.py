@@ -3,8 +3,9 @@
 import pytest
 import torch
 from graphir.runtime import Session
-from graphir.runtime.codegen.views import uncalled_views
 from runnable import forward_plan
+
+from graphir.analysis.views import uncalled_views
 
 CHAIN = """
     input x : f32[4,3] @gpu:0
