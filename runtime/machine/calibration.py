@@ -57,9 +57,14 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-@cache
 def host_rates(threads: int) -> Rates:
-    """The rates of kernels that use so many threads."""
+    """The rates of kernels that use so many threads; no more than there are cores are measured, since they would be no
+    faster, and stay in the process."""
+    return _rates(min(threads, cores()))
+
+
+@cache
+def _rates(threads: int) -> Rates:
     with neutral(threads), torch.inference_mode():
         long, other, sums = torch.ones(_ELEMENTS), torch.ones(_ELEMENTS), torch.empty(_ELEMENTS)
         flops = {name: 2 * _SIDE**3 / fastest(_product(dtype)) for name, dtype in _DTYPES.items()}

@@ -3,6 +3,7 @@
 import datetime
 import json
 from itertools import permutations
+from pathlib import Path
 
 import models
 import pytest
@@ -193,7 +194,9 @@ def test_the_cached_profile_is_used_on_its_own_machine_alone(tmp_path, monkeypat
 
 def test_more_devices_than_cores_share_the_cores_of_the_host():
     body = "\n".join(f"input x{i} : f32[2] @gpu:{i}\na{i} : f32[2] @gpu:{i} = aten.neg(x{i})" for i in range(8))
+    before = len(list(Path("/proc/self/task").glob("*")))
     found = graphir.estimate(passes.emit(program_of(body)), threads=4096)
+    assert len(list(Path("/proc/self/task").glob("*"))) <= before + 64  # threads that were measured would stay
     today = datetime.date.today().isoformat()
     assert found.topology.startswith("this host (") and found.measured == today
     assert str(found).startswith(f"on {found.topology}, measured {today}:\n")
