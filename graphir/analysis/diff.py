@@ -116,8 +116,8 @@ class Diff(_Entry):
         blobs: blobs of both that changed, in another way than by moving with the operator that makes them.
         peaks: by device; none for bare nets, or where sizes are not known.
         guards: those of one alone, ``+`` before those of *after*; none for bare nets.
-        program: how far ahead copies are issued and how gradients are reduced, where the programs differ in it, as
-            ``ahead None -> 0``; none for bare nets.
+        program: how far ahead copies are issued, how gradients are reduced and by which shares a batch is divided,
+            where the programs differ in it, as ``ahead None -> 0``; none for bare nets.
     """
 
     before: str
@@ -236,7 +236,7 @@ def _program(before: _Subject, after: _Subject) -> tuple[str, ...]:
     if isinstance(before, Net) or isinstance(after, Net):
         return ()
     a, b = program_of(before), program_of(after)
-    values = [(name, getattr(a, name), getattr(b, name)) for name in ("ahead", "reduction")]
+    values = [(name, getattr(a, name), getattr(b, name)) for name in ("ahead", "reduction", "shares")]
     return tuple([f"{name} {x} -> {y}" for name, x, y in values if x != y])
 
 

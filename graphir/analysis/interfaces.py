@@ -61,6 +61,7 @@ def _different(pairs: _Pairs) -> Iterator[InterfaceDifference]:
 
 def _replicas(a: Program, b: Program) -> _Pairs:
     yield "replicas", a.replicas, b.replicas
+    yield "shares of the batch", a.shares, b.shares
 
 
 def _sizes(a: Program, b: Program) -> _Pairs:

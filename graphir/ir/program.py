@@ -19,6 +19,7 @@ from .guard import Guard
 from .module_patterns import lineage
 from .net import Net, replaced
 from .parts import Parts
+from .shares import divided
 from .size import BATCH, Dims
 
 if TYPE_CHECKING:
@@ -174,6 +175,8 @@ class Program:
             by this where there are none yet.
         caveats: what the capture of a program for CUDA could not know of the device, such as the kernels that it
             chooses, a text each; empty for a program that was recorded for the host.
+        shares: of the batch, by replica: whole numbers without a common divisor, whose ratio is that of the rows. Empty
+            where all are equal.
         notes: what others want to keep with the program, by name: values as JSON has them. They decide nothing. Files
             keep them, texts leave them out. Not part of equality.
         state: the module's and the optimizer's own (unprefixed) names, and ``step``, to tensors; empty where the
@@ -199,6 +202,7 @@ class Program:
     ahead: int | None = None
     reduction: Reduction = "mean"
     caveats: tuple[str, ...] = ()
+    shares: tuple[int, ...] = ()
     notes: Mapping[str, Note] = field(default_factory=dict, compare=False)
     state: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
     module: torch.nn.Module | None = field(default=None, compare=False)
@@ -238,6 +242,16 @@ class Program:
         replicas (see :func:`graphir.analysis.short_batch.short_batch`). All where sizes are fixed.
         """
         return tuple(takewhile(lambda prefix: prefix + BATCH in self.dims, self.replicas)) or self.replicas
+
+    def divided(self, rows: int) -> list[int]:
+        """The rows of each replica in :attr:`sharing` by :attr:`shares`, see :func:`.shares.divided`.
+
+        Replicas that are not in ``sharing`` leave the others the rows that these have beside them. What such replicas
+        would have had, the others divide.
+        """
+        shares, count = self.shares or (1,) * len(self.replicas), len(self.sharing)
+        found = divided(rows, shares)[:count]
+        return found if sum(found) == rows else divided(rows, shares[:count])
 
     @cached_property
     def params(self) -> tuple[str, ...]:

@@ -212,6 +212,7 @@ def _program(record: ProgramRecord) -> Program:
         record.ahead,
         record.reduction,
         record.caveats,
+        record.shares,
         {name: _note(value) for name, value in record.notes.items()},
     )
 

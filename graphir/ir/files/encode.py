@@ -175,6 +175,7 @@ def _program(program: Program, state: Mapping[str, TensorRecord] | None) -> Docu
         **({} if program.ahead is None else {"ahead": program.ahead}),
         **({} if program.reduction == "mean" else {"reduction": program.reduction}),
         **({"caveats": program.caveats} if program.caveats else {}),
+        **({"shares": program.shares} if program.shares else {}),
         **({"notes": _notes(program)} if program.notes else {}),
         "interface": _interface(program.interface),
         **({} if state is None else {"state": dict(state)}),

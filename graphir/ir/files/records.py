@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Final, Literal, NamedTuple, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, JsonValue, NonNegativeInt, StringConstraints
+from pydantic import BaseModel, ConfigDict, JsonValue, NonNegativeInt, PositiveInt, StringConstraints
 
 from ..blob import Role
 from ..operator import Effects, Issue, Phase, Received
@@ -139,6 +139,7 @@ class ProgramRecord(_Record):
     ahead: NonNegativeInt | None = None
     reduction: Reduction = "mean"
     caveats: tuple[OneLine, ...] = ()
+    shares: tuple[PositiveInt, ...] = ()
     notes: dict[str, JsonValue] = {}
     interface: Interface = Interface()
     state: dict[str, TensorRecord] | None = None

@@ -70,7 +70,7 @@ def _program(reader: Lines, line: Line) -> Program:
         if not header.statement(reader, line):
             raise line.error(
                 f"unknown statement {line.shown()}",
-                "a program has dims, fixed, caveats, guards, replicas, ahead, reduction, passes, two nets, interface",
+                "a program has dims, fixed, caveats, guards, replicas, ahead, reduction, shares, passes, two nets, interface",
             )
 
 
@@ -87,6 +87,7 @@ class _Header:
         self.history: tuple[str, ...] = ()
         self.ahead: int | None = None
         self.reduction: Reduction = "mean"
+        self.shares: tuple[int, ...] = ()
         self.nets: list[NetReader] = []
         self.interface = Interface()
 
@@ -115,6 +116,8 @@ class _Header:
             self.ahead = line.take_integer()
         elif word == "reduction":
             self.reduction = cast("Reduction", line.one_of(REDUCTIONS, "reduction"))
+        elif word == "shares":
+            self.shares = line.several(line.take_integer)
         elif word == "interface":
             self.interface = _interface(reader, line)
             return True
@@ -141,6 +144,7 @@ class _Header:
             self.ahead,
             self.reduction,
             tuple(self.caveats),
+            self.shares,
         )
 
 

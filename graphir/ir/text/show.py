@@ -120,6 +120,8 @@ def _header(program: Program) -> Iterator[str]:
         yield f"  ahead {program.ahead}"
     if program.reduction != "mean":
         yield f"  reduction {program.reduction}"
+    if program.shares:
+        yield f"  shares {', '.join(map(str, program.shares))}"
     if program.history:
         texts = (text if _RAW_PASS.fullmatch(text) else json_string(text) for text in program.history)
         yield f"  passes {' | '.join(texts)}"

@@ -250,14 +250,17 @@ class Line:
             raise self.error(f"{word!r} is not a {kind}{nearest(word, words)}", f"{kind}s: {', '.join(words)}")
         return word
 
-    def names(self) -> tuple[str, ...]:
+    def several(self, read: Callable[[], T]) -> tuple[T, ...]:
         """``a, b, …`` up to the end of the line."""
-        found: list[str] = []
+        found: list[T] = []
         while self.i < self.n:
             if found:
-                self.expect(",", "separate names by commas")
-            found.append(self.name())
+                self.expect(",", "write commas between them")
+            found.append(read())
         return tuple(found)
+
+    def names(self) -> tuple[str, ...]:
+        return self.several(self.name)
 
     def renamed(self, default: Callable[[str], str]) -> tuple[str, str]:
         """``name -> blob``, or ``name`` alone."""

@@ -1,7 +1,8 @@
 """The invariants of a program as a whole; :mod:`.verify` has those of its nets.
 
 15. The prefixes of the replicas differ. Gradients are reduced in a known way, and copies are issued a whole number
-    of operators ahead, from 0 up.
+    of operators ahead, from 0 up. The shares of a batch, where there are some, are one for each replica, positive, not
+    all equal, and without a common divisor.
 16. Operators of ``init`` have the phase init, those of ``step`` another one.
 17. ``init`` makes every blob of ``step`` that lives from step to step, with the same geometry, role and device; only
     what Caffe2 feeds into a workspace is not made.
@@ -25,6 +26,7 @@ from ..device import CPU
 from ..dtype import TORCH_NAME
 from ..parts import whole_shape
 from ..program import REDUCTIONS, Program
+from ..shares import read_shares
 from ..size import bind_shape
 from .parts import part_names, parts_problems
 from .problems import Problem
@@ -46,12 +48,24 @@ def _phases(program: Program) -> Iterator[Problem]:
         yield Problem(f"the replicas {list(program.replicas)} are not distinct prefixes")
     if program.reduction not in REDUCTIONS:
         yield Problem(f"reduction cannot be {program.reduction!r}, only {' or '.join(map(repr, REDUCTIONS))}")
+    if program.shares:
+        yield from _shares(program)
     if program.ahead is not None and (type(program.ahead) is not int or program.ahead < 0):
         yield Problem(f"copies cannot be issued {program.ahead!r} operators ahead, only a whole number from 0 up")
     for net, initial in ((program.init, True), (program.step, False)):
         for op in net.ops:
             if (op.phase == "init") != initial:
                 yield Problem(f"an operator of {'init' if initial else 'step'} has the phase {op.phase}", op, net)
+
+
+def _shares(program: Program) -> Iterator[Problem]:
+    try:
+        kept = read_shares(program.shares, len(program.replicas))
+    except GraphirError as e:
+        yield Problem(f"the replicas cannot share a batch by {list(program.shares)}: {e.what}")
+        return
+    if kept != program.shares:
+        yield Problem(f"the shares {list(program.shares)} are not in lowest terms: {list(kept)}")
 
 
 def _state(program: Program) -> Iterator[Problem]:

@@ -120,6 +120,8 @@ def test_how_copies_are_issued_and_gradients_reduced() -> None:
     assert not found.is_empty and not diff(before, before.with_(ahead=1)).is_empty
     assert [str(change) for change in found.changed] == ["a: issue  -> placed", "a: received  -> fresh"]
     assert "program changed: 2\n  ahead None -> 0\n  reduction mean -> sum" in str(found)
+    shared = before.with_(replicas=("a/", "b/"), shares=(3, 1))
+    assert "program changed: 1\n  shares () -> (3, 1)" in str(diff(before, shared))
 
 
 def test_blob_fields() -> None:

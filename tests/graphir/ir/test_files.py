@@ -120,11 +120,12 @@ def everything():
 def test_every_field_comes_back(tmp_path):
     program = everything()
     op = program.step.ops[0]._replace(type="Copy", issue="placed", received="fresh")
-    program = program.with_(step=program.step.with_(ops=(op,)), ahead=3, reduction="sum")
+    program = program.with_(step=program.step.with_(ops=(op,)), ahead=3, reduction="sum", shares=(3, 1))
     save(program, tmp_path / "p.json")
     again = load(tmp_path / "p.json")
     assert again == program
     assert again != program.with_(ahead=2) and again != program.with_(reduction="mean")
+    assert again != program.with_(shares=(1, 3))
     assert repr(again.step.ops[0].args) == repr(program.step.ops[0].args)
 
 

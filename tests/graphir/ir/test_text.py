@@ -218,6 +218,7 @@ def test_interfaces_come_back():
     )  # fmt: skip
     program = Program("p", Net("p.init", (), {}), Net("p.step", (), {}), interface=interface, fixed='why "not"')
     round_trip(program.with_(ahead=0, reduction="sum"))
+    round_trip(program.with_(replicas=("gpu_0/", "gpu_1/"), shares=(3, 1)))
     round_trip(program.with_(history=("a{b=[\"|\", 'c']}", "a | b", "", "x # y", " z", '"q"'), replicas=()))
 
 
@@ -356,6 +357,8 @@ HEAD = "net n {\n  input x : f32[2] @gpu:0\n"
         (HEAD + "  y : f32[2] @gpu:0 = Copy(x) {issue=place}\n}", "'place' is not a way to issue; did you mean", 3),
         (HEAD + "  y : f32[2] @gpu:0 = Copy(x) {received=x}\n}", "'x' is not a way to receive", 3),
         ("program p {\n  reduction sums\n}", "'sums' is not a reduction; did you mean 'sum'?", 2),
+        ("program p {\n  shares 3 1\n}", "expected ',', found '1'", 2),
+        ("program p {\n  shares 3, x\n}", "expected an integer, found 'x'", 2),
         (HEAD + "  y : f32[2] @gpu:0 = aten.relu(x) {phase=forwards}\n}", "'forwards' is not a phase; did you mean", 3),
         (HEAD + "  y : f32[2] @gpu:0 = aten.relu(x) {seed=x}\n}", "expected an integer, found 'x'", 3),
         (HEAD + "  y : f32[2] @gpu:0 = aten.relu(x) {seed=1, seed=1}\n}", "attribute seed is given twice", 3),

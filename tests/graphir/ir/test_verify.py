@@ -194,6 +194,18 @@ BROKEN: dict[str, tuple[Program, str]] = {
         TINY.with_(ahead=-1),
         "copies cannot be issued -1 operators ahead, only a whole number from 0 up",
     ),
+    "15 shares": (
+        TINY.with_(shares=(3, 1)),
+        "the replicas cannot share a batch by [3, 1]: 2 shares for 1 device",
+    ),
+    "15 shares of nothing": (
+        two_participants().with_(replicas=("a/", "b/"), shares=(3, 0)),
+        "the replicas cannot share a batch by [3, 0]: a share cannot be 0",
+    ),
+    "15 shares in lowest terms": (
+        two_participants().with_(replicas=("a/", "b/"), shares=(4, 2)),
+        "the shares [4, 2] are not in lowest terms: [2, 1]",
+    ),
     "15 replicas": (TINY.with_(replicas=("", "")), "the replicas ['', ''] are not distinct prefixes"),
     "16 phase": (edited(TINY, RELU, phase="init"), "an operator of step has the phase init"),
     "17 not made": (
