@@ -16,6 +16,7 @@ from graphir.errors import PassError, nearest
 from graphir.ir.names import base_name
 from graphir.ir.plan import Plan
 from graphir.ir.program import Program
+from graphir.ir.size import BATCH
 from graphir.ir.verify import verify
 
 from .base import require_program
@@ -30,7 +31,8 @@ def emit(program: Program, dims: Mapping[str, int] | None = None, *, ahead: int 
     Args:
         program: every operand is where its operator needs it.
         dims: sizes for the plan's predictions, such as ``{"batch": 64}`` (a replica's; a prefixed name sets one
-            replica's). The captured sizes by default. The instructions hold for any size.
+            replica's). With unlike shares, 64 is the mean of the replicas' rows, divided by shares. The captured sizes
+            by default. The instructions hold for any size.
         ahead: how many operators of its destination before its first reader each copy is issued; a copy that stands
             further ahead in the program, as those of :func:`park` do, is issued at its place, and so is each copy with
             which that brings state in. More of them hide slower links, and hold what was copied for longer. A value
@@ -39,7 +41,8 @@ def emit(program: Program, dims: Mapping[str, int] | None = None, *, ahead: int 
 
     Raises:
         PlacementError: an operand is elsewhere; inject_copies puts the copies in.
-        PassError: *dims* is no mapping, or has an unknown dimension or a size below 1. Or *ahead* is no whole number
+        PassError: *dims* is no mapping, or has an unknown dimension or a size below 1, or so few rows that a replica
+            has none by its share. Or *ahead* is no whole number
             from 0 up.
     """
     require_program(program, "emit")
@@ -80,11 +83,25 @@ def _bind(program: Program, dims: Mapping[str, int]) -> dict[str, int]:
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise PassError(f"dimension {name!r} cannot be {size!r}", fix="sizes are integers from 1 up")
         bound.update(dict.fromkeys(named, size))
+        if name == BATCH and program.shares:
+            bound.update(_divided(program, size))
     for guard in program.guards:
         if not guard.holds(bound):
             at = ", ".join(f"{dim} {bound[dim]}" for dim in guard.dims)
             raise PassError(
                 f"program {program.name!r} takes {guard}, not {at}: {guard.reason}",
-                fix="capture the model at this size",
+                fix="give other sizes in dims, or capture the model at this one",
             )
     return bound
+
+
+def _divided(program: Program, mean: int) -> dict[str, int]:
+    """The rows of each replica by its share, of *mean* rows on average."""
+    rows = program.divided(mean * len(program.sharing))
+    if 0 in rows:
+        raise PassError(
+            f"a batch of {sum(rows)} rows is divided by shares={list(program.shares)} as {rows}, and the last replica "
+            "gets none",
+            fix=f"give {BATCH!r} as {sum(program.shares)}, or a multiple",
+        )
+    return {prefix + BATCH: count for prefix, count in zip(program.sharing, rows, strict=True)}

@@ -28,7 +28,7 @@ from graphir.ir.size import Polynomial, Size, add, dimension, size_dims, substit
 from .bag_offsets import require_whole_offsets
 from .following import follow, follows
 from .micro_cuts import Cut, cuts_of
-from .replicas import Site, replica_sites
+from .replicas import Site, dims_of, replica_sites
 
 __all__ = ["PERMUTES", "REPLICATED", "Crossings", "Regions"]
 
@@ -66,6 +66,7 @@ class Regions:
         program: captured.
         homes: the device of each placed module.
         devices: of the replicas, by number.
+        shares: of the batch, by replica; empty where all are equal.
         by: the pass that spreads the program.
 
     Attributes:
@@ -77,8 +78,10 @@ class Regions:
             replicas.
     """
 
-    def __init__(self, program: Program, homes: Mapping[str, Device], devices: Sequence[int], by: str) -> None:
-        self.program, self.by = program, by
+    def __init__(
+        self, program: Program, homes: Mapping[str, Device], devices: Sequence[int], shares: tuple[int, ...], by: str
+    ) -> None:
+        self.program, self.shares, self.by = program, shares, by
         self.replicas = replica_sites(program, devices, by)
         batches: list[Size] = [dimension(f"{site.prefix}batch") for site in self.replicas]
         self.whole_batch = reduce(add, batches)
@@ -155,9 +158,10 @@ class Regions:
 
     def dims(self) -> dict[str, int]:
         """The captured value of each dimension."""
-        dims, alone = self.program.dims, self._alone
-        shares = {site.prefix + dim: dims[dim] for site in self.replicas for dim in dims if dim not in alone}
-        return {**shares, **{dim: value for dim, value in dims.items() if dim in self._named}}
+        alone = {site.prefix + dim for site in self.replicas for dim in self._alone}
+        dims = dims_of(self.program, self.replicas, self.shares)
+        shares = {dim: value for dim, value in dims.items() if dim not in alone}
+        return {**shares, **{dim: value for dim, value in self.program.dims.items() if dim in self._named}}
 
     @cached_property
     def _alone(self) -> frozenset[str]:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Annotated, Any, Final, TypeAlias
+
+from pydantic import BeforeValidator, ValidationInfo
 
 from graphir.errors import PassError
 from graphir.ir.blob import STATE_ROLES, Blob
@@ -21,15 +23,18 @@ from graphir.ir.names import fresh, replica_prefix
 from graphir.ir.net import Net
 from graphir.ir.operator import Arg, Operator, map_arg
 from graphir.ir.program import Program
-from graphir.ir.size import Polynomial, Shape, Size, dimension, rename_dims
+from graphir.ir.shares import divided, read_shares
+from graphir.ir.size import BATCH, Polynomial, Shape, Size, dimension, rename_dims
 
-from .base import OptionError
+from .base import OptionError, read_option
 from .sparse_reduction import reduce_sparse, sparse_gradients
 from .standing import Order
 
 __all__ = [
     "BEFORE_SPREAD",
+    "Shares",
     "Site",
+    "dims_of",
     "distinct",
     "gradient_reduction",
     "reduced",
@@ -47,6 +52,16 @@ def distinct(devices: tuple[int, ...]) -> tuple[int, ...]:
     if repeated:
         raise OptionError(f"device {repeated[0]} is given more than once", fix="give each replica a device of its own")
     return devices
+
+
+def _fitting(given: Any, info: ValidationInfo) -> tuple[int, ...]:
+    """Shares, one for each of the ``devices``, of which another field has the refusal if there are none."""
+    devices = info.data.get("devices")
+    return () if devices is None else read_option(lambda shares: read_shares(shares, len(devices)), given)
+
+
+Shares: TypeAlias = Annotated[tuple[int, ...], BeforeValidator(_fitting)]
+"""An option behind ``devices``: the shares of a batch, as :attr:`Program.shares` has them."""
 
 
 BEFORE_SPREAD: Final[Order] = {
@@ -146,10 +161,36 @@ def replica_sites(program: Program, devices: Sequence[int], by: str) -> list[Sit
     return sites
 
 
+def dims_of(program: Program, sites: Sequence[Site], shares: Sequence[int]) -> dict[str, int]:
+    """The value of each replica's dimensions: the captured ones, but of the batch, by *shares*, as many rows as all
+    replicas together would have with equal ones.
+
+    Raises:
+        PassError: there are shares and no batch to divide, or none of its rows are left for a replica.
+    """
+    dims = {site.prefix + dim: value for site in sites for dim, value in program.dims.items()}
+    if not shares:
+        return dims
+    if BATCH not in program.dims:
+        raise PassError(
+            f"every replica of program {program.name!r} takes the same sizes, so that shares cannot differ: "
+            f"{program.fixed or 'no dimension is the batch'}",
+            fix="let its sizes follow the batch, or leave shares out",
+        )
+    rows = divided(len(sites) * program.dims[BATCH], shares)
+    if 0 in rows:
+        raise PassError(
+            f"shares={list(shares)} divides the {sum(rows)} rows of {len(sites)} replicas as {rows}, and the last gets "
+            "none",
+            fix=f"capture the model at a batch of {sum(shares)} rows, or give shares that are less unlike",
+        )
+    return {**dims, **{site.prefix + BATCH: count for site, count in zip(sites, rows, strict=True)}}
+
+
 def shares_of(program: Program, sites: Sequence[Site]) -> tuple[Arg, ...]:
     """Each replica's share of the batch: its batch dimension where sizes follow it, else one each."""
-    if "batch" in program.dims:
-        return tuple([dimension(site.prefix + "batch") for site in sites])
+    if BATCH in program.dims:
+        return tuple([dimension(site.prefix + BATCH) for site in sites])
     return (1,) * len(sites)
 
 
@@ -217,7 +258,7 @@ def gradient_reduction(program: Program) -> Mapping[str, Arg]:
             return {name: op.args[name] for name in ("reduction", "shares") if name in op.args}
     if program.reduction == "sum":
         return {}
-    rows = [f"{prefix}batch" for prefix in program.replicas]
+    rows = [prefix + BATCH for prefix in program.replicas]
     shares: tuple[Arg, ...] = (1,) * len(rows)
     if all(dim in program.dims for dim in rows):
         shares = tuple(map(dimension, rows))

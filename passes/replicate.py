@@ -25,7 +25,7 @@ from graphir.ir.program import Interface, Program
 
 from .base import Gpu, Pass, build, register
 from .callbacks import Callback, OnReplica, defines_callback, with_callbacks
-from .replicas import BEFORE_SPREAD, Site, distinct, reduced, replica_sites, require_one_result
+from .replicas import BEFORE_SPREAD, Shares, Site, dims_of, distinct, reduced, replica_sites, require_one_result
 from .standing import Order
 from .sync_batch_norm import synchronised_as_asked
 
@@ -41,6 +41,7 @@ class Replicate(Pass):
 
     devices: Annotated[tuple[Gpu, ...], AfterValidator(distinct)]
     reduction: Literal["mean", "sum"] = "mean"
+    shares: Shares = ()
     on_replica: OnReplica = None
 
     def rewrite(self, program: Program) -> Program:
@@ -63,10 +64,11 @@ class Replicate(Pass):
             init=_interleave(program.init, sites),
             step=step,
             interface=_with_gradients_of(program.interface, sites[0].prefix, copied, step),
-            dims={site.prefix + dim: value for site in sites for dim, value in program.dims.items()},
+            dims=dims_of(program, sites, self.shares),
             guards=tuple([guard.renamed(site.prefix.__add__) for site in sites for guard in program.guards]),
             replicas=tuple(site.prefix for site in sites),
             reduction=self.reduction,
+            shares=self.shares,
         )
 
 
@@ -75,6 +77,7 @@ def replicate(
     devices: Sequence[DeviceName],
     *,
     reduction: Literal["mean", "sum"] = "mean",
+    shares: Sequence[int] | None = None,
     on_replica: Callback | None = None,
 ) -> Program:
     """One replica of a captured program per device, gradients averaged (or summed) in replica order.
@@ -84,6 +87,11 @@ def replicate(
     replica counts by its share of the batch. The reference is eager PyTorch run share by share with the gradients added
     in replica order and divided by their number.
 
+    *shares* are a positive whole number for each device: with ``devices=[0, 1], shares=[3, 1]`` the first replica gets
+    three quarters of the rows of each batch. Replica r gets ``ceil(rows * shares[r] / sum(shares))`` rows, the replicas
+    before it first, as long as there are rows; with equal shares, the default, that is torch.chunk's rule. The sizes
+    at which the program is predicted have, over all replicas, as many rows as with equal shares.
+
     ``on_replica(ctx, copy_id, replica)`` is called for every copy of every module, as
     :func:`~graphir.passes.replication_callback` does. A module that defines ``__data_parallel_replicate__(ctx,
     copy_id)`` is called without asking, on its copy, before it. A batch norm whose class has
@@ -91,10 +99,11 @@ def replicate(
 
     Raises:
         PassError: devices are missing, no gpus, or repeated, the program is replicated or placed already, or the
-            results of several replicas can't be put together; there is a callback and the program was loaded, so that
-            it has no module, or the callback raises. Nothing has changed then.
+            results of several replicas can't be put together; shares are not one positive whole number for each device,
+            or differ where sizes are fixed, or leave a replica no row of the captured batches; there is a callback and
+            the program was loaded, so that it has no module, or the callback raises. Nothing has changed then.
     """
-    return build(Replicate, devices=devices, reduction=reduction, on_replica=on_replica)(program)
+    return build(Replicate, devices=devices, reduction=reduction, shares=shares, on_replica=on_replica)(program)
 
 
 def _interleave(net: Net, sites: Sequence[Site]) -> Net:

@@ -33,7 +33,7 @@ from .callbacks import defines_callback, with_callbacks
 from .exchange import Exchange
 from .module_patterns import claims, leaves_out
 from .regions import REPLICATED, Regions
-from .replicas import BEFORE_SPREAD, distinct, reduced, require_one_result
+from .replicas import BEFORE_SPREAD, Shares, distinct, reduced, require_one_result
 from .shard_homes import STRATEGIES, homes_of
 from .standing import Order
 from .sync_batch_norm import synchronised_as_asked
@@ -72,6 +72,7 @@ class Shard(Pass):
     placement: Annotated[dict[str, Annotated[Target | None, BeforeValidator(_target)]], AfterValidator(leaves_out)]
     devices: Annotated[tuple[Gpu, ...], AfterValidator(distinct)]
     reduction: Reduction = "mean"
+    shares: Shares = ()
 
     def rewrite(self, program: Program) -> Program:
         if program.step.dialect.workspace:
@@ -90,7 +91,7 @@ class Shard(Pass):
         blocks.update({table.module: str(table.blocks[0].device) for table in tables if table not in several})
         claimed = {m: by for m, by in claimed.items() if by in whole} | {path: path for path in blocks}
         homes = homes_of(program, claimed, {**whole, **blocks}, devices)
-        spread = _spread(Regions(program, homes, self.devices, self.name), self.reduction)
+        spread = _spread(Regions(program, homes, self.devices, self.shares, self.name), self.reduction)
         return with_callbacks(spread, None, self.name, own=True) if defines_callback(program.module) else spread
 
     def recorded(self, program: Program) -> Program:
@@ -104,10 +105,11 @@ def shard(
     devices: Sequence[DeviceName],
     *,
     reduction: Reduction = "mean",
+    shares: Sequence[int] | None = None,
 ) -> Program:
     """Place modules on one device each, where they see the whole batch, and replicate the rest over the devices.
 
-    What a placed module hands on is split along the batch, by torch.chunk's rule, and piece r is copied to replica r as
+    What a placed module hands on is split along the batch by *shares*, and piece r is copied to replica r as
     ``gpu_<d>/<blob>_split_<d>``; gradients come back and are joined in replica order. Inputs that placed modules read
     go whole to their device. Losses, and gradients but for the order of additions, are those of the whole batch.
 
@@ -127,15 +129,16 @@ def shard(
         devices: numbers of gpus, or gpus as they are printed: replica r lives on ``gpu:<devices[r]>``.
         reduction: ``mean``: the loss is a mean over rows, so that each replica counts by its share; ``sum``: gradients
             are added up.
+        shares: the ratio of the replicas' rows, as :func:`replicate` takes them; equal by default.
 
     Raises:
         PassError: a pattern names no module, or none that others leave to it, or two that are equally close say
             different things of one; a device is none of *devices*; a placed module hands on what has no batch as its
             first dimension, or shares a parameter with one that is not placed; what is to be split is no table, or
             cannot be; offsets of bags would be cut, into shares or micro-batches, and not their lookups; the program is
-            replicated or placed already. Nothing has changed then.
+            replicated or placed already; or shares are refused as by :func:`replicate`. Nothing has changed then.
     """
-    return build(Shard, placement=placement, devices=devices, reduction=reduction)(program)
+    return build(Shard, placement=placement, devices=devices, reduction=reduction, shares=shares)(program)
 
 
 def _spread(regions: Regions, reduction: Reduction) -> Program:
@@ -179,6 +182,7 @@ def _spread(regions: Regions, reduction: Reduction) -> Program:
         guards=tuple(dict.fromkeys(regions.guards())),
         replicas=tuple(site.prefix for site in regions.replicas),
         reduction=reduction,
+        shares=regions.shares,
     )
 
 

@@ -184,8 +184,9 @@ class Session(Stepping):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """One step on a batch: inputs, then targets, then keyword arguments, as they were captured.
 
-        Tensors are split over the replicas along their batch dimension by torch.chunk's rule; other batch sizes than
-        the captured one are fine unless ``plan.program.fixed`` says otherwise. Where a share would be one row, which
+        Tensors are split over the replicas along their batch dimension, by torch.chunk's rule or by the program's
+        shares, see :func:`graphir.passes.replicate`; other batch sizes than the captured one are fine unless
+        ``plan.program.fixed`` says otherwise. Where a share would be one row, which
         the program does not take, there are fewer shares. A replica that gets no rows computes nothing but its update,
         with the gradients of the others. A batch of one row is recorded by itself, if the module is there, and taken by
         the first replica.

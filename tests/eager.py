@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -55,6 +57,15 @@ class ShareByShare:
             optimizer.step()
         self.steps_done += 1
         return weighted_mean(losses, sizes)
+
+
+def rows_by(shares: Sequence[int], rows: int) -> list[int]:
+    """The rows of the replicas that have some: of each the part that its share says, rounded up, as far as there are
+    rows."""
+    found: list[int] = []
+    for share in shares:
+        found.append(min(math.ceil(Fraction(rows * share, sum(shares))), rows - sum(found)))
+    return [count for count in found if count]
 
 
 def total_loss(loss: Tensor | dict[str, Tensor]) -> Tensor:

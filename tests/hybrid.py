@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from eager import MakeOptimizer, weighted_mean
+from eager import MakeOptimizer, rows_by, weighted_mean
 from torch import Tensor, nn
 
 import graphir
@@ -115,8 +115,8 @@ def mixed(rows: int, seed: int) -> Ranking:
 class Hybrid:
     """A model copy for each replica, of which the first has the placed modules.
 
-    Replica r has its share of the batch by torch.chunk's rule in whole micro-batches; its micro-batch k is chunk k of
-    that. Placed modules get the rows of all replicas' micro-batch k, in replica order.
+    Replica r has its share of the batch in whole micro-batches; its micro-batch k is chunk k of that. Placed modules
+    get the rows of all replicas' micro-batch k, in replica order.
 
     Args:
         model: with ``placed`` and ``replicated``.
@@ -125,6 +125,7 @@ class Hybrid:
         replicas: how many.
         parts: how many micro-batches.
         mean: whether the loss is a mean over rows; else a sum.
+        unlike: the ratio of the replicas' rows; equal by default.
     """
 
     def __init__(
@@ -136,16 +137,17 @@ class Hybrid:
         parts: int,
         *,
         mean: bool = True,
+        unlike: Sequence[int] = (),
     ) -> None:
-        self.loss, self.parts, self.mean = loss, parts, mean
+        self.loss, self.parts, self.mean, self.unlike = loss, parts, mean, unlike or [1] * replicas
         self.models = [copy.deepcopy(model) for _ in range(replicas)]
         self.optimizers = [optimizer(model) for model in self.models]
         self.steps_done = 0
 
     def shares(self, batch: Ranking) -> list[list[Ranking]]:
         """The micro-batches of each replica that has rows."""
-        most = -(-len(batch.dense) // self.parts // len(self.models)) * self.parts
-        shares = zip(*[tensor.split(most) for tensor in batch], strict=True)
+        rows = [self.parts * count for count in rows_by(self.unlike, len(batch.dense) // self.parts)]
+        shares = zip(*[tensor.split(rows) for tensor in batch], strict=True)
         return [
             [Ranking(*part) for part in zip(*[t.chunk(self.parts) for t in share], strict=True)] for share in shares
         ]

@@ -75,14 +75,24 @@ ROWS = {1: [4, 3, 5], 2: [8, 7, 5], 3: [12, 11, 8, 4]}
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_bits_are_those_of_eager_pytorch(replicas: int, parts: int, mean: bool) -> None:
     """Batch norms included, of a placed module over all rows of a micro-batch; and dropout of each replica."""
+    assert_bits(parts, ROWS[replicas], [1] * replicas, mean=mean)
+
+
+def test_bits_of_unlike_shares_are_those_of_eager_pytorch() -> None:
+    """In one step the last replica has no rows."""
+    assert_bits(2, [12, 15, 4, 10], [2, 2, 1], mean=True)
+
+
+def assert_bits(parts: int, steps: Sequence[int], shares: Sequence[int], *, mean: bool) -> None:
+    """A session takes the steps of eager PyTorch, of so many rows of a micro-batch of all replicas."""
     loss = mse if mean else squares
     model, program = ranker(parts, loss=loss)
-    eager = Hybrid(model, loss, momentum, replicas, parts, mean=mean)
-    devices, reduction = list(range(replicas)), "mean" if mean else "sum"
-    plan = passes.emit(placed(program, {"tables.*": "round_robin"}, devices, reduction=reduction))
+    eager = Hybrid(model, loss, momentum, len(shares), parts, mean=mean, unlike=shares)
+    devices, reduction = list(range(len(shares))), "mean" if mean else "sum"
+    plan = passes.emit(placed(program, {"tables.*": "round_robin"}, devices, reduction=reduction, shares=shares))
     assert not runtime.check(plan)
     with runtime.Session(plan, program.state, binding="cpu") as session:
-        for step, rows in enumerate(ROWS[replicas]):
+        for step, rows in enumerate(steps):
             batch = ranking(rows * parts, step + 1)
             ours, theirs = session.step(*batch), eager.step(batch)
             if mean:

@@ -246,7 +246,7 @@ class BackwardPlan:
                 return copied(*args, **kwargs)
 
         values = dict(zip(self._targets, ran.shares, strict=True))
-        shares = ran.call.shares(self._dim, len(self._program.replicas), values)
+        shares = ran.call.shares(self._dim, values)
         places = [self._place] * len(shares)
         copies = replicate(self._module, places)
         for module in chain.from_iterable(copied.modules() for copied in copies):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from graphir.runtime.machine.surroundings import FORKS
 
 from ..capture.global_state import SETTINGS
+from ..ir.shares import divided
 from ..ir.tensor import PLAIN
 
 __all__ = ["Call", "TooFewRows", "Unfit", "read_call"]
@@ -27,7 +28,7 @@ class Unfit(Exception):
 
 
 class TooFewRows(Exception):
-    """There are fewer shares than replicas, as torch.chunk cuts the batch."""
+    """There are replicas without rows."""
 
 
 class Call(NamedTuple):
@@ -37,40 +38,33 @@ class Call(NamedTuple):
         args, kwargs: as given.
         tensors: those among their leaves that require a gradient, where gradients are computed.
         at: their positions among the leaves.
-        rows: of the batch.
+        sizes: the rows of each replica.
         kind: equal for calls that one plan may stand for.
-        sizes: the rows of each replica; None: as torch.chunk cuts the batch.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     tensors: tuple[Tensor, ...]
     at: tuple[int, ...]
-    rows: int
+    sizes: tuple[int, ...]
     kind: Hashable
-    sizes: tuple[int, ...] | None = None
 
     def of_this_size(self) -> Call:
         """The call as one of a kind that has these rows alone."""
-        return self._replace(kind=(self.kind, self.rows, self.sizes))
+        return self._replace(kind=(self.kind, self.sizes))
 
     def shares(
-        self, dim: int, replicas: int, values: Mapping[tuple[int, int], Tensor] | None = None
+        self, dim: int, values: Mapping[tuple[int, int], Tensor] | None = None
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """The arguments of each replica; gradients flow through them to :attr:`tensors`.
 
         Args:
             dim: along which they are cut.
-            replicas: how many there are.
             values: by position among the leaves and replica: what was in the share, if that is not to be looked up now.
         """
         leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
-        cut = [
-            [leaf] * replicas
-            if not isinstance(leaf, Tensor)
-            else list(leaf.chunk(replicas, dim) if self.sizes is None else leaf.split(self.sizes, dim))
-            for leaf in leaves
-        ]
+        replicas = len(self.sizes)
+        cut = [list(leaf.split(self.sizes, dim)) if isinstance(leaf, Tensor) else [leaf] * replicas for leaf in leaves]
         for (i, replica), value in (values or {}).items():
             cut[i][replica] = _Copied.apply(cut[i][replica], value)  # type: ignore[no-untyped-call]
         return [pytree.tree_unflatten([parts[replica] for parts in cut], spec) for replica in range(replicas)]
@@ -92,7 +86,7 @@ def read_call(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     dim: int,
-    replicas: int,
+    shares: Sequence[int],
     place: torch.device,
     modes: Hashable,
     sizes: tuple[int, ...] | None = None,
@@ -102,10 +96,10 @@ def read_call(
     Args:
         args, kwargs: of the call.
         dim: along which tensors are cut.
-        replicas: how many there are.
+        shares: of the batch, by replica.
         place: the device of the module's parameters.
         modes: of the module; calls in others are of another kind.
-        sizes: the rows of each replica; None: as torch.chunk cuts the batch.
+        sizes: the rows of each replica; None: by the shares.
 
     Raises:
         Unfit: no plan can stand for such a call.
@@ -139,15 +133,15 @@ def read_call(
         described.append((leaf.dtype, shape[:dim], shape[dim + 1 :], strides, graded and leaf.requires_grad))
     if rows < 0:
         raise Unfit("no argument is a tensor")
-    each = -(-rows // replicas)
-    few = not rows or -(-rows // each) < replicas if sizes is None else len(sizes) < replicas or 0 in sizes
-    if few:
+    if sizes is None:
+        sizes = tuple(divided(rows, shares))
+    if len(sizes) < len(shares) or 0 in sizes:
         raise TooFewRows
     settings = tuple([setting.get() for setting in SETTINGS.values()])
     modes = modes, torch.is_inference_mode_enabled(), torch.get_num_threads(), FORKS[0]
     at = tuple([i for i, leaf in enumerate(leaves) if graded and isinstance(leaf, Tensor) and leaf.requires_grad])
     kind = spec, tuple(described), settings, modes
-    return Call(args, kwargs, tuple([leaves[i] for i in at]), at, rows, kind, sizes)
+    return Call(args, kwargs, tuple([leaves[i] for i in at]), at, sizes, kind)
 
 
 def _not_mapped(spec: pytree.TreeSpec) -> str:

@@ -67,6 +67,7 @@ class CompiledReplicas:
         dim: along which inputs are split and outputs gathered.
         binding: the real device of each logical one, as :class:`graphir.runtime.Session` takes it.
         allow_changes: attributes whose changes make no difference, as :func:`graphir.capture` takes them.
+        shares: of the batch, by replica; empty where all are equal.
     """
 
     def __init__(
@@ -77,11 +78,13 @@ class CompiledReplicas:
         dim: int = 0,
         binding: Binding = "auto",
         allow_changes: Iterable[str] = (),
+        shares: tuple[int, ...] = (),
     ) -> None:
         output = device_ids[0] if output_device is None else output_device
         if not isinstance(output, torch.device):
             output = places_of_ids(device_ids, output, binding)[output]
-        self._replicas = Replicas(module, tuple(device_ids), dim, binding, output, tuple(allow_changes))
+        shares = shares or (1,) * len(device_ids)
+        self._replicas = Replicas(module, tuple(device_ids), dim, binding, output, shares, tuple(allow_changes))
         self._reset()
 
     def _reset(self) -> None:
@@ -107,7 +110,7 @@ class CompiledReplicas:
         Args:
             args: positional ones, of the whole batch.
             kwargs: keyword arguments.
-            sizes: the rows of each replica; by default as ``torch.chunk`` cuts the batch.
+            sizes: the rows of each replica; by default by the shares.
 
         Warns:
             EagerWarning: says why they have to, once for each reason.
@@ -138,7 +141,7 @@ class CompiledReplicas:
         modes = tuple([module.training for module in guard.modules])
         param = next(self._replicas.module.parameters(), None)
         place = torch.device("cpu") if param is None else param.device
-        return read_call(args, kwargs, self._replicas.dim, len(self._replicas.devices), place, modes, sizes)
+        return read_call(args, kwargs, self._replicas.dim, self._replicas.shares, place, modes, sizes)
 
     def _plans(self, guard: ModuleGuard, call: Call) -> Plans:
         """The plans for such a call of the module that *guard* holds of, captured if need be.

@@ -25,7 +25,7 @@ from .devices import Binding, DeviceId, device_id, ids_of, places_of_ids
 from .errors import ReplicationRuntimeError, ReplicationTypeError, ReplicationValueError
 from .gather import gather
 from .replicas import replicate
-from .scatter import scatter_kwargs, shares_with_rows
+from .scatter import scatter_kwargs, shares_given, shares_with_rows
 
 __all__ = ["DataParallel", "data_parallel"]
 
@@ -34,16 +34,16 @@ _FORWARD: Final = "DataParallel.forward"
 _STEPS: Final = ("scatter", "replicate", "parallel_apply", "gather")
 """What a subclass can override; plans cannot stand for it then."""
 
-_Replicated: TypeAlias = tuple[nn.Module, tuple[int, ...], int, int, Binding, tuple[str, ...]]
+_Replicated: TypeAlias = tuple[nn.Module, tuple[int, ...], int, int, Binding, tuple[str, ...], tuple[int, ...]]
 
 
 class DataParallel(nn.DataParallel[Any]):
     """``torch.nn.DataParallel``, also on logical devices, and with random numbers that do not depend on timing.
 
-    The batch is split along *dim* by torch's ``chunk`` rule. Each share goes through a replica of the module, in a
-    thread of its own, and the outputs are put together. Gradients are summed into the module's own parameters, in
-    replica order; one that no replica has used gets zeros, as in torch. What replica 0 writes into parameters and
-    buffers in place stays; everything else that a replica changes in itself is lost.
+    The batch is split along *dim* by torch's ``chunk`` rule, or by unlike *shares*. Each share goes through a replica
+    of the module, in a thread of its own, and the outputs are put together. Gradients are summed into the module's own
+    parameters, in replica order; one that no replica has used gets zeros, as in torch. What replica 0 writes into
+    parameters and buffers in place stays; everything else that a replica changes in itself is lost.
 
     It differs from torch's in this: without any GPU explicit ids are logical devices on the host; replicas keep
     autocast's element type and inference mode; each draws from a generator of its own, derived from torch's; and each
@@ -62,16 +62,20 @@ class DataParallel(nn.DataParallel[Any]):
             module has to do without the others. ``skip`` leaves such replicas out.
         allow_changes: attributes, such as ``("counter", "layers.0.counter")``, that only keep books: calls and their
             callers may change them, and plans go on with the values that were captured.
+        shares: a positive whole number for each device: with ``[3, 1]`` the first replica gets three quarters of the
+            rows, by the rule of :func:`graphir.passes.replicate`. By default all are equal.
 
     Attributes:
         module: the module.
         device_ids: the numbers of the devices; empty where the module itself runs.
+        shares: in lowest terms; empty where all are equal.
 
     Raises:
         CaptureError: *allow_changes* is no tuple of attributes.
         ReplicationTypeError: *module* is no module.
         ReplicationIndexError: *device_ids* is empty.
-        ReplicationValueError: a device is none or is named twice; the binding does not fit; *idle* is another word.
+        ReplicationValueError: a device is none or is named twice; the binding does not fit; *idle* is another word;
+            *shares* do not fit the devices.
         ReplicationRuntimeError: there are fewer GPUs, and the binding shares none.
     """
 
@@ -80,6 +84,9 @@ class DataParallel(nn.DataParallel[Any]):
 
     _moves: bool = True
     """Whether a module for one device is moved there, as torch's class does and its function does not."""
+
+    _splits: bool = True
+    """Whether a call's tensors are split, so that there may be unlike shares."""
 
     def __init__(
         self,
@@ -91,6 +98,7 @@ class DataParallel(nn.DataParallel[Any]):
         binding: Binding = "auto",
         idle: Literal["call", "skip"] = "call",
         allow_changes: Iterable[str] = (),
+        shares: Sequence[int] | None = None,
     ) -> None:
         nn.Module.__init__(self)
         if not isinstance(module, nn.Module):
@@ -103,11 +111,18 @@ class DataParallel(nn.DataParallel[Any]):
             raise ReplicationValueError(
                 f"idle is {idle!r}", where="DataParallel(...)", fix="give 'call', as torch does, or 'skip'"
             )
+        if shares is not None and not self._splits:
+            raise ReplicationTypeError(
+                f"{type(self).__name__} splits nothing, so that shares= says nothing",
+                where=f"{type(self).__name__}(...)",
+                fix="give each call a list of the shares, of as many rows as you like",
+            )
         self.idle = idle
         names = allow_changes if isinstance(allow_changes, str) else tuple(allow_changes)
         AllowedChanges(module, names)  # raises where there cannot be such attributes
         self.allow_changes = tuple(names)
         ids = ids_of(device_ids, binding)
+        self.shares = shares_given(shares, len(ids), "DataParallel(...)")
         self.module = module
         self.dim = dim
         self.binding = binding
@@ -163,7 +178,8 @@ class DataParallel(nn.DataParallel[Any]):
         :func:`graphir.seeded`, whose masks are those of eager replicas."""
         if len(self.device_ids) < 2 or active_ids() is not None or any(map(self._overrides, _STEPS)):
             return None
-        of = self.module, tuple(self.device_ids), self.output_device, self.dim, self.binding, self.allow_changes
+        where = self.module, tuple(self.device_ids), self.output_device, self.dim, self.binding
+        of = *where, self.allow_changes, self.shares
         if self._compiled is None or any(a is not b and a != b for a, b in zip(self._compiled[0], of, strict=True)):
             self._compiled = of, CompiledReplicas(*of)
         return self._compiled[1]
@@ -183,7 +199,8 @@ class DataParallel(nn.DataParallel[Any]):
         self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None, device_ids: Sequence[DeviceId]
     ) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
         """The arguments of each replica, positional and keyword; see :func:`graphir.parallel.scatter_kwargs`."""
-        return scatter_kwargs(inputs, kwargs, self._places(device_ids), self.dim)
+        shares = self.shares[: len(device_ids)] or None
+        return scatter_kwargs(inputs, kwargs, self._places(device_ids), self.dim, shares)
 
     def replicate(self, module: _M, device_ids: Sequence[int | torch.device]) -> list[_M]:
         """A copy of the module for each device; without gradients where they are switched off."""
@@ -253,6 +270,7 @@ def data_parallel(
     *,
     binding: Binding = "auto",
     idle: Literal["call", "skip"] = "call",
+    shares: Sequence[int] | None = None,
 ) -> Any:
     """Call a module once as :class:`DataParallel` does; ``torch.nn.parallel.data_parallel``'s signature.
 
@@ -265,11 +283,12 @@ def data_parallel(
         module_kwargs: keyword arguments of the module.
         binding: the real device of each id.
         idle: whether replicas without rows are called.
+        shares: of the rows, for each device.
 
     Raises:
         ReplicationError: as :class:`DataParallel`.
     """
     if not isinstance(inputs, tuple):
         inputs = () if inputs is None else (inputs,)
-    call = _Call(module, device_ids, output_device, dim, binding=binding, idle=idle)
+    call = _Call(module, device_ids, output_device, dim, binding=binding, idle=idle, shares=shares)
     return call.forward(*inputs, **dict(module_kwargs or {}))

@@ -44,6 +44,7 @@ class Replicas(NamedTuple):
         dim: along which inputs are split and outputs gathered.
         binding: the real device of each logical one.
         output: the real device of the outputs.
+        shares: of the batch, by replica.
         allow_changes: attributes that calls may change, as capture takes them.
     """
 
@@ -52,6 +53,7 @@ class Replicas(NamedTuple):
     dim: int
     binding: Binding
     output: torch.device
+    shares: tuple[int, ...]
     allow_changes: tuple[str, ...] = ()
 
 
@@ -160,7 +162,7 @@ class Plans:
 
 def _captured(replicas: Replicas, call: Call, positions: tuple[int, ...] | None, containers: Containers) -> Program:
     """The program of the first replica's share; it returns the parts of *containers*."""
-    args, kwargs = pytree.tree_map_only(Tensor, _leaf, call.shares(replicas.dim, len(replicas.devices))[0])
+    args, kwargs = pytree.tree_map_only(Tensor, _leaf, call.shares(replicas.dim)[0])
     needing = torch.is_grad_enabled() and (
         bool(call.tensors) or any(p.requires_grad for p in replicas.module.parameters())
     )

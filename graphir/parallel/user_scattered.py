@@ -37,9 +37,11 @@ class UserScattered(DataParallel):
     Source: ``jactorch.parallel.UserScatteredDataParallel``, which wants as many shares as devices.
 
     Raises:
-        ReplicationTypeError: the call has another argument than a list or tuple of shares.
+        ReplicationTypeError: ``shares=`` is given, or the call has another argument than a list or tuple of shares.
         ReplicationValueError: there are no shares, or more than devices.
     """
+
+    _splits = False
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The output of all replicas, gathered in the order of the shares."""

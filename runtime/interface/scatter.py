@@ -1,6 +1,6 @@
 """A step's arguments: from what the caller gives to what each replica gets.
 
-The caller's arguments are flattened to leaves, the leaves split over the replicas by torch.chunk's rule, and the
+The caller's arguments are flattened to leaves, the leaves split over the replicas by the program's shares, and the
 dimensions solved from the shares' shapes. All of that depends only on the leaves' geometry, so it is done once for
 each; later steps look it up and slice.
 """
@@ -142,7 +142,7 @@ class Scatter:
         Args:
             args: positional arguments.
             kwargs: keyword arguments.
-            sizes: the rows of each replica, of every argument that is cut; by default as torch.chunk cuts them.
+            sizes: the rows of each replica, of every argument that is cut; by default by the program's shares.
 
         Raises:
             SessionError: the arguments do not fit the program; the argument is named.
@@ -290,9 +290,9 @@ class Scatter:
         return None if name is None else self.program.step.blobs.get(self.program.blob_of(name))
 
     def chunks(self, i: int, leaf: Tensor, dim: int) -> list[tuple[int, int]]:
-        """Start and length of the rows of each replica that shares in the batch, by torch.chunk's rule; micro-batches
-        are equally long."""
-        size, sharing, (_, parts) = leaf.shape[dim], len(self.program.sharing), self.rows(i) or ("", 1)
+        """Start and length of the rows of each replica that shares in the batch, see :meth:`Program.divided`;
+        micro-batches are equally long."""
+        size, (_, parts) = leaf.shape[dim], self.rows(i) or ("", 1)
         if size % parts:
             raise SessionError(
                 f"{self.arguments.names[i]} has {counted(size, 'row')} along dimension {dim}, which {parts} "
@@ -300,23 +300,26 @@ class Scatter:
                 where=f"program {self.program.name!r}",
                 fix=f"give {-(-size // parts) * parts} rows, or another multiple of {parts}",
             )
-        most = -(-size // parts // sharing) * parts
-        shares = [(start, min(most, size - start)) for start in range(0, size, max(most, 1))]
-        if len(shares) < sharing:
-            raise self._too_few(i, f"{counted(size, 'row')} along dimension {dim}", len(shares), most)
-        return shares
+        lengths = [parts * rows for rows in self.program.divided(size // parts)]
+        if 0 in lengths:
+            raise self._too_few(i, f"{counted(size, 'row')} along dimension {dim}", lengths)
+        return _rows_of(lengths)
 
-    def _too_few(self, i: int, rows: str, shares: int, most: int) -> SessionError:
-        """The refusal of a leaf's *rows*, of which there are so many *shares*, of at most *most* rows."""
+    def _too_few(self, i: int, rows: str, lengths: Sequence[int]) -> SessionError:
+        """The refusal of a leaf's *rows*, of which the replicas would have these *lengths*."""
         replicas, (dim, parts) = len(self.program.replicas), self.rows(i) or ("", 1)
+        shares, unlike = len(lengths) - lengths.count(0), self.program.shares
         what = (
-            f"{self.arguments.names[i]} has {rows}, too few for {counted(replicas, 'replica')}: torch.chunk makes "
-            f"{counted(shares, 'share')} of at most {most}"
+            f"{self.arguments.names[i]} has {rows}, too few for {counted(replicas, 'replica')}: "
+            f"{f'shares={list(unlike)}' if unlike else 'torch.chunk'} makes {counted(shares, 'share')} of at most "
+            f"{max(lengths)}"
         )
         where, least = f"program {self.program.name!r}", parts * replicas
         if not shares and (replicas == 1 or dim == BATCH):
             return SessionError(what, where=where, fix=f"give at least {counted(parts, 'row')}")
         fix = f"give at least {least} rows, and such that ceil(rows / {least}) leaves some for the last"
+        if unlike:
+            fix = f"give {parts * sum(unlike)} rows, or a multiple"
         if not shares:
             return SessionError(what, where=where, fix=fix)
         return SmallShares(what, where=where, fix=fix, fewer=shares if dim == BATCH else 0, dims={})

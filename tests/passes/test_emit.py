@@ -107,6 +107,16 @@ def test_dimensions_are_one_replicas_and_can_be_set_for_each() -> None:
     assert passes.emit(program, dims={"gpu_1/batch": 9}).dims == {"gpu_0/batch": 6, "gpu_1/batch": 9}
 
 
+def test_sizes_of_unlike_shares_are_their_mean() -> None:
+    program = passes.replicate(nets.random_program(1), devices=[0, 1], shares=[3, 1])
+    assert passes.emit(program).dims == {"gpu_0/batch": 9, "gpu_1/batch": 3}
+    assert passes.emit(program, dims={"batch": 10}).dims == {"gpu_0/batch": 15, "gpu_1/batch": 5}
+    assert passes.emit(program, dims={"batch": 5, "gpu_1/batch": 4}).dims == {"gpu_0/batch": 8, "gpu_1/batch": 4}
+    message = r"2 rows is divided by shares=\[3, 1\] as \[2, 0\], .*\n  fix  give 'batch' as 4, or a multiple"
+    with pytest.raises(PassError, match=message):
+        passes.emit(program, dims={"batch": 1})
+
+
 def test_instructions_do_not_depend_on_sizes() -> None:
     program = passes.replicate(nets.random_program(1), devices=[0, 1])
     assert passes.emit(program).instructions == passes.emit(program, dims={"batch": 99}).instructions

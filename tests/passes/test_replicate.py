@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import nets
 import pytest
@@ -100,6 +101,64 @@ def test_devices_are_taken_as_they_are_printed() -> None:
     program = passes.replicate(two_layers(), devices=["gpu:0", 2])
     assert program == passes.replicate(two_layers(), devices=[0, 2])
     assert program.history == ("replicate{devices=[0, 2]}",)
+
+
+def test_shares_divide_the_rows_of_all_replicas() -> None:
+    program = passes.replicate(nets.random_program(1), devices=[2, 0], shares=[1, 3])
+    (captured,) = nets.random_program(1).dims.values()
+    assert program.shares == (1, 3)
+    assert dict(program.dims) == {"gpu_2/batch": captured // 2, "gpu_0/batch": captured * 2 - captured // 2}
+    assert program.history == ("replicate{devices=[2, 0], shares=[1, 3]}",)
+    assert graphir.parse(str(program)) == program
+
+
+@pytest.mark.parametrize("text", ["shares=[6, 2]", "shares=[3, 1]"])
+def test_shares_are_in_lowest_terms(text: str) -> None:
+    program = passes.Pipeline(f"replicate{{devices=[0, 1], {text}}}")(nets.random_program(1))
+    assert program == passes.replicate(nets.random_program(1), devices=[0, 1], shares=(3, 1))
+
+
+@pytest.mark.parametrize("devices", [[0], [0, 1], [3, 1, 2]])
+def test_equal_shares_are_none(devices: list[int]) -> None:
+    program = passes.replicate(nets.random_program(1), devices=devices, shares=[2] * len(devices))
+    assert program == passes.replicate(nets.random_program(1), devices=devices)
+    assert program.shares == ()
+
+
+def test_shares_are_kept_by_the_passes_that_follow() -> None:
+    program = passes.replicate(nets.random_program(1), devices=[0, 1], shares=[2, 1])
+    shifted = passes.shift_activations(program, passes.find_activations(program)[2:], shifts={1: 2})
+    placed = passes.share_storage(passes.inject_copies(shifted))
+    assert placed.shares == (2, 1)
+    assert graphir.certify(program, placed).holds
+
+
+@pytest.mark.parametrize(
+    ("shares", "message"),
+    [
+        ([3, 1, 1], "replicate: shares: 3 shares for 2 devices\n  fix  give each device a positive whole number"),
+        ([3, 0], "shares: a share cannot be 0"),
+        ([3, True], "shares: a share cannot be True"),
+        ([0.75, 0.25], r"shares: a share cannot be 0\.75"),
+        ("31", "shares: '31' is no list of shares"),
+        (3, "shares: 3 is no list of shares"),
+        ([100, 1], r"shares=\[100, 1\] divides the 12 rows .* as \[12, 0\], and the last gets none\n  fix  capture"),
+    ],
+)
+def test_bad_shares_are_refused(shares: Any, message: str) -> None:
+    program = nets.random_program(1)
+    assert dict(program.dims) == {"batch": 6}
+    with pytest.raises(PassError, match=message):
+        passes.replicate(program, devices=[0, 1], shares=shares)
+
+
+def test_unlike_shares_of_fixed_sizes_are_refused() -> None:
+    for program, reason in (
+        (two_layers().with_(fixed="a view"), "a view"),
+        (two_layers(), "no dimension is the batch"),
+    ):
+        with pytest.raises(PassError, match=rf"so that shares cannot differ: {reason}\n  fix  let its sizes follow"):
+            passes.replicate(program, devices=[0, 1], shares=[3, 1])
 
 
 def test_unknown_reduction_is_refused() -> None:

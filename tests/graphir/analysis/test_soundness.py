@@ -381,6 +381,10 @@ def test_the_order_of_replicas_is_compared() -> None:
     differ(REPLICATED, REPLICATED.with_(replicas=REPLICATED.replicas[::-1]), "replicas differ")
 
 
+def test_the_shares_of_replicas_are_compared() -> None:
+    differ(REPLICATED, REPLICATED.with_(shares=(3, 1)), "shares of the batch differ")
+
+
 def test_a_constant_option_is_compared_with_its_type() -> None:
     groups = TRAINED.interface.param_groups
     options = {**groups[0].options, "momentum": 1.0}, {**groups[0].options, "momentum": True}
