@@ -76,7 +76,9 @@ def _choice(plan: Plan, shared: Sequence[Device], others: Sequence[Device], pred
     call = f"balance(program, {limits})"
     if all(plan.program.dims.get(dim) == size for dim, size in predicted.dims.items()):
         return call
-    sizes: dict[str, int] = {}
-    for dim, size in predicted.dims.items():  # the largest share's
-        sizes[base_name(dim)] = max(size, sizes.get(base_name(dim), 0))
-    return f"{call}, of a program captured at {', '.join(f'{dim}={size}' for dim, size in sizes.items())}"
+    sizes: dict[str, list[int]] = {}
+    for dim, size in predicted.dims.items():
+        sizes.setdefault(base_name(dim), []).append(size)
+    # The mean of the replicas' rows; of equal shares, the largest.
+    captured = ", ".join(f"{dim}={-(-sum(found) // len(found))}" for dim, found in sizes.items())
+    return f"{call}, of a program captured at {captured}"

@@ -48,6 +48,16 @@ def test_names_are_those_of_dlrm() -> None:
     assert blobs["gpu_0/emb_l.0_split_1_grad"].device == "gpu:0"
 
 
+def test_shares_divide_the_batch_of_all_replicas() -> None:
+    program = passes.shard(captured(), {"emb_l.*": "round_robin"}, [0, 1], shares=[6, 2])
+    assert (program.dims["gpu_0/batch"], program.dims["gpu_1/batch"], program.shares) == (6, 2, (3, 1))
+    assert program.history[0].endswith("devices=[0, 1], shares=[3, 1]}")
+    equal = passes.shard(captured(), {"emb_l.*": "round_robin"}, [0, 1], shares=[4, 4])
+    assert equal == passes.shard(captured(), {"emb_l.*": "round_robin"}, [0, 1])
+    with pytest.raises(PassError, match="shard: shares: 3 shares for 2 devices"):
+        passes.shard(captured(), {"emb_l.*": "round_robin"}, [0, 1], shares=[3, 1, 1])
+
+
 def test_placed_modules_are_once() -> None:
     program = sharded({"emb_l.0": 1, "emb_l.1": "gpu:0", "emb_l.2": 1})
     for i, prefix in enumerate(("gpu_1/", "gpu_0/", "gpu_1/")):

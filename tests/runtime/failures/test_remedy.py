@@ -98,6 +98,14 @@ def test_the_sizes_at_which_memory_ran_out_are_those_to_capture() -> None:
     follow(text, layers(1024))
 
 
+@pytest.mark.parametrize("shares", [None, [3, 1]])
+def test_the_size_to_capture_is_the_mean_of_the_replicas_rows(shares: list[int] | None) -> None:
+    plan = passes.emit(passes.replicate(layers(), devices=[0, 1], shares=shares))
+    dims = passes.emit(plan.program, {"batch": 1024}).dims
+    assert max(dims.values()) == (1536 if shares else 1024)
+    assert ", of a program captured at batch=1024; " in said(plan, dims)
+
+
 def test_a_device_that_holds_more_already_keeps_it() -> None:
     program = passes.shift_modules(layers(), {"[0:14]": "gpu:1"})
     plan = passes.emit(passes.inject_copies(program))
