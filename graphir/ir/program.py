@@ -244,10 +244,10 @@ class Program:
         return tuple(takewhile(lambda prefix: prefix + BATCH in self.dims, self.replicas)) or self.replicas
 
     def divided(self, rows: int) -> list[int]:
-        """The rows of each replica in :attr:`sharing` by :attr:`shares`, see :func:`.shares.divided`.
+        """The rows of each replica in :attr:`sharing`, by :attr:`shares`; see :func:`.shares.divided`.
 
-        Replicas that are not in ``sharing`` leave the others the rows that these have beside them. What such replicas
-        would have had, the others divide.
+        Replicas that are not in ``sharing`` have no rows. Where the shares of all replicas would give such a replica
+        some, those in ``sharing`` divide all rows by their own shares.
         """
         shares, count = self.shares or (1,) * len(self.replicas), len(self.sharing)
         found = divided(rows, shares)[:count]
