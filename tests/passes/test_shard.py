@@ -49,13 +49,13 @@ def test_names_are_those_of_dlrm() -> None:
 
 
 def test_shares_divide_the_batch_of_all_replicas() -> None:
-    program = passes.shard(captured(), {"emb_l.*": "round_robin"}, [0, 1], shares=[6, 2])
+    given, placement = captured(), {"emb_l.*": "round_robin"}
+    program = passes.shard(given, placement, [0, 1], shares=[6, 2])
     assert (program.dims["gpu_0/batch"], program.dims["gpu_1/batch"], program.shares) == (6, 2, (3, 1))
     assert program.history[0].endswith("devices=[0, 1], shares=[3, 1]}")
-    equal = passes.shard(captured(), {"emb_l.*": "round_robin"}, [0, 1], shares=[4, 4])
-    assert equal == passes.shard(captured(), {"emb_l.*": "round_robin"}, [0, 1])
+    assert passes.shard(given, placement, [0, 1], shares=[4, 4]) == passes.shard(given, placement, [0, 1])
     with pytest.raises(PassError, match="shard: shares: 3 shares for 2 devices"):
-        passes.shard(captured(), {"emb_l.*": "round_robin"}, [0, 1], shares=[3, 1, 1])
+        passes.shard(given, placement, [0, 1], shares=[3, 1, 1])
 
 
 def test_placed_modules_are_once() -> None:
