@@ -70,7 +70,8 @@ def _program(reader: Lines, line: Line) -> Program:
         if not header.statement(reader, line):
             raise line.error(
                 f"unknown statement {line.shown()}",
-                "a program has dims, fixed, caveats, guards, replicas, ahead, reduction, shares, passes, two nets, interface",
+                "a program has dims, fixed, caveats, guards, replicas, ahead, reduction, shares, passes, two nets, "
+                "interface",
             )
 
 
