@@ -8,12 +8,12 @@ equal for ever (:mod:`.induction`). What a session reads of a program beside its
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..collector import collector_paused
 from ..errors import EquivalenceError, counted
+from ..ir.operator import Operator
 from ..ir.optypes.table import operator_type
 from ..ir.plan import Plan, program_of
 from ..ir.program import Program
@@ -39,7 +39,8 @@ class Certificate:
         values: the value number of each external output of a step, and of each parameter, buffer, constant and
             optimizer state after it. Numbers mean something within one certificate only.
         compared: how many values of each kind were compared.
-        caveats: operators whose bits differ from run to run by nature, or that read memory which nobody wrote, and why.
+        caveats: operators whose bits differ from run to run by nature, or that read memory which nobody wrote, and why;
+            and those that run on the host instead of a gpu, or the other way round.
         assumptions: what the proof takes for granted of kernels, as far as it made use of it.
     """
 
@@ -104,7 +105,7 @@ def _certificate(a: Program, b: Program, verified: bool) -> Certificate:
     _refuse_other_calls(a, b, proof)
     values = {**proof.states[0], **proof.outputs[0]}
     compared = {"outputs": len(proof.outputs[0]), "states": len(proof.states[0])}
-    return Certificate(a.name, b.name, values, compared, _caveats(a, b, proof.unwritten[1]), _assumptions(a, b))
+    return Certificate(a.name, b.name, values, compared, _caveats(b, proof), _assumptions(a, b))
 
 
 def _refuse_difference(different: InterfaceDifference | None, after: Program) -> None:
@@ -158,24 +159,34 @@ def _refuse_missing(before: Program, after: Program, outputs: Collection[str]) -
             )
 
 
-def _caveats(before: Program, after: Program, unwritten: AbstractSet[str]) -> tuple[str, ...]:
+def _caveats(after: Program, proof: Induction) -> tuple[str, ...]:
     found: dict[str, int] = {}
     for op in after.step.ops:
         functional = canonical_type(op.type)
         if operator_type(functional).nondeterministic:
             found[functional] = found.get(functional, 0) + 1
     caveats = [f"{type} ({count} operators) {operator_type(type).nondeterministic}" for type, count in found.items()]
+    unwritten = proof.unwritten[1]
     for type, count in Counter(op.type for op in after.step.ops if not unwritten.isdisjoint(op.outputs)).items():
         why = "leaves memory unwritten, of which a part may be read before it is written"
         if not operator_type(type).unwritten:
             why = "makes what is read beyond its elements, where nobody writes"
         caveats.append(f"{type} ({count} operators) {why}")
-    kinds = {op.outputs[0]: op.device.kind for op in before.step.ops if op.outputs}
-    moved = [op for op in after.step.ops if op.outputs and kinds.get(op.outputs[0], op.device.kind) != op.device.kind]
-    if moved:
-        what = f"{moved[0].outputs[0]!r} and {len(moved) - 1} other values are"
-        caveats.append(f"{what} computed on another kind of device, which may round differently")
-    return tuple(caveats)
+    return (*caveats, *_computed_elsewhere(*proof.calls))
+
+
+def _computed_elsewhere(before: Mapping[int, Operator], after: Mapping[int, Operator]) -> Iterator[str]:
+    """The operators that compute on the host what a gpu did, and the other way round."""
+    moved: dict[bool, Counter[str]] = {}
+    for call, op in after.items():
+        old = before.get(call)
+        if old is None or old.device.kind == op.device.kind or op.effects.shows or op.type == "graphir.load":
+            continue
+        moved.setdefault(op.device.is_host, Counter())[op.type] += 1
+    for on_host, types in moved.items():
+        here, there = ("the host", "a gpu") if on_host else ("a gpu", "the host")
+        listed = ", ".join(f"{type} ({count} operators)" for type, count in types.items())
+        yield f"{listed}: on {here} instead of {there}, so bits are those of {here}'s kernels"
 
 
 def _calls(program: Program, type: str) -> int:

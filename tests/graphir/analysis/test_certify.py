@@ -258,8 +258,18 @@ def test_another_kind_of_device_is_a_caveat() -> None:
     host = {n: b._replace(device=CPU) for n, b in MOVED.step.blobs.items() if b.device == GPU1}
     ops = tuple(o._replace(device=CPU) if o.device == GPU1 else o for o in MOVED.step.ops)
     p = MOVED.with_(step=MOVED.step.with_(ops=ops, blobs={**MOVED.step.blobs, **host}))
-    (caveat,) = certify(TINY, p).caveats
-    assert caveat == "'r' and 0 other values are computed on another kind of device, which may round differently"
+    says = "aten.relu.default (1 operators): on {0} instead of {1}, so bits are those of {0}'s kernels"
+    assert certify(TINY, p).caveats == (says.format("the host", "a gpu"),)
+    assert certify(p, TINY).caveats == (says.format("a gpu", "the host"),)
+
+
+def test_what_is_copied_or_shown_elsewhere_is_no_caveat() -> None:
+    """Neither copies that give parked state its values nor views compute anything."""
+    model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    program = graphir.capture(model, (x,), targets=(x,), loss=torch.nn.functional.mse_loss, optimizer=optimizer)
+    parked = passes.inject_copies(passes.park(program, "weight", "cpu"))
+    assert certify(program, parked).caveats == ()
 
 
 def test_offsets_count_in_bytes_through_views_of_another_type() -> None:
