@@ -40,7 +40,7 @@ from graphir.ir.operator import Operator
 from graphir.ir.plan import issued_as, issued_on, parts_of
 from graphir.ir.size import Dims
 
-__all__ = ["AHEAD", "Tasks", "issue_order"]
+__all__ = ["AHEAD", "SMALL", "Tasks", "issue_order"]
 
 _Task: TypeAlias = "int | str"
 """An operator by position, or the free of a storage."""
@@ -48,7 +48,7 @@ _Task: TypeAlias = "int | str"
 AHEAD: Final = 8
 """Operators of its destination before its first reader at which a copy is issued, unless somebody says otherwise."""
 
-_SMALL: Final = 1 << 16
+SMALL: Final = 1 << 16
 """Bytes: a transfer of less takes no longer than the waits around it."""
 
 _BUCKET: Final = 4 << 20
@@ -83,7 +83,7 @@ class Tasks:
         small: the transfers that may be one of a group.
         due: the copies that are issued at their place in the program and no earlier.
         brought: the storages that these make.
-        leaving: the storages that copies with an ``issue`` take away and that no such copy made.
+        leaving: the storages that copies with an ``issue`` take away, with a value that no such copy brought.
     """
 
     def __init__(self, net: Net, dims: Dims, found: Hazards) -> None:
@@ -102,7 +102,8 @@ class Tasks:
         self.due = {i for i, op in enumerate(ops) if op.issue == "due"}
         self.brought = {ops[i].outputs[0] for i in self.due}
         parking = [op for op in ops if op.issue]
-        self.leaving = {blobs[op.inputs[0]].storage for op in parking} - {op.outputs[0] for op in parking}
+        came = {make for op in parking for make in op.makes}
+        self.leaving = {blobs[op.inputs[0]].storage for op in parking if came.isdisjoint(op.reads)} - self.brought
 
     def issued(self, order: Sequence[int], ahead: int) -> list[Issue]:
         """The order in which to issue the tasks where the program has its operators in another order, which respects
@@ -116,7 +117,7 @@ class Tasks:
 
     def is_small(self, i: int) -> bool:
         """Whether a transfer may be one of a group."""
-        return self.nbytes(i) < (_BUCKET if self.gathers(i) else _SMALL) and not self.net.ops[i].issue
+        return self.nbytes(i) < (_BUCKET if self.gathers(i) else SMALL) and not self.net.ops[i].issue
 
     def gathers(self, i: int) -> bool:
         """Whether a transfer is a reduction of gradients."""

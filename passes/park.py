@@ -10,7 +10,8 @@ A saved activation leaves after its last use in the forward and comes back befor
     conv1_grad  @gpu:0 = …backward(g, relu)          conv1_grad  @gpu:0 = …backward(g, relu_gpu_0)
 
 State lives where it is parked, from step to step. It is brought in for each phase that uses it, and what the phase
-made of it goes back. Readers on other devices read a parked blob where it is parked, or what came back.
+made of it goes back. Readers on other devices read a parked blob where it is parked, or what came back. Updates can run
+where their state is parked (:mod:`.updates`); then gradients leave instead.
 
 When a copy back begins, its place in the program says (:mod:`.trips`).
 """
@@ -40,6 +41,7 @@ from .saved import Use, choose, nothing_saved, require_captured, saved_in, unsav
 from .standing import Order
 from .substitutes import Substitutes, with_operands
 from .trips import Clock, Stay, Trip, most_at_once, toll, two_at_a_time
+from .updates import Updates, updates_of
 
 __all__ = ["Park", "park"]
 
@@ -59,6 +61,7 @@ class Park(Pass):
     what: tuple[str, ...]
     to: Placed | dict[Gpu, Placed]
     ahead: NonNegativeInt | None = None
+    update_there: bool = False
 
     @field_validator("to")
     @classmethod
@@ -74,8 +77,9 @@ class Park(Pass):
         stays = _Chosen(program, uses, self._target).stays(self.what)
         if not stays:
             return program
-        stays = {storage: stays[storage] for storage in uses if storage in stays}  # in whatever order they are named
-        parking = _Parking(program, uses, stays, self.ahead, self.name)
+        updates = updates_of(program, stays, self.name) if self.update_there else Updates(program.step, {}, {}, {}, {})
+        stays = {storage: to for storage in uses if (to := stays.get(storage, updates.state.get(storage))) is not None}
+        parking = _Parking(program, uses, stays, updates, self.ahead, self.name)
         short = [use for use in parking.at_home(uses) if use.falls_short] if self.warns else []
         if short:
             warn(_few_saved(short, self.ahead), PassWarning)
@@ -95,10 +99,12 @@ def park(
     to: DeviceName | Mapping[str, DeviceName] | Mapping[int, DeviceName] | Mapping[DeviceName, DeviceName],
     *,
     ahead: int | None = None,
+    update_there: bool = False,
 ) -> Program:
     """Keep saved activations or state on a peer or on the host while the device does not use them.
 
-    It goes after the shifts and before :func:`inject_copies`. No operator moves, and no value changes: certify holds.
+    It goes after the shifts and before :func:`inject_copies`. No operator moves but updates that are to, and no value
+    changes: certify holds.
 
     Args:
         program: captured, replicated or sharded.
@@ -109,6 +115,9 @@ def park(
         ahead: how many operators of its device before its first reader a copy back begins; of an activation at least
             those that :func:`emit` gives every copy. By default, so many that the copy should be there in time, and of
             state at most two at a time; see above.
+        update_there: whether updates of parked state run where it is parked: on the host, in the threads and with the
+            bits of its kernels, which certify lists as a caveat. What else only these updates use is parked there, too.
+            Gradients go there as soon as they are made. A parameter that is not parked goes there and back.
 
     Warns:
         PassWarning: a name means an activation, not the module of that name; or less than half is saved of what is
@@ -118,7 +127,7 @@ def park(
         PassError: a name is unknown, or of what cannot be parked; the message says why. Nothing has changed then.
     """
     named = (what,) if isinstance(what, str) else what
-    chosen = build(Park, what=named, to=to, ahead=ahead)
+    chosen = build(Park, what=named, to=to, ahead=ahead, update_there=update_there)
     made = chosen(program)
     warn_of_modules(program, chosen.what, Park.name)
     return made
@@ -235,37 +244,46 @@ class _Parking(Substitutes):
 
     Attributes:
         stays: by storage, where it is parked.
-        homes: by storage, where its operators are.
-        runs: of each state, its uses: the first and the last position of every run of one phase.
-        parked: by activation, the blob that holds it where it is parked.
+        homes: by storage, where its operators are; of a parameter that goes to its update, where the update is.
+        states: those of the storages that are state.
+        updates: what runs where its state is parked.
+        runs: of each state, its uses at home: the first and the last position of every run of one phase.
+        parked: by activation, and by gradient that leaves, the blob that holds it elsewhere.
         spread: by activation, the other devices that read it in the forward, and so have a copy for the backward.
         kept: of each state, the version that its blob has so far.
         coming: the trips home, and the position before which each sets out.
     """
 
     def __init__(
-        self, program: Program, uses: Mapping[str, Use], stays: Mapping[str, Device], ahead: int | None, by: str
+        self,
+        program: Program,
+        uses: Mapping[str, Use],
+        stays: Mapping[str, Device],
+        updates: Updates,
+        ahead: int | None,
+        by: str,
     ) -> None:
-        super().__init__(program.step, by, "_parked", program.init.blobs)
-        blobs, self.dims, self.stays = self.net.blobs, program.dims, stays
+        super().__init__(updates.step, by, "_parked", program.init.blobs)
+        blobs, self.dims, self.stays, self.updates = self.net.blobs, program.dims, stays, updates
         self.homes = {storage: blobs[storage].device for storage in stays}
         self.parked: dict[str, str] = {}
         self.kept: dict[str, int] = {}
-        states = {storage for storage in stays if blobs[storage].role in STATE_ROLES}
-        self.runs = _runs(self.net, states)
+        self.states = {storage for storage in stays if blobs[storage].role in STATE_ROLES}
+        self.runs = _runs(self.net, self.states, updates.ops)
         for name, blob in blobs.items():
-            if blob.storage in states:
+            if blob.storage in self.states:
                 self.blobs[name] = blob.on(stays[blob.storage])
-        self.spread: dict[str, set[Device]] = {storage: set() for storage in stays if storage not in states}
+        self.spread: dict[str, set[Device]] = {storage: set() for storage in stays if storage not in self.states}
         self.coming: list[tuple[Trip, int]] = []
         self.leaves, self.comes, self.ends = self.schedule(uses, ahead)
 
     def substitute(self, storage: str, reader: Device) -> str | None:
         if reader in self.spread.get(storage, ()):
             return None
-        if storage in self.parked and reader == self.stays[storage]:
-            return self.parked[storage]
-        return self.held.get(storage)
+        parked, held = self.parked.get(storage), self.held.get(storage)
+        if parked is not None and reader == self.blobs[parked].device:
+            return parked
+        return None if storage in self.updates.params and reader != self.homes[storage] else held
 
     def touches(self, names: Iterable[str]) -> bool:
         blobs, parked = self.net.blobs, self.parked
@@ -288,6 +306,12 @@ class _Parking(Substitutes):
                 leaves.setdefault(uses[storage].early + 1, []).append(storage)
                 if (needed := first[storage]) is not None:
                     route.append(Trip(storage, needed, uses[storage].early + 1))
+        for storage, (to, goes, ends_at) in self.updates.params.items():
+            self.homes[storage] = to
+            comes.setdefault(goes, []).append(storage)
+            ends.setdefault(ends_at, []).append(storage)
+        for storage in self.updates.gradients:
+            leaves.setdefault(uses[storage].made + 1, []).append(storage)
         clocks = {home: Clock(self.net, home, self.dims) for home, _ in trips}
         state: dict[Device, list[tuple[Trip, int]]] = {}
         for (home, to), route in trips.items():
@@ -310,9 +334,10 @@ class _Parking(Substitutes):
         sizes: dict[Device, dict[int, int]] = defaultdict(lambda: defaultdict(int))
         lives, steps = liveness(self.net), len(self.net.ops)
         leaving = {storage for left in self.leaves.values() for storage in left}
-        for storage, home in self.homes.items():
+        for storage in self.stays:
+            home = self.homes[storage]
             nbytes, life, use = self.nbytes(storage), lives[storage], uses[storage]
-            if storage in self.runs:
+            if storage in self.states:
                 before[home].append(Stay(0, steps, nbytes))
             else:
                 before[home].append(Stay(*life, nbytes))
@@ -348,7 +373,8 @@ class _Parking(Substitutes):
             for storage in self.ends.get(i, ()):
                 self.goes_home(storage)
             for storage in self.leaves.get(i, ()):
-                self.parked[storage] = self.copied(storage, 0, storage, self.stays[storage], "forward")
+                to = self.stays.get(storage) or self.updates.gradients[storage]
+                self.parked[storage] = self.copied(storage, 0, storage, to, self.ops[-1].phase)
             for storage in self.comes.get(i, ()):
                 source = self.parked.get(storage, storage)
                 version = self.kept.get(storage, 0)
@@ -356,7 +382,15 @@ class _Parking(Substitutes):
                 self.put(storage, self.copied(source, version, storage, self.homes[storage], phase, issue))
             if op is not None:
                 self.append(op)
+                if i in self.updates.ops:
+                    self.updated(op)
         return self.result
+
+    def updated(self, op: Operator) -> None:
+        """Note the versions of states that an operator has made where they live."""
+        for name, version in op.makes:
+            if name in self.states and self.held.get(name, name) == name:
+                self.now[name], self.kept[name] = version, self.kept.get(name, 0) + 1
 
     def goes_home(self, storage: str) -> None:
         """Bring what a phase has made of a state to where it lives."""
@@ -365,6 +399,8 @@ class _Parking(Substitutes):
             version = self.kept[storage] = self.kept.get(storage, 0) + 1
             self.copy((held, made), (storage, version), storage, self.ops[-1].phase)
         self.drop(storage)
+        if behind := self.now.get(storage, 0) - self.kept.get(storage, 0):  # several versions have come home as one
+            self.held[storage], self.since[storage] = storage, behind
 
     def copied(self, source: str, version: int, of: str, device: Device, phase: Phase, issue: Issue = "placed") -> str:
         """A new blob on a device that a copy fills."""
@@ -381,13 +417,17 @@ class _Parking(Substitutes):
         self.ops.append(with_operands(blank, [source], [target]))
 
 
-def _runs(net: Net, states: Container[str]) -> dict[str, list[tuple[int, int]]]:
-    """Of each of some storages, the first and the last operator of every run of uses in one phase."""
+def _runs(net: Net, states: Container[str], there: Container[int]) -> dict[str, list[tuple[int, int]]]:
+    """Of each of some storages, the first and the last operator of every run of uses in one phase; operators that run
+    *there*, where the storage is, part runs."""
     found: dict[str, list[tuple[int, int]]] = {}
-    phases: dict[str, Phase] = {}
+    phases: dict[str, Phase | None] = {}
     for i, op in enumerate(net.ops):
         for storage in {net.blobs[name].storage: None for name in (*op.inputs, *op.outputs)}:
             if storage not in states:
+                continue
+            if i in there:
+                phases[storage] = None
                 continue
             runs = found.setdefault(storage, [])
             if runs and phases[storage] == op.phase:
