@@ -247,7 +247,8 @@ class _Parking(Substitutes):
         homes: by storage, where its operators are; of a parameter that goes to its update, where the update is.
         states: those of the storages that are state.
         updates: what runs where its state is parked.
-        runs: of each state, its uses at home: the first and the last position of every run of one phase.
+        runs: of each state, its uses at home: the first and the last position of every run of one phase, and the first
+            position at which nobody uses it before.
         parked: by activation, and by gradient that leaves, the blob that holds it elsewhere.
         spread: by activation, the other devices that read it in the forward, and so have a copy for the backward.
         kept: of each state, the version that its blob has so far.
@@ -298,10 +299,9 @@ class _Parking(Substitutes):
         first = self.first_readers(uses)
         for storage, to in self.stays.items():
             route = trips.setdefault((self.homes[storage], to), [])
-            earliest = 0
-            for start, end in self.runs.get(storage, ()):
+            for start, end, earliest in self.runs.get(storage, ()):
                 route.append(Trip(storage, start, earliest, end + 1))
-                ends.setdefault(earliest := end + 1, []).append(storage)
+                ends.setdefault(end + 1, []).append(storage)
             if storage in first:
                 leaves.setdefault(uses[storage].early + 1, []).append(storage)
                 if (needed := first[storage]) is not None:
@@ -417,22 +417,23 @@ class _Parking(Substitutes):
         self.ops.append(with_operands(blank, [source], [target]))
 
 
-def _runs(net: Net, states: Container[str], there: Container[int]) -> dict[str, list[tuple[int, int]]]:
-    """Of each of some storages, the first and the last operator of every run of uses in one phase; operators that run
-    *there*, where the storage is, part runs."""
-    found: dict[str, list[tuple[int, int]]] = {}
-    phases: dict[str, Phase | None] = {}
+def _runs(net: Net, states: Container[str], there: Container[int]) -> dict[str, list[tuple[int, int, int]]]:
+    """Of each of some storages, the first and the last operator of every run of uses in one phase, and the position
+    behind the last use before it. Operators that run *there*, where the storage is, part runs and are none."""
+    found: dict[str, list[tuple[int, int, int]]] = {}
+    used: dict[str, tuple[Phase | None, int]] = {}
     for i, op in enumerate(net.ops):
+        phase = None if i in there else op.phase
         for storage in {net.blobs[name].storage: None for name in (*op.inputs, *op.outputs)}:
             if storage not in states:
                 continue
-            if i in there:
-                phases[storage] = None
+            before, last = used.get(storage, (None, -1))
+            used[storage] = phase, i
+            if phase is None:
                 continue
             runs = found.setdefault(storage, [])
-            if runs and phases[storage] == op.phase:
-                runs[-1] = runs[-1][0], i
+            if phase == before:
+                runs[-1] = runs[-1][0], i, runs[-1][2]
             else:
-                runs.append((i, i))
-            phases[storage] = op.phase
+                runs.append((i, i, last + 1))
     return found
