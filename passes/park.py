@@ -141,12 +141,14 @@ class _AtHome(NamedTuple):
         parked: the most bytes at once if nothing was parked.
         left: the most bytes at once as it is.
         trips: the bytes of the two largest trips.
+        updates: whether the largest trip is to an update.
     """
 
     home: Device
     parked: int
     left: int
     trips: int
+    updates: bool
 
     @property
     def falls_short(self) -> bool:
@@ -156,10 +158,12 @@ class _AtHome(NamedTuple):
 
 def _few_saved(short: Sequence[_AtHome], ahead: int | None) -> str:
     """What a caller is told of devices where parking falls short."""
-    home, parked, left, _ = short[0]
+    home, parked, left, _, updates = short[0]
     others = f", and as little on {counted(len(short) - 1, 'other device')}" if short[1:] else ""
     remedy = "the step reads them together, so leave them out"
-    if ahead is None or ahead > _LATER:
+    if updates and ahead is None:
+        remedy = "one update reads most of them, and update_there=True runs it where they are parked"
+    elif ahead is None or ahead > _LATER:
         remedy = f"ahead={_LATER} brings them back later"
     return (
         f"park saves {nbytes_text(parked - left)} of the {nbytes_text(parked)} that it parks of {home}{others}: "
@@ -347,7 +351,10 @@ class _Parking(Substitutes):
             after[home].append(Stay(position, lives[trip.storage].end if trip.ends < 0 else trip.ends, nbytes))
             sizes[home][trip.needed] += nbytes
         for home, stays in before.items():
-            yield _AtHome(home, most_at_once(stays), most_at_once(after[home]), sum(nlargest(2, sizes[home].values())))
+            largest = nlargest(2, sizes[home], key=sizes[home].__getitem__)
+            trips = sum([sizes[home][needed] for needed in largest])
+            updates = bool(largest) and self.net.ops[largest[0]].phase == "update"
+            yield _AtHome(home, most_at_once(stays), most_at_once(after[home]), trips, updates)
 
     def nbytes(self, storage: str) -> int:
         return self.net.blobs[storage].nbytes(self.dims)

@@ -203,6 +203,11 @@ def test_a_park_that_saves_little_warns() -> None:
         passes.Pipeline('park{what=["**.exp_avg"], to=cpu}')(program)
     with pytest.warns(graphir.PassWarning, match="of gpu:0, and as little on 1 other device: "):
         passes.park(passes.replicate(trained(models.resnet()), devices=[0, 1]), "blocks[1]", "cpu")
+    torch.manual_seed(0)
+    large = torch.nn.Sequential(*[torch.nn.Embedding(5000, 64), *[torch.nn.Linear(64, 64, False) for _ in range(4)]])
+    example = models.Example(large, (torch.arange(4),), (torch.randn(4, 64),), torch.nn.functional.mse_loss)
+    with pytest.warns(graphir.PassWarning, match=r"one update reads most of them, and update_there=True runs it where"):
+        passes.park(with_adam(example), STATE, "cpu")
     program = nets.random_program(11, ops=40)
     with pytest.warns(
         graphir.PassWarning, match="432 B are there at once; the step reads them together, so leave them out"
