@@ -22,7 +22,7 @@ from pydantic import AfterValidator, BeforeValidator
 
 from graphir.analysis.hazards import touches
 from graphir.errors import PassError
-from graphir.ir.device import Device, DeviceName, gpu
+from graphir.ir.device import CPU, Device, DeviceName, gpu
 from graphir.ir.names import micro_batch_of
 from graphir.ir.net import Net
 from graphir.ir.operator import Operator
@@ -35,6 +35,7 @@ from .module_patterns import claims, leaves_out
 from .regions import REPLICATED, Regions
 from .replicas import BEFORE_SPREAD, Shares, distinct, reduced, require_one_result
 from .shard_homes import STRATEGIES, homes_of
+from .shift_modules import Move
 from .standing import Order
 from .sync_batch_norm import synchronised_as_asked
 from .table_blocks import KINDS, Kind, tables_of
@@ -51,7 +52,7 @@ def _target(given: object) -> Target | None:
     if given is None:  # of what is left out
         return None
     fix = (
-        f"give a gpu, {' or '.join(map(repr, STRATEGIES))}, or a kind and gpus: "
+        f"give a gpu, 'cpu', {' or '.join(map(repr, STRATEGIES))}, or a kind and gpus: "
         f"{' or '.join(repr((kind, [0, 1])) for kind in KINDS)}"
     )
     if isinstance(given, str | int | torch.device):
@@ -92,6 +93,9 @@ class Shard(Pass):
         claimed = {m: by for m, by in claimed.items() if by in whole} | {path: path for path in blocks}
         homes = homes_of(program, claimed, {**whole, **blocks}, devices)
         spread = _spread(Regions(program, homes, self.devices, self.shares, self.name), self.reduction)
+        hosted = {module: pattern for module, pattern in claimed.items() if whole.get(pattern) == CPU}
+        if hosted:
+            spread = Move(spread, hosted, dict.fromkeys(hosted.values(), CPU)).run()
         return with_callbacks(spread, None, self.name, own=True) if defines_callback(program.module) else spread
 
     def recorded(self, program: Program) -> Program:
@@ -117,15 +121,18 @@ def shard(
     that of placed modules all replicas' micro-batch k, in replica order. Inputs that these read are put in this order
     on their device, as ``gpu_<d>/<input>_by_micro_batch``.
 
+    What goes to the host belongs to the first replica, whose prefix it has, and runs on the host.
+
     Modules that ask for callbacks get them, and batch norms that ask for statistics over replicas are synchronised, as
     :func:`replicate` does both.
 
     Args:
         program: captured at the size of one replica's share.
-        placement: by pattern (``"emb_l.0"``, ``"emb_l.*"``), the gpu to which the modules go; or ``"round_robin"``: to
-            one gpu after the other; or ``"balanced"``: the largest first, each to the gpu with the fewest bytes of
-            placed modules so far; or ``("rows", [0, 1])``, ``("columns", [0, 1])``: the table of an ``nn.Embedding`` or
-            ``nn.EmbeddingBag`` in blocks, one on each of these gpus. ``"!emb_l.2": None`` leaves modules out.
+        placement: by pattern (``"emb_l.0"``, ``"emb_l.*"``), the gpu to which the modules go, or ``"cpu"``; or
+            ``"round_robin"``: to one gpu after the other; or ``"balanced"``: the largest first, each to the gpu with
+            the fewest bytes of placed modules so far; or ``("rows", [0, 1])``, ``("columns", [0, 1])``: the table of an
+            ``nn.Embedding`` or ``nn.EmbeddingBag`` in blocks, one on each of these gpus. ``"!emb_l.2": None`` leaves
+            modules out.
         devices: numbers of gpus, or gpus as they are printed: replica r lives on ``gpu:<devices[r]>``.
         reduction: ``mean``: the loss is a mean over rows, so that each replica counts by its share; ``sum``: gradients
             are added up.

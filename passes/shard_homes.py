@@ -7,7 +7,7 @@ from typing import Final
 
 from graphir.errors import PassError
 from graphir.ir.blob import STATE_ROLES, dense_nbytes
-from graphir.ir.device import Device
+from graphir.ir.device import CPU, Device
 from graphir.ir.program import Program
 
 from .module_patterns import roots
@@ -29,17 +29,17 @@ def homes_of(
         claimed: by placed module, the pattern that holds for it.
         placement: by pattern, a device or a strategy. Modules that one pattern claims with those inside of them go to
             one device.
-        devices: of the replicas.
+        devices: of the replicas. What goes to the host is the first one's.
 
     Raises:
-        PassError: a device is none of *devices*.
+        PassError: a device is none of *devices*, and not the host.
     """
     within = roots(claimed)
     for pattern, target in placement.items():
-        if target not in STRATEGIES and target not in devices:
+        if target not in (*STRATEGIES, *devices, CPU):
             raise PassError(
                 f"{pattern!r} cannot be placed on {target}: no replica is there",
-                fix=f"devices: {', '.join(devices)}; or {' or '.join(map(repr, STRATEGIES))}",
+                fix=f"devices: {', '.join(devices)}, {CPU}; or {' or '.join(map(repr, STRATEGIES))}",
             )
     nbytes = dict.fromkeys(within.values(), 0)
     for module, own in module_nbytes(program).items():
@@ -49,8 +49,9 @@ def homes_of(
     found: dict[str, Device] = {}
 
     def place(root: str, device: Device) -> None:
-        found[root] = device
-        held[device] += nbytes[root]
+        found[root] = devices[0] if device.is_host else device
+        if not device.is_host:
+            held[device] += nbytes[root]
 
     for root in nbytes:
         if placement[claimed[root]] not in STRATEGIES:

@@ -31,7 +31,7 @@ from .following import follow, follows
 from .module_patterns import claims, leaves_out, weighted_modules
 from .standing import Order
 
-__all__ = ["ShiftModules", "Target", "shift_modules"]
+__all__ = ["Move", "ShiftModules", "Target", "shift_modules"]
 
 Target: TypeAlias = "DeviceName | Mapping[DeviceName, DeviceName]"
 """A device, or for each source device a target."""
@@ -68,7 +68,7 @@ class ShiftModules(Pass):
         claimed = claims(program, self.modules)
         targets = {pattern: to for pattern, to in self.modules.items() if to is not None}
         _refuse_unused_sources(program, claimed, targets)
-        return _Move(program, claimed, {pattern: _targets(to) for pattern, to in targets.items()}).run()
+        return Move(program, claimed, {pattern: _targets(to) for pattern, to in targets.items()}).run()
 
 
 def shift_modules(program: Program, modules: Mapping[str, Target | None]) -> Program:
@@ -113,7 +113,7 @@ def _targets(to: str | Mapping[str, str]) -> Mapping[Device, Device] | Device:
     return {Device.parse(source): Device.parse(target) for source, target in to.items()}
 
 
-class _Move:
+class Move:
     """One shift of modules.
 
     Attributes:

@@ -508,6 +508,26 @@ def test_bags_of_one_size_may_be_replicated(lookups: int) -> None:
         assert torch.allclose(session.step(*batch), model(*batch))
 
 
+def test_tables_on_the_host_have_the_bits_of_tables_on_a_gpu() -> None:
+    program = sharded({"emb_l": "cpu", "emb_l.0": 1})
+    peer = sharded({"emb_l": 0, "emb_l.0": 1})
+    hosted = {name for name, blob in program.step.blobs.items() if blob.device == "cpu:0" and blob.role == "param"}
+    assert hosted == {f"gpu_0/emb_l.{i}.weight" for i in range(1, len(CONFIG.tables))}
+    assert program.interface.placed == peer.interface.placed
+    assert graphir.certify(peer, program).holds
+    found = []
+    for made in (peer, program):
+        with runtime.Session(passes.emit(made), made.state, binding="cpu") as session:
+            losses = [session.step(*clicks(CONFIG, rows, rows)) for rows in (8, 7, 1)]
+            found.append([*losses, *session.state_dict().values()])
+    assert all(torch.equal(mine, its) for mine, its in zip(*found, strict=True))
+
+
+def test_what_is_on_the_host_takes_no_room_where_tables_are_balanced() -> None:
+    program = sharded({"emb_l.*": "balanced", "emb_l.0": "cpu"})
+    assert [program.interface.placed[f"emb_l.{i}.weight"] for i in range(3)] == [("gpu_0/",), ("gpu_0/",), ("gpu_1/",)]
+
+
 @pytest.mark.parametrize(
     ("placement", "devices", "message"),
     [
@@ -515,9 +535,8 @@ def test_bags_of_one_size_may_be_replicated(lookups: int) -> None:
         (
             {"emb_l.0": 2},
             [0, 1],
-            "'emb_l.0' cannot be placed on gpu:2: no replica is there\n  fix  devices: gpu:0, gpu:1",
+            "'emb_l.0' cannot be placed on gpu:2: no replica is there\n  fix  devices: gpu:0, gpu:1, cpu:0",
         ),
-        ({"emb_l.0": "cpu"}, [0, 1], "'emb_l.0' cannot be placed on cpu:0: no replica is there"),
         ({"emb_l.0": "evenly"}, [0, 1], "placement.emb_l.0: 'evenly' is not a device"),
         ({"emb*": 0, "em*": 1}, [0, 1], "module 'emb_l' is named by two patterns that are equally close"),
         ({"emb_l.0": 0}, [], "devices: no devices\n  fix  give at least one"),
