@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
 import torch
@@ -40,6 +41,7 @@ from graphir.ir.verify import blamed
 from .base import OptionError, Pass, Pipeline, Placed, build, read_option, register, require_program
 from .choice.attempts import Attempt, Attempts, Budget
 from .choice.groups import Reading, Wanted
+from .choice.hosted import on_host
 from .choice.least import exceeded, least
 from .choice.moves import placed
 from .choice.outcome import Outcomes
@@ -100,13 +102,13 @@ operators that this would take as long as a search, the best alone."""
 
 
 def _pinned(given: Any) -> str | None:
-    """The gpu where modules have to be; None of what is left out. Accelerate's maps have the host and ``disk``, too."""
+    """Where modules have to be; None of what is left out. Accelerate's maps have ``disk``, too."""
     if given is None:
         return None
-    fix = "pin modules to gpus, such as 'cuda:0' or 0; options 'park' puts what they save on the host"
-    if given == "disk" or (device := read_option(Device.parse, given, fix)).is_host:
-        raise OptionError(f"no module is put on {str(given)!r}", fix=fix)
-    return str(device)
+    fix = "pin modules to gpus, such as 'cuda:0' or 0, or to 'cpu'"
+    if given == "disk":
+        raise OptionError("no module is put on 'disk'", fix=fix)
+    return str(read_option(Device.parse, given, fix))
 
 
 class _Refused(Exception):
@@ -182,6 +184,10 @@ class Balance(Pass):
         """
         self.require_order(program)
         require_captured(program, self.name)
+        if CPU in self.pin.values():
+            there, pin = on_host(program, self.pin, "shift" in self.options)
+            found = self.model_copy(update={"pin": pin}).balanced(there, profile, threads, remedy, place)
+            return replace(found, pipeline=" | ".join(found.program.history[len(program.history) :]))
         with collector_paused(), blamed(program):
             place = self.topology or place or self.at_hand(program, threads)
             measured = profile_of(place) if profile == "cached" else profile
@@ -283,8 +289,8 @@ def balance(
             :meth:`.Topology.here` has it. A device that has no limit may hold as much as the topology says.
         options: what may be done.
         devices: that may be used beside those in *limits*.
-        pin: by pattern of modules, the gpu where they have to be, as Accelerate's ``device_map`` has it, too, if that
-            leaves none on the host or on disk.
+        pin: by pattern of modules, the gpu where they have to be, or ``"cpu"``: then the host runs them, and the search
+            moves the others. Accelerate's ``device_map`` is one, if it leaves nothing on disk.
         whole: patterns of modules that are not taken apart.
         seconds: how long to search.
         evaluations: how many placements to look at instead: equal numbers and seeds give equal programs, for equal

@@ -58,7 +58,6 @@ def test_what_is_no_program_is_refused(program: Program, make: Callable[[Program
         ({"limits": "1 GiB"}, "balance: limits: expected a dict, not '1 GiB'"),
         ({"seconds": math.inf}, "balance: seconds: Input should be a finite number"),
         ({"seconds": math.nan}, "balance: seconds: Input should be a finite number"),
-        ({"pin": {"fc1": "cpu"}}, "balance: pin.fc1: no module is put on 'cpu'"),
         ({"pin": {"fc1": "disk"}}, "balance: pin.fc1: no module is put on 'disk'"),
         ({"pin": {"": 5}}, "balance: '' is pinned to gpu:5, which no limit names"),
         (
@@ -144,15 +143,6 @@ def test_limits_that_are_no_bytes_are_refused_with_the_units(program: Program, g
     assert refusal.value.fix == (
         "write a whole number from 1 up, or text such as '24 MiB' or '24 MB': "
         "KiB, MiB, GiB, TiB are powers of 1024, KB, MB, GB, TB of 1000"
-    )
-
-
-def test_pins_to_the_host_are_refused_though_a_limit_names_it(program: Program) -> None:
-    with pytest.raises(PassError, match=r"pin\.fc1: no module is put on 'cpu'") as refusal:
-        balance(program, {"gpu:0": 10**9, "cpu": 10**9}, pin={"fc1": "cpu"})
-    assert (
-        refusal.value.fix
-        == "pin modules to gpus, such as 'cuda:0' or 0; options 'park' puts what they save on the host"
     )
 
 
