@@ -119,14 +119,15 @@ def device_map(program: Program, grouped: Grouped) -> dict[str, int | str]:
     step, prefix = program.step, program.replicas[0]
     wanted = dict.fromkeys([unit.module for units in grouped.units for unit in units if not unit.piece])
     wanted.update(dict.fromkeys([module for _, module in grouped.homes]))
-    wanted.update(dict.fromkeys([op.module for op in step.ops if op.phase == "forward" and op.device.is_host]))
     state: dict[str, dict[str, Device]] = defaultdict(dict)
     for name in step.external_inputs:
         if (blob := step.blobs[name]).role not in ("param", "buffer"):
             continue
         own = base_name(name)
-        if name == prefix + own and (module := own.rpartition(".")[0]) in wanted:
+        module = own.rpartition(".")[0]
+        if name == prefix + own and (module in wanted or blob.device.is_host):  # the search has no units of the host
             state[module][own] = blob.device
+            wanted.setdefault(module)
     run: dict[str, Device] = {}
     without = wanted.keys() - state.keys()
     for op in step.ops if without else ():

@@ -32,11 +32,12 @@ class Tagger(nn.Module):
 BATCH = torch.arange(8), torch.arange(8) % 4
 
 
-def captured() -> Program:
+def captured(**options: Any) -> Program:
     torch.manual_seed(0)
     model = Tagger()
     optimizer = torch.optim.AdamW(model.parameters())
-    return graphir.capture(model, BATCH[:1], targets=BATCH[1:], loss=nn.functional.cross_entropy, optimizer=optimizer)
+    loss = nn.functional.cross_entropy
+    return graphir.capture(model, BATCH[:1], targets=BATCH[1:], loss=loss, optimizer=optimizer, **options)
 
 
 def on_the_host(program: Program) -> set[str]:
@@ -45,8 +46,9 @@ def on_the_host(program: Program) -> set[str]:
     return {blob.name for blob in blobs if blob.role == "param" and blob.device == "cpu:0"}
 
 
-def test_a_map_with_modules_on_the_host_goes_in_and_out() -> None:
-    program = captured()
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=["whole", "in micro-batches"])
+def test_a_map_with_modules_on_the_host_goes_in_and_out(options: dict[str, Any]) -> None:
+    program = captured(**options)
     found = balance(program, LIMITS, pin={"token": "cpu", "body": 0, "head": 1}, evaluations=20)
     assert on_the_host(found.program) == {"token.weight"}
     assert found.device_map == {"token": "cpu", "body.0": 0, "body.1.0": 0, "head": 1}
