@@ -187,6 +187,12 @@ def test_versions_that_a_phase_has_made_before_the_update() -> None:
     assert lines(parked)[-1].startswith("s;2 = aten.add_.Tensor(s;1, w_grad_cpu)")
 
 
+def test_traffic_says_why_and_warns_of_nothing() -> None:
+    found = graphir.traffic(passes.inject_copies(passes.park(with_adam(), STATE, "cpu", update_there=True)))
+    assert {str(reason) for copied in found.copies for reason in copied.reasons} == {"park cpu:0"}
+    assert all(copied.reasons for copied in found.copies) and not found.warnings
+
+
 def test_what_is_read_again_after_the_update_comes_in_again() -> None:
     """As the discriminator of a GAN is, where one step updates it and then the generator."""
     body = STEP.replace("output loss", "loss") + "    output z : f32[128,128] @gpu:0 = aten.mm(x, w;1)\n"

@@ -346,6 +346,8 @@ class _Search:
         for (origin, away), crossed in sizes.items():
             home = self.blobs[origin].device
             there = readers.get((origin, away), {})
+            if there and all(self.updates_on(away, op) for op in there.values()):
+                continue  # park has put them there, with the state that is large
             operators = tuple(op for op in there.values() if op.module)
             modules = [
                 some(op.module or _kernel(op) for op in readers.get((origin, device), {}).values())
@@ -356,6 +358,13 @@ class _Search:
             total = None if None in crossed.values() else sum(size or 0 for size in crossed.values())
             alike = tuple(map(without_indices, modules))
             yield _Found("state copied", (base_name(origin),), {origin: total}, operators, away, home, words, alike)
+
+    def updates_on(self, device: Device, op: Operator) -> bool:
+        """Whether an operator is an update of state that lives on a device."""
+        written = [self.blobs[op.inputs[source]] for _, source in op.effects.writes]
+        return op.phase == "update" and any(
+            blob.role in STATE_ROLES and blob.device == device and not is_host_scalar(blob) for blob in written
+        )
 
     def sharing(self, origins: Collection[str]) -> dict[tuple[str, Device], dict[str, Operator]]:
         """The first operator of each module that computes with these storages or their copies, by device."""

@@ -173,6 +173,9 @@ class _Explained:
             found += self.moves.of(Placed(crossing.origin, source, by, module, (crossing.origin,)))
         if reader is not None and reader.outputs:
             found += self.moves.between_replicas(crossing.origin, reader.outputs[0])
+        there = next((end for end in (reader, maker) if end is not None and end.by == "park"), None)
+        if not found and there is not None:
+            found += self.moves.parked(crossing.origin, there.module)
         if not found and self.moves.entries:
             found += self.of_blob(op.inputs[0])
             if blobs[op.outputs[0]].storage in self.lasting:
