@@ -23,7 +23,7 @@ import torch
 from pydantic import AfterValidator, AllowInfNan, BeforeValidator, NonNegativeFloat, PositiveInt
 
 from graphir.analysis.element_types import refuse_element_types
-from graphir.analysis.execution import STREAMS
+from graphir.analysis.execution import streams_of
 from graphir.analysis.memory import check_profile, check_threads
 from graphir.analysis.profile_files import profile_of
 from graphir.analysis.profiles import Profile
@@ -451,7 +451,7 @@ class _Balancing:
 
     def reading(self) -> Reading:
         """The program as it is read to be grouped."""
-        issue = STREAMS.issue if self.topology.host is None else None
+        issue = streams_of(self.topology).issue if self.topology.host is None else None
         return Reading(self.program, self.wanted, self.topology, self.profile, self.threads, issue)
 
     def run(self) -> Balanced:

@@ -23,6 +23,7 @@ class Pretended:
         peers: whether cards reach each other's memory, without *figures*.
         driver: what figures hold for.
         lacks: element types that no card multiplies.
+        issues: seconds that the host takes to issue a kernel.
     """
 
     def __init__(
@@ -32,9 +33,10 @@ class Pretended:
         peers: bool = False,
         driver: str = "driver 13000",
         lacks: tuple[str, ...] = (),
+        issues: float = 5e-6,
     ) -> None:
         self.there, self.figures, self.peers, self.named, self.lacks = list(cards), figures, peers, driver, lacks
-        self.measured = 0
+        self.issues, self.measured = issues, 0
 
     def cards(self) -> list[Card]:
         return self.there
@@ -54,6 +56,9 @@ class Pretended:
 
     def seconds_per_call(self, index: int) -> float:
         return 2e-6
+
+    def seconds_to_issue(self) -> float:
+        return self.issues
 
     def link(self, source: str, destination: str) -> Link:
         if self.figures is not None:

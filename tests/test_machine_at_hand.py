@@ -345,3 +345,17 @@ def test_the_command_line_measures_the_machine_anew(
         with pytest.raises(GraphirError, match=said) as refusal:
             app(["profile", *arguments], standalone_mode=False)
         assert fix in str(refusal.value.fix)
+
+
+def test_a_slow_host_issues_more_slowly() -> None:
+    program = trained()
+    plan, found = passes.emit(program), {}
+    for seconds in (5e-6, 20e-6):
+        with pretended(Pretended(Card("L4", 24 << 30, 23 << 30), issues=seconds)):
+            found[seconds] = graphir.estimate(plan)
+            balanced = passes.balance(program, {"gpu:0": "1 GiB"}, evaluations=1)
+            assert balanced.after == found[seconds].seconds  # what balance reckons with is the same
+    assert found[5e-6].issue is not None and found[20e-6].issue is not None
+    assert found[20e-6].issue.seconds == pytest.approx(4 * found[5e-6].issue.seconds)
+    unknown = graphir.estimate(plan, Topology.of("l4"))
+    assert unknown.issue is not None and unknown.issue.seconds == pytest.approx(found[5e-6].issue.seconds)

@@ -12,8 +12,9 @@ from typing import Final, NamedTuple
 from ..ir.operator import Operator
 from ..ir.plan import lane_device
 from .issuing import Calls
+from .topology import Topology
 
-__all__ = ["INTERPRETER_SECONDS", "ONE_THREAD", "STREAMS", "THREADS", "Execution", "IssueSeconds"]
+__all__ = ["INTERPRETER_SECONDS", "ONE_THREAD", "STREAMS", "THREADS", "Execution", "IssueSeconds", "streams_of"]
 
 
 class IssueSeconds(NamedTuple):
@@ -93,8 +94,8 @@ _PATIENCE: Final = 30e-6
 _ISSUE_SECONDS: Final = IssueSeconds(
     kernel=5e-6, copy=8e-6, record=1.5e-6, wait=1.5e-6, switch=1e-6, view=0.5e-6, replay=20e-6
 )
-"""For a fast host and short kernels: assumed, since only a machine with a GPU can measure them. A profile of a card has
-the seconds of its operators, which go before these. The host of an H200 took more, by recorded steps that nothing but
+"""For a fast host and short kernels, where the topology does not say (:func:`streams_of`). A profile of a card has the
+seconds of its operators, which go before these. The host of an H200 took more, by recorded steps that nothing but
 issuing fills: 16 µs a kernel for narrow linear layers, 40 to 50 µs for convolutions and batch norms."""
 
 ONE_THREAD: Final = Execution("serial", _one)
@@ -105,3 +106,12 @@ THREADS: Final = Execution("threads", lane_device, _WAKE_SECONDS, _PATIENCE, loc
 
 STREAMS: Final = Execution("cuda", str, issue=_ISSUE_SECONDS)
 """A CUDA stream for each lane."""
+
+
+def streams_of(topology: Topology) -> Execution:
+    """A CUDA stream for each lane, issued to by this machine's host: where its seconds to issue a kernel are known, all
+    calls take as many times longer, or shorter, as kernels do."""
+    if topology.seconds_to_issue is None:
+        return STREAMS
+    factor = topology.seconds_to_issue / _ISSUE_SECONDS.kernel
+    return STREAMS._replace(issue=IssueSeconds(*[factor * seconds for seconds in _ISSUE_SECONDS]))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from graphir.analysis.estimate import estimated
-from graphir.analysis.execution import ONE_THREAD, STREAMS, THREADS
+from graphir.analysis.execution import ONE_THREAD, THREADS, streams_of
 from graphir.analysis.memory import memory
 from graphir.analysis.profiles import Profile
 from graphir.analysis.topology import Topology
@@ -85,7 +85,7 @@ class Plans:
         if self.flows:
             copied, then = self.flowing(copied, then)
         plan = instructed(copied)
-        executions = (STREAMS,) if self.topology.host is None else (ONE_THREAD, THREADS)
+        executions = (streams_of(self.topology),) if self.topology.host is None else (ONE_THREAD, THREADS)
         peaks = memory(plan, threads=self.threads, profile=self.profile).peak
         seconds = min(
             estimated(plan, self.topology, execution, plan.dims, self.profile, self.threads).seconds

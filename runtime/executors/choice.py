@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import torch
 
 from graphir.analysis.cost import operator_costs
-from graphir.analysis.execution import INTERPRETER_SECONDS, ONE_THREAD, STREAMS, THREADS, Execution
+from graphir.analysis.execution import INTERPRETER_SECONDS, ONE_THREAD, THREADS, Execution, streams_of
 from graphir.analysis.profile_files import cached
 from graphir.analysis.profiles import Profile
 from graphir.analysis.schedule import schedule
@@ -144,7 +144,7 @@ def execution_of(plan: Plan, executor: str, topology: Topology, threads: int, pr
             fix="leave executor out, or give another topology",
         )
     if not on_host:
-        return STREAMS
+        return streams_of(topology)
     if len({lane_device(lane) for lane in plan.lanes}) < 2:
         return ONE_THREAD
     return _EXECUTIONS[_fastest(predict(plan, topology, profile, threads)) if executor == "auto" else executor]

@@ -26,7 +26,7 @@ from graphir.ir.device import Device
 from .capacity import capacity, free_memory
 from .surroundings import neutral
 
-__all__ = ["cores", "fastest", "host_rates", "host_speed", "host_topology", "today"]
+__all__ = ["cores", "fastest", "host_rates", "host_speed", "host_topology", "short_calls", "today"]
 
 _RUNS: Final = 7
 _SIDE: Final = 256
@@ -80,8 +80,13 @@ def _product(dtype: torch.dtype) -> Callable[[], object]:
 
 
 def _seconds_per_call() -> float:
-    """What short operators take that follow each other as in a step: of several types in turn, each on operands of its
-    own. The same one called again and again takes less."""
+    calls, count = short_calls(_HOST)
+    return fastest(calls) / count
+
+
+def short_calls(place: torch.device) -> tuple[Callable[[], None], int]:
+    """Short operators that follow each other as in a step, and how many they are: of several types in turn, each on
+    operands of its own. The same one called again and again takes less."""
     types: Sequence[Callable[[Tensor], object]] = (
         lambda x: torch.addmm(x[0], x, x),
         torch.relu,
@@ -90,14 +95,14 @@ def _seconds_per_call() -> float:
         lambda x: torch.native_layer_norm(x, [_SHORT], None, None, 1e-5),
         torch.tanh,
     )
-    operands = [torch.ones(_SHORT, _SHORT) for _ in range(_CALLS)]
+    operands = [torch.ones(_SHORT, _SHORT, device=place) for _ in range(_CALLS)]
 
     def calls() -> None:
         for x in operands:
             for call in types:
                 call(x)
 
-    return fastest(calls) / (_CALLS * len(types))
+    return calls, _CALLS * len(types)
 
 
 def _seconds_per_view() -> float:
@@ -177,11 +182,12 @@ def today() -> str:
     return datetime.date.today().isoformat()
 
 
-def fastest(run: Callable[[], object], runs: int = _RUNS) -> float:
-    """Seconds of the fastest of several runs, after one that warms up."""
+def fastest(run: Callable[[], object], runs: int = _RUNS, before: Callable[[], object] = lambda: None) -> float:
+    """Seconds of the fastest of several runs, after one that warms up; *before* each one is no part of it."""
     run()
     found = []
     for _ in range(runs):
+        before()
         start = time.perf_counter()
         run()
         found.append(time.perf_counter() - start)

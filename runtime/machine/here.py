@@ -109,7 +109,14 @@ def _measure(probe: Probe, cards: Sequence[Card], machine: str) -> Topology:
     speeds, links = speeds_and_links(probe)
     host = host_speed(1, torch.get_num_threads())
     name = f"this machine ({_named(cards)})"
-    return Topology(name=name, devices={**speeds, CPU: host}, links=links, machine=machine, measured=today())
+    return Topology(
+        name=name,
+        devices={**speeds, CPU: host},
+        links=links,
+        machine=machine,
+        measured=today(),
+        seconds_to_issue=probe.seconds_to_issue(),
+    )
 
 
 def _named(cards: Sequence[Card]) -> str:

@@ -15,7 +15,7 @@ import torch
 from graphir.analysis.profiles import driver
 from graphir.analysis.topology import Link, Speed
 
-from .calibration import fastest
+from .calibration import fastest, short_calls
 
 __all__ = ["Card", "Cards", "Probe", "speeds_and_links"]
 
@@ -62,6 +62,10 @@ class Probe(Protocol):
 
     def seconds_per_call(self, index: int) -> float:
         """What a kernel on a card takes, however small it is."""
+        ...
+
+    def seconds_to_issue(self) -> float:
+        """What a thread of the host takes, in Python, to issue a short kernel to a card."""
         ...
 
     def link(self, source: str, destination: str) -> Link:
@@ -136,6 +140,10 @@ class Cards:
             with torch.cuda.graph(graph):
                 short()
             return _seconds(index, graph.replay) / _SHORT
+
+    def seconds_to_issue(self) -> float:
+        calls, count = short_calls(torch.device("cuda", 0))
+        return fastest(calls, _RUNS, before=lambda: torch.cuda.synchronize(0)) / count
 
     def link(self, source: str, destination: str) -> Link:
         a, b = _place(source), _place(destination)
