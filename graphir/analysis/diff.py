@@ -117,7 +117,8 @@ class Diff(_Entry):
         peaks: by device; none for bare nets, or where sizes are not known.
         guards: those of one alone, ``+`` before those of *after*; none for bare nets.
         program: how far ahead copies are issued, how gradients are reduced and by which shares a batch is divided,
-            where the programs differ in it, as ``ahead None -> 0``; none for bare nets.
+            where the programs differ in it, as ``ahead None -> 0``; why sizes are fixed, and the caveats, of one alone;
+            none for bare nets.
     """
 
     before: str
@@ -228,8 +229,7 @@ def _nets(subject: _Subject) -> _Nets:
 def _guards(before: _Subject, after: _Subject) -> tuple[str, ...]:
     if isinstance(before, Net) or isinstance(after, Net):
         return ()
-    ours, theirs = (list(map(str, program_of(subject).guards)) for subject in (before, after))
-    return (*(f"- {g}" for g in ours if g not in theirs), *(f"+ {g}" for g in theirs if g not in ours))
+    return _alone(*[list(map(str, program_of(subject).guards)) for subject in (before, after)])
 
 
 def _program(before: _Subject, after: _Subject) -> tuple[str, ...]:
@@ -237,7 +237,22 @@ def _program(before: _Subject, after: _Subject) -> tuple[str, ...]:
         return ()
     a, b = program_of(before), program_of(after)
     values = [(name, getattr(a, name), getattr(b, name)) for name in ("ahead", "reduction", "shares")]
-    return tuple([f"{name} {x} -> {y}" for name, x, y in values if x != y])
+    changed = [f"{name} {x} -> {y}" for name, x, y in values if x != y]
+    return (*changed, *_alone(_said(a), _said(b)))
+
+
+def _said(program: Program) -> list[str]:
+    """Why sizes are fixed, and the caveats."""
+    fixed = [f"fixed: {program.fixed}"] if program.fixed else []
+    return [*fixed, *[f"caveat: {text}" for text in program.caveats]]
+
+
+def _alone(ours: Sequence[str], theirs: Sequence[str]) -> tuple[str, ...]:
+    """The lines of one alone."""
+    return (
+        *(f"- {line}" for line in ours if line not in theirs),
+        *(f"+ {line}" for line in theirs if line not in ours),
+    )
 
 
 def _peaks(before: _Subject, after: _Subject) -> tuple[Peak, ...]:

@@ -124,6 +124,12 @@ def test_how_copies_are_issued_and_gradients_reduced() -> None:
     assert "program changed: 1\n  shares () -> (3, 1)" in str(diff(before, shared))
 
 
+def test_what_a_program_says_of_itself() -> None:
+    before = program_of("input x : f32[4] @gpu:0").with_(caveats=("one", "two"))
+    after = before.with_(caveats=("two", "three"), fixed="why")
+    assert diff(before, after).program == ("- caveat: one", "+ fixed: why", "+ caveat: three")
+
+
 def test_blob_fields() -> None:
     (change,) = diff(TINY, reblobbed(TINY, "d.t", strides=(1, 8))).blobs
     assert str(change) == "d.t: strides [1, 4] -> [1, 8]"
