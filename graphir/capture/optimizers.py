@@ -164,13 +164,20 @@ _SPARSE: Final[Mapping[str, str]] = {
 """The types that update by a sparse gradient, by those that their optimizers are read as."""
 
 
-def with_layout(update: ParamUpdate, sparse: bool) -> ParamUpdate:
+def with_layout(update: ParamUpdate, sparse: bool, alone: bool) -> ParamUpdate:
     """*update* by a gradient of this layout.
+
+    Args:
+        update: as it is for a dense gradient.
+        sparse: whether the gradient is.
+        alone: whether torch makes the update by itself even where it makes others by lists.
 
     Raises:
         CaptureError: torch does not update by such a gradient, or with momentum, whose buffer would be sparse.
     """
     ours = _SPARSE.get(update.type)
+    if alone and update.args.get("form") == "foreach":
+        update = update._replace(args={key: value for key, value in update.args.items() if key != "form"})
     if not sparse:
         if ours == update.type:
             raise CaptureError(
@@ -178,8 +185,6 @@ def with_layout(update: ParamUpdate, sparse: bool) -> ParamUpdate:
             )
         return update
     taken = _parameters(ours) if ours is not None else set()
-    if update.args.get("form") == "foreach":  # torch takes sparse gradients one by one then
-        update = update._replace(args={key: value for key, value in update.args.items() if key != "form"})
     unfit = [f"{key}={value!r}" for key, value in update.args.items() if key not in taken]
     unfit += [f"{name}={value!r}" for name, value in update.numbers.items() if name + NOW not in taken]
     if ours is None or unfit:

@@ -99,10 +99,18 @@ def build_update(
     state: dict[str, dict[str, str]] = {}
     parts: list[_Part] = []
     for group, rate, others in zip(groups, rates, numbers, strict=True):
+        values = {update.param: recording.state[update.param] for update in group.updates}
+        # Where one of a list is sparse, Adagrad makes all of its updates one by one, and SGD those of the sparse.
+        looped = {
+            values[update.param].dtype
+            for update in group.updates
+            if update.type == "graphir.adagrad" and values[update.param].index in recording.sparse_gradients
+        }
         for update in group.updates:
-            index = recording.state[update.param].index
+            index = values[update.param].index
             if index in gradients:
-                update = with_layout(update, sparse=index in recording.sparse_gradients)
+                sparse = index in recording.sparse_gradients
+                update = with_layout(update, sparse, alone=sparse or values[update.param].dtype in looped)
             elif not update.started:
                 continue
             mine = state[update.param] = {}

@@ -134,6 +134,26 @@ def test_foreach_in_a_type_that_rounds_between_its_operators() -> None:
     matches_eager(program, example, lambda params: torch.optim.RMSprop(params, foreach=True))
 
 
+@pytest.mark.parametrize(("make", "form"), [(torch.optim.Adagrad, None), (torch.optim.SGD, "foreach")])
+def test_updates_beside_a_sparse_gradient(make: Callable[..., torch.optim.Optimizer], form: str | None) -> None:
+    """torch's Adagrad makes all updates of a list one by one then, its SGD that of the sparse gradient alone."""
+    model = torch.nn.Sequential(torch.nn.EmbeddingBag(5, 4, sparse=True), torch.nn.Linear(4, 2))
+    other = torch.nn.Linear(4, 2)
+    model.append(torch.nn.Sequential(torch.nn.Linear(2, 4), other))
+    groups = [{"params": list(other.parameters())}, {"params": [p for p in model.parameters() if p.shape[0] != 2]}]
+    optimizer = make(groups, lr=0.1, foreach=True)
+    ids = torch.arange(6).view(2, 3) % 5
+    program = capture(model, (ids,), loss=torch.sum, optimizer=optimizer)
+    forms = {op.inputs[0]: op.args.get("form") for op in program.step.ops if op.phase == "update"}
+    assert forms == {
+        "2.1.weight": "foreach",
+        "2.1.bias": "foreach",
+        "0.weight": None,
+        "2.0.weight": form,
+        "2.0.bias": form,
+    }
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_fused_sgd_of_16_bit_parameters_is_refused_where_they_are_trained(momentum: float) -> None:
     example = models.mlp()
