@@ -12,6 +12,7 @@ asks about autocast for the host, as ``torch.autocast(x.device.type, ...)`` does
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,14 +21,15 @@ from typing import Any, Final
 import torch
 from torch.amp import autocast_mode
 
-from ..errors import CaptureError
-from .cuda_casts import CastWeights, casts_included, casts_lent
+from ..errors import CaptureError, TrainingWarning, warn
+from .cuda_casts import CUDA, CastWeights, casts_included, casts_lent, has_kernel
+from .global_state import open_regions
 from .libraries import Outside
 from .patches import replaced
 from .refusals import where
 from .scopes import Scopes
 
-__all__ = ["Target", "autocast_followed"]
+__all__ = ["Target", "autocast_followed", "autocast_left"]
 
 _C: Final[Any] = torch._C
 _KINDS: Final = ("cpu", "cuda")
@@ -35,6 +37,9 @@ _CUSTOM: Final = "decorate_fwd"
 """The function that ``torch.amp.custom_fwd`` puts around another one."""
 _RECOMPUTING: Final = "torch.utils.checkpoint"
 """It enters autocast for the host as it found it: where that was CUDA's, this is no other."""
+_UNTOLD: Final = (
+    "without a GPU torch switches autocast for CUDA off, and nothing tells whether this one was meant to be"
+)
 _MADE: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 """Autocasts that were made within recordings: those for CUDA are as the step asked for them."""
 
@@ -50,6 +55,9 @@ class Target:
 
     Raises:
         CaptureError: there is no such kind.
+
+    Warns:
+        TrainingWarning: torch has switched off an autocast for CUDA around the capture, or was told to.
     """
 
     def __init__(self, given: str | None) -> None:
@@ -62,6 +70,24 @@ class Target:
         self.is_cuda = given == "cuda" or (given is None and _C.is_autocast_enabled("cuda"))
         self.casts = False
         self.casts_on_host = not self.is_cuda and _C.is_autocast_enabled("cpu")
+        if given != "cpu" and _is_within_idle_region():
+            warn(
+                f"the capture is within a torch.autocast for CUDA that casts nothing: {_UNTOLD}. To record CUDA's "
+                'casts enter it in the forward, or write torch.autocast("cpu", …) around a capture with target="cuda"; '
+                'target="cpu" records none',
+                TrainingWarning,
+            )
+
+    def refuse_kernel(self, func: Any, scope: str) -> None:
+        """Refuse an operator of a library that has a kernel of its own for CUDA's autocast, under autocast for CUDA."""
+        if self.casts and has_kernel(func.name(), CUDA):
+            raise CaptureError(
+                f"the step calls {func.name()} under autocast for CUDA, which has casts of its own there, and these do "
+                "not show on the host",
+                where=where(scope),
+                fix='call it within torch.autocast("cuda", enabled=False), with its arguments cast as it casts them, '
+                "such as x.bfloat16()",
+            )
 
     def refuse_inference(self, scope: str) -> None:
         """Refuse a composite operator in inference mode, which torch shows whole, under autocast for CUDA."""
@@ -104,6 +130,24 @@ def autocast_followed(target: Target, scopes: Scopes) -> Iterator[None]:
             _C.set_autocast_dtype(kind, dtype)
 
 
+@contextlib.contextmanager
+def autocast_left() -> Iterator[None]:
+    """While this is active, autocast is off.
+
+    A region around a step is for its forward and its loss. torch recommends to call ``backward`` outside of it:
+    operators take the element types there that those of the forward have left.
+    """
+    # Set, not entered: at its end an autocast's context empties what all threads have cast.
+    kinds = [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
+    for kind in kinds:
+        torch.set_autocast_enabled(kind, False)
+    try:
+        yield
+    finally:
+        for kind in kinds:
+            torch.set_autocast_enabled(kind, True)
+
+
 class _Follow:
     """What stands in the place of torch's functions for one recording."""
 
@@ -125,8 +169,8 @@ class _Follow:
         functions = {
             "is_autocast_enabled": self._is_enabled,
             "set_autocast_enabled": self._set_enabled,
-            "get_autocast_dtype": lambda kind: _C.get_autocast_dtype(self._meant(kind)),
-            "set_autocast_dtype": lambda kind, dtype: _C.set_autocast_dtype(self._meant(kind), dtype),
+            "get_autocast_dtype": lambda device_type: _C.get_autocast_dtype(self._meant(device_type)),
+            "set_autocast_dtype": lambda device_type, dtype: _C.set_autocast_dtype(self._meant(device_type), dtype),
             "is_autocast_cpu_enabled": lambda: _C.is_autocast_enabled(self._meant("cpu")),
             "set_autocast_cpu_enabled": lambda enabled: self._set_enabled("cpu", enabled),
             "get_autocast_cpu_dtype": lambda: _C.get_autocast_dtype(self._meant("cpu")),
@@ -143,10 +187,11 @@ class _Follow:
             yield
 
     def _meant(self, kind: str) -> str:
+        kind = torch.device(kind).type  # torch takes "cuda:0", too
         return "cuda" if kind == "cpu" and self._target.is_cuda else kind
 
-    def _is_enabled(self, kind: str = "cuda") -> bool:
-        enabled: bool = _C.is_autocast_enabled(self._meant(kind))
+    def _is_enabled(self, device_type: str = "cuda") -> bool:
+        enabled: bool = _C.is_autocast_enabled(self._meant(device_type))
         asking = sys._getframe(1)
         if enabled and asking.f_code.co_name == _CUSTOM and asking.f_locals.get("cast_inputs") is not None:
             raise CaptureError(
@@ -158,11 +203,11 @@ class _Follow:
             )
         return enabled
 
-    def _set_enabled(self, given: str | bool, enabled: bool = False) -> None:
-        if isinstance(given, bool):  # torch takes this for CUDA
-            kind, enabled = "cuda", given
+    def _set_enabled(self, device_type: str | bool = "cuda", enabled: bool = False) -> None:
+        if isinstance(device_type, bool):  # torch takes this for CUDA
+            kind, enabled = "cuda", device_type
         else:
-            kind = self._meant(given)
+            kind = self._meant(device_type)
         if kind == "cuda" and enabled and not self._target.is_cuda:
             if self._target.casts_on_host:
                 raise self._ambiguous()
@@ -174,7 +219,8 @@ class _Follow:
 
     def _clear(self) -> None:
         self.weights.clear()
-        _C.clear_autocast_cache()
+        if not self._target.is_cuda:
+            _C.clear_autocast_cache()  # which other threads have too
 
     def _made(self, make: Callable[..., None]) -> Callable[..., None]:
         """Autocast's ``__init__``."""
@@ -183,12 +229,12 @@ class _Follow:
             autocast: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
         ) -> None:
             target = self._target
-            if device_type == "cpu" and enabled and target.given is None:
+            if enabled and target.given is None and torch.device(device_type).type == "cpu":
                 if not target.is_cuda:
                     target.casts_on_host = True
                 elif not _C.is_autocast_enabled("cuda") and _caller() != _RECOMPUTING:
                     raise self._ambiguous()
-            make(autocast, device_type, dtype, enabled, cache_enabled)
+            make(autocast, self._meant(device_type), dtype, enabled, cache_enabled)
             _MADE.add(autocast)
 
         return made
@@ -196,13 +242,13 @@ class _Follow:
     def _entered(self) -> Callable[..., Any]:
         """Autocast's ``__enter__``."""
         enter: Callable[[Any], Any] = autocast_mode.autocast.__enter__
-        switched_off = torch.cuda.amp.common.amp_definitely_not_available()
+        switched_off = _switched_off()
 
         def entered(autocast: Any) -> Any:
             if autocast.device == "cuda" and not autocast._enabled and switched_off and autocast not in _MADE:
                 raise CaptureError(
-                    "the step enters a torch.autocast for CUDA that was made outside of it, as by a decorator: without "
-                    "a GPU torch has switched it off, and nothing tells whether it was meant to be",
+                    "the step enters a torch.autocast for CUDA that was made outside of it, as by a decorator: "
+                    f"{_UNTOLD}",
                     where=where(self._scopes.current),
                     fix='enter it in the forward, with torch.autocast("cuda", …):, or capture with target="cpu", '
                     "without casts for CUDA",
@@ -220,6 +266,22 @@ class _Follow:
                 "nothing; or write the same kind of device in both places"
             ),
         )
+
+
+def _is_within_idle_region() -> bool:
+    """Whether this thread is within regions of autocast that cast nothing, one of them for CUDA.
+
+    torch counts regions, and only the frames that are in them hold them. One that has been left may be taken for it.
+    """
+    if not open_regions() or not _switched_off() or any(map(_C.is_autocast_enabled, _KINDS)):
+        return False
+    regions = [it for it in gc.get_objects() if autocast_mode.autocast in type(it).__mro__]
+    return any(getattr(region, "device", "") == "cuda" for region in regions)
+
+
+def _switched_off() -> bool:
+    """Whether torch switches autocast for CUDA off, for want of a GPU."""
+    return bool(torch.cuda.amp.common.amp_definitely_not_available())
 
 
 def _caller() -> str:

@@ -28,11 +28,12 @@ from ..errors import CaptureError
 from ..ir.meta import fresh_fake_mode
 from ..process import Setting, held
 
-__all__ = ["CastWeights", "casts_included", "casts_lent", "opens_cells"]
+__all__ = ["CUDA", "CastWeights", "casts_included", "casts_lent", "has_kernel", "opens_cells"]
 
 _C: Final[Any] = torch._C
 _aten: Final = torch.ops.aten
-_CUDA: Final = "AutocastCUDA"
+CUDA: Final = "AutocastCUDA"
+"""The dispatch key of CUDA's autocast."""
 _KEYS: Final = ("AutocastIPU", "AutocastHPU")
 """Keys of a lower priority than CUDA's, of backends that have their kernels in packages of their own."""
 _RECURRENT: Final = tuple(
@@ -131,7 +132,7 @@ def casts_included(included: bool) -> None:
 @cache
 def _own_key() -> Any:
     """The dispatch key whose kernels these are. They are registered once: nothing else comes by them."""
-    free = [name for name in _KEYS if hasattr(_C.DispatchKey, name) and not _has_kernel("aten::mm", name)]
+    free = [name for name in _KEYS if hasattr(_C.DispatchKey, name) and not has_kernel("aten::mm", name)]
     if not free:
         raise CaptureError(
             f"autocast for CUDA is recorded by a dispatch key that no tensor has, and backends of torch have taken "
@@ -151,14 +152,15 @@ def _keep(namespace: str) -> torch.library.Library:
     return torch.library.Library(namespace, "IMPL")  # kernels go with their library
 
 
-def _has_kernel(name: str, key: str) -> bool:
+def has_kernel(name: str, key: str) -> bool:
+    """Whether an operator, such as ``aten::mm``, has a kernel of its own for a dispatch key."""
     return bool(_C._dispatch_has_kernel_for_dispatch_key(name, key))
 
 
 def _asked_operators() -> Iterator[Any]:
     """The operators that CUDA's autocast has kernels of, and the overloads of norms with which it answers."""
     for name in _C._dispatch_get_all_op_names():
-        if name.startswith("aten::") and (_has_kernel(name, _CUDA) or name in _NORMS):
+        if name.startswith("aten::") and (has_kernel(name, CUDA) or name in _NORMS):
             packet, _, overload = name.removeprefix("aten::").partition(".")
             yield getattr(getattr(_aten, packet), overload or "default")
 
@@ -235,7 +237,7 @@ def _asked_casts(func: Any, given: Mapping[str, Any]) -> _Casts:
         return _Casts(answer.func, dtypes, added)
     finally:
         _local.asks = False
-    raise AssertionError(f"AutocastCUDA of {func} calls an operator that was not asked")
+    raise AssertionError(f"{CUDA} of {func} calls an operator that was not asked")
 
 
 def _has_tensors(value: Any) -> bool:

@@ -13,7 +13,7 @@ from .conditions import Broken, Conditions
 from .libraries import Outside
 from .patches import replaced
 
-__all__ = ["SETTINGS", "global_state_kept"]
+__all__ = ["SETTINGS", "global_state_kept", "open_regions"]
 
 
 class _Setting(NamedTuple):
@@ -35,6 +35,19 @@ def _autocast(device: str) -> _Setting:
         _C.set_autocast_dtype(device, value[1])
 
     return _Setting(get, restore)
+
+
+def open_regions() -> int:
+    """How many regions of autocast are open: torch keeps the weights that it has cast until the outermost one ends."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def _open_regions(count: int) -> None:
+    while open_regions() < count:
+        torch.autocast_increment_nesting()
+    while open_regions() > count:
+        torch.autocast_decrement_nesting()
 
 
 _ATTENTION: Final = (
@@ -67,6 +80,7 @@ SETTINGS: Final[Mapping[str, _Setting]] = {
     "autocast on CUDA": _autocast("cuda"),
     _KERNELS: _Setting(_enabled, _enable),
     "whether autocast caches": _Setting(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    "how many regions of autocast are open": _Setting(open_regions, _open_regions),
 }
 
 

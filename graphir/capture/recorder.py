@@ -196,6 +196,8 @@ class Recorder(Tape, TorchDispatchMode):
             form = form_of(func)
             if func not in REFUSED_AT_TIMES and func not in VALUES_AND_VECTORS:
                 _accepted[func] = form
+        if func.namespace != "aten":
+            self._target.refuse_kernel(func, self._scope())
         args = form.without_unread(args)
         if func is _IS_NAN and args[0].is_sparse and torch.is_anomaly_enabled():
             return self.fake((), (), torch.bool)

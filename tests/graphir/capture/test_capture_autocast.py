@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from asked_casts import autocast_of_cuda
+from asked_casts import Noted, autocast_of_cuda
 from direct import matches_eager
 from models import Example
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import graphir
 from graphir.capture import capture
-from graphir.errors import CaptureError
+from graphir.capture.global_state import open_regions
+from graphir.errors import CaptureError, TrainingWarning
 from graphir.ir.program import Program
 
 X = torch.linspace(-1, 1, 12).view(3, 4)
@@ -92,8 +94,7 @@ def test_losses_gradients_and_updates_have_the_bits_of_the_casts_by_hand(in_regi
         optimizer = adamw(model.parameters())
         program = capture(model, (X,), targets=(TARGET,), loss=loss, optimizer=optimizer, target="cuda")
     example = Example(Net(by_hand), (X,), (TARGET,), loss_by_hand)
-    if in_regions:  # around the capture, the backward is under autocast too
-        matches_eager(program, example, lambda params: adamw(params, foreach=True))
+    matches_eager(program, example, lambda params: adamw(params, foreach=True))
     weights = [op for op in program.step.ops if op.type == "aten._to_copy.default" and "fc.weight" in op.inputs]
     assert len(weights) == 1
     assert set(made(program, "_softmax", "exp", "cumsum")) == {"f32"}
@@ -138,6 +139,20 @@ def decorated(m: Any, x: Tensor) -> Tensor:
     return bf16()(m.fc)(x)
 
 
+def of_a_device(m: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cuda:0", torch.bfloat16):
+        return m.fc(x)
+
+
+def switched(m: Any, x: Tensor) -> Tensor:
+    torch.set_autocast_enabled(device_type="cuda", enabled=True)
+    torch.set_autocast_dtype(device_type="cuda", dtype=torch.bfloat16)
+    out = m.fc(x)
+    torch.set_autocast_enabled(device_type="cuda", enabled=False)
+    torch.set_autocast_dtype(device_type="cuda", dtype=torch.float16)
+    return out
+
+
 def without_gradient_first(m: Any, x: Tensor) -> Tensor:
     with bf16():
         with torch.no_grad():
@@ -174,6 +189,8 @@ def custom(m: Any, x: Tensor) -> Tensor:
         (legacy, ["bf16"]),
         (checkpointed, ["bf16"] * 2),
         (decorated, ["bf16"]),
+        (of_a_device, ["bf16"]),
+        (switched, ["bf16"]),
         (without_gradient_first, ["bf16"] * 2),
         (custom, ["bf16"] * 2),
     ],
@@ -183,6 +200,34 @@ def test_regions_are_followed_as_on_cuda(body: Callable[..., Any], products: lis
     program = program_of(body, target="cuda")
     assert made(program, "addmm", "mm") == products
     assert program == program_of(body)  # the target that it has by itself
+
+
+def test_autocast_for_the_host_takes_the_element_types_of_cuda_s() -> None:
+    def single(m: Any, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, torch.float32):  # which the host's autocast does not take
+            return m.fc(x.bfloat16())
+
+    assert made(program_of(single, target="cuda"), "addmm") == ["f32"]
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_a_region_around_the_capture_is_for_the_forward_alone(target: str) -> None:
+    def double(m: Any, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return m.fc(x).sum()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        program = program_of(double, loss=lambda out: out, target=target)
+        joint = program_of(double, backward=True, target=target)
+    assert set(made(program, "addmm", "mm", "sum")) == {"f32"}
+    assert made(joint, "mm") == ["f32"]
+
+
+def test_gradients_are_clipped_outside_of_a_region_around_the_capture() -> None:
+    model = Net(lambda m, x: m.fc(x)).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        program = capture(model, (X.bfloat16(),), loss=lambda out: out.float().sum(), clip_grad_norm=1.0, target="cuda")
+    assert set(made(program, "linalg_vector_norm")) == {"bf16"}
 
 
 def test_a_custom_backward_has_the_autocast_of_its_forward() -> None:
@@ -213,6 +258,8 @@ def asks(m: Any, x: Tensor) -> Tensor:
     with bf16():
         found += [not torch.is_autocast_enabled("cuda"), not torch.is_autocast_enabled("cpu")]
         found += [torch.get_autocast_dtype(kind) != torch.bfloat16 for kind in ("cuda", "cpu")]
+        found += [not torch.is_autocast_enabled(device_type="cpu")]
+        found += [torch.get_autocast_dtype(device_type="cpu") != torch.bfloat16]
     assert not any(found)
     return region(m, x)
 
@@ -294,6 +341,39 @@ def test_a_later_recording_is_for_the_same_target() -> None:
     assert torch.is_autocast_enabled("cpu") is False
 
 
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+@pytest.mark.parametrize("is_within", [True, False], ids=["captured within a region", "recorded again within one"])
+def test_a_later_recording_keeps_casts_for_as_long(is_within: bool, target: str) -> None:
+    """Within a region torch keeps what it has cast of a weight from one inner region to the next."""
+
+    def inner(m: Any, x: Tensor) -> Tensor:
+        for _ in range(2):
+            with torch.autocast(x.device.type, torch.bfloat16):
+                x = m.fc(x)
+        return x
+
+    around = [contextlib.nullcontext(), torch.autocast("cpu", torch.bfloat16)]
+    with around[is_within]:
+        program = program_of(inner, target=target)
+    assert len([op for op in program.step.ops if op.inputs == ("fc.weight",)]) == (1 if is_within else 2)
+    assert program.witness is not None
+    with around[not is_within]:
+        program.witness({"batch": 5})
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available", "ignore:.*but CUDA is not available")
+def test_an_autocast_for_cuda_around_the_capture_that_torch_has_switched_off_is_told() -> None:
+    plain: Callable[..., Any] = lambda m, x: m.fc(x)  # noqa: E731
+    with bf16():
+        with pytest.warns(TrainingWarning, match="within a torch.autocast for CUDA that casts nothing: without a GPU"):
+            assert program_of(plain).caveats == ()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            program_of(plain, target="cpu")
+            with torch.autocast("cpu", torch.bfloat16):
+                program_of(plain, target="cuda")
+
+
 def test_autocast_of_the_host_is_what_it_was() -> None:
     def stacked(m: Any, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -343,13 +423,35 @@ def test_a_region_that_the_step_leaves_open_is_closed() -> None:
         return m.fc(x)
 
     before = str(torch._C._dispatch_tls_local_include_set())
-    nesting = torch.autocast_increment_nesting()
     with pytest.raises(CaptureError, match="the step changes autocast on CUDA"):
         program_of(opened)
-    while torch.autocast_decrement_nesting() >= nesting:
-        pass
+    assert open_regions() == 0
     assert str(torch._C._dispatch_tls_local_include_set()) == before
     assert F.linear(X, X).dtype == torch.float32 and not torch.is_autocast_enabled("cuda")
+
+
+def test_a_region_that_the_step_closes_is_opened_again() -> None:
+    def closing(m: Any, x: Tensor) -> Tensor:
+        torch.autocast_decrement_nesting()
+        return m.fc(x)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(CaptureError, match="the step changes how many regions of autocast are open"):
+            program_of(closing)
+        assert open_regions() == 1
+
+
+def test_another_thread_keeps_what_it_has_cast() -> None:
+    weight = torch.ones(4, 4, requires_grad=True)
+    noted = Noted(passed=())
+    with torch.autocast("cpu", torch.bfloat16):
+        F.linear(X, weight)
+        thread = threading.Thread(target=program_of, args=(region,))
+        thread.start()
+        thread.join()
+        with noted:
+            F.linear(X, weight)
+    assert [name for name, _, _ in noted.operators].count("_to_copy") == 1  # of X
 
 
 def test_another_thread_has_no_casts() -> None:
@@ -418,6 +520,25 @@ def casting(m: Any, x: Tensor) -> Tensor:
         return Cast.apply(m.fc(x))  # type: ignore[no-any-return, no-untyped-call]
 
 
+@torch.library.custom_op("graphir_casts::product", mutates_args=())
+def product(x: Tensor, y: Tensor) -> Tensor:
+    return x @ y
+
+
+product.register_fake(lambda x, y: x.new_empty(x.shape[0], y.shape[1]))
+product.register_autocast("cuda", torch.bfloat16)
+
+
+def casting_itself(m: Any, x: Tensor) -> Tensor:
+    with bf16():
+        return product(x, x.t())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> None:
+    graphir.register_operator(product, example=(X, X.t()))
+
+
 @pytest.mark.parametrize(
     ("body", "what", "fix"),
     [
@@ -427,6 +548,7 @@ def casting(m: Any, x: Tensor) -> Tensor:
         (unsafe, "calls binary_cross_entropy under autocast", "binary_cross_entropy_with_logits"),
         (inference, "enters inference mode under autocast for CUDA", "torch.no_grad()"),
         (casting, "custom_fwd with cast_inputs", "x.float()"),
+        (casting_itself, "calls graphir_casts::product under autocast for CUDA", "enabled=False"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
