@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -178,12 +179,28 @@ def _captured(replicas: Replicas, call: Call, positions: tuple[int, ...] | None,
         allow_changes=replicas.allow_changes,
         target="cuda" if all(place.type == "cuda" for place in places.values()) else "cpu",
     )
+    with _casts_not_kept():
+        try:
+            return made(backward=backward)
+        except CaptureError as e:
+            if backward is not True or not e.what.startswith("no output of the model needs a gradient"):
+                raise
+        return made()
+
+
+@contextlib.contextmanager
+def _casts_not_kept() -> Iterator[None]:
+    """While this is active, autocast casts a weight each time that it is read, as in a replica.
+
+    Autocast keeps what it has cast of a leaf of autograd. A replica's parameters are copies, which are none. Where one
+    is read twice, its gradient is added in single precision then, and not in that of the casts.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
     try:
-        return made(backward=backward)
-    except CaptureError as e:
-        if backward is not True or not e.what.startswith("no output of the model needs a gradient"):
-            raise
-    return made()
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def _leaf(share: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import subprocess
@@ -515,6 +516,41 @@ def test_autocast_holds_in_every_replica() -> None:
     assert made.dtype == torch.bfloat16
     assert torch.equal(made, wanted)
     assert compiled((x,)).dtype == torch.float32
+
+
+def read_twice(m: Any, x: Tensor) -> Tensor:
+    return m.fc(m.fc(x).tanh())
+
+
+def in_part(m: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        x = m.fc(x)
+    return m.fc(x)
+
+
+@pytest.mark.parametrize("body", [read_twice, in_part])
+def test_gradients_under_autocast_are_those_of_eager_replicas(body: Callable[[Any, Tensor], Tensor]) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return body(self, x)
+
+    def gradients(eagerly: bool) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        model, x = Net(), torch.randn(6, 4)
+        replicas = graphir.DataParallel(model, [0, 1])
+        with contextlib.ExitStack() as entered:
+            if eagerly:
+                entered.enter_context(graphir.seeded(0))
+            with torch.autocast("cpu", torch.bfloat16):
+                out = replicas(x)
+            out.float().square().sum().backward()
+        return [param.grad for param in model.parameters()]
+
+    same(gradients(eagerly=False), gradients(eagerly=True))
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
