@@ -29,7 +29,7 @@ from .patches import replaced
 from .refusals import where
 from .scopes import Scopes
 
-__all__ = ["Target", "autocast_followed", "autocast_left"]
+__all__ = ["Target", "autocast_followed", "autocast_off"]
 
 _C: Final[Any] = torch._C
 _KINDS: Final = ("cpu", "cuda")
@@ -131,7 +131,7 @@ def autocast_followed(target: Target, scopes: Scopes) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def autocast_left() -> Iterator[None]:
+def autocast_off() -> Iterator[None]:
     """While this is active, autocast is off.
 
     A region around a step is for its forward and its loss. torch recommends to call ``backward`` outside of it:

@@ -17,7 +17,7 @@ from ..ir.program import Scalar
 from ..ir.size import Dims
 from .arguments import Arguments
 from .attributes import AllowedChanges, Attributes, Change, attributes_of, settled
-from .autocast import Target, autocast_followed, autocast_left
+from .autocast import Target, autocast_followed, autocast_off
 from .backward import backward
 from .caches import Caches
 from .comparison import same_step
@@ -259,7 +259,7 @@ def _forward_only(step: Step, leaves: Sequence[Any], recorder: Recorder, conditi
 def _forward_backward(step: Step, leaves: Sequence[Any], recorder: Recorder, conditions: Conditions) -> Outcome:
     output, _ = _forward(step, leaves, recorder, conditions)
     recorder.end_forward()
-    with autocast_left(), recorder.follow_step():
+    with autocast_off(), recorder.follow_step():
         joint = joint_backward(output, step.positions, recorder)
     recorder.end_backward(0, joint.found)
     with recorder.unseen():
@@ -291,7 +291,7 @@ def _training(
         parts = micro_batch(step.arguments.leaves, leaves, i, step.options.accumulate, recorder)
         loss, start = _forward_loss(step, parts, scale, recorder, conditions)
         sums.add_loss(loss)
-        with autocast_left(), recorder.follow_step():
+        with autocast_off(), recorder.follow_step():
             found = backward(start, recorder, first_batch=i == 0)
         recorder.end_backward(first, found)
         of_params = [pair for pair in found if pair[0].kind == "param"]
@@ -300,7 +300,7 @@ def _training(
     refuse_sparse(recorder, step.options)
     of_params = sums.gradients()
     used = [pair for pair in of_params if step.trained is None or pair[0].label in step.trained]
-    with autocast_left():
+    with autocast_off():
         finished = finish_gradients(used, step.options, scale, recorder)
     return Outcome(loss=sums.loss, gradients=[*of_params, *of_activations], parts=sums.parts, finished=finished)
 
