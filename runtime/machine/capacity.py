@@ -26,9 +26,11 @@ def capacity(place: torch.device) -> int | None:
 
 def free_memory() -> int | None:
     """Bytes of the host that can be taken without swapping, within the limit of the process's control group; None where
-    the system does not say."""
+    the system does not say. The group's pages of files are free: they make room for whatever needs it."""
     free, most, used = _host("MemAvailable"), _group("max"), _group("current")
-    return min(free, most - used) if free is not None and most is not None and used is not None else free
+    if free is None or most is None or used is None:
+        return free
+    return min(free, max(most - used + _pages_of_files(), 0))
 
 
 def _host(name: str) -> int | None:
@@ -37,6 +39,15 @@ def _host(name: str) -> int | None:
     except OSError:
         return None
     return None if found is None else int(found[1]) * 1024
+
+
+def _pages_of_files() -> int:
+    """Bytes that the control group is charged for files that were read or written."""
+    try:
+        text = (_GROUP / "memory.stat").read_text(encoding="utf-8")
+    except OSError:
+        return 0
+    return sum(map(int, re.findall(r"^(?:in)?active_file (\d+)$", text, re.M)))
 
 
 def _group(name: str) -> int | None:

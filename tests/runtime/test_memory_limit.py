@@ -109,6 +109,10 @@ def test_the_host_has_its_memory_within_the_limit_of_its_group(host):
     assert (machine.capacity(cpu), machine.free_memory()) == (8 << 30, 2 << 30)
     (host / "memory.max").write_text("5000\n")
     assert (machine.capacity(cpu), machine.free_memory()) == (5000, 4000)
+    (host / "memory.stat").write_text("anon 10\nfile 3000\nshmem 500\ninactive_file 700\nactive_file 200\n")
+    assert machine.free_memory() == 4900
+    (host / "memory.current").write_text("7000\n")
+    assert machine.free_memory() == 0
     (host / "meminfo").unlink()
     assert (machine.capacity(cpu), machine.free_memory()) == (None, None)
 
