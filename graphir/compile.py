@@ -361,7 +361,9 @@ class Compiled:
         self._cache.leave_out(guard, captured.witness.changed)
         lent = captured.witness.lend()
         witness = captured if self._witness else None
-        limits = None if self._placing is None else self._placing.limits_of(plan)
+        limits, options = None, self._session_options
+        if self._placing is not None:
+            limits, options = self._placing.limits_of(plan), {**options, "binding": self._placing.binding_of(plan)}
         state = {**captured.state, **self._state}
         followed = self._options.get("optimizer") if beside is None else None  # those beside share what is followed
         session = Session(
@@ -372,7 +374,7 @@ class Compiled:
             limits=limits,
             lent=lent,
             optimizer=followed,
-            **self._session_options,
+            **options,
         )
         self._state = {name: tensor for name, tensor in self._state.items() if name not in captured.state}
         if self._placing is not None and found is not None:

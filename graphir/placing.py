@@ -98,9 +98,8 @@ class Placing:
         place, threads = self._place(program)
         # Nothing else that balance takes is for users of compile to choose.
         remedy = "compile the model at its largest sizes first" if options else "name more devices in limits"
-        found = build(Balance, limits=self.limits, topology=self._topology, **options).balanced(
-            program, "cached", threads, remedy, place
-        )
+        given = {"limits": self.limits, "topology": self._topology, "devices": self._bound(), **options}
+        found = build(Balance, **given).balanced(program, "cached", threads, remedy, place)
         if self.limits == "auto":
             self.limits = found.limits
             limits = ", ".join([f"{device} {nbytes_text(most)}" for device, most in found.limits.items()])
@@ -114,12 +113,24 @@ class Placing:
             PassError: this machine lacks a device.
         """
         threads = torch.get_num_threads()
-        named = () if self.limits == "auto" else self.limits
+        named = self._bound() if self.limits == "auto" else self.limits
         try:
             devices = [*program.devices, *named]
             return self._topology or here(devices, threads=threads, binding=self._binding), threads
         except GraphirError as e:
             raise PassError(e.what, where=e.where, fix=e.fix) from None
+
+    def _bound(self) -> tuple[DeviceName, ...]:
+        """The devices that may be used where limits name none: those that are bound one by one, if they are."""
+        one_by_one = isinstance(self._binding, Mapping) and self._topology is None and self.limits == "auto"
+        return tuple(self._binding) if one_by_one else ()
+
+    def binding_of(self, plan: Plan) -> Binding:
+        """What a session of a plan binds: of devices that are bound one by one, those that are in use."""
+        if not isinstance(self._binding, Mapping):
+            return self._binding
+        unused = set(self.limits) - set(plan.devices)
+        return {device: place for device, place in self._binding.items() if Device.parse(device) not in unused}
 
     def limits_of(self, plan: Plan) -> PlanLimits:
         """The limits, for a session of a plan that keeps within them.

@@ -26,7 +26,17 @@ from graphir.ir.device import Device
 from .capacity import capacity, free_memory
 from .surroundings import neutral
 
-__all__ = ["cores", "fastest", "host_rates", "host_speed", "host_topology", "short_calls", "today"]
+__all__ = [
+    "beside",
+    "cores",
+    "fastest",
+    "forget",
+    "host_rates",
+    "host_speed",
+    "host_topology",
+    "short_calls",
+    "today",
+]
 
 _RUNS: Final = 7
 _SIDE: Final = 256
@@ -71,6 +81,11 @@ def _rates(threads: int) -> Rates:
         nbytes = 3 * long.nbytes / fastest(lambda: torch.add(long, other, out=sums))
 
         return Rates(flops, nbytes, _seconds_per_call(), _seconds_per_view())
+
+
+def forget() -> None:
+    """Let :func:`host_rates` measure anew."""
+    host_rates.cache_clear()
 
 
 def _product(dtype: torch.dtype) -> Callable[[], object]:
@@ -152,7 +167,8 @@ def host_topology(devices: Sequence[Device], threads: int) -> Topology:
     rates, speed = host_rates(threads), host_speed(threads)
     gpus = sum(not device.is_host for device in devices)
     shares = {
-        str(device): _part(speed, _BESIDE if device.is_host else 1 / gpus) if gpus else speed for device in devices
+        str(device): (beside(speed) if device.is_host else _part(speed, 1 / gpus)) if gpus else speed
+        for device in devices
     }
     # A copy reads and writes what it brings; an elementwise operator of the same bytes takes as long.
     rate, latency = rates.bytes_per_second / 2, rates.seconds_per_call
@@ -169,6 +185,11 @@ def host_topology(devices: Sequence[Device], threads: int) -> Topology:
         machine=str(machine()),
         measured=today(),
     )
+
+
+def beside(speed: Speed) -> Speed:
+    """The host itself, some of whose logical devices share its memory."""
+    return _part(speed, _BESIDE)
 
 
 def _part(speed: Speed, share: float) -> Speed:

@@ -14,6 +14,8 @@ others read the file.
 from __future__ import annotations
 
 import hashlib
+import os
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,25 +25,35 @@ from typing import Final
 
 import torch
 
+from graphir.analysis.memory import check_threads
 from graphir.analysis.profile_files import alone, cache_file
 from graphir.analysis.profiles import card
 from graphir.analysis.profiles import machine as host_machine
+from graphir.analysis.tables import cut
 from graphir.analysis.topology import Link, Speed, Topology
 from graphir.errors import FileError, GraphirError, ProfileWarning, counted, warn
 from graphir.ir.device import CPU, Device, DeviceName
 
-from .calibration import cores, host_speed, host_topology, today
+from .calibration import beside, cores, forget, host_speed, host_topology, today
 from .capacity import free_memory
-from .places import Binding, dealt, places_of
-from .probe import Card, Cards, Probe, speeds_and_links
+from .places import Binding, dealt, is_on_cuda, places_of
+from .probe import Card, Cards, Probe, speeds_and_links, unmeasurable
 
 __all__ = ["here"]
 
 _LONGEST: Final = 80
-"""Characters of a binding that stands in a machine's name."""
+"""Characters of the cards, and of a binding, that stand in a machine's name."""
+
+_MOST: Final = 800
+"""Characters of all cards by which a machine is told."""
+
+_UUID: Final = 8
+"""Characters of a card's own name by which the figures of equal cards are told apart."""
 
 _measured: Final[dict[str, Topology]] = {}
 """By process, what was measured or read, by the machine that it is of."""
+
+_measuring: Final = threading.Lock()
 
 
 def here(
@@ -57,21 +69,39 @@ def here(
     Args:
         devices: the logical devices that the machine is for.
         threads: how many threads one kernel of the host uses.
-        binding: the real device of each logical one, as a session takes it. By default each gpu is the card of its
-            number.
+        binding: the real device of each logical one, as a session takes it. By default, and by ``cuda`` where there
+            are all, each gpu is the card of its number.
         refresh: measure anew.
         probe: what is asked; this machine by default.
     """
     probe = probe or Cards()
+    check_threads(threads)
+    if isinstance(devices, str) or not isinstance(devices, Sequence):
+        raise GraphirError(f"devices is {devices!r}, not a sequence of devices", fix=f"write here([{devices!r}])")
     wanted = [Device.parse(device) for device in devices]
-    cards = [] if binding == "cpu" else probe.cards()
+    if refresh:
+        forget()
+    cards = _cards(probe) if binding == "auto" or is_on_cuda(binding) else []
     if not cards:
         named = wanted or [Device.parse(index) for index in range(cores())]
         return host_topology(list(dict.fromkeys([*named, CPU])), threads)
     if binding == "auto":
         _refuse_missing(wanted, len(cards))
     found = _asked_anew(_figures(probe, cards, refresh), cards, probe.driver())
-    return found if binding == "auto" else _bound(found, _places(binding, wanted, len(cards)))
+    own = binding == "auto" or (binding == "cuda" and all(d.is_host or d.index < len(cards) for d in wanted))
+    return found if own else _bound(found, _places(binding, wanted, len(cards)))
+
+
+def _cards(probe: Probe) -> list[Card]:
+    """The cards that are there.
+
+    Raises:
+        GraphirError: one of them cannot be asked.
+    """
+    try:
+        return probe.cards()
+    except RuntimeError as e:  # no room for a context, or a card that has failed
+        raise unmeasurable("a card of this machine cannot be asked what is free", e) from None
 
 
 def _refuse_missing(wanted: Sequence[Device], count: int) -> None:
@@ -86,27 +116,31 @@ def _refuse_missing(wanted: Sequence[Device], count: int) -> None:
 
 
 def _machine(probe: Probe, cards: Sequence[Card]) -> str:
-    """What figures hold for."""
-    return f"{', '.join([card.name for card in cards])}; {probe.driver()}"
+    """What figures hold for: which cards, since links of equal ones need not be equal."""
+    named = ", ".join([f"{card.name} {card.uuid[:_UUID]}".rstrip() for card in cards])
+    if len(named) > _MOST:
+        named = f"{_named(cards)} {hashlib.sha256(named.encode()).hexdigest()[:16]}"
+    return f"{named}; {probe.driver()}"
 
 
 def _figures(probe: Probe, cards: Sequence[Card], refresh: bool) -> Topology:
     """What was measured of this machine before, else what is measured now."""
     machine = _machine(probe, cards)
-    found = None if refresh else _measured.get(machine)
-    if found is None:
-        path = _file(machine)
-        with _taking_turns(path):
-            found = None if refresh or path is None else _kept(path, machine)
-            if found is None:
-                found = _measure(probe, cards, machine)
-                _keep(found, path)
-    _measured[machine] = found
+    with _measuring:
+        found = None if refresh else _measured.get(machine)
+        if found is None:
+            path = _file(machine)
+            with _taking_turns(path):
+                kept = None if path is None else _kept(path, machine, refresh)
+                found = kept or _measure(probe, cards, machine)
+                if kept is None:
+                    _keep(found, path)
+        _measured[machine] = found
     return found
 
 
 def _measure(probe: Probe, cards: Sequence[Card], machine: str) -> Topology:
-    speeds, links = speeds_and_links(probe)
+    speeds, links = speeds_and_links(probe, cards)
     host = host_speed(1, torch.get_num_threads())
     name = f"this machine ({_named(cards)})"
     return Topology(
@@ -122,7 +156,7 @@ def _measure(probe: Probe, cards: Sequence[Card], machine: str) -> Topology:
 def _named(cards: Sequence[Card]) -> str:
     """``2 x NVIDIA H100 + NVIDIA L4``."""
     counts = Counter(card.name for card in cards)
-    return " + ".join([f"{count} x {name}" if count > 1 else name for name, count in counts.items()])
+    return cut(" + ".join([f"{count} x {name}" if count > 1 else name for name, count in counts.items()]), _LONGEST)
 
 
 def _asked_anew(found: Topology, cards: Sequence[Card], driver: str) -> Topology:
@@ -151,6 +185,8 @@ def _bound(found: Topology, places: Mapping[str, str]) -> Topology:
     """The machine of logical devices: several on one card, or on the host, have equal shares of it."""
     sharers = Counter(real for device, real in places.items() if device != CPU)
     speeds = {device: _share(found.speed(real), max(sharers[real], 1)) for device, real in places.items()}
+    if sharers[CPU]:
+        speeds[CPU] = beside(found.speed(CPU))
     links = [_between(found, speeds, places, a, b) for a, b in permutations(places, 2)]
     bound = ", ".join([f"{device} on {real}" for device, real in places.items() if device != CPU])
     name = f"{found.name}, {bound}" if len(bound) < _LONGEST else found.name
@@ -194,23 +230,31 @@ def _taking_turns(path: Path | None) -> Iterator[None]:
         yield
 
 
-def _kept(path: Path, machine: str) -> Topology | None:
-    """What the file has of this machine; None where there is none, or it cannot be read.
+def _kept(path: Path, machine: str, refresh: bool) -> Topology | None:
+    """What the file has of this machine; None where it is to be written: there is none, it is asked for anew, or the
+    one among this user's caches cannot be read.
 
     Raises:
-        FileError: it has the figures of another machine.
+        FileError: the environment names a file that is no topology, which nobody wants overwritten; or it has the
+            figures of another machine.
     """
     if not path.exists():
         return None
+    named = f"{path}, which GRAPHIR_MACHINE names"
     try:
         found = Topology.load(path)
     except FileError as e:
+        if "GRAPHIR_MACHINE" in os.environ and path.stat().st_size:
+            fix = "name another file for this machine's figures, or remove this one"
+            raise FileError(f"{e.what}; nothing is written there", where=named, fix=fix) from None
         warn(f"the machine is measured anew: {e}", ProfileWarning)
+        return None
+    if refresh:
         return None
     if found.machine != machine:
         raise FileError(
             f"the file has the figures of another machine: {found.machine or found.name}; this is {machine}",
-            where=f"{path}, which GRAPHIR_MACHINE names",
+            where=named,
             fix="graphir profile --machine writes this machine's there; name another file; or plan for that machine: "
             "topology=Topology.load(path)",
         )

@@ -6,18 +6,20 @@ type that a card cannot multiply has no figure. A device without room for the op
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import permutations
 from typing import Final, NamedTuple, Protocol
 
 import torch
 
 from graphir.analysis.profiles import driver
 from graphir.analysis.topology import Link, Speed
+from graphir.errors import GraphirError
 
 from .calibration import fastest, short_calls
 
-__all__ = ["Card", "Cards", "Probe", "speeds_and_links"]
+__all__ = ["Card", "Cards", "Probe", "speeds_and_links", "unmeasurable"]
 
 _HOST: Final = "cpu:0"
 _RUNS: Final = 5
@@ -33,12 +35,17 @@ _SHORT: Final = 200
 _DTYPES: Final = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
+_ALL: Final = "f32"
+"""What every card multiplies."""
+
+
 class Card(NamedTuple):
-    """A CUDA device: its name, and its bytes in all and free."""
+    """A CUDA device: its name, its bytes in all and free, and what tells it from others of its name."""
 
     name: str
     memory: int
     free: int
+    uuid: str = ""
 
 
 class Probe(Protocol):
@@ -73,21 +80,37 @@ class Probe(Protocol):
         ...
 
 
-def speeds_and_links(probe: Probe) -> tuple[dict[str, Speed], tuple[Link, ...]]:
-    """How fast each card is, and all links between cards and the host."""
-    cards = probe.cards()
-    speeds = {
-        f"gpu:{index}": Speed(
-            flops_per_second=dict(probe.flops_per_second(index)),
-            bytes_per_second=probe.bytes_per_second(index),
-            memory=card.memory,
-            free=card.free,
-            seconds_per_call=probe.seconds_per_call(index),
-        )
-        for index, card in enumerate(cards)
-    }
-    names = [*speeds, _HOST]
-    return speeds, tuple([probe.link(a, b) for a in names for b in names if a != b])
+def speeds_and_links(probe: Probe, cards: Sequence[Card]) -> tuple[dict[str, Speed], tuple[Link, ...]]:
+    """How fast each card is, and all links between cards and the host.
+
+    Raises:
+        GraphirError: a card has no room for what it is measured with, or has failed.
+    """
+    speeds, links = {}, []
+    try:
+        for index, card in enumerate(cards):
+            measured = f"gpu:{index} ({card.name}) cannot be measured"
+            speeds[f"gpu:{index}"] = Speed(
+                flops_per_second=dict(probe.flops_per_second(index)),
+                bytes_per_second=probe.bytes_per_second(index),
+                memory=card.memory,
+                seconds_per_call=probe.seconds_per_call(index),
+            )
+        for pair in permutations([*speeds, _HOST], 2):
+            measured = f"the link from {pair[0]} to {pair[1]} cannot be measured"
+            links.append(probe.link(*pair))
+    except RuntimeError as e:
+        raise unmeasurable(measured, e) from None
+    return speeds, tuple(links)
+
+
+def unmeasurable(what: str, e: RuntimeError) -> GraphirError:
+    """The error that torch's stands for: there is too little memory, or a card has failed."""
+    return GraphirError(
+        f"{what}: {str(e).strip().partition(chr(10))[0]}",
+        fix="nvidia-smi lists what holds a card's memory: end that; hide the card by CUDA_VISIBLE_DEVICES; or name the "
+        "machine: topology=Topology.of('h100', …) or Topology.load(path)",
+    )
 
 
 class Cards:
@@ -99,7 +122,8 @@ class Cards:
             free, total = torch.cuda.mem_get_info(index)
             # What this process has freed, and its allocator has kept, is free for its next step.
             free += torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
-            found.append(Card(torch.cuda.get_device_name(index), total, free))
+            uuid = getattr(torch.cuda.get_device_properties(index), "uuid", "")
+            found.append(Card(torch.cuda.get_device_name(index), total, free, str(uuid)))
         return found
 
     def driver(self) -> str:
@@ -114,8 +138,12 @@ class Cards:
                     result = torch.empty_like(square)
                     seconds = _seconds(index, partial(torch.mm, square, square, out=result))
                 except torch.OutOfMemoryError:
+                    if side == _SIDES[-1]:
+                        raise
                     continue
                 except RuntimeError:  # no kernel multiplies these
+                    if name == _ALL:
+                        raise
                     break
                 found[name] = 2 * side**3 / seconds
                 break
