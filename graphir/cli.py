@@ -141,7 +141,9 @@ def profile(
     device: Annotated[
         str | None, typer.Option(help="Where: cpu, cuda:1; by default cards where there are any, else the host.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print figures as JSON.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print figures as JSON; of the machine, what --topology takes as a file.")
+    ] = False,
 ) -> None:
     """Measure what the operators of a program or plan take on this machine, and predict its memory with that. Or
     measure the machine itself: what its file has of cards and links is written anew."""
@@ -156,7 +158,7 @@ def profile(
                 "--path is the file of a profile of operators", fix="GRAPHIR_MACHINE names the file of the machine"
             )
         place = Topology.here(threads=threads or torch.get_num_threads(), refresh=True)
-        print(place.model_dump_json(exclude_defaults=True, indent=2) if json else place)
+        print(place.to_json() if json else place)
         return
     loaded = _load(file)
     if isinstance(loaded, Net):
@@ -209,7 +211,11 @@ def balance(
     topology: Annotated[str | None, typer.Option(help=_TOPOLOGY)] = None,
     seconds: Annotated[float, typer.Option(min=0, help="How long to search.")] = 2.0,
     evaluations: Annotated[
-        int | None, typer.Option(min=1, help="How many placements to look at instead, so that runs are equal.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="How many placements to look at instead: equal runs for equal figures (of a host, by --topology).",
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to save the placed program.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print all figures and groups as JSON.")] = False,

@@ -9,6 +9,7 @@ Ada), Hopper (H100, H200), Blackwell (RTX 50, B200), CDNA 3 (MI300X).
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import permutations
@@ -121,7 +122,7 @@ def topology_of(cards: Sequence[str], link: str, *, tf32: bool = False) -> Topol
     for name in cards:
         if not isinstance(name, str) or name not in CARDS:
             raise GraphirError(
-                f"no card has the name {name!r}{nearest(name, CARDS)}",
+                f"no card has the name {name!r}{nearest(_short(name), CARDS)}",
                 fix=f"cards: {', '.join(CARDS)}; or build a Topology by hand",
             )
     if link not in LINKS:
@@ -141,6 +142,11 @@ def topology_of(cards: Sequence[str], link: str, *, tf32: bool = False) -> Topol
         links=tuple(links),
         source="by public figures",
     )
+
+
+def _short(name: object) -> object:
+    """A card as it is named here, where torch or people call it ``NVIDIA GeForce RTX 3090``."""
+    return re.sub("nvidia|amd|geforce|[ -]", "", name.lower()) if isinstance(name, str) else name
 
 
 def _speed(card: CardFigures, tf32: bool) -> Speed:

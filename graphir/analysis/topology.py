@@ -309,12 +309,16 @@ class Topology(_Record):
         Raises:
             FileError: the file cannot be written.
         """
+        with atomic_write(path_of(path)) as temporary:
+            temporary.write_text(self.to_json(), encoding="utf-8")
+
+    def to_json(self) -> str:
+        """What :meth:`save` writes, as text."""
         speeds = {device: speed.model_copy(update={"free": None}) for device, speed in self.devices.items()}
         name = f"the {self.name.removeprefix(_THIS)}" if self.name.startswith(_THIS) else self.name
         kept = self.model_copy(update={"devices": speeds, "name": name})
         file = _TopologyFile(format="graphir.topology", version=1, topology=kept)
-        with atomic_write(path_of(path)) as temporary:
-            temporary.write_text(file.model_dump_json(exclude_defaults=True, indent=1), encoding="utf-8")
+        return file.model_dump_json(exclude_defaults=True, indent=1)
 
     @property
     def whence(self) -> str:

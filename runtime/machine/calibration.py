@@ -85,7 +85,7 @@ def _rates(threads: int) -> Rates:
 
 def forget() -> None:
     """Let :func:`host_rates` measure anew."""
-    host_rates.cache_clear()
+    _rates.cache_clear()
 
 
 def _product(dtype: torch.dtype) -> Callable[[], object]:
