@@ -168,6 +168,8 @@ def say(**found): print(json.dumps(found), flush=True)
 assert pretend == ["--pretend"]
 if name == "steps":
     sys.exit(3)
+if name == "several":
+    time.sleep(600)
 say(columns=["what", "figure"], planned=[["one"], ["two"], ["three"]])
 say(row=["one", "{file}"])
 if name == "trace":
@@ -198,7 +200,7 @@ def test_a_recording_names_what_it_did_not_reach_and_leaves_no_process(
     script = tmp_path / "tests" / "bench" / "on_gpu.py"
     script.parent.mkdir(parents=True)
     script.write_text(FAKE, encoding="utf-8")
-    names = {"tests": 0.8, "steps": 0.8, "memory": 0.8, "trace": 0.8, "machine": 1.0, "late": 0.0}
+    names = {"tests": 0.8, "steps": 0.8, "memory": 0.8, "trace": 0.8, "machine": 0.9, "several": 1.0, "late": 0.0}
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
     monkeypatch.setattr(gpu, "SECTIONS", [gpu.Section(name, f"The {name}", by) for name, by in names.items()])
     monkeypatch.setattr(gpu, "_LEAST", 0.1)
@@ -217,6 +219,7 @@ def test_a_recording_names_what_it_did_not_reach_and_leaves_no_process(
     assert late.startswith("not reached in the section's") and late.endswith("but for the rows above")
     assert later.startswith("not reached in the section's") and later.endswith(" s")
     assert rows["steps"] == [["ended with status 3"]]
+    assert len(rows["several"]) == 1 and rows["several"][0][0].startswith("not reached in the section's")
     assert rows["memory"][2:] == [["three", "ended with status 4"]]
     assert rows["late"] == [["not reached: the time was over"]]
     assert json.loads(gzip.decompress((tmp_path / "gpu.trace.json.gz").read_bytes())) == {"events": [1, 2]}
@@ -314,9 +317,11 @@ def test_what_is_no_recording_is_refused(module: Import, tmp_path: Path, text: s
     [
         ([], "", "torch sees no CUDA device here; with --json FILE --write a recording goes into the page"),
         (["--write"], "", "--write needs --json FILE, a recording"),
+        (["--pretend", "--seconds=nan"], "", "--seconds nan is no time"),
+        (["--pretend", "--json=/dev/null/gpu.json"], "", "/dev/null/gpu.json cannot be written: Not a directory"),
         ([], "limits", "limits is not installed here; docs/contributing.md says what a machine with a GPU needs"),
     ],
-    ids=["no card", "no file", "no package"],
+    ids=["no card", "no file", "no time", "no folder", "no package"],
 )
 def test_the_command_says_what_it_lacks(
     module: Import, monkeypatch: pytest.MonkeyPatch, arguments: list[str], missing: str, why: str

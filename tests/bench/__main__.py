@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib
+import math
 import os
 import platform
 import re
@@ -112,6 +113,8 @@ def record(options: argparse.Namespace) -> None:
         return
     if not (torch.cuda.is_available() or options.pretend):
         raise SystemExit("torch sees no CUDA device here; with --json FILE --write a recording goes into the page")
+    if not 0 < options.seconds < math.inf:
+        raise SystemExit(f"--seconds {options.seconds:g} is no time; a card takes some 240")
     for line in gpu.record(options.seconds, options.json, options.pretend):
         print(line, flush=True)
 
@@ -128,6 +131,8 @@ def main() -> None:
     if options.tables == ["gpu"]:
         record(options)
         return
+    if options.pretend or options.json is not None:
+        parser.error("--pretend and --json are for gpu alone: python tests/bench gpu --pretend")
     unknown = set(options.tables) - set(TABLES)
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; tables are {', '.join(TABLES)}")

@@ -82,10 +82,14 @@ def record(seconds: float, path: Path | None, pretend: bool = False) -> Iterator
 
     Yields:
         lines of the tables, as they come.
+
+    Raises:
+        SystemExit: the file cannot be written.
     """
     start = time.monotonic()
     sections: dict[str, Any] = {}
     found = {"format": _FORMAT, "version": _VERSION, "pretended": pretend, "machine": machine(), "sections": sections}
+    _write(path, found)  # before time is spent on what cannot be kept
     for section in SECTIONS:
         rows: list[list[str]] = []
         sections[section.name] = {"clocks": "", "rows": rows}
@@ -101,8 +105,12 @@ def record(seconds: float, path: Path | None, pretend: bool = False) -> Iterator
 
 
 def _write(path: Path | None, found: Mapping[str, Any]) -> None:
-    if path is not None:
+    if path is None:
+        return
+    try:
         path.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    except OSError as e:
+        raise SystemExit(f"{path} cannot be written: {e.strerror or e}; name another file by --json") from e
 
 
 def _beside(path: Path, name: str) -> Path:
@@ -136,8 +144,8 @@ def _lines(section: Section, end: float, path: Path | None, pretend: bool) -> It
         reason = f"not reached in the section's {left:.0f} s"
     except ChildProcessError as e:
         reason = str(e)
-        if not planned:
-            yield [reason]
+    if not planned:  # it had not begun
+        yield [reason]
     missing = planned[done + 1 :]
     for key in missing:
         yield [*key, reason + (", but for the rows above" if begun and key is missing[0] else "")]
