@@ -96,8 +96,7 @@ class Placing:
 
     def _balance(self, program: Program, **options: object) -> Balanced:
         place, threads = self._place(program)
-        # Nothing else that balance takes is for users of compile to choose.
-        remedy = "compile the model at its largest sizes first" if options else "name more devices in limits"
+        remedy = "compile the model at its largest sizes first" if options else ""
         given = {"limits": self.limits, "topology": self._topology, "devices": self._bound(), **options}
         found = build(Balance, **given).balanced(program, "cached", threads, remedy, place)
         if self.limits == "auto":

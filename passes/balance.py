@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 import torch
 from pydantic import AfterValidator, AllowInfNan, BeforeValidator, NonNegativeFloat, PositiveInt
@@ -197,6 +197,8 @@ class Balance(Pass):
             except _Refused as refused:
                 full = "" if within is self else _full(place, refused.given)
                 raise within.refusal(refused, program, place, measured, threads, remedy, full) from None
+            except GraphirError as e:  # a reduction lacks a link
+                raise e if isinstance(e, PassError) else PassError(f"balance: {e.what}", at=e.at, fix=e.fix) from None
 
     def at_hand(self, program: Program, threads: int) -> Topology:
         """The machine that this process runs on.
@@ -252,9 +254,18 @@ class Balance(Pass):
         return PassError(
             f"balance: no placement within the limits was found: {'; '.join(refused.missing)}{full}",
             fix=f"limits={{{given}}} {'works' if works else 'is the nearest that was found'} "
-            f"({refused.times(limits):,.2f} times these{cannot}); or "
-            + (remedy or "add devices, allow more options" + (", pin less" if self.pin else "")),
+            f"({refused.times(limits):,.2f} times these{cannot}{_beyond(place, limits)}); or "
+            + (remedy or self.ways(refused, place)),
         )
+
+    def ways(self, refused: _Refused, place: Topology) -> str:
+        """What there is to do beside giving more."""
+        spare = any(d not in refused.given and not Device.parse(d).is_host for d in place.devices)
+        spare = spare or place.host is not None
+        found = ["name more devices in limits"] * spare
+        found += ["allow more options"] * (len(self.options) < len(get_args(Option)))
+        found += ["pin less"] * bool(self.pin)
+        return ", ".join(found or ["take smaller batches"])
 
 
 def balance(
@@ -325,6 +336,13 @@ def balance(
     except GraphirError as e:
         raise PassError(f"balance: {e.what}", fix=e.fix) from None
     return given.balanced(program, profile, torch.get_num_threads() if threads is None else threads)
+
+
+def _beyond(place: Topology, limits: Mapping[str, int]) -> str:
+    """Which devices have less memory than limits that a refusal names, as an error says it."""
+    held = {device: place.speed(device).memory for device in limits}
+    less = [f"{d} has {nbytes_text(n)}" for d, n in held.items() if n is not None and n < limits[d]]
+    return f"; {', '.join(less)}" if less else ""
 
 
 def _full(place: Topology, limits: Mapping[str, int]) -> str:

@@ -207,6 +207,32 @@ def test_a_full_device_is_said_to_be_full() -> None:
     assert "of 22.4 GiB on gpu:0 1000 B are free (nvidia-smi lists what holds the rest)" in refusal.value.what
 
 
+def test_a_refusal_names_what_the_machine_has() -> None:
+    """No card that is not there, and no limit without a word that is larger than its card."""
+    with pretended(machine("rtx3060", link="pcie4x16")):
+        program = trained()
+        with pytest.raises(PassError) as refusal:
+            passes.balance(program, {0: "1 KiB"}, options=["park"], evaluations=5)
+        assert str(refusal.value.fix).endswith("; or allow more options")
+        with pytest.raises(PassError) as refusal:
+            passes.balance(program, {0: "1 KiB"}, evaluations=5)
+        assert str(refusal.value.fix).endswith("; or take smaller batches") and "gpu:0 has" not in str(refusal.value)
+    small = machine("rtx3060", "rtx3060", link="pcie4x16")
+    assert small.figures is not None
+    speeds = {name: speed.model_copy(update={"memory": 4096}) for name, speed in small.figures.devices.items()}
+    tiny = small.figures.model_copy(update={"devices": speeds})
+    with pytest.raises(PassError, match=r"; gpu:0 has 4.0 KiB\); or name more devices in limits$"):
+        passes.balance(program, {0: "1 KiB"}, topology=tiny, evaluations=5)
+
+
+def test_a_link_that_a_reduction_lacks_is_refused_by_the_pass() -> None:
+    speed = {"flops_per_second": {"f32": 1e12}, "bytes_per_second": 1e12, "memory": "8 GiB"}
+    apart = Topology(name="apart", devices=dict.fromkeys(["gpu:0", "gpu:1", "cpu:0"], speed))
+    with pytest.raises(PassError, match="balance: topology 'apart' has no link") as refusal:
+        passes.balance(passes.replicate(trained(), [0, 1]), {0: "1 GiB"}, topology=apart, options=["park"])
+    assert "AllReduce" in str(refusal.value.at)
+
+
 def test_the_command_line_takes_what_is_free(
     pcie: Pretended, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -87,7 +87,7 @@ def test_devices_of_limits_and_of_options_are_told_apart(program: Program) -> No
 
 def test_callers_of_balance_say_what_their_callers_can_do(program: Program) -> None:
     least = passes.build(passes.Balance, limits={0: 10}, topology="h200x8", pin={"": 0}, evaluations=2)
-    assert said(lambda: least(program)).fix.endswith("; or add devices, allow more options, pin less")
+    assert said(lambda: least(program)).fix.endswith("; or name more devices in limits, pin less")
     assert said(lambda: least.balanced(program, remedy="use less")).fix.endswith("; or use less")
 
 
