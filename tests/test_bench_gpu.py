@@ -266,8 +266,8 @@ CARD = {"date": "2026-11-28", "gpu": "1 x NVIDIA H200", "driver": "580"}
     [
         ({"version": 2, "machine": CARD, "sections": {}}, ["Measured on 2026-11-28: 1 x NVIDIA H200, driver 580."]),
         (
-            {"machine": CARD, "sections": {"machine": [["what", "figure"], ["gpu:0", "1 GB/s"]]}},
-            ["| what | figure |", "| --- | --- |", "| gpu:0 | 1 GB/s |"],
+            {"machine": CARD, "sections": {"machine": [["what", "figure"], ["gpu:0", "1 GB/s"], ["a | b", ""]]}},
+            ["| what | figure |", "| --- | --- |", "| gpu:0 | 1 GB/s |", "| a \\| b |  |"],
         ),
         (
             {

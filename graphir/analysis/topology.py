@@ -264,8 +264,9 @@ class Topology(_Record):
             refresh: measure anew.
 
         Raises:
-            GraphirError: *devices* are none, or there is no card of that number.
-            FileError: the file that the environment names has the figures of another machine.
+            GraphirError: *devices* or *threads* are none, there is no card of that number, or a card has no room for
+                what it is measured with.
+            FileError: the file that the environment names has the figures of another machine, or something else.
         """
         from graphir.runtime.machine.here import here
 

@@ -208,7 +208,7 @@ def _markdown(lines: Sequence[Sequence[str]]) -> list[str]:
     """The lines of a table."""
     if not lines:
         return []
-    columns, *rows = lines
+    columns, *rows = [[cell.replace("|", "\\|") for cell in line] for line in lines]
     shown = [f"| {' | '.join(columns)} |", f"| {' | '.join(['---'] * len(columns))} |"]
     return shown + [f"| {' | '.join([*row, *[''] * (len(columns) - len(row))])} |" for row in rows]
 
