@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,9 @@ def test_other_cards_of_equal_names_are_another_machine(caches: Path) -> None:
 
 
 def test_many_cards_of_long_names(file: Path) -> None:
-    probe = Pretended(*[Card(f"NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition {i}", 1, 1) for i in range(16)])
+    probe = Pretended(
+        *[Card(f"NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition, {i}", 1, 1, f"{i:08}") for i in range(16)]
+    )
     found = here(probe=probe)
     assert len(found.name) < 100 and found.machine.endswith("; driver 13000")
 
@@ -165,6 +168,7 @@ def test_threads_of_a_process_measure_once(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("GRAPHIR_MACHINE", "")
     monkeypatch.setattr("graphir.runtime.machine.here._measured", {})
     probe = pcie()
+    monkeypatch.setattr(probe, "seconds_per_call", lambda index: time.sleep(0.02) or 2e-6)
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: here(probe=probe), range(4)))
     assert probe.measured == 2 and found == found[:1] * 4
