@@ -157,6 +157,11 @@ def profile(
             raise GraphirError(
                 "--path is the file of a profile of operators", fix="GRAPHIR_MACHINE names the file of the machine"
             )
+        if device is not None:
+            raise GraphirError(
+                "--device is where a profile of operators is measured; --machine measures all devices",
+                fix="leave --device out; CUDA_VISIBLE_DEVICES chooses cards",
+            )
         place = Topology.here(threads=threads or torch.get_num_threads(), refresh=True)
         print(place.to_json() if json else place)
         return

@@ -368,6 +368,7 @@ def test_the_command_line_measures_the_machine_anew(
         (["--machine", "plan.json"], "not both", "graphir profile --machine"),
         ([], "nothing to measure", "graphir profile --machine"),
         (["--machine", "--path=machine.json"], "--path is the file of a profile", "GRAPHIR_MACHINE"),
+        (["--machine", "--device=cuda:0"], "--device is where a profile", "CUDA_VISIBLE_DEVICES"),
     ):
         with pytest.raises(GraphirError, match=said) as refusal:
             app(["profile", *arguments], standalone_mode=False)
