@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from graphir.runtime.machine import calibration
 from graphir.runtime.machine.here import here
 from pretended import MACHINES, pretended
 from torch import nn
@@ -72,4 +71,4 @@ def test_the_memory_of_the_host_is_there_once(cards: None, monkeypatch: pytest.M
     found = here(["gpu:0", "gpu:1", "gpu:2"], binding={0: "cuda:0", 1: "cpu", 2: "cpu"})
     free = {device: speed.free for device, speed in found.devices.items()}
     assert free["gpu:1"] == free["gpu:2"] == 50 << 30
-    assert free["cpu:0"] == int(calibration._BESIDE * (100 << 30))
+    assert free["cpu:0"] == (100 << 30) // 20

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from graphir.runtime.machine import calibration
-from graphir.runtime.machine.here import _measured, here
+from graphir.runtime.machine.here import here
 from graphir.runtime.machine.probe import Card
 from pretended import Pretended
 
@@ -37,7 +37,7 @@ def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of this user's caches, without another file that the environment names."""
     monkeypatch.delenv("GRAPHIR_MACHINE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    _measured.clear()
+    monkeypatch.setattr("graphir.runtime.machine.here._measured", {})
     return tmp_path / "graphir"
 
 
@@ -90,11 +90,11 @@ def test_many_cards_of_long_names(file: Path) -> None:
     assert len(found.name) < 100 and found.machine.endswith("; driver 13000")
 
 
-def test_a_damaged_file_is_measured_anew(caches: Path) -> None:
+def test_a_damaged_file_is_measured_anew(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here(probe=pcie())
     (file,) = caches.glob("machine-*.json")
     file.write_text("{}")
-    _measured.clear()
+    monkeypatch.setattr("graphir.runtime.machine.here._measured", {})
     probe = pcie()
     with pytest.warns(graphir.ProfileWarning, match="measured anew"):
         here(probe=probe)
