@@ -350,7 +350,7 @@ class Compiled:
         found = None
         if self._placing is not None:
             found = self._placing.placed(program)
-            program = self._placing.flowing(found)
+            program = self._placing.followed(found)
         if self._passes is not None:
             program = self._passes(program)
         try:

@@ -88,7 +88,7 @@ class Placing:
             moves = {path: {str(s): str(t) for s, t in going if s != t} for path, going in kept.items()}
             moves = {path: to for path, to in moves.items() if to}
             moved = build(ShiftModules, modules=moves)(program) if moves else program
-            found = self._balance(moved, options=("park", "recompute"))
+            found = self._balance(moved, options=("park", "recompute", "share_storage"))
             return replace(found, pipeline=" | ".join(found.program.history[len(program.history) :]))
         except PassError as e:
             where = "a later capture, whose modules stay where the first one has them"
@@ -148,15 +148,18 @@ class Placing:
             )
         return limits
 
-    def flowing(self, found: Balanced) -> Program:
-        """A placed program, in the order in which its micro-batches flow where they do."""
-        if not found.flows:
-            return found.program
-        *before, order = Pipeline(found.then).passes
-        assert isinstance(order, PipelineSchedule)
-        copied = Pipeline(before)(found.program)
-        ordered = order.ordered(copied, warns=True, place=self._place(copied)[0])
-        return ordered.with_(history=(*copied.history, str(order)))
+    def followed(self, found: Balanced) -> Program:
+        """A placed program with the passes that come next, where there are more than those that put copies in: in the
+        order in which its micro-batches flow, and with shared storage."""
+        first, *others = Pipeline(found.then).passes
+        program = first.recorded(found.program) if others else found.program
+        for one in others:
+            if isinstance(one, PipelineSchedule):
+                ordered = one.ordered(program, warns=True, place=self._place(program)[0])
+                program = ordered.with_(history=(*program.history, str(one)))
+            else:
+                program = one.recorded(program)
+        return program
 
     def keep(self, found: Balanced) -> None:
         """Let later programs have their modules where this placement has them."""

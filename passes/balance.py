@@ -15,9 +15,9 @@ on with that in mind.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias, get_args
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 import torch
 from pydantic import AfterValidator, AllowInfNan, BeforeValidator, NonNegativeFloat, PositiveInt
@@ -35,21 +35,25 @@ from graphir.ir.device import CPU, Device, DeviceName
 from graphir.ir.module_patterns import lineage
 from graphir.ir.names import base_name, micro_batches
 from graphir.ir.program import Program
-from graphir.ir.text import nbytes_text
+from graphir.ir.text import nbytes_text, operator_text
 from graphir.ir.verify import blamed
 
 from .base import OptionError, Pass, Pipeline, Placed, build, read_option, register, require_program
 from .choice.attempts import Attempt, Attempts, Budget
-from .choice.groups import Reading, Wanted
+from .choice.by_hand import ByHand, Hand
+from .choice.groups import Grouped, Reading, Wanted
 from .choice.hosted import on_host
 from .choice.least import exceeded, least
+from .choice.levels import Levels
 from .choice.moves import placed
 from .choice.outcome import Outcomes
 from .choice.places import Reasons, device_map
 from .choice.plans import Emitted, Plans
 from .choice.problem import Choice, Problem
+from .choice.proven import needed, proven
 from .choice.report import Balanced, DeviceUse, LinkBytes
 from .copies import InjectCopies
+from .emit import instructed
 from .limits import AutoLimits, free_limits
 from .machines import Machine
 from .module_patterns import claims, leaves_out, weighted_modules
@@ -58,7 +62,11 @@ from .standing import Order
 
 __all__ = ["Balance", "balance"]
 
-Option: TypeAlias = Literal["shift", "park", "recompute"]
+T = TypeVar("T")
+
+Option: TypeAlias = Literal["shift", "park", "recompute", "share_storage"]
+
+_OPTIONS: Final[tuple[Option, ...]] = ("shift", "park", "recompute", "share_storage")
 
 _USED_UP: Final = 0.9
 """Of a device on which less is free than this share of its memory, a refusal of ``limits="auto"`` says so."""
@@ -74,9 +82,11 @@ _ATTEMPTS: Final = 4
 """How often the search goes on where a plan holds more than the groups said."""
 
 _TRIES: Final = 6
+_TRYING: Final = 0.25
 _LARGER: Final = 1.05
-"""How often limits that a refusal is to name are tried: there is a placement within them, and a search that begins anew
-has to find one. Where it finds none within any that are known, limits so many times as large come next."""
+"""How often limits that a refusal is to name are tried, and in what part of the seconds all and each of them: there is
+a placement within them, and one that begins anew has to find it. Where it finds none within any that are known, limits
+so many times as large come next."""
 
 _HOPELESS: Final = 0.02
 """By how much the groups may exceed limits so that plans are worth a look."""
@@ -86,6 +96,17 @@ _MORE: Final = 1.005
 
 _SAID: Final = 1.01
 """How many times as long as its groups say a plan may take so that it is believed to be among the best."""
+
+_BY_HAND: Final = 0.2
+_BEFORE_A_REFUSAL: Final = 0.1
+_UNTIL_ONE_FITS: Final = 2.5
+"""The part of the budget for plans that a person would try: before the search, and before a refusal. And how many times
+as many seconds while none keeps within the limits."""
+
+_LEAST_BY_HAND: Final = 12
+_PLANS: Final = 0.1
+"""Where a number of placements is the budget: how many plans of a person are judged at least, and how many placements
+are looked at in the time of one plan, inverted."""
 
 _ON_TOP: Final = 0.3
 """The part of the seconds of a search that plans may take on top of these."""
@@ -115,25 +136,27 @@ class _Refused(Exception):
     """Nothing within the limits was found.
 
     Attributes:
-        missing: what is missing, by device, as text.
+        missing: what is missing, by device, and what fills the fullest one, as text.
+        at: the operator that runs where that one is fullest, as text.
         given: the limits, those of the topology, too.
-        limits: within which a plan keeps.
-        ample: within which it keeps as its groups are reckoned, too, so that a search finds it.
-        proven: what limits have to be multiplied by, at least.
+        nearest: limits within which plans that were found keep.
+        proven: what limits have to be multiplied by, at least, for any placement.
+        reckoned: the same for any placement of the groups, as these are reckoned.
         interrupted: whether the user has had enough of it.
     """
 
     def __init__(
         self,
-        missing: Sequence[str],
+        missing: str,
+        at: str,
         given: Mapping[str, int],
-        limits: Mapping[str, int],
-        ample: Mapping[str, int],
+        nearest: Sequence[Mapping[str, int]],
         proven: float,
+        reckoned: float,
         interrupted: bool,
     ) -> None:
-        self.missing, self.given, self.limits, self.ample = missing, given, limits, ample
-        self.proven, self.interrupted = proven, interrupted
+        self.missing, self.at, self.given, self.nearest = missing, at, given, nearest
+        self.proven, self.reckoned, self.interrupted = proven, reckoned, interrupted
 
     def times(self, limits: Mapping[str, int]) -> float:
         """How many times the limits others are."""
@@ -153,7 +176,7 @@ class Balance(Pass):
 
     limits: AutoLimits
     topology: Machine = None
-    options: tuple[Option, ...] = ("shift", "park", "recompute")
+    options: tuple[Option, ...] = _OPTIONS
     devices: tuple[Placed, ...] = ()
     pin: Annotated[dict[str, Annotated[str | None, BeforeValidator(_pinned)]], AfterValidator(leaves_out)] = {}  # noqa: RUF012
     whole: tuple[str, ...] = ()
@@ -229,18 +252,20 @@ class Balance(Pass):
         remedy: str,
         full: str = "",
     ) -> PassError:
-        """The error that says what is missing, and limits that work: those that refusals know are tried, the least
+        """The error that says what is missing, and limits that work: those within which plans keep are tried, the least
         first, and then larger ones."""
-        last, known = refused, [refused.limits, refused.ample]
-        limits, works = refused.limits, False
-        for _ in range(_TRIES):
-            if last.interrupted:
+        begun, known = time.perf_counter(), list(refused.nearest)
+        limits, works = min(known, key=refused.times), False
+        for number in range(_TRIES):
+            late = self.evaluations is None and time.perf_counter() - begun > _TRYING * self.seconds
+            if refused.interrupted or (number and late):
                 break
+            shorter = self.model_copy(update={"limits": limits, "seconds": _TRYING * self.seconds})
             try:
-                _Balancing(self.model_copy(update={"limits": limits}), program, place, profile, threads).run()
+                _Balancing(shorter, program, place, profile, threads).require()
             except _Refused as again:
-                last, tried = again, refused.times(limits)
-                known += [again.limits, again.ample]
+                tried = refused.times(limits)
+                known += again.nearest
                 more = [one for one in known if refused.times(one) > tried]
                 larger = {device: int(_LARGER * nbytes) for device, nbytes in limits.items()}
                 limits = min(more, key=refused.times, default=larger)
@@ -250,12 +275,16 @@ class Balance(Pass):
                 works = True
                 break
         given = ", ".join(f"{device!r}: {nbytes}" for device, nbytes in limits.items())
-        cannot = f"; less than {refused.proven:,.2f} times cannot" if refused.proven >= _MORE else ""
+        said = [f"{refused.times(limits):,.2f} times these"]
+        if refused.proven >= _MORE:
+            said.append(f"less than {refused.proven:,.2f} times cannot")
+        if refused.reckoned >= max(_MORE, refused.proven):
+            said.append(f"no placement of these groups is reckoned to keep less than {refused.reckoned:,.2f} times")
         return PassError(
-            f"balance: no placement within the limits was found: {'; '.join(refused.missing)}{full}",
+            f"balance: no placement within the limits was found: {refused.missing}{full}",
+            at=refused.at,
             fix=f"limits={{{given}}} {'works' if works else 'is the nearest that was found'} "
-            f"({refused.times(limits):,.2f} times these{cannot}{_beyond(place, limits)}); or "
-            + (remedy or self.ways(refused, place)),
+            f"({'; '.join(said)}{_beyond(place, limits)}); or " + (remedy or self.ways(refused, place)),
         )
 
     def ways(self, refused: _Refused, place: Topology) -> str:
@@ -273,7 +302,7 @@ def balance(
     limits: Mapping[DeviceName, int | str] | Literal["auto"],
     *,
     topology: Topology | str | None = None,
-    options: Sequence[Option] = ("shift", "park", "recompute"),
+    options: Sequence[Option] = _OPTIONS,
     devices: Sequence[DeviceName] = (),
     pin: Mapping[str, DeviceName | None] | None = None,
     whole: Sequence[str] = (),
@@ -364,6 +393,7 @@ class _Balancing:
     Attributes:
         topology: where the program would run.
         given: the limits that were given.
+        read: the program as it was read to be grouped.
         grouped: the program in as many groups as a search can take.
         plans: what choices come to as plans.
     """
@@ -388,7 +418,18 @@ class _Balancing:
         self.parts = micro_batches(program.step.blobs)
         self.searches = Attempts(self.reading, self.parts, Budget(options.seconds, options.evaluations, options.seed))
         self.grouped = self.searches.grouped
-        self.plans = Plans(program, limits, self.topology, options.topology, profile, threads, flows=self.parts > 1)
+        shares = "share_storage" in options.options
+        self.plans = Plans(
+            program,
+            limits,
+            self.topology,
+            options.topology,
+            profile,
+            threads,
+            flows=self.parts > 1,
+            shares=shares,
+        )
+        self.hands, self.trying = self.by_hand()
         self.emits = len(program.step.ops) <= _MOST_EMITTED
 
     def refuse(self) -> None:
@@ -470,12 +511,36 @@ class _Balancing:
     def reading(self) -> Reading:
         """The program as it is read to be grouped."""
         issue = streams_of(self.topology).issue if self.topology.host is None else None
-        return Reading(self.program, self.wanted, self.topology, self.profile, self.threads, issue)
+        self.read = Reading(self.program, self.wanted, self.topology, self.profile, self.threads, issue)
+        return self.read
+
+    def by_hand(self) -> tuple[ByHand, Iterator[None]]:
+        """What tries the plans of a person, and the plans that it has not tried so far."""
+        levels = Levels(self.read.units.step, self.topology, self.wanted.whole.values())
+        hands = ByHand(self.program, self.plans, levels, self.wanted, self.options.pin, self.topology, self.read.issue or 0.0)
+        return hands, hands.tried()
+
+    def try_by_hand(self, share: float) -> None:
+        """Try plans of a person, in a share of the budget, or in more of the seconds while none of them fits."""
+        begun, first = time.perf_counter(), self.plans.emitted
+        seconds, evaluations = self.options.seconds * share, self.options.evaluations
+        most = None if evaluations is None else _LEAST_BY_HAND + round(evaluations * share * _PLANS)
+        for _ in self.trying:
+            if most is not None:
+                enough = self.plans.emitted - first >= most
+            else:
+                enough = time.perf_counter() - begun >= seconds * (_UNTIL_ONE_FITS if self.hands.best is None else 1)
+            if enough:
+                break
 
     def run(self) -> Balanced:
         if self.emits:
+            begun = time.perf_counter()
+            self.try_by_hand(_BY_HAND)
+            self.searches.leave(time.perf_counter() - begun)
             self.leave_to_plans()
-        attempts = self.searches.made(regroups=self.emits and "recompute" in self.options.options)
+        regroups = self.emits and "recompute" in self.options.options
+        attempts = self.searches.made(regroups=regroups, starts=self.starts)
         if not self.emits:
             best = min(attempts, key=lambda attempt: attempt.rank)
             choice = best.found.choice
@@ -492,9 +557,13 @@ class _Balancing:
                 if not self.fitting(tried):
                     raise
             fitting = self.fitting(tried)
+            hand = self.hands.best
             if fitting:
-                chosen = min(fitting, key=lambda pair: (pair[1].seconds, pair[1].program is not self.program))
-                return self.report(*chosen, attempts)
+                of, one = min(fitting, key=lambda pair: (pair[1].seconds, pair[1].program is not self.program))
+                if hand is None or one.seconds <= hand.judged.seconds:
+                    return self.report(of, self.plans.fastest(one), attempts)
+            if hand is not None:
+                return self.report_by_hand(hand, attempts)
             near = tried + ([nearest] if nearest else [])
             nearest = min(near, key=lambda pair: sum(self.excess(pair[1].peaks).values()))
             attempts = [a for a in attempts if a.found.outcome.over <= _HOPELESS and not a.found.interrupted]
@@ -506,7 +575,26 @@ class _Balancing:
             ]
         assert nearest is not None
         attempt, one = nearest
+        self.try_by_hand(_BEFORE_A_REFUSAL)
+        if self.hands.best is not None:
+            return self.report_by_hand(self.hands.best, [attempt])
         raise self.refused(attempt, one.choice)
+
+    def require(self) -> None:
+        """Find any placement within the limits.
+
+        Raises:
+            _Refused: none is found.
+        """
+        if self.emits:
+            self.try_by_hand(_BY_HAND)
+        if self.hands.best is None:
+            self.run()
+
+    def starts(self, grouped: Grouped) -> list[Choice]:
+        """What a search among some groups begins with beside plain choices."""
+        found = (self.hands.best, self.hands.nearest)
+        return [self.hands.said(hand, grouped) for hand in found if hand is not None]
 
     def leave_to_plans(self) -> None:
         """Let the search end early enough for the plans of what it finds, by what that of the program itself takes."""
@@ -589,30 +677,50 @@ class _Balancing:
         """What is missing where the nearest placement is, and limits under which there is one."""
         problem = attempt.grouped.problem
         found = least(self.searches, attempt, choice)
-        needs = [self.needs(attempt, one) for one in dict.fromkeys((found.choice, choice))]
-        peaks, most = min(needs, key=lambda pair: exceeded(problem, pair[1]))
-        held = _named(problem, peaks)
-        missing = [
-            f"{name} lacks {nbytes_text(more)} of {nbytes_text(held[name])}" for name, more in self.excess(held).items()
-        ]
         given = {name: n for name, n in zip(problem.devices, problem.limits, strict=True) if n is not None}
-        limits, ample = (
-            {name: max(nbytes, _named(problem, wanted)[name]) for name, nbytes in given.items()}
-            for wanted in (peaks, most)
-        )
-        interrupted = attempt.found.interrupted or found.interrupted
-        return _Refused(missing, given, limits, ample, min(found.proven, exceeded(problem, peaks)), interrupted)
 
-    def needs(self, attempt: Attempt, choice: Choice) -> tuple[Sequence[int], Sequence[int]]:
-        """By device, what the plan of a choice holds, and the limits under which the choice is found again: what its
-        groups are reckoned to hold is within these, too."""
-        problem = attempt.grouped.problem
-        reckoned = Outcomes(problem)(choice).peaks
-        if not self.emits:
-            return reckoned, reckoned
-        held = self.plans.of(attempt.grouped, choice).peaks
-        peaks = [held.get(device, 0) for device in problem.devices]
-        return peaks, list(map(max, peaks, reckoned))
+        def within(peaks: Mapping[str, int]) -> dict[str, int]:
+            """The limits within which these peaks are, too."""
+            return {name: max(nbytes, peaks.get(name, 0)) for name, nbytes in given.items()}
+
+        nearest: list[tuple[Mapping[str, int], Program | None]] = []
+        ample = []
+        for one in dict.fromkeys((found.choice, choice)):
+            reckoned = _named(problem, Outcomes(problem)(one).peaks)
+            made = self.plans.of(attempt.grouped, one) if self.emits else None
+            nearest.append((reckoned, None) if made is None else (made.peaks, made.made))
+            ample.append(within({name: max(nbytes, nearest[-1][0].get(name, 0)) for name, nbytes in reckoned.items()}))
+        if (hand := self.hands.nearest) is not None:
+            nearest.append((hand.judged.peaks, hand.judged.made))
+        peaks, program = min(nearest, key=lambda one: self.factor(one[0]))
+        excess = self.excess(peaks)
+        missing = [f"{name} lacks {nbytes_text(more)} of {nbytes_text(peaks[name])}" for name, more in excess.items()]
+        at = ""
+        if program is not None and excess:
+            device = max(excess, key=lambda name: peaks[name] / max(given[name], 1))
+            filled, at = self.filled(program, device, given[device])
+            missing.append(filled)
+        certain = proven(self.program, self.limits, self.wanted.devices, self.options.options)
+        known = [*[within(held) for held, _ in nearest], *ample]
+        interrupted = attempt.found.interrupted or found.interrupted
+        return _Refused("; ".join(missing), at, given, known, certain, found.proven, interrupted)
+
+    def factor(self, peaks: Mapping[str, int]) -> float:
+        """What limits have to be multiplied by so that some peaks are within them."""
+        problem = self.grouped.problem
+        return exceeded(problem, [peaks.get(name, 0) for name in problem.devices])
+
+    def filled(self, made: Program, device: str, limit: int) -> tuple[str, str]:
+        """What fills a device at its peak, and the operator that runs then, as text."""
+        found = self.plans.filled(made, device)
+        held = " and ".join([f"{nbytes_text(nbytes)} of {category}" for category, nbytes in found.held[:2]])
+        text = f"at its peak {device} holds {held}"
+        if found.operator is None:
+            return text, ""
+        alone = needed(found.operator, found.program)
+        if alone > limit:
+            text += f"; one operator reads and makes {nbytes_text(alone)} there, which no option divides"
+        return text, operator_text(found.operator, found.program.step)
 
     def refuse_pins(self, placed: Program) -> None:
         """Refuse pins of state that goes with what reads or overwrites it, which is elsewhere.
@@ -636,7 +744,6 @@ class _Balancing:
 
     def report(self, attempt: Attempt, best: Emitted, attempts: Sequence[Attempt]) -> Balanced:
         """The placement before and after."""
-        self.refuse_pins(best.program)
         problem, outcomes = attempt.problem, attempt.outcomes
         now, then = outcomes(problem.now()), outcomes(best.choice)
         if best.peaks:
@@ -645,49 +752,83 @@ class _Balancing:
         else:
             peaks = _named(problem, now.peaks), _named(problem, then.peaks)
             seconds = now.seconds, then.seconds
-        devices = [name for name in problem.devices if name in self.given or peaks[0].get(name) or peaks[1].get(name)]
-        numbers = {name: i for i, name in enumerate(problem.devices)}
-        uses = tuple(
-            [
-                DeviceUse(
-                    name,
-                    problem.limits[numbers[name]],
-                    peaks[0].get(name, 0),
-                    peaks[1].get(name, 0),
-                    now.busy[numbers[name]],
-                    then.busy[numbers[name]],
-                )
-                for name in devices
-            ]
-        )
-        pairs = dict.fromkeys([*now.crossing, *then.crossing])
-        links = tuple(
-            [
-                LinkBytes(
-                    problem.devices[a], problem.devices[b], now.crossing.get((a, b), 0), then.crossing.get((a, b), 0)
-                )
-                for a, b in pairs
-            ]
-        )
-        text = " | ".join(best.program.history[len(self.program.history) :])
+        crossing = {(problem.devices[a], problem.devices[b]): nbytes for (a, b), nbytes in then.crossing.items()}
+        after = _Figures(best.program, best.then, peaks[1], seconds[1], _named(problem, then.busy), crossing)
+        reasons = Reasons(problem, best.choice, [one.grouped.problem for one in attempts], then.peaks)
+        return self.reported(attempt, peaks[0], seconds[0], after, reasons)
+
+    def report_by_hand(self, hand: Hand, attempts: Sequence[Attempt]) -> Balanced:
+        """The same of a plan that a person would have tried."""
+        attempt, judged = attempts[0], self.plans.in_any_order(hand.program, hand.judged)
+        problem = attempt.problem
+        before = self.plans.of(attempt.grouped, problem.now())
+        found = self.plans.estimate(instructed(judged.made))
+        busy = {use.lane.partition(".")[0]: use.busy for use in found.lanes if use.lane.endswith(".compute")}
+        crossing = {(link.source, link.destination): link.nbytes for link in found.links}
+        after = _Figures(hand.program, judged.then, judged.peaks, judged.seconds, busy, crossing)
+        held = [judged.peaks.get(name, 0) for name in problem.devices]
+        problems = [one.grouped.problem for one in attempts]
+        reasons = Reasons(problem, self.hands.said(hand, attempt.grouped), problems, held, hand.says)
+        return self.reported(attempt, before.peaks, before.seconds, after, reasons)
+
+    def reported(
+        self, attempt: Attempt, held: Mapping[str, int], seconds: float, after: _Figures, reasons: Reasons
+    ) -> Balanced:
+        """A report of what was before, with what it held and its seconds, and *after*."""
+        self.refuse_pins(after.program)
+        problem = attempt.problem
+        now = attempt.outcomes(problem.now())
+        busy = _named(problem, now.busy)
+        limits = dict(zip(problem.devices, problem.limits, strict=True))
+        uses = [
+            DeviceUse(
+                name, limits[name], held.get(name, 0), after.peaks.get(name, 0), busy[name], after.busy.get(name, 0)
+            )
+            for name in problem.devices
+            if name in self.given or held.get(name) or after.peaks.get(name)
+        ]
+        crossing = {(problem.devices[a], problem.devices[b]): nbytes for (a, b), nbytes in now.crossing.items()}
+        pairs = dict.fromkeys([*crossing, *after.crossing])
+        links = [LinkBytes(*pair, crossing.get(pair, 0), after.crossing.get(pair, 0)) for pair in pairs]
+        text = " | ".join(after.program.history[len(self.program.history) :])
         if text:
             Pipeline(text)  # what is printed can be read back
         return Balanced(
-            program=best.program,
+            program=after.program,
             machine=self.topology.about,
             measured=self.topology.measured,
             limits=self.given,
             pipeline=text,
-            then=best.then,
-            devices=uses,
-            links=links,
-            before=seconds[0],
-            after=seconds[1],
-            exact=bool(best.peaks),
+            then=after.then,
+            devices=tuple(uses),
+            links=tuple(links),
+            before=seconds,
+            after=after.seconds,
+            exact=self.emits,
             evaluated=self.searches.evaluated,
-            device_map=device_map(best.program, attempt.grouped),
-            reasons=Reasons(problem, best.choice, [one.grouped.problem for one in attempts], then.peaks),
+            device_map=device_map(after.program, attempt.grouped),
+            reasons=reasons,
         )
+
+
+class _Figures(NamedTuple):
+    """What a report says of a placement.
+
+    Attributes:
+        program: placed.
+        then: the passes that come next.
+        peaks: by device, what it holds.
+        seconds: of a step.
+        busy: by device, the seconds for which it computes.
+        crossing: by source and destination, the bytes that are copied.
+    """
+
+    program: Program
+    then: str
+    peaks: Mapping[str, int]
+    seconds: float
+    busy: Mapping[str, float]
+    crossing: Mapping[tuple[str, str], int]
 
 
 def _elsewhere(choice: Choice, other: Choice) -> int:
@@ -695,5 +836,5 @@ def _elsewhere(choice: Choice, other: Choice) -> int:
     return sum(a != b for a, b in zip(choice.devices, other.devices, strict=True))
 
 
-def _named(problem: Problem, figures: Sequence[int]) -> dict[str, int]:
+def _named(problem: Problem, figures: Sequence[T]) -> dict[str, T]:
     return dict(zip(problem.devices, figures, strict=True))

@@ -115,19 +115,20 @@ class Attempts:
         """Leave a part of the budget to what comes after the searches."""
         self.spent += seconds
 
-    def made(self, *, regroups: bool) -> list[Attempt]:
+    def made(self, *, regroups: bool, starts: Callable[[Grouped], Sequence[Choice]] = lambda _: ()) -> list[Attempt]:
         """Searches among as many groups as a search can take; where these compute again, or nothing is within the
         limits, among fewer and larger ones, too, if it *regroups*. Where tails save much, the search goes on with these
-        apart."""
+        apart. Each begins with its *starts*, beside the plain choices."""
         regroups = regroups and self.parts == 1 and len(self.grouped.problem.groups) > min(_FEWER)
         tails_apart = self.reading.tailed is not None
-        first = self.attempt(self.grouped, _FIRST if regroups or tails_apart else 1.0)
+        given = starts(self.grouped)
+        first = self.attempt(self.grouped, _FIRST if regroups or tails_apart else 1.0, given)
         found = first.found
         if found.interrupted or not (regroups or tails_apart):
             return [first]
         many = found.choice.stored.count(AGAIN) >= _MANY_AGAIN * len(found.choice.stored)
         if regroups and not tails_apart and not many and 0 < found.outcome.over <= _NEAR:
-            other = self.searched(self.grouped, self.grouped.problem, 1 - _FIRST, (), 1)  # as it may be stuck there
+            other = self.searched(self.grouped, self.grouped.problem, 1 - _FIRST, given, 1)  # as it may be stuck there
             if not other.found.outcome.over:
                 return [other]
         sizes = [(self.most, True)] if tails_apart else []
@@ -139,8 +140,8 @@ class Attempts:
         for most, finer in sizes:
             if not attempts[-1].found.interrupted:
                 grouped = self.reading.grouped(most, tails=finer)
-                starts = [apart(found.choice, self.grouped, grouped)] if finer else []
-                attempts.append(self.attempt(grouped, (1 - _FIRST) / len(sizes), starts))
+                before = [apart(found.choice, self.grouped, grouped)] if finer else []
+                attempts.append(self.attempt(grouped, (1 - _FIRST) / len(sizes), [*before, *starts(grouped)]))
         return attempts
 
     def attempt(self, grouped: Grouped, part: float, starts: Sequence[Choice] = ()) -> Attempt:

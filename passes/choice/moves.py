@@ -27,14 +27,14 @@ from .groups import Grouped
 from .naming import patterns, storages_named
 from .problem import AGAIN, Choice
 
-__all__ = ["placed"]
+__all__ = ["ParkedQuietly", "placed"]
 
 
 _SMALL: Final = 0.002
 """The part of a limit below which it does not matter on which side of a cut a result is made and read."""
 
 
-class _Parked(Park):
+class ParkedQuietly(Park):
     """``park`` as a search runs it, which knows from the simulation what each trip saves."""
 
     warns: ClassVar[bool] = False
@@ -68,7 +68,7 @@ def placed(program: Program, grouped: Grouped, choice: Choice) -> Program:
             uses = uses_of(found.step)
             away = [storage for storage in away if unsaved(found, storage, uses, Park.name) is None]
         if away:
-            found = build(_Parked, what=storages_named(found, away, "park"), to=str(there)).recorded(found)
+            found = build(ParkedQuietly, what=storages_named(found, away, "park"), to=str(there)).recorded(found)
     return found
 
 

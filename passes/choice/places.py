@@ -50,20 +50,22 @@ class Reasons(NamedTuple):
         choice: the placement.
         others: the problems that were searched, with the limits that were given.
         peaks: by device, what the choice holds.
+        by_hand: which plan of a person it is, of which groups say nothing; empty of a choice.
     """
 
     problem: Problem
     choice: Choice
     others: Sequence[Problem]
     peaks: Sequence[int]
+    by_hand: str = ""
 
     def bound(self) -> float:
         """Seconds below which no choice for these problems can be."""
         return min([bound_of(problem, self.peaks) for problem in self.others])
 
     def places(self) -> list[GroupPlace]:
-        """Where each group is, and what the next best would have cost."""
-        return _group_places(Outcomes(self.problem), self.choice)
+        """Where each group is, and what the next best would have cost; nothing of a plan by hand."""
+        return [] if self.by_hand else _group_places(Outcomes(self.problem), self.choice)
 
 
 def _group_places(outcomes: Outcomes, choice: Choice) -> list[GroupPlace]:

@@ -1,28 +1,51 @@
-"""What a choice comes to as a plan: the passes that make it, what each device holds, and how long a step takes."""
+"""What a placement comes to as a plan: what each device holds, and how long a step takes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from math import inf
+from typing import Final, NamedTuple, get_args
 
-from graphir.analysis.estimate import estimated
+from graphir.analysis.estimate import Estimate, estimated
 from graphir.analysis.execution import ONE_THREAD, THREADS, streams_of
 from graphir.analysis.memory import memory
 from graphir.analysis.profiles import Profile
 from graphir.analysis.topology import Topology
 from graphir.errors import PassError
 from graphir.ir.device import Device
+from graphir.ir.operator import Operator
+from graphir.ir.plan import Plan
 from graphir.ir.program import Program
 
 from ..base import build
 from ..copies import InjectCopies
 from ..emit import instructed
-from ..pipeline import PipelineSchedule
+from ..pipeline import PipelineSchedule, Schedules
+from ..storage import ShareStorage
 from .groups import Grouped
 from .moves import placed
 from .problem import Choice
 
-__all__ = ["Emitted", "Plans"]
+__all__ = ["Emitted", "Judged", "Plans"]
+
+_OWN: Final = tuple(get_args(Schedules))
+"""The schedules whose own order may be faster than the one that is found within the limits."""
+
+
+class Judged(NamedTuple):
+    """What a placed program comes to as a plan.
+
+    Attributes:
+        then: the passes that come after the placement, as text.
+        peaks: by device, what the plan holds.
+        seconds: of a step; infinite where they were not asked for.
+        made: the program with these passes.
+    """
+
+    then: str
+    peaks: Mapping[str, int]
+    seconds: float
+    made: Program
 
 
 class Emitted(NamedTuple):
@@ -33,6 +56,7 @@ class Emitted(NamedTuple):
         then: the passes that come next, as text.
         peaks: by device, what its plan holds; nothing where it was not emitted.
         seconds: of a step.
+        made: the program with these passes; None where it was not emitted.
     """
 
     choice: Choice
@@ -40,6 +64,21 @@ class Emitted(NamedTuple):
     then: str
     peaks: Mapping[str, int] = {}
     seconds: float = 0.0
+    made: Program | None = None
+
+
+class Filled(NamedTuple):
+    """What fills a device at its peak.
+
+    Attributes:
+        operator: that runs then; None where none does.
+        program: whose it is.
+        held: bytes by category, the most first.
+    """
+
+    operator: Operator | None
+    program: Program
+    held: Sequence[tuple[str, int]]
 
 
 class Plans:
@@ -54,6 +93,11 @@ class Plans:
         profile: what was measured of calls on that machine.
         threads: how many threads one kernel uses.
         flows: whether it has several micro-batches.
+        shares: whether operators may overwrite what nobody reads any more, where a plan would exceed the limits.
+
+    Attributes:
+        now: what the program as it is comes to, if that is known.
+        emitted: how many plans were.
     """
 
     def __init__(
@@ -65,10 +109,13 @@ class Plans:
         profile: Profile | None,
         threads: int,
         flows: bool,
+        shares: bool = False,
     ) -> None:
         self.program, self.limits, self.topology = program, limits, topology
-        self.named, self.profile, self.threads, self.flows = named, profile, threads, flows
+        self.named, self.profile, self.threads = named, profile, threads
+        self.flows, self.shares = flows, shares
         self.now: Emitted | None = None
+        self.emitted = 0
 
     def of(self, grouped: Grouped, choice: Choice) -> Emitted:
         """A choice made, and what its plan comes to; that of the program as it is, whatever its groups, once."""
@@ -81,27 +128,81 @@ class Plans:
     def made(self, grouped: Grouped, choice: Choice) -> Emitted:
         """The same, anew."""
         program = placed(self.program, grouped, choice)
-        copied, then = InjectCopies().recorded(program), str(InjectCopies())
-        if self.flows:
-            copied, then = self.flowing(copied, then)
-        plan = instructed(copied)
-        executions = (streams_of(self.topology),) if self.topology.host is None else (ONE_THREAD, THREADS)
-        peaks = memory(plan, threads=self.threads, profile=self.profile).peak
-        seconds = min(
-            estimated(plan, self.topology, execution, plan.dims, self.profile, self.threads).seconds
-            for execution in executions
-        )
-        return Emitted(choice, program, then, {str(device): n for device, n in peaks.items()}, seconds)
+        return Emitted(choice, program, *self.judged(program))
 
-    def flowing(self, copied: Program, then: str) -> tuple[Program, str]:
-        """A program in the order in which its micro-batches flow within the limits, and the passes so far; in its own
-        order where nothing flows, or none keeps within them."""
-        used = {str(device) for device in copied.devices}
-        limits = {str(device): limit for device, limit in self.limits.items() if str(device) in used}
-        order = build(PipelineSchedule, limits=limits, topology=self.named)
+    def judged(self, program: Program, *, timed: bool = True) -> Judged:
+        """What a placed program comes to: with shared storage where its plan would exceed the limits. What exceeds them
+        all the same is *timed* where that is asked for."""
+        copied = InjectCopies().recorded(program)
+        limits = {str(device): limit for device, limit in self.limits.items() if device in set(copied.devices)}
+        found = self.flowing(copied, build(PipelineSchedule, limits=limits, topology=self.named))
+        return self.sharing(*(found or (copied, str(InjectCopies()))), timed=timed)
+
+    def fastest(self, one: Emitted) -> Emitted:
+        """An emitted choice in the fastest order of its micro-batches that keeps within the limits."""
+        if not self.flows or one.made is None:
+            return one
+        judged = Judged(one.then, one.peaks, one.seconds, one.made)
+        return Emitted(one.choice, one.program, *self.in_any_order(one.program, judged))
+
+    def in_any_order(self, program: Program, judged: Judged) -> Judged:
+        """What a placed program comes to in the fastest order that keeps within the limits: the one that was *judged*,
+        or a schedule's own."""
+        found = [judged]
+        copied = InjectCopies().recorded(program) if self.flows else program
+        for schedule in _OWN if self.flows else ():
+            if (own := self.flowing(copied, build(PipelineSchedule, schedule=schedule, topology=self.named))) is not None:
+                found.append(self.sharing(*own, timed=False))
+        return min(found, key=lambda one: (self.excess(one.peaks), one.seconds))
+
+    def excess(self, peaks: Mapping[str, int]) -> int:
+        """The bytes by which devices exceed their limits, together."""
+        return sum([max(peaks.get(str(device), 0) - limit, 0) for device, limit in self.limits.items()])
+
+    def sharing(self, copied: Program, then: str, *, timed: bool) -> Judged:
+        """A program with its copies as a plan, or with shared storage where that is allowed and holds less beyond the
+        limits."""
+        found = self.planned(copied, then, timed)
+        if self.shares and (excess := self.excess(found.peaks)):
+            shared = ShareStorage().recorded(copied)
+            if shared.step is not copied.step:
+                other = self.planned(shared, f"{then} | {ShareStorage()}", timed)
+                found = other if self.excess(other.peaks) < excess else found
+        return found
+
+    def filled(self, made: Program, device: str) -> Filled:
+        """What fills a device where the plan of a program with its copies holds the most there."""
+        plan = instructed(made)
+        found = memory(plan, threads=self.threads, profile=self.profile)
+        position = plan.instructions[found.peak_position(device)].op
+        held = sorted(found.at_peak[device].items(), key=lambda pair: -pair[1])
+        return Filled(None if position < 0 else plan.step.ops[position], plan.program, held)
+
+    def planned(self, copied: Program, then: str, timed: bool) -> Judged:
+        """The plan of a program with its copies."""
+        plan = instructed(copied)
+        self.emitted += 1
+        held = memory(plan, threads=self.threads, profile=self.profile).peak
+        peaks = {str(device): nbytes for device, nbytes in held.items()}
+        seconds = self.estimate(plan).seconds if timed or not self.excess(peaks) else inf
+        return Judged(then, peaks, seconds, copied)
+
+    def estimate(self, plan: Plan) -> Estimate:
+        """What a step of a plan would take, in the way to execute it that is the fastest."""
+        executions = (streams_of(self.topology),) if self.topology.host is None else (ONE_THREAD, THREADS)
+        found = [
+            estimated(plan, self.topology, execution, plan.dims, self.profile, self.threads) for execution in executions
+        ]
+        return min(found, key=lambda estimate: estimate.seconds)
+
+    def flowing(self, copied: Program, order: PipelineSchedule) -> tuple[Program, str] | None:
+        """A program with its copies in an order of its micro-batches, and the passes so far; None where nothing flows,
+        or no such order keeps within the limits."""
+        if not self.flows:
+            return None
         try:
             order.require_order(copied)
             found = order.ordered(copied, warns=False, place=self.topology)
         except PassError:
-            return copied, then
-        return found.with_(history=(*copied.history, str(order))), f"{then} | {order}"
+            return None
+        return found.with_(history=(*copied.history, str(order))), f"{InjectCopies()} | {order}"

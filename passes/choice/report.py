@@ -59,8 +59,8 @@ class Balanced:
         limits: by device, in bytes, as they were given or found to be free.
         pipeline: the passes that placed it, as text that :class:`graphir.passes.Pipeline` and
             ``graphir.compile(passes=…)`` take; empty where nothing had to move.
-        then: the passes that come next: ``inject_copies``, and of several micro-batches ``pipeline``, where an order in
-            which they flow keeps within the limits.
+        then: the passes that come next: ``inject_copies``; of several micro-batches ``pipeline``, where an order in
+            which they flow keeps within the limits; and ``share_storage`` where the limits take it.
         devices: each before and after.
         links: those that something crosses.
         before, after: predicted seconds of a step.
@@ -94,7 +94,8 @@ class Balanced:
 
     @cached_property
     def groups(self) -> tuple[GroupPlace, ...]:
-        """Where each group is and why, in the order of the forward."""
+        """Where each group is and why, in the order of the forward; none where the placement is one that a person
+        would have tried, which the report says instead."""
         return tuple(self.reasons.places())
 
     @property
@@ -139,7 +140,7 @@ class Balanced:
         ]
         lines += table(("link", "bytes before", "bytes after"), links)
         lines.append(f"  at least {seconds_text(self.bound)} within these limits: the gap is {self.gap:.1%}")
-        lines += self._groups()
+        lines += [f"  by hand: {self.reasons.by_hand}"] if self.reasons.by_hand else self._groups()
         lines.append(f"  passes: {self.pipeline}" if self.pipeline else "  nothing has to move")
         lines.append(f"  then: {self.then}")
         return "\n".join(lines)

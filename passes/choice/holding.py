@@ -1,0 +1,200 @@
+"""What devices are reckoned to hold where modules are cut and what some save is stored otherwise: byte for byte what
+:func:`graphir.memory` says of one device, and a guess of several and of what is recomputed, good enough to say which
+plans are worth emitting.
+
+::
+
+    live     ▁▃▅▇▇▅▃▁        by operator, all that is kept
+    gaps       ▃▅▅▃          of what is freed in the forward and there again in the backward
+    held     ▁▃▂▂▂▂▃▁        the difference; its largest value, with state, is a device's peak
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphir.ir.blob import STATE_ROLES
+from graphir.ir.module_patterns import lineage
+from graphir.ir.names import base_name, micro_batch_of
+from graphir.ir.touches import Numbers
+
+from .step import Step
+
+__all__ = ["Gaps", "Holding", "Placed"]
+
+
+class Gaps(NamedTuple):
+    """When storages are not there: from the operator *start* to the one before *end*."""
+
+    storage: Numbers
+    start: Numbers
+    end: Numbers
+
+
+class Placed(NamedTuple):
+    """What parts of a model hold, each on a device of its own.
+
+    Attributes:
+        at: by operator, its part.
+        home: by storage, its part.
+        state: by part, bytes of state.
+        live: by part and operator, bytes of all else, where everything is kept.
+        crossing: bytes that go from one part to another.
+        copies: how many copies bring them.
+    """
+
+    at: Numbers
+    home: Numbers
+    state: Numbers
+    live: NDArray[np.int64]
+    crossing: int = 0
+    copies: int = 0
+
+    @property
+    def peaks(self) -> Numbers:
+        """By part, the most bytes."""
+        found: Numbers = self.state + self.live.max(1)
+        return found
+
+
+class Holding:
+    """What the parts of a step hold.
+
+    Args:
+        step: as columns.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self.step, self.count = step, len(step.net.ops)
+        everywhere = np.ones(len(step.op), np.bool_)
+        self.ends = np.maximum(step.last(everywhere), np.maximum(step.made, 0)) + 1
+        self.early = step.last(step.forward[step.op])
+        blobs = step.net.blobs
+        self.is_state = np.array([blobs[name].role in STATE_ROLES for name in step.names], np.bool_)
+        self.on_gpu = np.array([not blobs[name].device.is_host for name in step.names], np.bool_)
+
+    @cached_property
+    def modules(self) -> list[str]:
+        """By operator, its module; what has none goes with the operator before."""
+        found, last = [], ""
+        for op in self.step.net.ops:
+            last = op.module or last
+            found.append(last)
+        return found
+
+    @cached_property
+    def owners(self) -> dict[int, str]:
+        """By storage of state, the module that owns it."""
+        step, paths = self.step, self.step.program.module_paths
+        return {
+            k: next((path for path in reversed(lineage(base_name(step.names[k]))) if path in paths), "")
+            for k in np.flatnonzero(self.is_state).tolist()
+        }
+
+    def placed(self, part_of: Mapping[str, int], parts: int) -> Placed:
+        """What the parts hold where everything is kept.
+
+        Args:
+            part_of: by module, its part; a module that it lacks is where the one is that it is in, or else the operator
+                before.
+            parts: how many there are.
+        """
+        step, known = self.step, dict[str, int]()
+
+        def part(module: str) -> int:
+            if module not in known:
+                known[module] = next((part_of[path] for path in reversed(lineage(module)) if path in part_of), -1)
+            return known[module]
+
+        at = np.array([part(module) for module in self.modules] or [0], np.int64)
+        at = at[np.maximum.accumulate(np.where(at >= 0, np.arange(len(at)), 0))]
+        at = np.maximum(at, 0)
+        first = at[np.maximum(step.first(np.ones(len(step.op), np.bool_)), 0)]
+        home = np.where(step.made >= 0, at[np.maximum(step.made, 0)], first)
+        state, sizes = np.zeros(parts, np.int64), step.nbytes
+        for k, module in self.owners.items():
+            home[k] = max(part(module), 0)
+            state[home[k]] += sizes[k] * self.on_gpu[k]
+        return self.summed(at, home, state, parts)
+
+    def now(self) -> Placed:
+        """What the devices of a step hold where it is, and the parts are numbers of :attr:`.Step.devices`."""
+        step = self.step
+        number = {device: i for i, device in enumerate(step.devices)}
+        home = np.array([number.get(step.net.blobs[name].device, 0) for name in step.names], np.int64)
+        state = np.zeros(len(step.devices), np.int64)
+        np.add.at(state, home[self.is_state], step.nbytes[self.is_state])
+        return self.summed(step.at, home, state, len(step.devices))
+
+    def summed(self, at: Numbers, home: Numbers, state: Numbers, parts: int) -> Placed:
+        """What parts hold with what is where."""
+        step = self.step
+        spans, change = step.spans, np.zeros((parts, self.count + 1), np.int64)
+        storages = np.flatnonzero(~self.is_state)
+        inside = spans.start[len(storages) :]
+        where = np.concatenate([home[storages], at[inside]])
+        nbytes = spans.nbytes * np.concatenate([self.on_gpu[storages], ~step.on_host[inside]])
+        np.add.at(change, (where, spans.start), nbytes)
+        np.subtract.at(change, (where, spans.end), nbytes)
+        crossed = self.cross(change, at, home) if parts > 1 else (0, 0)
+        return Placed(at, home, state, change.cumsum(1)[:, : self.count], *crossed)
+
+    def cross(self, change: NDArray[np.int64], at: Numbers, home: Numbers) -> tuple[int, int]:
+        """Add what parts hold that others make; the bytes of it, and in how many copies they come."""
+        step, sizes = self.step, self.step.nbytes
+        apart = (at[step.op] != home[step.storage]) & self.on_gpu[step.storage] & ~step.on_host[step.op]
+        touches = np.flatnonzero(apart)
+        keys = step.storage[touches] * len(change) + at[step.op[touches]]
+        found, copies = 0, np.unique(keys).tolist()
+        for key in copies:
+            storage, part = divmod(key, len(change))
+            ops = step.op[touches[keys == key]]
+            change[part, ops[0]] += sizes[storage]
+            change[part, ops[-1] + 1] -= sizes[storage]
+            found += int(sizes[storage])
+        return found, len(copies)
+
+    def gaps(self, storages: Sequence[str], *, together: bool, ahead: int = 0) -> Gaps:
+        """When storages are not there that are stored otherwise.
+
+        Args:
+            storages: their names.
+            together: whether the first of them that is read brings back all of one micro-batch.
+            ahead: how many operators late a storage is freed, and early it is back.
+        """
+        step = self.step
+        numbers = np.array([step.number[name] for name in storages], np.int64)
+        end = step.late[numbers]
+        if together and len(numbers):
+            parts = np.array([micro_batch_of(name) or 0 for name in storages], np.int64)
+            first = np.full(parts.max() + 1, self.count, np.int64)
+            np.minimum.at(first, parts, end)
+            end = first[parts]
+        start = self.early[numbers] + 1 + ahead
+        return Gaps(numbers, start, np.maximum(end - ahead, start))
+
+    def peaks(self, placed: Placed, gaps: Sequence[tuple[Gaps, int]]) -> Numbers:
+        """By part, the most bytes.
+
+        Args:
+            placed: what the parts hold where everything is kept.
+            gaps: what is stored otherwise, with the part that has it meanwhile; -1: none.
+        """
+        if not gaps:
+            return placed.peaks
+        change = np.zeros((len(placed.state), self.count + 1), np.int64)
+        sizes = self.step.nbytes
+        for (storage, start, end), to in gaps:
+            nbytes, where = sizes[storage], placed.home[storage]
+            np.subtract.at(change, (where, start), nbytes)
+            np.add.at(change, (where, end), nbytes)
+            if to >= 0:
+                np.add.at(change[to], start, nbytes)
+                np.subtract.at(change[to], end, nbytes)
+        found: Numbers = placed.state + (placed.live + change.cumsum(1)[:, : self.count]).max(1)
+        return found

@@ -1,0 +1,212 @@
+"""The modules of a program by levels: what a person recomputes, parks or cuts at, whatever the groups of a search are.
+
+::
+
+    layers.*                 every block             layers.*.mlp      the same part of every block
+    layer1, layer2, …        what stands at one depth
+    layers.0 + layers.1      neighbours as one unit, recomputed from what enters the first
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import groupby
+from typing import Final, NamedTuple, TypeAlias
+
+from graphir.analysis.topology import Topology
+from graphir.ir.blob import STATE_ROLES
+from graphir.ir.device import Device
+from graphir.ir.module_patterns import lineage
+from graphir.ir.names import base_name, micro_batches
+
+from .step import Step
+
+__all__ = ["Levels", "Part", "Unit"]
+
+Unit: TypeAlias = tuple[str, ...]
+"""The path of a module, or those of neighbours that are one unit."""
+
+_SEGMENTS: Final = (2, 3, 4, 6, 8, 12, 16, 24)
+"""How many neighbours are one unit."""
+
+_DEEPEST: Final = 96
+"""How many modules stand at a depth at most at which a program is cut."""
+
+
+class Part(NamedTuple):
+    """What a module comes to.
+
+    Attributes:
+        state: bytes of parameters, buffers and optimizer state.
+        saved: bytes that its operators make and the backward reads, of one micro-batch.
+        freed: those of them that are recomputed with the module, from what enters it.
+        seconds: of the operators that make these, of all micro-batches.
+        first: the first operator of its forward; -1 where it has none.
+    """
+
+    state: int = 0
+    saved: int = 0
+    freed: int = 0
+    seconds: float = 0.0
+    first: int = -1
+
+
+class Levels:
+    """The levels of a program's modules.
+
+    Args:
+        step: its operators and storages.
+        topology: how fast the devices are.
+        whole: by module, which module it is in that is not taken apart.
+
+    Attributes:
+        parts: by path, what the module comes to.
+    """
+
+    def __init__(self, step: Step, topology: Topology, whole: Iterable[str] = ()) -> None:
+        self.step, self.topology, self.whole = step, topology, frozenset(whole)
+        self.paths = step.program.module_paths
+        self.touching = self.touched()
+        self.parts = self.summed()
+
+    def touched(self) -> dict[str, tuple[str, frozenset[str]]]:
+        """By storage that can be recomputed, the module that makes it and those whose forward reads it."""
+        step, ops, blobs = self.step, self.step.net.ops, self.step.net.blobs
+        fine = (step.made >= 0) & (step.late >= 0) & (step.written < 0) & ~step.lasting
+        fine &= step.forward[step.made] & step.repeatable[step.made]
+        names = [step.names[k] for k in fine.nonzero()[0].tolist()]
+        found = {name: {ops[step.makers[step.number[name]]].module} for name in names if blobs[name].role != "input"}
+        for op in ops:
+            if op.phase == "forward" and not op.effects.shows:
+                for name in op.inputs:
+                    if (storage := blobs[name].storage) in found:
+                        found[storage].add(op.module)
+        makers = {name: ops[step.makers[step.number[name]]].module for name in found}
+        return {name: (makers[name], frozenset(modules)) for name, modules in found.items()}
+
+    def summed(self) -> dict[str, Part]:
+        """What each module comes to, with what is inside of it."""
+        step, net, paths = self.step, self.step.net, self.paths
+        parts = micro_batches(net.blobs)
+        state, saved, freed = (defaultdict[str, int](int) for _ in range(3))
+        first: dict[str, int] = {}
+        seconds = defaultdict[str, float](float)
+        sizes = step.nbytes.tolist()
+        for name in net.external_inputs:
+            if net.blobs[name].role in STATE_ROLES and not net.blobs[name].is_view:
+                owner = next((path for path in reversed(lineage(base_name(name))) if path in paths), "")
+                for path in ("", *lineage(owner)):
+                    state[path] += sizes[step.number[name]]
+        for i, (op, nbytes) in enumerate(zip(net.ops, step.saved.tolist(), strict=True)):
+            if op.phase == "forward" and not op.effects.shows:
+                for path in ("", *lineage(op.module)):
+                    first.setdefault(path, i)
+                    saved[path] += nbytes
+        costs: dict[Device, list[float]] = {}
+        for storage, (_, modules) in self.touching.items():
+            made = step.makers[step.number[storage]]
+            device = net.ops[made].device
+            if device not in costs:
+                costs[device] = step.seconds(device, self.topology)
+            for path in ("", *_shared(modules)):
+                freed[path] += sizes[step.number[storage]]
+                seconds[path] += costs[device][made]
+        return {
+            path: Part(state[path], saved[path] // parts, freed[path] // parts, seconds[path], first.get(path, -1))
+            for path in ("", *paths)
+        }
+
+    @cached_property
+    def known(self) -> list[str]:
+        """The modules that run and are not inside of one that is not taken apart, in the order in which they begin."""
+        inside = {path for path in self.paths if not self.whole.isdisjoint(lineage(path)[:-1])}
+        found = [path for path in self.paths if path not in inside and self.parts[path].first >= 0]
+        return sorted(found, key=lambda path: (self.parts[path].first, path.count(".")))
+
+    def depths(self) -> list[list[str]]:
+        """By depth, the modules that stand there, and those above that have none inside: everything once."""
+        found: list[list[str]] = []
+        inner = {path.rpartition(".")[0] for path in self.known}
+        for depth in range(1, max([path.count(".") + 1 for path in self.known], default=0) + 1):
+            level = [p for p in self.known if p.count(".") + 1 == depth or (p.count(".") < depth and p not in inner)]
+            if len(level) > 1 and level not in found:
+                found.append(level)
+        return found
+
+    def cuts(self) -> list[list[str]]:
+        """The depths at which a program may be cut: few modules first."""
+        return [level for level in self.depths() if len(level) <= _DEEPEST]
+
+    def recomputed(self) -> list[list[Unit]]:
+        """What may be recomputed, each unit from what enters it, in the order of the forward; each list once."""
+        alike: dict[str, list[str]] = defaultdict(list)
+        for path in self.known:
+            alike[".".join("*" if part.isdecimal() else part for part in path.split("."))].append(path)
+        found: dict[tuple[Unit, ...], None] = {}
+        for level in (*self.depths(), *alike.values()):
+            single = tuple([(path,) for path in level if self.parts[path].freed])
+            if single:
+                found[single] = None
+        for level in alike.values():
+            for _, run in groupby(level, key=lambda path: (path.rpartition(".")[0], self.kinds[path])):
+                siblings = list(run)
+                for size in [size for size in _SEGMENTS if size < len(siblings)] + [len(siblings)]:
+                    if size > 1:
+                        segments = [tuple(siblings[k : k + size]) for k in range(0, len(siblings), size)]
+                        found[tuple(segments)] = None
+        return list(map(list, found))
+
+    @cached_property
+    def kinds(self) -> dict[str, tuple[str, ...]]:
+        """By module, the types of the operators of its forward: equal ones make neighbours a run."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for op in self.step.net.ops:
+            if op.phase == "forward":
+                for path in lineage(op.module):
+                    found[path].append(op.type)
+        return {path: tuple(types) for path, types in found.items()}
+
+    def freed(self, unit: Unit) -> int:
+        """Bytes that recomputing a unit frees."""
+        if len(unit) == 1:
+            return self.parts[unit[0]].freed
+        sizes, number = self.step.nbytes, self.step.number
+        return sum([int(sizes[number[storage]]) for storage in self.storages(unit)])
+
+    def seconds(self, unit: Unit) -> float:
+        """Seconds that recomputing a unit takes at least."""
+        if len(unit) == 1:
+            return self.parts[unit[0]].seconds
+        net, makers, number = self.step.net, self.step.makers, self.step.number
+        made = [makers[number[storage]] for storage in self.storages(unit)]
+        return sum([self.step.seconds(net.ops[i].device, self.topology)[i] for i in made])
+
+    def saved(self, unit: Unit) -> list[str]:
+        """What the modules of a unit make and the backward reads."""
+        step, among = self.step, set(unit)
+        those = (step.made >= 0) & (step.late >= 0) & (step.written < 0) & ~step.lasting & step.forward[step.made]
+        return [
+            step.names[k]
+            for k in those.nonzero()[0].tolist()
+            if not among.isdisjoint(lineage(step.net.ops[step.makers[k]].module))
+        ]
+
+    def storages(self, unit: Unit) -> list[str]:
+        """What is recomputed of a unit: what its modules make and the forward of no other module reads."""
+        among = set(unit)
+        return [
+            storage
+            for storage, (_, modules) in self.touching.items()
+            if all(not among.isdisjoint(lineage(module)) for module in modules)
+        ]
+
+
+def _shared(modules: Iterable[str]) -> Sequence[str]:
+    """The modules that all of these are in, the outermost first."""
+    first, *others = map(lineage, modules)
+    found = first
+    for other in others:
+        found = [a for a, b in zip(found, other, strict=False) if a == b]
+    return found
