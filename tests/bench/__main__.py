@@ -4,8 +4,8 @@ A figure that misses its limit is in bold there, the last lines name its row, an
 
 python tests/bench [capture] [scale] [passes] [synthetic] [caffe2] [step] [check] [parallel] [lock] [small] [shard]
                    [replicas] [pipeline] [pipelined] [apart] [memory] [profile] [profiling] [estimate] [simulate]
-                   [balance] [large] [machines] [placements] [zoo] [start] [bits] [whole] [mutants] [certificates]
-                   [proofs] [cuts] [compare] [elements] [orders] [--write]
+                   [balance] [byhand] [large] [machines] [placements] [zoo] [start] [bits] [whole] [mutants]
+                   [certificates] [proofs] [cuts] [compare] [elements] [orders] [--write]
 python tests/bench gpu [--seconds 240] [--json FILE] [--write] [--pretend]
 
 The second records a GPU, and is for itself. With --write it puts what FILE has into the page, on any machine; with
@@ -62,6 +62,7 @@ TABLES: dict[str, str] = {
     "profiling": "profiling.cost_rows",
     "estimate": "estimating.rows",
     "balance": "balancing.rows",
+    "byhand": "trying.rows",
     "large": "balancing.large_rows",
     "machines": "at_hand.rows",
     "placements": "choosing.rows",

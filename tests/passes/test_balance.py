@@ -21,6 +21,7 @@ import torch
 from graphir.passes.choice import moves, plans
 from graphir.passes.choice.attempts import Attempt, Attempts
 from graphir.passes.choice.bound import bound_of, lower_bound
+from graphir.passes.choice.by_hand import ByHand
 from graphir.passes.choice.outcome import Outcomes
 from graphir.passes.choice.problem import AGAIN, KEEP, Choice
 from graphir.passes.choice.search import search
@@ -266,8 +267,8 @@ def test_where_the_plain_choice_is_the_fastest_plan_another_search_is_made(monke
     program, made, plain = trained(models.gpt(layers=4)), plans.Plans.made, set[Choice]()
     searched, anew, again = Attempts.made, Attempts.anew, list[Attempt]()
 
-    def noted(self: Attempts, *, regroups: bool) -> list[Attempt]:
-        found = searched(self, regroups=regroups)
+    def noted(self: Attempts, **options: Any) -> list[Attempt]:
+        found = searched(self, **options)
         elsewhere = [one.problem.now()._replace(devices=(1,) * len(one.problem.groups)) for one in found]
         plain.update(elsewhere)
         pairs = zip(found, elsewhere, strict=True)
@@ -280,6 +281,7 @@ def test_where_the_plain_choice_is_the_fastest_plan_another_search_is_made(monke
         again.append(anew(self, attempt))
         return again[-1]
 
+    monkeypatch.setattr(ByHand, "tried", lambda self: iter(()))
     monkeypatch.setattr(Attempts, "made", noted)
     monkeypatch.setattr(Attempts, "anew", counted)
     monkeypatch.setattr(plans.Plans, "made", slowed)
@@ -383,7 +385,7 @@ LINKLESS = graphir.Topology(
         ({"limits": {"gpu:77": "1 GiB"}}, "limits names gpu:77, which topology 'h200x8' does not have"),
         ({"limits": {"gpu:0": 10**9, "gpu:1": 10**9}, "topology": LINKLESS}, "no link from gpu:1 to gpu:0"),
         ({"limits": {"gpu:0": 10**9}, "topology": "h300x8"}, "no topology has the name 'h300x8'"),
-        ({"limits": {"gpu:0": 10**9}, "options": ["teleport"]}, "'shift', 'park' or 'recompute'"),
+        ({"limits": {"gpu:0": 10**9}, "options": ["teleport"]}, "'shift', 'park', 'recompute' or 'share_storage'"),
         ({"limits": {"gpu:0": 10**9}, "pin": {"nothing": 0}}, "no module of program"),
         ({"limits": {"gpu:0": 10**9}, "pin": {"fc1": 5}}, "pinned to gpu:5, which no limit names"),
         ({"limits": {"gpu:0": 10**9}, "whole": ["nothing.*"]}, "no module of program"),
