@@ -151,7 +151,9 @@ class Plans:
         found = [judged]
         copied = InjectCopies().recorded(program) if self.flows else program
         for schedule in _OWN if self.flows else ():
-            if (own := self.flowing(copied, build(PipelineSchedule, schedule=schedule, topology=self.named))) is not None:
+            if (
+                own := self.flowing(copied, build(PipelineSchedule, schedule=schedule, topology=self.named))
+            ) is not None:
                 found.append(self.sharing(*own, timed=False))
         return min(found, key=lambda one: (self.excess(one.peaks), one.seconds))
 

@@ -142,9 +142,7 @@ class InPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         sizes = [3, 16, 16, 16, 16]
-        layers = [
-            (nn.Conv2d(a, b, 3, padding=1), nn.ReLU(inplace=True)) for a, b in pairwise(sizes)
-        ]
+        layers = [(nn.Conv2d(a, b, 3, padding=1), nn.ReLU(inplace=True)) for a, b in pairwise(sizes)]
         self.image = nn.Parameter(torch.rand(1, 3, 32, 32))
         self.net = nn.Sequential(*[layer for pair in layers for layer in pair]).requires_grad_(False)
 
