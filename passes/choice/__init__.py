@@ -13,6 +13,9 @@ exact.py     Problem ──▶ the best choice there is, by a constraint solver:
 facts.py     Problem ──▶ what holds whatever is chosen, for both
 moves.py     Choice ──▶ the program, placed; naming.py says how its passes name modules
 plans.py     Choice ──▶ its plan: what devices hold, and how long a step takes
+levels.py    program ──▶ what a person recomputes, parks or cuts at; holding.py reckons what devices hold then
+by_hand.py   levels ──▶ the plans that a person would try, and the fastest that keeps within limits
+proven.py    program and limits ──▶ what holds of every placement, whatever its groups
 places.py    Choice ──▶ where each group is, and why
 report.py    what is printed
 """
