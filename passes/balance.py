@@ -104,9 +104,10 @@ _UNTIL_ONE_FITS: Final = 2.5
 as many seconds while none keeps within the limits."""
 
 _LEAST_BY_HAND: Final = 12
-_PLANS: Final = 0.1
-"""Where a number of placements is the budget: how many plans of a person are judged at least, and how many placements
-are looked at in the time of one plan, inverted."""
+_PLAN: Final = 60
+_OPERATORS: Final = 10
+"""Where a number of placements is the budget: how many plans of a person are judged at least; and as how many operators
+a plan counts beside its own, of which so many take as long as a placement of groups."""
 
 _ON_TOP: Final = 0.3
 """The part of the seconds of a search that plans may take on top of these."""
@@ -524,7 +525,8 @@ class _Balancing:
         """Try plans of a person, in a share of the budget, or in more of the seconds while none of them fits."""
         begun, first = time.perf_counter(), self.plans.emitted
         seconds, evaluations = self.options.seconds * share, self.options.evaluations
-        most = None if evaluations is None else _LEAST_BY_HAND + round(evaluations * share * _PLANS)
+        plan = (len(self.program.step.ops) + _PLAN) / _OPERATORS
+        most = None if evaluations is None else _LEAST_BY_HAND + round(evaluations * share / plan)
         for _ in self.trying:
             if most is not None:
                 enough = self.plans.emitted - first >= most

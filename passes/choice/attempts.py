@@ -31,6 +31,9 @@ _NEAR: Final = 0.02
 _FIRST: Final = 0.6
 """The part of a search after which it is decided whether to go on with these."""
 
+_FROM_STARTS: Final = 0.1
+"""The part of the budget for a search that begins with what a caller knows."""
+
 _ONWARD: Final = 0.25
 """The part of the budget for which a search goes on where a plan holds more than its groups said."""
 
@@ -118,17 +121,24 @@ class Attempts:
     def made(self, *, regroups: bool, starts: Callable[[Grouped], Sequence[Choice]] = lambda _: ()) -> list[Attempt]:
         """Searches among as many groups as a search can take; where these compute again, or nothing is within the
         limits, among fewer and larger ones, too, if it *regroups*. Where tails save much, the search goes on with these
-        apart. Each begins with its *starts*, beside the plain choices."""
+        apart. A last one begins with the *starts* of its groups, if there are any."""
+        found = self.of_sizes(regroups=regroups)
+        given = starts(self.grouped)
+        if given and not found[-1].found.interrupted:
+            found.append(self.searched(self.grouped, self.grouped.problem, _FROM_STARTS, given, 1))
+        return found
+
+    def of_sizes(self, *, regroups: bool) -> list[Attempt]:
+        """The searches that begin with plain choices alone."""
         regroups = regroups and self.parts == 1 and len(self.grouped.problem.groups) > min(_FEWER)
         tails_apart = self.reading.tailed is not None
-        given = starts(self.grouped)
-        first = self.attempt(self.grouped, _FIRST if regroups or tails_apart else 1.0, given)
+        first = self.attempt(self.grouped, _FIRST if regroups or tails_apart else 1.0)
         found = first.found
         if found.interrupted or not (regroups or tails_apart):
             return [first]
         many = found.choice.stored.count(AGAIN) >= _MANY_AGAIN * len(found.choice.stored)
         if regroups and not tails_apart and not many and 0 < found.outcome.over <= _NEAR:
-            other = self.searched(self.grouped, self.grouped.problem, 1 - _FIRST, given, 1)  # as it may be stuck there
+            other = self.searched(self.grouped, self.grouped.problem, 1 - _FIRST, (), 1)  # as it may be stuck there
             if not other.found.outcome.over:
                 return [other]
         sizes = [(self.most, True)] if tails_apart else []
@@ -141,7 +151,7 @@ class Attempts:
             if not attempts[-1].found.interrupted:
                 grouped = self.reading.grouped(most, tails=finer)
                 before = [apart(found.choice, self.grouped, grouped)] if finer else []
-                attempts.append(self.attempt(grouped, (1 - _FIRST) / len(sizes), [*before, *starts(grouped)]))
+                attempts.append(self.attempt(grouped, (1 - _FIRST) / len(sizes), before))
         return attempts
 
     def attempt(self, grouped: Grouped, part: float, starts: Sequence[Choice] = ()) -> Attempt:
