@@ -527,19 +527,52 @@ class _Balancing:
         seconds, evaluations = self.options.seconds * share, self.options.evaluations
         plan = (len(self.program.step.ops) + _PLAN) / _OPERATORS
         most = None if evaluations is None else _LEAST_BY_HAND + round(evaluations * share / plan)
-        for _ in self.trying:
-            if most is not None:
-                enough = self.plans.emitted - first >= most
-            else:
-                enough = time.perf_counter() - begun >= seconds * (_UNTIL_ONE_FITS if self.hands.best is None else 1)
-            if enough:
-                break
+        try:
+            for _ in self.trying:
+                if most is not None:
+                    enough = self.plans.emitted - first >= most
+                else:
+                    spent = time.perf_counter() - begun
+                    enough = spent >= seconds * (_UNTIL_ONE_FITS if self.hands.best is None else 1)
+                if enough:
+                    break
+        except KeyboardInterrupt:  # as in a search: the best so far
+            if self.hands.best is None:
+                raise
 
     def run(self) -> Balanced:
+        """The best placement that is found.
+
+        Raises:
+            _Refused: none is within the limits.
+        """
+        self.begin_by_hand()
+        return self.searched()
+
+    def require(self) -> None:
+        """Find any placement within the limits, as :meth:`run` would.
+
+        Raises:
+            _Refused: none is found.
+        """
+        self.begin_by_hand()
+        if self.hands.best is None:
+            self.searched()
+
+    def begin_by_hand(self) -> None:
+        """Try the first plans of a person; the searches have less time then."""
         if self.emits:
             begun = time.perf_counter()
             self.try_by_hand(_BY_HAND)
             self.searches.leave(time.perf_counter() - begun)
+
+    def searched(self) -> Balanced:
+        """The best of what searches find and of a person's plans.
+
+        Raises:
+            _Refused: none is within the limits.
+        """
+        if self.emits:
             self.leave_to_plans()
         regroups = self.emits and "recompute" in self.options.options
         attempts = self.searches.made(regroups=regroups, starts=self.starts)
@@ -581,17 +614,6 @@ class _Balancing:
         if self.hands.best is not None:
             return self.report_by_hand(self.hands.best, [attempt])
         raise self.refused(attempt, one.choice)
-
-    def require(self) -> None:
-        """Find any placement within the limits.
-
-        Raises:
-            _Refused: none is found.
-        """
-        if self.emits:
-            self.try_by_hand(_BY_HAND)
-        if self.hands.best is None:
-            self.run()
 
     def starts(self, grouped: Grouped) -> list[Choice]:
         """What a search among some groups begins with beside plain choices."""
