@@ -7,7 +7,8 @@
     balanced.pipeline           shift_modules{modules={layer1: gpu:1}} | park{what=[layer2], to=gpu:1}
     balanced.program            placed, for inject_copies and emit
 
-The step is seen as a few dozen groups of modules (:mod:`.choice`). A local search over placements of these simulates
+Plans that a person would try come first (:mod:`.choice.by_hand`): nothing is refused that one of them keeps. Then the
+step is seen as a few dozen groups of modules (:mod:`.choice`). A local search over placements of these simulates
 each in time and memory; what it finds is emitted, and where the plan holds more than the groups said, the search goes
 on with that in mind.
 """
