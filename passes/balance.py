@@ -519,7 +519,7 @@ class _Balancing:
     def by_hand(self) -> tuple[ByHand, Iterator[None]]:
         """What tries the plans of a person, and the plans that it has not tried so far."""
         levels = Levels(self.read.units.step, self.topology, self.wanted.whole.values())
-        hands = ByHand(self.program, self.plans, levels, self.wanted, self.options.pin, self.topology, self.read.issue or 0.0)
+        hands = ByHand(self.program, self.plans, levels, self.wanted, self.options.pin, self.topology, self.read.issue)
         return hands, hands.tried()
 
     def try_by_hand(self, share: float) -> None:

@@ -140,7 +140,7 @@ class ByHand:
         wanted: what the caller says of a placement.
         pin: by pattern, where modules have to be.
         topology: how fast devices and links are.
-        issue: seconds that one host thread takes to issue an operator or a copy.
+        issue: seconds that one host thread takes to issue a copy.
 
     Attributes:
         best: the fastest so far that keeps within the limits.
@@ -535,13 +535,17 @@ class ByHand:
         spent = np.bincount(cut.placed.at, self.seconds, len(cut.devices))
         busy = float(spent.max() if self.parts > 1 else spent.sum())
         pace = min([self.topology.link(str(a), str(b)).bytes_per_second for a, b in pairwise(cut.devices)], default=1.0)
-        issued, copies = sum(self.levels.step.issued), cut.placed.copies
+        step, copies = self.levels.step, cut.placed.copies
+        issued = sum(step.issued)
         for way in ways:
             busy += self.longer(way)
             for unit in way.units:
-                some = len(self.gaps[unit, way.to is None, False].storage)
-                issued, copies = (issued + some, copies) if way.to is None else (issued, copies + 2 * some)
-        return max(busy + cut.placed.crossing / pace, self.issue * (issued + copies))
+                storages = self.gaps[unit, way.to is None, False].storage.tolist()
+                if way.to is None:
+                    issued += sum([step.issued[step.makers[k]] for k in storages])
+                else:
+                    copies += 2 * len(storages)
+        return max(busy + cut.placed.crossing / pace, issued + self.issue * copies)
 
     def even(self, level: Sequence[str], chain: Sequence[Device]) -> tuple[int, ...]:
         """Where parts end that hold as much of a level as their devices' shares of the limits."""
