@@ -244,7 +244,13 @@ class ByHand:
 
     def cut_at(self, units: tuple[str, ...], chain: tuple[Device, ...], at: tuple[int, ...]) -> _Cut:
         """Modules, each on a device of its own choice."""
-        part_of = dict(zip(units, at, strict=True))
+        return self.cut_into(dict(zip(units, at, strict=True)), chain)
+
+    def cut_into(self, part_of: Mapping[str, int], chain: tuple[Device, ...]) -> _Cut:
+        """Modules on the devices of their parts; what is pinned to one of these, there."""
+        parts = {device: number for number, device in enumerate(chain)}
+        pins = self.wanted.pins
+        part_of = {path: parts.get(pins.get(path, chain[part]), part) for path, part in part_of.items()}
         moves = [(path, chain[part]) for path, part in part_of.items() if chain[part] != self.sources[0]]
         return _Cut(tuple(moves), chain, self.holding.placed(part_of, len(chain)))
 
@@ -496,9 +502,7 @@ class ByHand:
         if key not in self.cuts:
             parts = [level[begin:end] for begin, end in pairwise((0, *ends, len(level)))]
             part_of = {path: number for number, paths in enumerate(parts) for path in paths}
-            pairs = zip(chain, parts, strict=True)
-            moves = [(path, device) for device, paths in pairs for path in paths if device != self.sources[0]]
-            self.cuts[key] = _Cut(tuple(moves), chain, self.holding.placed(part_of, len(chain)))
+            self.cuts[key] = self.cut_into(part_of, chain)
         return self.cuts[key]
 
     def cheapest(self, level: tuple[str, ...], chain: tuple[Device, ...], way: Way) -> Generator[None, None, _Cut]:
