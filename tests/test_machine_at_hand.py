@@ -322,6 +322,7 @@ def test_devices_that_share_a_card_have_equal_parts_of_it() -> None:
     probe = MACHINES[PCIE]
     with pretended(probe):
         found = here(["gpu:0", "gpu:1", "gpu:2"], binding="cuda")
+    assert found.seconds_to_issue == probe.issues
     whole = probe.figures
     assert whole is not None and list(found.devices) == ["cpu:0", "gpu:0", "gpu:1", "gpu:2"]
     assert found.speed("gpu:2").bytes_per_second == found.speed("gpu:0").bytes_per_second == 936e9 / 2

@@ -190,7 +190,14 @@ def _bound(found: Topology, places: Mapping[str, str]) -> Topology:
     links = [_between(found, speeds, places, a, b) for a, b in permutations(places, 2)]
     bound = ", ".join([f"{device} on {real}" for device, real in places.items() if device != CPU])
     name = f"{found.name}, {bound}" if len(bound) < _LONGEST else found.name
-    return Topology(name=name, devices=speeds, links=tuple(links), machine=found.machine, measured=found.measured)
+    return Topology(
+        name=name,
+        devices=speeds,
+        links=tuple(links),
+        machine=found.machine,
+        measured=found.measured,
+        seconds_to_issue=found.seconds_to_issue,
+    )
 
 
 def _share(speed: Speed, sharers: int) -> Speed:
