@@ -21,9 +21,12 @@ _OF_TYPES: Final[Mapping[str, str]] = {
     "aten._native_batch_norm_legit_functional.default": _BATCH_NORM,
 }
 """By type of operator. A text begins with the type: :func:`graphir.memory` goes by that."""
-_RECURRENT: Final = (
-    "recurrent modules: recorded cell by cell, where eager PyTorch runs cuDNN's kernel, which rounds otherwise"
-)
+_OF_MODULES: Final[Mapping[type[torch.nn.Module], str]] = {
+    torch.nn.RNNBase: "recurrent modules: recorded cell by cell, where eager PyTorch runs cuDNN's kernel, which rounds "
+    "otherwise",
+    torch.nn.RNNCellBase: "cells: recorded as products and activations, where eager PyTorch fuses the activations",
+    torch.nn.RMSNorm: "RMSNorm: recorded operator by operator, where eager PyTorch may run one kernel",
+}
 _CLIPPED: Final = (
     "clip_grad_norm: the norm of each gradient is taken by itself, where eager PyTorch takes them by lists"
 )
@@ -39,8 +42,8 @@ def caveats_of(net: Net, model: torch.nn.Module, options: Options) -> tuple[str,
     """
     types = {op.type for op in net.ops}
     found = [_DEVICE, *(f"{type}: {text}" for type, text in _OF_TYPES.items() if type in types)]
-    if any(isinstance(module, torch.nn.RNNBase) for module in model.modules()):
-        found.append(_RECURRENT)
+    modules = list(model.modules())
+    found += [text for kind, text in _OF_MODULES.items() if any(isinstance(module, kind) for module in modules)]
     if options.clip_grad_norm is not None:
         found.append(_CLIPPED)
     return tuple(found)

@@ -268,6 +268,16 @@ def test_the_step_is_told_of_autocast_what_it_is_on_cuda() -> None:
     program_of(asks)
 
 
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [(nn.RMSNorm(4), "RMSNorm: "), (nn.GRUCell(4, 4), "cells: "), (nn.GRU(4, 4), "recurrent modules: ")],
+)
+def test_modules_that_cuda_computes_by_other_kernels_are_a_caveat(module: nn.Module, said: str) -> None:
+    program = graphir.capture(module, (torch.randn(2, 4),), target="cuda")
+    assert [caveat for caveat in program.caveats if caveat.startswith(said)]
+    assert not graphir.capture(module, (torch.randn(2, 4),)).caveats
+
+
 @pytest.mark.parametrize("name", ["lstm", "gru"])
 def test_recurrent_nets_are_cast_as_a_whole(name: str) -> None:
     def recurrent(m: Any, x: Tensor) -> Tensor:
