@@ -95,8 +95,7 @@ _ISSUE_SECONDS: Final = IssueSeconds(
     kernel=5e-6, copy=8e-6, record=1.5e-6, wait=1.5e-6, switch=1e-6, view=0.5e-6, replay=20e-6
 )
 """For a fast host and short kernels, where the topology does not say (:func:`streams_of`). A profile of a card has the
-seconds of its operators, which go before these. The host of an H200 took more, by recorded steps that nothing but
-issuing fills: 16 µs a kernel for narrow linear layers, 40 to 50 µs for convolutions and batch norms."""
+seconds of its operators, which go before these; slower hosts take several times as long."""
 
 ONE_THREAD: Final = Execution("serial", _one)
 """All lanes in the calling thread."""

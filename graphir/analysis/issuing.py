@@ -17,7 +17,6 @@ that issues. Not counted is what a library does inside of a call, as torch's cop
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -35,6 +34,7 @@ from ..ir.optypes.sized import SizedOperator
 from ..ir.optypes.table import operator_type
 from ..ir.plan import Event, Instruction, Plan, issued_as, lane, lane_device
 from ..ir.size import Dims, Polynomial
+from .joint import Held, are_alike, are_incomplete, grouped
 from .scratch import is_called
 from .views import uncalled_views
 
@@ -181,7 +181,7 @@ class _Issuer:
         self.received: set[object] = set()
         self.updates: list[tuple[int, Operator]] = []
         self.updated: set[str] = set()
-        self.reductions: list[tuple[int, Operator, int]] = []
+        self.reductions: list[Held] = []
         self.reduced: set[str] = set()
         self.behind: list[int] = []
 
@@ -193,7 +193,7 @@ class _Issuer:
             if kind == "collective":
                 self.hold_reduction(position, self.net.ops[instruction.op], instruction.part)
                 continue
-            if kind in ("record", "wait") and self.is_between_parts():
+            if kind in ("record", "wait") and are_incomplete(self.reductions):
                 if kind == "record":
                     self.behind.append(position)
                     continue
@@ -268,13 +268,6 @@ class _Issuer:
         self.updates.append((position, op))
         self.updated.update([blobs[name].storage for name in op.outputs])
 
-    def is_between_parts(self) -> bool:
-        """Whether parts of the reduction that was held back last are still to come."""
-        if not self.reductions:
-            return False
-        last = self.reductions[-1][1]
-        return sum([op is last for _, op, _ in self.reductions]) < len(last.outputs)
-
     def hold_reduction(self, position: int, op: Operator, part: int) -> None:
         """Hold back a part of a reduction among cards, with others that are made in the same call."""
         blobs = self.net.blobs
@@ -283,11 +276,8 @@ class _Issuer:
             self.flush()
             self.collective(position, self.plan.instructions[position], op)
             return
-        if self.reductions:
-            first = self.reductions[0][1]
-            alike = (len(op.inputs), op.args) == (len(first.inputs), first.args)
-            alike = alike and self.state.isdisjoint((*op.outputs, *first.outputs))
-        if self.updates or (self.reductions and not alike) or not self.reduced.isdisjoint(op.inputs):
+        unlike = self.reductions and not are_alike(op, self.reductions[0][1], self.state)
+        if self.updates or unlike or not self.reduced.isdisjoint(op.inputs):
             self.flush()
         self.reductions.append((position, op, part))
         self.reduced.update(op.outputs)
@@ -296,15 +286,10 @@ class _Issuer:
         """Issue the reductions that are held back, and the records behind them."""
         held, self.reductions = self.reductions, []
         self.reduced.clear()
-        parts = Counter(id(op) for _, op, _ in held)
-        groups: dict[object, list[tuple[int, Operator]]] = {}
-        for position, op, part in held:
-            blobs = [self.net.blobs[name] for name in op.inputs]
-            if parts[id(op)] < len(blobs) or op.outputs[0] in self.state:
-                self.collective(position, self.plan.instructions[position], op)
-            elif part == 0:
-                groups.setdefault(tuple([(blob.device, blob.dtype) for blob in blobs]), []).append((position, op))
-        for group in groups.values():
+        apart, groups = grouped(held, self.net, self.state)
+        for position, op in apart:
+            self.collective(position, self.plan.instructions[position], op)
+        for group in groups:
             self.reduce_jointly(group[0][0], group[0][1], len(group))
             self.current.clear()
         behind, self.behind = self.behind, []

@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from graphir.analysis.joint import Held, are_alike
 from graphir.ir.calls import (
     Argument,
     Bound,
@@ -107,7 +108,7 @@ class Statements:
         self.updates: list[tuple[int, Operator]] = []
         self.updated: set[str] = set()
         self.freed: list[tuple[int, Instruction]] = []
-        self.reductions: list[tuple[int, Operator, int]] = []
+        self.reductions: list[Held] = []
         self.reduced: set[str] = set()
 
     def add(self, position: int, instruction: Instruction) -> None:
@@ -141,17 +142,11 @@ class Statements:
 
     def hold(self, position: int, op: Operator, part: int) -> None:
         """Hold a reduction back, with others of its kind."""
-        unlike = self.reductions and not self.alike(op, self.reductions[0][1])
+        unlike = self.reductions and not are_alike(op, self.reductions[0][1], self.setting.state)
         if self.updates or unlike or not self.reduced.isdisjoint(op.inputs):
             self.flush()
         self.reductions.append((position, op, part))
         self.reduced.update(op.outputs)
-
-    def alike(self, op: Operator, other: Operator) -> bool:
-        """Whether two reductions can be made in one call: theirs are equal arguments, and neither's result is state."""
-        return (len(op.inputs), op.args) == (len(other.inputs), other.args) and not (
-            self.setting.state.keys() & {*op.outputs, *other.outputs}
-        )
 
     def flush(self) -> None:
         """Write what is held back."""

@@ -20,7 +20,6 @@ stream still writes or reads.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -28,6 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from graphir.analysis.joint import are_incomplete, grouped
 from graphir.ir.device import Device
 from graphir.ir.operator import Operator
 from graphir.ir.plan import Instruction, Plan, lane, lane_device
@@ -181,7 +181,8 @@ class StreamStatements(Statements):
         """See :class:`.codegen.statements.Statements`."""
         if instruction.kind == "wait" or instruction.op >= 0:
             self.latest.pop(instruction.lane, None)
-        if instruction.kind in ("record", "wait") and self.is_between_parts():
+        # A record between parts of a collective comes behind all of them, and a wait before.
+        if instruction.kind in ("record", "wait") and are_incomplete(self.reductions):
             if instruction.kind == "record":
                 self.behind.append(position)
                 return
@@ -189,16 +190,6 @@ class StreamStatements(Statements):
                 self.lines.line(position, self.event(position))
                 return
         super().add(position, instruction)
-
-    def is_between_parts(self) -> bool:
-        """Whether parts of the collective that was held back last are still to come.
-
-        A record between them comes behind all of them, and a wait before.
-        """
-        if not self.reductions:
-            return False
-        last = self.reductions[-1][1]
-        return sum(op is last for _, op, _ in self.reductions) < len(last.outputs)
 
     def place(self, name: str) -> torch.device:
         """The real device of a blob."""
@@ -250,15 +241,10 @@ class StreamStatements(Statements):
         """See :class:`.codegen.statements.Statements`."""
         held, self.reductions = self.reductions, []
         self.reduced.clear()
-        parts = Counter(id(op) for _, op, _ in held)
-        groups: dict[object, list[tuple[int, Operator]]] = {}
-        for position, op, part in held:
-            blobs = [self.net.blobs[name] for name in op.inputs]
-            if parts[id(op)] < len(blobs) or op.outputs[0] in self.setting.state:
-                self.lines.line(position, self.reduce(position, self.setting.plan.instructions[position]))
-            elif part == 0:
-                groups.setdefault(tuple([(blob.device, blob.dtype) for blob in blobs]), []).append((position, op))
-        for group in groups.values():
+        apart, groups = grouped(held, self.net, self.setting.state)
+        for position, _ in apart:
+            self.lines.line(position, self.reduce(position, self.setting.plan.instructions[position]))
+        for group in groups:
             self.lines.line(group[0][0], self.reduce_jointly([op for _, op in group]))
             self.lines.current.clear()
         behind, self.behind = self.behind, []

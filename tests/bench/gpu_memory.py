@@ -118,22 +118,22 @@ def _row(card: Card, name: str, baseline: Callable[[str], Baseline], way: Chosen
 
 def _peak(card: Card, make: Make) -> int:
     """Bytes at the peak of a step that is made here, and is gone afterwards."""
-    card.clear()
-    before = card.held()
-    step = make()
-    for _ in range(2):
-        step()
-    return card.peak(step).above(before).requested
+    return _warm(card, make)[1]
 
 
 def _held(card: Card, make: Make) -> Held:
+    step, nbytes = _warm(card, make)
+    return Held(nbytes, card.taken(step).done, card.kernels(step))
+
+
+def _warm(card: Card, make: Make) -> tuple[Step, int]:
+    """A step after some runs, and the bytes at its peak."""
     card.clear()
     before = card.held()
     step = make()
     for _ in range(2):
         step()
-    nbytes = card.peak(step).above(before).requested
-    return Held(nbytes, card.taken(step).done, card.kernels(step))
+    return step, card.peak(step).above(before).requested
 
 
 def _trained(made: Eager, steps: int = 3) -> list[Tensor]:
