@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -134,8 +134,10 @@ def _parts(subject: Program | Plan, dims: Dims, threads: int, places: Mapping[De
     for device in subject.step.devices or [CPU]:
         place = places.get(device, _HOST)
         found.setdefault(machines[place], _Part(machines[place], place, [], {})).devices.append(device)
+    distances = reuse_distances(subject.step, dims, memory(subject, dims, threads=threads, profile=None).peak)
     parts = [
-        part._replace(wanted=_subjects(subject, dims, threads, part.devices, part.place)) for part in found.values()
+        part._replace(wanted=_subjects(subject, dims, threads, distances, part.devices, part.place))
+        for part in found.values()
     ]
     return [part for part in parts if part.wanted] or parts[:1]
 
@@ -165,7 +167,12 @@ def _measured(part: _Part, threads: int, file: Path | None) -> Profile:
 
 
 def _subjects(
-    subject: Program | Plan, dims: Dims, threads: int, devices: Container[Device], place: torch.device
+    subject: Program | Plan,
+    dims: Dims,
+    threads: int,
+    distances: Sequence[tuple[int | None, ...]],
+    devices: Container[Device],
+    place: torch.device,
 ) -> dict[str, Subject]:
     """What there is to measure of some devices, by the keys of a profile; of operators with one key, the first ones of
     one device.
@@ -174,14 +181,11 @@ def _subjects(
     makes one call of is timed once.
     """
     blobs, dialect = subject.step.blobs, subject.step.dialect
-    held = memory(subject, dims, threads=threads, profile=None).peak
-    distances = reuse_distances(subject.step, dims, held)
     found: dict[str, Subject] = {}
     for position, (op, reuse) in enumerate(zip(subject.step.ops, distances, strict=True)):
         moves = op.type in dialect.copies | dialect.stays and issued_as(op) != "collective"
-        if (
-            op.device not in devices or moves or not is_called(op)
-        ):  # what a copy takes depends on what lies between two devices
+        # What a copy takes depends on what lies between two devices.
+        if op.device not in devices or moves or not is_called(op):
             continue
         key = Profile.key(op, blobs, dims, None if place.type == "cuda" else threads)
         if key is None:
