@@ -18,23 +18,20 @@ that issues. Not counted is what a library does inside of a call, as torch's cop
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import pairwise
 from operator import add
 from typing import Final, NamedTuple
 
 from ..ir.blob import STATE_ROLES
 from ..ir.device import Device
-from ..ir.moved import NOW
 from ..ir.net import Net
 from ..ir.operator import Operator, bind_arg, leaves
-from ..ir.opset import signature
 from ..ir.optypes.launches import ONE, Launches
 from ..ir.optypes.sized import SizedOperator
 from ..ir.optypes.table import operator_type
 from ..ir.plan import Event, Instruction, Plan, issued_as, lane, lane_device
 from ..ir.size import Dims, Polynomial
-from .joint import Held, are_alike, are_incomplete, grouped
+from .joint import Held, are_alike, are_incomplete, grouped, joins
 from .scratch import is_called
 from .views import uncalled_views
 
@@ -254,19 +251,10 @@ class _Issuer:
 
     def hold(self, position: int, op: Operator) -> None:
         """Hold an update back, with others that are made in the same call."""
-        blobs = self.net.blobs
-        if self.updates:
-            first = self.updates[0][1]
-            joins = (
-                (op.type, op.device, op.operands, op.args) == (first.type, first.device, first.operands, first.args)
-                and [blobs[name].dtype for name in op.inputs] == [blobs[name].dtype for name in first.inputs]
-                and _shared(op) == _shared(first)
-                and not any(blobs[name].storage in self.updated for name in op.inputs)
-            )
-            if not joins:
-                self.flush()
+        if self.updates and not joins(op, self.updates[0][1], self.net, self.updated):
+            self.flush()
         self.updates.append((position, op))
-        self.updated.update([blobs[name].storage for name in op.outputs])
+        self.updated.update([self.net.blobs[name].storage for name in op.outputs])
 
     def hold_reduction(self, position: int, op: Operator, part: int) -> None:
         """Hold back a part of a reduction among cards, with others that are made in the same call."""
@@ -412,19 +400,6 @@ class _Issuer:
             if any(self.in_buffer(name) for name in op.inputs):
                 found = found.plus(_RECORD)
         self.calls[position] = found
-
-
-def _shared(op: Operator) -> list[tuple[str, int]]:
-    """The numbers that updates of one call have in common."""
-    reads = list(op.reads)
-    return [reads[i] for i in _numbers(op.type, op.operands, len(reads))]
-
-
-@lru_cache(maxsize=256)
-def _numbers(type: str, operands: str | None, count: int) -> tuple[int, ...]:
-    """The positions of the inputs that are numbers of an optimizer."""
-    names = signature(type).names(operands, count)
-    return tuple([i for i, name in enumerate(names) if name in ("lr", "found_inf") or name.endswith(NOW)])
 
 
 def _added(op: Operator, dims: Dims) -> int:

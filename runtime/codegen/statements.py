@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from graphir.analysis.joint import Held, are_alike
+from graphir.analysis.joint import Held, are_alike, joins
 from graphir.ir.calls import (
     Argument,
     Bound,
@@ -125,7 +125,7 @@ class Statements:
         if self.reductions:
             self.flush()
         if op is not None and op.type in UPDATES:
-            if self.updates and not self.joins(op):
+            if self.updates and not joins(op, self.updates[0][1], self.net, self.updated):
                 self.flush()
             self.updates.append((position, op))
             self.updated.update([self.net.blobs[name].storage for name in op.outputs])
@@ -181,25 +181,6 @@ class Statements:
         op = self.net.ops[instruction.op]
         touched = op.reads, instruction.makes(tuple(op.makes))
         return [f"({''.join([self.read(*value) + ', ' for value in values])})" for values in touched]
-
-    def joins(self, op: Operator) -> bool:
-        """Whether an update can be made in one call with those held back."""
-        first = self.updates[0][1]
-        blobs = self.net.blobs
-        return (
-            (op.type, op.args, op.operands, op.device) == (first.type, first.args, first.operands, first.device)
-            and [blobs[name].dtype for name in op.inputs] == [blobs[name].dtype for name in first.inputs]
-            and self.shared(op) == self.shared(first)
-            and not any(blobs[name].storage in self.updated for name in op.inputs)
-        )
-
-    def shared(self, op: Operator) -> list[tuple[str, int]]:
-        """What updates made in one call share: their learning rate and other numbers, and what says whether to skip
-        them."""
-        reads = list(op.reads)
-        operands = operands_of(op.type, arrange(op).positional)
-        shared = (operands.rate, operands.found_inf, *operands.numbers.values())
-        return [reads[operand.position] for operand in shared if isinstance(operand, Operand)]
 
     def update(self, ops: Sequence[Operator]) -> list[str]:
         """One call of an optimizer's kernel for updates with the same options and numbers."""
