@@ -8,6 +8,7 @@ import torch
 
 from graphir.runtime.executors.choice import HOST_ONLY, execution_of
 from graphir.runtime.machine.here import here
+from graphir.runtime.machine.places import Binding
 
 from .analysis.estimate import Estimate, estimated
 from .analysis.execution import Execution
@@ -80,7 +81,8 @@ def estimate(
             fix="give a name such as 'h200x8', Topology.load(path), one made by hand, or None",
         )
     count = threads or torch.get_num_threads()
-    place = topology or here(plan.step.devices, threads=count, binding="cpu" if executor in HOST_ONLY else "auto")
+    binding: Binding = "cpu" if executor in HOST_ONLY else "auto"
+    place = topology or here(plan.step.devices, threads=count, binding=binding, free=False)
     figures = profile_of(place) if profile == "cached" else profile
     sizes = {**sizes_of(plan), **(dims or {})}
     execution = execution_of(plan, executor, place, count, figures)

@@ -114,8 +114,8 @@ class Placing:
         threads = torch.get_num_threads()
         named = self._bound() if self.limits == "auto" else self.limits
         try:
-            devices = [*program.devices, *named]
-            return self._topology or here(devices, threads=threads, binding=self._binding), threads
+            devices, free = [*program.devices, *named], self.limits == "auto"
+            return self._topology or here(devices, threads=threads, binding=self._binding, free=free), threads
         except GraphirError as e:
             raise PassError(e.what, where=e.where, fix=e.fix) from None
 

@@ -38,8 +38,8 @@ class Pretended:
         self.there, self.figures, self.peers, self.named, self.lacks = list(cards), figures, peers, driver, lacks
         self.issues, self.measured = issues, 0
 
-    def cards(self) -> list[Card]:
-        return self.there
+    def cards(self, free: bool) -> list[Card]:
+        return self.there if free else [card._replace(free=None) for card in self.there]
 
     def driver(self) -> str:
         return self.named

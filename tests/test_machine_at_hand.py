@@ -156,7 +156,7 @@ def test_more_gpus_than_cards_are_refused_with_what_to_name(pcie: Pretended) -> 
 
 def test_limits_are_what_is_free_on_all_cards_less_a_twentieth(pcie: Pretended) -> None:
     found = passes.balance(trained(), "auto", evaluations=5)
-    for index, card in enumerate(pcie.cards()):
+    for index, card in enumerate(pcie.there):
         assert found.limits[f"gpu:{index}"] == int(0.95 * card.free)
     assert found.limits["cpu:0"] > 0 and "gpu:1" in str(found)
     assert json.loads(found.to_json())["limits"] == found.limits
@@ -197,6 +197,21 @@ def test_compile_prints_what_was_free_once(pcie: Pretended, short: None, capsys:
         assert step.balanced is not None and step.balanced.limits["gpu:1"] == int(0.95 * pcie.there[1].free)
     printed = capsys.readouterr().err
     assert printed.count("limits of ") == 1 and f" on {ON_PCIE}" in printed and ": gpu:0 19.9 GiB, gpu:1 " in printed
+
+
+def test_only_automatic_limits_ask_cards_for_free_bytes(
+    pcie: Pretended, short: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA makes a context on each card that is asked."""
+    asked: list[bool] = []
+    monkeypatch.setattr(pcie, "cards", lambda free: asked.append(free) or Pretended.cards(pcie, free))
+    graphir.estimate(passes.emit(across(trained())))
+    model, x = layers(2)
+    graphir.compile(model, (x,), limits={"gpu:0": "1 GiB"}, loss=torch.sum).close()
+    assert asked and not any(asked)
+    asked.clear()
+    graphir.compile(model, (x,), limits="auto", loss=torch.sum).close()
+    assert asked[0]
 
 
 def test_a_full_device_is_said_to_be_full() -> None:

@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-__all__ = ["capacity", "free_memory"]
+__all__ = ["capacity", "free_memory", "free_on"]
 
 _MEMINFO: Final = Path("/proc/meminfo")
 _GROUP: Final = Path("/sys/fs/cgroup")
@@ -31,6 +31,13 @@ def free_memory() -> int | None:
     if free is None or most is None or used is None:
         return free
     return min(free, max(most - used + _pages_of_files(), 0))
+
+
+def free_on(card: torch.device) -> int:
+    """Bytes of a card that nobody holds. CUDA makes a context of this process there, which takes memory too."""
+    free, _ = torch.cuda.mem_get_info(card)
+    # What this process has freed, and its allocator has kept, is free for its next step.
+    return int(free) + torch.cuda.memory_reserved(card) - torch.cuda.memory_allocated(card)
 
 
 def _host(name: str) -> int | None:

@@ -4,7 +4,7 @@
 
     cards ──measured, some seconds──▶ machine-<digest of cards, driver, versions>.json
       │                                              │
-      └─────── their free bytes, asked anew ─────────┴──▶ Topology ──binding──▶ as a session has bound its devices
+      └── their free bytes, asked anew if wanted ────┴──▶ Topology ──binding──▶ as a session has bound its devices
 
 The file is in the folder ``graphir`` of ``$XDG_CACHE_HOME`` (``~/.cache``). The variable ``GRAPHIR_MACHINE`` names
 another file; where it is empty, there is none, and a process measures once. Of several processes one measures, and the
@@ -62,6 +62,7 @@ def here(
     threads: int = 1,
     binding: Binding = "auto",
     refresh: bool = False,
+    free: bool = True,
     probe: Probe | None = None,
 ) -> Topology:
     """See :meth:`graphir.Topology.here`.
@@ -72,6 +73,7 @@ def here(
         binding: the real device of each logical one, as a session takes it. By default, and by ``cuda`` where there
             are all, each gpu is the card of its number.
         refresh: measure anew.
+        free: whether cards are asked for their free bytes, for which CUDA makes a context on each card.
         probe: what is asked; this machine by default.
     """
     probe = probe or Cards()
@@ -81,7 +83,7 @@ def here(
     wanted = [Device.parse(device) for device in devices]
     if refresh:
         forget()
-    cards = _cards(probe) if binding == "auto" or is_on_cuda(binding) else []
+    cards = _cards(probe, free) if binding == "auto" or is_on_cuda(binding) else []
     if not cards:
         named = wanted or [Device.parse(index) for index in range(cores())]
         return host_topology(list(dict.fromkeys([*named, CPU])), threads)
@@ -92,14 +94,14 @@ def here(
     return found if own else _bound(found, _places(binding, wanted, len(cards)))
 
 
-def _cards(probe: Probe) -> list[Card]:
+def _cards(probe: Probe, free: bool) -> list[Card]:
     """The cards that are there.
 
     Raises:
         GraphirError: one of them cannot be asked.
     """
     try:
-        return probe.cards()
+        return probe.cards(free)
     except RuntimeError as e:  # no room for a context, or a card that has failed
         raise unmeasurable("a card of this machine cannot be asked what is free", e) from None
 

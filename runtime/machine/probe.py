@@ -18,6 +18,7 @@ from graphir.analysis.topology import Link, Speed
 from graphir.errors import GraphirError
 
 from .calibration import fastest, short_calls
+from .capacity import free_on
 
 __all__ = ["Card", "Cards", "Probe", "speeds_and_links", "unmeasurable"]
 
@@ -40,19 +41,20 @@ _ALL: Final = "f32"
 
 
 class Card(NamedTuple):
-    """A CUDA device: its name, its bytes in all and free, and what tells it from others of its name."""
+    """A CUDA device: its name, its bytes in all and free, and what tells it from others of its name. The free bytes are
+    None where the card was not asked for them."""
 
     name: str
     memory: int
-    free: int
+    free: int | None = None
     uuid: str = ""
 
 
 class Probe(Protocol):
     """What is asked of a machine; devices are ``gpu:0``, … in the order in which CUDA counts them, and ``cpu:0``."""
 
-    def cards(self) -> list[Card]:
-        """The cards, in order."""
+    def cards(self, free: bool) -> list[Card]:
+        """The cards, in order; each is asked for its *free* bytes where these are wanted."""
         ...
 
     def driver(self) -> str:
@@ -116,14 +118,12 @@ def unmeasurable(what: str, e: RuntimeError) -> GraphirError:
 class Cards:
     """The :class:`Probe` of the machine that this process runs on."""
 
-    def cards(self) -> list[Card]:
+    def cards(self, free: bool) -> list[Card]:
         found = []
         for index in range(torch.cuda.device_count()):
-            free, total = torch.cuda.mem_get_info(index)
-            # What this process has freed, and its allocator has kept, is free for its next step.
-            free += torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
-            uuid = getattr(torch.cuda.get_device_properties(index), "uuid", "")
-            found.append(Card(torch.cuda.get_device_name(index), total, free, str(uuid)))
+            about = torch.cuda.get_device_properties(index)
+            left = free_on(torch.device("cuda", index)) if free else None
+            found.append(Card(about.name, about.total_memory, left, str(getattr(about, "uuid", ""))))
         return found
 
     def driver(self) -> str:

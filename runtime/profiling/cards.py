@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from graphir.analysis.profiles import Machine, Measured, cards
+from graphir.analysis.profiles import Machine, Measured, card, driver
 
 from ..kernels.communication import copy
+from ..machine.capacity import free_on
 from ..machine.surroundings import neutral
 from .allocations import Allocated
 from .calls import Subject, call_of, check_room, sets_at_once, summed
@@ -128,7 +129,7 @@ class TorchCard:
         return self._place
 
     def machine(self) -> Machine:
-        return cards()[self._place.index]
+        return card(torch.cuda.get_device_name(self._place), driver())
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -138,9 +139,7 @@ class TorchCard:
         self._swept = None
 
     def free(self) -> int:
-        free: int = torch.cuda.mem_get_info(self._place)[0]
-        kept = torch.cuda.memory_reserved(self._place) - torch.cuda.memory_allocated(self._place)
-        return free + kept
+        return free_on(self._place)
 
     def cache(self) -> int:
         return int(getattr(torch.cuda.get_device_properties(self._place), "L2_cache_size", 0))

@@ -71,6 +71,12 @@ def test_a_machine_is_measured_once(file: Path, monkeypatch: pytest.MonkeyPatch)
     assert other.measured == 2
 
 
+def test_cards_are_asked_for_free_bytes_only_where_these_are_wanted(file: Path) -> None:
+    whole, bare = here(probe=pcie()), here(probe=pcie(), free=False)
+    assert whole.speed("gpu:1").free == 11 << 30 and whole.links == bare.links
+    assert [bare.speed(name).free for name in ("gpu:0", "gpu:1")] == [None, None]
+
+
 def test_another_driver_is_another_machine(caches: Path) -> None:
     here(probe=pcie())
     newer = Pretended(*pcie().there, driver="driver 14000")
@@ -144,7 +150,7 @@ def test_a_card_without_room_is_named(file: Path) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 MiB.\nGPU 0 has …")
 
     class Failed(Pretended):
-        def cards(self) -> list[Card]:
+        def cards(self, free: bool) -> list[Card]:
             raise RuntimeError("CUDA error: out of memory")
 
     for probe, what in ((Full(*pcie().there), r"gpu:0 \(RTX 3090\) cannot be measured"), (Failed(), "what is free")):
@@ -171,6 +177,7 @@ def test_bad_arguments_are_refused(options: Any, said: str) -> None:
 def test_threads_of_a_process_measure_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAPHIR_MACHINE", "")
     monkeypatch.setattr("graphir.runtime.machine.here._measured", {})
+    monkeypatch.setattr("graphir.runtime.machine.here.free_memory", lambda: 1 << 30)  # equal for all threads
     probe = pcie()
     monkeypatch.setattr(probe, "seconds_per_call", lambda index: time.sleep(0.02) or 2e-6)
     with ThreadPoolExecutor(4) as pool:
