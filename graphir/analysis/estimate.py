@@ -64,18 +64,7 @@ class LaneUse(NamedTuple):
 
 
 class IssueUse(NamedTuple):
-    """What one host thread does to issue a step to CUDA streams: how often it calls what, and how long that takes.
-
-    Attributes:
-        seconds: in all.
-        kernels: operators of torch's that launch one.
-        copies: asynchronous copies, within a device too.
-        records: of events.
-        waits: of streams for events.
-        switches: of the current stream.
-        views: operators that make views, and launch nothing.
-        replays: of CUDA graphs.
-    """
+    """What one host thread does to issue a step to CUDA streams: the *seconds* in all, and :class:`.Calls`."""
 
     seconds: float
     kernels: int
@@ -348,7 +337,7 @@ def _lanes(found: Schedule) -> tuple[LaneUse, ...]:
 
 def _issue(found: Schedule) -> IssueUse | None:
     issued = found.issued
-    return None if issued is None else IssueUse(sum(issued.seconds), *issued.calls, issued.replays)
+    return None if issued is None else IssueUse(sum(issued.seconds), *issued.calls)
 
 
 def _links(found: Schedule) -> tuple[LinkUse, ...]:

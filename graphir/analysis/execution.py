@@ -18,7 +18,8 @@ __all__ = ["INTERPRETER_SECONDS", "ONE_THREAD", "STREAMS", "THREADS", "Execution
 
 
 class IssueSeconds(NamedTuple):
-    """What one host thread takes for each of the calls that issue a step, Python's own time in it.
+    """What one host thread takes for each of the calls that issue a step, Python's own time in it; in the order of
+    :class:`.Calls`.
 
     Attributes:
         kernel: to call an operator of torch's that launches a kernel.
@@ -40,15 +41,7 @@ class IssueSeconds(NamedTuple):
 
     def of(self, calls: Calls) -> float:
         """The seconds of some calls."""
-        kernels, copies, records, waits, switches, views = calls
-        return (
-            kernels * self.kernel
-            + copies * self.copy
-            + records * self.record
-            + waits * self.wait
-            + switches * self.switch
-            + views * self.view
-        )
+        return sum([seconds * count for seconds, count in zip(self, calls, strict=True)])
 
 
 class Execution(NamedTuple):

@@ -48,6 +48,7 @@ class Calls(NamedTuple):
         waits: of streams for events.
         switches: of the current stream.
         views: operators that make views, and launch nothing.
+        replays: of CUDA graphs.
     """
 
     kernels: int = 0
@@ -56,6 +57,7 @@ class Calls(NamedTuple):
     waits: int = 0
     switches: int = 0
     views: int = 0
+    replays: int = 0
 
     def plus(self, other: Calls) -> Calls:
         """Both."""
@@ -82,7 +84,7 @@ class Issuing(NamedTuple):
 
 
 def issuing(plan: Plan, dims: Dims, *, graph: bool = False) -> Issuing:
-    """What the executor ``cuda`` calls to issue a step of *plan*; beside the replay where it replays a *graph*."""
+    """What the executor ``cuda`` calls to issue a step of *plan*, and where it replays a *graph*, around that."""
     found = _Issuer(plan, dims).run()
     return _around_graph(plan, found) if graph else found
 
@@ -103,7 +105,7 @@ def _around_graph(plan: Plan, issued: Issuing) -> Issuing:
         else:
             read.update(op.inputs)
     given = [name for name in net.external_inputs if blobs[name].role not in STATE_ROLES and name in read]
-    begin = Calls(records=1, waits=1, switches=1, copies=len(given))
+    begin = Calls(records=1, waits=1, switches=1, copies=len(given), replays=1)
     return Issuing(begin, calls, Calls(records=1, waits=1))
 
 

@@ -57,12 +57,10 @@ class Issued(NamedTuple):
         seconds: by instruction; what is called before the first one and after the last one that takes time is with
             these.
         calls: in all.
-        replays: of CUDA graphs.
     """
 
     seconds: Sequence[float]
     calls: Calls
-    replays: int
 
 
 @dataclass(frozen=True)
@@ -151,12 +149,12 @@ def _issued(plan: Plan, dims: Dims, costs: Sequence[Cost], execution: Execution,
             counted.append(made)
         executing = spent if instruction.lane.startswith("cpu") else 0.0
     if taken:
-        taken[0] += each.of(begin) + execution.graph * each.replay
+        taken[0] += each.of(begin)
         # The step ends when its last calls are made: they count with the last instruction that takes time.
         last = max([position for position, spent in enumerate(seconds) if spent], default=0)
         taken[last] += sum(taken[last + 1 :]) + each.of(end)
         taken[last + 1 :] = [0.0] * (len(taken) - last - 1)
-    return Issued(taken, Issuing(begin, counted, end).total, int(execution.graph))
+    return Issued(taken, Issuing(begin, counted, end).total)
 
 
 def _sharing(plan: Plan, execution: Execution, host: Host, costs: Sequence[Cost]) -> Sharing:
