@@ -106,3 +106,12 @@ def setting_of(plan: Plan, *inputs: str, **state: torch.Tensor) -> Setting:
 def threads_of_sessions() -> list[threading.Thread]:
     """Those that executors have started and not ended."""
     return [thread for thread in threading.enumerate() if thread.name.startswith("graphir-")]
+
+
+def short_searches(monkeypatch: pytest.MonkeyPatch, evaluations: int) -> None:
+    """Searches of compile end after so many evaluations: layers are few, and the default waits for two seconds."""
+
+    def build(cls: Any, **options: Any) -> passes.Pass:
+        return passes.build(cls, **({"evaluations": evaluations} if cls is passes.Balance else {}), **options)
+
+    monkeypatch.setattr("graphir.placing.build", build)

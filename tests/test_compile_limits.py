@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from runnable import short_searches
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -21,12 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(autouse=True)
 def _short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Searches end after so many evaluations: the layers are few, and the default waits for two seconds."""
-
-    def build(cls: Any, **options: Any) -> passes.Pass:
-        return passes.build(cls, **({"evaluations": 300} if cls is passes.Balance else {}), **options)
-
-    monkeypatch.setattr("graphir.placing.build", build)
+    short_searches(monkeypatch, 300)
 
 
 class Layers(nn.Module):

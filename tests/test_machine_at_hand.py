@@ -15,6 +15,7 @@ from graphir.runtime.machine import calibration
 from graphir.runtime.machine.here import here
 from graphir.runtime.machine.probe import Card
 from pretended import MACHINES, Pretended, machine, pretended
+from runnable import short_searches
 from torch import nn
 from torch.nn import functional as F
 
@@ -40,12 +41,7 @@ def pcie() -> Iterator[Pretended]:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Searches of compile end after so many evaluations."""
-
-    def build(cls: Any, **options: Any) -> passes.Pass:
-        return passes.build(cls, **({"evaluations": 20} if cls is passes.Balance else {}), **options)
-
-    monkeypatch.setattr("graphir.placing.build", build)
+    short_searches(monkeypatch, 20)
 
 
 def layers(count: int = 6, **options: Any) -> tuple[nn.Module, torch.Tensor]:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from graphir.runtime.machine.here import here
 from pretended import MACHINES, pretended
+from runnable import short_searches
 from torch import nn
 from torch.nn import functional as F
 
 import graphir
-from graphir import passes
 from graphir.errors import SessionError
 
 pytestmark = pytest.mark.usefixtures("one_thread", "short")
@@ -23,12 +23,7 @@ HOST: Mapping[Any, str] = {"gpu:0": "cpu", 1: "cpu"}
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Searches of compile end after so many evaluations."""
-
-    def build(cls: Any, **options: Any) -> passes.Pass:
-        return passes.build(cls, **({"evaluations": 5} if cls is passes.Balance else {}), **options)
-
-    monkeypatch.setattr("graphir.placing.build", build)
+    short_searches(monkeypatch, 5)
 
 
 @pytest.fixture

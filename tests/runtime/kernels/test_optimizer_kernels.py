@@ -67,22 +67,12 @@ def run(optimizer, params, update):
 
 
 SINGLE = [("for_loop", torch.float32), ("foreach", torch.bfloat16), ("fused", torch.float32)]
+MORE = [*SINGLE, ("for_loop", torch.bfloat16), ("fused", torch.float64)]
 FORMS = {"for_loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
 
 # torch's fused SGD in bf16 is left out: it does not write the parameters, and capture refuses it.
-@pytest.mark.parametrize(
-    ("form", "dtype"),
-    [
-        ("for_loop", torch.float32),
-        ("for_loop", torch.float64),
-        ("for_loop", torch.bfloat16),
-        ("foreach", torch.bfloat16),
-        ("fused", torch.float32),
-        ("fused", torch.float64),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("form", "dtype"), [*MORE, ("for_loop", torch.float64)], ids=str)
 @pytest.mark.parametrize("options", SGD, ids=str)
 def test_sgd(options, form, dtype):
     params = parameters(dtype)
@@ -95,17 +85,7 @@ def test_sgd(options, form, dtype):
             assert torch.equal(optimizer.state[p]["momentum_buffer"].view(-1), buffer.view(-1))
 
 
-@pytest.mark.parametrize(
-    ("form", "dtype"),
-    [
-        ("for_loop", torch.float32),
-        ("for_loop", torch.bfloat16),
-        ("foreach", torch.bfloat16),
-        ("fused", torch.float32),
-        ("fused", torch.float64),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("form", "dtype"), MORE, ids=str)
 @pytest.mark.parametrize("options", DAMPENED, ids=str)
 def test_sgd_with_dampening(options, form, dtype):
     params = parameters(dtype)
