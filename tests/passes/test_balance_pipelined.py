@@ -13,7 +13,7 @@ from graphir.passes.choice.flow import Flow
 from graphir.passes.choice.outcome import Outcomes
 from graphir.passes.choice.problem import AGAIN, KEEP, Choice, Group, Problem, Task, Value
 from graphir.passes.micro_work import FORWARD, INPUT, WEIGHT
-from runnable import batch_of, captured, sgd
+from runnable import batch_of, captured, sgd, short_searches
 from torch import Tensor, nn
 
 import graphir
@@ -49,7 +49,7 @@ def test_what_is_chosen_flows_within_the_limits_and_keeps_its_bits() -> None:
     example = gpt()
     program = trained(example, accumulate=4)
     limits = limited(program, 0.75)
-    balanced = balance(program, limits, topology=SLOW, evaluations=300)
+    balanced = balance(program, limits, topology=SLOW, evaluations=100)
     assert balanced.flows and balanced.then.startswith("inject_copies | pipeline{limits={gpu:0: ")
     assert f"then: {balanced.then}" in str(balanced) and balanced.then in balanced.to_json()
     flowing = passes.Pipeline(balanced.then)(balanced.program)
@@ -74,7 +74,8 @@ def test_one_micro_batch_does_not_flow() -> None:
     assert balanced.then == "inject_copies" and not balanced.flows
 
 
-def test_compile_lets_micro_batches_flow_within_limits() -> None:
+def test_compile_lets_micro_batches_flow_within_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    short_searches(monkeypatch, 100)
     example = gpt()
     limits = limited(trained(gpt(), accumulate=4), 0.6)
     step = graphir.compile(

@@ -14,6 +14,7 @@ from graphir.passes.choice.holding import Holding
 from graphir.passes.choice.levels import Levels
 from graphir.passes.choice.proven import proven
 from graphir.passes.choice.step import Step
+from runnable import short_searches
 from torch import nn
 from torch.nn import functional as F
 
@@ -150,7 +151,7 @@ class InPlace(nn.Module):
         return found
 
 
-def test_storage_is_shared_where_limits_take_it() -> None:
+def test_storage_is_shared_where_limits_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = InPlace()
     optimizer = torch.optim.SGD([model.image], 0.1)
@@ -167,6 +168,7 @@ def test_storage_is_shared_where_limits_take_it() -> None:
     assert all(nbytes <= limits[device] for device, nbytes in by_hand.held(made).items())
     with pytest.raises(PassError, match="no placement within the limits was found"):
         passes.balance(program, limits, topology=H200, options=["shift"], evaluations=300)
+    short_searches(monkeypatch, 300)
     for then in ("", "share_storage"):
         with graphir.compile(
             model, (), loss=lambda loss: loss, optimizer=optimizer, limits=limits, passes=then
