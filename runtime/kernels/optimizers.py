@@ -25,6 +25,7 @@ from graphir.optim import update_dense
 from . import foreach
 from .bounds import check_dense
 from .joined import Joined
+from .one_by_one import one_by_one
 from .short import in_one_thread
 from .sparse import SPARSE_UPDATES
 
@@ -101,7 +102,7 @@ def _sgd(*, form: str, nesterov: bool, maximize: bool, dampening: float = 0.0) -
     if form == "fused":
         return partial(_fused_sgd, dampening=dampening, nesterov=nesterov, maximize=maximize, is_first_step=False)
     if form == "foreach":
-        return partial(foreach.sgd, dampening=dampening, nesterov=nesterov, maximize=maximize)
+        return one_by_one(foreach.sgd, dampening=dampening, nesterov=nesterov, maximize=maximize)
     plain = not (nesterov or dampening or maximize)
 
     def update(
@@ -244,7 +245,7 @@ def _adam(
         kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
         return partial(_fused_adam, kernel, eps=eps, maximize=maximize)
     if form == "foreach":
-        return partial(foreach.adam, decoupled=decoupled, eps=eps, maximize=maximize)
+        return one_by_one(foreach.adam, decoupled=decoupled, eps=eps, maximize=maximize)
 
     def update(
         params: Tensors,
@@ -311,7 +312,7 @@ def _adagrad(*, form: str, lr_decay: float, eps: float, maximize: bool) -> Updat
     if form == "fused":
         return partial(_fused_adagrad, lr_decay=lr_decay, eps=eps, maximize=maximize)
     if form == "foreach":
-        return partial(foreach.adagrad, lr_decay=lr_decay, eps=eps, maximize=maximize)
+        return one_by_one(foreach.adagrad, lr_decay=lr_decay, eps=eps, maximize=maximize)
 
     def update(
         params: Tensors,
@@ -355,7 +356,7 @@ def _rmsprop(*, form: str, alpha: float, eps: float, maximize: bool) -> Update:
     """``torch.optim.RMSprop``, centered where it is given averages of the gradients. While the momentum is 0, buffers
     stay as they are."""
     if form == "foreach":
-        return partial(foreach.rmsprop, alpha=alpha, eps=eps, maximize=maximize)
+        return one_by_one(foreach.rmsprop, alpha=alpha, eps=eps, maximize=maximize)
 
     def update(
         params: Tensors,

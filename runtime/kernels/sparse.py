@@ -19,6 +19,7 @@ from graphir.optim import update_rows
 
 from .bounds import CHECKED
 from .communication import all_reduce, mean_weights
+from .one_by_one import one_by_one
 from .slots import SLOT_BY_SLOT, check_slots
 
 __all__ = ["SPARSE", "SPARSE_UPDATES"]
@@ -170,23 +171,10 @@ def _like(gradient: Tensor, indices: Tensor, values: Tensor) -> Tensor:
     return _UNCHECKED(indices, values, gradient.shape)
 
 
-def _one_by_one(update: Callable[..., None], **options: Any) -> Callable[..., None]:
-    """The kernel that updates each of some parameters by a call of its own, so that what one call allocates is gone
-    before the next one."""
-
-    def updates(*given: Any, **followed: Tensor | float) -> None:
-        *lists, lr = given
-        rate, now = float(lr), {name: float(number) for name, number in followed.items()}
-        for tensors in zip(*lists, strict=True):
-            update(*tensors, rate, **options, **now)
-
-    return updates
-
-
 SPARSE_UPDATES: Final[Mapping[str, Callable[..., Any]]] = {
-    "graphir.sparse_sgd": partial(_one_by_one, _sgd),
-    "graphir.sparse_adagrad": partial(_one_by_one, _adagrad),
-    "graphir.sparse_adam": partial(_one_by_one, _adam),
-    "graphir.sparse_row_wise_adagrad": partial(_one_by_one, _row_wise_adagrad),
+    "graphir.sparse_sgd": partial(one_by_one, _sgd),
+    "graphir.sparse_adagrad": partial(one_by_one, _adagrad),
+    "graphir.sparse_adam": partial(one_by_one, _adam),
+    "graphir.sparse_row_wise_adagrad": partial(one_by_one, _row_wise_adagrad),
 }
 """What builds the kernels of the optimizer types that take sparse gradients."""

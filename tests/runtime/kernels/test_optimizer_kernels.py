@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from allocations import measured_peak
 from graphir.runtime.kernels.optimizers import as_torch_has_it, updater
 from graphir.runtime.kernels.short import in_one_thread
 
@@ -172,6 +173,23 @@ def test_adam_and_adamw(options, ours, theirs, form, dtype):
         assert torch.equal(kept["exp_avg_sq"], squares)
         assert torch.equal(kept["step"], step)
         assert not amsgrad or torch.equal(kept["max_exp_avg_sq"], most)
+
+
+@pytest.mark.parametrize(
+    ("type", "state"),
+    [("graphir.sgd", 1), ("graphir.adam", 4), ("graphir.adagrad", 2), ("graphir.rmsprop", 4)],
+)
+def test_updates_by_lists_hold_what_they_compute_for_one_parameter_at_a_time(type, state):
+    kernel = updater(type, {"form": "foreach", "weight_decay": 0.1})
+
+    def peak(count):
+        scalars = [torch.zeros(()) for _ in range(count)]
+        lists = [[torch.ones(500, 500) for _ in range(count)] for _ in range(1 + state)]
+        rest = lists if type == "graphir.sgd" else [*lists[:-1], scalars]
+        params = [torch.ones(500, 500) for _ in range(count)]
+        return measured_peak(lambda: kernel(params, *rest, 0.1))
+
+    assert peak(3) == pytest.approx(peak(1), abs=1000)
 
 
 @pytest.fixture
