@@ -1,8 +1,8 @@
-"""How many kernels a call launches on a card: one, except by graphir's own types, which call several of torch's.
+"""How many kernels a call launches on a card: one, except by types whose kernels in graphir's runtime call several of
+torch's operators.
 
-Counted are torch's operators on the card, as the kernels of graphir's runtime call them there: steps of optimizers are
-counted on the host. A few of torch's operators launch several kernels, as cuDNN and cuBLAS see fit: only a profile of
-the card knows that.
+A formula counts torch's operators on the card. An optimizer's count of steps is on the host, and adds none. A few of
+torch's operators launch several kernels, as cuDNN and cuBLAS see fit: only a profile of the card knows their number.
 """
 
 from __future__ import annotations
@@ -53,18 +53,16 @@ def _skipped(formula: Formula, found_inf: int) -> Formula:
     return formula_of_all
 
 
-def _sgd(call: SizedOperator) -> Launches:
-    if call.args.get("form") == "fused":
-        return Launches(0, 1)
-    kept = call.has(2) and _moves(call, "momentum", 5)
-    return Launches(_turned(call, 6) + kept * (2 + bool(call.args.get("nesterov"))) + 1)
+def _sgd(fused: Launches, momentum: int) -> Formula:
+    """SGD: the launches of its fused form, and the positions of the momentum and, behind it, the weight decay."""
 
+    def formula(call: SizedOperator) -> Launches:
+        if call.args.get("form") == "fused":
+            return fused
+        kept = call.has(2) and _moves(call, "momentum", momentum)
+        return Launches(_turned(call, momentum + 1) + kept * (2 + bool(call.args.get("nesterov"))) + 1)
 
-def _dampened_sgd(call: SizedOperator) -> Launches:
-    if call.args.get("form") == "fused":
-        return Launches(1)
-    kept = _moves(call, "momentum", 6)
-    return Launches(_turned(call, 7) + kept * (2 + bool(call.args.get("nesterov"))) + 1)
+    return formula
 
 
 def _adam(call: SizedOperator) -> Launches:
@@ -111,8 +109,8 @@ def _synchronised_backward(call: SizedOperator) -> Launches:
 
 
 LAUNCHES: Final[Mapping[str, Formula]] = {
-    "graphir.sgd": _skipped(_sgd, 4),
-    "graphir.dampened_sgd": _skipped(_dampened_sgd, 5),
+    "graphir.sgd": _skipped(_sgd(Launches(0, 1), momentum=5), 4),
+    "graphir.dampened_sgd": _skipped(_sgd(Launches(1), momentum=6), 5),
     "graphir.adam": _skipped(_adam, 7),
     "graphir.adamw": _skipped(_adam, 7),
     "graphir.adagrad": _skipped(_adagrad, 5),

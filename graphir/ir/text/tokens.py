@@ -255,7 +255,7 @@ class Line:
         found: list[T] = []
         while self.i < self.n:
             if found:
-                self.expect(",", "write commas between them")
+                self.expect(",", "separate values by commas")
             found.append(read())
         return tuple(found)
 
