@@ -1,8 +1,8 @@
-"""Autocast while a step is recorded: for which kind of device the step is recorded, and what torch tells it of that.
+"""Autocast while a step is recorded: the kind of device that the step is for, and what torch tells the step.
 
 On a machine without a GPU ``torch.autocast("cuda")`` switches itself off, and tensors say that they are on the host.
-So while a step is recorded for CUDA, torch does neither of both: autocast for CUDA can be entered, and what the step
-asks about autocast for the host, as ``torch.autocast(x.device.type, ...)`` does, is about CUDA's. ::
+While a step is recorded for CUDA, autocast for CUDA can be entered all the same, and autocast for the host, as
+``torch.autocast(x.device.type, ...)`` asks for it, is CUDA's. ::
 
     torch.autocast("cuda", dtype) ──┐
                                     ├─▶ torch.set_autocast_enabled ──▶ state of CUDA ──▶ casts of :mod:`.cuda_casts`
@@ -36,7 +36,8 @@ _KINDS: Final = ("cpu", "cuda")
 _CUSTOM: Final = "decorate_fwd"
 """The function that ``torch.amp.custom_fwd`` puts around another one."""
 _RECOMPUTING: Final = "torch.utils.checkpoint"
-"""It enters autocast for the host as it found it: where that was CUDA's, this is no other."""
+"""The module of checkpoints. A checkpoint recomputes under the autocast for the host that torch told its forward of,
+which is CUDA's here: the step has not asked for two kinds."""
 _UNTOLD: Final = (
     "without a GPU torch switches autocast for CUDA off, and nothing tells whether this one was meant to be"
 )
@@ -49,9 +50,9 @@ class Target:
 
     Attributes:
         given: what the caller said; None: CUDA if autocast for CUDA is on, else the host.
-        is_cuda: whether it is CUDA, as far as is known.
+        is_cuda: whether the kind is CUDA, as far as the recording has come.
         casts_on_host: the step is under autocast for the host somewhere.
-        casts: whether what runs now is under autocast for CUDA.
+        casts: whether the operator that runs now is under autocast for CUDA.
 
     Raises:
         CaptureError: there is no such kind.
@@ -134,8 +135,8 @@ def autocast_followed(target: Target, scopes: Scopes) -> Iterator[None]:
 def autocast_off() -> Iterator[None]:
     """While this is active, autocast is off.
 
-    A region around a step is for its forward and its loss. torch recommends to call ``backward`` outside of it:
-    operators take the element types there that those of the forward have left.
+    A region around a step is for its forward and its loss. torch recommends to call ``backward`` outside of the region:
+    operators of the backward have the element types of those of the forward.
     """
     # Set, not entered: at its end an autocast's context empties what all threads have cast.
     kinds = [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
@@ -149,14 +150,14 @@ def autocast_off() -> Iterator[None]:
 
 
 class _Follow:
-    """What stands in the place of torch's functions for one recording."""
+    """The functions that replace torch's functions about autocast during one recording."""
 
     def __init__(self, target: Target, scopes: Scopes) -> None:
         self._target, self._scopes = target, scopes
         self.weights = CastWeights()
 
     def start(self) -> None:
-        """Autocast around the capture, for whichever of both, is the target's."""
+        """Have autocast around the capture, for the host or for CUDA, as CUDA's."""
         on_host = _C.is_autocast_enabled("cpu")
         if on_host:
             _C.set_autocast_enabled("cpu", False)
@@ -271,7 +272,8 @@ class _Follow:
 def _is_within_idle_region() -> bool:
     """Whether this thread is within regions of autocast that cast nothing, one of them for CUDA.
 
-    torch counts regions, and only the frames that are in them hold them. One that has been left may be taken for it.
+    torch only counts the regions that are open: the autocasts themselves are looked for among all objects. An autocast
+    whose region has ended may be taken for an open one.
     """
     if not open_regions() or not _switched_off() or any(map(_C.is_autocast_enabled, _KINDS)):
         return False
@@ -285,7 +287,7 @@ def _switched_off() -> bool:
 
 
 def _caller() -> str:
-    """The module of the code that makes an autocast; subclasses of torch's hand on what they are given."""
+    """The module of the code that makes an autocast, past the ``__init__`` of subclasses of torch's."""
     frame = sys._getframe(2)
     while frame.f_code.co_name == "__init__" and frame.f_back is not None:
         frame = frame.f_back

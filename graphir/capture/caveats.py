@@ -1,4 +1,4 @@
-"""What a program that was recorded on the host for CUDA can't know of the device: its kernels, and how they round."""
+"""The caveats of a program that was recorded on the host for CUDA: the device's kernels, and how these round."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The casts of CUDA's autocast, made of tensors of the host: on a machine without a GPU as on one with it.
 
-torch knows these casts as kernels of a dispatch key, which every build of torch has and which tensors on CUDA devices
-alone come by. So an autocast key that no tensor has is included in the dispatch of the thread that records, and its
-kernels ask CUDA's, on stand-ins. The casts of the answer are then made above autograd, as CUDA's are, and composite
-operators are opened where CUDA's autocast opens them. ::
+torch has these casts as kernels of a dispatch key. Every build of torch has the kernels, but only tensors on CUDA
+devices reach them. So an autocast key that no tensor has is included in the dispatch of the thread that records, and
+the kernels of this own key ask CUDA's, on stand-ins. The casts of the answer are then made above autograd, as CUDA's
+are, and composite operators are opened where CUDA's autocast opens them. ::
 
     linear(x f32, w f32) ──▶ kernel of the own key ──asks──▶ AutocastCUDA: linear(stand-ins on cuda:0, no gradients)
                                 │        ▲                        │ casts them, calls linear below itself
@@ -43,9 +43,10 @@ _RECURRENT: Final = tuple(
         for kind in ("input", "data")
     ]
 )
-"""On CUDA each is one operator of cuDNN or a chain of cells. Either way all of its floating operands are cast."""
+"""Recurrent operators. CUDA runs each as one operator of cuDNN or as a chain of cells, and casts all floating operands
+either way."""
 _ONEDNN: Final = Setting("oneDNN", lambda: torch.backends.mkldnn.enabled, _C._set_mkldnn_enabled)
-"""With it the host may compute an LSTM by one kernel, which is of no use on CUDA."""
+"""With oneDNN the host may compute an LSTM by one kernel, which CUDA does not have."""
 _NORMS: Final = ("aten::norm.ScalarOpt_dtype", "aten::norm.ScalarOpt_dim_dtype")
 _local: Final = threading.local()
 """``weights``: see :func:`casts_lent`; ``asks``: whether the thread is asking CUDA's kernels; ``opens``: see
@@ -63,8 +64,8 @@ class CastWeights:
         self._casts = {}
 
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """*tensor* as *dtype*. What is cached is decided as ``cached_cast`` in aten/src/ATen/autocast_mode.cpp does:
-        by the tensor alone, and computed with gradients wherever it is first met."""
+        """*tensor* as *dtype*. A cast is cached as by ``cached_cast`` in aten/src/ATen/autocast_mode.cpp: the tensor
+        alone decides, and the cast has gradients even where it is first met without."""
         cached = (
             dtype == torch.get_autocast_dtype("cuda")
             and torch.is_autocast_cache_enabled()
@@ -131,7 +132,7 @@ def casts_included(included: bool) -> None:
 
 @cache
 def _own_key() -> Any:
-    """The dispatch key whose kernels these are. They are registered once: nothing else comes by them."""
+    """The dispatch key of the kernels that ask CUDA's. They are registered once: other threads do not reach them."""
     free = [name for name in _KEYS if hasattr(_C.DispatchKey, name) and not has_kernel("aten::mm", name)]
     if not free:
         raise CaptureError(
@@ -208,7 +209,7 @@ def _casts_of(func: Any, given: Mapping[str, Any]) -> _Casts:
 
 
 def _kind(leaf: Any) -> object:
-    """What of an argument autocast looks at."""
+    """The part of an argument that autocast looks at."""
     if isinstance(leaf, torch.Tensor):
         return torch.Tensor, leaf.dtype
     return leaf if isinstance(leaf, torch.dtype) or leaf is None else type(leaf)

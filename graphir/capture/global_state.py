@@ -25,7 +25,8 @@ _C: Final[Any] = torch._C
 
 
 def _autocast(device: str) -> _Setting:
-    """torch's own state: a step that is recorded for CUDA is told CUDA's where it asks for the host's."""
+    """The state in ``torch._C``: while a step is recorded for CUDA, torch's public functions are replaced, and give the
+    state of CUDA's autocast for the host's."""
 
     def get() -> tuple[bool, torch.dtype]:
         return _C.is_autocast_enabled(device), _C.get_autocast_dtype(device)

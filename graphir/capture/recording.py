@@ -195,6 +195,7 @@ def _run(
         if isinstance(scale, LossScaler):
             scale = fake_scaler(scale, recorder)
     grad = torch.enable_grad() if step.loss is not None or step.joint else contextlib.nullcontext()
+    # A run has a watch or draws, never both: CPython nests 20 contexts at most, and the statement below has them.
     searched: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if watch is not None:
         searched = watch.follow(conditions, lines, scopes)

@@ -100,7 +100,8 @@ def build_update(
     parts: list[_Part] = []
     for group, rate, others in zip(groups, rates, numbers, strict=True):
         values = {update.param: recording.state[update.param] for update in group.updates}
-        # Where one of a list is sparse, Adagrad makes all of its updates one by one, and SGD those of the sparse.
+        # Where one gradient of a list is sparse, Adagrad makes all updates of the list one by one. SGD makes only those
+        # by sparse gradients so.
         looped = {
             values[update.param].dtype
             for update in group.updates

@@ -192,8 +192,8 @@ def _captured(replicas: Replicas, call: Call, positions: tuple[int, ...] | None,
 def _casts_not_kept() -> Iterator[None]:
     """While this is active, autocast casts a weight each time that it is read, as in a replica.
 
-    Autocast keeps what it has cast of a leaf of autograd. A replica's parameters are copies, which are none. Where one
-    is read twice, its gradient is added in single precision then, and not in that of the casts.
+    Autocast keeps the casts of leaves of autograd. A replica's parameters are copies, which are no leaves. Where a
+    parameter is read twice, a replica adds its gradient in single precision, and not in the precision of the casts.
     """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
