@@ -1,5 +1,7 @@
 """How a placement is chosen: what :func:`graphir.passes.balance` is made of.
 
+asked.py     what a caller asks, and whether program and machine have what the caller names
+balancing.py all of what follows ──▶ the placement; refusals.py says why there is none
 step.py      program ──▶ its operators and storages as columns, read once
 units.py     program ──▶ what moves as a whole; tails.py cuts off what has no parameters and saves much
 merging.py   what moves as a whole ──▶ few groups
@@ -14,8 +16,9 @@ facts.py     Problem ──▶ what holds whatever is chosen, for both
 moves.py     Choice ──▶ the program, placed; naming.py says how its passes name modules
 plans.py     Choice ──▶ its plan: what devices hold, and how long a step takes
 levels.py    program ──▶ what a person recomputes, parks or cuts at; holding.py reckons what devices hold then
+drafts.py    a plan as a person writes it ──▶ the program, placed; reckoning.py says what it should hold and take
 by_hand.py   levels ──▶ the plans that a person would try, and the fastest that keeps within limits
 proven.py    program and limits ──▶ what holds of every placement, whatever its groups
 places.py    Choice ──▶ where each group is, and why
-report.py    what is printed
+figures.py   Choice or plan ──▶ report; report.py says what is printed
 """

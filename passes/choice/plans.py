@@ -157,9 +157,18 @@ class Plans:
                 found.append(self.sharing(*own, timed=False))
         return min(found, key=lambda one: (self.excess(one.peaks), one.seconds))
 
+    def over(self, peaks: Mapping[str, int]) -> dict[str, int]:
+        """By how many bytes devices exceed their limits, those that do."""
+        found = {str(device): peaks.get(str(device), 0) - limit for device, limit in self.limits.items()}
+        return {name: more for name, more in found.items() if more > 0}
+
     def excess(self, peaks: Mapping[str, int]) -> int:
         """The bytes by which devices exceed their limits, together."""
-        return sum([max(peaks.get(str(device), 0) - limit, 0) for device, limit in self.limits.items()])
+        return sum(self.over(peaks).values())
+
+    def factor(self, peaks: Mapping[str, int]) -> float:
+        """What limits have to be multiplied by so that some peaks are within them; 1 if they are."""
+        return max([1.0, *[peaks.get(str(device), 0) / limit for device, limit in self.limits.items()]])
 
     def sharing(self, copied: Program, then: str, *, timed: bool) -> Judged:
         """A program with its copies as a plan, or with shared storage where that is allowed and holds less beyond the

@@ -13,10 +13,13 @@ A *choice* says for each group on which device it is, and what becomes meanwhile
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 __all__ = ["AGAIN", "KEEP", "Choice", "Group", "Problem", "Task", "Value"]
+
+T = TypeVar("T")
 
 KEEP: Final = -1
 """What a group saves stays where it is."""
@@ -149,6 +152,10 @@ class Problem:
     def host(self) -> int:
         """The host's number."""
         return len(self.devices) - 1
+
+    def named(self, figures: Sequence[T]) -> dict[str, T]:
+        """Figures by the names of devices."""
+        return dict(zip(self.devices, figures, strict=True))
 
     def now(self) -> Choice:
         """The placement as it is: everything where it is, and kept."""

@@ -6,7 +6,6 @@ import ast
 import json
 import math
 import pickle
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -242,7 +241,7 @@ def test_a_group_is_parked_of_which_another_one_computes_something_again(replica
 def test_where_plans_are_slower_than_their_groups_say_unlike_ones_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     program, estimated, made = trained(models.gpt(layers=4)), plans.estimated, plans.Plans.made
     limits = limited(program, 0.5)
-    monkeypatch.setattr(sys.modules["graphir.passes.balance"], "_MANY", 0)  # as of a large program
+    monkeypatch.setattr("graphir.passes.choice.balancing._MANY", 0)  # as of a large program
     tried: dict[float, list[Choice]] = {0.5: [], 2.0: []}
     for slower, found in tried.items():
 

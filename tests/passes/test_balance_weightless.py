@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import models
@@ -237,7 +236,7 @@ def test_tails_that_save_little_are_no_units() -> None:
 
 
 def test_programs_too_large_to_be_emitted_have_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("graphir.passes.balance"), "_MOST_EMITTED", 0)
+    monkeypatch.setattr("graphir.passes.choice.balancing._MOST_EMITTED", 0)
     program = trained("pools")
     balanced = balanced_of(program)
     assert balanced.pipeline and not balanced.exact
