@@ -18,9 +18,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from graphir.ir.blob import STATE_ROLES
 from graphir.ir.module_patterns import lineage
-from graphir.ir.names import base_name, micro_batch_of
+from graphir.ir.names import micro_batch_of
 from graphir.ir.touches import Numbers
 
 from .step import Step
@@ -71,11 +70,8 @@ class Holding:
 
     def __init__(self, step: Step) -> None:
         self.step, self.count = step, len(step.net.ops)
-        everywhere = np.ones(len(step.op), np.bool_)
-        self.ends = np.maximum(step.last(everywhere), np.maximum(step.made, 0)) + 1
         self.early = step.last(step.forward[step.op])
         blobs = step.net.blobs
-        self.is_state = np.array([blobs[name].role in STATE_ROLES for name in step.names], np.bool_)
         self.on_gpu = np.array([not blobs[name].device.is_host for name in step.names], np.bool_)
 
     @cached_property
@@ -86,15 +82,6 @@ class Holding:
             last = op.module or last
             found.append(last)
         return found
-
-    @cached_property
-    def owners(self) -> dict[int, str]:
-        """By storage of state, the module that owns it."""
-        step, paths = self.step, self.step.program.module_paths
-        return {
-            k: next((path for path in reversed(lineage(base_name(step.names[k]))) if path in paths), "")
-            for k in np.flatnonzero(self.is_state).tolist()
-        }
 
     def placed(self, part_of: Mapping[str, int], parts: int) -> Placed:
         """What the parts hold where everything is kept.
@@ -117,7 +104,7 @@ class Holding:
         first = at[np.maximum(step.first(np.ones(len(step.op), np.bool_)), 0)]
         home = np.where(step.made >= 0, at[np.maximum(step.made, 0)], first)
         state, sizes = np.zeros(parts, np.int64), step.nbytes
-        for k, module in self.owners.items():
+        for k, module in step.owners.items():
             home[k] = max(part(module), 0)
             state[home[k]] += sizes[k] * self.on_gpu[k]
         return self.summed(at, home, state, parts)
@@ -128,14 +115,14 @@ class Holding:
         number = {device: i for i, device in enumerate(step.devices)}
         home = np.array([number.get(step.net.blobs[name].device, 0) for name in step.names], np.int64)
         state = np.zeros(len(step.devices), np.int64)
-        np.add.at(state, home[self.is_state], step.nbytes[self.is_state])
+        np.add.at(state, home[step.is_state], step.nbytes[step.is_state])
         return self.summed(step.at, home, state, len(step.devices))
 
     def summed(self, at: Numbers, home: Numbers, state: Numbers, parts: int) -> Placed:
         """What parts hold with what is where."""
         step = self.step
         spans, change = step.spans, np.zeros((parts, self.count + 1), np.int64)
-        storages = np.flatnonzero(~self.is_state)
+        storages = np.flatnonzero(~step.is_state)
         inside = spans.start[len(storages) :]
         where = np.concatenate([home[storages], at[inside]])
         nbytes = spans.nbytes * np.concatenate([self.on_gpu[storages], ~step.on_host[inside]])
@@ -148,16 +135,14 @@ class Holding:
         """Add what parts hold that others make; the bytes of it, and in how many copies they come."""
         step, sizes = self.step, self.step.nbytes
         apart = (at[step.op] != home[step.storage]) & self.on_gpu[step.storage] & ~step.on_host[step.op]
-        touches = np.flatnonzero(apart)
-        keys = step.storage[touches] * len(change) + at[step.op[touches]]
-        found, copies = 0, np.unique(keys).tolist()
-        for key in copies:
-            storage, part = divmod(key, len(change))
-            ops = step.op[touches[keys == key]]
-            change[part, ops[0]] += sizes[storage]
-            change[part, ops[-1] + 1] -= sizes[storage]
-            found += int(sizes[storage])
-        return found, len(copies)
+        ops = step.op[apart]
+        keys = step.storage[apart] * len(change) + at[ops]
+        copies, first = np.unique(keys, return_index=True)
+        last = len(keys) - 1 - np.unique(keys[::-1], return_index=True)[1]
+        storage, part = np.divmod(copies, len(change))
+        np.add.at(change, (part, ops[first]), sizes[storage])
+        np.subtract.at(change, (part, ops[last] + 1), sizes[storage])
+        return int(sizes[storage].sum()), len(copies)
 
     def gaps(self, storages: Sequence[str], *, together: bool, ahead: int = 0) -> Gaps:
         """When storages are not there that are stored otherwise.

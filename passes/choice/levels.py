@@ -16,10 +16,9 @@ from itertools import groupby
 from typing import Final, NamedTuple, TypeAlias
 
 from graphir.analysis.topology import Topology
-from graphir.ir.blob import STATE_ROLES
 from graphir.ir.device import Device
 from graphir.ir.module_patterns import lineage
-from graphir.ir.names import base_name, micro_batches
+from graphir.ir.names import micro_batches
 
 from .step import Step
 
@@ -69,13 +68,13 @@ class Levels:
         self.step, self.topology, self.whole = step, topology, frozenset(whole)
         self.paths = step.program.module_paths
         self.touching = self.touched()
+        self.found: dict[Unit, list[str]] = {}
         self.parts = self.summed()
 
-    def touched(self) -> dict[str, tuple[str, frozenset[str]]]:
-        """By storage that can be recomputed, the module that makes it and those whose forward reads it."""
+    def touched(self) -> dict[str, frozenset[str]]:
+        """By storage that can be recomputed, the modules that make and that read it in the forward."""
         step, ops, blobs = self.step, self.step.net.ops, self.step.net.blobs
-        fine = (step.made >= 0) & (step.late >= 0) & (step.written < 0) & ~step.lasting
-        fine &= step.forward[step.made] & step.repeatable[step.made]
+        fine = step.spared & step.forward[step.made] & step.repeatable[step.made]
         names = [step.names[k] for k in fine.nonzero()[0].tolist()]
         found = {name: {ops[step.makers[step.number[name]]].module} for name in names if blobs[name].role != "input"}
         for op in ops:
@@ -83,29 +82,26 @@ class Levels:
                 for name in op.inputs:
                     if (storage := blobs[name].storage) in found:
                         found[storage].add(op.module)
-        makers = {name: ops[step.makers[step.number[name]]].module for name in found}
-        return {name: (makers[name], frozenset(modules)) for name, modules in found.items()}
+        return {name: frozenset(modules) for name, modules in found.items()}
 
     def summed(self) -> dict[str, Part]:
         """What each module comes to, with what is inside of it."""
-        step, net, paths = self.step, self.step.net, self.paths
+        step, net = self.step, self.step.net
         parts = micro_batches(net.blobs)
         state, saved, freed = (defaultdict[str, int](int) for _ in range(3))
         first: dict[str, int] = {}
         seconds = defaultdict[str, float](float)
         sizes = step.nbytes.tolist()
-        for name in net.external_inputs:
-            if net.blobs[name].role in STATE_ROLES and not net.blobs[name].is_view:
-                owner = next((path for path in reversed(lineage(base_name(name))) if path in paths), "")
-                for path in ("", *lineage(owner)):
-                    state[path] += sizes[step.number[name]]
+        for k, owner in step.owners.items():
+            for path in ("", *lineage(owner)):
+                state[path] += sizes[k]
         for i, (op, nbytes) in enumerate(zip(net.ops, step.saved.tolist(), strict=True)):
             if op.phase == "forward" and not op.effects.shows:
                 for path in ("", *lineage(op.module)):
                     first.setdefault(path, i)
                     saved[path] += nbytes
         costs: dict[Device, list[float]] = {}
-        for storage, (_, modules) in self.touching.items():
+        for storage, modules in self.touching.items():
             made = step.makers[step.number[storage]]
             device = net.ops[made].device
             if device not in costs:
@@ -115,7 +111,7 @@ class Levels:
                 seconds[path] += costs[device][made]
         return {
             path: Part(state[path], saved[path] // parts, freed[path] // parts, seconds[path], first.get(path, -1))
-            for path in ("", *paths)
+            for path in ("", *self.paths)
         }
 
     @cached_property
@@ -186,7 +182,7 @@ class Levels:
     def saved(self, unit: Unit) -> list[str]:
         """What the modules of a unit make and the backward reads."""
         step, among = self.step, set(unit)
-        those = (step.made >= 0) & (step.late >= 0) & (step.written < 0) & ~step.lasting & step.forward[step.made]
+        those = step.spared & step.forward[step.made]
         return [
             step.names[k]
             for k in those.nonzero()[0].tolist()
@@ -195,12 +191,14 @@ class Levels:
 
     def storages(self, unit: Unit) -> list[str]:
         """What is recomputed of a unit: what its modules make and the forward of no other module reads."""
-        among = set(unit)
-        return [
-            storage
-            for storage, (_, modules) in self.touching.items()
-            if all(not among.isdisjoint(lineage(module)) for module in modules)
-        ]
+        if unit not in self.found:
+            among = set(unit)
+            self.found[unit] = [
+                storage
+                for storage, modules in self.touching.items()
+                if all(not among.isdisjoint(lineage(module)) for module in modules)
+            ]
+        return self.found[unit]
 
 
 def _shared(modules: Iterable[str]) -> Sequence[str]:

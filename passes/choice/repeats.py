@@ -32,7 +32,7 @@ class Again:
         self.ops: list[list[int]] = [[] for _ in range(groups)]
         self.rebuilds: dict[int, list[int]] = {}
         made = step.made
-        fine = (made >= 0) & (step.late >= 0) & (step.written < 0) & ~step.lasting & ~self.read_elsewhere(group_of)
+        fine = step.spared & ~self.read_elsewhere(group_of)
         fine &= (group_of >= 0)[made] & step.forward[made] & step.repeatable[made]
         blobs = step.net.blobs  # what an input is cut into is one, too, which callers hold
         found = np.array([k for k in np.flatnonzero(fine).tolist() if blobs[step.names[k]].role != "input"], np.int64)

@@ -28,6 +28,8 @@ from graphir.analysis.sources import held_inside, measured_of
 from graphir.analysis.topology import Topology
 from graphir.ir.blob import STATE_ROLES
 from graphir.ir.device import Device
+from graphir.ir.module_patterns import lineage
+from graphir.ir.names import base_name
 from graphir.ir.plan import issued_as
 from graphir.ir.program import Program
 from graphir.ir.touches import Flags, Numbers
@@ -182,6 +184,30 @@ class Step:
         return found
 
     @cached_property
+    def spared(self) -> Flags:
+        """By storage, whether the step makes it, reads it after the forward, and neither overwrites it nor hands it
+        back: it may be elsewhere meanwhile, or made again."""
+        found: Flags = (self.made >= 0) & (self.late >= 0) & (self.written < 0) & ~self.lasting
+        return found
+
+    @cached_property
+    def is_state(self) -> Flags:
+        """By storage, whether it is state."""
+        found, blobs = np.zeros(len(self.names), np.bool_), self.net.blobs
+        state = [blobs[name].storage for name in self.net.external_inputs if blobs[name].role in STATE_ROLES]
+        found[[self.number[storage] for storage in state]] = True
+        return found
+
+    @cached_property
+    def owners(self) -> dict[int, str]:
+        """By storage of state, the module that owns it."""
+        paths = self.program.module_paths
+        return {
+            k: next((path for path in reversed(lineage(base_name(self.names[k]))) if path in paths), "")
+            for k in np.flatnonzero(self.is_state).tolist()
+        }
+
+    @cached_property
     def repeatable(self) -> Flags:
         """By operator, whether it can be repeated in the backward by itself."""
         found = np.zeros(len(self.net.ops), np.bool_)
@@ -250,8 +276,7 @@ class Step:
             nbytes[self.number[storage]] += more
         places = {device: i for i, device in enumerate(self.devices)}
         device = np.array([places[blob.device] for blob in blobs.values()], np.int64)[self.blobs]
-        state = np.zeros(len(self.names), np.bool_)
-        state[[self.number[blobs[n].storage] for n in net.external_inputs if blobs[n].role in STATE_ROLES]] = True
+        state = self.is_state
         held = held_inside(net, self.dims, self.threads, taken, self.kinds)
         inside = [(at, nbytes, places[device]) for at, device, nbytes in held]
         at, scratch, where = np.array(inside, np.int64).reshape(-1, 3).T
