@@ -48,6 +48,9 @@ __all__ = ["Park", "park"]
 _Targets: TypeAlias = Callable[[Device], Device | None]
 """Where what is on a device is parked; None if it stays."""
 
+_LATER: Final = 2
+"""How many operators ahead copies back begin, as a warning advises."""
+
 
 @register
 class Park(Pass):
@@ -169,10 +172,6 @@ def _few_saved(short: Sequence[_AtHome], ahead: int | None) -> str:
         f"park saves {nbytes_text(parked - left)} of the {nbytes_text(parked)} that it parks of {home}{others}: "
         f"{nbytes_text(left)} are there at once; {remedy}"
     )
-
-
-_LATER: Final = 2
-"""How many operators ahead copies back begin, as a warning advises."""
 
 
 class _Chosen:
