@@ -12,12 +12,15 @@
 28. A receive buffer is of a storage that a copy makes and the step frees. Of the storages of one buffer, each is freed
     before the next is made.
 29. The plan has a size for every dimension of its program.
+33. An instruction sets the fields of its kind alone: an operator and its part, an event, or a storage.
 
 Whether lanes that run at the same time wait for each other wherever they must is another question, and not asked here:
 :func:`graphir.runtime.check` answers it.
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 from ..blob import STATE_ROLES
 from ..net import Net
@@ -26,6 +29,9 @@ from ..plan import Event, Instruction, Plan, issued_as, issued_on, parts_of
 from .problems import Problem
 
 __all__ = ["plan_problems"]
+
+_FIELDS: Final = {"record": ("event",), "wait": ("event",), "free": ("storage",)}
+"""The fields that an instruction sets beside its kind and lane; all other kinds set ``op`` and ``part``."""
 
 
 def plan_problems(plan: Plan) -> list[Problem]:
@@ -36,6 +42,7 @@ def plan_problems(plan: Plan) -> list[Problem]:
             issue.report(f"the plan has no size for dimension {dim!r}")
     for position, instruction in enumerate(plan.instructions):
         issue.position = position
+        issue.fields(instruction)
         if instruction.kind in ("run", "copy", "collective"):
             issue.execute(instruction)
         elif instruction.kind == "free":
@@ -72,6 +79,14 @@ class _Issue:
             self.problems.append(Problem(what, self.plan.step.ops[instruction.op], self.plan.step))
         else:
             self.problems.append(Problem(what, instruction=f"{self.position} {_text(instruction)}"))
+
+    def fields(self, instruction: Instruction) -> None:
+        """No text shows a field of another kind."""
+        own = _FIELDS.get(instruction.kind, ("op", "part"))
+        for name, default in Instruction._field_defaults.items():
+            if name not in own and (found := getattr(instruction, name)) != default:
+                what = f"a {instruction.kind} has no {name}, and this one has {found!r}"
+                self.problems.append(Problem(what, instruction=f"{self.position} {_text(instruction)}"))
 
     def execute(self, instruction: Instruction) -> None:
         ops = self.plan.step.ops

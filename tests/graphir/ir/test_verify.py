@@ -354,6 +354,12 @@ BROKEN_PLANS: dict[str, tuple[Plan, str]] = {
         instructions(lambda s: s.append(s.pop(index(s, "run")))),
         "storage 'w' is used after a write that comes later in the program",
     ),
+    "33 part": (instructions(lambda s: change(s, index(s, "free"), part=9)), "a free has no part, and this one has 9"),
+    "33 storage": (
+        instructions(lambda s: change(s, index(s, "run"), storage="d")),
+        "a run has no storage, and this one has 'd'",
+    ),
+    "33 operator": (instructions(lambda s: change(s, index(s, "wait"), op=1)), "a wait has no op, and this one has 1"),
     "29 dims": (instructions(lambda s: None).with_(dims={}), "the plan has no size for dimension 'batch'"),
     "23 twice": (instructions(lambda s: s.insert(0, s[index(s, "run")])), "the operator is issued twice"),
     "23 never": (instructions(lambda s: s.pop(index(s, "run", -1))), "the operator is never issued"),
