@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from graphir.runtime.machine.openmp import in_threads
 
 import graphir
 from graphir import passes, runtime
@@ -108,12 +109,13 @@ def page_name(page: Path) -> str:
 @pytest.mark.parametrize("page", [p for p in PAGES if any(examples(p.read_text(encoding="utf-8")))], ids=page_name)
 def test_examples_print_what_the_page_shows(page, tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # some figures are per thread
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")  # and some of one kind of processor
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     shutil.copytree(CAFFE2_MODEL, tmp_path, dirs_exist_ok=True)
     text = page.read_text(encoding="utf-8")
-    for example, printed in reversed(list(run(page))):
+    with in_threads(2):  # some figures are per thread
+        ran = list(run(page))
+    for example, printed in reversed(ran):
         start, end = example.span
         if example.printed is None or matches(printed, example.printed):
             continue
