@@ -227,14 +227,13 @@ def test_two_replicas_have_the_bits_of_eager_share_by_share(name: str, executor:
         session.close()
 
 
+@pytest.mark.usefixtures("few_objects")
 def test_a_capture_leaves_no_tensor_for_the_collector() -> None:
     """What was left would be searched for in every cache of the process."""
-    gc.collect()
-    before = {id(found): found for found in gc.get_objects() if is_recorded(found)}  # of other tests' programs
     gc.disable()
     try:
         captured(OPTIMIZERS["sgd"])
-        assert not [found for found in gc.get_objects() if is_recorded(found) and id(found) not in before]
+        assert not [found for found in gc.get_objects() if is_recorded(found)]
     finally:
         gc.enable()
 

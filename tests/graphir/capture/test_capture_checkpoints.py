@@ -47,6 +47,7 @@ def test_a_tensor_made_outside_of_a_checkpoint(body: Callable[[nn.Module, Tensor
     matches_eager(program, given, None)
 
 
+@pytest.mark.usefixtures("few_objects")
 @pytest.mark.parametrize("body", BODIES.values(), ids=list(BODIES))
 def test_no_tensor_of_a_recording_outlives_its_capture(body: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
     given = example(body)
