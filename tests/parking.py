@@ -10,6 +10,7 @@ from torch.utils import _pytree
 
 import graphir
 from graphir import passes, runtime
+from graphir.ir.plan import Plan
 from graphir.ir.program import Program
 
 __all__ = ["EXECUTORS", "assert_runs_the_same", "bits_of", "peak", "placed", "saved"]
@@ -53,9 +54,22 @@ def bits_of(
     program: Program, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]], executor: str, **options: Any
 ) -> list[torch.Tensor]:
     """All that a session hands back and has in the end, after a step on each batch."""
+    return _bits_of(_checked(program, **options), program.state, batches, executor)
+
+
+def _checked(program: Program, **options: Any) -> Plan:
     plan = passes.emit(program, **options)
     assert runtime.check(plan) == []
-    with runtime.Session(plan, program.state, binding="cpu", executor=executor) as session:
+    return plan
+
+
+def _bits_of(
+    plan: Plan,
+    state: Mapping[str, torch.Tensor],
+    batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]],
+    executor: str,
+) -> list[torch.Tensor]:
+    with runtime.Session(plan, state, binding="cpu", executor=executor) as session:
         results = [session.step(*given, **kwargs) for given, kwargs in batches]
         tensors = _pytree.tree_leaves([results, session.state_dict(), session.optimizer_state_dict()])
     return [tensor.clone() for tensor in tensors if isinstance(tensor, torch.Tensor)]
@@ -68,9 +82,9 @@ def assert_runs_the_same(
     executors: Sequence[str] = EXECUTORS,
 ) -> None:
     """Both programs hand back the same bits, and end in the same state, on every executor."""
-    expected = bits_of(before, batches, "reference")
+    expected, plan = bits_of(before, batches, "reference"), _checked(after)
     for executor in executors:
-        found = bits_of(after, batches, executor)
+        found = _bits_of(plan, after.state, batches, executor)
         assert len(found) == len(expected)
         for ours, theirs in zip(found, expected, strict=True):
             assert torch.equal(ours.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)), executor

@@ -92,10 +92,8 @@ def compare_with_eager(
                 assert_same_bits(optimizer_tensors(session.optimizer_state_dict()), theirs, "optimizer")
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "replicas"), [(sgd, 2), (sgd, 3), (fused_adamw, 2)], ids=["sgd-2", "sgd-3", "fused adamw-2"]
-)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("optimizer", "replicas"), [(sgd, 3), (fused_adamw, 2)], ids=["sgd-3", "fused adamw-2"])
+@pytest.mark.parametrize("name", ["mlp", "resnet with dropout", "gpt with dropout"])
 def test_twenty_steps_equal_eager_share_by_share(name: str, optimizer: MakeOptimizer, replicas: int) -> None:
     compare_with_eager(MODELS[name], optimizer, replicas, [4 * replicas] * STEPS)
 
@@ -105,7 +103,7 @@ def test_other_optimizers_equal_eager(optimizer: MakeOptimizer) -> None:
     compare_with_eager(MODELS["mlp"], optimizer, 2, [8] * STEPS)
 
 
-@pytest.mark.parametrize("name", ["mlp", "resnet with dropout", "gpt"])
+@pytest.mark.parametrize("name", ["mlp", "resnet with dropout"])
 def test_uneven_and_changing_batches_equal_eager(name: str) -> None:
     compare_with_eager(MODELS[name], sgd, 2, [8, 7, 9, 5, 8, 11])
     compare_with_eager(MODELS[name], sgd, 3, [9, 8, 7, 11])
@@ -130,9 +128,7 @@ def test_one_device_equals_plain_training() -> None:
         assert_same_bits(session.state_dict(), example.model.state_dict(), "state")
 
 
-@pytest.mark.parametrize("size", [12, 11, 7])
-@pytest.mark.parametrize("replicas", [2, 3])
-@pytest.mark.parametrize("name", ["mlp", "gpt"])
+@pytest.mark.parametrize(("name", "replicas", "size"), [("mlp", 2, 12), ("mlp", 3, 7), ("gpt", 2, 7), ("gpt", 3, 11)])
 def test_replicas_come_close_to_the_whole_batch_in_one_process(name: str, replicas: int, size: int) -> None:
     """Without batch norm and dropout, sharing the batch changes only the order of sums."""
     make = MODELS[name]
@@ -229,12 +225,18 @@ class Laid(nn.Module):
         return self.c(self.r(self.act(self.a(x)))[0][:, -1])
 
 
-@pytest.mark.parametrize("executor", ["threads", "reference"])
-@pytest.mark.parametrize("activation", [nn.ELU(), nn.Softplus(), nn.Hardswish(), nn.ReLU6(), nn.LayerNorm(6)], ids=str)
+@pytest.mark.parametrize(
+    ("activation", "executor"),
+    [
+        *[(made, "threads") for made in (nn.ELU(), nn.Softplus(), nn.Hardswish(), nn.ReLU6(), nn.LayerNorm(6))],
+        (nn.ELU(), "reference"),
+    ],
+    ids=str,
+)
 def test_layouts_that_only_kernels_know(activation: nn.Module, executor: str) -> None:
     torch.manual_seed(0)
     model = Laid(activation)
-    x, y = torch.randn(6, 7, 5), torch.randint(4, (6,))
+    x, y = torch.randn(6, 3, 5), torch.randint(4, (6,))
     example = models.Example(model, (x[:3],), (y[:3],), nn.functional.cross_entropy)
     program = captured(example, sgd(model))
     moved = shifted(passes.replicate(program, [0, 1]), {0: 2, 1: 3})

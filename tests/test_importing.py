@@ -51,9 +51,12 @@ def state():
     }
 
 
-before = state()
+before, imported = state(), set(sys.modules)
 import graphir
-import graphir.passes, graphir.runtime, graphir.cli
+import graphir.passes, graphir.runtime, graphir.cli, graphir.passes.choice.bound
+
+assert callable(graphir.caffe2.load_net)
+assert not {"scipy", "google.protobuf"} & (set(sys.modules) - imported), "imported by the first use only"
 
 after = state()
 for name, value in before.items():

@@ -30,13 +30,13 @@ class Digits(Dataset[Any]):
         return self.transform(to_pil_image(self.images[i]).convert("RGB")), int(self.labels[i])
 
 
-def main(epochs: int = 3, samples: int = 768) -> tuple[float, nn.Module]:
+def main(epochs: int = 3, samples: int = 768, held: int = 256) -> tuple[float, nn.Module]:
     """The accuracy on digits that were not trained on, and the model."""
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
         seed(0)
     images, labels = load_digits()
     order = torch.randperm(len(images))
-    train, test = order[:samples], order[samples : samples + 256]
+    train, test = order[:samples], order[samples : samples + held]
     augment = create_transform(
         32,
         is_training=True,
@@ -66,7 +66,7 @@ def main(epochs: int = 3, samples: int = 768) -> tuple[float, nn.Module]:
         scheduler.step(epoch + 1)
 
     model.eval()
-    held = Digits(images[test], labels[test], plain)
+    unseen = Digits(images[test], labels[test], plain)
     with torch.no_grad():
-        right = sum(int((model(x).argmax(1) == y).sum()) for x, y in DataLoader(held, batch_size=64))
-    return right / len(held), model
+        right = sum(int((model(x).argmax(1) == y).sum()) for x, y in DataLoader(unseen, batch_size=64))
+    return right / len(unseen), model

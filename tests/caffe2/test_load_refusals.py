@@ -163,7 +163,7 @@ def test_control_inputs_made_before_or_outside_are_kept():
     assert encode(net_of(text)) == parsed(text)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=60), st.integers(0, len(NET.read_bytes()) - 1), st.sampled_from([".pb", ".pbtxt", ".pb.gz"]))
 def test_damage_is_refused_or_harmless(tmp_path_factory, noise, position, suffix):
     """Whatever the bytes are, there is a net that is saved as it was read, or one error."""

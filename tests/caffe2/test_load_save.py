@@ -131,14 +131,6 @@ def test_a_net_that_would_be_an_empty_file_is_not_saved(tmp_path):
 # The schema
 
 
-def test_protobuf_is_imported_by_the_first_file_only():
-    code = (
-        "import sys, graphir; assert callable(graphir.caffe2.load_net);"
-        " assert not any(name.startswith('google.protobuf') for name in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=OWN.parents[2])
-
-
 def test_a_caffe2_in_the_process_keeps_its_own_messages():
     code = (
         "from google.protobuf import descriptor_pb2, descriptor_pool\n"

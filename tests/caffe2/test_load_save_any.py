@@ -84,7 +84,7 @@ def net_defs(draw: Any) -> Any:
 NAN = struct.unpack("<f", b"\x01\x00\xc0\x7f")[0]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=75, deadline=None, suppress_health_check=list(HealthCheck))
 @given(net_defs())
 @example(parsed('op { type: "A" arg { name: "x" } arg { name: "x" } arg { } arg { name: "" } }'))
 @example(parsed('op { type: "A" arg { name: "x" i: 1 } arg { name: "n" n { name: "inner" } } arg { name: "y" f: 2 } }'))
@@ -106,7 +106,7 @@ def test_any_net_is_kept(message):
     assert encode(again).SerializeToString(deterministic=True) == wanted
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(net_defs(), st.sampled_from([".pb", ".pbtxt", ".pb.gz", ".pbtxt.gz"]))
 def test_any_net_is_kept_in_files(tmp_path_factory, message, suffix):
     folder = tmp_path_factory.mktemp("nets")

@@ -61,7 +61,6 @@ def layers() -> models.Example:
 
 
 EXAMPLES: dict[str, tuple[Callable[[], models.Example], float, int]] = {
-    "gpt": (lambda: models.gpt(layers=4), 0.7, 2),
     "resnet": (models.resnet, 0.8, 2),
     "gpt on three": (lambda: models.gpt(layers=4), 0.6, 3),
     "layers": (layers, 0.75, 2),
@@ -74,7 +73,7 @@ def test_measured_peaks_keep_within_limits_and_bits_are_equal(name: str) -> None
     example = make()
     program = trained(example)
     limits = limited(program, share, devices)
-    balanced = balance(program, limits, topology=CPU, evaluations=1500)
+    balanced = balance(program, limits, topology=CPU, evaluations=800)
     assert all(use.after <= limits[use.device] for use in balanced.devices if use.device in limits)
     placed = parking.placed(program, balanced.program, share=False)
     plan = passes.emit(placed)
@@ -87,7 +86,7 @@ def test_measured_peaks_keep_within_limits_and_bits_are_equal(name: str) -> None
             if found.device in limits:
                 assert found.peak <= limits[found.device]
                 assert abs(found.peak - found.predicted_peak) <= 0.005 * found.peak
-    parking.assert_runs_the_same(program, placed, [(args, kwargs)] * 2, ("serial", "threads", "adversarial"))
+    parking.assert_runs_the_same(program, placed, [(args, kwargs)] * 2, ("threads", "adversarial"))
 
 
 def test_the_passes_that_it_prints_make_the_same_program() -> None:
@@ -352,8 +351,13 @@ def test_a_bound_is_finite_where_groups_are_reckoned_to_hold_more_than_plans() -
     assert 0 < bound_of(tight, Outcomes(tight)(tight.now()).peaks) < math.inf
 
 
-@pytest.mark.parametrize("shares", [(0.05, 0.05), (0.2, 0.28), (0.15, 0.2, 0.25)])
-@pytest.mark.parametrize("make", [lambda: models.gpt(layers=4), lambda: models.resnet(blocks=4), layers])
+@pytest.mark.parametrize(
+    ("make", "shares"),
+    [
+        *[(layers, shares) for shares in ((0.05, 0.05), (0.2, 0.28), (0.15, 0.2, 0.25))],
+        (lambda: models.resnet(blocks=4), (0.2, 0.28)),
+    ],
+)
 def test_limits_that_work_are_told_where_the_given_ones_do_not(
     make: Callable[[], models.Example], shares: tuple[float, ...]
 ) -> None:

@@ -162,7 +162,7 @@ def test_no_lane_waits_for_a_transfer_that_is_just_issued_only_to_free_its_sourc
 
 def test_every_order_that_respects_the_hazards_is_sound_and_no_other() -> None:
     rng, found = random.Random(0), {True: 0, False: 0}
-    for seed in range(60):
+    for seed in range(40):
         program = nets.random_program(seed % 20)
         plan = passes.emit(program)
         runs = [i for i in plan.instructions if i.kind == "run"]
@@ -175,7 +175,7 @@ def test_every_order_that_respects_the_hazards_is_sound_and_no_other() -> None:
             else:
                 with pytest.raises(VerifyError, match=r"before it is made|used before a write|used after a write"):
                     graphir.verify(plan.with_(instructions=tuple(moved)))
-    assert min(found.values()) > 20
+    assert min(found.values()) > 15
 
 
 def respects_hazards(program: Program, order: list[int]) -> bool:
@@ -204,7 +204,7 @@ def test_the_order_is_the_same_each_time() -> None:
     assert all(a.instructions == b.instructions for a, b in pairwise(plans))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_copies_that_stand_early_are_issued_together_and_before_what_overwrites_their_source(seed: int) -> None:
     """Each copy of a placed program is put right behind what makes its source."""
     program = nets.random_program(seed)

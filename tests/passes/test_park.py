@@ -270,7 +270,7 @@ def test_readers_elsewhere_read_what_is_there() -> None:
 def test_random_programs() -> None:
     """Proved, and with no more memory: what leaves is on the device for a shorter time."""
     parked = 0
-    for seed in range(60):
+    for seed in range(30):
         program = nets.random_program(seed, ops=40)
         names = parking.saved(program)
         if not names:
@@ -282,7 +282,7 @@ def test_random_programs() -> None:
         if seed % 6 == 0:
             given = (nets.example_inputs(program), {})
             parking.assert_runs_the_same(program, made, [given, given], ["threads", "adversarial"])
-    assert parked > 100
+    assert parked > 50
 
 
 def test_traffic_says_why() -> None:

@@ -139,7 +139,7 @@ def test_several_shifts_act_on_their_own_replicas() -> None:
 
 
 def test_shifts_at_once_equal_shifts_one_by_one() -> None:
-    for seed in range(20):
+    for seed in range(10):
         program = passes.replicate(nets.random_program(seed), devices=[0, 1])
         chosen = passes.find_activations(program)[::2]
         at_once = passes.shift_activations(program, chosen, shifts={0: 2, 1: 3})
@@ -328,7 +328,7 @@ def test_options_of_the_wrong_kind_are_refused(activations: object, shifts: obje
 
 
 def test_random_programs_are_well_formed_after_a_shift() -> None:
-    for seed in range(40):
+    for seed in range(20):
         program = nets.random_program(seed)
         chosen = passes.find_activations(program)[seed % 3 :: 2]
         verify(passes.shift_activations(program, chosen, shifts={0: 1}), placed=False)

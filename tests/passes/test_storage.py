@@ -96,7 +96,7 @@ def test_it_lowers_the_peak() -> None:
 
 def test_random_programs_certify_and_verify() -> None:
     changed = 0
-    for seed in range(60):
+    for seed in range(30):
         program = nets.random_program(seed, devices=2)
         program = passes.inject_copies(
             passes.shift_activations(program, passes.find_activations(program)[1::2], {0: 1})
@@ -105,7 +105,7 @@ def test_random_programs_certify_and_verify() -> None:
         graphir.verify(after)
         assert graphir.certify(program, after).holds
         changed += any(op.by == "share_storage" for op in after.step.ops)
-    assert changed > 20
+    assert changed > 10
 
 
 @pytest.mark.parametrize("type", sorted(type for type, known in TORCH.items() if known.in_place))

@@ -260,7 +260,7 @@ def random_program(seed: int, ops: int = 60) -> Program:
     return builder.program(tuple(rng.sample(made, min(3, len(made)))), state)
 
 
-PROGRAMS = [random_program(seed) for seed in range(100)]
+PROGRAMS = [random_program(seed) for seed in range(50)]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=range(len(PROGRAMS)))

@@ -73,7 +73,7 @@ def test_random_plans_are_sound_and_near_the_best() -> None:
     assert ours <= best * 1.02
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_large_plans_are_sound(seed: int) -> None:
     rng = random.Random(seed)
     spans = random_spans(rng, 400, 600, rng.choice((1, 3, 10**6)))

@@ -35,7 +35,7 @@ def llama() -> nn.Module:
 
 
 def resnet() -> nn.Module:
-    model: nn.Module = library("torchvision").models.resnet50(num_classes=10)
+    model: nn.Module = library("torchvision").models.resnet18(num_classes=10)
     return model
 
 
@@ -44,11 +44,11 @@ def labelled(model: nn.Module, ids: Tensor) -> Tensor:
     return loss
 
 
-IDS, IMAGES = torch.arange(16).view(2, 8), torch.ones(2, 3, 64, 64)
+IDS, IMAGES = torch.arange(16).view(2, 8), torch.ones(2, 3, 32, 32)
 MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, Callable[..., Any]]] = {
     "gpt2": (gpt2, IDS, labelled),
     "llama": (llama, IDS, labelled),
-    "resnet50": (resnet, IMAGES, lambda model, x: model(x)),
+    "resnet18": (resnet, IMAGES, lambda model, x: model(x)),
 }
 
 

@@ -33,8 +33,8 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
 }
 """The for-loop form of torch, and the fused one."""
 
-BY_ADAMW = [*WRITTEN, *[*VISION, *TIMM, *TEXT][::4]]
-"""Rows that are trained by AdamW, too: an update reads parameters, whose shapes these have."""
+BY_ADAMW = [*WRITTEN][::6] + [*VISION, *TIMM, *TEXT][::16]
+"""Rows that are trained by AdamW, too: an update reads parameters, their gradients and its own state alone."""
 
 CASES = [*((name, "sgd") for name in ROWS), *((name, "adamw") for name in BY_ADAMW)]
 
@@ -117,7 +117,7 @@ def assert_values_lie_as_declared(program: Program, batch: Batch) -> None:
 
 @pytest.mark.parametrize(("name", "optimizer"), CASES)
 def test_training_has_the_bits_of_eager(name: str, optimizer: str) -> None:
-    """Three steps at the captured size and one at another, each on data of its own, on both executors.
+    """Two steps at the captured size and one at another, each on data of its own, on both executors.
 
     Updates read no batch, so that one optimizer's programs are enough to see sizes follow it; those of the other are
     captured at one size, in a third of the time.
@@ -136,7 +136,7 @@ def test_training_has_the_bits_of_eager(name: str, optimizer: str) -> None:
         runtime.Session(plan, program.state, executor="reference") as reference,
         runtime.Session(plan, program.state, executor="threads") as threads,
     ):
-        for step, size in enumerate((row.size,) * 3 + (row.size + 1,) * (not program.fixed)):
+        for step, size in enumerate((row.size, row.size, row.size + (not program.fixed))):
             batch = batch_of(row, size, step)
             arguments = copy.deepcopy((*batch.inputs, *batch.targets)), copy.deepcopy(batch.kwargs)
             held.zero_grad()

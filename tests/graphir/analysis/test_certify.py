@@ -51,7 +51,7 @@ def test_a_program_is_itself() -> None:
     )
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_programs_are_themselves(seed: int) -> None:
     assert certify(nets.random_program(seed), nets.random_program(seed)).holds
 
@@ -429,7 +429,7 @@ def test_a_view_that_lies_about_its_operator_is_refused() -> None:
         certify(TINY, edited(TINY, 4, args={"dim0": 0}))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_programs_with_one_operand_changed(seed: int) -> None:
     """Whatever reaches an output or a state shows there; the rest as something that nobody computed before."""
     program = nets.random_program(seed, ops=30)

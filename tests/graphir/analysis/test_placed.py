@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from graphir.errors import GraphirError, VerifyError
 CONFIG = Config(tables=(40, 10, 30))
 
 
+@cache
 def program() -> graphir.Program:
     torch.manual_seed(0)
     model, batch = Dlrm(CONFIG), clicks(CONFIG, 4, 0)

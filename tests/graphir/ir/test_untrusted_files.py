@@ -114,7 +114,7 @@ def refused_or_used(path):
         used(x)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(SEEDS)
 @example(21477)  # an instruction has a field of another kind, which no text shows
 def test_edited_files_are_refused_or_used(path, seed):
@@ -123,7 +123,7 @@ def test_edited_files_are_refused_or_used(path, seed):
     refused_or_used(path)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(SEEDS)
 def test_damaged_files_are_refused_or_used(path, seed):
     draw = random.Random(seed)
@@ -139,7 +139,7 @@ def stored(tmp_path_factory):
     return path, path.with_name("p.json.safetensors").read_bytes()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(SEEDS)
 def test_damaged_tensors_are_refused(stored, seed):
     draw = random.Random(seed)

@@ -300,14 +300,14 @@ def test_a_size_that_forgot_the_batch_shows_at_another_batch() -> None:
         verify(fixed, dims={"batch": 7})
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_programs_are_sound_at_every_batch(seed: int) -> None:
     program = nets.random_program(seed, mutate=seed % 3 != 0)
     for batch in (6, 10, 15):
         verify(program, dims={"batch": batch})
 
 
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_programs_lose_an_operator(seed: int) -> None:
     program = nets.random_program(seed)
     read = {name for o in program.step.ops for name in o.inputs}
