@@ -80,8 +80,8 @@ def test_compiled_sizes_all_have_the_bits_of_eager() -> None:
         ) as compiled,
     ):
         warnings.simplefilter("ignore", graphir.RecaptureWarning)
-        for batch in (1, 4, 5, 30):
-            for length in (1, 5, 9, 20, 21, 27):
+        for batch in (1, 5, 30):
+            for length in (1, 9, 21):
                 x = torch.randn(batch, length, 6)
                 found = compiled.step(x)
                 theirs.zero_grad()
@@ -89,7 +89,7 @@ def test_compiled_sizes_all_have_the_bits_of_eager() -> None:
                 expected.backward()
                 theirs.step()
                 assert torch.equal(found, expected.detach()), (batch, length)
-        assert len(compiled.plans) < 20
+        assert len(compiled.plans) < 9
 
 
 def test_guards_are_printed_saved_and_asked_by_emit_and_graphs(tmp_path: Any) -> None:
@@ -238,14 +238,13 @@ def test_what_python_makes_of_sizes_is_guarded(name: str) -> None:
     assert program.fixed == ""
     assert [str(guard) for guard in program.guards if not str(guard).endswith(">=2")] == guards
     with Session(passes.emit(program), program.state, executor="reference") as session:
-        for batch in (4, 33):
-            for length in (10, 16, 17, 21, 31, 32, 33, 40):
-                x = torch.randn(batch, length, 3)
-                if all(guard.holds({"batch": batch, "length": length}) for guard in program.guards):
-                    assert torch.equal(session.step(x), Model()(x))
-                else:
-                    with pytest.raises(CoverageError, match=r"the program takes .*: Python (tests|makes)"):
-                        session.step(x)
+        for batch, length in ((4, 10), (4, 16), (33, 17), (4, 31), (4, 32), (33, 40)):
+            x = torch.randn(batch, length, 3)
+            if all(guard.holds({"batch": batch, "length": length}) for guard in program.guards):
+                assert torch.equal(session.step(x), Model()(x))
+            else:
+                with pytest.raises(CoverageError, match=r"the program takes .*: Python (tests|makes)"):
+                    session.step(x)
 
 
 @pytest.mark.parametrize("length", [9, 12])
