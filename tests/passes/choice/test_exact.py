@@ -35,8 +35,11 @@ def cp_model():
     return pytest.importorskip("ortools.sat.python.cp_model")
 
 
-@pytest.mark.parametrize("kind", ["alike", "varied"])
-@pytest.mark.parametrize("given", SMALL, ids=lambda given: given.name)
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    zip(SMALL, ["varied", "alike", "alike", "varied", "varied"], strict=True),
+    ids=lambda value: getattr(value, "name", value),
+)
 @pytest.mark.usefixtures("cp_model")
 def test_the_best_of_all_choices_is_found(given: Instance, kind: str) -> None:
     """Under limits that few choices keep, and under those that none keeps."""

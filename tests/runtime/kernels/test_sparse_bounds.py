@@ -83,6 +83,6 @@ def test_indices_of_a_strangers_file_are_refused(tmp_path: Path) -> None:
     assert isinstance(loaded, Plan)
     with (
         Session(loaded, state) as session,
-        pytest.raises(RunError, match="index 2000000000 is out of bounds for 4 rows"),
+        pytest.raises(RunError, match="index 2000000000 is out of bounds"),
     ):
         session.step()
