@@ -162,7 +162,7 @@ def test_no_lane_waits_for_a_transfer_that_is_just_issued_only_to_free_its_sourc
 
 def test_every_order_that_respects_the_hazards_is_sound_and_no_other() -> None:
     rng, found = random.Random(0), {True: 0, False: 0}
-    for seed in range(40):
+    for seed in range(30):
         program = nets.random_program(seed % 20)
         plan = passes.emit(program)
         runs = [i for i in plan.instructions if i.kind == "run"]
@@ -175,7 +175,7 @@ def test_every_order_that_respects_the_hazards_is_sound_and_no_other() -> None:
             else:
                 with pytest.raises(VerifyError, match=r"before it is made|used before a write|used after a write"):
                     graphir.verify(plan.with_(instructions=tuple(moved)))
-    assert min(found.values()) > 15
+    assert min(found.values()) > 10
 
 
 def respects_hazards(program: Program, order: list[int]) -> bool:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import pickle
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -453,26 +452,15 @@ def test_gradients_are_handed_over_without_a_copy() -> None:
         param.grad.zero_()
 
 
-ALIVE = """
-import gc
-import torch
-from torch import nn
-from graphir.parallel import CompiledReplicas
-
-model = nn.Linear(17, 23)
-made = CompiledReplicas(model, [0, 1])((torch.randn(6, 17),))
-gc.collect()
-alive = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter) and t.device.type == "cpu"]
-found = {t.untyped_storage().data_ptr() for t in alive if set(t.shape) == {17, 23}}
-assert made.requires_grad
-assert found == {model.weight.data_ptr()}, found
-"""
-
-
+@pytest.mark.usefixtures("few_objects")
 def test_no_copy_of_a_parameter_is_kept() -> None:
-    """In a process of its own: what other tests keep alive is none of ours."""
-    done = subprocess.run([sys.executable, "-c", ALIVE], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    model = nn.Linear(17, 23)
+    made = CompiledReplicas(model, [0, 1])((torch.randn(6, 17),))
+    gc.collect()
+    alive = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu"]
+    assert made.requires_grad
+    found = {t.untyped_storage().data_ptr() for t in alive if set(t.shape) == {17, 23}}
+    assert found == {model.weight.data_ptr()}, found
 
 
 def test_frozen_parameters_have_no_gradient() -> None:
