@@ -40,6 +40,9 @@ AT_ONE_SIZE = (
     *("densenet", "efficientnet v2", "inception v3", "mnasnet", "mobilenet v2", "regnet", "resnext", "deeplab v3"),
     *("swin v2", "timm densenet121", "timm fasternet_t0", "timm lcnet_035", "timm mobilenetv4_conv_small_035"),
     *("timm resnetv2_18", "timm starnet_s050", "timm test_efficientnet_evos", "timm tresnet_m", "timm convmixer"),
+    *("timm beit_base_patch16_224", "timm deit_tiny_distilled_patch16_224", "timm resmlp", "timm gmlp"),
+    *("timm swinv2_cr_tiny_224", "timm test_vit3", "timm test_byobnet", "timm inception_next_atto", "timm repvit_m0_9"),
+    *("timm resnest14d", "timm test_mambaout", "timm poolformer", "bart", "bloom", "gemma3", "vit", "albert"),
 )
 """Rows of which others of the same kind follow the batch: captured at one size, in a third of the time."""
 
