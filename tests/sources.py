@@ -55,8 +55,13 @@ class Source:
         return self.path.as_posix()
 
     @cached_property
+    def text(self) -> str:
+        return (ROOT / self.path).read_text(encoding="utf-8")
+
+    @cached_property
     def tree(self) -> ast.Module:
-        return ast.parse((ROOT / self.path).read_text(encoding="utf-8"))
+        """Takes long for all files: rules that few files can break look into :attr:`text` first."""
+        return ast.parse(self.text)
 
     @cached_property
     def imports(self) -> tuple[Import, ...]:

@@ -10,8 +10,8 @@ import pytest
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-PAIRS = Random(0).sample(list(orders.pairs()), 24)
-LONGER = orders.random_orders(42, seed=1)
+PAIRS = Random(0).sample(list(orders.pairs()), 12)
+LONGER = orders.random_orders(21, seed=1)
 """Other orders than those of the benchmark."""
 
 

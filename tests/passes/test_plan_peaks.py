@@ -37,7 +37,6 @@ def side_by_side(program: Program) -> Program:
 
 
 CASES: dict[str, Callable[[], Program]] = {
-    "halves": lambda: halves(gpt()),
     "clipped": lambda: halves(gpt(clip_grad_norm=0.5, loss_scale=torch.amp.GradScaler("cpu"))),
     "parked and recomputed": lambda: parked(gpt()),
     "replicas": lambda: side_by_side(gpt()),
