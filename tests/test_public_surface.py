@@ -118,9 +118,8 @@ def test_every_method_that_users_call_is_explained(package):
 
 
 def test_tests_import_public_names_only():
-    underscored = re.compile(
-        r"^\s*(?:from graphir[\w.]* import (?:\([^)]*|[^\n(]*)|(?:from|import) graphir[\w.]*\.)\b_", re.M
-    )
+    names, modules = r"from graphir[\w.]* import (?:\([^)]*|[^\n(]*)", r"(?:from|import) graphir[\w.]*\."
+    underscored = re.compile(rf"^\s*(?:{names}|{modules})\b_", re.M)
     suspects = [source for source in sources("tests") if underscored.search(source.text)]
     ours = [(str(s), i) for s in suspects for i in s.imports if i.module.partition(".")[0] == "graphir"]
     assert [f"{path}:{i.line}" for path, i in ours if private(f"{i.module}.{i.name}")] == []

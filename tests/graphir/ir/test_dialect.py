@@ -88,9 +88,9 @@ READERS = {
 
 
 def reads_proto(source: Source) -> bool:
-    return ".proto" in source.text and any(
-        isinstance(node, ast.Attribute) and node.attr == "proto" for node in ast.walk(source.tree)
-    )
+    if ".proto" not in source.text:
+        return False
+    return any(isinstance(node, ast.Attribute) and node.attr == "proto" for node in ast.walk(source.tree))
 
 
 def test_only_the_dialect_and_what_reads_and_writes_nets_look_at_their_text() -> None:

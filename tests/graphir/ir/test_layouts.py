@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from itertools import permutations, product
 
@@ -55,7 +56,8 @@ def calls(name: str) -> Iterator[tuple[object, ...]]:
     """Positional arguments in many layouts for an operator."""
     statistics, weight = (torch.rand(2, 3, 1), torch.rand(2, 3, 1)), torch.rand(4)
     channels = [torch.rand(3) for _ in range(5)]
-    for a, b in product(windows((2, 3, 4)), windows((2, 3, 4))):
+    pairs = list(product(windows((2, 3, 4)), windows((2, 3, 4))))
+    for a, b in random.Random(0).sample(pairs, len(pairs) // 4):
         if name in PAIRED:
             yield a, b, *PAIRED[name]
         elif name in BROADCAST:
