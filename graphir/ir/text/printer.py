@@ -89,7 +89,8 @@ def _scalar_text(arg: Any) -> str:
     if isinstance(arg, str):
         return json_string(arg)
     text = str(arg)
-    return f"1*{text}" if text in _KEYWORD_VALUES else text
+    sign, name = ("-", text[1:]) if text.startswith("-") else ("", text)
+    return f"{sign}1*{name}" if name in _KEYWORD_VALUES else text
 
 
 @lru_cache(maxsize=1 << 16)

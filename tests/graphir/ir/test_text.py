@@ -5,7 +5,7 @@ import time
 
 import nets
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from graphir.errors import GraphirError, ParseError
@@ -105,6 +105,7 @@ def test_argument_types_come_back_as_they_were():
 
 @given(st.dictionaries(st.text(min_size=1), ARGS, max_size=4))
 @settings(max_examples=150, deadline=None)
+@example({"a": Polynomial.of({("inf",): -1})})  # the size, not the number
 def test_any_arguments_come_back(args):
     net = net_of(relu(args=args))
     assert repr(parse(str(net)).ops[0].args) == repr(args)
