@@ -149,7 +149,7 @@ def in_turn(names: list[str], groups: int) -> list[list[str]]:
         *[(compiled, changes) for changes in in_turn([*CHANGES], 5)],
         (replicated, ["attribute", "method", "tensor", "another tensor", "module added", "hook"]),
     ],
-    ids=lambda value: getattr(value, "__name__", value[0]),
+    ids=lambda value: value[0] if isinstance(value, list) else value.__name__,
 )
 def test_a_change_is_followed(way: Any, changes: list[str], told: list[warnings.WarningMessage]) -> None:
     model = made()
