@@ -117,7 +117,6 @@ def work(executor, begun):
             session.step(X)
             begun.set()
 
-sys.setswitchinterval(1e-4)  # the exit takes turns with the steps
 for executor in ("serial", "threads"):
     begun = threading.Event()
     threading.Thread(target=work, args=(executor, begun), daemon=True).start()

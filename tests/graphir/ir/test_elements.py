@@ -18,7 +18,7 @@ from gapped import Gaps, observe, torch_samples
 from graphir.ir.elements import reads_only_elements
 
 gaps = Gaps(most=1)
-observe(torch_samples(every=151, most=1), gaps)
+observe(torch_samples(every=61, most=1), gaps)
 print(sum(map(reads_only_elements, gaps.free)), sum(gaps.failed.values()), *filter(reads_only_elements, gaps.reaching))
 """
 
@@ -37,7 +37,7 @@ def test_what_is_listed_reads_no_gaps() -> None:
     )
     assert ran.returncode == 0, ran.stderr
     count, failed, *wrong = ran.stdout.splitlines()[-1].split()
-    assert int(count) > 8 > int(failed)
+    assert int(count) > 20 > int(failed)
     assert not wrong
 
 
