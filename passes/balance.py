@@ -107,9 +107,7 @@ class Balance(Pass):
             found = self.model_copy(update={"pin": pin}).balanced(there, profile, threads, remedy, place)
             return replace(found, pipeline=" | ".join(found.program.history[len(program.history) :]))
         with collector_paused(), blamed(program):
-            place = self.topology or place or self.at_hand(program, threads)
-            measured = profile_of(place) if profile == "cached" else profile
-            asked = self.asked(program, place, measured, threads)
+            asked = self.asked(program, profile, threads, place)
             try:
                 return Balancing(asked).run()
             except Refused as refused:
@@ -131,15 +129,22 @@ class Balance(Pass):
         except GraphirError as e:
             raise PassError(f"balance: {e.what}", where=e.where, fix=e.fix) from None
 
-    def asked(self, program: Program, place: Topology, profile: Profile | None, threads: int) -> Asked:
-        """What the options ask of a program on a machine."""
+    def asked(
+        self,
+        program: Program,
+        profile: Profile | Literal["cached"] | None,
+        threads: int,
+        place: Topology | None = None,
+    ) -> Asked:
+        """What the options ask of a program on a machine; as :meth:`balanced` takes them."""
+        place = self.topology or place or self.at_hand(program, threads)
         budget = Budget(self.seconds, self.evaluations, self.seed)
         return Asked(
             program=program,
             limits=self.free(program, place) if self.limits == "auto" else self.limits,
             topology=place,
             named=self.topology,
-            profile=profile,
+            profile=profile_of(place) if profile == "cached" else profile,
             threads=threads,
             options=self.options,
             devices=self.devices,

@@ -41,6 +41,7 @@ class Asked(NamedTuple):
         pin: by pattern, where modules have to be.
         whole: patterns of modules that are not taken apart.
         budget: of the searches.
+        known: the passes of a placement that is tried first, as text; empty where none is known.
     """
 
     program: Program
@@ -54,6 +55,7 @@ class Asked(NamedTuple):
     pin: Mapping[str, str | None]
     whole: Sequence[str]
     budget: Budget
+    known: str = ""
 
     def wanted(self) -> Wanted:
         """The same for the groups of a search. A device that has no limit may hold as much as the topology says.

@@ -104,6 +104,7 @@ class Attempts:
         most: how many groups a search can take.
         grouped: the program in so many groups at most.
         evaluated: how many choices were looked at.
+        interrupted: whether Ctrl-C ended a search.
     """
 
     def __init__(self, read: Callable[[], Read], parts: int, budget: Budget) -> None:
@@ -113,6 +114,7 @@ class Attempts:
         self.reading = read()
         self.grouped = self.reading.grouped(self.most)
         self.spent, self.evaluated = time.perf_counter() - begun, 0
+        self.interrupted = False
 
     def leave(self, seconds: float) -> None:
         """Leave a part of the budget to what comes after the searches."""
@@ -194,4 +196,5 @@ class Attempts:
         looks = None if evaluations is None else max(round(evaluations * part), 1)
         found = search(outcomes, seconds, looks, seed + number, starts)
         self.evaluated += found.evaluated
+        self.interrupted |= found.interrupted
         return Attempt(grouped, outcomes, found)

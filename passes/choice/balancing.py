@@ -173,6 +173,7 @@ class Balancing:
         """Try the first plans of a person; the searches have less time then."""
         if self.emits:
             begun = time.perf_counter()
+            self.hands.know(self.asked.known)
             self.try_by_hand(_BY_HAND)
             self.searches.leave(time.perf_counter() - begun)
 
@@ -310,20 +311,22 @@ class Balancing:
             return {name: max(nbytes, peaks.get(name, 0)) for name, nbytes in given.items()}
 
         nearest: list[tuple[Mapping[str, int], Program | None]] = []
-        ample = []
+        ample, placings = [], []
         problem = attempt.grouped.problem
         for one in dict.fromkeys((found.choice, choice)):
             reckoned = problem.named(Outcomes(problem)(one).peaks)
             made = self.plans.of(attempt.grouped, one) if self.emits else None
             nearest.append((reckoned, None) if made is None else (made.peaks, made.made))
+            placings += [] if made is None else [made.program]
             ample.append(within({name: max(nbytes, nearest[-1][0].get(name, 0)) for name, nbytes in reckoned.items()}))
         if (hand := self.hands.nearest) is not None:
             nearest.append((hand.judged.peaks, hand.judged.made))
+            placings.append(hand.program)
         missing, at = missing_of(self.plans, *min(nearest, key=lambda one: self.plans.factor(one[0])))
         certain = proven(self.program, self.wanted.limits, self.wanted.devices, self.asked.options)
         known = [*[within(held) for held, _ in nearest], *ample]
         interrupted = attempt.found.interrupted or found.interrupted
-        return Refused(missing, at, given, known, certain, found.proven, interrupted)
+        return Refused(missing, at, given, known, placings, certain, found.proven, interrupted)
 
 
 def nearest_limits(asked: Asked, refused: Refused) -> tuple[Mapping[str, int], bool]:

@@ -28,6 +28,7 @@ from graphir.ir.program import Program
 from .drafts import Draft, Drafts, Hand, Way, says
 from .groups import Wanted
 from .levels import Levels, Unit
+from .moves import repeated
 from .plans import Plans
 from .reckoning import Cut, Reckoning
 
@@ -48,6 +49,9 @@ _MOST_PLACED: Final = 1_500
 _FASTER: Final = 1.02
 """Where there are so few placements of modules, all are reckoned; and those judged that are reckoned to take no more
 than so many times as long as the first that keeps within the limits."""
+
+_KNOWN: Final = "the passes of a placement of another batch"
+"""How reports call a placement that was known."""
 
 _Tried: TypeAlias = "Generator[None, None, None]"
 """Yields whenever some work was done, so that whoever asks can stop."""
@@ -190,7 +194,20 @@ class ByHand:
             judged = self.plans.judged(program, timed=draft == Draft())
         except PassError:
             return None  # a pattern that the pass refuses, or what cannot be repeated
-        hand = Hand(draft, program, judged, says(draft))
+        return self.kept(Hand(draft, program, judged, says(draft)))
+
+    def know(self, pipeline: str) -> None:
+        """Judge the placement that some passes make, those of a balance of another batch."""
+        if pipeline:
+            try:
+                program = repeated(self.plans.program, pipeline)
+                self.kept(Hand(Draft(), program, self.plans.judged(program, timed=False), _KNOWN))
+            except PassError:
+                pass  # they are none of this batch
+
+    def kept(self, hand: Hand) -> Hand:
+        """A plan, kept if it is the best or the nearest so far."""
+        judged = hand.judged
         if self.plans.excess(judged.peaks):
             if self.nearest is None or self.plans.factor(judged.peaks) < self.plans.factor(self.nearest.judged.peaks):
                 self.nearest = hand

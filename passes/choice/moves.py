@@ -17,7 +17,7 @@ from graphir.ir.operator import Operator
 from graphir.ir.program import Program
 
 from ..activations import activation_names
-from ..base import build
+from ..base import build, parse_pipeline
 from ..park import Park
 from ..recompute import Recompute
 from ..saved import unsaved, uses_of
@@ -27,7 +27,7 @@ from .groups import Grouped
 from .naming import patterns, storages_named
 from .problem import AGAIN, Choice
 
-__all__ = ["ParkedQuietly", "placed"]
+__all__ = ["ParkedQuietly", "placed", "repeated"]
 
 
 _SMALL: Final = 0.002
@@ -38,6 +38,17 @@ class ParkedQuietly(Park):
     """``park`` as a search runs it, which knows from the simulation what each trip saves."""
 
     warns: ClassVar[bool] = False
+
+
+def repeated(program: Program, pipeline: str) -> Program:
+    """A program with the passes of another placement, as text.
+
+    Raises:
+        PassError: a pass refuses the program.
+    """
+    for one in parse_pipeline(pipeline):
+        program = (build(ParkedQuietly, **dict(one)) if type(one) is Park else one).recorded(program)
+    return program
 
 
 def placed(program: Program, grouped: Grouped, choice: Choice) -> Program:

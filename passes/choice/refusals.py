@@ -32,6 +32,7 @@ class Refused(Exception):
         at: the operator that runs where that one is fullest, as text.
         given: the limits, those of the topology, too.
         nearest: limits within which plans that were found keep.
+        placed: the programs of these plans, before copies are put in.
         proven: what limits have to be multiplied by, at least, for any placement.
         reckoned: the same for any placement of the groups, as these are reckoned.
         interrupted: whether the user has had enough of it.
@@ -43,11 +44,12 @@ class Refused(Exception):
         at: str,
         given: Mapping[str, int],
         nearest: Sequence[Mapping[str, int]],
+        placed: Sequence[Program],
         proven: float,
         reckoned: float,
         interrupted: bool,
     ) -> None:
-        self.missing, self.at, self.given, self.nearest = missing, at, given, nearest
+        self.missing, self.at, self.given, self.nearest, self.placed = missing, at, given, nearest, placed
         self.proven, self.reckoned, self.interrupted = proven, reckoned, interrupted
 
     def times(self, limits: Mapping[str, int]) -> float:
