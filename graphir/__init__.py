@@ -67,6 +67,7 @@ from .parallel import (  # isort: skip
     patch_replication_callback,
 )
 from .estimate import estimate  # isort: skip
+from .largest_batch import LargestBatch, largest_batch  # isort: skip
 from .profile import profile  # isort: skip
 
 __all__ = [
@@ -83,6 +84,7 @@ __all__ = [
     "Estimate",
     "FileError",
     "GraphirError",
+    "LargestBatch",
     "Memory",
     "Net",
     "Operator",
@@ -115,6 +117,7 @@ __all__ = [
     "diff",
     "estimate",
     "exec_data_parallel_replication_callback",
+    "largest_batch",
     "load",
     "memory",
     "overlap",

@@ -18,6 +18,7 @@ ON_TOP = (
     "graphir/compile.py",
     "graphir/estimate.py",
     "graphir/fx.py",
+    "graphir/largest_batch.py",
     "graphir/parallel/",
     "graphir/placing.py",
     "graphir/profile.py",

@@ -12,13 +12,14 @@ from sources import FOLDERS, Source, sources
 
 PUBLIC = {
     "graphir": """
-        Blob Certificate Compiled DataParallel Device Diff Estimate Memory Net Operator Overlap PlacedModules Plan
-        Profile Program ReplicationCallbackDataParallel Topology Traffic
+        Blob Certificate Compiled DataParallel Device Diff Estimate LargestBatch Memory Net Operator Overlap
+        PlacedModules Plan Profile Program ReplicationCallbackDataParallel Topology Traffic
         CaptureError CoverageError EagerWarning EquivalenceError FileError GraphirError ParseError PassError
         PassWarning PipelineWarning PlacementError PlanError ProfileWarning RecaptureWarning ReplicationError RunError
         SessionError TrainingWarning VerifyError
-        allow_operators capture certify compile data_parallel diff estimate exec_data_parallel_replication_callback load
-        memory overlap parse patch_replication_callback placed profile register_operator save seeded show traffic verify
+        allow_operators capture certify compile data_parallel diff estimate exec_data_parallel_replication_callback
+        largest_batch load memory overlap parse patch_replication_callback placed profile register_operator save seeded
+        show traffic verify
     """,
     "graphir.parallel": """
         CallbackContext CompiledReplicas DataParallel ReplicationAssertionError ReplicationCallbackDataParallel
