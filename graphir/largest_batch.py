@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
@@ -41,7 +42,8 @@ _PLAIN: Final = "as it is"
 _ALL: Final = "all"
 _NAME: Final = 44
 _DEVICES: Final = 4
-"""Peaks of so many devices are columns of the table; of more, those that are the fullest."""
+_LEAST: Final = 0.001
+"""How many devices' limits and peaks are printed: of those that hold at least this part of what the fullest does."""
 
 
 class BatchRow(NamedTuple):
@@ -113,31 +115,34 @@ class LargestBatch:
         others = len(self.limits) - _DEVICES
         limits += f" and {others} more" if others > 0 else ""
         best, sizes = self.best, ", ".join([f"{dim}={size}" for dim, size in self.dims.items()])
-        name = cut(self.name, _NAME)
+        name, devices = cut(self.name, _NAME), self._devices()
+        head = ("", "batch", "step", "rows a second", *[f"peak {device}" for device in devices])
         lines = [
             spoken_of(self.machine),
             f"the largest batch of {name!r}{f' at {sizes}' if sizes else ''} within {limits}: {best.batch:,} rows",
-            *table(("", "batch", "step", "rows a second", *self._columns()), list(self._cells())),
+            *table(head, [self._cells(row, devices) for row in self.rows]),
         ]
+        if any(row.balanced is not None and not row.balanced.exact for row in self.rows):
+            lines.append("  peaks and steps are reckoned by groups: the program has too many operators for plans")
         if self.unit > 1:
             lines.append(f"  a step's rows are those of all replicas and micro-batches: multiples of {self.unit}")
         return "\n".join([*lines, *[f"  {row.allowed}: {row.beyond}" for row in self.rows]])
 
-    def _columns(self) -> list[str]:
-        return [f"peak {device}" for device in self._devices()]
-
     def _devices(self) -> list[str]:
-        """The limited devices, or those of them that are the fullest in some row."""
-        fullest = sorted(self.limits, key=lambda name: -max([row.peaks.get(name, 0) for row in self.rows]))
-        return [device for device in self.limits if device in fullest[:_DEVICES]]
-
-    def _cells(self) -> Iterator[tuple[str, ...]]:
+        """Those that hold the most in some row."""
+        peaks = Counter[str]()
         for row in self.rows:
-            if row.balanced is None:
-                yield (row.allowed, "-", "-", "-", *["-" for _ in self._devices()])
-                continue
-            peaks = [nbytes_text(row.peaks.get(device, 0)) for device in self._devices()]
-            yield (row.allowed, f"{row.batch:,}", seconds_text(row.seconds), f"{row.rows_per_second:,.1f}", *peaks)
+            peaks |= Counter(row.peaks)
+        most = max(peaks.values(), default=0)
+        fullest = [device for device, nbytes in peaks.most_common(_DEVICES) if nbytes >= _LEAST * most]
+        return [device for device in peaks if device in fullest]
+
+    def _cells(self, row: BatchRow, devices: Sequence[str]) -> tuple[str, ...]:
+        """A row of the table."""
+        if row.balanced is None:
+            return (row.allowed, *["-" for _ in ("batch", "step", "rows a second", *devices)])
+        peaks = [nbytes_text(row.peaks.get(device, 0)) for device in devices]
+        return row.allowed, f"{row.batch:,}", seconds_text(row.seconds), f"{row.rows_per_second:,.1f}", *peaks
 
 
 def largest_batch(
@@ -203,12 +208,28 @@ def largest_batch(
         batches = Batches(program)
         try:
             asked = given.asked(program, profile, count)
+            _require_limits(asked)
             rows = tuple(_rows(asked, batches))
         except GraphirError as e:  # a reduction lacks a link
             raise e if isinstance(e, PassError) else PassError(f"largest_batch: {e.what}", at=e.at, fix=e.fix) from None
     if not any(row.balanced for row in rows):
         raise _nothing(given, batches, profile, count, rows[-1].beyond)
     return LargestBatch(program.name, asked.topology.about, asked.limits, batches.others, batches.unit, rows)
+
+
+def _require_limits(asked: Asked) -> None:
+    """Refuse devices of the program that may hold any number of bytes: there is no largest batch.
+
+    Raises:
+        PassError: there is one.
+    """
+    known = asked.wanted().limits
+    if endless := [str(device) for device in asked.used() if device not in known]:
+        raise PassError(
+            f"largest_batch: the program is on {endless[0]}, which has no limit, and topology {asked.topology.name!r} "
+            "does not say how much memory it has",
+            fix=f"give limits {{{endless[0]!r}: …}} too, or the device of the topology its 'memory'",
+        )
 
 
 def _rows(asked: Asked, batches: Batches) -> Iterator[BatchRow]:

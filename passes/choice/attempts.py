@@ -104,7 +104,7 @@ class Attempts:
         most: how many groups a search can take.
         grouped: the program in so many groups at most.
         evaluated: how many choices were looked at.
-        interrupted: whether Ctrl-C ended a search.
+        interrupted: whether Ctrl-C ended a search, or what came before or after it.
     """
 
     def __init__(self, read: Callable[[], Read], parts: int, budget: Budget) -> None:

@@ -149,6 +149,7 @@ class Balancing:
         except KeyboardInterrupt:  # as in a search: the best so far
             if self.hands.best is None:
                 raise
+            self.searches.interrupted = True
 
     def run(self) -> Balanced:
         """The best placement that is found.
@@ -202,6 +203,7 @@ class Balancing:
             except KeyboardInterrupt:  # as in a search: the best so far
                 if not self.fitting(tried):
                     raise
+                self.searches.interrupted = True
             fitting = self.fitting(tried)
             hand = self.hands.best
             if fitting:

@@ -15,8 +15,8 @@ from graphir.ir.size import BATCH, LARGEST
 
 __all__ = ["Batches"]
 
-_MOST_BYTES: Final = 1 << 60
-"""Of all storages of a step together: the columns of 64-bit integers that a plan is reckoned in hold as many."""
+_MOST_BYTES: Final = 16 * LARGEST
+"""Of all storages of a step together, each once: 4 PiB."""
 
 
 class Batches:
@@ -83,7 +83,7 @@ class Batches:
     def end(self) -> str:
         """Why the program takes no batch above :attr:`most`."""
         beyond = self.dims(self.most + 1)
-        return refused_at(self.program, beyond) or f"{self.rows(self.most + 1)} rows are more than any device holds"
+        return refused_at(self.program, beyond) or f"{self.rows(self.most + 1)} rows are more than any machine holds"
 
     @cached_property
     def least(self) -> int:

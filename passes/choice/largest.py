@@ -29,7 +29,7 @@ from .plans import Plans
 from .refusals import Refused
 from .report import Balanced
 
-__all__ = ["Largest", "Tried"]
+__all__ = ["Full", "Largest", "Tried", "last_within"]
 
 _BY_LINES: Final = 6
 """How many plans of a placement are made where straight lines say that devices are full, before the rest is halved."""
@@ -152,7 +152,7 @@ class Largest:
             peaks = plans.judged(placed.with_(dims=batches.dims(number)), timed=False).peaks
             return max([nbytes - given[device] for device, nbytes in peaks.items() if device in given], default=0)
 
-        last = _last(excess, number, batches.least, batches.most)
+        last = last_within(excess, number, batches.least, batches.most)
         return Full(batches.up_to(last), " | ".join(placed.history[len(self.asked.program.history) :]))
 
 
@@ -161,7 +161,7 @@ def _number(full: Full) -> int:
     return full.number
 
 
-def _last(excess: Callable[[int], int], start: int, least: int, most: int) -> int:
+def last_within(excess: Callable[[int], int], start: int, least: int, most: int) -> int:
     """The last number at which there is no excess, beside one at which there is; *least* - 1 where there is excess at
     all.
 
@@ -176,9 +176,16 @@ def _last(excess: Callable[[int], int], start: int, least: int, most: int) -> in
     while high - low > 1:
         known[number] = excess(number)
         low, high = (number, high) if known[number] <= 0 else (low, number)
-        number = (low + high) // 2 if len(known) > _BY_LINES else _by_line(known, number)
+        number = _by_line(known, number) if len(known) <= _BY_LINES else _halved(low, high, known)
         number = min(max(number, low + 1), high - 1)
     return low
+
+
+def _halved(low: int, high: int, known: Mapping[int, int]) -> int:
+    """The middle between the two, or beyond what is known where one of them is not."""
+    if high not in known:
+        return 2 * low
+    return (low + high) // 2 if low in known else high // 2
 
 
 def _by_line(known: Mapping[int, int], number: int) -> int:
