@@ -21,4 +21,5 @@ by_hand.py   levels ──▶ the plans that a person would try, and the fastest
 proven.py    program and limits ──▶ what holds of every placement, whatever its groups
 places.py    Choice ──▶ where each group is, and why
 figures.py   Choice or plan ──▶ report; report.py says what is printed
+batches.py   program ──▶ the batches that it takes; largest.py finds the largest for which there is a placement
 """
