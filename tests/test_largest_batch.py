@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import by_hand
 import pytest
 import torch
+from graphir.passes.choice.balancing import Balancing
 from graphir.passes.choice.outcome import Outcomes
+from graphir.passes.choice.refusals import Refused
 from graphir.passes.choice.search import Found
 from runnable import sgd
 from torch import nn
@@ -26,7 +28,7 @@ from graphir.ir.program import Program
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::graphir.PassWarning")]
 
 H200 = graphir.Topology.named("h200x8")
-EVALUATIONS = 20
+EVALUATIONS = 10
 OPTIONS = ("shift", "recompute")
 
 
@@ -127,9 +129,37 @@ def test_it_prints_as_a_table_and_reads_as_json(case: Case) -> None:
     assert passes.Pipeline(read["rows"][-1]["pipeline"])(at(case.program, case.found.rows[-1].batch))
 
 
-def test_equal_numbers_give_equal_results(case: Case) -> None:
+def test_equal_numbers_give_equal_results_in_a_few_balances(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, batches = Balancing.run, []
+
+    def counted(self: Balancing) -> passes.Balanced:
+        batches.append(self.program.dims["batch"])
+        return run(self)
+
+    monkeypatch.setattr(Balancing, "run", counted)
     again = largest(case.program, case.limits, options=["recompute"])
     assert json.loads(again.to_json())["rows"][1] == json.loads(case.found.to_json())["rows"][2]
+    assert batches[:4] == [1, 301, 300, 600] and len(batches) <= 8
+
+
+def test_what_is_known_to_fit_is_not_refused(program: Program) -> None:
+    known = passes.recompute(program, "[0:2]").history[-1]
+    limits = by_hand.held(passes.recompute(program, "[0:2]"))
+    asked = passes.build(passes.Balance, limits=limits, topology=H200, options=(), evaluations=5).asked(
+        program, None, 1
+    )
+    with pytest.raises(Refused):
+        Balancing(asked).run()
+    found = Balancing(asked._replace(known=known)).run()
+    assert found.pipeline == known
+    assert "  by hand: the passes of a placement of another batch" in str(found).splitlines()
+
+
+def test_programs_without_plans_say_so(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphir.passes.choice.balancing._MOST_EMITTED", 10)
+    found = largest(program, {"gpu:0": held(program, 100)}, options=["recompute"])
+    assert found.best.batch > 100
+    assert "  peaks and steps are reckoned by groups: the program has too many operators for plans" in str(found)
 
 
 def test_measured_steps_of_all_replicas_and_micro_batches_keep_within_the_limits() -> None:

@@ -8,7 +8,9 @@ from typing import Final
 from graphir.analysis.topology import Topology
 from graphir.errors import PassError
 from graphir.ir.device import Device
+from graphir.ir.names import base_name
 from graphir.ir.program import Program
+from graphir.ir.size import BATCH
 from graphir.ir.text import nbytes_text, operator_text
 
 from .asked import OPTIONS, Asked
@@ -119,7 +121,9 @@ def _ways(asked: Asked, refused: Refused) -> str:
     found = ["name more devices in limits"] * spare
     found += ["allow more options"] * (len(asked.options) < len(OPTIONS))
     found += ["pin less"] * bool(asked.pin)
-    return ", ".join(found or ["take smaller batches"])
+    batches = [size for dim, size in asked.program.dims.items() if base_name(dim) == BATCH]
+    smaller = "a smaller model, or devices that hold more" if set(batches) == {1} else "smaller batches"
+    return ", ".join(found or [f"take {smaller}"])
 
 
 def _beyond(place: Topology, limits: Mapping[str, int]) -> str:
