@@ -21,9 +21,10 @@ from .groups import Wanted
 
 __all__ = ["OPTIONS", "Asked", "Option", "require_pins"]
 
-Option: TypeAlias = Literal["shift", "park", "recompute", "share_storage"]
+Option: TypeAlias = Literal["shift", "park", "recompute", "state", "updates", "share_storage"]
 
-OPTIONS: Final[tuple[Option, ...]] = ("shift", "park", "recompute", "share_storage")
+OPTIONS: Final[tuple[Option, ...]] = ("shift", "park", "recompute", "state", "share_storage")
+"""What may be done where a caller does not say. Updates on the host have other bits, so callers have to allow them."""
 
 
 class Asked(NamedTuple):

@@ -16,9 +16,10 @@ far is not emitted.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import permutations, product
 from math import inf
-from typing import Final, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from graphir.analysis.topology import Topology
 from graphir.errors import GraphirError, PassError
@@ -52,6 +53,8 @@ than so many times as long as the first that keeps within the limits."""
 
 _KNOWN: Final = "the passes of a placement of another batch"
 """How reports call a placement that was known."""
+_STATE: Final[tuple[Literal["state", "updates"], ...]] = ("state", "updates")
+"""What may become of state, as the options say it."""
 
 _Tried: TypeAlias = "Generator[None, None, None]"
 """Yields whenever some work was done, so that whoever asks can stop."""
@@ -168,16 +171,37 @@ class ByHand:
         )
 
     def in_order(self, tries: Sequence[tuple[Cut, Way]]) -> _Tried:
-        """Look for the least of some ways, those first that are reckoned to keep within the limits, and of these the
-        fastest."""
-        ranked = []
-        for number, (cut, way) in enumerate(tries):
-            some, over = self.reckoning.fewest(cut, way, {})
-            ranked.append((over, self.reckoning.longer(some), number))
+        """Look for the least of some ways, each of them alone and beside state that is parked, those first that are
+        reckoned to keep within the limits, and of these the fastest. Two ways together are for where one alone does
+        not keep within them, or takes longer."""
+        together = [(cut, *both) for cut, way in tries for both in self.beside_state(way)]
+        all_tries = [*[(cut, way, ()) for cut, way in tries], *together]
+        ranked, fits = [], inf
+        for number, (cut, way, beside) in enumerate(all_tries):
+            some, over = self.reckoning.fewest(cut, way, {}, beside)
+            ranked.append((over, sum(map(self.reckoning.longer, (some, *beside))), number))
             yield
-        for over, _, number in sorted(ranked):
-            if over <= 0 or self.best is None:
-                yield from self.least(*tries[number])
+        for over, longer, number in sorted(ranked):
+            cut, way, beside = all_tries[number]
+            if (over > 0 and self.best is not None) or (beside and longer > _FASTER * fits):
+                continue
+            before = self.best
+            yield from self.least(cut, way, beside)
+            fits = fits if self.best is before else min(fits, longer)
+
+    def beside_state(self, way: Way) -> Iterator[tuple[Way, tuple[Way, ...]]]:
+        """A way beside state that is parked: the fewest of its units beside all state, and the fewest of the state
+        beside all of its units."""
+        for state in self.states if way.what == "saved" else ():
+            yield way, (state,)
+            yield state, (way,)
+
+    @cached_property
+    def states(self) -> list[Way]:
+        """How all state may be parked, by the modules that own it."""
+        kinds = [kind for kind in _STATE if kind in self.options]
+        levels = self.levels.updated()[-1:]
+        return [Way(tuple(units), to, kind) for units in levels for kind in kinds for to in self.aways()]
 
     # What a plan comes to.
 
@@ -215,12 +239,13 @@ class ByHand:
             self.best = hand
         return hand
 
-    def least(self, cut: Cut, way: Way) -> _Tried:
-        """Judge the plan with the fewest units of a way that keeps within the limits."""
+    def least(self, cut: Cut, way: Way, beside: tuple[Way, ...] = ()) -> _Tried:
+        """Judge the plan with the fewest units of a way that keeps within the limits, *beside* others."""
         more: dict[Device, int] = {}
         for _ in range(_CORRECTED if way.to is None else _CORRECTED_PARKED):
-            some, over = self.reckoning.fewest(cut, way, more)
-            draft = Draft(cut.moves, (some,) if some.units else ())
+            some, over = self.reckoning.fewest(cut, way, more, beside)
+            ways = (*beside, some) if some.units else beside
+            draft = Draft(cut.moves, ways)
             given = sum([limit for limit in self.reckoning.limits(cut, {}).tolist() if limit < 1 << 62])
             if draft in self.known or over > (_HOPELESS - 1) * given or self.beaten(some):
                 return
@@ -228,7 +253,7 @@ class ByHand:
             hand = self.known[draft]
             if hand is None:
                 return
-            reckoned = self.reckoning.peaks(cut, [some]).tolist()
+            reckoned = self.reckoning.peaks(cut, ways).tolist()
             for device, nbytes in zip(cut.devices, reckoned, strict=True):
                 more[device] = hand.judged.peaks.get(str(device), 0) - nbytes
 
@@ -258,10 +283,16 @@ class ByHand:
         if "recompute" in self.options:
             yield from [Way(tuple(units)) for units in levels.recomputed()]
         if "park" in self.options:
-            peers = [device for device in self.wanted.devices if device not in self.sources]
             for level in levels.depths():
                 saving = tuple([(path,) for path in level if levels.parts[path].saved])
-                yield from [Way(saving, to) for to in (*peers[:1], CPU) if saving and self.reaches(to)]
+                yield from [Way(saving, to) for to in self.aways() if saving]
+        for units in levels.updated() if self.states else ():
+            yield from [way._replace(units=tuple(units)) for way in self.states]
+
+    def aways(self) -> list[Device]:
+        """Where something may be parked: on an idle peer, or on the host."""
+        peers = [device for device in self.wanted.devices if device not in self.sources]
+        return [to for to in (*peers[:1], CPU) if self.reaches(to)]
 
     def reaches(self, to: Device) -> bool:
         """Whether copies go there from all devices, and back."""

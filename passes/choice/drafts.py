@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from graphir.ir.device import Device
 from graphir.ir.module_patterns import lineage
@@ -16,7 +16,7 @@ from ..shift_modules import ShiftModules
 from .groups import Grouped
 from .levels import Levels, Unit
 from .moves import ParkedQuietly
-from .naming import patterns, storages_named
+from .naming import patterns, states_named, storages_named
 from .plans import Judged
 from .problem import AGAIN, KEEP, Choice
 
@@ -24,15 +24,22 @@ __all__ = ["Draft", "Drafts", "Hand", "Way", "choice_of", "says"]
 
 
 class Way(NamedTuple):
-    """What becomes of what some units save.
+    """What becomes of what some units save, or of their state that the update alone touches.
 
     Attributes:
         units: in the order of the forward.
         to: where it is parked; None: it is computed again.
+        what: ``saved`` activations; ``state``; or state with its ``updates``, which run where it is parked.
     """
 
     units: tuple[Unit, ...] = ()
     to: Device | None = None
+    what: Literal["saved", "state", "updates"] = "saved"
+
+    @property
+    def turn(self) -> tuple[bool, bool]:
+        """What tells the order of the passes: what is computed again comes before what is parked, and state last."""
+        return self.to is not None, self.what != "saved"
 
 
 class Draft(NamedTuple):
@@ -85,9 +92,17 @@ class Drafts:
         moved = {pattern: str(device) for device, named in _by_device(draft.moves) for pattern in named}
         if going := {**moved, **self.pin}:
             found = build(ShiftModules, modules=going).recorded(found)
-        for units, to in draft.ways:
+        for way in sorted(draft.ways, key=lambda way: way.turn):
+            units, to, kind = way
             if to is None:
                 found = build(Recompute, what=self.named(found, units)).recorded(found)
+                continue
+            if kind != "saved":
+                states = [name for unit in units for path in unit for name in self.levels.states[path]]
+                away = [name for name in states if found.step.blobs[name].device != to]
+                if away:
+                    named, there = states_named(found, away), kind == "updates"
+                    found = build(ParkedQuietly, what=named, to=str(to), update_there=there).recorded(found)
                 continue
             paths, taken = [path for unit in units for path in unit], found.step.blobs
             what = patterns(paths, taken) + [path for path in paths if not patterns([path], taken)]
@@ -108,7 +123,12 @@ class Drafts:
 def says(draft: Draft) -> str:
     """Which plan a draft is."""
     said = [f"{', '.join(named)} on {device}" for device, named in _by_device(draft.moves)]
-    for units, to in draft.ways:
+    for units, to, kind in draft.ways:
+        if kind != "saved":
+            named = ", ".join(patterns([path for unit in units for path in unit if path])) or "the model"
+            updated = ", updated there" if kind == "updates" else ""
+            said.append(f"optimizer state of {named} on {to}{updated}")
+            continue
         named = ", ".join(patterns([path for unit in units for path in unit]))
         several = max(map(len, units))
         each = f", {several} at a time" if several > 1 else ", each" if len(units) > 1 else ""
@@ -122,7 +142,8 @@ def choice_of(draft: Draft, grouped: Grouped) -> Choice:
     number = {name: i for i, name in enumerate(problem.devices)}
     stored = {
         path: AGAIN if to is None else number.get(str(to), problem.host)
-        for units, to in draft.ways
+        for units, to, what in draft.ways
+        if what == "saved"
         for unit in units
         for path in unit
     }

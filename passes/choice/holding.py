@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,10 @@ from graphir.ir.touches import Numbers
 from .step import Step
 
 __all__ = ["Gaps", "Holding", "Placed"]
+
+
+_BEFORE: Final = 1
+"""How many operators before its update parked state is reckoned to be there: two trips are under way."""
 
 
 class Gaps(NamedTuple):
@@ -162,6 +166,19 @@ class Holding:
             end = first[parts]
         start = self.early[numbers] + 1 + ahead
         return Gaps(numbers, start, np.maximum(end - ahead, start))
+
+    def between_updates(self, states: Sequence[str], *, there: bool) -> Gaps:
+        """When state is not there that is parked: until shortly before its update, and after it; throughout where its
+        updates run *there*."""
+        step, touches = self.step, np.ones(len(self.step.op), np.bool_)
+        numbers = np.array([step.number[name] for name in states], np.int64)
+        begin, end = np.zeros(len(numbers), np.int64), np.full(len(numbers), self.count, np.int64)
+        if there:
+            return Gaps(numbers, begin, end)
+        first, last = step.first(touches)[numbers], step.last(touches)[numbers]
+        arrives, leaves = np.maximum(first - _BEFORE, 0), last + 1
+        both = np.concatenate
+        return Gaps(both([numbers, numbers]), both([begin, leaves]), both([arrives, end]))
 
     def peaks(self, placed: Placed, gaps: Sequence[tuple[Gaps, int]]) -> Numbers:
         """By part, the most bytes.

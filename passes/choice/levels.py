@@ -39,6 +39,7 @@ class Part(NamedTuple):
 
     Attributes:
         state: bytes of parameters, buffers and optimizer state.
+        updated: those of them that the update alone touches.
         saved: bytes that its operators make and the backward reads, of one micro-batch.
         freed: those of them that are recomputed with the module, from what enters it.
         seconds: of the operators that make these, of all micro-batches.
@@ -46,6 +47,7 @@ class Part(NamedTuple):
     """
 
     state: int = 0
+    updated: int = 0
     saved: int = 0
     freed: int = 0
     seconds: float = 0.0
@@ -88,13 +90,14 @@ class Levels:
         """What each module comes to, with what is inside of it."""
         step, net = self.step, self.step.net
         parts = micro_batches(net.blobs)
-        state, saved, freed = (defaultdict[str, int](int) for _ in range(3))
+        state, updated, saved, freed = (defaultdict[str, int](int) for _ in range(4))
         first: dict[str, int] = {}
         seconds = defaultdict[str, float](float)
         sizes = step.nbytes.tolist()
         for k, owner in step.owners.items():
             for path in ("", *lineage(owner)):
                 state[path] += sizes[k]
+                updated[path] += sizes[k] * bool(step.updated[k])
         for i, (op, nbytes) in enumerate(zip(net.ops, step.saved.tolist(), strict=True)):
             if op.phase == "forward" and not op.effects.shows:
                 for path in ("", *lineage(op.module)):
@@ -110,7 +113,14 @@ class Levels:
                 freed[path] += sizes[step.number[storage]]
                 seconds[path] += costs[device][made]
         return {
-            path: Part(state[path], saved[path] // parts, freed[path] // parts, seconds[path], first.get(path, -1))
+            path: Part(
+                state[path],
+                updated[path],
+                saved[path] // parts,
+                freed[path] // parts,
+                seconds[path],
+                first.get(path, -1),
+            )
             for path in ("", *self.paths)
         }
 
@@ -163,6 +173,23 @@ class Levels:
                 for path in lineage(op.module):
                     found[path].append(op.type)
         return {path: tuple(types) for path, types in found.items()}
+
+    @cached_property
+    def states(self) -> dict[str, list[str]]:
+        """By path, the state of the module that the update alone touches."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for k, owner in self.step.owners.items():
+            for path in ("", *lineage(owner)) if self.step.updated[k] else ():
+                found[path].append(self.step.names[k])
+        return found
+
+    def updated(self) -> list[list[Unit]]:
+        """By depth, the modules with such state: all of it once. The deepest come last."""
+        owners = [owner for k, owner in self.step.owners.items() if self.step.updated[k]]
+        found: dict[tuple[Unit, ...], None] = {}
+        for depth in range(1, max([owner.count(".") + 1 for owner in owners], default=0) + 1):
+            found[tuple(dict.fromkeys([(".".join(owner.split(".")[:depth]),) for owner in owners]))] = None
+        return list(map(list, found))
 
     def freed(self, unit: Unit) -> int:
         """Bytes that recomputing a unit frees."""

@@ -5,6 +5,7 @@
     h.0.attn, h.0.attn.softmax, h.1.attn, …    what is computed again or parked, by storage
     h.0, h.1, h.2                              modules that save just that
     h[0:3]                                     as a pattern
+    h[0:3].**.exp_avg                          what the optimizer has of them
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import Literal
 
+from graphir.ir.blob import STATE_ROLES
 from graphir.ir.module_patterns import lineage
+from graphir.ir.names import base_name
 from graphir.ir.net import Net
 from graphir.ir.program import Program
 
-from ..saved import Use, saved_in, uses_of
+from ..saved import Use, choose, saved_in, uses_of
 
-__all__ = ["patterns", "storages_named"]
+__all__ = ["patterns", "states_named", "storages_named"]
 
 
 def storages_named(program: Program, storages: Sequence[str], by: Literal["park", "recompute"]) -> list[str]:
@@ -52,6 +55,31 @@ def storages_named(program: Program, storages: Sequence[str], by: Literal["park"
         else:
             left.append(storage)
     return [*patterns(found, program.step.blobs), *left]
+
+
+def states_named(program: Program, states: Sequence[str]) -> list[str]:
+    """Patterns that stand for just some of the state that ``park`` takes, and the names of the rest: ``**.exp_avg``, or
+    ``h[0:3].**.exp_avg`` for three modules' own."""
+    blobs, going = program.step.blobs, set(states)
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for name in program.step.external_inputs:
+        if blobs[name].role in STATE_ROLES:
+            kinds[base_name(name).rpartition(".")[2]].append(name)
+    found: list[str] = []
+    for kind, names in kinds.items():
+        within = {name: ("", *lineage(base_name(name))[:-1]) for name in names}
+        held = Counter(path for name in names for path in within[name])
+        wanted = Counter(path for name in names if name in going for path in within[name])
+        modules = dict[str, None]()
+        for name in names:
+            if name in going:
+                path = next((path for path in within[name] if wanted[path] == held[path]), None)
+                if path is None or path == within[name][-1]:
+                    found.append(name)
+                else:
+                    modules[path] = None
+        found += [f"{path}.**.{kind}" if path else f"**.{kind}" for path in ("" in modules and [""]) or patterns(modules)]
+    return found if choose(program, found, "park").blobs.keys() == going else list(states)
 
 
 def _makers(net: Net, storages: Iterable[str], uses: Mapping[str, Use]) -> dict[str, str]:

@@ -6,6 +6,7 @@ within their limits.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Generator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -70,7 +71,7 @@ class Reckoning:
         self.sources = [device for device in program.devices if not device.is_host]
         self.parts = micro_batches(program.step.blobs)
         self.cuts: dict[tuple[tuple[str, ...], tuple[Device, ...], tuple[int, ...]], Cut] = {}
-        self.gaps: dict[tuple[Unit, bool, bool], Gaps] = {}
+        self.gaps: dict[tuple[Unit, bool, str, bool], Gaps] = {}
 
     def now(self) -> Cut:
         """The program as it is."""
@@ -135,7 +136,7 @@ class Reckoning:
         for way in ways:
             busy += self.longer(way)
             for unit in way.units:
-                storages = self.gap(unit, again=way.to is None).storage.tolist()
+                storages = dict.fromkeys(self.gap(unit, way).storage.tolist())
                 if way.to is None:
                     issued += sum([step.issued[step.makers[k]] for k in storages])
                 else:
@@ -163,17 +164,23 @@ class Reckoning:
         """By part of a cut, the most bytes that it is reckoned to hold; who *hopes* takes what is parked to be nowhere
         meanwhile, which is so where it is away while the others hold little."""
         gaps = []
-        for units, to in ways:
-            part = cut.devices.index(to) if to in cut.devices and not hopes else -1
-            gaps += [(self.gap(unit, again=to is None, hopes=hopes), part) for unit in units]
+        for way in ways:
+            part = cut.devices.index(way.to) if way.to in cut.devices and not hopes else -1
+            gaps += [(self.gap(unit, way, hopes=hopes), part) for unit in way.units]
         return self.holding.peaks(cut.placed, gaps)
 
-    def gap(self, unit: Unit, *, again: bool, hopes: bool = False) -> Gaps:
-        """When the storages of a unit are away that are computed *again* or parked; *hopes* as for :meth:`peaks`."""
-        key = unit, again, hopes
-        if key not in self.gaps:
+    def gap(self, unit: Unit, way: Way, *, hopes: bool = False) -> Gaps:
+        """When the storages of a unit are away that are stored in some way; *hopes* as for :meth:`peaks`."""
+        again = way.to is None
+        key = unit, again, way.what, hopes
+        if key in self.gaps:
+            return self.gaps[key]
+        if way.what == "saved":
             storages = self.levels.storages(unit) if again else self.levels.saved(unit)
             self.gaps[key] = self.holding.gaps(storages, together=again, ahead=0 if again or hopes else AHEAD)
+        else:
+            states = [name for path in unit for name in self.levels.states[path]]
+            self.gaps[key] = self.holding.between_updates(states, there=way.what == "updates")
         return self.gaps[key]
 
     def limits(self, cut: Cut, more: Mapping[Device, int]) -> Numbers:
@@ -181,7 +188,9 @@ class Reckoning:
         limits = [self.wanted.limits.get(device, 1 << 62) - more.get(device, 0) for device in cut.devices]
         return np.array(limits, np.int64)
 
-    def fewest(self, cut: Cut, way: Way, more: Mapping[Device, int]) -> tuple[Way, int]:
+    def fewest(
+        self, cut: Cut, way: Way, more: Mapping[Device, int], beside: Sequence[Way] = ()
+    ) -> tuple[Way, int]:
         """As few units of a way as are reckoned to keep devices within their limits, and the bytes by which limits are
         exceeded all the same: where all units do not do, those with which a device holds the least.
 
@@ -189,31 +198,45 @@ class Reckoning:
             cut: where modules are.
             way: all units.
             more: by device, what a plan was found to hold beyond what is reckoned.
+            beside: what else is stored otherwise.
         """
         limits = self.limits(cut, more)
-        over = np.maximum(cut.placed.peaks - limits, 0)
+        over = np.maximum(self.peaks(cut, beside) - limits, 0)
         chosen: set[Unit] = set()
         for part in np.flatnonzero(over).tolist():
-            units = [unit for unit in way.units if self.part(cut, unit) == part and cut.devices[part] != way.to]
-            found: list[tuple[int, int]] = []
-            ranked = self.ranked(units)
-            for count in range(1, len(ranked) + 1):
-                peak = self.peaks(cut, [way._replace(units=tuple(ranked[:count]))])[part]
-                found.append((max(int(peak - limits[part]), 0), count))
-                if peak <= limits[part]:
-                    break
-            over[part], count = min(found, default=(int(over[part]), 0))
+            units = [unit for unit in way.units if self.part(cut, unit, way) == part and cut.devices[part] != way.to]
+            ranked = self.ranked(units, way)
+
+            def exceeds(count: int, part: int = part, ranked: Sequence[Unit] = ranked) -> int:
+                """The bytes by which the first units leave a limit exceeded."""
+                some = way._replace(units=tuple(ranked[:count]))
+                return max(int((self.peaks(cut, [*beside, some]) - limits)[part]), 0)
+
+            if way.what == "saved":
+                found = [(over[part], 0)]
+                for count in range(1, len(ranked) + 1):
+                    found.append((exceeds(count), count))
+                    if not found[-1][0]:
+                        break
+                over[part], count = min(found)
+            else:  # the more state is away, the less is held
+                count = bisect_left(range(len(ranked)), 0, key=lambda count: -exceeds(count))
+                over[part] = exceeds(count)
             chosen.update(ranked[:count])
         return way._replace(units=tuple([unit for unit in way.units if unit in chosen])), int(over.sum())
 
-    def part(self, cut: Cut, unit: Unit) -> int:
-        """The part that a unit is in."""
-        return int(cut.placed.at[self.levels.parts[unit[0]].first])
+    def part(self, cut: Cut, unit: Unit, way: Way) -> int:
+        """The part that a unit is in, or its state."""
+        if way.what == "saved":
+            return int(cut.placed.at[self.levels.parts[unit[0]].first])
+        return int(cut.placed.home[self.gap(unit, way).storage[0]])
 
-    def ranked(self, units: Sequence[Unit]) -> list[Unit]:
+    def ranked(self, units: Sequence[Unit], way: Way) -> list[Unit]:
         """Units by what it takes to free a byte with them; of about equally dear ones the earlier first, as they free
-        it for longer."""
+        it for longer. Of state, by its bytes, so that few units do."""
         levels = self.levels
+        if way.what != "saved":
+            return sorted(units, key=lambda unit: -self.updated(unit))
         dear = {unit: levels.seconds(unit) / max(levels.freed(unit), 1) for unit in units}
         order = sorted(units, key=dear.__getitem__)
         found: list[Unit] = []
@@ -231,8 +254,15 @@ class Reckoning:
         source = next((device for device in self.sources if device != way.to), way.to)
         if source == way.to:
             return 0.0
+        if way.what != "saved":  # what comes in and what goes out pass each other
+            nbytes = sum(map(self.updated, way.units))
+            return nbytes / self.topology.link(str(source), str(way.to)).bytes_per_second
         nbytes = sum([self.levels.parts[path].saved for unit in way.units for path in unit]) * self.parts
         return _PARKED * nbytes / self.topology.link(str(source), str(way.to)).bytes_per_second
+
+    def updated(self, unit: Unit) -> int:
+        """Bytes of a unit's state that the update alone touches."""
+        return sum([self.levels.parts[path].updated for path in unit])
 
     @property
     def count(self) -> int:

@@ -199,6 +199,20 @@ class Step:
         return found
 
     @cached_property
+    def updated(self) -> Flags:
+        """By storage, whether it is state of a gpu that the update alone touches, as an optimizer's: it may live
+        elsewhere."""
+        blobs = self.net.blobs
+        update = np.array([op.phase == "update" for op in self.net.ops], np.bool_)[self.op]
+        found = np.zeros(len(self.names), np.bool_)
+        found[self.storage[update]] = True
+        found[self.storage[~update]] = False
+        views = {blobs[name].storage for name in self.net.external_inputs if blobs[name].is_view}
+        there = [not blobs[name].device.is_host and name not in views for name in self.names]
+        whole: Flags = found & self.is_state & np.array(there, np.bool_)
+        return whole
+
+    @cached_property
     def owners(self) -> dict[int, str]:
         """By storage of state, the module that owns it."""
         paths = self.program.module_paths
