@@ -147,14 +147,23 @@ def choice_of(draft: Draft, grouped: Grouped) -> Choice:
         for unit in units
         for path in unit
     }
-    devices, kept = [], []
+    states = {
+        path: number.get(str(to), problem.host)
+        for units, to, what in draft.ways
+        if what == "state"
+        for unit in units
+        for path in unit
+    }
+    devices, kept, state = [], [], []
     for units, group in zip(grouped.units, problem.groups, strict=True):
         lineages = [lineage(unit.module) for unit in units]
         at = next((going[path] for line in lineages for path in reversed(line) if path in going), None)
         devices.append(group.now if at is None else number[str(at)])
         found = {next((stored[path] for path in line if path in stored), KEEP) for line in lineages}
         kept.append(found.pop() if len(found) == 1 else KEEP)
-    return Choice(tuple(devices), tuple(kept))
+        found = {next((states[path] for path in ("", *line) if path in states), KEEP) for line in lineages}
+        state.append(found.pop() if len(found) == 1 else KEEP)
+    return Choice(tuple(devices), tuple(kept), tuple(state) if states else ())
 
 
 def _by_device(moves: Sequence[tuple[str, Device]]) -> list[tuple[Device, list[str]]]:

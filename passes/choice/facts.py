@@ -105,6 +105,7 @@ def _alike(problem: Problem, a: int, b: int) -> bool:
             same(group.again)
             and (a in group.devices) == (b in group.devices)
             and (a in group.stored) == (b in group.stored)
+            and (a in group.away) == (b in group.away)
             for group in problem.groups
         )
     )

@@ -36,7 +36,7 @@ class Wanted(NamedTuple):
     Attributes:
         limits: by device, the most bytes that it may hold.
         devices: that may be used.
-        options: of ``shift``, ``park`` and ``recompute``.
+        options: what may be done.
         pins: by module, the device where it has to be.
         whole: by module, the pattern of modules that are not taken apart, and which one of these it is in.
     """
@@ -57,6 +57,7 @@ class Grouped:
         units: by group, its units.
         parks: by group, the storages that are parked with it.
         again: by group, those that are computed again with it.
+        updated: by group, those of its state that may be parked.
         of_op: by operator of the forward, its group.
         homes: by device and module that owns state and runs nothing, the group that its state goes with, or the device
             where it is pinned; None where several groups use it, each some.
@@ -67,6 +68,7 @@ class Grouped:
     of_op: dict[int, int]
     parks: list[list[str]] = field(default_factory=list)
     again: list[list[str]] = field(default_factory=list)
+    updated: list[list[str]] = field(default_factory=list)
     homes: dict[tuple[Device, str], int | Device | None] = field(default_factory=dict)
 
 
@@ -143,7 +145,8 @@ class Reading:
         for key, owners in units.homes.items():
             using = {numbers[unit] for unit in owners}
             homes[key] = wanted.pins.get(key[1], using.pop() if len(using) == 1 else None)
-        return Grouped(problem, members, of_op, found.parks, found.again, homes)
+        updated = [[tasks.step.names[storage] for storage in of_group] for of_group in tasks.updated]
+        return Grouped(problem, members, of_op, found.parks, found.again, updated, homes)
 
 
 def grouped(
@@ -165,7 +168,8 @@ def apart(choice: Choice, of: Grouped, to: Grouped) -> Choice:
     for i, group in to.of_op.items():
         first.setdefault(group, of.of_op[i])
     at = [first[group] for group in range(len(to.problem.groups))]
-    return Choice(tuple([choice.devices[g] for g in at]), tuple([choice.stored[g] for g in at]))
+    rows = [tuple([row[g] for g in at]) if row else () for row in choice]
+    return Choice(*rows)
 
 
 def _group(
@@ -182,13 +186,15 @@ def _group(
     now, host, pin = names.index(modules[0][0]), len(names) - 1, wanted.pins.get(modules[0][1])
     on = usable if "shift" in wanted.options and all(unit.moves for unit in modules) else []
     devices = [now, *on] if pin is None else [names.index(pin)]
+    reached = [
+        k for k in (*usable, host) if any(math.isfinite(latency[d][k] + latency[k][d]) for d in devices if d != k)
+    ]
+    update = tasks.update(number)
+    updated = tasks.updated[number] if "state" in wanted.options and update[0] >= 0 else []
     stored = [KEEP]
     if "recompute" in wanted.options and found.again[number]:
         stored.append(AGAIN)
     if "park" in wanted.options and found.parks[number]:
-        reached = [
-            k for k in (*usable, host) if any(math.isfinite(latency[d][k] + latency[k][d]) for d in devices if d != k)
-        ]
         stored += reached
     return Group(
         name=" to ".join(dict.fromkeys([str(modules[0]), str(modules[-1])])),
@@ -199,6 +205,11 @@ def _group(
         again=tuple([found.again_seconds[number][name] for name in names]) if AGAIN in stored else (),
         again_at=found.again_at[number],
         again_issued=found.again_issued[number],
+        update=update,
+        updated=sum([int(tasks.step.nbytes[storage]) for storage in updated]),
+        trips=tasks.trips(number) if updated else 0,
+        copies=len(updated),
+        away=tuple(dict.fromkeys(reached)) if updated else (),
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar, Final
 
 from graphir.ir.blob import STATE_ROLES, Blob
-from graphir.ir.device import Device, gpu
+from graphir.ir.device import CPU, Device, gpu
 from graphir.ir.module_patterns import lineage
 from graphir.ir.names import base_name
 from graphir.ir.operator import Operator
@@ -24,7 +24,7 @@ from ..saved import unsaved, uses_of
 from ..shift import ShiftActivations
 from ..shift_modules import ShiftModules
 from .groups import Grouped
-from .naming import patterns, storages_named
+from .naming import patterns, states_named, storages_named
 from .problem import AGAIN, Choice
 
 __all__ = ["ParkedQuietly", "placed", "repeated"]
@@ -80,6 +80,14 @@ def placed(program: Program, grouped: Grouped, choice: Choice) -> Program:
             away = [storage for storage in away if unsaved(found, storage, uses, Park.name) is None]
         if away:
             found = build(ParkedQuietly, what=storages_named(found, away, "park"), to=str(there)).recorded(found)
+    states: dict[int, list[str]] = defaultdict(list)
+    for group, to in choice.parked:
+        states[to] += grouped.updated[group]
+    for target, storages in states.items():
+        there, blobs = names[target], found.step.blobs
+        away = [storage for storage in storages if blobs[storage].device not in (there, CPU)]
+        if away:
+            found = build(ParkedQuietly, what=states_named(found, away), to=str(there)).recorded(found)
     return found
 
 

@@ -21,7 +21,7 @@ from graphir.ir.device import Device
 from ..order import AHEAD
 from ..trips import Clock, toll
 from .flow import Flow
-from .problem import AGAIN, Choice, Problem, Value
+from .problem import AGAIN, Choice, Group, Problem, Value
 
 __all__ = ["Outcome", "Outcomes", "buffers"]
 
@@ -49,12 +49,12 @@ class Outcome(NamedTuple):
 
 
 class _Copy:
-    """A copy, what it comes after, and when it has ended."""
+    """A copy, or several that follow each other, how many they are, what they come after, and when they have ended."""
 
-    __slots__ = ("after", "destination", "end", "seconds")
+    __slots__ = ("after", "calls", "destination", "end", "seconds")
 
     def __init__(self, destination: int, seconds: float, after: _Copy | int) -> None:
-        self.destination, self.seconds, self.after, self.end = destination, seconds, after, 0.0
+        self.destination, self.seconds, self.after, self.end, self.calls = destination, seconds, after, 0.0, 1
 
 
 class _Fact(NamedTuple):
@@ -178,7 +178,7 @@ class _Step:
 
     def outcome(self) -> Outcome:
         """What the choice comes to."""
-        devices, stored = self.choice
+        devices, stored = self.choice.devices, self.choice.stored
         for number in self.facts.unlike(self.choice):
             value, others, last = self.facts.values[number]
             home, becomes = devices[value.group], stored[value.group]
@@ -194,6 +194,8 @@ class _Step:
             elif value.counted:
                 groups = self.problem.groups
                 self.holds(home, value.nbytes, value.made, max([last, *[groups[other].again_at for other in rebuilt]]))
+        for group, away in self.choice.parked:
+            self.updated(self.problem.groups[group], devices[group], away)
         self.come_back()
         self.linger()
         return self.summed()
@@ -288,6 +290,18 @@ class _Step:
             self.crossing[away, home] += nbytes
             self.read_by(back, copy)
             self.trips[away, home].append((needed, leaves, nbytes, copy, [there, max(back)]))
+
+    def updated(self, group: Group, home: int, away: int) -> None:
+        """State that comes for its update and goes back, in trips of which two are under way: what comes in and what
+        goes out pass each other."""
+        first, last = group.update
+        for source, to in ((away, home), (home, away)):
+            copy = self.copied(source, to, group.updated, first - 1, first)
+            copy.seconds += (group.copies - 1) * self.problem.latency[source][to]
+            copy.calls = group.copies
+            if to == home:
+                self.read_by([last], copy)
+        self.holds(home, group.trips, first, last)
 
     def come_back(self) -> None:
         """Let what is parked set out for home, as late as it can."""
@@ -387,7 +401,7 @@ class _Step:
         again = {position: groups[number].again[self.at[position]] for position, number in self.again.items()}
         seconds, busy = flow.timed(self.at, self.copies, needed, again)
         issued = sum(task.issued for task in self.problem.tasks)
-        issued += self.problem.issue * sum(map(len, self.copies.values()))
+        issued += self.problem.issue * sum([copy.calls for copies in self.copies.values() for copy in copies])
         issued += sum(groups[number].again_issued for number in self.again.values())
         return max(seconds, issued), busy
 
@@ -397,7 +411,7 @@ class _Step:
         for copy in copies:
             after = copy.after
             done = (ends[after] if after >= 0 else 0.0) if isinstance(after, int) else after.end
-            issued += issue
+            issued += issue * copy.calls
             copy.end = arriving[copy.destination] = max(arriving[copy.destination], done, issued) + copy.seconds
         return issued
 
@@ -413,6 +427,9 @@ class _Step:
         found = [base + int(nbytes) for base, nbytes in zip(problem.held, most, strict=True)]
         for group, device in zip(problem.groups, choice.devices, strict=True):
             found[device] += group.state
+        for number, away in choice.parked:
+            found[choice.devices[number]] -= problem.groups[number].updated
+            found[away] += problem.groups[number].updated
         return tuple([nbytes + buffers(row) for nbytes, row in zip(found, self.received, strict=True)])
 
 

@@ -79,6 +79,7 @@ def _group_places(outcomes: Outcomes, choice: Choice) -> list[GroupPlace]:
                     changed = Choice(
                         (*choice.devices[:i], device, *choice.devices[i + 1 :]),
                         (*choice.stored[:i], stored, *choice.stored[i + 1 :]),
+                        choice.state,
                     )
                     outcome = outcomes(changed)
                     others.append((outcome.over, outcome.seconds, _described(problem, device, stored), outcome))

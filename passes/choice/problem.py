@@ -43,6 +43,11 @@ class Group(NamedTuple):
             keep.
         again_at: the first task that reads what is computed again.
         again_issued: seconds that one host thread takes to issue what is computed again.
+        updated: bytes of the state that the update alone touches.
+        trips: bytes of it that are on the group's device at a time during the update, where it is parked.
+        copies: how many copies bring it there, and as many take it back.
+        update: the first and the last task of its update.
+        away: the devices, or the host, where it may be parked.
     """
 
     name: str
@@ -53,6 +58,16 @@ class Group(NamedTuple):
     again: tuple[float, ...] = ()
     again_at: int = -1
     again_issued: float = 0.0
+    updated: int = 0
+    trips: int = 0
+    copies: int = 0
+    update: tuple[int, int] = (-1, -1)
+    away: tuple[int, ...] = ()
+
+    @property
+    def stays(self) -> int:
+        """Bytes of state that are on the group's device whatever is chosen."""
+        return self.state - self.updated if self.away else self.state
 
 
 class Task(NamedTuple):
@@ -114,10 +129,18 @@ class Choice(NamedTuple):
     Attributes:
         devices: by group, the number of the device.
         stored: by group, what becomes of what it saves, as :attr:`Group.stored` has it.
+        state: by group, where the state is parked that its update alone touches; :data:`KEEP` where it stays, and
+            empty where all of it does.
     """
 
     devices: tuple[int, ...]
     stored: tuple[int, ...]
+    state: tuple[int, ...] = ()
+
+    @property
+    def parked(self) -> list[tuple[int, int]]:
+        """The groups whose state is parked, each with where."""
+        return [(group, to) for group, to in enumerate(self.state) if to != KEEP]
 
 
 @dataclass(frozen=True)

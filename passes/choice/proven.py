@@ -3,6 +3,7 @@
 * An operator runs on one device, and what it reads and makes is there while it runs. Of a view it reads, no more than
   the view has to be there.
 * State and inputs are on some device throughout, and at each operator so is what it makes and what it reads of that.
+  State that the update alone touches may be parked on the host, and its updates may run there, where options say so.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from graphir.ir.plan import issued_as
 from graphir.ir.program import Program
 
 from ..storage import overwritable
+from .step import Step
 
 __all__ = ["needed", "proven"]
 
@@ -34,7 +36,11 @@ def proven(
     step, moves = program.step, "shift" in options
     used = list(dict.fromkeys([*[d for d in step.devices if not d.is_host], *devices]))
     found, most = 1.0, 0
+    steps = Step(program, None, 1)
+    parked = {steps.names[k] for k in steps.updated.nonzero()[0].tolist()} if {*options} & {"state", "updates"} else ()
     for op in step.ops:
+        if "updates" in options and op.phase == "update" and any(step.blobs[n].storage in parked for n in op.inputs):
+            continue
         if op.device.is_host or issued_as(op) != "run" or op.effects.shows:
             continue
         most = max(most, needed(op, program, standing=False))
@@ -43,7 +49,7 @@ def proven(
     standing: dict[Device, int] = dict.fromkeys(used, 0)
     for name in step.external_inputs:
         blob = step.blobs[name]
-        if not blob.is_view and not blob.device.is_host and _stands(blob):
+        if not blob.is_view and not blob.device.is_host and _stands(blob) and name not in parked:
             standing[blob.device] += blob.nbytes(program.dims)
     if not moves:
         return max([found, *[_over(nbytes, [limits.get(device)]) for device, nbytes in standing.items()]])

@@ -16,6 +16,7 @@ from graphir.ir.text import nbytes_text, operator_text
 from .asked import OPTIONS, Asked
 from .plans import Plans
 from .proven import needed
+from .step import Step
 
 __all__ = ["Refused", "missing_of", "refusal"]
 
@@ -119,7 +120,9 @@ def _ways(asked: Asked, refused: Refused) -> str:
     spare = any(d not in refused.given and not Device.parse(d).is_host for d in place.devices)
     spare = spare or place.host is not None
     found = ["name more devices in limits"] * spare
-    found += ["allow more options"] * (len(asked.options) < len(OPTIONS))
+    found += ["allow more options"] * (not {*OPTIONS} <= {*asked.options})
+    if "updates" not in asked.options and Step(asked.program, None, 1).updated.any():
+        found.append("add 'updates' to options, which runs updates on the host, with the bits of its kernels")
     found += ["pin less"] * bool(asked.pin)
     batches = [size for dim, size in asked.program.dims.items() if base_name(dim) == BATCH]
     smaller = "a smaller model, or devices that hold more" if set(batches) == {1} else "smaller batches"

@@ -45,6 +45,9 @@ _POLISHED: Final = 0.8
 _ROUNDS: Final = 3
 """How often annealing begins again, from the best so far, in a third of the budget each."""
 
+_STATE: Final = 0.2
+"""How often state is changed, where it may be parked."""
+
 _TRIES: Final = 80
 """How many choices a round looks at, for each group, at most. What is left of the budget, where a problem is small, is
 for more rounds, every other one of which begins with another plain choice."""
@@ -124,6 +127,7 @@ class _Search:
         self.plainest: Choice | None = None
         self.turn = _TURN if self.problem.parts == 1 else _TURN_IN_PARTS
         self.base = max(self.outcomes(self.problem.now()).seconds, 1e-12)
+        self.aways = list(dict.fromkeys(to for group in self.problem.groups for to in group.away))
         self.best = self.allowed(self.problem.now())
         self.least = self.rank(self.best)
 
@@ -138,8 +142,8 @@ class _Search:
         outcome = self.outcomes(choice)
         moved = sum(
             (device != group.now) + (stored != KEEP)
-            for group, device, stored in zip(self.problem.groups, *choice, strict=True)
-        )
+            for group, device, stored in zip(self.problem.groups, choice.devices, choice.stored, strict=True)
+        ) + len(choice.parked)
         turns = sum(a != b for a, b in pairwise(choice.devices))
         over = _OVER * outcome.over + _EXCEEDS if outcome.over else 0.0
         return outcome.seconds / self.base + over + _MOVED * moved / (2 * len(choice.devices)) + self.turn * turns
@@ -189,11 +193,14 @@ class _Search:
     def allowed(self, choice: Choice) -> Choice:
         """A choice with groups where they may be."""
         groups = self.problem.groups
+        if not choice.state:
+            choice = choice._replace(state=(KEEP,) * len(groups))
         devices = [d if d in g.devices else g.devices[0] for g, d in zip(groups, choice.devices, strict=True)]
         stored = [
             s if s in g.stored and s != d else KEEP for g, s, d in zip(groups, choice.stored, devices, strict=True)
         ]
-        return Choice(tuple(devices), tuple(stored))
+        state = [s if s in g.away and s != d else KEEP for g, s, d in zip(groups, choice.state, devices, strict=True)]
+        return Choice(tuple(devices), tuple(stored), tuple(state) if any(s != KEEP for s in state) else ())
 
     def plain(self) -> Iterator[Choice]:
         """What to begin with."""
@@ -210,6 +217,9 @@ class _Search:
         for choice in (placed[0], *ranked[:2]):
             for stored in options:
                 yield self.allowed(choice._replace(stored=(stored,) * count))
+            for to in self.aways:
+                for stored in (KEEP, *options):
+                    yield self.allowed(Choice(choice.devices, (stored,) * count, (to,) * count))
 
     def spreads(self, devices: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """Contiguous parts over all devices, filled one after the other to equal shares of bytes or of seconds."""
@@ -276,6 +286,8 @@ class _Search:
         first = self.crowded(choice, fullest) if draw.random() < 0.5 else draw.randrange(len(groups))
         size = 1 if draw.random() < 0.6 else draw.randint(2, max(2, len(groups) // 6))
         some = range(first, min(first + size, len(groups)))
+        if self.aways and draw.random() < _STATE:
+            return self.allowed(choice._replace(state=self.other_state(choice, some, fullest)))
         kind = draw.random()
         if kind < 0.1:
             other = draw.randrange(len(groups))
@@ -292,7 +304,22 @@ class _Search:
             option = self.option(groups[first].stored, fullest)
             for i in some:
                 stored[i] = option
-        return self.allowed(Choice(tuple(devices), tuple(stored)))
+        return self.allowed(Choice(tuple(devices), tuple(stored), choice.state))
+
+    def other_state(self, choice: Choice, some: range, fullest: Sequence[float]) -> tuple[int, ...]:
+        """The state of a choice with that of some groups elsewhere, or all of theirs at home, or exchanged with that of
+        a group elsewhere."""
+        draw, count = self.random, len(choice.devices)
+        state = list(choice.state or (KEEP,) * count)
+        drawn = draw.random()
+        if drawn < 0.3:
+            first, other = some[0], draw.randrange(count)
+            state[first], state[other] = state[other], state[first]
+            return tuple(state)
+        to = self.preferred(self.aways, fullest) if drawn < 0.65 else KEEP
+        for i in some:
+            state[i] = to
+        return tuple(state)
 
     def preferred(self, among: Sequence[int], fullest: Sequence[float], near: Sequence[int] = ()) -> int:
         """One of some devices: a neighbour's, the emptiest one, or any."""
@@ -351,6 +378,17 @@ class _Search:
                         changed = Choice(
                             (*self.best.devices[:i], device, *self.best.devices[i + 1 :]),
                             (*self.best.stored[:i], stored, *self.best.stored[i + 1 :]),
+                            self.best.state,
                         )
                         self.tried(self.allowed(changed))
                         better |= self.least < before
+                better |= self.polish_state(i)
+
+    def polish_state(self, i: int) -> bool:
+        """Try the state of a group everywhere; whether that helps."""
+        before = self.least
+        state = self.best.state or (KEEP,) * len(self.best.devices)
+        for to in (KEEP, *self.problem.groups[i].away) if self.aways else ():
+            if to != state[i]:
+                self.tried(self.allowed(self.best._replace(state=(*state[:i], to, *state[i + 1 :]))))
+        return self.least < before

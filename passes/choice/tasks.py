@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import nlargest
 from itertools import accumulate
 from typing import Any
 
@@ -63,6 +64,7 @@ class Tasks:
         of_op: by operator, its task; -1 of those on the host.
         parts: how many micro-batches there are.
         state: by group, bytes of state.
+        updated: by group, the storages of it that the update alone touches.
         held: by device, bytes that are there whatever is chosen.
         home: by storage of state, its group; -1 of others.
     """
@@ -81,6 +83,7 @@ class Tasks:
             self.of_op[run.ops] = number
         self.phases = [run.phase for run in self.runs]
         self.state = [0] * (max(numbers.values()) + 1)
+        self.updated: list[list[int]] = [[] for _ in self.state]
         self.held: dict[Device, int] = defaultdict(int)
         self.home = np.full(len(step.names), -1, np.int64)
         sizes = step.nbytes.tolist()
@@ -95,6 +98,21 @@ class Tasks:
             else:
                 self.home[storage] = numbers[unit]
                 self.state[numbers[unit]] += sizes[storage]
+                if step.updated[storage]:
+                    self.updated[numbers[unit]].append(storage)
+
+    def update(self, group: int) -> tuple[int, int]:
+        """The first and the last task of a group's update; -1 where it has none."""
+        at = [number for number, run in enumerate(self.runs) if run.group == group and run.phase == "update"]
+        return (at[0], at[-1]) if at else (-1, -1)
+
+    def trips(self, group: int) -> int:
+        """The bytes of the two largest trips of a group's state to its updates: so much is there at a time."""
+        first, sizes = self.step.first(np.ones(len(self.step.op), np.bool_)), self.step.nbytes
+        nbytes: dict[int, int] = defaultdict(int)
+        for storage in self.updated[group]:
+            nbytes[int(first[storage])] += int(sizes[storage])
+        return sum(nlargest(2, nbytes.values()))
 
     def split(self) -> list[Run]:
         """The step cut into tasks. None reads what a later one makes, as one would that goes on behind a visit to

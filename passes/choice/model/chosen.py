@@ -108,7 +108,7 @@ class Chosen:
 
     def literals(self, choice: Choice) -> Iterator[IntVar]:
         """What holds of one choice alone."""
-        for states, device, stored in zip(self.states, *choice, strict=True):
+        for states, device, stored in zip(self.states, choice.devices, choice.stored, strict=True):
             yield states[device, KEEP if stored == device else stored]
 
     def forbid(self, choice: Choice) -> None:
@@ -117,7 +117,7 @@ class Chosen:
 
     def has(self, choice: Choice) -> bool:
         """Whether the model may stand for a choice."""
-        chosen = zip(self.states, *choice, strict=True)
+        chosen = zip(self.states, choice.devices, choice.stored, strict=True)
         return all((device, KEEP if stored == device else stored) in states for states, device, stored in chosen)
 
     def choice(self, solver: CpSolver) -> Choice:

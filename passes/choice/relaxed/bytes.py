@@ -43,7 +43,7 @@ class Bytes:
 
     def __init__(self, parts: Parts, goal: Goal) -> None:
         self.parts, self.lp, self.problem = parts, parts.lp, parts.problem
-        state = sum(self.problem.held) + sum(group.state for group in self.problem.groups)
+        state = sum(self.problem.held) + sum(group.stays for group in self.problem.groups)
         self.unit = float(max(state + sum(value.nbytes for value in self.problem.values), 1))
         self.factor = self.lp.variable(0.0, _MOST_FACTOR) if goal == "factor" else -1
         self.longer: dict[tuple[int, int, int], Terms] = {}
@@ -69,7 +69,7 @@ class Bytes:
     def _row(self, k: int, position: int, held: Terms) -> Terms:
         """What a class holds at a task beyond what it holds whatever is chosen, less what its limits may grow by."""
         parts, task, groups = self.parts, self.problem.tasks[position], self.problem.groups
-        state = {number: group.state / self.unit for number, group in enumerate(groups)}
+        state = {number: group.stays / self.unit for number, group in enumerate(groups)}
         terms = [times(nbytes, parts.on(number, k)) for number, nbytes in state.items()]
         terms.append(times(task.room / self.unit, parts.on(task.group, k)))
         alike = parts.classes[k]
@@ -192,7 +192,7 @@ def fewest_devices(parts: Parts) -> int:
     """How many devices are used at least: so many that their limits hold what has to be somewhere."""
     problem = parts.problem
     most = max([_somewhere(parts, position) for position in turns(problem)], default=0)
-    most += sum(group.state for group in problem.groups)
+    most += sum(group.stays for group in problem.groups)
     limited = list(zip(problem.limits, problem.held, strict=True))[: problem.host]
     rooms = sorted([float("inf") if limit is None else float(limit - held) for limit, held in limited], reverse=True)
     enough = [used for used, holds in enumerate(accumulate(rooms), 1) if holds >= most]

@@ -57,7 +57,7 @@ def test_what_the_program_says_of_one_choice_is_no_more_than_it_comes_to(seed: i
         parts = Parts(lp, tight)
         held = Bytes(parts, goal)
         numbers = {alike.one: k for k, alike in enumerate(parts.classes)}
-        for group, (d, stored) in enumerate(zip(*choice, strict=True)):
+        for group, (d, stored) in enumerate(zip(choice.devices, choice.stored, strict=True)):
             kind = "park" if stored >= 0 else "again" if stored == AGAIN else "keep"
             lp.equal({parts.parts[group][numbers[d], kind]: 1.0}, 1.0)
             if stored >= 0:
